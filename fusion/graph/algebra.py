@@ -1,0 +1,242 @@
+"""The canonical algebra: smart constructors that bring every ordinary spelling of an expression to one value.
+
+    x·x, x**2, square(x)        → power(x, 2)            x / sqrt(v), x · rsqrt(v)   → mul(x, power(v, -½))
+    sum(x) / D, sum(x) · D⁻¹    → mean(x)                1 / (1 + exp(-x))           → sigmoid(x)
+    view of view, unsqueeze     → reshape                t, transpose of transpose   → permute
+    split, chunk, narrow        → slice                  a - b                       → add(a, scale(b, -1))
+
+Every value is built here, whether it stands for a user's node or for an operand that only a rewrite needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusion.graph.dims import Dim, broadcast
+from fusion.graph.value import Value
+
+MAX_STOP = 2**62  # aten writes "to the end" as a stop beyond any size
+_LOSSLESS = {
+    torch.bfloat16: {torch.float32, torch.float64},
+    torch.float16: {torch.float32, torch.float64},
+    torch.float32: {torch.float64},
+}
+
+
+def widens(source: torch.dtype | None, target: torch.dtype | None) -> bool:
+    """Whether a cast from `source` to `target` keeps every value exactly."""
+    return source == target or (source is not None and target in _LOSSLESS.get(source, ()))
+
+
+class Algebra:
+    """Builds and interns the values of one graph."""
+
+    def __init__(self) -> None:
+        self._interned: dict[tuple[Any, ...], Value] = {}
+
+    def make(
+        self, op: str, args: Sequence[Value], attrs: Sequence[Any], shape: Sequence[Dim], dtype: torch.dtype | None
+    ) -> Value:
+        """Return the one value of this definition, without any simplification."""
+        key = (op, tuple(args), tuple(attrs), tuple(shape), dtype)
+        found = self._interned.get(key)
+        if found is None:
+            found = self._interned[key] = Value(len(self._interned), op, *key[1:])
+        return found
+
+    # shape -----------------------------------------------------------------------------------------------------
+
+    def reshape(self, x: Value, shape: Sequence[Dim]) -> Value:
+        """Same elements in the same order, other dims; sinks below functions of single elements and row means."""
+        shape = tuple(shape)
+        if x.shape == shape:
+            return x
+        if x.op == "reshape":
+            return self.reshape(x.arg, shape)
+        if x.op in ("power", "scale", "shift", "cast"):
+            return self.make(x.op, (self.reshape(x.arg, shape),), x.attrs, shape, x.dtype)
+        if x.op == "mean" and x.attrs == (-1,) and shape and shape[-1] == 1:
+            return self.mean(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), (-1,))
+        return self.make("reshape", (x,), (), shape, x.dtype)
+
+    def permute(self, x: Value, order: Sequence[int]) -> Value:
+        """Reorder dims; moving only dims of size 1 is a reshape."""
+        order = tuple(axis % x.rank for axis in order)
+        if x.op == "permute":
+            order, x = tuple(x.attrs[axis] for axis in order), x.arg
+        shape = tuple(x.shape[axis] for axis in order)
+        kept = [axis for axis in order if x.shape[axis] != 1]
+        if kept == sorted(kept):
+            return self.reshape(x, shape)
+        return self.make("permute", (x,), order, shape, x.dtype)
+
+    def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value | None:
+        """Every `step`-th entry of [start, stop) along `axis`; None where a symbolic size leaves the bounds open."""
+        axis %= x.rank
+        size = x.shape[axis]
+        if not isinstance(size, int):
+            return x if (start == 0 and stop >= MAX_STOP and step == 1) else None
+        start, stop, step = slice(start, stop, step).indices(size)
+        if (start, stop, step) == (0, size, 1):
+            return x
+        if x.op == "slice" and x.attrs[0] == axis:
+            _, first, _, stride = x.attrs
+            stop = first + (start + len(range(start, stop, step)) * step - step) * stride + 1
+            return self.slice(x.arg, axis, first + start * stride, stop, stride * step)
+        if x.op == "cat" and x.attrs[0] == axis:
+            piece = self._piece(x, axis, start, stop)
+            if piece is not None:
+                return self.slice(piece[0], axis, start - piece[1], stop - piece[1], step)
+        stop = start + (len(range(start, stop, step)) - 1) * step + 1 if start < stop else start
+        shape = (*x.shape[:axis], len(range(start, stop, step)), *x.shape[axis + 1 :])
+        return self.make("slice", (x,), (axis, start, stop, step), shape, x.dtype)
+
+    @staticmethod
+    def _piece(cat: Value, axis: int, start: int, stop: int) -> tuple[Value, int] | None:
+        offset = 0
+        for piece in cat.args:
+            size = piece.shape[axis]
+            if not isinstance(size, int):
+                return None
+            if offset <= start and stop <= offset + size:
+                return piece, offset
+            offset += size
+        return None
+
+    def expand(self, x: Value, shape: Sequence[Dim]) -> Value:
+        """Repeat dims of size 1 (and new leading dims) to `shape`."""
+        if x.op == "expand":
+            x = x.arg
+        x = self.reshape(x, (1,) * (len(shape) - x.rank) + x.shape)
+        return x if x.shape == tuple(shape) else self.make("expand", (x,), (), shape, x.dtype)
+
+    def cat(self, pieces: Sequence[Value], axis: int) -> Value:
+        """Join along `axis`; empty pieces vanish, neighbours cut from one source are one again."""
+        rank = max(piece.rank for piece in pieces)
+        axis %= rank
+        flat: list[Value] = []
+        for piece in pieces:
+            if 0 in piece.shape:
+                continue
+            flat.extend(piece.args if piece.op == "cat" and piece.attrs[0] == axis else (piece,))
+        joined: list[Value] = []
+        for piece in flat:
+            whole = self._rejoin(joined[-1], piece, axis) if joined else None
+            if whole is None:
+                joined.append(piece)
+            else:
+                joined[-1] = whole
+        if len(joined) == 1:
+            return joined[0]
+        size = sum((piece.shape[axis] for piece in joined), start=0)
+        shape = (*joined[0].shape[:axis], size, *joined[0].shape[axis + 1 :])
+        return self.make("cat", joined, (axis,), shape, joined[0].dtype)
+
+    def _rejoin(self, left: Value, right: Value, axis: int) -> Value | None:
+        if not (left.op == right.op == "slice" and left.arg is right.arg and left.attrs[0] == right.attrs[0] == axis):
+            return None
+        _, start, stop, step = left.attrs
+        if step != 1 or right.attrs[3] != 1 or right.attrs[1] != stop:
+            return None
+        return self.slice(left.arg, axis, start, right.attrs[2])
+
+    # elements --------------------------------------------------------------------------------------------------
+
+    def cast(self, x: Value, dtype: torch.dtype | None) -> Value:
+        """Convert elements; widening before another cast is dropped, because it loses nothing."""
+        while x.op == "cast" and widens(x.arg.dtype, x.dtype):
+            x = x.arg
+        return x if x.dtype == dtype else self.make("cast", (x,), (), x.shape, dtype)
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """x · factor."""
+        if x.op == "scale":
+            x, factor = x.arg, factor * x.attrs[0]
+        nearest = round(factor)
+        factor = float(nearest) if nearest and math.isclose(factor, nearest, rel_tol=1e-12) else float(factor)
+        return x if factor == 1 else self.make("scale", (x,), (factor,), x.shape, x.dtype)
+
+    def shift(self, x: Value, offset: float) -> Value:
+        """x + offset."""
+        if x.op == "shift":
+            x, offset = x.arg, offset + x.attrs[0]
+        return x if offset == 0 else self.make("shift", (x,), (float(offset),), x.shape, x.dtype)
+
+    def mul(self, x: Value, y: Value) -> Value | None:
+        """x · y, in either order; None where the shapes do not broadcast."""
+        if x is y:
+            return self.power(x, 2)
+        if x.id > y.id:
+            x, y = y, x
+        shape = broadcast(x.shape, y.shape)
+        return None if shape is None else self.make("mul", (x, y), (), shape, x.dtype)
+
+    def add(self, x: Value, y: Value) -> Value | None:
+        """x + y, in either order; x + x·w with one weight per channel becomes x · (1 + w)."""
+        if x is y:
+            return self.scale(x, 2)
+        gain = self._gain(x, y) or self._gain(y, x)
+        if gain is not None:
+            return self.mul(*gain)
+        if x.id > y.id:
+            x, y = y, x
+        shape = broadcast(x.shape, y.shape)
+        return None if shape is None else self.make("add", (x, y), (), shape, x.dtype)
+
+    def _gain(self, x: Value, product: Value) -> tuple[Value, Value] | None:
+        if product.op != "mul" or x not in product.args:
+            return None
+        weight = product.args[1] if product.args[0] is x else product.args[0]
+        per_channel = all(size == 1 for size in weight.shape[:-1])
+        return (x, self.shift(weight, 1)) if per_channel else None
+
+    def power(self, x: Value, exponent: float) -> Value:
+        """x ** exponent, for real exponents; nested powers join where the sign of x cannot matter."""
+        if x.op == "power" and (x.attrs[0] in (0.5, -0.5, -1.0) or float(exponent).is_integer()):
+            inner = x.attrs[0]
+            if not (inner in (0.5, -0.5) and float(exponent * inner).is_integer()) or _nonnegative(x.arg):
+                x, exponent = x.arg, exponent * inner
+        if x.op == "scale" and x.attrs[0] > 0:
+            return self.scale(self.power(x.arg, exponent), x.attrs[0] ** exponent)
+        if exponent == 1:
+            return x
+        if exponent == -1 and x.op == "shift" and x.attrs[0] == 1 and x.arg.op == "exp":
+            logit = self.scale(x.arg.arg, -1)
+            return self.unary("sigmoid", logit)
+        return self.make("power", (x,), (float(exponent),), x.shape, x.dtype)
+
+    def unary(self, op: str, x: Value) -> Value:
+        """Any other function of one value, element by element."""
+        return self.make(op, (x,), (), x.shape, x.dtype)
+
+    # reductions ------------------------------------------------------------------------------------------------
+
+    def mean(self, x: Value, axes: Sequence[int]) -> Value:
+        """Average over `axes`, which stay as dims of size 1. Attributes: the axes, counted from the end."""
+        axes = tuple(sorted(axis % x.rank - x.rank for axis in axes))
+        shape = tuple(1 if position - x.rank in axes else size for position, size in enumerate(x.shape))
+        return self.make("mean", (x,), axes, shape, x.dtype)
+
+    def sum(self, x: Value, axes: Sequence[int]) -> Value | None:
+        """Total over `axes` as a scaled mean; None where a size is symbolic."""
+        sizes = [x.shape[axis % x.rank] for axis in axes]
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        return self.scale(self.mean(x, axes), math.prod(int(size) for size in sizes))
+
+
+def _nonnegative(x: Value) -> bool:
+    """Whether every element is known to be at least zero (even powers and what is summed from them)."""
+    match x.op:
+        case "power":
+            return x.attrs[0] % 2 == 0 or x.attrs[0] == 0.5
+        case "mean" | "reshape" | "permute" | "slice" | "expand" | "cast":
+            return _nonnegative(x.arg)
+        case "scale" | "shift":
+            return x.attrs[0] > 0 and _nonnegative(x.arg)
+        case _:
+            return False

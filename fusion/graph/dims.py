@@ -1,0 +1,35 @@
+"""A dim is one size of a tensor: an int, or the sympy expression of a symbolic size, so that shapes are hashable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import sympy
+import torch
+
+Dim = int | sympy.Expr
+
+
+def dim_of(size: int | torch.SymInt) -> Dim:
+    """Return the hashable form of one size."""
+    if isinstance(size, int):
+        return size
+    expr = sympy.sympify(size.node.expr)
+    return int(expr) if expr.is_number else expr
+
+
+def dims_of(sizes: Iterable[int | torch.SymInt]) -> tuple[Dim, ...]:
+    """Return the hashable form of a shape."""
+    return tuple(dim_of(size) for size in sizes)
+
+
+def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...] | None:
+    """Return the shape that all `shapes` broadcast to, None where they do not (or cannot be proven to)."""
+    rank = max((len(shape) for shape in shapes), default=0)
+    result: list[Dim] = []
+    for position in range(-rank, 0):
+        sizes = {shape[position] for shape in shapes if len(shape) >= -position} - {1}
+        if len(sizes) > 1:
+            return None
+        result.append(sizes.pop() if sizes else 1)
+    return tuple(result)

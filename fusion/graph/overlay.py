@@ -1,0 +1,79 @@
+"""The overlay: which canonical value each node of a user's FX graph holds, and where each value can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch.fx as fx
+
+from fusion.graph.algebra import Algebra
+from fusion.graph.value import Value
+
+Held = Value | tuple["Value | None", ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One thing that a value means: a semantic op and what it is applied to."""
+
+    op: str
+    captures: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A read-only view of one FX graph.
+
+    Attributes:
+        source: the user's graph; nothing here changes it.
+        algebra: the values of this graph.
+        held: the value (or tuple of values) of each node that computes tensors.
+        places: every node that holds a value, in order; a value that no node holds must be built by its recipe.
+        region: for each node, how many writes to memory stand before it (the closing `copy_` of inputs not counted).
+        readings: what canonicalisation itself recognised (rotations of lanes).
+        misses: values that look like such a thing but are not, with its name and why.
+    """
+
+    source: fx.Graph
+    algebra: Algebra
+    held: Mapping[fx.Node, Held]
+    places: Mapping[Value, tuple[fx.Node, ...]]
+    region: Mapping[fx.Node, int]
+    readings: Mapping[Value, Reading]
+    misses: Mapping[Value, tuple[str, str]]
+    _masks: dict[fx.Node, int] = field(default_factory=dict, repr=False)
+
+    def node(self, value: Value) -> fx.Node | None:
+        """The first node that holds `value`, None where only a recipe can build it."""
+        places = self.places.get(value)
+        return places[0] if places else None
+
+    def makers(self, value: Value) -> tuple[fx.Node, ...]:
+        """The nodes that compute `value` from something else (not those that only pass it on, like a no-op view)."""
+        return tuple(
+            node
+            for node in self.places.get(value, ())
+            if not any(self.held.get(source) is value for source in node.all_input_nodes)
+        )
+
+    def values(self) -> Iterator[Value]:
+        """Every value that some node holds, in the order of the graph."""
+        return iter(self.places)
+
+    @cached_property
+    def order(self) -> Mapping[fx.Node, int]:
+        """Position of each node."""
+        return {node: position for position, node in enumerate(self.source.nodes)}
+
+    def depends(self, node: fx.Node, on: fx.Node) -> bool:
+        """Whether `node` is computed, directly or not, from `on`."""
+        if not self._masks:
+            for each, position in self.order.items():
+                mask = 1 << position
+                for source in each.all_input_nodes:
+                    mask |= self._masks[source]
+                self._masks[each] = mask
+        return bool(self._masks[node] >> self.order[on] & 1)

@@ -1,0 +1,77 @@
+"""A recipe builds a value that no node holds, in plain torch, from the tensors of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.graph.dims import Dim
+from fusion.graph.value import Value
+
+Sizes = Callable[[Dim], "int | torch.SymInt"]
+Recipe = Callable[..., Tensor]
+
+
+def _reshape(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    symbolic = [position for position, size in enumerate(value.shape) if not isinstance(size, int)]
+    if len(symbolic) == 1:
+        return x.reshape([-1 if position == symbolic[0] else size for position, size in enumerate(value.shape)])
+    return x.reshape([sizes(size) for size in value.shape])
+
+
+def _expand(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    same = [-1 if old == new else sizes(new) for old, new in zip(value.arg.shape, value.shape, strict=True)]
+    return x.expand(same)
+
+
+def _slice(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    axis, start, stop, step = value.attrs
+    return torch.ops.aten.slice.Tensor(x, axis, start, stop, step)
+
+
+def _power(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    exponent = value.attrs[0]
+    named = {-0.5: torch.rsqrt, 0.5: torch.sqrt, -1.0: torch.reciprocal}
+    return named[exponent](x) if exponent in named else torch.pow(x, exponent)
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "reshape": _reshape,
+        "expand": _expand,
+        "slice": _slice,
+        "power": _power,
+        "permute": lambda value, sizes, x: x.permute(value.attrs),
+        "cat": lambda value, sizes, *pieces: torch.cat(pieces, value.attrs[0]),
+        "cast": lambda value, sizes, x: x.to(value.dtype),
+        "scale": lambda value, sizes, x: x * value.attrs[0],
+        "shift": lambda value, sizes, x: x + value.attrs[0],
+        "mul": lambda value, sizes, x, y: x * y,
+        "add": lambda value, sizes, x, y: x + y,
+        "mean": lambda value, sizes, x: x.mean(value.attrs, keepdim=True),
+        "real": lambda value, sizes, z: torch.view_as_real(z).select(-1, 0),
+        "imag": lambda value, sizes, z: torch.view_as_real(z).select(-1, 1),
+        "exp": lambda value, sizes, x: x.exp(),
+        "sigmoid": lambda value, sizes, x: x.sigmoid(),
+        "ones": lambda value, sizes: _ones(value, sizes),
+    }
+)
+
+
+def _ones(value: Value, sizes: Sizes) -> Tensor:
+    device = value.attrs[0]
+    return torch.ones([sizes(size) for size in value.shape], dtype=value.dtype, device=device)
+
+
+def buildable(value: Value) -> bool:
+    """Whether this op has a recipe."""
+    return value.op in RECIPES
+
+
+def build(value: Value, sizes: Sizes, *args: Any) -> Tensor:
+    """Compute `value` from the tensors of its arguments; `sizes` turns a symbolic dim into a size."""
+    return RECIPES[value.op](value, sizes, *args)

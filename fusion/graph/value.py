@@ -1,0 +1,49 @@
+"""value = op(arguments; attributes): one immutable result of the canonical graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusion.graph.dims import Dim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """One SSA result in canonical form.
+
+    Values are hash-consed by `Algebra`: within one graph two values are equal exactly when they are the same object,
+    so identity is the equality of expressions.
+
+    Attributes:
+        id: position in the order of creation; arguments come before their users.
+        op: canonical op, e.g. "mul", "permute", "input", or the name of an aten op that has no canonical form.
+        args: the values that it is computed from.
+        attrs: everything else that defines it (dims, exponents, dtypes); hashable.
+        shape: sizes, symbolic ones as sympy expressions.
+        dtype: element type; None for a tuple of results and for non-tensors.
+    """
+
+    id: int
+    op: str
+    args: tuple[Value, ...]
+    attrs: tuple[Any, ...]
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype | None = field(default=None)
+
+    @property
+    def rank(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def arg(self) -> Value:
+        """The first argument."""
+        return self.args[0]
+
+    def __str__(self) -> str:
+        """Render as `v12:mul f32[2,3,64]`."""
+        dtype = str(self.dtype).removeprefix("torch.") if self.dtype else "-"
+        return f"v{self.id}:{self.op} {dtype}{list(self.shape)}"

@@ -1,0 +1,208 @@
+"""Stage 2, canonicalise: read an FX graph as canonical values, without touching it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+
+from fusion.errors import FusionError
+from fusion.graph import Algebra, Graph, Reading, Value, dims_of
+from fusion.graph.dims import dim_of
+from fusion.graph.overlay import Held
+from fusion.stages.canonicalise import arithmetic, complex_numbers, contractions, reductions, shapes
+from fusion.stages.canonicalise.rotation import rotation
+from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
+
+__all__ = ["canonicalise"]
+
+_FAMILIES = (arithmetic, complex_numbers, contractions, reductions, shapes)  # imported for their translators
+_UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
+
+
+def canonicalise(source: fx.Graph) -> Graph:
+    """Return the canonical view of `source`, whose nodes must carry fake tensors in `meta["val"]`."""
+    walk = _Walk(source)
+    for node in source.nodes:
+        walk.visit(node)
+    readings, misses = _rotations(walk)
+    return Graph(
+        source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
+        readings, misses,
+    )  # fmt: skip
+
+
+def _rotations(walk: _Walk) -> tuple[dict[Value, Reading], dict[Value, tuple[str, str]]]:
+    readings: dict[Value, Reading] = {}
+    misses: dict[Value, tuple[str, str]] = {}
+    for value in list(walk.places):
+        if value.op not in ("add", "cat", "reshape", "slice_scatter", "cast"):
+            continue
+        if value.op == "cast" and value.arg in walk.places:
+            continue
+        outcome = rotation(walk.algebra, value)
+        rebuilt = outcome is not None and _holds_one(walk, value, readings)
+        if isinstance(outcome, str) and not rebuilt:
+            misses[value] = ("rotation", outcome)
+        elif isinstance(outcome, Reading) and not (rebuilt and outcome.op == "partial_rotation"):
+            readings[value] = outcome
+    return readings, misses
+
+
+def _holds_one(walk: _Walk, value: Value, readings: Mapping[Value, Reading]) -> bool:
+    """Whether an operand of the user's own node is a rotation already, so that this one only carries it along."""
+    sources = [source for node in walk.places[value][:1] for source in node.all_input_nodes]
+    held = [each for each in (walk.held.get(source) for source in sources) if isinstance(each, Value)]
+    return any(each in readings or (each.op == "cast" and each.arg in readings) for each in held)
+
+
+class _Walk:
+    """One pass over the nodes."""
+
+    def __init__(self, source: fx.Graph) -> None:
+        self.algebra = Algebra()
+        self.held: dict[fx.Node, Held] = {}
+        self.places: dict[Value, list[fx.Node]] = {}
+        self.regions: dict[fx.Node, int] = {}
+        self._region = 0
+        self._closing = _closing_writes(source)
+
+    def visit(self, node: fx.Node) -> None:
+        """Give `node` its value and its region."""
+        self.regions[node] = self._region
+        if node.op in ("placeholder", "get_attr"):
+            self._hold(node, self._leaf(node))
+        elif node.op == "call_function":
+            self._hold(node, self._call(node))
+            if is_write(node) and node not in self._closing:
+                self._region += 1
+
+    def _hold(self, node: fx.Node, held: Held | None) -> None:
+        if held is None:
+            return
+        self.held[node] = held
+        if isinstance(held, Value):
+            self.places.setdefault(held, []).append(node)
+
+    def _leaf(self, node: fx.Node) -> Value | None:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            return self.algebra.make("input", (), (node.name, self._region), dims_of(val.shape), val.dtype)
+        if val is None and node.op == "placeholder" and node.users:
+            raise FusionError(
+                f"reading the graph: node {node.name} has no shape in meta['val']; "
+                "trace the graph under fake tensors (or run torch.fx.passes.fake_tensor_prop) before the pass"
+            )
+        return None
+
+    def _operand(self, argument: Any) -> Any:
+        """A value for a tensor, a dim for a symbolic number, anything else as it is."""
+        if not isinstance(argument, fx.Node):
+            return argument
+        val = argument.meta.get("val")
+        if isinstance(val, torch.SymInt):
+            return dim_of(val)
+        held = self.held.get(argument)
+        stale = self.regions[argument] != self._region or (is_write(argument) and argument not in self._closing)
+        if stale and isinstance(val, torch.Tensor):  # written to since, perhaps: an input of what follows
+            leaf = self.algebra.make("input", (), (argument.name, self._region), dims_of(val.shape), val.dtype)
+            self.places.setdefault(leaf, [argument])
+            return leaf
+        return held if held is not None else argument
+
+    def _call(self, node: fx.Node) -> Held | None:
+        val = node.meta.get("val")
+        if getattr(node.target, "__name__", "") == "getitem":
+            held = self.held.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+            known = held[node.args[1]] if isinstance(held, tuple) and isinstance(node.args[1], int) else None
+            return known if known is not None else self._opaque(node, val)
+        if not isinstance(node.target, OpOverload):
+            return self._opaque(node, val) if isinstance(val, torch.Tensor) else None
+        translator = TRANSLATORS.get(node.target)
+        if translator is not None and not is_write(node) and not _moves(node):
+            args, kwargs = map_arg((node.args, node.kwargs), self._operand)
+            translated = self._translate(translator, val, args, kwargs)
+            if translated is not None:
+                return translated
+        return self._opaque(node, val)
+
+    def _translate(
+        self, translator: Callable[..., Translated], val: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Held | None:
+        if not isinstance(val, torch.Tensor):
+            out = Out((), None)
+            result = translator(self.algebra, out, *args, **kwargs)
+            return result if isinstance(result, tuple) else None
+        out = Out(dims_of(val.shape), val.dtype)
+        complex_args = [each for each in args if complex_numbers.is_complex(each)]
+        if translator is arithmetic.mul and complex_args:
+            result = complex_numbers.product(self.algebra, out, *args)
+        elif complex_args and complex_args[0].op == "complex" and translator.__module__ == shapes.__name__:
+            result = self._both_parts(translator, out, args, kwargs)
+        elif complex_args and translator.__module__ not in (complex_numbers.__name__, shapes.__name__):
+            return None
+        else:
+            result = translator(self.algebra, out, *args, **kwargs)
+        right = isinstance(result, Value) and (result.shape, result.dtype) == (out.shape, out.dtype)
+        return result if right else None
+
+    def _both_parts(
+        self, translator: Callable[..., Translated], out: Out, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Value | None:
+        assert out.dtype is not None
+        real = Out(out.shape, out.dtype.to_real())
+        both = [translator(self.algebra, real, part, *args[1:], **kwargs) for part in args[0].args]
+        if not (isinstance(both[0], Value) and isinstance(both[1], Value)):
+            return None
+        return complex_numbers.pair(self.algebra, both[0], both[1], out)
+
+    def _opaque(self, node: fx.Node, val: Any) -> Value:
+        """A value known only by its operator and arguments; equal calls are equal unless they have a state."""
+        args: list[Value] = []
+
+        def slot(argument: fx.Node) -> Any:
+            operand = self._operand(argument)
+            if not isinstance(operand, Value):
+                return str(operand) if isinstance(operand, fx.Node) else operand
+            args.append(operand)
+            return f"%{len(args)}"
+
+        spec = map_arg((node.args, node.kwargs), slot)
+        stateful = isinstance(node.target, OpOverload) and (
+            is_write(node)
+            or torch.Tag.nondeterministic_seeded in node.target.tags
+            or node.target._schema.name.split("::")[-1] in _UNIQUE
+        )
+        shape, dtype = (dims_of(val.shape), val.dtype) if isinstance(val, torch.Tensor) else ((), None)
+        attrs = (repr(spec), node.name if stateful else "")
+        return self.algebra.make(str(node.target), args, attrs, shape, dtype)
+
+
+def is_write(node: fx.Node) -> bool:
+    """Whether a node changes memory that others may read."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _closing_writes(source: fx.Graph) -> set[fx.Node]:
+    """The `copy_` nodes at the end of a functional graph: nothing is computed after them."""
+    closing: set[fx.Node] = set()
+    for node in reversed(source.nodes):
+        if node.op == "output":
+            continue
+        if not is_write(node):
+            break
+        closing.add(node)
+    return closing
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether a call takes tensors from one device to another."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        return False
+    sources = (each.meta.get("val") for each in node.all_input_nodes)
+    return any(isinstance(each, torch.Tensor) and each.dim() and each.device != val.device for each in sources)

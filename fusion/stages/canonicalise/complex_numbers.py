@@ -1,0 +1,70 @@
+"""Complex arithmetic as pairs of real values: z = complex(re, im), so that a complex RoPE is an ordinary rotation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusion.graph import Algebra, Value, broadcast
+from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
+
+
+def pair(a: Algebra, re: Value, im: Value, out: Out) -> Value:
+    """The complex value with these parts."""
+    return a.make("complex", (re, im), (), out.shape, out.dtype)
+
+
+def parts(a: Algebra, z: Value) -> tuple[Value, Value]:
+    """Real and imaginary part; views of the memory where `z` is a leaf."""
+    if z.op == "complex":
+        return z.args[0], z.args[1]
+    dtype = z.dtype.to_real() if z.dtype is not None else None
+    return a.make("real", (z,), (), z.shape, dtype), a.make("imag", (z,), (), z.shape, dtype)
+
+
+def is_complex(value: object) -> bool:
+    """Whether a value holds complex numbers."""
+    return isinstance(value, Value) and value.dtype is not None and value.dtype.is_complex
+
+
+@translates("aten.view_as_complex.default")
+def _view_as_complex(a: Algebra, out: Out, x: Value) -> Translated:
+    re, im = a.slice(x, -1, 0, 1), a.slice(x, -1, 1, 2)
+    return None if re is None or im is None else pair(a, a.reshape(re, out.shape), a.reshape(im, out.shape), out)
+
+
+@translates("aten.complex.default")
+def _complex(a: Algebra, out: Out, re: Value, im: Value) -> Translated:
+    return pair(a, a.expand(re, out.shape), a.expand(im, out.shape), out)
+
+
+@translates("aten.view_as_real.default")
+def _view_as_real(a: Algebra, out: Out, z: Value) -> Translated:
+    return a.cat([a.reshape(part, (*z.shape, 1)) for part in parts(a, z)], -1)
+
+
+@translates("aten._conj.default", "aten.conj.default")
+def _conj(a: Algebra, out: Out, z: Value) -> Translated:
+    re, im = parts(a, z)
+    return pair(a, re, a.scale(im, -1), out)
+
+
+def product(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
+    """(a + bi)(c + di) = (ac - bd) + (ad + bc)i; a real operand multiplies both parts."""
+    if is_number(y) and is_complex(x):
+        re, im = parts(a, x)
+        return x if y == 1 else pair(a, a.scale(re, y), a.scale(im, y), out)
+    if not (isinstance(x, Value) and isinstance(y, Value)):
+        return None
+    if broadcast(x.shape, y.shape) != out.shape or out.dtype is None:
+        return None
+    if not (is_complex(x) and is_complex(y)):
+        real, z = (y, x) if is_complex(x) else (x, y)
+        real = a.cast(real, out.dtype.to_real())
+        scaled = [a.mul(part, real) for part in parts(a, z)]
+        return None if None in scaled else pair(a, scaled[0], scaled[1], out)  # pyright: ignore[reportArgumentType]
+    (xr, xi), (yr, yi) = parts(a, x), parts(a, y)
+    rr, ii, ri, ir = a.mul(xr, yr), a.mul(xi, yi), a.mul(xr, yi), a.mul(xi, yr)
+    if rr is None or ii is None or ri is None or ir is None:
+        return None
+    re, im = a.add(rr, a.scale(ii, -1)), a.add(ri, ir)
+    return None if re is None or im is None else pair(a, re, im, out)

@@ -1,0 +1,280 @@
+"""Lanes: what each entry of the last dim is made of, proven by following every lane down to the tensors it comes from.
+
+A value is seen as rows of `D` lanes. Slices, joins, interleavings, transposes and broadcasts of lanes only move them, so
+whatever way a rotation was written, lane j ends as the same sum of (lane of x) · (lane of a table).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fusion.graph import Value
+from fusion.graph.algebra import widens
+
+Index = NDArray[np.int64]
+NONE = -1
+_POINTWISE = ("cast", "cos", "sin", "scale", "shift", "power", "exp")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A value with its last `depth` dims taken as one run of lanes, and the lanes that are asked for."""
+
+    value: Value
+    depth: int
+    index: Index
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Sizes of the lane dims."""
+        return tuple(int(size) for size in self.value.shape[self.value.rank - self.depth :])
+
+    @property
+    def batch(self) -> tuple[object, ...]:
+        """Sizes of the dims before them."""
+        return self.value.shape[: self.value.rank - self.depth]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor per lane: sign or scale, which leaf, and which lane of it."""
+
+    coefficient: NDArray[np.float64]
+    leaf: Index
+    index: Index
+
+
+@dataclass(frozen=True)
+class Term:
+    """One product per lane; `second` is NONE where the lane passes through without a table."""
+
+    coefficient: NDArray[np.float64]
+    first: Factor
+    second: Factor
+
+
+@dataclass
+class Leaves:
+    """The tensors at which lanes end, numbered, and the dtypes in which their products are computed."""
+
+    found: list[tuple[Value, int]] = field(default_factory=list)
+    computed: set[torch.dtype | None] = field(default_factory=set)
+
+    def number(self, value: Value, depth: int) -> int:
+        """Number of this leaf, new or known."""
+        if (value, depth) not in self.found:
+            self.found.append((value, depth))
+        return self.found.index((value, depth))
+
+
+def rows(value: Value) -> Rows | None:
+    """All lanes of the last dim; None where its size is symbolic."""
+    if not value.rank or not isinstance(value.shape[-1], int):
+        return None
+    return Rows(value, 1, np.arange(value.shape[-1]))
+
+
+def descend(at: Rows) -> list[tuple[Index, Rows]] | None:
+    """Follow one op that only moves lanes.
+
+    Returns the parts as (positions in the question, where those lanes come from); None where the op does more than
+    move lanes, or moves rows as well.
+    """
+    value, lead = at.value, at.value.rank - at.depth
+    everything = np.arange(len(at.index))
+    if any(not isinstance(size, int) for size in value.shape[lead:]):
+        return None
+    match value.op:
+        case "reshape":
+            return _through_reshape(at, everything)
+        case "permute" if value.attrs[:lead] == tuple(range(lead)):
+            order = [axis - lead for axis in value.attrs[lead:]]
+            place = np.unravel_index(at.index, at.lanes)
+            source = [place[order.index(axis)] for axis in range(at.depth)]
+            return [(everything, _at(value.arg, at.depth, source))]
+        case "expand":
+            place = np.unravel_index(at.index, at.lanes)
+            sizes = value.arg.shape[lead:]
+            source = [where if size != 1 else where * 0 for where, size in zip(place, sizes, strict=True)]
+            return [(everything, _at(value.arg, at.depth, source))]
+        case "slice" if value.attrs[0] >= lead:
+            axis, start, _, step = value.attrs
+            source = list(np.unravel_index(at.index, at.lanes))
+            source[axis - lead] = start + step * source[axis - lead]
+            return [(everything, _at(value.arg, at.depth, source))]
+        case "cat" if value.attrs[0] >= lead:
+            return _through_cat(at, value.attrs[0] - lead)
+        case "slice_scatter" if value.attrs[0] >= lead:
+            return _through_scatter(at, everything)
+        case _:
+            return None
+
+
+def _at(value: Value, depth: int, place: Sequence[Index]) -> Rows:
+    sizes = tuple(int(size) for size in value.shape[value.rank - depth :])
+    return Rows(value, depth, np.ravel_multi_index(tuple(place), sizes))
+
+
+def _through_reshape(at: Rows, everything: Index) -> list[tuple[Index, Rows]] | None:
+    source, lead = at.value.arg, at.value.rank - at.depth
+    inner = source.shape[lead:]
+    if not inner or source.shape[:lead] != at.batch or any(not isinstance(size, int) for size in inner):
+        return None
+    if math.prod(int(size) for size in inner) != math.prod(at.lanes):
+        return None
+    return [(everything, Rows(source, source.rank - lead, at.index))]
+
+
+def _through_cat(at: Rows, axis: int) -> list[tuple[Index, Rows]]:
+    place = list(np.unravel_index(at.index, at.lanes))
+    parts: list[tuple[Index, Rows]] = []
+    offset = 0
+    for piece in at.value.args:
+        size = int(piece.shape[axis - at.depth])
+        here = np.nonzero((place[axis] >= offset) & (place[axis] < offset + size))[0]
+        if len(here):
+            inside = [where[here] - (offset if each == axis else 0) for each, where in enumerate(place)]
+            parts.append((here, _at(piece, at.depth, inside)))
+        offset += size
+    return parts
+
+
+def _through_scatter(at: Rows, everything: Index) -> list[tuple[Index, Rows]]:
+    axis, start, stop, step = at.value.attrs
+    axis -= at.value.rank - at.depth
+    place = list(np.unravel_index(at.index, at.lanes))
+    lane = place[axis]
+    written = (lane >= start) & (lane < stop) & ((lane - start) % step == 0)
+    parts: list[tuple[Index, Rows]] = []
+    if not written.all():
+        kept = everything[~written]
+        parts.append((kept, _at(at.value.args[0], at.depth, [where[kept] for where in place])))
+    if written.any():
+        here = everything[written]
+        inside = [where[here] for where in place]
+        inside[axis] = (inside[axis] - start) // step
+        parts.append((here, _at(at.value.args[1], at.depth, inside)))
+    return parts
+
+
+def factor(at: Rows, leaves: Leaves) -> Factor:
+    """Follow an operand of a product down to one leaf; where its lanes come from several, the operand is the leaf."""
+    value = at.value
+    if value.op == "scale":
+        inner = factor(Rows(value.arg, at.depth, at.index), leaves)
+        return Factor(inner.coefficient * value.attrs[0], inner.leaf, inner.index)
+    if value.op == "cast" and widens(value.arg.dtype, value.dtype):
+        return factor(Rows(value.arg, at.depth, at.index), leaves)
+    parts = descend(at)
+    if parts is not None:
+        joined = _join([(where, factor(source, leaves)) for where, source in parts], len(at.index))
+        if (joined.leaf == joined.leaf[0]).all():
+            return joined
+    number = leaves.number(value, at.depth)
+    return Factor(np.ones(len(at.index)), np.full(len(at.index), number), at.index)
+
+
+def _join(parts: Sequence[tuple[Index, Factor]], size: int) -> Factor:
+    result = Factor(np.zeros(size), np.full(size, NONE), np.full(size, NONE))
+    for where, part in parts:
+        result.coefficient[where] = part.coefficient
+        result.leaf[where] = part.leaf
+        result.index[where] = part.index
+    return result
+
+
+def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
+    """Write every lane as a sum of at most `limit` products; None where it is something else."""
+    value, size = at.value, len(at.index)
+    match value.op:
+        case "add":
+            sides = [_operand(at, each) for each in value.args]
+            found = [None if side is None else terms(side, leaves, limit) for side in sides]
+            if found[0] is None or found[1] is None or len(found[0]) + len(found[1]) > limit:
+                return None
+            return found[0] + found[1]
+        case "scale":
+            inner = terms(Rows(value.arg, at.depth, at.index), leaves, limit)
+            return inner and [Term(each.coefficient * value.attrs[0], each.first, each.second) for each in inner]
+        case "mul":
+            left, right = (_operand(at, each) for each in value.args)
+            if left is None or right is None:
+                return None
+            leaves.computed.add(value.dtype)
+            first, second = factor(left, leaves), factor(right, leaves)
+            return [Term(first.coefficient * second.coefficient, first, second)]
+        case "cast" if not widens(value.arg.dtype, value.dtype):
+            return terms(Rows(value.arg, at.depth, at.index), leaves, limit)
+        case _:
+            parts = descend(at)
+            if parts is None:
+                alone = factor(at, leaves)
+                return [Term(alone.coefficient, alone, _join([], size))]
+            return _join_terms([(where, terms(source, leaves, limit)) for where, source in parts], size)
+
+
+def _operand(at: Rows, operand: Value) -> Rows | None:
+    """The lanes of a broadcast operand."""
+    lead = at.value.rank - at.depth
+    padded = (1,) * (at.value.rank - operand.rank) + operand.shape
+    if any(not isinstance(size, int) for size in padded[lead:]):
+        return None
+    place = np.unravel_index(at.index, at.lanes)
+    depth = min(at.depth, operand.rank)
+    own = [where * (size != 1) for where, size in zip(place, padded[lead:], strict=True)][at.depth - depth :]
+    return _at(operand, depth, own) if depth else None
+
+
+def _join_terms(parts: Sequence[tuple[Index, list[Term] | None]], size: int) -> list[Term] | None:
+    count = 0
+    for _, found in parts:
+        if found is None:
+            return None
+        count = max(count, len(found))
+    joined: list[Term] = []
+    for number in range(count):
+        here = [(where, found[number]) for where, found in parts if found is not None and number < len(found)]
+        coefficient = np.zeros(size)
+        for where, term in here:
+            coefficient[where] = term.coefficient
+        first = _join([(where, term.first) for where, term in here], size)
+        second = _join([(where, term.second) for where, term in here], size)
+        joined.append(Term(coefficient, first, second))
+    return joined
+
+
+def same_lanes(value: Value, left: Index, right: Index) -> bool:
+    """Whether two choices of lanes of one value are provably equal, like both halves of cos(cat(f, f))."""
+    numbers: dict[object, int] = {}
+    ends = [_ends(Rows(value, 1, index), (), numbers) for index in (left, right)]
+    return bool((ends[0][0] == ends[1][0]).all() and (ends[0][1] == ends[1][1]).all())
+
+
+def _ends(at: Rows, chain: tuple[object, ...], numbers: dict[object, int]) -> tuple[Index, Index]:
+    """Leaf (with the functions applied on the way) and lane of each lane."""
+    value = at.value
+    if value.op in _POINTWISE:
+        return _ends(Rows(value.arg, at.depth, at.index), (*chain, value.op, value.attrs, value.dtype), numbers)
+    parts = descend(at) or _past_rows(at)
+    if parts is None:
+        number = numbers.setdefault((value, at.depth, chain), len(numbers))
+        return np.full(len(at.index), number), at.index
+    leaf, index = np.full(len(at.index), NONE), np.full(len(at.index), NONE)
+    for where, source in parts:
+        leaf[where], index[where] = _ends(source, chain, numbers)
+    return leaf, index
+
+
+def _past_rows(at: Rows) -> list[tuple[Index, Rows]] | None:
+    """Pass an op that only rearranges whole rows of one lane dim: what holds for every row still does."""
+    value = at.value
+    if at.depth != 1 or value.op not in ("reshape", "permute", "slice", "expand") or not value.arg.rank:
+        return None
+    moved = value.op == "permute" and value.attrs[-1] != value.rank - 1
+    return None if moved or value.arg.shape[-1] != value.shape[-1] else [(np.arange(len(at.index)), Rows(value.arg, 1, at.index))]

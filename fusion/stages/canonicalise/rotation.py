@@ -1,0 +1,224 @@
+"""out[j] = x[j]·cos[j] ∓ x[partner(j)]·sin[j]: a rotation of pairs of lanes, proven lane by lane, whatever its spelling.
+
+The pairs are (p, p + D/2) in "half" order or (2p, 2p + 1) in "interleaved" order; input and output may differ in order.
+Tables become full-width values [.., D] that are read at the lane of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.stages.canonicalise.lanes import NONE, Index, Leaves, Term, rows, same_lanes, terms
+
+ORDERS = ("half", "interleaved")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Lanes of the rotated part: own and partner's lane of x, and the table lane with each, by lane of the result."""
+
+    leaf: int
+    own: Index
+    partner: Index
+    sign: NDArray[np.float64]
+    gain: NDArray[np.float64]
+    cos: tuple[Index, Index]
+    sin: tuple[Index, Index]
+
+
+def rotation(a: Algebra, root: Value) -> Reading | str | None:
+    """Read `root` as a rotation.
+
+    Returns the reading ("rotation", or "partial_rotation" where some lanes pass through), the reason why something
+    that looks like one is not, or None.
+    """
+    at = rows(root)
+    if at is None or not _multiplies(root) or root.dtype is None or not root.dtype.is_floating_point:
+        return None
+    leaves = Leaves()
+    found = terms(at, leaves)
+    if found is None or len(found) != 2 or len(leaves.computed) != 1:
+        return None
+    turned = (found[0].second.leaf != NONE) & (found[1].second.leaf != NONE)
+    where = np.nonzero(turned)[0]
+    if len(where) < 2 or len(where) % 2 or where[-1] - where[0] + 1 != len(where):
+        return None
+    reason: str | None = None
+    for leaf in sorted({*found[0].first.leaf[where], *found[0].second.leaf[where]}):
+        outcome = _classify(a, root, found, leaves, int(leaf), where)
+        if isinstance(outcome, Reading):
+            return outcome
+        reason = reason or outcome
+    return reason
+
+
+def _multiplies(value: Value, depth: int = 5) -> bool:
+    """Whether a product stands closely below `value`: a cheap test before the lanes are followed."""
+    if value.op == "mul":
+        return True
+    moving = ("add", "scale", "cast", "reshape", "permute", "cat", "slice_scatter")
+    return depth > 0 and value.op in moving and any(_multiplies(each, depth - 1) for each in value.args)
+
+
+def _classify(
+    a: Algebra, root: Value, found: list[Term], leaves: Leaves, leaf: int, where: Index
+) -> Reading | str | None:
+    sides = [_split(term, leaf, where) for term in found]
+    if sides[0] is None or sides[1] is None:
+        return None
+    reason: str | None = None
+    for source in ORDERS:
+        for result in ORDERS:
+            seen = _align(sides[0], sides[1], leaf, source, result)
+            if seen is None:
+                continue
+            reason = _refusal(seen)
+            if reason is None:
+                return _reading(a, root, leaves, seen, where, (source, result), found)
+    return reason or _unpaired(sides[0], sides[1])
+
+
+_Side = tuple[Index, Index, Index, NDArray[np.float64]]
+
+
+def _split(term: Term, leaf: int, where: Index) -> _Side | None:
+    """(lane of x, leaf of the table, lane of the table, coefficient) of one term."""
+    first, second = term.first, term.second
+    in_first, in_second = first.leaf[where] == leaf, second.leaf[where] == leaf
+    if not (in_first ^ in_second).all():
+        return None
+    lane = np.where(in_first, first.index[where], second.index[where])
+    table = np.where(in_first, second.leaf[where], first.leaf[where])
+    entry = np.where(in_first, second.index[where], first.index[where])
+    return lane, table, entry, term.coefficient[where]
+
+
+def _place(order: str, size: int) -> tuple[Index, Index]:
+    """(pair, side) of each lane."""
+    lane = np.arange(size)
+    return (lane % (size // 2), lane // (size // 2)) if order == "half" else (lane // 2, lane % 2)
+
+
+def _lane(order: str, size: int, pair: Index, side: Index) -> Index:
+    return pair + side * (size // 2) if order == "half" else 2 * pair + side
+
+
+def _align(left: _Side, right: _Side, leaf: int, source: str, result: str) -> _Seen | None:
+    size = len(left[0])
+    pair, side = _place(result, size)
+    base = min(left[0].min(), right[0].min())
+    own, partner = base + _lane(source, size, pair, side), base + _lane(source, size, pair, 1 - side)
+    straight = (left[0] == own) & (right[0] == partner)
+    crossed = (right[0] == own) & (left[0] == partner)
+    if not (straight | crossed).all():
+        return None
+
+    def pick(number: int) -> tuple[Index, Index]:
+        return np.where(straight, left[number], right[number]), np.where(straight, right[number], left[number])
+
+    (cos_leaf, sin_leaf), (cos_lane, sin_lane), (gain, cross) = pick(1), pick(2), pick(3)
+    sign = cross * np.where(side == 0, -1.0, 1.0)
+    return _Seen(leaf, own, partner, sign, gain, (cos_leaf, cos_lane), (sin_leaf, sin_lane))  # type: ignore[arg-type]
+
+
+def _refusal(seen: _Seen) -> str | None:
+    if not (seen.cos[0] == seen.cos[0][0]).all() or not (seen.sin[0] == seen.sin[0][0]).all():
+        return "the lanes take their cosines (or sines) from different tensors"
+    gain = seen.gain[0]
+    if gain <= 0 or not (seen.gain == gain).all():
+        return "the terms with the cosine do not all have the same positive factor"
+    if (seen.sign == -gain).all():
+        return "the sine has the opposite sign: this rotates by the negative angle"
+    if not (seen.sign == gain).all():
+        return "the signs of the sine terms are not those of a rotation (one plus and one minus in each pair)"
+    return None
+
+
+def _unpaired(left: _Side, right: _Side) -> str | None:
+    if (left[0] == right[0]).all():
+        return "each lane is combined with itself, not with a partner"
+    return "the lanes are not paired in half order (j, j + D/2) or interleaved order (2j, 2j + 1)"
+
+
+def _reading(
+    a: Algebra, root: Value, leaves: Leaves, seen: _Seen, where: Index, orders: tuple[str, str], found: list[Term]
+) -> Reading | str | None:
+    size = len(where)
+    compute = next(iter(leaves.computed))
+    x = _lanes_of(a, *leaves.found[seen.leaf], int(min(seen.own.min(), seen.partner.min())), size, 1)
+    if x is None or x.shape != (*root.shape[:-1], size):
+        return "the rotated tensor is broadcast along the tables"
+    tables: list[Value] = []
+    for leaf, index in (seen.cos, seen.sin):
+        table = _table(a, *leaves.found[int(leaf[0])], index)
+        if table is None:
+            return "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
+        tables.append(a.cast(a.scale(table, float(seen.gain[0])), compute))
+    captures: dict[str, object] = {
+        "x": a.cast(x, compute), "cos": tables[0], "sin": tables[1], "source": orders[0], "result": orders[1]
+    }  # fmt: skip
+    if size == root.shape[-1]:
+        return Reading("rotation", captures)
+    rest = _passing(a, root, leaves, found, where)
+    if rest is None:
+        return "the lanes that are not rotated do not pass through unchanged"
+    return Reading("partial_rotation", captures | {"rest": rest, "rest_first": bool(where[0] != 0)})
+
+
+def _lanes_of(a: Algebra, leaf: Value, depth: int, start: int, count: int, step: int) -> Value | None:
+    width = int(np.prod([int(size) for size in leaf.shape[leaf.rank - depth :]]))
+    flat = a.reshape(leaf, (*leaf.shape[: leaf.rank - depth], width))
+    return a.slice(flat, -1, start, start + (count - 1) * step + 1, step)
+
+
+def _passing(a: Algebra, root: Value, leaves: Leaves, found: list[Term], where: Index) -> Value | None:
+    """The lanes beside the rotated ones, as one value."""
+    first = found[0] if (found[0].first.leaf != NONE).all() else found[1]
+    others = np.setdiff1d(np.arange(len(first.coefficient)), where)
+    leaf, lane = first.first.leaf[others], first.first.index[others]
+    whole = (leaf == leaf[0]).all() and (np.diff(lane) == 1).all() and (first.coefficient[others] == 1).all()
+    if not whole or leaf[0] == NONE or (np.diff(others) != 1).any() or (first.second.leaf[others] != NONE).any():
+        return None
+    rest = _lanes_of(a, *leaves.found[int(leaf[0])], int(lane[0]), len(others), 1)
+    return rest if rest is not None and rest.shape[:-1] == root.shape[:-1] and rest.dtype == root.dtype else None
+
+
+def _table(a: Algebra, leaf: Value, depth: int, index: Index) -> Value | None:
+    """A full-width value whose lane j is lane index[j] of the leaf."""
+    size, half = len(index), len(index) // 2
+    for base, repeated in _readings_of(index):
+        step = int(base[1] - base[0]) if len(base) > 1 else 1
+        if step < 1 or not (np.diff(base) == step).all():
+            continue
+        width = int(np.prod([int(each) for each in leaf.shape[leaf.rank - depth :]]))
+        start = int(base[0])
+        flat = a.reshape(leaf, (*leaf.shape[: leaf.rank - depth], width))
+        if repeated != "no" and step == 1 and start + size <= width:
+            whole = np.arange(start, start + size)
+            if same_lanes(flat, whole, index):
+                return a.slice(flat, -1, start, start + size)
+        part = a.slice(flat, -1, start, int(base[-1]) + 1, step)
+        if part is None or repeated == "no":
+            return part
+        if repeated == "halves":
+            return a.cat([part, part], -1)
+        opened = a.expand(a.reshape(part, (*part.shape, 1)), (*part.shape, 2))
+        return a.reshape(opened, (*part.shape[:-1], 2 * half))
+    return None
+
+
+def _readings_of(index: Index) -> Iterator[tuple[Index, str]]:
+    half = len(index) // 2
+    if (index[:half] == index[half:]).all():
+        yield index[:half], "halves"
+    if (index[::2] == index[1::2]).all():
+        yield index[::2], "pairs"
+    yield index, "no"
+
+

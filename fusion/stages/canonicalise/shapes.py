@@ -1,0 +1,234 @@
+"""Shape ops: everything that only renames, reorders, cuts or joins elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Value
+from fusion.graph.algebra import MAX_STOP
+from fusion.stages.canonicalise.translate import Out, Translated, translates
+
+
+@translates(
+    "aten.view.default",
+    "aten._unsafe_view.default",
+    "aten.reshape.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+    "aten._reshape_alias.default",
+    "aten.flatten.using_ints",
+    "aten.unflatten.int",
+    "aten.view_as.default",
+)
+def _reshape(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translated:
+    return a.reshape(x, out.shape)
+
+
+@translates(
+    "aten.alias.default",
+    "aten.detach.default",
+    "aten.clone.default",
+    "aten.contiguous.default",
+    "aten.lift_fresh_copy.default",
+    "aten.dropout.default",
+)
+def _same(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translated:
+    dropping = len(args) == 2 and args[0] != 0 and args[1]  # dropout(x, p, train)
+    return None if dropping else x
+
+
+@translates("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
+def _cast(
+    a: Algebra, out: Out, x: Value, *args: Any, device: torch.device | None = None, **kwargs: Any
+) -> Translated:
+    moved = device is not None and kwargs.get("layout") is not None
+    return None if moved else a.cast(x, out.dtype)
+
+
+@translates("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.swapaxes.default")
+def _permute(a: Algebra, out: Out, x: Value, *args: Any) -> Translated:
+    if not args:  # t
+        return a.permute(x, range(x.rank)[::-1])
+    if len(args) == 1:
+        return a.permute(x, args[0])
+    order = list(range(x.rank))
+    first, second = args[0], args[1]
+    order[first], order[second] = order[second], order[first]
+    return a.permute(x, order)
+
+
+@translates("aten.movedim.int")
+def _movedim(a: Algebra, out: Out, x: Value, source: int, destination: int) -> Translated:
+    order = [axis for axis in range(x.rank) if axis != source % x.rank]
+    order.insert(destination % x.rank, source % x.rank)
+    return a.permute(x, order)
+
+
+@translates("aten.slice.Tensor")
+def _slice(
+    a: Algebra, out: Out, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Translated:
+    start, end = 0 if start is None else start, MAX_STOP if end is None else end
+    if not (isinstance(start, int) and isinstance(end, int)):
+        return None
+    return a.slice(x, dim, start, end, step)
+
+
+@translates("aten.narrow.default")
+def _narrow(a: Algebra, out: Out, x: Value, dim: int, start: Any, length: Any) -> Translated:
+    known = isinstance(start, int) and isinstance(length, int)
+    return a.slice(x, dim, start, start + length) if known else None
+
+
+@translates("aten.select.int")
+def _select(a: Algebra, out: Out, x: Value, dim: int, index: Any) -> Translated:
+    size = x.shape[dim]
+    if not (isinstance(index, int) and isinstance(size, int)):
+        return None
+    taken = a.slice(x, dim, index % size, index % size + 1)
+    return None if taken is None else a.reshape(taken, out.shape)
+
+
+def _cut(a: Algebra, x: Value, sizes: Sequence[Any], dim: int) -> Translated:
+    pieces: list[Value | None] = []
+    start = 0
+    for size in sizes:
+        if not isinstance(size, int):
+            return None
+        pieces.append(a.slice(x, dim, start, start + size))
+        start += size
+    return tuple(pieces)
+
+
+@translates("aten.split_with_sizes.default", "aten.split_with_sizes_copy.default", "aten.split.sizes")
+def _split_sizes(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], dim: int = 0) -> Translated:
+    return _cut(a, x, sizes, dim)
+
+
+@translates("aten.split.Tensor")
+def _split(a: Algebra, out: Out, x: Value, size: Any, dim: int = 0) -> Translated:
+    total = x.shape[dim]
+    if not (isinstance(total, int) and isinstance(size, int)):
+        return None
+    return _cut(a, x, [min(size, total - start) for start in range(0, total, size)], dim)
+
+
+@translates("aten.chunk.default")
+def _chunk(a: Algebra, out: Out, x: Value, chunks: int, dim: int = 0) -> Translated:
+    total = x.shape[dim]
+    return _split(a, out, x, math.ceil(total / chunks), dim) if isinstance(total, int) else None
+
+
+@translates("aten.unbind.int")
+def _unbind(a: Algebra, out: Out, x: Value, dim: int = 0) -> Translated:
+    size = x.shape[dim]
+    if not isinstance(size, int):
+        return None
+    kept = tuple(each for axis, each in enumerate(x.shape) if axis != dim % x.rank)
+    pieces = [a.slice(x, dim, index, index + 1) for index in range(size)]
+    return tuple(None if piece is None else a.reshape(piece, kept) for piece in pieces)
+
+
+@translates("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
+def _expand(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translated:
+    return a.expand(x, out.shape)
+
+
+@translates("aten.cat.default")
+def _cat(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Translated:
+    full = [each for each in tensors if each.shape != (0,)]
+    same = all(each.rank == len(out.shape) for each in full)
+    return a.cat([a.cast(each, out.dtype) for each in full], dim) if full and same else None
+
+
+@translates("aten.stack.default")
+def _stack(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Translated:
+    dim %= len(out.shape)
+    opened = [a.reshape(each, (*each.shape[:dim], 1, *each.shape[dim:])) for each in tensors]
+    return a.cat(opened, dim)
+
+
+@translates("aten.repeat_interleave.self_int")
+def _repeat_interleave(
+    a: Algebra, out: Out, x: Value, repeats: Any, dim: int | None = None, **kwargs: Any
+) -> Translated:
+    if dim is None or not isinstance(repeats, int):
+        return None
+    dim %= x.rank
+    opened = a.reshape(x, (*x.shape[: dim + 1], 1, *x.shape[dim + 1 :]))
+    wide = a.expand(opened, (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :]))
+    return a.reshape(wide, out.shape)
+
+
+@translates("aten.repeat.default")
+def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translated:
+    if not all(isinstance(count, int) for count in repeats):
+        return None
+    x = a.reshape(x, (1,) * (len(repeats) - x.rank) + x.shape)
+    for axis, count in enumerate(repeats):
+        if count > 1 and x.shape[axis] != 1:
+            x = a.cat([x] * count, axis)
+    return a.expand(x, out.shape)
+
+
+@translates("aten.roll.default")
+def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Translated:
+    if len(dims) != 1 or not isinstance(x.shape[dims[0]], int) or not isinstance(shifts[0], int):
+        return None
+    size = int(x.shape[dims[0]])
+    cut = -shifts[0] % size
+    tail, head = a.slice(x, dims[0], cut, size), a.slice(x, dims[0], 0, cut)
+    return None if tail is None or head is None else a.cat([tail, head], dims[0])
+
+
+@translates("aten.copy.default")
+def _copy(a: Algebra, out: Out, x: Value, source: Value, non_blocking: bool = False) -> Translated:
+    return a.expand(a.cast(source, out.dtype), out.shape)
+
+
+@translates("aten.slice_scatter.default")
+def _slice_scatter(
+    a: Algebra, out: Out, x: Value, source: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Translated:
+    """A buffer filled slice by slice: values keep the slices; where they cover the buffer it is their join."""
+    size = out.shape[dim]
+    start, end = 0 if start is None else start, MAX_STOP if end is None else end
+    if not all(isinstance(each, int) for each in (size, start, end)):
+        return None
+    start, stop, step = slice(start, end, step).indices(int(size))
+    if len(range(start, stop, step)) == size:
+        return source
+    written = a.make("slice_scatter", (x, source), (dim % x.rank, start, stop, step), out.shape, out.dtype)
+    return _covered(a, written) or written
+
+
+def _covered(a: Algebra, last: Value) -> Value | None:
+    """The join of the slices of a chain of `slice_scatter` that leaves nothing of its buffer, oldest write below."""
+    axis, _, _, stride = last.attrs
+    size = int(last.shape[axis])
+    writes: dict[int, Value] = {}
+    lanes: set[int] = set()
+    value = last
+    while value.op == "slice_scatter" and value.attrs[0] == axis and value.attrs[3] == stride:
+        _, start, stop, _ = value.attrs
+        here = set(range(start, stop, stride))
+        if here & lanes:
+            return None
+        writes[start] = value.args[1]
+        lanes |= here
+        value = value.arg
+    if len(lanes) < size:
+        return None
+    pieces = [writes[start] for start in sorted(writes)]
+    if stride == 1:
+        return a.cat(pieces, axis)
+    if sorted(writes) != list(range(stride)):
+        return None
+    opened = [a.reshape(each, (*each.shape[: axis + 1], 1, *each.shape[axis + 1 :])) for each in pieces]
+    return a.reshape(a.cat(opened, axis + 1), last.shape)
