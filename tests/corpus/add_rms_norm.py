@@ -93,7 +93,7 @@ def all_in_place(x, residual, weight):
     return h.to(x.dtype).mul_(weight), residual
 
 
-def torch_module_on_sum(x, residual, weight):
+def sum_spelled_twice(x, residual, weight):
     norm = F.rms_norm(x + residual, weight.shape, weight=weight, eps=EPS)
     return norm, x + residual
 
@@ -212,7 +212,7 @@ SPELLINGS = (
     ),
     _spelling("serving_module", ServingModule, "native path of vLLM and SGLang: returns (y, residual)"),
     _spelling("all_in_place", all_in_place, "nano-vLLM: add_ and mul_ on locals"),
-    _spelling("torch_module_on_sum", torch_module_on_sum, "the sum spelled twice"),
+    _spelling("sum_spelled_twice", sum_spelled_twice, "x + residual written out again for the second output"),
     _spelling(
         "used_by_the_next_add",
         used_by_the_next_add,

@@ -88,3 +88,26 @@ def build(form: Form, args: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) 
         return form, (*args, *parameters)
     module: nn.Module = form(*parameters)
     return module.eval().requires_grad_(False), args
+
+
+def look_alike(
+    family: str,
+    form: Form,
+    reason: str,
+    forbid: tuple[str, ...],
+    inputs: Callable[[int, int], tuple[Tensor, ...]],
+    meaning: Callable[..., Tensor | tuple[Tensor, ...]] | None,
+    note: str = "",
+) -> LookAlike:
+    """`form` takes the float64 `inputs` in the dtype; `meaning` is the fused operator on the same inputs."""
+
+    def make(dtype: torch.dtype, B: int, S: int):
+        return form, tuple(t.to(dtype) for t in inputs(B, S))
+
+    def fused(dtype: torch.dtype, B: int, S: int) -> tuple[Tensor, ...]:
+        assert meaning is not None
+        outputs = meaning(*inputs(B, S))
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    reference = fused if meaning else None
+    return LookAlike(f"{family}/not/{form.__name__}", family, make, reason, forbid, reference, note)

@@ -15,7 +15,9 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tens
     """float64 [..., D]: centred by the projection I - 1/D, scaled by the centred row's own length."""
     D = x.shape[-1]
     centred = x @ (torch.eye(D, dtype=x.dtype) - 1 / D)
-    return centred * (D / (torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2 + D * eps)) ** 0.5 * weight + bias
+    return (
+        centred * (D / (torch.linalg.vector_norm(centred, dim=-1, keepdim=True) ** 2 + D * eps)) ** 0.5 * weight + bias
+    )
 
 
 class BiasedVariance(nn.Module):

@@ -1,4 +1,4 @@
-"""Pair (a, b) -> (a cos - b sin, b cos + a sin): the inputs, tables, layouts and reference that all RoPE entries share."""
+"""(a, b) -> (a cos - b sin, b cos + a sin): the inputs, tables, layouts and reference that all RoPE entries share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ THETA = 10000.0
 TABLE_ROWS = 32
 Q_HEADS, K_HEADS = 4, 2
 
-WHOLE = slice(None)
-FIRST_64 = slice(0, 64)
-LAST_64 = slice(-64, None)
+Part = tuple[int | None, int | None]
+WHOLE: Part = (None, None)
+FIRST_64: Part = (0, 64)
+LAST_64: Part = (-64, None)
 
 
 @dataclass(frozen=True)
 class RopeInputs:
-    """q [B, S, N, D], k [B, S, K, D], positions [B, S] int64, inv_freq [R / 2]; floats are float64, R rotated channels."""
+    """Float64 q [B, S, N, D], k [B, S, K, D], inv_freq [R / 2] of R rotated channels; int64 positions [B, S]."""
 
     q: Tensor
     k: Tensor
@@ -73,6 +74,11 @@ def doubled_halves_plain(i: RopeInputs, dtype: torch.dtype) -> tuple[Tensor, ...
 def doubled_pairs(i: RopeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """cos, sin [B, S, R], each channel twice in a row."""
     return tuple(t.repeat_interleave(2, dim=-1) for t in cos_sin(i, dtype))
+
+
+def doubled_halves_tokens(i: RopeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """cos, sin [T, 1, R] for packed tokens."""
+    return tuple(t.flatten(0, 1).unsqueeze(1) for t in doubled_halves(i, dtype))
 
 
 def cos_sin_rows(i: RopeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -154,7 +160,7 @@ def both(form: Form) -> Form:
 class Rope:
     """One RoPE entry: `form` takes q and k (or q alone) in `layout` and the tables.
 
-    `part` is the part of the D channels that rotates; `q_heads` and `per_sequence` describe the inputs.
+    `part` is the range of the D channels that rotates; `q_heads` and `per_sequence` describe the inputs.
     """
 
     form: Form
@@ -162,13 +168,13 @@ class Rope:
     tables: Tables = doubled_halves
     layout: str = "BNSD"
     D: int = 64
-    part: slice = WHOLE
+    part: Part = WHOLE
     alone: bool = False
     q_heads: int = Q_HEADS
     per_sequence: bool = True
 
     def inputs(self, B: int, S: int) -> RopeInputs:
-        R = len(range(self.D)[self.part])
+        R = len(range(self.D)[slice(*self.part)])
         return rope_inputs(B, S, self.D, R, self.q_heads, per_sequence=self.per_sequence)
 
     def subjects(self, i: RopeInputs) -> tuple[Tensor, ...]:
@@ -182,9 +188,10 @@ class Rope:
     def reference(self, dtype: torch.dtype, B: int, S: int) -> tuple[Tensor, ...]:
         i = self.inputs(B, S)
         outputs: list[Tensor] = []
+        part = slice(*self.part)
         for x in self.subjects(i):
             out = x.clone()
-            out[..., self.part] = rotate(x[..., self.part], i.angles, self.family)
+            out[..., part] = rotate(x[..., part], i.angles, self.family)
             outputs.append(LAYOUTS[self.layout](out))
         return tuple(outputs)
 

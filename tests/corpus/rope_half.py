@@ -7,9 +7,7 @@ from functools import partial
 import torch
 
 from .rope import (
-    FIRST_64,
     K_HEADS,
-    LAST_64,
     Q_HEADS,
     Rope,
     both,
@@ -19,6 +17,7 @@ from .rope import (
     doubled_halves_float,
     doubled_halves_plain,
     doubled_halves_row,
+    doubled_halves_tokens,
     frequencies,
     indexed_tables,
     joint_cache,
@@ -42,6 +41,10 @@ def hf_llama(q, k, cos, sin, unsqueeze_dim=1):
 
 def tokens_first(q, k, cos, sin):
     return hf_llama(q, k, cos, sin, unsqueeze_dim=2)
+
+
+def packed_tokens(q, k, cos, sin):
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
 
 
 def from_projection(q, k, cos, sin):
@@ -163,7 +166,7 @@ def tables_widened_by_cat(x, cos, sin):
 
 def complex_halves(x, freqs_cis):
     real, imaginary = x.float().chunk(2, dim=-1)
-    rotated = torch.complex(real.contiguous(), imaginary.contiguous()) * freqs_cis[:, None]
+    rotated = torch.complex(real.contiguous(), imaginary.contiguous()) * freqs_cis[None, None]
     return torch.cat((rotated.real, rotated.imag), dim=-1).to(x.dtype)
 
 
@@ -194,43 +197,25 @@ def tables_by_outer_product(q, k, inv_freq, position_ids):
     return four_products(q, cos, sin), four_products(k, cos, sin)
 
 
-def partial_first(q, k, cos, sin):
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotary_dim = cos.shape[-1]
-    q_rot, q_pass = q[..., :rotary_dim], q[..., rotary_dim:]
-    k_rot, k_pass = k[..., :rotary_dim], k[..., rotary_dim:]
-    q_embed = (q_rot * cos) + (rotate_half(q_rot) * sin)
-    k_embed = (k_rot * cos) + (rotate_half(k_rot) * sin)
-    return torch.cat((q_embed, q_pass), dim=-1), torch.cat((k_embed, k_pass), dim=-1)
-
-
-def partial_one_cat(x, cos, sin):
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    x1, x2, rest = x.split((32, 32, 64), dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), dim=-1)
-
-
-def partial_last(x, cos, sin):
-    nope, pe = torch.split(x, [128, 64], dim=-1)
-    pe = pe * cos.unsqueeze(1) + rotate_half(pe) * sin.unsqueeze(1)
-    return torch.cat([nope, pe], dim=-1)
-
-
-def partial_assigned(x, cos, sin):
-    out = x.clone()
-    head = x[..., :64]
-    out[..., :64] = head * cos.unsqueeze(1) + rotate_half(head) * sin.unsqueeze(1)
-    return out
-
-
 _half = partial(Rope, family="rope_half")
 
 SPELLINGS = (
     spelling("hf_llama", "transformers: Llama, Qwen, Mistral", _half(hf_llama, D=128)),
-    spelling("one_row_for_the_batch", "same, tables [1, S, D]", _half(hf_llama, tables=doubled_halves_row, per_sequence=False)),
+    spelling(
+        "one_row_for_the_batch",
+        "same, tables [1, S, D]",
+        _half(hf_llama, tables=doubled_halves_row, per_sequence=False),
+    ),
     spelling("tokens_first", "transformers: indexers, [B, S, N, D]", _half(tokens_first, layout="BSND", D=128)),
+    spelling(
+        "packed_tokens", "serving code: [T, N, D]", _half(packed_tokens, tables=doubled_halves_tokens, layout="TND")
+    ),
     spelling("from_projection", "views and transposes around it, [B, S, N * D]", _half(from_projection, layout="BSH")),
-    spelling("gathered_by_position", "transformers 4.3x: cos[position_ids]", _half(gathered_by_position, tables=indexed_tables)),
+    spelling(
+        "gathered_by_position",
+        "transformers 4.3x: cos[position_ids]",
+        _half(gathered_by_position, tables=indexed_tables),
+    ),
     spelling("alone", "one tensor, for instance an indexer's query", _half(chunked, alone=True, D=128)),
     spelling("alone_one_head", "one shared key head", _half(four_products, tables=cos_sin, alone=True, q_heads=1)),
     spelling("chunked", "chunk", _half(both(chunked))),
@@ -248,7 +233,9 @@ SPELLINGS = (
     spelling("computed_in_float", "float32 inside", _half(both(computed_in_float), tables=doubled_halves_float)),
     spelling("accumulated", "+= on a local", _half(both(accumulated))),
     spelling("rolled", "torch.roll, the sign in the sine table", _half(both(rolled), D=128)),
-    spelling("four_products", "transformers: gpt_oss, tables of half the width", _half(both(four_products), tables=cos_sin)),
+    spelling(
+        "four_products", "transformers: gpt_oss, tables of half the width", _half(both(four_products), tables=cos_sin)
+    ),
     spelling(
         "four_products_in_float",
         "nano-vLLM and the native path of vLLM: float32 inside, [B, S, N, D]",
@@ -256,7 +243,9 @@ SPELLINGS = (
     ),
     spelling("plus_negated", "plus a negated half instead of minus", _half(both(plus_negated), tables=cos_sin)),
     spelling("stacked_products", "stack and reshape instead of cat", _half(both(stacked_products), tables=cos_sin)),
-    spelling("assigned_slices", "two slice assignments to an empty tensor", _half(both(assigned_slices), tables=cos_sin)),
+    spelling(
+        "assigned_slices", "two slice assignments to an empty tensor", _half(both(assigned_slices), tables=cos_sin)
+    ),
     spelling(
         "tables_widened_by_repeat",
         "FlashAttention reference: repeat",
@@ -267,13 +256,25 @@ SPELLINGS = (
         "half tables, cat in the graph",
         _half(both(tables_widened_by_cat), tables=cos_sin, layout="BSND"),
     ),
-    spelling("complex_halves", "complex product over halves", _half(both(complex_halves), tables=complex_rows, per_sequence=False)),
-    spelling("complex_tables_in_graph", "same, complex table built inside", _half(both(complex_tables_in_graph), tables=cos_sin)),
-    spelling("cached_cos_sin", "vLLM: one cos_sin_cache, tokens [T, N * D]", _half(both(cached_cos_sin), tables=joint_cache, layout="TH")),
+    spelling(
+        "complex_halves",
+        "complex product over halves",
+        _half(both(complex_halves), tables=complex_rows, per_sequence=False),
+    ),
+    spelling(
+        "complex_tables_in_graph",
+        "same, complex table built inside",
+        _half(both(complex_tables_in_graph), tables=cos_sin),
+    ),
+    spelling(
+        "cached_cos_sin",
+        "vLLM: one cos_sin_cache, tokens [T, N * D]",
+        _half(both(cached_cos_sin), tables=joint_cache, layout="TH"),
+    ),
     spelling("tables_in_graph", "transformers: rotary embedding inlined", _half(tables_in_graph, tables=frequencies)),
-    spelling("tables_by_outer_product", "einsum of positions and frequencies", _half(tables_by_outer_product, tables=frequencies)),
-    spelling("partial_first", "transformers: GPT-NeoX, Phi, GLM: first 64 of 128", _half(partial_first, D=128, part=FIRST_64)),
-    spelling("partial_one_cat", "one cat of three parts", _half(both(partial_one_cat), tables=cos_sin, D=128, part=FIRST_64)),
-    spelling("partial_last", "MLA query: last 64 of 192", _half(both(partial_last), D=192, part=LAST_64)),
-    spelling("partial_assigned", "slice assignment to a copy", _half(both(partial_assigned), D=128, part=FIRST_64)),
+    spelling(
+        "tables_by_outer_product",
+        "einsum of positions and frequencies",
+        _half(tables_by_outer_product, tables=frequencies),
+    ),
 )
