@@ -1,4 +1,4 @@
-"""Rotations that resemble the fused operators, and must be refused."""
+"""Rotations, and failed ones, that resemble the fused operators, and must be refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .base import APPLY_ROTARY, INTERLEAVE_ROPE, ROTARY_MUL, Form, LookAlike
-from .rope import Rope, Tables, cos_sin, doubled_halves
+from .rope import Rope, Tables, complex_batch, cos_sin, doubled_halves
 from .rope_half import rotate_half
 
 ROTATIONS = (ROTARY_MUL, APPLY_ROTARY, INTERLEAVE_ROPE)
@@ -82,6 +82,21 @@ def halves_to_pairs(x, cos, sin):
     return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
 
 
+def odd_before_even(x, cos, sin):
+    odd, even = x[..., ::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+def conjugated_table(x, freqs_cis):
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * freqs_cis.conj()).flatten(-2).to(x.dtype)
+
+
+def odd_half_first(x, cos, sin):
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.cat((odd * cos + even * sin, even * cos - odd * sin), dim=-1)
+
+
 def even_channels_twice(x, cos, sin):
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.cat((even * cos - odd * sin, even * cos + odd * sin), dim=-1)
@@ -145,5 +160,8 @@ LOOKALIKES = (
     _not_rope(halves_out_of_order, "sign|order|half|halves", tables=cos_sin),
     _not_rope(halves_to_pairs, "order|layout|pair|half|halves", tables=cos_sin),
     _not_rope(negated_odd_only, "sign", "rope_interleaved", cos_sin),
+    _not_rope(odd_before_even, "order|sign|pair", "rope_interleaved", cos_sin),
+    _not_rope(conjugated_table, "conj|sign|inverse", "rope_interleaved", complex_batch),
+    _not_rope(odd_half_first, "order|half|halves|sign", "rope_interleaved_to_half", cos_sin),
     _not_rope(even_channels_twice, "term|rotat|pair", "rope_interleaved_to_half", cos_sin),
 )
