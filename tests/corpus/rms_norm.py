@@ -54,7 +54,7 @@ SPELLINGS = (
     _spelling("hf_llama", forms.CastNormCastScale, "transformers: Llama, Mistral, Qwen, DeepSeek, GLM", D=128),
     _spelling("hf_llama_per_head", forms.CastNormCastScale, "transformers: Qwen3 normalises q and k per head", heads=4),
     _spelling("cast_after_weight", forms.CastNormScaleCast, "transformers: gpt_oss"),
-    _spelling("helper_method", forms.HelperMethod, "the original Llama code and its many descendants", D=256),
+    _spelling("norm_method", forms.NormMethod, "the original Llama code and its many descendants", D=256),
     _spelling("autocast_off", forms.AutocastOff, "OLMo keeps autocast out of the norm"),
     _spelling("nn_module", forms.TorchModule, "torch.nn.RMSNorm", eps=1e-5),
     _spelling("functional", forms.functional, "torch.nn.functional.rms_norm", eps=1e-5),

@@ -36,7 +36,7 @@ class CastNormScaleCast(nn.Module):
         return (self.weight * hidden_states).to(input_dtype)
 
 
-class HelperMethod(nn.Module):
+class NormMethod(nn.Module):
     def __init__(self, weight: Tensor):
         super().__init__()
         self.weight = nn.Parameter(weight)
