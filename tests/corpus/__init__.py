@@ -1,0 +1,30 @@
+"""How people write norms, residual adds, rotary embeddings and gates; what resembles them and is something else."""
+
+from __future__ import annotations
+
+from . import (
+    add_rms_norm,
+    layer_norm,
+    lookalikes,
+    rms_norm,
+    rope_half,
+    rope_half_partial,
+    rope_interleaved,
+    rope_interleaved_to_half,
+    swiglu,
+)
+from .base import LookAlike, Spelling
+
+SPELLINGS: tuple[Spelling, ...] = (
+    *rms_norm.SPELLINGS,
+    *layer_norm.SPELLINGS,
+    *add_rms_norm.SPELLINGS,
+    *rope_half.SPELLINGS,
+    *rope_half_partial.SPELLINGS,
+    *rope_interleaved.SPELLINGS,
+    *rope_interleaved_to_half.SPELLINGS,
+    *swiglu.SPELLINGS,
+)
+LOOKALIKES: tuple[LookAlike, ...] = lookalikes.LOOKALIKES
+
+__all__ = ["LOOKALIKES", "SPELLINGS", "LookAlike", "Spelling"]
