@@ -61,6 +61,9 @@ class Algebra:
             return self.make(x.op, (self.reshape(x.arg, shape),), x.attrs, shape, x.dtype)
         if x.op == "mean" and x.attrs == (-1,) and shape and shape[-1] == 1:
             return self.mean(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), (-1,))
+        if x.op == "slice" and shape and x.attrs[0] == x.rank - 1 and shape[-1] == x.shape[-1]:
+            _, *bounds = x.attrs
+            return self.slice(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds) or x
         return self.make("reshape", (x,), (), shape, x.dtype)
 
     def permute(self, x: Value, order: Sequence[int]) -> Value:

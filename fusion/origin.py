@@ -1,0 +1,49 @@
+"""Where a node comes from: the user's own file and line, and the module that it belongs to."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch.fx as fx
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<text>[^\n]+))?')
+_LIBRARY = ("/torch/nn/", "/torch/_", "/torch/utils/", "/torch/fx/")
+PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "seq_nr", "from_node")
+
+
+def frames(node: fx.Node) -> list[re.Match[str]]:
+    """The Python frames of the model's code that made this node, outermost first."""
+    found = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    own = [frame for frame in found if not any(part in frame["file"] for part in _LIBRARY)]
+    return own or found
+
+
+def location(node: fx.Node) -> str:
+    """`file:line` of the innermost line of the model's code, "" where the graph does not tell."""
+    found = frames(node)
+    return f"{found[-1]['file']}:{found[-1]['line']}" if found else ""
+
+
+def source_text(node: fx.Node) -> str:
+    """The text of that line."""
+    found = frames(node)
+    return (found[-1]["text"] or "").strip() if found else ""
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the module whose forward made this node, "" for functional code."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"^L\['(self|fn|args|kwargs)'\]\.?", "", path)
+    path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", lambda m: "." + next(filter(None, m.groups())), path)
+    return path.strip(".")
+
+
+def inherit(node: fx.Node, parent: fx.Node) -> None:
+    """Give a new node the provenance of the node that it replaces."""
+    for key in PROVENANCE:
+        if key in parent.meta and key not in node.meta:
+            node.meta[key] = parent.meta[key]

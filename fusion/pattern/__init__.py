@@ -1,0 +1,37 @@
+"""The pattern language: rules, the terms that they are written in, and how a term matches a canonical value."""
+
+from fusion.pattern.rule import (
+    Example,
+    Pattern,
+    Refused,
+    Rule,
+    attribute,
+    call,
+    captured,
+    lookalike,
+    lowering,
+    pattern,
+    require,
+    scalar,
+    tensor,
+)
+from fusion.pattern.terms import Bindings, Capture, Term
+
+__all__ = [
+    "Bindings",
+    "Capture",
+    "Example",
+    "Pattern",
+    "Refused",
+    "Rule",
+    "Term",
+    "attribute",
+    "call",
+    "captured",
+    "lookalike",
+    "lowering",
+    "pattern",
+    "require",
+    "scalar",
+    "tensor",
+]

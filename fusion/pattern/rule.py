@@ -1,0 +1,275 @@
+"""A rule declares one fused concept: what it means, how it is written, when to refuse, what the NPU runs, how to try it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+
+from fusion.errors import RuleError
+
+from fusion.pattern.terms import Apply, Capture, Cast, Meaning, Parameter, Part, Term
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    pass
+
+
+def tensor(dims: str) -> Any:
+    """Declare a captured tensor by its named dims, e.g. "*B D": any leading dims, then D."""
+    return _Tensor(tuple(dims.split()))
+
+
+def scalar() -> Any:
+    """Declare a captured number that the graph holds as a constant."""
+    return _Parameter()
+
+
+def attribute() -> Any:
+    """Declare a captured attribute of an op: dims, an exponent, an order of lanes."""
+    return _Parameter()
+
+
+class Refused(Exception):  # noqa: N818 - a decision, not an error
+    """Raised by `require`: this match is not to be rewritten, and why."""
+
+    def __init__(self, template: str, values: Mapping[str, object]) -> None:
+        self.template, self.values = template, values
+
+    def __str__(self) -> str:
+        """The reason, formatted only when someone reads it."""
+        return self.template.format(**self.values)
+
+
+def require(condition: object, template: str, **values: object) -> None:
+    """Refuse the match unless `condition` holds; `template` says why not, in the user's terms."""
+    if not condition:
+        raise Refused(template, values)
+
+
+class Vocabulary:
+    """The `p` of a pattern: functions that build terms. Unknown names are semantic ops (`p.rms_norm(x=...)`)."""
+
+    def mean(self, x: Term, dim: int = -1) -> Term:
+        """Average over one dim, which stays with size 1."""
+        return Apply("mean", (x,), (dim,))
+
+    def mean_over(self, x: Term, dims: Any) -> Term:
+        """Average over the dims that the parameter takes."""
+        return Apply("mean", (x,), (dims,))
+
+    def power(self, x: Term, exponent: Any) -> Term:
+        """x ** exponent."""
+        return Apply("power", (x,), (exponent,))
+
+    def square(self, x: Term) -> Term:
+        """x²."""
+        return self.power(x, 2.0)
+
+    def rsqrt(self, x: Term) -> Term:
+        """1 / sqrt(x)."""
+        return self.power(x, -0.5)
+
+    def sigmoid(self, x: Term) -> Term:
+        """1 / (1 + exp(-x))."""
+        return Apply("sigmoid", (x,))
+
+    def silu(self, x: Term) -> Term:
+        """x · sigmoid(x)."""
+        return x * self.sigmoid(x)
+
+    def scale(self, x: Term, factor: Any) -> Term:
+        """x · a number that the parameter takes."""
+        return Apply("scale", (x,), (factor,))
+
+    def shift(self, x: Term, offset: Any) -> Term:
+        """x + a number that the parameter takes."""
+        return Apply("shift", (x,), (offset,))
+
+    def part(self, x: Term, number: int, of: int) -> Term:
+        """The `number`-th of `of` equal runs of the last dim."""
+        return Part(x, number, of)
+
+    def maybe_cast(self, x: Term, to: torch.dtype | Capture) -> Term:
+        """`x`, or `x` cast to exactly this dtype (or the dtype of this capture)."""
+        return Cast(x, to, always=False)
+
+    def as_dtype(self, x: Term, like: Capture) -> Term:
+        """`x` in the dtype of `like`, cast if it was not computed in it."""
+        return Cast(x, like, always=True)
+
+    def __getattr__(self, op: str) -> Callable[..., Term]:
+        return partial(_meaning, op)
+
+
+def _meaning(op: str, **captures: Any) -> Term:
+    return Meaning(op, captures)
+
+
+def pattern(method: Method) -> Method:
+    """Mark a method as one written form: `def form(self, p, x=tensor("*B D"), eps=scalar())` returns its result(s)."""
+    method.fusion_role = "pattern"  # type: ignore[attr-defined]
+    return method
+
+
+def lookalike(reason: str) -> Callable[[Method], Method]:
+    """Mark a pattern that looks like the rule but means something else; `reason` may name its captures in braces."""
+
+    def mark(method: Method) -> Method:
+        method.fusion_role, method.fusion_reason = "lookalike", reason  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def lowering(method: Method) -> Method:
+    """Mark a method as one way to run the rule: plain torch and `torch.ops.npu` calls on the captured tensors."""
+    method.fusion_role = "lowering"  # type: ignore[attr-defined]
+    return method
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """One written form, traced: its results and the captures by name."""
+
+    name: str
+    results: tuple[Term, ...]
+    captures: Mapping[str, Capture | Parameter]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A function in plain torch with inputs, for the laws that every rule must pass.
+
+    Attributes:
+        name: what is particular about it.
+        function: plain torch code.
+        inputs: makes fresh inputs of a floating dtype.
+        refusal: for a reject, a part of the reason that must be given.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    inputs: Callable[[torch.dtype], tuple[torch.Tensor, ...]]
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One fused concept. Subclasses are frozen, without state, and answer five questions in this order.
+
+    1. what does it mean: `reference`; 2. how is it written: methods marked `@pattern`; 3. when must we refuse: `guard`
+    and methods marked `@lookalike`; 4. what does the NPU run: methods marked `@lowering`, best first; 5. how is it
+    tried: `examples` and `rejects`.
+    """
+
+    @property
+    def name(self) -> str:
+        """The semantic op that a match of this rule reads as: the class name in snake case."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
+
+    def guard(self) -> None:
+        """Refuse a match with `require`; takes any of the captures by name."""
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The meaning, in plain torch."""
+        raise NotImplementedError
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(())
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused, each with (a part of) the reason."""
+        return iter(())
+
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The written forms, traced once."""
+        return _traced(type(self), "pattern")
+
+    def lookalikes(self) -> tuple[Pattern, ...]:
+        """The forms that mean something else."""
+        return _traced(type(self), "lookalike")
+
+    def lowerings(self) -> tuple[str, ...]:
+        """Names of the methods that run the rule, in order of declaration."""
+        return tuple(name for name, _ in _marked(type(self), "lowering"))
+
+    def uses(self) -> frozenset[str]:
+        """The semantic ops that its patterns mention."""
+        found: set[str] = set()
+        for each in (*self.patterns(), *self.lookalikes()):
+            for result in each.results:
+                found |= _meanings(result)
+        return frozenset(found)
+
+
+def _marked(kind: type, role: str) -> list[tuple[str, Callable[..., Any]]]:
+    methods = [(name, method) for base in kind.__mro__[::-1] for name, method in vars(base).items()]
+    return [(name, method) for name, method in methods if getattr(method, "fusion_role", None) == role]
+
+
+@cache
+def _traced(kind: type[Rule], role: str) -> tuple[Pattern, ...]:
+    rule = kind()
+    return tuple(_trace(rule, name, method) for name, method in _marked(kind, role))
+
+
+def _trace(rule: Rule, name: str, method: Callable[..., Any]) -> Pattern:
+    captures: dict[str, Capture | Parameter] = {}
+    for parameter in list(inspect.signature(method).parameters.values())[2:]:
+        declared = parameter.default
+        if isinstance(declared, _Tensor):
+            captures[parameter.name] = Capture(parameter.name, declared.dims)
+        elif isinstance(declared, _Parameter):
+            captures[parameter.name] = Parameter(parameter.name)
+        else:
+            raise RuleError(
+                f"tracing pattern {type(rule).__name__}.{name}: capture {parameter.name!r} is declared as "
+                f"{declared!r}; declare it with tensor(\"...\"), scalar() or attribute() as its default"
+            )
+    result = method(rule, Vocabulary(), **captures)
+    results = result if isinstance(result, tuple) else (result,)
+    return Pattern(name, results, captures, getattr(method, "fusion_reason", ""))
+
+
+def _meanings(term: Term) -> set[str]:
+    found = {term.op} if isinstance(term, Meaning) else set[str]()
+    children: Sequence[Any] = getattr(term, "args", ())
+    if isinstance(term, Cast):
+        children = (term.inner,)
+    elif isinstance(term, Part):
+        children = (term.whole,)
+    elif isinstance(term, Meaning):
+        children = tuple(term.captures.values())
+    for child in children:
+        if isinstance(child, Term):
+            found |= _meanings(child)
+    return found
+
+
+def captured(pattern: Pattern, bound: Mapping[Any, Any]) -> dict[str, Any]:
+    """The captures of a match by name; tensors as values."""
+    return {name: bound[term] for name, term in pattern.captures.items() if term in bound}
+
+
+def call(method: Callable[..., Any], captures: Mapping[str, Any]) -> Any:
+    """Call a guard or a lowering with those captures that it names; a capture that the form lacks is None."""
+    names = inspect.signature(method).parameters
+    return method(**{name: captures.get(name) for name in names})
+
+

@@ -1,0 +1,343 @@
+"""Terms: the small expression language in which patterns are written and matched against canonical values.
+
+A pattern is traced once, at import of its rule; matching walks the values below a root and never traces anything. One
+term object stands for one value: used twice in a pattern, it must be the same value in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fusion.graph import Dim, Graph, Reading, Value
+
+Bindings = Mapping[Any, Any]  # term → value; "D" → size of a named dim
+
+
+class Context(Protocol):
+    """What matching may ask."""
+
+    @property
+    def graph(self) -> Graph:
+        """The canonical graph."""
+        ...
+
+    def readings(self, value: Value, op: str) -> Sequence[Reading]:
+        """Meanings that were found for `value` so far."""
+        ...
+
+
+class Term:
+    """One place in a pattern. Arithmetic on terms builds terms."""
+
+    rank = 0  # products try terms of low rank first: the more a term says, the earlier
+
+    def heads(self) -> frozenset[str]:
+        """Canonical ops that a value may have for this term to match at all."""
+        raise NotImplementedError
+
+    def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        """Every way in which `value` can be this term, given what is bound already."""
+        if self in bound:
+            if bound[self] is value:
+                yield bound
+            return
+        for found in self._match(value, bound, cx):
+            yield {**found, self: value}
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        raise NotImplementedError
+
+    def __mul__(self, other: Term | float) -> Term:
+        return Product((self, other)) if isinstance(other, Term) else Apply("scale", (self,), (other,))
+
+    def __rmul__(self, other: float) -> Term:
+        return self * other
+
+    def __add__(self, other: Term | float) -> Term:
+        if isinstance(other, Tensorial):
+            return Sum((self, other))
+        return Apply("shift", (self,), (other,))
+
+    def __sub__(self, other: Term) -> Term:
+        return Sum((self, Apply("scale", (other,), (-1.0,))))
+
+
+class Tensorial(Term):
+    """A term that stands for a tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Capture(Tensorial):
+    """A tensor that the rule takes: named dims, `*B` for any number of leading ones."""
+
+    name: str
+    dims: tuple[str, ...]
+    rank = 3
+
+    def heads(self) -> frozenset[str]:
+        """A capture matches anything."""
+        return frozenset()
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        fixed = [name for name in self.dims if not name.startswith("*")]
+        value = self.fit(value, cx)
+        starred = len(fixed) < len(self.dims)
+        if value.rank < len(fixed) or (value.rank > len(fixed) and not starred):
+            return
+        lead = value.rank - len(fixed)
+        sizes: dict[Any, Any] = dict(bound)
+        pairs: list[tuple[str, Dim | tuple[Dim, ...]]] = list(zip(fixed, value.shape[lead:], strict=True))
+        if starred:
+            pairs.insert(0, (self.dims[0], value.shape[:lead]))
+        for name, size in pairs:
+            if sizes.setdefault(name, size) != size:
+                return
+        yield sizes
+
+    def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        """As for every term; what is bound has lost the leading dims of size 1 that its dims do not name."""
+        yield from super().match(self.fit(value, cx), bound, cx)
+
+    def fit(self, value: Value, cx: Context) -> Value:
+        """Drop leading dims of size 1 beyond the declared ones."""
+        extra = value.rank - len(self.dims)
+        if any(name.startswith("*") for name in self.dims) or extra <= 0 or any(d != 1 for d in value.shape[:extra]):
+            return value
+        return cx.graph.algebra.reshape(value, value.shape[extra:])
+
+
+@dataclass(frozen=True, eq=False)
+class Parameter:
+    """Something that the rule takes and that is not a tensor: a number, an order, dims."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Apply(Tensorial):
+    """A canonical op with its attributes; an attribute may be a `Parameter`."""
+
+    op: str
+    args: tuple[Term, ...]
+    attrs: tuple[Any, ...] = ()
+
+    def heads(self) -> frozenset[str]:
+        """Its own op."""
+        return frozenset((self.op,))
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        if value.op != self.op or len(value.args) != len(self.args):
+            return
+        known = _attributes(self.attrs, value.attrs, bound)
+        if known is not None:
+            yield from _each(self.args, value.args, known, cx)
+
+
+def _attributes(wanted: Sequence[Any], real: Sequence[Any], bound: Bindings) -> Bindings | None:
+    if len(wanted) == 1 and isinstance(wanted[0], Parameter) and len(real) != 1:
+        wanted, real = wanted, (tuple(real),)
+    if len(wanted) != len(real):
+        return None
+    for want, have in zip(wanted, real, strict=True):
+        if isinstance(want, Parameter):
+            if want in bound and bound[want] != have:
+                return None
+            bound = {**bound, want: have}
+        elif want != have:
+            return None
+    return bound
+
+
+def _each(terms: Sequence[Term], values: Sequence[Value], bound: Bindings, cx: Context) -> Iterator[Bindings]:
+    if not terms:
+        yield bound
+        return
+    for found in terms[0].match(values[0], bound, cx):
+        yield from _each(terms[1:], values[1:], found, cx)
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(Tensorial):
+    """x + y in either order."""
+
+    args: tuple[Term, Term]
+
+    def heads(self) -> frozenset[str]:
+        """An addition."""
+        return frozenset(("add",))
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        if value.op == "add":
+            yield from _each(self.args, value.args, bound, cx)
+            yield from _each(self.args, value.args[::-1], bound, cx)
+
+
+@dataclass(frozen=True, eq=False)
+class Cast(Tensorial):
+    """A cast that may be there or not. Its dtype is pinned, so that a cast of the user's own is never swallowed.
+
+    Attributes:
+        inner: what is cast.
+        dtype: the dtype to which it is cast if it is, or the capture whose dtype that is.
+        always: whether the result must have that dtype, with or without a cast.
+    """
+
+    inner: Term
+    dtype: torch.dtype | Capture
+    always: bool
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """As much as what is cast."""
+        return self.inner.rank
+
+    def heads(self) -> frozenset[str]:
+        """A cast, or what is cast."""
+        inner = self.inner.heads()
+        return inner | {"cast"} if inner else inner
+
+    def pinned(self, bound: Bindings) -> torch.dtype | None:
+        """The dtype, once known."""
+        return bound[self.dtype].dtype if isinstance(self.dtype, Capture) else self.dtype
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        if value.op == "cast":
+            for found in self.inner.match(value.arg, bound, cx):
+                if value.dtype == self.pinned(found):
+                    yield found
+        for found in self.inner.match(value, bound, cx):
+            if not self.always or value.dtype == self.pinned(found):
+                yield found
+
+
+@dataclass(frozen=True, eq=False)
+class Product(Tensorial):
+    """A product of any association and order; the last capture without a value takes all factors that are left."""
+
+    args: tuple[Term, Term]
+
+    def heads(self) -> frozenset[str]:
+        """A multiplication."""
+        return frozenset(("mul",))
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        if value.op != "mul":
+            return
+        factors = _factors(value)
+        for terms in _flat(self):
+            yield from _assign(sorted(terms, key=lambda term: term.rank), factors, bound, cx)
+
+
+def _flat(term: Term) -> Iterator[list[Term]]:
+    """The factors that a product can have: an optional cast in the middle keeps its product whole, or vanishes."""
+    if isinstance(term, Product):
+        for left in _flat(term.args[0]):
+            for right in _flat(term.args[1]):
+                yield left + right
+        return
+    yield [term]
+    if isinstance(term, Cast) and isinstance(term.inner, Product):
+        yield from _flat(term.inner)
+
+
+def _factors(value: Value) -> list[Value]:
+    return [each for arg in value.args for each in _factors(arg)] if value.op == "mul" else [value]
+
+
+def _assign(terms: Sequence[Term], factors: list[Value], bound: Bindings, cx: Context) -> Iterator[Bindings]:
+    if not terms or not factors:
+        if not terms and not factors:
+            yield bound
+        return
+    term, rest = terms[0], terms[1:]
+    if term in bound:
+        left = _without(factors, bound[term])
+        if left is not None:
+            yield from _assign(rest, left, bound, cx)
+        return
+    if not rest and len(factors) > 1:
+        whole = _multiply(factors, cx)
+        if whole is not None:
+            yield from term.match(whole, bound, cx)
+        return
+    for position, factor in enumerate(factors):
+        for found in term.match(factor, bound, cx):
+            yield from _assign(rest, factors[:position] + factors[position + 1 :], found, cx)
+
+
+def _without(factors: list[Value], taken: Value) -> list[Value] | None:
+    left = list(factors)
+    for factor in [taken] if taken in factors else _factors(taken):
+        if factor not in left:
+            return None
+        left.remove(factor)
+    return left
+
+
+def _multiply(factors: Sequence[Value], cx: Context) -> Value | None:
+    whole = factors[0]
+    for factor in factors[1:]:
+        product = cx.graph.algebra.mul(whole, factor)
+        if product is None:
+            return None
+        whole = product
+    return whole
+
+
+@dataclass(frozen=True, eq=False)
+class Part(Tensorial):
+    """The `number`-th of `count` equal runs of the last dim."""
+
+    whole: Term
+    number: int
+    count: int
+
+    def heads(self) -> frozenset[str]:
+        """A slice."""
+        return frozenset(("slice",))
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        if value.op != "slice" or value.attrs[0] != value.rank - 1 or value.attrs[3] != 1:
+            return
+        size = value.arg.shape[-1]
+        if not isinstance(size, int) or size % self.count:
+            return
+        run = size // self.count
+        if value.attrs[1:3] == (self.number * run, (self.number + 1) * run):
+            yield from self.whole.match(value.arg, bound, cx)
+
+
+@dataclass(frozen=True, eq=False)
+class Meaning(Tensorial):
+    """A value that already reads as a semantic op, such as rms_norm, with what it is applied to."""
+
+    op: str
+    captures: Mapping[str, Any]
+
+    def heads(self) -> frozenset[str]:
+        """Any op: found by its reading."""
+        return frozenset((f"reading:{self.op}",))
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        for reading in cx.readings(value, self.op):
+            yield from self._take(list(self.captures.items()), reading, bound, cx)
+
+    def _take(
+        self, wanted: Sequence[tuple[str, Any]], reading: Reading, bound: Bindings, cx: Context
+    ) -> Iterator[Bindings]:
+        if not wanted:
+            yield bound
+            return
+        (name, term), rest = wanted[0], wanted[1:]
+        have = reading.captures.get(name)
+        if isinstance(term, Term) and isinstance(have, Value):
+            for found in term.match(have, bound, cx):
+                yield from self._take(rest, reading, found, cx)
+        elif not isinstance(term, Term):
+            known = _attributes((term,), (have,), bound)
+            if known is not None:
+                yield from self._take(rest, reading, known, cx)

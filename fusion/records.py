@@ -1,0 +1,148 @@
+"""The frozen records that one stage hands to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+from torch._ops import OpOverload
+
+from fusion.graph import Value
+from fusion.origin import location, module_path, source_text
+from fusion.pattern import Refused, Rule
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why something did not happen, with the culprit in the user's own code.
+
+    Attributes:
+        rule: name of the rule that would have matched.
+        cause: the reason; formatted when it is read.
+        node: the user's node at which it was decided.
+        target: the target whose limit refused, "" where it would be refused anywhere.
+    """
+
+    rule: str
+    cause: Refused | str
+    node: fx.Node = field(repr=False)
+    target: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The reason, in words."""
+        return str(self.cause)
+
+    @property
+    def where(self) -> str:
+        """`file:line` in the model's code."""
+        return location(self.node)
+
+    @property
+    def source(self) -> str:
+        """The text of that line."""
+        return source_text(self.node)
+
+    @property
+    def module(self) -> str:
+        """Path of the module."""
+        return module_path(self.node)
+
+    def __str__(self) -> str:
+        """One line: rule, reason, place."""
+        place = " at ".join(part for part in (self.module, self.where) if part) or self.node.name
+        on = f" on {self.target}" if self.target else ""
+        return f"{self.rule} refused{on}: {self.reason} [{place}]"
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place where a rule applies.
+
+    Attributes:
+        rule: the rule.
+        form: name of its pattern.
+        captures: what the pattern took, tensors as values.
+        results: the values that it replaces.
+        roots: for each result, the user's nodes that compute it.
+    """
+
+    rule: Rule
+    form: str
+    captures: Mapping[str, Any]
+    results: tuple[Value, ...]
+    roots: tuple[tuple[fx.Node, ...], ...]
+
+    @property
+    def node(self) -> fx.Node:
+        """The first root: the node by which this match is named."""
+        return self.roots[0][0]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that a plan takes from outside."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """Result number `item` of step number `step` (item None: its only result)."""
+
+    step: int
+    item: int | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a plan: an operator, its arguments (tensors as `Input` or `Output`), and the fake result."""
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a lowering runs on inputs of one signature, recorded once.
+
+    Attributes:
+        steps: the calls, in order.
+        results: where each result is found, or the input that is passed on.
+        fakes: the fake results.
+        refusals: operator limits that forbid it, by target name.
+        microseconds: predicted cost on the target.
+    """
+
+    steps: tuple[Step, ...]
+    results: tuple[Input | Output, ...]
+    fakes: tuple[Any, ...]
+    refusals: Mapping[str, str]
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A match with the lowering chosen for it.
+
+    Attributes:
+        match: the match.
+        lowering: name of the rule's method.
+        plan: what it runs.
+        built: captured values that no node holds and that must be built first.
+        dying: the nodes that nothing needs once the match is rewritten (its roots among them).
+        benefit: predicted microseconds saved on the target.
+        launches: launches saved.
+    """
+
+    match: Match
+    lowering: str
+    plan: Plan
+    built: tuple[Value, ...]
+    dying: frozenset[fx.Node]
+    benefit: float
+    launches: int

@@ -1,0 +1,156 @@
+"""Stage 3, match: find every place where a rule applies. Nothing is changed; a match adds a reading to its first result."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+from fusion.errors import RuleError
+from fusion.graph import Graph, Reading, Value
+from fusion.pattern import Bindings, Pattern, Refused, Rule, Term, call, captured
+from fusion.records import Match, Refusal
+
+CANONICAL = frozenset({"rotation", "partial_rotation"})  # readings that canonicalisation itself adds
+
+
+@dataclass
+class Found:
+    """What matching found: matches, and refusals with their reasons."""
+
+    matches: list[Match] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
+    """Order rules so that each comes after those whose readings it uses.
+
+    Raises:
+        RuleError: two rules have one name, a semantic op is provided by no rule, or rules use each other in a circle.
+    """
+    by_name = {rule.name: rule for rule in rules}
+    if len(by_name) != len(rules):
+        raise RuleError(f"loading rules: a name occurs twice among {sorted(rule.name for rule in rules)}; rename one")
+    order: nx.DiGraph[str] = nx.DiGraph()
+    order.add_nodes_from(by_name)
+    for rule in rules:
+        order.add_edges_from((used, rule.name) for used in rule.uses() if used in by_name)
+    if not nx.is_directed_acyclic_graph(order):
+        raise RuleError(f"loading rules: they use each other in a circle: {nx.find_cycle(order)}")
+    return [[by_name[name] for name in sorted(level)] for level in nx.topological_generations(order)]
+
+
+def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset()) -> Found:
+    """Match every rule everywhere. `unsafe` names rules whose guard is not asked."""
+    search = _Search(graph, unsafe)
+    for level in levels(rules):
+        for rule in level:
+            search.apply(rule)
+    for rule in rules:
+        search.note_lookalikes(rule)
+    search.note_misses()
+    return search.found
+
+
+class _Search:
+    """The state of one search; also the context that terms ask."""
+
+    def __init__(self, graph: Graph, unsafe: frozenset[str]) -> None:
+        self.graph, self.found = graph, Found()
+        self._unsafe = unsafe
+        self._readings: dict[Value, list[Reading]] = defaultdict(list)
+        self._by_head: dict[str, list[Value]] = defaultdict(list)
+        self._refused: set[tuple[str, Value]] = set()
+        for value in graph.values():
+            self._by_head[value.op].append(value)
+        for value, reading in graph.readings.items():
+            self._read(value, reading)
+
+    def readings(self, value: Value, op: str) -> Sequence[Reading]:
+        """Meanings found for `value` so far."""
+        return [each for each in self._readings.get(value, ()) if each.op == op]
+
+    def _read(self, value: Value, reading: Reading) -> None:
+        self._readings[value].append(reading)
+        self._by_head[f"reading:{reading.op}"].append(value)
+
+    def _candidates(self, term: Term) -> Iterable[Value]:
+        heads = sorted(term.heads())
+        if len(heads) == 1:
+            return tuple(self._by_head.get(heads[0], ()))
+        merged = {value for head in heads for value in self._by_head.get(head, ())}
+        return sorted(merged, key=lambda value: value.id)
+
+    def apply(self, rule: Rule) -> None:
+        """Find the matches of one rule; the first form that holds at a value is the one."""
+        taken: set[Value] = set()
+        for form in rule.patterns():
+            for value in self._candidates(form.results[0]):
+                if value in taken or not self.graph.makers(value):
+                    continue
+                matched = self._try(rule, form, value)
+                if matched is not None:
+                    taken.add(value)
+                    self.found.matches.append(matched)
+                    self._read(value, Reading(rule.name, matched.captures))
+
+    def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
+        refused: Refused | None = None
+        for bound in self._complete(form, value):
+            captures = captured(form, bound)
+            results = tuple(bound[term] for term in form.results)
+            roots = tuple(self.graph.makers(each) for each in results)
+            if not all(roots):
+                continue
+            try:
+                if rule.name not in self._unsafe:
+                    call(rule.guard, captures)
+            except Refused as reason:
+                refused = refused or reason
+                continue
+            return Match(rule, form.name, captures, results, roots)
+        if refused is not None:
+            self._refuse(rule.name, refused, value)
+        return None
+
+    def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:
+        """Match the first result at `value`; results that this does not reach are the nearest independent ones."""
+        for bound in form.results[0].match(value, {}, self):
+            missing = [term for term in form.results[1:] if term not in bound]
+            yield from self._join(missing, value, bound)
+
+    def _join(self, missing: Sequence[Term], first: Value, bound: Bindings) -> Iterator[Bindings]:
+        if not missing:
+            yield bound
+            return
+        order, start = self.graph.order, self.graph.makers(first)[0]
+        for value in self._candidates(missing[0]):
+            makers = self.graph.makers(value)
+            if value is first or not makers or order[makers[0]] < order[start] or self.graph.depends(makers[0], start):
+                continue
+            for found in missing[0].match(value, bound, self):
+                yield from self._join(missing[1:], first, found)
+
+    def _refuse(self, rule: str, cause: Refused | str, value: Value) -> None:
+        makers = self.graph.makers(value)
+        if makers and (rule, value) not in self._refused:
+            self._refused.add((rule, value))
+            self.found.refusals.append(Refusal(rule, cause, makers[0]))
+
+    def note_lookalikes(self, rule: Rule) -> None:
+        """Say why what looks like the rule is something else."""
+        for form in rule.lookalikes():
+            for value in self._candidates(form.results[0]):
+                if self.readings(value, rule.name):
+                    continue
+                bound = next(form.results[0].match(value, {}, self), None)
+                if bound is not None:
+                    self._refuse(rule.name, Refused(form.reason, captured(form, bound)), value)
+
+    def note_misses(self) -> None:
+        """Say why what looks like a rotation of lanes is none."""
+        for value, (op, reason) in self.graph.misses.items():
+            if not self._readings.get(value):
+                self._refuse(op, reason, value)

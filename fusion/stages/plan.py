@@ -1,0 +1,286 @@
+"""Stage 4, plan: what each match would run, whether the target allows it, and what it saves.
+
+A lowering is executed once per distinct signature of its inputs, on fake tensors, and recorded; 61 equal layers share
+one plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fusion.cost import call_cost, is_launch, is_view, node_cost
+from fusion.graph import Dim, Graph, Value, dims_of
+from fusion.graph.recipe import build, buildable
+from fusion.operators import find_operator, refusal
+from fusion.pattern import Refused, call
+from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
+from fusion.target import Target
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator that runs inside, with tensors as references."""
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._names: dict[int, Input | Output] = {id(tensor): Input(name) for name, tensor in inputs.items()}
+        self._kept: list[Any] = list(inputs.values())  # identities stay unique while these live
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and record it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        number = len(self.steps)
+        self._kept.append(result)
+        several = isinstance(result, (tuple, list))
+        for item, tensor in enumerate(result if several else (result,)):
+            if isinstance(tensor, torch.Tensor):
+                self._names.setdefault(id(tensor), Output(number, item if several else None))
+        args, kwargs = tree_map_only(torch.Tensor, self.name, (args, dict(kwargs)))
+        self.steps.append(Step(func, args, kwargs, result))
+        return result
+
+    def name(self, tensor: torch.Tensor) -> Input | Output:
+        """The reference of a tensor that went in or came out."""
+        if id(tensor) not in self._names:
+            raise Refused("its lowering uses a tensor that is not one of its captures", {})
+        return self._names[id(tensor)]
+
+
+class Planner:
+    """Plans the matches of one graph for one target."""
+
+    def __init__(self, graph: Graph, target: Target, plan_lower: str, elsewhere: Sequence[Target] = ()) -> None:
+        self.graph, self.target = graph, target
+        self.refusals: list[Refusal] = []
+        self._plan_lower, self._elsewhere = plan_lower, elsewhere
+        self._plans: dict[Any, Plan | Refused] = {}
+        self._fakes: dict[Value, torch.Tensor] = {}
+        vals = [node.meta.get("val") for node in graph.source.nodes if node.op == "placeholder"]
+        self._mode = next((val.fake_mode for val in vals if hasattr(val, "fake_mode")), None)
+        self._symbols = {val.node.expr: val for val in self._sizes(vals) if isinstance(val, torch.SymInt)}
+
+    @staticmethod
+    def _sizes(vals: Iterable[Any]) -> Iterable[Any]:
+        for val in vals:
+            yield val
+            if isinstance(val, torch.Tensor):
+                yield from val.shape
+
+    def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
+        """The best legal way to run each match; refusals are collected in `refusals`."""
+        shared = Counter(value for match in matches for value in self._to_build(match))
+        planned = (self._best(match, shared) for match in matches)
+        return [each for each in planned if each is not None]
+
+    def _best(self, match: Match, shared: Mapping[Value, int]) -> Candidate | None:
+        options: list[Candidate] = []
+        refused: list[Refusal] = []
+        dying = self._dying(match)
+        for lowering in match.rule.lowerings():
+            plan = self._plan(match, lowering)
+            cause = plan if isinstance(plan, Refused) else plan.refusals.get(self.target.name)
+            if cause is None:
+                cause = _mismatch(match, plan)
+            if cause is not None:
+                on = self.target.name if isinstance(cause, str) and self.target.is_npu else ""
+                refused.append(Refusal(match.rule.name, cause, match.node, on))
+            else:
+                options.append(self._candidate(match, lowering, plan, dying, shared))
+        if not options:
+            self.refusals.extend(refused[:1])
+            return None
+        best = max(options, key=lambda option: option.benefit)
+        self.refusals.extend(each for each in refused if each.target)
+        self._note_elsewhere(match)
+        return best
+
+    def _note_elsewhere(self, match: Match) -> None:
+        """What another target would refuse although this one does not."""
+        for target in self._elsewhere:
+            plans = [self._plan(match, lowering) for lowering in match.rule.lowerings()]
+            causes = [None if isinstance(plan, Refused) else plan.refusals.get(target.name, "") for plan in plans]
+            if "" not in causes:
+                self.refusals.extend(
+                    Refusal(match.rule.name, cause, match.node, target.name) for cause in causes[:1] if cause
+                )
+
+    def _candidate(
+        self, match: Match, lowering: str, plan: Plan, dying: frozenset[fx.Node], shared: Mapping[Value, int]
+    ) -> Candidate:
+        built = self._to_build(match)
+        building = sum(self.target.launch / shared[value] for value in built if _launches(value))
+        saved = sum(node_cost(node, self.target) for node in dying)
+        launches = sum(is_launch(node) for node in dying) - sum(_is_kernel(step) for step in plan.steps)
+        return Candidate(match, lowering, plan, built, dying, saved - plan.microseconds - building, launches)
+
+    def _dying(self, match: Match) -> frozenset[fx.Node]:
+        """Roots, and the nodes below that only they need; never what the match itself reads."""
+        kept = {node for value in _tensors(match) for node in self._reads(value)}
+        roots = [node for makers in match.roots for node in makers]
+        dying: set[fx.Node] = set(roots)
+        waiting = [source for root in roots for source in root.all_input_nodes]
+        while waiting:
+            node = waiting.pop()
+            if node in dying or node in kept or node.op != "call_function":
+                continue
+            if all(user in dying for user in node.users):
+                dying.add(node)
+                waiting.extend(node.all_input_nodes)
+        return frozenset(dying)
+
+    def _reads(self, value: Value) -> list[fx.Node]:
+        node = self.graph.node(value)
+        return [node] if node is not None else [each for arg in value.args for each in self._reads(arg)]
+
+    def _to_build(self, match: Match) -> tuple[Value, ...]:
+        """Captured values, and arguments of theirs, that no node holds."""
+        found: dict[Value, None] = {}
+
+        def visit(value: Value) -> None:
+            if self.graph.node(value) is None and value not in found:
+                for arg in value.args:
+                    visit(arg)
+                found[value] = None
+
+        for value in _tensors(match):
+            visit(value)
+        return tuple(found)
+
+    # fake execution --------------------------------------------------------------------------------------------
+
+    def size(self, dim: Dim) -> int | torch.SymInt:
+        """The size that a dim stands for."""
+        if isinstance(dim, int):
+            return dim
+        if dim in self._symbols:
+            return self._symbols[dim]
+        symbols = sorted(dim.free_symbols, key=str)
+        if not all(symbol in self._symbols for symbol in symbols):
+            raise Refused("the symbolic size {dim} is not among the sizes of the inputs", {"dim": dim})
+        return sympy.lambdify(symbols, dim)(*(self._symbols[symbol] for symbol in symbols))
+
+    def fake(self, value: Value) -> torch.Tensor:
+        """A fake tensor with the metadata that `value` has (or would have once built)."""
+        if value not in self._fakes:
+            node = self.graph.node(value)
+            if node is not None:
+                self._fakes[value] = node.meta["val"]
+            elif not buildable(value):
+                raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
+            else:
+                args = [self.fake(arg) for arg in value.args]
+                with self._mode or torch.no_grad():
+                    self._fakes[value] = build(value, self.size, *args)
+        return self._fakes[value]
+
+    def record(self, function: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> tuple[Recorder, Any]:
+        """Run `function` on fakes and record it."""
+        recorder = Recorder(inputs)
+        with self._mode or torch.no_grad(), torch.no_grad(), recorder:
+            return recorder, function()
+
+    def _plan(self, match: Match, lowering: str) -> Plan | Refused:
+        try:
+            captures = {
+                name: self.fake(capture) if isinstance(capture, Value) else capture
+                for name, capture in match.captures.items()
+            }
+        except Refused as refused:
+            return refused
+        key = (match.rule.name, lowering, tuple((name, _signature(each)) for name, each in captures.items()))
+        if key not in self._plans:
+            self._plans[key] = self._record_plan(match, lowering, captures)
+        return self._plans[key]
+
+    def _record_plan(self, match: Match, lowering: str, captures: Mapping[str, Any]) -> Plan | Refused:
+        inputs = {name: each.detach() for name, each in captures.items() if isinstance(each, torch.Tensor)}
+        try:
+            recorder, results = self.record(
+                lambda: call(getattr(match.rule, lowering), {**captures, **inputs}), inputs
+            )
+            results = results if isinstance(results, tuple) else (results,)
+            named = tuple(recorder.name(each) for each in results)
+        except Refused as refused:
+            return refused
+        cost = sum(self._step_cost(step, recorder.steps, inputs) for step in recorder.steps)
+        return Plan(tuple(recorder.steps), named, results, self._limits(recorder.steps, inputs), cost)
+
+    def _step_cost(self, step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> float:
+        operands = [_lookup(each, steps, inputs) for each in tree_leaves((step.args, dict(step.kwargs)))]
+        return call_cost(step.target, operands, step.result, self.target)
+
+    def _limits(self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """For each target, the first limit that forbids one of these calls."""
+        found: dict[str, str] = {}
+        for target in (self.target, *self._elsewhere):
+            for step in steps:
+                cause = self._limit(step, steps, inputs, target)
+                if cause is not None:
+                    found.setdefault(target.name, cause)
+        return found
+
+    def _limit(
+        self, step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], target: Target
+    ) -> str | None:
+        operator = find_operator(step.target._schema.name)
+        if operator is None:
+            return None
+        if target.is_npu and self._plan_lower not in operator.lowerings and self._plan_lower in _VENDOR:
+            return f"{operator.name} cannot be lowered through {self._plan_lower}"
+        args, kwargs = tree_map_only(
+            (Input, Output), lambda each: _lookup(each, steps, inputs), (step.args, dict(step.kwargs))
+        )
+        return refusal(operator, target.name, args, kwargs)
+
+
+_VENDOR = ("torchair", "npugraph_ex")
+
+
+def _tensors(match: Match) -> list[Value]:
+    return [capture for capture in match.captures.values() if isinstance(capture, Value)]
+
+
+def _lookup(reference: Any, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(reference, Input):
+        return inputs[reference.name]
+    if isinstance(reference, Output):
+        result = steps[reference.step].result
+        return result if reference.item is None else result[reference.item]
+    return reference
+
+
+def _signature(capture: Any) -> Any:
+    if not isinstance(capture, torch.Tensor):
+        return capture
+    return dims_of(capture.shape), dims_of(capture.stride()), capture.dtype, capture.device
+
+
+def _is_kernel(step: Step) -> bool:
+    return not is_view(step.target)
+
+
+def _launches(value: Value) -> bool:
+    return value.op not in ("reshape", "permute", "slice", "expand", "real", "imag")
+
+
+def _mismatch(match: Match, plan: Plan) -> Refused | None:
+    """A plan must give exactly the shape and dtype of what it replaces."""
+    for result, fake in zip(match.results, plan.fakes, strict=True):
+        if (dims_of(fake.shape), fake.dtype) != (result.shape, result.dtype):
+            return Refused(
+                "it would give {have} where the model has {want}",
+                {"have": f"{fake.dtype}{list(fake.shape)}", "want": f"{result.dtype}{list(result.shape)}"},
+            )
+    return None

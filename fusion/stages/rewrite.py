@@ -1,0 +1,232 @@
+"""Stage 6, rewrite: put the chosen plans into the user's graph, once. Every other node stays the same object."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map_only
+
+from fusion.graph import Graph, Value, dims_of
+from fusion.graph.recipe import build
+from fusion.origin import inherit
+from fusion.records import Candidate, Input, Output, Step
+from fusion.stages.sizes import Sizes
+
+_STRICT_VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One rewrite that was made: the candidate and the nodes that it added, operators and views alike."""
+
+    candidate: Candidate
+    added: tuple[fx.Node, ...] = field(repr=False)
+
+
+def rewrite(graph: Graph, chosen: Sequence[Candidate], planner: Any) -> list[Rewritten]:
+    """Apply `chosen` to the graph in place and drop what is dead."""
+    if not chosen:
+        return []
+    editor = _Editor(graph, planner)
+    done = [editor.apply(candidate) for candidate in chosen]
+    editor.finish()
+    return done
+
+
+class _Editor:
+    """The state of one rewrite of one graph."""
+
+    def __init__(self, graph: Graph, planner: Any) -> None:
+        self._graph, self._planner = graph, planner
+        self._source = graph.source
+        self._now: dict[Value, fx.Node] = {}
+        self._made: dict[Any, fx.Node] = {}
+        self._sizes = Sizes(graph.source)
+        self._order = dict(graph.order)
+        self._unordered = False
+
+    def apply(self, candidate: Candidate) -> Rewritten:
+        """Insert the nodes of one candidate and move the users of its roots over to them."""
+        match = candidate.match
+        roots = [node for makers in match.roots for node in makers]
+        anchor = max((makers[0] for makers in match.roots), key=self._order.__getitem__)
+        added: list[fx.Node] = []
+        with self._source.inserting_before(anchor):
+            inputs = {
+                name: self._read(each, anchor, added)
+                for name, each in match.captures.items()
+                if isinstance(each, Value)
+            }
+            results = self._replay(candidate, inputs, anchor, added)
+        for value, makers, new in zip(match.results, match.roots, results, strict=True):
+            for old in makers:
+                self._hand_over(old, new)
+            self._now[value] = new
+        self._unordered |= len({*roots}) > 1
+        for node in added:
+            node.meta["fusion"] = {"rule": match.rule.name, "lowering": candidate.lowering, "form": match.form}
+        return Rewritten(candidate, tuple(added))
+
+    def _hand_over(self, old: fx.Node, new: fx.Node) -> None:
+        users = list(old.users)
+        old.replace_all_uses_with(new)
+        if _same_strides(old.meta["val"], new.meta["val"]):
+            return
+        for user in users:  # a view of the old memory layout may not be one of the new
+            if user.target in _STRICT_VIEWS:
+                user.target = _STRICT_VIEWS[user.target]
+
+    def _read(self, value: Value, anchor: fx.Node, added: list[fx.Node]) -> fx.Node:
+        """The node that holds `value` now; built first where none does."""
+        if value in self._now:
+            return self._now[value]
+        node = self._graph.node(value)
+        if node is not None:
+            return node
+        args = [self._read(arg, anchor, added) for arg in value.args]
+        fakes = {str(number): arg.meta["val"].detach() for number, arg in enumerate(args)}
+        recorder, result = self._planner.record(lambda: build(value, self._planner.size, *fakes.values()), fakes)
+        nodes = self._emit(recorder.steps, dict(zip(fakes, args, strict=True)), anchor, added)
+        self._now[value] = self._at(recorder.name(result), nodes, dict(zip(fakes, args, strict=True)), anchor, added)
+        return self._now[value]
+
+    def _replay(
+        self, candidate: Candidate, inputs: Mapping[str, fx.Node], anchor: fx.Node, added: list[fx.Node]
+    ) -> list[fx.Node]:
+        nodes = self._emit(candidate.plan.steps, inputs, anchor, added)
+        results = [self._at(each, nodes, inputs, anchor, added) for each in candidate.plan.results]
+        for node, makers in zip(results, candidate.match.roots, strict=True):
+            inherit(node, makers[0])
+        return results
+
+    def _emit(
+        self, steps: Sequence[Step], inputs: Mapping[str, fx.Node], anchor: fx.Node, added: list[fx.Node]
+    ) -> list[fx.Node]:
+        nodes: list[fx.Node] = []
+        for step in steps:
+            args, kwargs = tree_map_only(
+                (Input, Output, torch.SymInt),
+                lambda each: self._sizes.node(each, anchor)
+                if isinstance(each, torch.SymInt)
+                else self._at(each, nodes, inputs, anchor, added),
+                (step.args, dict(step.kwargs)),
+            )
+            nodes.append(self._call(step.target, args, kwargs, step.result, anchor, added))
+        return nodes
+
+    def _at(
+        self,
+        reference: Input | Output,
+        nodes: Sequence[fx.Node],
+        inputs: Mapping[str, fx.Node],
+        anchor: fx.Node,
+        added: list[fx.Node],
+    ) -> fx.Node:
+        if isinstance(reference, Input):
+            return inputs[reference.name]
+        node = nodes[reference.step]
+        if reference.item is None:
+            return node
+        val = node.meta["val"][reference.item]
+        return self._call(operator.getitem, (node, reference.item), {}, val, anchor, added)
+
+    def _call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        val: Any,
+        anchor: fx.Node,
+        added: list[fx.Node],
+    ) -> fx.Node:
+        """One call; equal calls of pure operators are made once."""
+        undone = _undone(target, args)
+        if undone is not None:
+            return undone
+        key = (target, _frozen(args), _frozen(tuple(sorted(kwargs.items()))))
+        if key in self._made:
+            return self._made[key]
+        node = self._source.call_function(target, args, kwargs)
+        node.meta["val"] = self._fresh(val)
+        inherit(node, anchor)
+        self._order[node] = self._order[anchor]
+        self._made[key] = node
+        added.append(node)
+        return node
+
+    def _fresh(self, val: Any) -> Any:
+        """Fake results of its own for each node: nodes that shared one would look like aliases."""
+        return tree_map_only(torch.Tensor, lambda each: _copy_of(each), val)
+
+    def finish(self) -> None:
+        """Restore the order of nodes where several results were joined, and drop what is dead."""
+        self._source.eliminate_dead_code(_is_impure)
+        if self._unordered:
+            _sort(self._source)
+
+
+def _copy_of(fake: Any) -> torch.Tensor:
+    with fake.fake_mode:
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
+def _frozen(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return tuple(_frozen(each) for each in argument)
+    return argument
+
+
+def _same_strides(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return dims_of(old.stride()) == dims_of(new.stride())
+
+
+def _undone(target: Any, args: tuple[Any, ...]) -> fx.Node | None:
+    """A transpose of a transpose of the same dims is where it began."""
+    transpose = torch.ops.aten.transpose.int
+    source = args[0] if args else None
+    if target is not transpose or not isinstance(source, fx.Node) or source.target is not transpose:
+        return None
+    val = source.meta["val"]
+    axes = [{axis % val.dim() for axis in each} for each in (args[1:], source.args[1:])]
+    return source.args[0] if axes[0] == axes[1] and isinstance(source.args[0], fx.Node) else None
+
+
+def _is_impure(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _sort(source: fx.Graph) -> None:
+    """Move nodes behind what they read, as little as possible; writes to memory keep their order."""
+    place = {node: position for position, node in enumerate(source.nodes)}
+    waiting: dict[fx.Node, int] = {}
+    followers: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in place}
+    writes = [node for node in place if _is_impure(node) and node.op == "call_function"]
+    for first, second in zip(writes, writes[1:], strict=False):
+        followers[first].append(second)
+    for users in followers.values():
+        for user in users:
+            waiting[user] = waiting.get(user, 0) + 1
+    ready = [(position, node) for node, position in place.items() if not waiting.get(node)]
+    heapq.heapify(ready)
+    ordered: list[fx.Node] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        ordered.append(node)
+        for user in followers[node]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, (place[user], user))
+    for previous, node in zip(ordered, ordered[1:], strict=False):
+        if previous.next is not node:
+            previous.append(node)
+
+

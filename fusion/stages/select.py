@@ -1,0 +1,67 @@
+"""Stage 5, select: the disjoint set of rewrites that saves most, found within each group of overlapping candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import networkx as nx
+
+from fusion.records import Candidate
+
+EXACT = 16  # candidates in one group up to which every cover is tried
+
+
+def select(candidates: Sequence[Candidate], fuel: int | None = None) -> list[Candidate]:
+    """Return the chosen candidates in the order of the graph; `fuel` limits how many."""
+    useful = [each for each in candidates if each.benefit > 0]
+    overlaps: nx.Graph[int] = nx.Graph()
+    overlaps.add_nodes_from(range(len(useful)))
+    overlaps.add_edges_from(_overlapping(useful))
+    chosen = [useful[number] for group in nx.connected_components(overlaps) for number in _cover(group, useful, overlaps)]
+    position = {each: number for number, each in enumerate(useful)}
+    chosen.sort(key=lambda each: position[each])
+    return chosen if fuel is None else chosen[:fuel]
+
+
+def _overlapping(candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
+    """Pairs of which one replaces a node that the other replaces or needs no more."""
+    by_node: dict[object, list[int]] = {}
+    roots = [{node for makers in each.match.roots for node in makers} for each in candidates]
+    for number, each in enumerate(candidates):
+        for node in each.dying:
+            by_node.setdefault(node, []).append(number)
+    pairs: set[tuple[int, int]] = set()
+    for number, own in enumerate(roots):
+        for node in own:
+            pairs |= {(min(number, other), max(number, other)) for other in by_node[node] if other != number}
+    return sorted(pairs)
+
+
+def _worth(cover: Sequence[int], candidates: Sequence[Candidate]) -> tuple[float, int]:
+    """Benefit first; among equals the larger fusion."""
+    chosen = [candidates[number] for number in cover]
+    return round(sum(each.benefit for each in chosen), 6), sum(len(each.dying) for each in chosen) - len(chosen)
+
+
+def _cover(group: set[int], candidates: Sequence[Candidate], overlaps: nx.Graph[int]) -> list[int]:
+    members = sorted(group)
+    if len(members) == 1:
+        return members
+    if len(members) > EXACT:
+        return _greedy(members, candidates, overlaps)
+    covers = (
+        cover
+        for count in range(1, len(members) + 1)
+        for cover in combinations(members, count)
+        if not any(overlaps.has_edge(*pair) for pair in combinations(cover, 2))
+    )
+    return list(max(covers, key=lambda cover: _worth(cover, candidates)))
+
+
+def _greedy(members: Sequence[int], candidates: Sequence[Candidate], overlaps: nx.Graph[int]) -> list[int]:
+    chosen: list[int] = []
+    for number in sorted(members, key=lambda each: _worth([each], candidates), reverse=True):
+        if not any(overlaps.has_edge(number, other) for other in chosen):
+            chosen.append(number)
+    return chosen

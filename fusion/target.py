@@ -1,0 +1,90 @@
+"""A target is where the fused graph is meant to run: its chip decides which calls are legal, its costs which are worth it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+
+from fusion.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of machine.
+
+    Attributes:
+        name: "ascend910b", "ascend910_93", "ascend950" or "host".
+        launch: microseconds that one kernel launch costs, whatever it does.
+        bandwidth: bytes per microsecond that a memory-bound kernel moves.
+        sources: where the two figures come from.
+    """
+
+    name: str
+    launch: float
+    bandwidth: float
+    sources: str
+
+    @property
+    def is_npu(self) -> bool:
+        """Whether this is an Ascend chip, with limits of size and dtype."""
+        return self.name != "host"
+
+    @staticmethod
+    def named(name: str) -> Target:
+        """Return the target of this name.
+
+        Raises:
+            OptionError: there is no such target; the message names the nearest.
+        """
+        if name in TARGETS:
+            return TARGETS[name]
+        near = difflib.get_close_matches(name, TARGETS, n=1, cutoff=0.3)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise OptionError(f"choosing a target: {name!r} is not known{hint} (targets: auto, {', '.join(TARGETS)})")
+
+    @staticmethod
+    def detect() -> Target:
+        """Return the target of this machine: its NPU's chip where torch_npu finds one, else the host."""
+        soc = _soc_name()
+        for prefix, name in _CHIPS:
+            if soc.lower().startswith(prefix):
+                return TARGETS[name]
+        return TARGETS["host"]
+
+    @staticmethod
+    def resolve(name: str) -> Target:
+        """As `named`, with "auto" for what `detect` finds."""
+        return Target.detect() if name == "auto" else Target.named(name)
+
+
+_FIT = "t = 4.4 us + bytes / 1.17 TB/s fits published decode GEMM timings on one A3 die within 3 %"
+TARGETS = {
+    "ascend910b": Target("ascend910b", 4.4, 1.0e6, "A2, HBM 1.2-1.6 TB/s per die; launch as A3"),
+    "ascend910_93": Target("ascend910_93", 4.4, 1.17e6, _FIT),
+    "ascend950": Target("ascend950", 4.4, 1.4e6, "no published fit; bandwidth class of its HBM, launch as A3"),
+    "host": Target("host", 5.0, 2.0e4, "one core of a server: 20 GB/s, 5 us for a call through the dispatcher"),
+}
+_CHIPS = (("ascend910_93", "ascend910_93"), ("ascend910b", "ascend910b"), ("ascend950", "ascend950"))
+
+
+def _soc_name() -> str:
+    """The chip's own name, "" without an NPU."""
+    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
+        return ""
+    try:
+        import torch_npu  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+
+        if not torch_npu.npu.is_available():  # pyright: ignore[reportUnknownMemberType]
+            return ""
+        return str(torch_npu.npu.get_device_name(0))  # pyright: ignore[reportUnknownMemberType]
+    except (ImportError, OSError, RuntimeError):
+        return ""
+
+
+def has_cxx_compiler() -> bool:
+    """Whether a C++ compiler is found, which Inductor needs on a CPU."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)
