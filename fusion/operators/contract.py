@@ -76,8 +76,8 @@ class Operator:
         self._require(self.lowerings - set(LOWERINGS), "lowerings", LOWERINGS)
         self._require((set(self.dims) | set(self.dtypes) | self.overwrites) - known, "arguments", tuple(known))
         sizes = frozenset[str]().union(*(named_dims.names(text) for text in self.dims.values()))
-        for limit in (limit for chip in self.limits for limit in self._limits(chip)):
-            spoken = predicates.names(limit.text) | (predicates.names(limit.when) if limit.when else frozenset())
+        for limit in (limit for chip in self.limits for limit in _limits(self, chip)):
+            spoken = predicates.names(f"({limit.text}) and ({limit.when or True})")
             self._require(spoken - known - sizes, f"names in the limit {limit.text!r}", tuple(known | sizes))
 
     def _require(self, unknown: set[str] | frozenset[str], what: str, known: tuple[str, ...]) -> None:
@@ -89,7 +89,7 @@ class Operator:
 
     @cached_property
     def _parsed(self) -> Any:
-        return torch._C.parse_schema(self.schema)
+        return torch._C.parse_schema(self.schema)  # pyright: ignore[reportPrivateUsage]
 
     @property
     def name(self) -> str:
@@ -133,9 +133,6 @@ class Operator:
             raise OperatorError(f"calling {self.schema}: {wrong} missing or not expected; pass what the schema names")
         return values
 
-    def _limits(self, chip: str) -> tuple[Limit, ...]:
-        return tuple(Limit(limit) if isinstance(limit, str) else limit for limit in self.limits.get(chip, ()))
-
 
 def refusal(
     op: Operator, chip: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], lowering: str | None = None
@@ -171,9 +168,8 @@ def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | 
 
 
 def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering: str | None) -> str | None:
-    everywhere = op._limits(HOST)  # pyright: ignore[reportPrivateUsage]
-    own = op._limits(chip) if chip != HOST else ()  # pyright: ignore[reportPrivateUsage]
-    for limit in (*everywhere, *own):
+    own = _limits(op, chip) if chip != HOST else ()
+    for limit in (*_limits(op, HOST), *own):
         if limit.lowering not in (None, lowering) or (kept := limit.verdict(values)):
             continue
         facts = predicates.facts(limit.text, values)
@@ -182,6 +178,10 @@ def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering:
         route = f" under {limit.lowering}" if limit.lowering else ""
         return f"{op.short} on {chip}{route} needs {limit.text} {shown}{because}"
     return None
+
+
+def _limits(op: Operator, chip: str) -> tuple[Limit, ...]:
+    return tuple(Limit(limit) if isinstance(limit, str) else limit for limit in op.limits.get(chip, ()))
 
 
 def _known(name: str, known: tuple[str, ...], what: str) -> str:

@@ -4,6 +4,9 @@ Two owners of one schema end the process in C++, beyond Python's reach. So ours 
 only when torch_npu does not import, and given back before a later import of torch_npu defines its own.
 """
 
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# PyTorch's library interface is untyped, and asking for kernels and taking definitions back are private in it.
+
 from __future__ import annotations
 
 import importlib

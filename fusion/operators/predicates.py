@@ -5,6 +5,9 @@ The grammar is a small part of Python's expressions: integers, strings, names, `
 `itemsize(tensor)` and `given(argument)`. Nothing else can be written, so a limit is data.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
 from __future__ import annotations
 
 import ast
@@ -128,7 +131,7 @@ def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, values: Mapping[st
 def same(a: Any, b: Any) -> bool | None:
     """Whether two sizes, attributes or shapes are equal; None when not proven."""
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and _every(same(x, y) for x, y in zip(a, b, strict=True))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+        return len(a) == len(b) and _every(same(x, y) for x, y in zip(a, b, strict=True))
     return _decided(a == b)
 
 

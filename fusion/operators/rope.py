@@ -1,5 +1,8 @@
 """Rotary position embedding: y = x · cos + rotate(x) · sin, with `rotate` the quarter turn of one pairing of x."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -44,6 +47,11 @@ def _interleave_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1)
 
 
+def _by_matrix(rotate: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The pairing that a matrix [D, D] spells out."""
+    return lambda x, cos, sin: x * cos + (x @ rotate) * sin
+
+
 _MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "half": _half,
     "interleave": _interleave,
@@ -69,11 +77,8 @@ def _rotary_mul(
     x = input.to(compute)
     # op-plugin casts cos and sin to the dtype of the input first.
     cos, sin = r1.to(input.dtype).to(compute), r2.to(input.dtype).to(compute)
-    if rotate is None:
-        y = _MODES[rotary_mode](x, cos, sin)
-    else:
-        y = x * cos + (x @ rotate.to(compute)) * sin
-    return y.to(input.dtype).contiguous()
+    turn = _MODES[rotary_mode] if rotate is None else _by_matrix(rotate.to(compute))
+    return turn(x, cos, sin).to(input.dtype).contiguous()
 
 
 def _rotary_mul_meta(
