@@ -7,21 +7,21 @@ class FusionError(Exception):
     """Something that the project was asked to do cannot be done; the message says what to do instead."""
 
 
-class RuleError(FusionError):
-    """A rule is declared wrongly, or two rules collide."""
-
-
-class NoRulesError(FusionError):
-    """No rule is loaded, so nothing could be fused."""
-
-
 class OptionError(FusionError):
-    """An option, a rule or a target has a name that is not known."""
+    """An option or a target is not one that the package knows."""
 
 
 class OperatorError(FusionError):
-    """An operator is not in the registry."""
+    """A target operator is unknown, wrongly declared, wrongly called or not registered."""
+
+
+class RuleError(FusionError):
+    """A rule is wrongly declared."""
 
 
 class VerificationError(FusionError):
-    """A fused graph did not give what the original gives."""
+    """A rewritten graph does not mean what the original graph means."""
+
+
+class NoRulesError(FusionError):
+    """No rules were found to rewrite with."""

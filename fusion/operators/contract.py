@@ -1,0 +1,191 @@
+"""A target operator as data: schema, plain decomposition, output tensors, and what each chip accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from fusion.errors import OperatorError
+from fusion.operators import dims as named_dims
+from fusion.operators import predicates
+
+CHIPS = ("ascend910b", "ascend910_93", "ascend950")
+"""Chips with limits: Atlas A2, Atlas A3, Ascend 950."""
+HOST = "host"
+"""CPU or GPU, where the decomposition runs: no limits but those that every machine has."""
+LOWERINGS = ("eager", "torchair", "npugraph_ex")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """`text` must hold, in calls for which `when` holds, if the graph is lowered by `lowering` (None: by any)."""
+
+    text: str
+    when: str = ""
+    lowering: str | None = None
+    because: str = ""
+
+    def verdict(self, values: Mapping[str, Any]) -> bool | None:
+        """Whether a call with `values` keeps to the limit; None when that is not proven."""
+        applies = predicates.holds(self.when, values) if self.when else True
+        if applies is False:
+            return True
+        kept = predicates.holds(self.text, values)
+        return kept if applies or kept else None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator that the pass can emit.
+
+    `limits` maps a chip to what its kernel asks for; a chip that is absent does not have the operator. What every
+    machine asks for stands under `"host"`. The arguments' dims are read in the order of `dims`.
+    """
+
+    schema: str
+    """As torch_npu 2.13.0 prints it."""
+    fallback: Callable[..., Any]
+    """The operator in plain aten, with the schema's argument names; rounds like the A2/A3 kernels."""
+    meta: Callable[..., Any]
+    """Empty outputs: shape, dtype and strides of torch_npu's Meta kernel."""
+    dims: Mapping[str, str]
+    """Argument -> named dims, in the notation of `fusion.operators.dims`."""
+    dtypes: Mapping[str, frozenset[torch.dtype]]
+    """Argument -> dtypes that some chip accepts."""
+    limits: Mapping[str, tuple[Limit | str, ...]]
+    """Chip -> predicates over dims and attributes, in the notation of `fusion.operators.predicates`."""
+    lowerings: frozenset[str]
+    """Which of `LOWERINGS` can take the operator (torchair: it has a GE converter)."""
+    source: str
+    """The CANN or op-plugin page, or the kernel source, that the contract was read from."""
+    summary: str
+    """The formula, in one line."""
+    overwrites: frozenset[str] = field(default_factory=frozenset[str])
+    """Arguments that the eager kernel writes into although the schema does not say so: they must be dead afterwards."""
+
+    def __post_init__(self) -> None:
+        """Refuse a declaration that speaks of unknown chips, lowerings, arguments or dims."""
+        known = frozenset(self.arguments)
+        self._require(set(self.limits) - {HOST, *CHIPS}, "chips", (HOST, *CHIPS))
+        self._require(self.lowerings - set(LOWERINGS), "lowerings", LOWERINGS)
+        self._require((set(self.dims) | set(self.dtypes) | self.overwrites) - known, "arguments", tuple(known))
+        sizes = frozenset[str]().union(*(named_dims.names(text) for text in self.dims.values()))
+        for limit in (limit for chip in self.limits for limit in _limits(self, chip)):
+            spoken = predicates.names(f"({limit.text}) and ({limit.when or True})")
+            self._require(spoken - known - sizes, f"names in the limit {limit.text!r}", tuple(known | sizes))
+
+    def _require(self, unknown: set[str] | frozenset[str], what: str, known: tuple[str, ...]) -> None:
+        if unknown:
+            raise OperatorError(
+                f"declaring {self.name}: {', '.join(sorted(unknown))} are not known {what}; "
+                f"use some of {', '.join(sorted(known))}"
+            )
+
+    @cached_property
+    def _parsed(self) -> Any:
+        return torch._C.parse_schema(self.schema)  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def name(self) -> str:
+        """Qualified name, `npu::npu_rms_norm`, with the overload after a dot unless it is the default one."""
+        overload = self._parsed.overload_name
+        return f"{self._parsed.name}.{overload}" if overload else self._parsed.name
+
+    @property
+    def namespace(self) -> str:
+        """`npu` in `npu::npu_rms_norm`."""
+        return self.name.split("::")[0]
+
+    @property
+    def short(self) -> str:
+        """`npu_rms_norm` in `npu::npu_rms_norm`."""
+        return self.name.split("::")[1]
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """Name -> argument of the schema, in the order of the schema."""
+        return {argument.name: argument for argument in self._parsed.arguments}
+
+    def overload(self) -> OpOverload:
+        """The dispatcher's operator; `OperatorError` before `ensure()` has registered it."""
+        name, _, overload = self.short.partition(".")
+        packet = getattr(getattr(torch.ops, self.namespace), name, None)
+        found = getattr(packet, overload or "default", None)
+        if found is None:
+            raise OperatorError(f"looking up {self.name}: it is not registered; call fusion.operators.ensure() first")
+        return found
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Argument -> value of a call, defaults included; `OperatorError` when the call does not fit the schema."""
+        positional = [name for name, argument in self.arguments.items() if not argument.kwarg_only]
+        given = dict(zip(positional, args, strict=False)) | dict(kwargs)
+        values = {name: given.get(name, argument.default_value) for name, argument in self.arguments.items()}
+        missing = [n for n, a in self.arguments.items() if n not in given and not a.has_default_value()]
+        surplus = set(kwargs) - set(self.arguments) | set(kwargs).intersection(positional[: len(args)])
+        if missing or surplus or len(args) > len(positional):
+            wrong = ", ".join([*missing, *sorted(surplus)]) or f"{len(args)} positional arguments"
+            raise OperatorError(f"calling {self.schema}: {wrong} missing or not expected; pass what the schema names")
+        return values
+
+
+def refusal(
+    op: Operator, chip: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], lowering: str | None = None
+) -> str | None:
+    """Why `chip` would not take the call `op(*args, **kwargs)`, in one sentence, or None if it would.
+
+    Tensors may be fake or meta, sizes symbolic; a limit that is not proven for a symbolic size is a refusal too.
+    `chip` is one of `CHIPS` or `"host"`; `lowering`, if given, one of `LOWERINGS`.
+    """
+    _known(chip, (HOST, *CHIPS), "chip")
+    values = op.bind(args, kwargs)
+    bound = named_dims.bind(op.dims, values)
+    if isinstance(bound, str):
+        return f"{op.short} {bound}"
+    if chip != HOST and chip not in op.limits:
+        return f"{op.short} does not exist on {chip}; it does on {', '.join(sorted(set(op.limits) & set(CHIPS)))}"
+    if lowering is not None and _known(lowering, LOWERINGS, "lowering") not in op.lowerings:
+        return f"{op.short} cannot be lowered by {lowering}; it can by {', '.join(sorted(op.lowerings))}"
+    return _dtype_refusal(op, chip, values) or _limit_refusal(op, chip, values | bound, lowering)
+
+
+def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | None:
+    if chip == HOST:
+        return None
+    for name, accepted in op.dtypes.items():
+        value = values[name]
+        if isinstance(value, torch.Tensor) and value.dtype not in accepted:
+            listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in accepted))
+            return (
+                f"{op.short} on {chip} needs {name} in {listed} ({name} is {str(value.dtype).removeprefix('torch.')})"
+            )
+    return None
+
+
+def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering: str | None) -> str | None:
+    own = _limits(op, chip) if chip != HOST else ()
+    for limit in (*_limits(op, HOST), *own):
+        if limit.lowering not in (None, lowering) or (kept := limit.verdict(values)):
+            continue
+        facts = predicates.facts(limit.text, values)
+        shown = f"({facts})" if kept is False else f"which is not proven for {facts}"
+        because = f": {limit.because}" if limit.because else ""
+        route = f" under {limit.lowering}" if limit.lowering else ""
+        return f"{op.short} on {chip}{route} needs {limit.text} {shown}{because}"
+    return None
+
+
+def _limits(op: Operator, chip: str) -> tuple[Limit, ...]:
+    return tuple(Limit(limit) if isinstance(limit, str) else limit for limit in op.limits.get(chip, ()))
+
+
+def _known(name: str, known: tuple[str, ...], what: str) -> str:
+    if name in known:
+        return name
+    nearest = get_close_matches(name, known, n=3, cutoff=0.3) or known
+    raise OperatorError(f"checking a call: there is no {what} {name!r}; did you mean {' or '.join(nearest)}?")

@@ -1,0 +1,180 @@
+"""Real operator names in every process: torch_npu's own schemas where it imports, the same ones of ours elsewhere.
+
+Two owners of one schema end the process in C++, beyond Python's reach. So ours are defined on the first `ensure()`,
+only when torch_npu does not import, and given back before a later import of torch_npu defines its own.
+"""
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# PyTorch's library interface is untyped, and asking for kernels and taking definitions back are private in it.
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from threading import RLock
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal
+
+import torch
+from torch._ops import OpOverload
+from torch.library import Library, register_fake
+
+from fusion.operators import activation, norm, rope
+from fusion.operators.contract import Operator
+
+_VENDOR = "torch_npu"
+_DEVICES = ("CPU", "CUDA")
+"""Where a decomposition may serve as the kernel; PrivateUse1 and Meta are torch_npu's."""
+
+
+def _declared(*modules: ModuleType) -> Mapping[str, Operator]:
+    found = (value for module in modules for value in vars(module).values() if isinstance(value, Operator))
+    return MappingProxyType({operator.name: operator for operator in sorted(found, key=lambda op: op.name)})
+
+
+OPERATORS: Mapping[str, Operator] = _declared(activation, norm, rope)
+"""Qualified name -> operator, for every `Operator` that the modules above declare."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Whose schemas are in use, why, and the version of torch_npu if it is torch_npu's."""
+
+    source: Literal["torch_npu", "own"]
+    reason: str
+    version: str | None
+
+
+@dataclass
+class _Registration:
+    """What this process has registered: PyTorch's dispatcher is one per process, and so is this."""
+
+    origin: Origin | None = None
+    libraries: list[Library] = field(default_factory=list[Library])
+    lock: RLock = field(default_factory=RLock)
+
+
+_registration = _Registration()
+
+
+def ensure() -> Origin:
+    """Register what is missing of `OPERATORS` in this process and say whose schemas are in use; repeatable.
+
+    Imports torch_npu if it is installed. Defines no schema that exists, and adds CPU and CUDA kernels only where there
+    are none. A torch_npu that is imported later takes over, and `ensure()` then says so.
+    """
+    with _registration.lock:
+        if _registration.origin is None:
+            _settle(_vendor_origin())
+        assert _registration.origin is not None
+        return _registration.origin
+
+
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """Operator -> decomposition in plain aten: a table for `make_fx`, AOT or Inductor."""
+    ensure()
+    return {operator.overload(): operator.fallback for operator in OPERATORS.values()}
+
+
+def _vendor_origin() -> Origin:
+    if _VENDOR not in sys.modules and importlib.util.find_spec(_VENDOR) is None:
+        return Origin("own", f"{_VENDOR} is not installed", None)
+    try:
+        return _vendor_in_use(importlib.import_module(_VENDOR))
+    except (ImportError, OSError, RuntimeError) as error:
+        return _vendor_broken(error)
+
+
+def _vendor_in_use(module: ModuleType) -> Origin:
+    return Origin("torch_npu", f"{_VENDOR} is imported", getattr(module, "__version__", None))
+
+
+def _vendor_broken(error: BaseException) -> Origin:
+    return Origin("own", f"{_VENDOR} is installed but does not import: {type(error).__name__}: {error}", None)
+
+
+def _settle(origin: Origin) -> None:
+    """Register everything that is missing, and be ready to hand over if the schemas are ours."""
+    _registration.origin = origin
+    for operator in OPERATORS.values():
+        if _exists(operator):
+            _add_kernels(operator)
+        else:
+            _define(operator)
+    if origin.source == "own":
+        sys.meta_path.insert(0, _handover)
+
+
+def _withdraw() -> None:
+    """Take back every registration of ours, so that torch_npu finds its names free."""
+    if _handover in sys.meta_path:
+        sys.meta_path.remove(_handover)
+    while _registration.libraries:
+        _registration.libraries.pop()._destroy()
+
+
+def _exists(operator: Operator) -> bool:
+    name, _, overload = operator.short.partition(".")
+    packet = getattr(getattr(torch.ops, operator.namespace), name, None)
+    return packet is not None and (overload or "default") in packet.overloads()
+
+
+def _define(operator: Operator) -> None:
+    library = _library(operator.namespace, "FRAGMENT")
+    library.define(operator.schema.split("::", 1)[1])
+    library.impl(operator.short, operator.fallback, "CompositeExplicitAutograd")
+    register_fake(operator.name, operator.meta, lib=library)
+
+
+def _add_kernels(operator: Operator) -> None:
+    for device in _DEVICES:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name, device):
+            _library(operator.namespace, "IMPL").impl(operator.short, operator.fallback, device)
+
+
+def _library(namespace: str, kind: Literal["FRAGMENT", "IMPL"]) -> Library:
+    for library in _registration.libraries:
+        if (library.ns, library.kind) == (namespace, kind):
+            return library
+    _registration.libraries.append(Library(namespace, kind))
+    return _registration.libraries[-1]
+
+
+class _Handover:
+    """Finder on `sys.meta_path`: gives our schemas back in the moment in which torch_npu is executed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the other finders have for torch_npu, with a loader that hands over; None for other modules."""
+        if name != _VENDOR:
+            return None
+        others = (finder for finder in list(sys.meta_path) if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._wrap(spec.loader)
+        return spec
+
+    def _wrap(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            # Looking for torch_npu must change nothing, so the hand-over waits until it is executed.
+            with _registration.lock:
+                _withdraw()
+                try:
+                    execute(module)
+                except BaseException as error:
+                    _settle(_vendor_broken(error))
+                    raise
+                _settle(_vendor_in_use(module))
+
+        loader.exec_module = exec_module
+
+
+_handover = _Handover()

@@ -1,0 +1,191 @@
+"""Limits as text: `D % 2 == 0 and D < 896` holds, does not hold, or (for symbolic sizes) is not proven.
+
+The grammar is a small part of Python's expressions: integers, strings, names, `+ - * // %`, comparisons, `in (...)`,
+`and or not`, and the functions `size(tensor, dim)`, `shape(tensor)`, `rank(tensor)`, `dtype(tensor)`,
+`itemsize(tensor)` and `given(argument)`. Nothing else can be written, so a limit is data.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fusion.errors import OperatorError
+
+FUNCTIONS = ("size", "shape", "rank", "dtype", "itemsize", "given")
+
+_ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_ORDER: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_EQUALITY = (ast.Eq, ast.NotEq, ast.In, ast.NotIn)
+_STRUCTURE = (ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp, ast.Compare)
+_LEAVES = (ast.Name, ast.Load, ast.Constant, ast.Tuple, ast.Call)
+_ALLOWED = (*_ARITHMETIC, *_ORDER, *_EQUALITY, *_STRUCTURE, *_LEAVES)
+
+
+@cache
+def parse(text: str) -> ast.expr:
+    """The tree of `text`; `OperatorError` for anything outside the grammar."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise OperatorError(f"reading the limit {text!r}: {error.msg}; write one Python expression") from None
+    for node in ast.walk(tree):
+        _check(node, text)
+    return tree
+
+
+def _check(node: ast.AST, text: str) -> None:
+    if not isinstance(node, _ALLOWED):
+        raise OperatorError(f"reading the limit {text!r}: {type(node).__name__} is not part of the grammar of limits")
+    if not isinstance(node, ast.Call):
+        return
+    known = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
+    if not known or not node.args or not isinstance(node.args[0], ast.Name):
+        raise OperatorError(
+            f"reading the limit {text!r}: `{ast.unparse(node)}` is not a call that limits know; "
+            f"write one of {', '.join(FUNCTIONS)} with an argument's name"
+        )
+
+
+@cache
+def names(text: str) -> frozenset[str]:
+    """Dims and arguments that `text` speaks of."""
+    return frozenset(node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)) - set(FUNCTIONS)
+
+
+def holds(text: str, values: Mapping[str, Any]) -> bool | None:
+    """Whether `text` is true for `values` (dim or argument -> size, attribute or tensor); None when not proven."""
+    return _truth(parse(text), values)
+
+
+def facts(text: str, values: Mapping[str, Any]) -> str:
+    """The values that decide `text`, as `D=1024, dtype(x)=float32`."""
+    seen: dict[str, Any] = {}
+    for node in _terms(parse(text)):
+        if all(name in values for name in names(ast.unparse(node))):  # a dim of another layout has no size here
+            seen[ast.unparse(node)] = _value(node, values)
+    return ", ".join(f"{term}={value}" for term, value in seen.items())
+
+
+def _terms(node: ast.AST) -> Iterable[ast.expr]:
+    if isinstance(node, ast.Name | ast.Call):
+        yield node
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _terms(child)
+
+
+def _truth(node: ast.expr, values: Mapping[str, Any]) -> bool | None:
+    match node:
+        case ast.BoolOp(op=ast.And()):
+            return _every(_truth(value, values) for value in node.values)
+        case ast.BoolOp():
+            return _negated(_every(_negated(_truth(value, values)) for value in node.values))
+        case ast.UnaryOp(op=ast.Not()):
+            return _negated(_truth(node.operand, values))
+        case ast.Compare():
+            return _every(_compared(left, op, right, values) for left, op, right in _pairs(node))
+        case _:
+            return _decided(_value(node, values))
+
+
+def _pairs(node: ast.Compare) -> Iterable[tuple[ast.expr, ast.cmpop, ast.expr]]:
+    return zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
+
+
+def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, values: Mapping[str, Any]) -> bool | None:
+    a, b = _value(left, values), _value(right, values)
+    match op:
+        case ast.Eq():
+            return same(a, b)
+        case ast.NotEq():
+            return _negated(same(a, b))
+        case ast.In():
+            return _negated(_every(_negated(same(a, item)) for item in b))
+        case ast.NotIn():
+            return _every(_negated(same(a, item)) for item in b)
+        case _:
+            return _decided(_ORDER[type(op)](a, b))
+
+
+def same(a: Any, b: Any) -> bool | None:
+    """Whether two sizes, attributes or shapes are equal; None when not proven."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and _every(same(x, y) for x, y in zip(a, b, strict=True))
+    return _decided(a == b)
+
+
+def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Tuple():
+            return tuple(_value(item, values) for item in node.elts)
+        case ast.UnaryOp(op=ast.USub()):
+            return -_value(node.operand, values)
+        case ast.BinOp():
+            return _ARITHMETIC[type(node.op)](_value(node.left, values), _value(node.right, values))
+        case ast.Call(func=ast.Name(id=function), args=[ast.Name(id=argument), *rest]):
+            return _called(function, values[argument], [_value(item, values) for item in rest])
+        case ast.Name():
+            return values[node.id]
+        case _:
+            raise OperatorError(f"evaluating a limit: `{ast.unparse(node)}` has no value; write it as a comparison")
+
+
+def _called(function: str, value: Any, rest: list[Any]) -> Any:
+    match function:
+        case "size":
+            return value.shape[rest[0]]
+        case "shape":
+            return tuple(value.shape)
+        case "rank":
+            return value.ndim
+        case "dtype":
+            return str(value.dtype).removeprefix("torch.")
+        case "itemsize":
+            return value.dtype.itemsize
+        case _:
+            return value is not None
+
+
+def _decided(condition: bool | torch.SymBool) -> bool | None:
+    if statically_known_true(condition):
+        return True
+    if statically_known_true(torch.sym_not(condition)):
+        return False
+    return None
+
+
+def _every(truths: Iterable[bool | None]) -> bool | None:
+    """Three-valued `and`, which stops at the first False: later terms may speak of dims that are not there."""
+    proven = True
+    for truth in truths:
+        if truth is False:
+            return False
+        proven = proven and truth is True
+    return True if proven else None
+
+
+def _negated(truth: bool | None) -> bool | None:
+    return None if truth is None else not truth
