@@ -1,11 +1,14 @@
 """Every private API of torch that lowering needs, one function each; all of them checked against torch 2.13.0."""
 
+# pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import copy
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -44,18 +47,18 @@ def preserve_composites() -> AbstractContextManager[None]:
     return _override_composite_implicit_decomp(dict.fromkeys(COMPOSITES, _special_op_to_preserve_cia))
 
 
-def fake_mode_of(values: Sequence[Any]) -> FakeTensorMode | None:
-    """The fake mode that `values` live in, or the one being traced under; None when there is neither.
+def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
+    """The fake mode in which `gm` was captured: that of the values that its placeholders carry.
 
     Private: `torch._guards.detect_fake_mode`.
     """
     from torch._guards import detect_fake_mode
 
-    return detect_fake_mode(list(values))
+    return detect_fake_mode([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")])
 
 
 @contextmanager
-def tracing_apart(mode: FakeTensorMode | None) -> Iterator[None]:
+def tracing_apart(mode: FakeTensorMode | None) -> Generator[None, None, None]:
     """A tracing context of its own under `mode`, so that a nested compilation leaves the outer one's records alone.
 
     Private: `torch._guards.TracingContext`, used the same way by `torch._inductor.standalone_compile`.
@@ -115,7 +118,8 @@ def inductor_compile(
 
     owned = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     with functorch_config.patch(enable_autograd_cache=False), torch.no_grad():
-        return compile_fx(owned, list(example_inputs), decompositions={**select_decomp_table(), **decompositions})
+        run: Any = compile_fx(owned, list(example_inputs), decompositions={**select_decomp_table(), **decompositions})
+    return run
 
 
 def inductor_can_build(device_type: str) -> bool:

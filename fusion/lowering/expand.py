@@ -30,7 +30,7 @@ def expand(gm: fx.GraphModule, table: Table) -> fx.GraphModule:
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [_value(node) for node in placeholders]
-    mode = fake_mode_of(values) or FakeTensorMode()
+    mode = fake_mode_of(gm) or FakeTensorMode()
     constants = _constants(gm)
     fakes = [mode.from_tensor(value, static_shapes=True) for value in constants.values()]
 
@@ -162,9 +162,7 @@ def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores.softmax(-1).masked_fill(~sees_something, 0.0)
 
 
-def rms_norm(
-    x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dims, in float32, rounded once to the dtype of `x`."""
     wide = x.to(_wide(x.dtype))
     dims = list(range(-len(normalized_shape), 0))

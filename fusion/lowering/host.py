@@ -26,7 +26,7 @@ def inductor(
     `gm` may hold composite operators, symbolic sizes and a `copy_` epilogue: mutated inputs are written in place.
     Made to be the inner compiler of another AOT autograd; `gm` is not changed.
     """
-    with tracing_apart(fake_mode_of(example_inputs)):
+    with tracing_apart(fake_mode_of(gm)):
         return boxed(inductor_compile(gm, example_inputs, table))
 
 

@@ -1,4 +1,4 @@
-"""torchair behind the stubs, to be used in a child process: convert to GE IR, run eagerly, and say what was converted."""
+"""torchair behind the stubs, for a child process: convert to GE IR, run eagerly, and say what was converted."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ def install() -> None:
     """Let torchair convert without an engine, and run the FX graph eagerly on CPU kernels registered beforehand."""
     import torch_npu  # noqa: F401  (makes torchair importable)
     import torchair
-    from torchair._ge_concrete_graph import fx2ge_converter
+    from torchair._ge_concrete_graph import compat_ir, fx2ge_converter
+    from torchair.ge import ge_custom
 
     fx2ge_converter.initialize_graph_engine = lambda *_, **__: None
+    compat_ir.is_cann_compat = lambda *_, **__: ""
+    ge_custom._torchair = _Registry(ge_custom._torchair)
     _run_eagerly(torchair.CompilerConfig)
     _record(fx2ge_converter.GeConcreteGraph)
 
@@ -39,6 +42,19 @@ def converted() -> list[Converted]:
 def operators() -> Counter[str]:
     """GE operator types of the last converted graph, after torchair's own passes."""
     return _converted[-1].after
+
+
+class _Registry:
+    """torchair's C++ module, saying that every operator type is registered: the real registry is in CANN."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def get_registered_ir_def(self, op_type: str) -> tuple[str, list[Any], list[Any], list[Any]]:
+        return "SUCCESS", [], [], []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _run_eagerly(config: Any) -> None:
