@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,14 +30,15 @@ def wheel() -> Path:
 
 
 def available() -> bool:
-    """Whether the wheel is there, and a C compiler (with the `nm` and `readelf` it comes with) to build the stubs."""
+    """Whether a wheel for this Python is there, and a C compiler, with `nm` and `readelf`, to build the stubs."""
     tools = all(shutil.which(tool) for tool in ("gcc", "nm", "readelf"))
-    return sys.platform == "linux" and tools and (wheel() / "torch_npu" / "lib").is_dir()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    return sys.platform == "linux" and tools and (wheel() / "torch_npu" / f"_C{suffix}").is_file()
 
 
 requires_torch_npu = pytest.mark.skipif(
     not available(),
-    reason=f"needs gcc and the torch_npu wheel in {wheel()}: run `make setup`, "
+    reason=f"needs gcc and the torch_npu wheel for this Python in {wheel()}: run `make setup`, "
     "or let CANN_FUSION_TORCH_NPU name a folder filled by `pip install --no-deps --target`",
 )
 

@@ -1,0 +1,1 @@
+"""Lowering: a rewritten graph handed to the compiler, or the interpreter, that runs it."""

@@ -1,0 +1,185 @@
+"""expand: graph with composite operators → graph with their parts, for compilers that know the parts only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusion._torch import fake_mode_of, trace
+from fusion.errors import FusionError
+
+aten = torch.ops.aten
+
+Table = Mapping[OpOverload, Callable[..., Any]]
+
+
+def expand(gm: fx.GraphModule, table: Table) -> fx.GraphModule:
+    """`gm` with every composite operator, and every operator in `table`, replaced by what it is made of.
+
+    A function in `table` takes the operator's arguments and computes its result with torch; it may return
+    `NotImplemented` to leave a call as it is. Symbolic sizes, the `copy_` epilogue, mutating operators, the names of
+    the placeholders and the nodes' `stack_trace` and `nn_module_stack` survive. `gm` is not changed.
+
+    Raises `FusionError` when a placeholder has no `meta["val"]` to trace with.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    values = [_value(node) for node in placeholders]
+    mode = fake_mode_of(gm) or FakeTensorMode()
+    constants = _constants(gm)
+    fakes = [mode.from_tensor(value, static_shapes=True) for value in constants.values()]
+
+    def run(*inputs: Any) -> Any:
+        lifted = dict(zip(constants, inputs[len(values) :], strict=True))
+        return _Expander(gm, table, lifted).run(*inputs[: len(values)])
+
+    traced = trace(run, [*values, *fakes], mode, table)
+    return _renamed(gm, traced, list(constants))
+
+
+class _Expander(fx.Interpreter):
+    """Runs a graph, with a decomposition in place of each operator that has one."""
+
+    def __init__(self, gm: fx.GraphModule, table: Table, lifted: Mapping[str, Tensor]) -> None:
+        super().__init__(gm)
+        self._table = {**_FORMS, **table}
+        self._lifted = lifted
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in self._table:
+            result = self._table[target](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return super().call_function(target, args, kwargs)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._lifted[target] if target in self._lifted else super().get_attr(target, args, kwargs)
+
+
+def _value(node: fx.Node) -> Any:
+    if "val" in node.meta:
+        return node.meta["val"]
+    raise FusionError(
+        f"Expanding composite operators, with input {node.name!r} of the graph: it has no meta['val'] to trace with. "
+        "Hand over a graph that was captured under fake tensors, as torch.compile and torch.export capture it."
+    )
+
+
+def _constants(gm: fx.GraphModule) -> dict[str, Tensor]:
+    """Tensors that the graph reads by `get_attr`, by name: traced as inputs, they stay references."""
+    names = dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
+    found = {name: _attribute(gm, name) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _attribute(gm: fx.GraphModule, name: str) -> Any:
+    value: Any = gm
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _renamed(gm: fx.GraphModule, traced: fx.GraphModule, constants: list[str]) -> fx.GraphModule:
+    """`traced` with the placeholders of `gm`, and with its last placeholders turned back into `constants`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = traced.graph.find_nodes(op="placeholder")
+    for node, old in zip(inputs, placeholders, strict=False):
+        copies[node] = graph.create_node("placeholder", old.target, old.args, old.kwargs, old.name, old.type)
+        copies[node].meta = {**old.meta}
+    for node, name in zip(inputs[len(placeholders) :], constants, strict=True):
+        copies[node] = graph.create_node("get_attr", name)
+        copies[node].meta = {**node.meta}
+    for node in traced.graph.nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output_node().meta.update(gm.graph.output_node().meta)
+    _adopt(traced, gm, constants)
+    renamed = fx.GraphModule(traced, graph)
+    renamed.meta.update(gm.meta)
+    graph.lint()
+    return renamed
+
+
+def _adopt(traced: fx.GraphModule, gm: fx.GraphModule, constants: list[str]) -> None:
+    for name in constants:
+        *path, leaf = name.split(".")
+        owner: torch.nn.Module = traced
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        setattr(owner, leaf, _attribute(gm, name))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """softmax(scale · q kᵀ + mask) v, with the softmax in float32; rows that see nothing are 0.
+
+    query [*, N, S, D], key [*, Nkv, T, D], value [*, Nkv, T, Dv] → [*, N, S, Dv]. With `enable_gqa`, N is a multiple of
+    Nkv and the heads of one group share a matmul, so that keys and values are not repeated.
+    """
+    if dropout_p != 0.0:
+        return NotImplemented
+    heads, length = query.shape[-3:-1] if query.dim() > 2 else (1, query.shape[-2])
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    grouped = enable_gqa and heads != key.shape[-3]
+    folded = query.reshape(*query.shape[:-3], key.shape[-3], -1, query.shape[-1]) if grouped else query
+    scores = ((folded * scale) @ key.transpose(-2, -1)).to(_wide(query.dtype))
+    scores = scores.reshape(*query.shape[:-1], key.shape[-2]) if grouped else scores
+    if is_causal:
+        ones = torch.ones(length, key.shape[-2], dtype=torch.bool, device=query.device)
+        attn_mask = ones.tril()
+    weights = _masked_softmax(scores, attn_mask).to(query.dtype)
+    if grouped:
+        weights = weights.reshape(*folded.shape[:-1], key.shape[-2])
+    return (weights @ value).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return scores.softmax(-1)
+    if mask.dtype == torch.bool:
+        lowest = torch.finfo(scores.dtype).min
+        return scores.masked_fill(~mask, lowest).softmax(-1).masked_fill(~mask, 0.0)
+    scores = scores + mask
+    sees_something = (scores > -math.inf).any(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(~sees_something, 0.0)
+
+
+def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dims, in float32, rounded once to the dtype of `x`."""
+    wide = x.to(_wide(x.dtype))
+    dims = list(range(-len(normalized_shape), 0))
+    floor = torch.finfo(wide.dtype).eps if eps is None else eps
+    normed = wide * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + floor)
+    return (normed if weight is None else normed * weight).to(x.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_FORMS: dict[OpOverload, Callable[..., Any]] = {
+    # Chosen per device by torch, and among others a flash operator that only a CPU has.
+    aten.scaled_dot_product_attention.default: attention,
+    # torch decomposes it to _fused_rms_norm, which torchair cannot convert.
+    aten.rms_norm.default: rms_norm,
+    # A view was legal for the strides of a fused result, and may not be for those of its parts.
+    aten.view.default: aten.reshape.default,
+}

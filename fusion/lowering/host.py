@@ -1,0 +1,38 @@
+"""The rewritten graph on a CPU or a GPU: run as it is, or compiled by Inductor from the fallback decompositions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from fusion._torch import Boxed, boxed, fake_mode_of, inductor_can_build, inductor_compile, tracing_apart
+
+
+def eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    """`gm` as it is, node by node; every operator in it needs a kernel for the device of its inputs."""
+    del example_inputs
+    return boxed(gm.forward)
+
+
+def inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], table: Mapping[OpOverload, Callable[..., Any]]
+) -> Boxed:
+    """`gm` compiled by Inductor, for inference; operators in `table` are inlined, so that they fuse with the rest.
+
+    `gm` may hold composite operators, symbolic sizes and a `copy_` epilogue: mutated inputs are written in place.
+    Made to be the inner compiler of another AOT autograd; `gm` is not changed.
+    """
+    with tracing_apart(fake_mode_of(gm)):
+        return boxed(inductor_compile(gm, example_inputs, table))
+
+
+def has_compiler(device_type: str | None = None) -> bool:
+    """Whether Inductor can build code here: for "cpu" it needs a C++ compiler, for "cuda" Triton.
+
+    Without `device_type`, for the GPU where there is one, else for the CPU.
+    """
+    return inductor_can_build(device_type or ("cuda" if torch.cuda.is_available() else "cpu"))

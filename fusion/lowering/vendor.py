@@ -1,0 +1,107 @@
+"""The rewritten graph through the vendor's compilers: torchair converts it, npugraph_ex captures it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from fusion._torch import Boxed, boxed, fake_mode_of, tracing_apart
+from fusion.errors import FusionError
+from fusion.lowering.expand import expand
+
+aten = torch.ops.aten
+
+
+def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any = None) -> Boxed:
+    """`gm` converted to a GE graph by torchair, to be compiled and run as one whole.
+
+    `config` is a `torchair.CompilerConfig`; without it a fresh default one, never torch_npu's global backend.
+    Composite operators, and operators without a working converter, are expanded first; writes to caches stay in place.
+    Raises `FusionError` when torch_npu or torchair cannot be imported.
+    """
+    vendor = _vendor("torchair", "converting a fused graph to a GE graph")
+    expanded = expand(gm, _forms_with_converter())
+    # The converter takes its fake mode from the tracing context, and would make another one outside of any.
+    with tracing_apart(fake_mode_of(gm)):
+        return boxed(vendor.get_compiler(config or vendor.CompilerConfig())(expanded, list(example_inputs)))
+
+
+def npugraph_ex(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Boxed:
+    """`gm` captured as an NPU graph by npugraph_ex: its operators are launched as they are, so nothing is expanded.
+
+    `options` are npugraph_ex's own, by name, for example `{"force_eager": True}` to run without capturing.
+    Raises `FusionError` when torch_npu or npugraph_ex cannot be imported.
+    """
+    vendor = _vendor("npugraph_ex", "capturing a fused graph as an NPU graph")
+    with tracing_apart(fake_mode_of(gm)):
+        return boxed(vendor.compile_fx(gm, list(example_inputs), dict(options or {})))
+
+
+def _vendor(name: str, doing: str) -> Any:
+    try:
+        importlib.import_module("torch_npu")  # it brings both compilers, and makes their names importable
+        module = importlib.import_module(name)
+        _ = module.CompilerConfig  # a compiler that failed to load raises here, not where it is imported
+    except Exception as error:
+        raise FusionError(
+            f"While {doing}, with {name} of torch_npu: it cannot be imported ({type(error).__name__}: {error}). "
+            "Install the torch_npu that fits torch and CANN, and source CANN's set_env.sh; "
+            "on a machine without an NPU, lower to Inductor or run eagerly instead."
+        ) from error
+    return module
+
+
+def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
+    """What to hand over in place of operators whose converter does not exist, or only raises, in torchair 2.13.0."""
+    return {
+        aten.index_copy.default: _index_copy,
+        aten.index_put.default: _index_put,
+        torch.ops.npu.npu_gemma_rms_norm.default: _gemma_rms_norm,
+    }
+
+
+def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    return _scatter_rows(x, dim % x.dim(), [index], source)
+
+
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    given = [dim for dim, index in enumerate(indices) if index is not None]
+    found = [index for index in indices if index is not None]
+    adjacent = given == list(range(given[0], given[0] + len(given)))
+    if accumulate or not adjacent or any(index.dtype == torch.bool for index in found):
+        return NotImplemented
+    shape = torch.broadcast_shapes(*(index.shape for index in found))
+    return _scatter_rows(x, given[0], [index.expand(shape) for index in found], values)
+
+
+def _scatter_rows(x: Tensor, dim: int, indices: list[Tensor], source: Tensor) -> Tensor:
+    """x[:, ..., *indices] = source, with `dim` leading colons, as one npu_scatter_nd_update on `x` itself.
+
+    No view of `x` is taken: GE leaves out the copy of the whole cache only when the update reads the input directly.
+    """
+    where, ends = tuple(indices[0].shape), dim + len(indices)
+    lead, rest = tuple(x.shape[:dim]), tuple(x.shape[ends:])
+    grid = [
+        torch.arange(size, device=x.device, dtype=indices[0].dtype).reshape(_along(axis, dim + len(where)))
+        for axis, size in enumerate(lead)
+    ]
+    coordinates = [part.expand((*lead, *where)) for part in [*grid, *indices]]
+    rows = torch.stack(coordinates, dim=-1).reshape(-1, ends)
+    updates = source.expand((*lead, *where, *rest)).reshape((-1, *rest))
+    return torch.ops.npu.npu_scatter_nd_update(x, rows, updates.to(x.dtype))
+
+
+def _along(axis: int, rank: int) -> list[int]:
+    return [-1 if place == axis else 1 for place in range(rank)]
+
+
+def _gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """npu_gemma_rms_norm(x, γ) = npu_rms_norm(x, 1 + γ), with 1 + γ in float32, which npu_rms_norm accepts."""
+    return torch.ops.npu.npu_rms_norm(x, 1.0 + gamma.float(), epsilon)

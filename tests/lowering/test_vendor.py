@@ -1,0 +1,132 @@
+"""The vendor's own compilers take what lowering hands them: torchair converts it, npugraph_ex runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from fusion.errors import FusionError
+from fusion.lowering import vendor
+from tests.support import torch_npu_host
+from tests.support.torch_npu_host import requires_torch_npu
+
+FUSED = {
+    "npu_rms_norm": "RmsNorm",
+    "npu_add_rms_norm": "AddRmsNorm",
+    "npu_rotary_mul": "RotaryMul",
+    "npu_apply_rotary_pos_emb": "ApplyRotaryPosEmb",
+    "npu_interleave_rope": "InterleaveRope",
+    "npu_swiglu": "SwiGlu",
+}
+
+
+@cache
+def report(route: str, shapes: str) -> dict[str, Any]:
+    done = torch_npu_host.run(f"from tests.lowering import vendor_child\nvendor_child.main({route!r}, {shapes!r})")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@requires_torch_npu
+@pytest.mark.parametrize("shapes", ["static", "dynamic"])
+@pytest.mark.parametrize("route", ["torchair", "npugraph_ex"])
+def test_the_vendor_graph_runs_and_agrees_with_eager(route: str, shapes: str):
+    result = report(route, shapes)
+    assert result["graphs"] == 1
+    assert len(result["differences"]) == 2
+    for output, cache_written in result["differences"]:
+        assert output < 1e-5
+        assert cache_written == 0.0
+
+
+@requires_torch_npu
+@pytest.mark.parametrize("shapes", ["static", "dynamic"])
+def test_torchair_converts_each_fused_operator_to_its_ge_operator(shapes: str):
+    (graph,) = report("torchair", shapes)["converted"]
+    after = Counter(graph["after"])
+    expected = Counter(FUSED.values()) + Counter(["RmsNorm"])  # the second one is npu_gemma_rms_norm
+    assert {name: after[name] for name in expected} == dict(expected)
+
+
+@requires_torch_npu
+@pytest.mark.parametrize("shapes", ["static", "dynamic"])
+def test_the_cache_is_written_in_place(shapes: str):
+    (graph,) = report("torchair", shapes)["converted"]
+    before, after = Counter(graph["before"]), Counter(graph["after"])
+    # The copy of the cache and the write back of it are gone; the copies that stay are of query and key.
+    assert before - after >= Counter({"TensorMove": 1, "Assign": 1})
+    assert after["ScatterNdUpdate"] == 1
+    assert after["Assign"] == 0
+    assert after["TensorMove"] == 2
+    assert len(graph["written"]) == 1
+
+
+@requires_torch_npu
+def test_symbolic_sizes_reach_ge():
+    (graph,) = report("torchair", "dynamic")["converted"]
+    assert graph["after"]["Shape"] > 0
+
+
+@pytest.mark.parametrize("route", [vendor.torchair, vendor.npugraph_ex])
+def test_without_torch_npu_the_error_says_what_to_do(route: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    message = (
+        rf"While .*, with {route.__name__} of torch_npu: it cannot be imported \(.*\)\. Install .*, or run eagerly"
+    )
+    with pytest.raises(FusionError, match=message.replace(", or run", ".* or run")):
+        route(fx.symbolic_trace(lambda x: x + 1), [torch.ones(2)])
+
+
+def scatter_nd_update(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return x.index_put(tuple(indices.unbind(-1)), updates)
+
+
+@pytest.fixture
+def scatter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """npu_scatter_nd_update computed by torch, so that the index arithmetic is tried without torch_npu."""
+    monkeypatch.setattr(torch.ops.npu, "npu_scatter_nd_update", scatter_nd_update, raising=False)
+
+
+@pytest.mark.usefixtures("scatter")
+@pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2])
+def test_index_copy_as_scatter(dim: int):
+    x = torch.arange(2.0 * 5 * 4 * 6).reshape(2, 5, 4, 6)
+    index = torch.tensor([1, 0])
+    source = torch.randn(2, 5, 4, 6).index_select(dim, index)
+    assert torch.equal(vendor._index_copy(x, dim, index, source), x.index_copy(dim, index, source))
+
+
+INDICES = [
+    ([torch.tensor([1, 0])], (2, 4, 6)),
+    ([None, torch.tensor([3, 0])], (2, 2, 6)),
+    ([None, None, torch.tensor([3, 5, 1])], (3,)),
+    ([None, torch.tensor([[3], [0]]), torch.tensor([1, 5, 2])], (2, 2, 3)),
+    ([torch.tensor([1, 0]), torch.tensor([3, 2])], (1, 6)),
+    ([torch.tensor(1)], (4, 6)),
+]
+
+
+@pytest.mark.usefixtures("scatter")
+@pytest.mark.parametrize(("indices", "shape"), INDICES)
+def test_index_put_as_scatter(indices: list[Tensor | None], shape: tuple[int, ...]):
+    x, values = torch.randn(2, 4, 6), torch.randn(shape)
+    assert torch.equal(vendor._index_put(x, indices, values), torch.ops.aten.index_put(x, indices, values))
+
+
+@pytest.mark.parametrize(
+    ("indices", "accumulate"),
+    [
+        ([torch.tensor([0])], True),
+        ([torch.tensor([0]), None, torch.tensor([1])], False),
+        ([torch.ones(2, dtype=torch.bool)], False),
+    ],
+)
+def test_an_index_put_that_is_no_scatter_is_left_alone(indices: list[Tensor | None], accumulate: bool):
+    assert vendor._index_put(torch.ones(2, 4, 6), indices, torch.ones(()), accumulate) is NotImplemented
