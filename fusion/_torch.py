@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
 
@@ -139,3 +139,8 @@ def inductor_can_build(device_type: str) -> bool:
     except InvalidCxxCompiler:
         return False
     return os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
+
+
+def fake_mode_in(values: Sequence[Any]) -> FakeTensorMode | None:
+    """The fake mode of the first fake tensor among `values`."""
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)

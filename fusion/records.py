@@ -14,7 +14,7 @@ from fusion.origin import location, module_path, source_text
 from fusion.pattern import Refused, Rule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Refusal:
     """Why something did not happen, with the culprit in the user's own code.
 
@@ -57,7 +57,7 @@ class Refusal:
         return f"{self.rule} refused{on}: {self.reason} [{place}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Match:
     """One place where a rule applies.
 
@@ -96,7 +96,7 @@ class Output:
     item: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """One call of a plan: an operator, its arguments (tensors as `Input` or `Output`), and the fake result."""
 
@@ -106,7 +106,7 @@ class Step:
     result: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What a lowering runs on inputs of one signature, recorded once.
 
@@ -125,7 +125,7 @@ class Plan:
     microseconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A match with the lowering chosen for it.
 

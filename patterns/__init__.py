@@ -1,0 +1,14 @@
+"""The default library of rules, found through the entry-point group `fusion.patterns`."""
+
+from fusion import Rule
+from patterns.composites.add_rms_norm import AddRMSNorm
+from patterns.composites.rope_pair import RopePair
+from patterns.primitives.layer_norm import LayerNorm
+from patterns.primitives.rms_norm import RMSNorm
+from patterns.primitives.rope import PartialRope, Rope
+from patterns.primitives.swiglu import SwiGLU
+
+
+def library() -> tuple[Rule, ...]:
+    """Every rule of this package."""
+    return (RMSNorm(), LayerNorm(), AddRMSNorm(), Rope(), PartialRope(), RopePair(), SwiGLU())

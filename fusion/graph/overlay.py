@@ -59,6 +59,11 @@ class Graph:
             if not any(self.held.get(source) is value for source in node.all_input_nodes)
         )
 
+    def reads(self, value: Value) -> tuple[fx.Node, ...]:
+        """The nodes from which `value` is read or built."""
+        node = self.node(value)
+        return (node,) if node is not None else tuple(each for arg in value.args for each in self.reads(arg))
+
     def values(self) -> Iterator[Value]:
         """Every value that some node holds, in the order of the graph."""
         return iter(self.places)

@@ -103,6 +103,10 @@ class Vocabulary:
         """The `number`-th of `of` equal runs of the last dim."""
         return Part(x, number, of)
 
+    def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
+        """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
+        return Apply(names, args, None)
+
     def maybe_cast(self, x: Term, to: torch.dtype | Capture) -> Term:
         """`x`, or `x` cast to exactly this dtype (or the dtype of this capture)."""
         return Cast(x, to, always=False)

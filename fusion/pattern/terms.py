@@ -94,7 +94,8 @@ class Capture(Tensorial):
         if starred:
             pairs.insert(0, (self.dims[0], value.shape[:lead]))
         for name, size in pairs:
-            if sizes.setdefault(name, size) != size:
+            known = int(name) if name.isdigit() else sizes.setdefault(name, size)
+            if known != size:
                 return
         yield sizes
 
@@ -119,20 +120,20 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Apply(Tensorial):
-    """A canonical op with its attributes; an attribute may be a `Parameter`."""
+    """A canonical op (one of several) with its attributes; one may be a `Parameter`; None for any attributes."""
 
-    op: str
+    op: str | tuple[str, ...]
     args: tuple[Term, ...]
-    attrs: tuple[Any, ...] = ()
+    attrs: tuple[Any, ...] | None = ()
 
     def heads(self) -> frozenset[str]:
-        """Its own op."""
-        return frozenset((self.op,))
+        """Its own ops."""
+        return frozenset((self.op,) if isinstance(self.op, str) else self.op)
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        if value.op != self.op or len(value.args) != len(self.args):
+        if value.op not in self.heads() or len(value.args) != len(self.args):
             return
-        known = _attributes(self.attrs, value.attrs, bound)
+        known = bound if self.attrs is None else _attributes(self.attrs, value.attrs, bound)
         if known is not None:
             yield from _each(self.args, value.args, known, cx)
 

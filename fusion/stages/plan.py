@@ -7,76 +7,32 @@ one plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusion.cost import call_cost, is_launch, is_view, node_cost
-from fusion.graph import Dim, Graph, Value, dims_of
-from fusion.graph.recipe import build, buildable
-from fusion.operators import find_operator, refusal
+from fusion.graph import Graph, Value, dims_of
+from fusion.operators import LOWERINGS, OPERATORS, refusal
 from fusion.pattern import Refused, call
+from fusion.recording import Fakes
 from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
 from fusion.target import Target
-
-
-class Recorder(TorchDispatchMode):
-    """Records every operator that runs inside, with tensors as references."""
-
-    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.steps: list[Step] = []
-        self._names: dict[int, Input | Output] = {id(tensor): Input(name) for name, tensor in inputs.items()}
-        self._kept: list[Any] = list(inputs.values())  # identities stay unique while these live
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run the operator and record it."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        number = len(self.steps)
-        self._kept.append(result)
-        several = isinstance(result, (tuple, list))
-        for item, tensor in enumerate(result if several else (result,)):
-            if isinstance(tensor, torch.Tensor):
-                self._names.setdefault(id(tensor), Output(number, item if several else None))
-        args, kwargs = tree_map_only(torch.Tensor, self.name, (args, dict(kwargs)))
-        self.steps.append(Step(func, args, kwargs, result))
-        return result
-
-    def name(self, tensor: torch.Tensor) -> Input | Output:
-        """The reference of a tensor that went in or came out."""
-        if id(tensor) not in self._names:
-            raise Refused("its lowering uses a tensor that is not one of its captures", {})
-        return self._names[id(tensor)]
 
 
 class Planner:
     """Plans the matches of one graph for one target."""
 
-    def __init__(self, graph: Graph, target: Target, plan_lower: str, elsewhere: Sequence[Target] = ()) -> None:
-        self.graph, self.target = graph, target
+    def __init__(
+        self, graph: Graph, fakes: Fakes, target: Target, plan_lower: str, elsewhere: Sequence[Target] = ()
+    ) -> None:
+        self.graph, self.fakes, self.target = graph, fakes, target
         self.refusals: list[Refusal] = []
         self._plan_lower, self._elsewhere = plan_lower, elsewhere
         self._plans: dict[Any, Plan | Refused] = {}
-        self._fakes: dict[Value, torch.Tensor] = {}
-        vals = [node.meta.get("val") for node in graph.source.nodes if node.op == "placeholder"]
-        self._mode = next((val.fake_mode for val in vals if hasattr(val, "fake_mode")), None)
-        self._symbols = {val.node.expr: val for val in self._sizes(vals) if isinstance(val, torch.SymInt)}
-
-    @staticmethod
-    def _sizes(vals: Iterable[Any]) -> Iterable[Any]:
-        for val in vals:
-            yield val
-            if isinstance(val, torch.Tensor):
-                yield from val.shape
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
@@ -127,7 +83,7 @@ class Planner:
 
     def _dying(self, match: Match) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the match itself reads."""
-        kept = {node for value in _tensors(match) for node in self._reads(value)}
+        kept = {node for value in _tensors(match) for node in self.graph.reads(value)}
         roots = [node for makers in match.roots for node in makers]
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]
@@ -139,10 +95,6 @@ class Planner:
                 dying.add(node)
                 waiting.extend(node.all_input_nodes)
         return frozenset(dying)
-
-    def _reads(self, value: Value) -> list[fx.Node]:
-        node = self.graph.node(value)
-        return [node] if node is not None else [each for arg in value.args for each in self._reads(arg)]
 
     def _to_build(self, match: Match) -> tuple[Value, ...]:
         """Captured values, and arguments of theirs, that no node holds."""
@@ -158,43 +110,10 @@ class Planner:
             visit(value)
         return tuple(found)
 
-    # fake execution --------------------------------------------------------------------------------------------
-
-    def size(self, dim: Dim) -> int | torch.SymInt:
-        """The size that a dim stands for."""
-        if isinstance(dim, int):
-            return dim
-        if dim in self._symbols:
-            return self._symbols[dim]
-        symbols = sorted(dim.free_symbols, key=str)
-        if not all(symbol in self._symbols for symbol in symbols):
-            raise Refused("the symbolic size {dim} is not among the sizes of the inputs", {"dim": dim})
-        return sympy.lambdify(symbols, dim)(*(self._symbols[symbol] for symbol in symbols))
-
-    def fake(self, value: Value) -> torch.Tensor:
-        """A fake tensor with the metadata that `value` has (or would have once built)."""
-        if value not in self._fakes:
-            node = self.graph.node(value)
-            if node is not None:
-                self._fakes[value] = node.meta["val"]
-            elif not buildable(value):
-                raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
-            else:
-                args = [self.fake(arg) for arg in value.args]
-                with self._mode or torch.no_grad():
-                    self._fakes[value] = build(value, self.size, *args)
-        return self._fakes[value]
-
-    def record(self, function: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> tuple[Recorder, Any]:
-        """Run `function` on fakes and record it."""
-        recorder = Recorder(inputs)
-        with self._mode or torch.no_grad(), torch.no_grad(), recorder:
-            return recorder, function()
-
     def _plan(self, match: Match, lowering: str) -> Plan | Refused:
         try:
             captures = {
-                name: self.fake(capture) if isinstance(capture, Value) else capture
+                name: self.fakes.of(capture) if isinstance(capture, Value) else capture
                 for name, capture in match.captures.items()
             }
         except Refused as refused:
@@ -207,7 +126,7 @@ class Planner:
     def _record_plan(self, match: Match, lowering: str, captures: Mapping[str, Any]) -> Plan | Refused:
         inputs = {name: each.detach() for name, each in captures.items() if isinstance(each, torch.Tensor)}
         try:
-            recorder, results = self.record(
+            recorder, results = self.fakes.record(
                 lambda: call(getattr(match.rule, lowering), {**captures, **inputs}), inputs
             )
             results = results if isinstance(results, tuple) else (results,)
@@ -234,18 +153,14 @@ class Planner:
     def _limit(
         self, step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], target: Target
     ) -> str | None:
-        operator = find_operator(step.target._schema.name)
+        operator = OPERATORS.get(step.target._schema.name)
         if operator is None:
             return None
-        if target.is_npu and self._plan_lower not in operator.lowerings and self._plan_lower in _VENDOR:
-            return f"{operator.name} cannot be lowered through {self._plan_lower}"
         args, kwargs = tree_map_only(
             (Input, Output), lambda each: _lookup(each, steps, inputs), (step.args, dict(step.kwargs))
         )
-        return refusal(operator, target.name, args, kwargs)
-
-
-_VENDOR = ("torchair", "npugraph_ex")
+        lowering = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
+        return refusal(operator, target.name, args, kwargs, lowering)
 
 
 def _tensors(match: Match) -> list[Value]:

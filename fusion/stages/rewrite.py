@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
 from fusion.origin import inherit
+from fusion.recording import Fakes, SizeNodes
 from fusion.records import Candidate, Input, Output, Step
-from fusion.stages.sizes import Sizes
 
 _STRICT_VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
@@ -30,33 +30,43 @@ class Rewritten:
     added: tuple[fx.Node, ...] = field(repr=False)
 
 
-def rewrite(graph: Graph, chosen: Sequence[Candidate], planner: Any) -> list[Rewritten]:
+def rewrite(graph: Graph, chosen: Sequence[Candidate], fakes: Fakes) -> list[Rewritten]:
     """Apply `chosen` to the graph in place and drop what is dead."""
     if not chosen:
         return []
-    editor = _Editor(graph, planner)
-    done = [editor.apply(candidate) for candidate in chosen]
-    editor.finish()
+    editor = _Editor(graph, fakes)
+    done = [editor.apply(candidate) for candidate in sorted(chosen, key=editor.position)]
+    editor.finish({node for candidate in chosen for node in candidate.dying})
     return done
 
 
 class _Editor:
     """The state of one rewrite of one graph."""
 
-    def __init__(self, graph: Graph, planner: Any) -> None:
-        self._graph, self._planner = graph, planner
+    def __init__(self, graph: Graph, fakes: Fakes) -> None:
+        self._graph, self._fakes = graph, fakes
         self._source = graph.source
         self._now: dict[Value, fx.Node] = {}
         self._made: dict[Any, fx.Node] = {}
-        self._sizes = Sizes(graph.source)
+        self._sizes = SizeNodes(graph.source)
         self._order = dict(graph.order)
         self._unordered = False
 
+    def position(self, candidate: Candidate) -> int:
+        """Where the candidate's nodes go."""
+        return self._order[self._anchor(candidate)]
+
+    def _anchor(self, candidate: Candidate) -> fx.Node:
+        """The first result if everything that the candidate reads stands before it, else the last."""
+        roots = sorted((makers[0] for makers in candidate.match.roots), key=self._order.__getitem__)
+        values = [each for each in candidate.match.captures.values() if isinstance(each, Value)]
+        reads = [node for value in values for node in self._graph.reads(value)]
+        ready = all(self._order[node] < self._order[roots[0]] for node in reads)
+        return roots[0] if ready else roots[-1]
+
     def apply(self, candidate: Candidate) -> Rewritten:
         """Insert the nodes of one candidate and move the users of its roots over to them."""
-        match = candidate.match
-        roots = [node for makers in match.roots for node in makers]
-        anchor = max((makers[0] for makers in match.roots), key=self._order.__getitem__)
+        match, anchor = candidate.match, self._anchor(candidate)
         added: list[fx.Node] = []
         with self._source.inserting_before(anchor):
             inputs = {
@@ -69,7 +79,7 @@ class _Editor:
             for old in makers:
                 self._hand_over(old, new)
             self._now[value] = new
-        self._unordered |= len({*roots}) > 1
+        self._unordered |= len(match.roots) > 1
         for node in added:
             node.meta["fusion"] = {"rule": match.rule.name, "lowering": candidate.lowering, "form": match.form}
         return Rewritten(candidate, tuple(added))
@@ -92,7 +102,7 @@ class _Editor:
             return node
         args = [self._read(arg, anchor, added) for arg in value.args]
         fakes = {str(number): arg.meta["val"].detach() for number, arg in enumerate(args)}
-        recorder, result = self._planner.record(lambda: build(value, self._planner.size, *fakes.values()), fakes)
+        recorder, result = self._fakes.record(lambda: build(value, self._fakes.size, *fakes.values()), fakes)
         nodes = self._emit(recorder.steps, dict(zip(fakes, args, strict=True)), anchor, added)
         self._now[value] = self._at(recorder.name(result), nodes, dict(zip(fakes, args, strict=True)), anchor, added)
         return self._now[value]
@@ -113,7 +123,7 @@ class _Editor:
         for step in steps:
             args, kwargs = tree_map_only(
                 (Input, Output, torch.SymInt),
-                lambda each: self._sizes.node(each, anchor)
+                lambda each: self._sizes.node(each)
                 if isinstance(each, torch.SymInt)
                 else self._at(each, nodes, inputs, anchor, added),
                 (step.args, dict(step.kwargs)),
@@ -154,27 +164,20 @@ class _Editor:
         if key in self._made:
             return self._made[key]
         node = self._source.call_function(target, args, kwargs)
-        node.meta["val"] = self._fresh(val)
+        node.meta["val"] = self._fakes.like(val)
         inherit(node, anchor)
         self._order[node] = self._order[anchor]
         self._made[key] = node
         added.append(node)
         return node
 
-    def _fresh(self, val: Any) -> Any:
-        """Fake results of its own for each node: nodes that shared one would look like aliases."""
-        return tree_map_only(torch.Tensor, lambda each: _copy_of(each), val)
-
-    def finish(self) -> None:
-        """Restore the order of nodes where several results were joined, and drop what is dead."""
-        self._source.eliminate_dead_code(_is_impure)
+    def finish(self, dying: set[fx.Node]) -> None:
+        """Drop what the rewrites left without a user, and restore the order where several results were joined."""
+        for node in sorted(dying, key=self._order.__getitem__, reverse=True):
+            if not node.users:
+                self._source.erase_node(node)
         if self._unordered:
             _sort(self._source)
-
-
-def _copy_of(fake: Any) -> torch.Tensor:
-    with fake.fake_mode:
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
 def _frozen(argument: Any) -> Any:
@@ -198,18 +201,12 @@ def _undone(target: Any, args: tuple[Any, ...]) -> fx.Node | None:
     return source.args[0] if axes[0] == axes[1] and isinstance(source.args[0], fx.Node) else None
 
 
-def _is_impure(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-
-
 def _sort(source: fx.Graph) -> None:
     """Move nodes behind what they read, as little as possible; writes to memory keep their order."""
     place = {node: position for position, node in enumerate(source.nodes)}
     waiting: dict[fx.Node, int] = {}
     followers: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in place}
-    writes = [node for node in place if _is_impure(node) and node.op == "call_function"]
+    writes = [node for node in place if isinstance(node.target, OpOverload) and node.target._schema.is_mutable]
     for first, second in zip(writes, writes[1:], strict=False):
         followers[first].append(second)
     for users in followers.values():

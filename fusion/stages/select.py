@@ -18,9 +18,8 @@ def select(candidates: Sequence[Candidate], fuel: int | None = None) -> list[Can
     overlaps: nx.Graph[int] = nx.Graph()
     overlaps.add_nodes_from(range(len(useful)))
     overlaps.add_edges_from(_overlapping(useful))
-    chosen = [useful[number] for group in nx.connected_components(overlaps) for number in _cover(group, useful, overlaps)]
-    position = {each: number for number, each in enumerate(useful)}
-    chosen.sort(key=lambda each: position[each])
+    covers = [_cover(group, useful, overlaps) for group in nx.connected_components(overlaps)]
+    chosen = [useful[number] for number in sorted(number for cover in covers for number in cover)]
     return chosen if fuel is None else chosen[:fuel]
 
 

@@ -161,7 +161,8 @@ def _reading(
             return "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
         tables.append(a.cast(a.scale(table, float(seen.gain[0])), compute))
     captures: dict[str, object] = {
-        "x": a.cast(x, compute), "cos": tables[0], "sin": tables[1], "source": orders[0], "result": orders[1]
+        "x": a.cast(x, compute), "cos": tables[0], "sin": tables[1], "source": orders[0], "result": orders[1],
+        "dtype": root.dtype,
     }  # fmt: skip
     if size == root.shape[-1]:
         return Reading("rotation", captures)

@@ -1,0 +1,53 @@
+"""The library of rules: what the entry points of group `fusion.patterns` provide, filtered by the options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import entry_points
+
+from fusion.errors import NoRulesError, RuleError
+from fusion.options import Options, check_names
+from fusion.pattern import Rule
+
+GROUP = "fusion.patterns"
+
+
+@cache
+def installed() -> tuple[Rule, ...]:
+    """Every rule that an installed package provides, each under a name of its own.
+
+    Raises:
+        NoRulesError: no package provides any.
+        RuleError: two packages provide one name.
+    """
+    found: dict[str, Rule] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+        for rule in _provided(entry.load()):
+            if rule.name in found:
+                raise RuleError(f"loading rules from {entry.value}: {rule.name!r} is already provided; rename one of them")
+            found[rule.name] = rule
+    if not found:
+        raise NoRulesError(
+            f"loading rules: no installed package provides the entry-point group {GROUP!r}, so nothing could ever be "
+            "fused; install the package instead of only importing its folder (pip install -e .)"
+        )
+    return tuple(found.values())
+
+
+def _provided(provider: object) -> Iterable[Rule]:
+    return provider() if callable(provider) else provider  # type: ignore[return-value]
+
+
+def rules_for(options: Options, given: Iterable[Rule] | None = None) -> tuple[Rule, ...]:
+    """The rules that these options leave.
+
+    Raises:
+        OptionError: an option names a rule that does not exist.
+    """
+    rules = tuple(given) if given is not None else installed()
+    known = [rule.name for rule in rules]
+    for names in (options.rules, options.disable, options.unsafe):
+        check_names("rule", names, known)
+    kept = options.rules or frozenset(known)
+    return tuple(rule for rule in rules if rule.name in kept and rule.name not in options.disable)

@@ -1,0 +1,107 @@
+"""Options: everything that a user can decide about the pass, frozen and checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+from fusion.errors import OptionError
+from fusion.target import Target
+
+LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is fused.
+
+    Attributes:
+        target: the chip that fusions are planned for: "auto", "ascend910b", "ascend910_93", "ascend950" or "host".
+        lower: who runs the fused graph here: "auto", "eager", "inductor", "torchair" or "npugraph_ex".
+        plan_lower: who would run it on the target; "" for torchair on an Ascend target, else for `lower`.
+        rules: names of the only rules to use; empty for all.
+        disable: names of rules not to use.
+        unsafe: names of rules whose guard is not asked (limits of operators still are).
+        assume: facts about inputs that the graph cannot show, e.g. {"attention_mask": "causal"}.
+        fuel: at most so many rewrites, to find the guilty one; None for all.
+        verify: compare the first call of every fused graph with the original graph.
+        dump_dir: folder for the graph after each stage, as text; "" for none.
+    """
+
+    target: str = "auto"
+    lower: str = "auto"
+    plan_lower: str = ""
+    rules: frozenset[str] = frozenset()
+    disable: frozenset[str] = frozenset()
+    unsafe: frozenset[str] = frozenset()
+    assume: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    fuel: int | None = None
+    verify: bool = False
+    dump_dir: str = ""
+
+    def __post_init__(self) -> None:
+        """Normalise collections and check every value that can be checked here."""
+        for name in ("rules", "disable", "unsafe"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        object.__setattr__(self, "assume", MappingProxyType(dict(self.assume)))
+        object.__setattr__(self, "dump_dir", str(self.dump_dir or ""))
+        Target.resolve(self.target)
+        _one_of("lower", self.lower, LOWER)
+        _one_of("plan_lower", self.plan_lower or "auto", LOWER)
+        if self.fuel is not None and self.fuel < 0:
+            raise OptionError(f"setting option fuel: {self.fuel} is negative; give the number of rewrites allowed")
+
+    @staticmethod
+    def of(given: Options | Mapping[str, Any] | None, **more: Any) -> Options:
+        """Options from what a user gave: nothing, options, or a mapping of names to values.
+
+        Raises:
+            OptionError: a name or a value is not known; the message names the nearest.
+        """
+        if isinstance(given, Options):
+            return given
+        values = {**dict(given or {}), **more}
+        known = [each.name for each in fields(Options)]
+        for name in values:
+            if name not in known:
+                _unknown("option", name, known)
+        return Options(**values)
+
+    def __hash__(self) -> int:
+        """By value, for cache keys."""
+        return hash(self.key())
+
+    def key(self) -> tuple[Any, ...]:
+        """All values, hashable and in a fixed order."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return tuple(
+            tuple(sorted(v.items())) if isinstance(v, Mapping) else tuple(sorted(v)) if isinstance(v, frozenset) else v
+            for v in values
+        )
+
+
+def _names(option: str, given: str | Iterable[str]) -> frozenset[str]:
+    return frozenset((given,)) if isinstance(given, str) else frozenset(given)
+
+
+def _one_of(option: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        _unknown(f"value of option {option}", value, known)
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> None:
+    known = list(known)
+    near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise OptionError(f"reading options: {name!r} is not a known {what}; {hint}known: {', '.join(known)}")
+
+
+def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `OptionError` for the first name that is not known, with the nearest ones."""
+    known = list(known)
+    for name in sorted(names):
+        if name not in known:
+            _unknown(what, name, known)

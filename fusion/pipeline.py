@@ -1,0 +1,80 @@
+"""The pipeline: the one place that knows the order of the stages.
+
+canonicalise → match → plan → select → rewrite → verify
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.fx as fx
+
+from fusion import operators
+from fusion.options import Options
+from fusion.pattern import Rule
+from fusion.recording import Fakes
+from fusion.records import Candidate, Refusal
+from fusion.stages.canonicalise import canonicalise
+from fusion.stages.match import match
+from fusion.stages.plan import Planner
+from fusion.stages.rewrite import rewrite
+from fusion.stages.select import select
+from fusion.stages.verify import contract, verify
+from fusion.target import Target
+
+REFERENCE = "ascend910_93"  # the chip whose refusals a host report lists as well
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the pass did to one graph.
+
+    Attributes:
+        chosen: the rewrites that were made, in the order of the graph.
+        refusals: what was not done, and why.
+    """
+
+    chosen: tuple[Candidate, ...] = field(default_factory=tuple)
+    refusals: tuple[Refusal, ...] = field(default_factory=tuple)
+
+
+def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options) -> Outcome:
+    """Rewrite one functional aten graph in place; every node outside the chosen matches stays the same object.
+
+    Raises:
+        FusionError: the graph carries no shapes.
+        VerificationError: a rewrite broke the graph's contract.
+    """
+    operators.ensure()
+    target = Target.resolve(options.target)
+    elsewhere = [] if target.is_npu else [Target.named(REFERENCE)]
+    graph = canonicalise(source)
+    found = match(graph, rules, options.unsafe)
+    planner = Planner(graph, Fakes(graph), target, plan_lower(options, target), elsewhere)
+    candidates = planner.candidates(found.matches)
+    chosen = select(candidates, options.fuel)
+    refusals = _worth_telling([*found.refusals, *planner.refusals], chosen)
+    if chosen:
+        before = contract(source)
+        done = rewrite(graph, chosen, planner.fakes)
+        verify(source, before, [node for each in done for node in each.added])
+    return Outcome(tuple(chosen), tuple(refusals))
+
+
+def plan_lower(options: Options, target: Target) -> str:
+    """The compiler that fusions are planned for: torchair on an Ascend target unless the user says otherwise."""
+    if options.plan_lower and options.plan_lower != "auto":
+        return options.plan_lower
+    return "torchair" if target.is_npu else options.lower
+
+
+def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate]) -> list[Refusal]:
+    """Without those inside something that was fused after all."""
+    gone = {node for candidate in chosen for node in candidate.dying}
+    roots = {node for candidate in chosen for makers in candidate.match.roots for node in makers}
+    told = [each for each in refusals if each.node not in gone or (each.target and each.node in roots)]
+    unique = {(each.rule, each.reason, each.node, each.target): each for each in told}
+    return list(unique.values())
+
+

@@ -1,0 +1,171 @@
+"""Recording: run plain torch once on fake tensors and keep the operators that it called, to be replayed as nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fusion._torch import fake_mode_in
+from fusion.graph import Dim, Graph, Value, dim_of
+from fusion.graph.recipe import build, buildable
+from fusion.pattern import Refused
+from fusion.records import Input, Output, Step
+
+
+class Recorder(TorchDispatchMode):
+    """Records every operator that runs inside it, with tensors as references."""
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._names: dict[int, Input | Output] = {id(tensor): Input(name) for name, tensor in inputs.items()}
+        self._kept: list[Any] = list(inputs.values())  # an identity is unique only while its tensor lives
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and record it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not any(isinstance(each, torch.Tensor) for each in tree_leaves(result)):
+            return result  # a size or a device: known, nothing to replay
+        number = len(self.steps)
+        self._kept.append(result)
+        several = isinstance(result, (tuple, list))
+        for item, tensor in enumerate(result if several else (result,)):
+            if isinstance(tensor, torch.Tensor):
+                self._names.setdefault(id(tensor), Output(number, item if several else None))
+        args, kwargs = tree_map_only(torch.Tensor, self.name, (_completed(func, args), dict(kwargs)))
+        self.steps.append(Step(func, args, kwargs, result))
+        return result
+
+    def name(self, tensor: torch.Tensor) -> Input | Output:
+        """The reference of a tensor that went in or came out.
+
+        Raises:
+            Refused: the tensor comes from elsewhere.
+        """
+        if id(tensor) not in self._names:
+            raise Refused("its lowering uses a tensor that is not one of its captures", {})
+        return self._names[id(tensor)]
+
+
+def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Fill in what the dispatcher left out: defaults of fused operators differ between operators and versions."""
+    if func.namespace in ("aten", "prims"):
+        return args
+    rest = [each for each in func._schema.arguments[len(args) :] if not each.kwarg_only]
+    return (*args, *(each.default_value for each in rest))
+
+
+class Fakes:
+    """Fake tensors for the values of one graph, and sizes for its symbolic dims."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        vals = [node.meta.get("val") for node in graph.source.nodes]
+        self._mode = fake_mode_in(vals)
+        self._known: dict[Value, torch.Tensor] = {}
+        sizes = [size for val in vals for size in (val.shape if isinstance(val, torch.Tensor) else (val,))]
+        self._symbols: dict[Any, torch.SymInt] = {
+            dim_of(size): size for size in reversed(sizes) if isinstance(size, torch.SymInt)
+        }
+
+    def size(self, dim: Dim) -> int | torch.SymInt:
+        """The size that a dim stands for.
+
+        Raises:
+            Refused: it cannot be computed from the sizes in the graph.
+        """
+        if isinstance(dim, int):
+            return dim
+        if dim in self._symbols:
+            return self._symbols[dim]
+        symbols = sorted(dim.free_symbols, key=str)
+        if not all(symbol in self._symbols for symbol in symbols):
+            raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
+        return sympy.lambdify(symbols, dim)(*(self._symbols[symbol] for symbol in symbols))
+
+    def of(self, value: Value) -> torch.Tensor:
+        """A fake tensor with the metadata that `value` has, or will have once its recipe has built it.
+
+        Raises:
+            Refused: neither a node nor a recipe gives the value.
+        """
+        if value not in self._known:
+            node = self._graph.node(value)
+            self._known[value] = node.meta["val"] if node is not None else self._built(value)
+        return self._known[value]
+
+    def _built(self, value: Value) -> torch.Tensor:
+        if not buildable(value):
+            raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
+        args = [self.of(arg) for arg in value.args]
+        with self._faking(), torch.no_grad():
+            return build(value, self.size, *args)
+
+    def _faking(self) -> Any:
+        return self._mode if self._mode is not None else nullcontext()
+
+    def record(self, function: Callable[[], Any], inputs: Mapping[str, torch.Tensor]) -> tuple[Recorder, Any]:
+        """Run `function`, which uses `inputs`, on fakes; return what it called and its result."""
+        recorder = Recorder(inputs)
+        with self._faking(), torch.no_grad(), recorder:
+            return recorder, function()
+
+    def like(self, val: Any) -> Any:
+        """Fresh fakes with the metadata of `val`: nodes that shared a fake would look like aliases of each other."""
+
+        def fresh(fake: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+        with self._faking():
+            return tree_map_only(torch.Tensor, fresh, val)
+
+
+class SizeNodes:
+    """Nodes that hold symbolic sizes, found or made in a graph."""
+
+    def __init__(self, source: fx.Graph) -> None:
+        self._source = source
+        self._nodes: dict[Any, fx.Node] = {}
+        self._tensors: dict[Any, tuple[fx.Node, int]] = {}
+        for node in source.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt):
+                self._nodes.setdefault(dim_of(val), node)
+            elif isinstance(val, torch.Tensor) and node.op == "placeholder":
+                for axis, size in enumerate(val.shape):
+                    self._tensors.setdefault(dim_of(size), (node, axis))
+
+    def node(self, size: torch.SymInt) -> fx.Node | int:
+        """The node that holds this size, made at the graph's insertion point where there is none."""
+        dim = dim_of(size)
+        if isinstance(dim, int):
+            return dim
+        if dim not in self._nodes:
+            made = self._make(dim)
+            made.meta["val"] = size
+            self._nodes[dim] = made
+        return self._nodes[dim]
+
+    def _make(self, dim: sympy.Expr) -> fx.Node:
+        if dim in self._tensors:
+            return self._source.call_function(torch.ops.aten.sym_size.int, self._tensors[dim])
+        joins = {sympy.Mul: operator.mul, sympy.Add: operator.add}
+        if dim.func not in joins:
+            raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
+        parts = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in dim.args]
+        whole: Any = parts[0]
+        for part in parts[1:]:
+            whole = self._source.call_function(joins[dim.func], (whole, part))
+        return whole

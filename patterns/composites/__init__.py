@@ -1,0 +1,1 @@
+"""Composites: what is built from primitives and runs as one operator."""

@@ -1,0 +1,57 @@
+"""s = a + b; y = rms_norm(s) · gamma: the residual add and the norm that follows, both results kept.
+
+*Matches* the sum in the tensors' own dtype, or in float32 with the norm on the unrounded sum. *Replaces with*
+`npu_add_rms_norm`, which returns the norm and the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
+from patterns.primitives.rms_norm import RMSNorm
+
+f32 = torch.float32
+
+
+@dataclass(frozen=True)
+class AddRMSNorm(Rule):
+    """Residual add and RMS norm in one."""
+
+    def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The meaning: a and b [*B, D], gamma [D]; returns (norm, sum)."""
+        s = a + b
+        return RMSNorm().reference(s, gamma, eps), s
+
+    @pattern
+    def rounded_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+        """The norm of the sum as the next layer reads it."""
+        s = a + b
+        return p.rms_norm(x=s, gamma=gamma, eps=eps), s
+
+    @pattern
+    def float32_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+        """The norm of the sum in float32, before it is rounded for the next layer."""
+        s = p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)
+        return p.as_dtype(p.rms_norm(x=s, gamma=gamma, eps=eps), like=a), p.as_dtype(s, like=a)
+
+    @pattern
+    def float32_sum_unused(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+        """The same where nothing else reads the sum."""
+        s = p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)
+        return p.as_dtype(p.rms_norm(x=s, gamma=gamma, eps=eps), like=a)
+
+    @lookalike("one addend is broadcast or scaled: the operator adds two tensors of the same shape, as they are")
+    def other_sum(self, p, a=tensor("*A"), b=tensor("*C"), gamma=tensor("D"), eps=scalar()):
+        """Norm of any other sum."""
+        return p.rms_norm(x=a + b, gamma=gamma, eps=eps)
+
+    @lowering
+    def npu(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float):
+        """One operator."""
+        require(a.dtype == b.dtype, "the addends have different dtypes")
+        y, _, s = torch.ops.npu.npu_add_rms_norm(a, b, gamma.to(a.dtype), eps)
+        return y, s

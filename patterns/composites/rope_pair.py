@@ -1,0 +1,61 @@
+"""q and k rotated by the same tables, together.
+
+*Matches* two independent rotations in half order that share their tables. *Replaces with* `npu_apply_rotary_pos_emb`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion import Rule, attribute, lowering, pattern, require, tensor
+from patterns.primitives.rope import Rope
+
+
+@dataclass(frozen=True)
+class RopePair(Rule):
+    """Rotary position embedding of queries and keys in one operator."""
+
+    def reference(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The meaning: q [*B, D] and k [*B, D], tables broadcast to both."""
+        return Rope().reference(q, cos, sin), Rope().reference(k, cos, sin)
+
+    @pattern
+    def same_tables(
+        self,
+        p,
+        q=tensor("*B D"),
+        k=tensor("*C D"),
+        cos=tensor("*T D"),
+        sin=tensor("*U D"),
+        order=attribute(),
+        dtype=attribute(),
+    ):
+        """Two rotations, one pair of tables."""
+        rotated = dict(cos=cos, sin=sin, source=order, result=order, dtype=dtype)
+        return p.rotation(x=q, **rotated), p.rotation(x=k, **rotated)
+
+    def guard(self, q, k, order):
+        """What one call can take."""
+        require(order == "half", "the lanes are interleaved; the operator rotates halves")
+        require(q.rank == k.rank == 4, "queries and keys have {q} and {k} dims, not four", q=q.rank, k=k.rank)
+
+    @lowering
+    def heads_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
+        """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
+        q, k, cos, sin = (each.transpose(1, 2) for each in _ranked(q, k, cos, sin))
+        q, k = torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
+        return q.transpose(1, 2).to(dtype), k.transpose(1, 2).to(dtype)
+
+    @lowering
+    def positions_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
+        """Q [B, S, N, D], k [B, S, K, D], tables [B|1, S, 1, D]."""
+        q, k = torch.ops.npu.npu_apply_rotary_pos_emb(*_ranked(q, k, cos, sin), "BSND", "half")
+        return q.to(dtype), k.to(dtype)
+
+
+def _ranked(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tables of fewer than four dims get leading ones."""
+    return tuple(each[(None,) * (4 - each.dim())] for each in tensors)

@@ -1,0 +1,1 @@
+"""Primitives: one operator's worth of mathematics each."""

@@ -1,0 +1,88 @@
+"""y = (x - mean(x)) / sqrt(var(x) + eps) · gamma + beta  (Ba, Kiros and Hinton, Layer Normalization, 2016).
+
+*Matches* the norm written out by hand. *Replaces with* `aten.native_layer_norm`, one kernel everywhere; a call of
+`F.layer_norm` is one already and stays as it is, but reads as this rule for composites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
+
+f32 = torch.float32
+
+
+@dataclass(frozen=True)
+class LayerNorm(Rule):
+    """Normalisation to zero mean and unit variance over the last dim, accumulated in float32."""
+
+    def reference(self, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+        """The meaning: x [*B, D], gamma and beta [D]."""
+        return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
+
+    def _centred(self, p, x):
+        h = p.maybe_cast(x, to=f32)
+        return h - p.mean(h)
+
+    def _unit(self, p, x, eps):
+        d = self._centred(p, x)
+        return d * p.rsqrt(p.mean(p.square(d)) + eps)
+
+    @pattern
+    def affine(self, p, x=tensor("*B D"), gamma=tensor("D"), beta=tensor("D"), eps=scalar()):
+        """With weight and bias."""
+        y = p.maybe_cast(self._unit(p, x, eps), to=x) * p.maybe_cast(gamma, to=f32)
+        return p.as_dtype(p.maybe_cast(y, to=x) + p.maybe_cast(beta, to=f32), like=x)
+
+    @pattern
+    def weighted(self, p, x=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+        """Without bias."""
+        return p.as_dtype(p.maybe_cast(self._unit(p, x, eps), to=x) * p.maybe_cast(gamma, to=f32), like=x)
+
+    @pattern
+    def plain(self, p, x=tensor("*B D"), eps=scalar()):
+        """Without weight and bias."""
+        return p.as_dtype(self._unit(p, x, eps), like=x)
+
+    def guard(self, eps: float):
+        """As for every norm."""
+        require(eps > 0, "eps={eps} is not positive, as the operator needs", eps=eps)
+
+    @lookalike("the variance has a factor {factor}: it is unbiased (correction 1), the operator's is not")
+    def unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
+        """(x - mean) · rsqrt(var(correction=1) + eps)."""
+        return p.rsqrt(p.shift(p.scale(p.mean(p.square(self._centred(p, x))), factor), eps))
+
+    @lookalike("eps={eps} is added to the standard deviation, outside the root")
+    def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
+        """(x - mean) / (std + eps)."""
+        return p.power(p.power(p.mean(p.square(self._centred(p, x))), 0.5) + eps, -1.0)
+
+    @lookalike("eps={eps} is added outside the root, to an unbiased standard deviation")
+    def eps_outside_unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
+        """(x - mean) / (std(correction=1) + eps)."""
+        return p.power(p.shift(p.scale(p.power(p.mean(p.square(self._centred(p, x))), 0.5), factor), eps), -1.0)
+
+    @lookalike("what is divided by the root of the variance is not the centred tensor, or has a weight of other dims")
+    def not_centred(self, p, x=tensor("*B D"), eps=scalar()):
+        """X · rsqrt(var + eps)."""
+        return p.rsqrt(p.mean(p.square(self._centred(p, x))) + eps)
+
+    @lookalike("the tensor is centred, but divided by the root of its second moment, not of its variance")
+    def second_moment(self, p, x=tensor("*B D"), eps=scalar()):
+        """(x - mean) · rsqrt(mean(x²) + eps)."""
+        h = p.maybe_cast(x, to=f32)
+        return (h - p.mean(h)) * p.rsqrt(p.mean(p.square(h)) + eps)
+
+    @lowering
+    def native(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float):
+        """One kernel; weight and bias in x's dtype or float32 alike."""
+        given = [each for each in (gamma, beta) if each is not None]
+        same = {each.dtype for each in given} <= {x.dtype}
+        gamma, beta = (each if same or each is None else each.to(f32) for each in (gamma, beta))
+        return torch.ops.aten.native_layer_norm.default(x, x.shape[-1:], gamma, beta, eps)[0]

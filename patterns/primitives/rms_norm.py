@@ -1,0 +1,136 @@
+"""y = x / sqrt(mean(x²) + eps) · gamma  (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
+
+*Matches* the sum of squares over the last dim in float32 or in x's own dtype, the weight before or after the cast back,
+gamma itself, 1 + weight, or no weight. *Replaces with* `npu_rms_norm` or `npu_gemma_rms_norm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion import Example, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
+
+f32 = torch.float32
+
+
+@dataclass(frozen=True)
+class RMSNorm(Rule):
+    """Root mean square normalisation over the last dim, accumulated in float32."""
+
+    def reference(self, x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+        """The meaning: x [*B, D], gamma [D]."""
+        h = x.float()
+        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * gamma.float()).to(x.dtype)
+
+    def _unit(self, p, h, eps):
+        """X / sqrt(mean(x²) + eps)."""
+        return h * p.rsqrt(p.mean(p.maybe_cast(p.square(h), to=f32)) + eps)
+
+    @pattern
+    def one_plus_weight(self, p, x=tensor("*B D"), weight=tensor("D"), eps=scalar()):
+        """The gain is 1 + weight."""
+        y = self._unit(p, p.maybe_cast(x, to=f32), eps)
+        gain = p.maybe_cast(p.shift(p.maybe_cast(weight, to=f32), 1.0), to=f32)
+        return p.as_dtype(p.maybe_cast(y, to=x) * gain, like=x)
+
+    @pattern
+    def weighted(self, p, x=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+        """The gain is gamma."""
+        y = self._unit(p, p.maybe_cast(x, to=f32), eps)
+        return p.as_dtype(p.maybe_cast(y, to=x) * p.maybe_cast(gamma, to=f32), like=x)
+
+    @pattern
+    def weighted_narrow(self, p, x=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+        """Statistics in float32, product in x's own dtype."""
+        h = p.maybe_cast(x, to=f32)
+        root = p.rsqrt(p.mean(p.maybe_cast(p.square(h), to=f32)) + eps)
+        return p.as_dtype(p.maybe_cast(x * p.maybe_cast(root, to=x), to=x) * p.maybe_cast(gamma, to=f32), like=x)
+
+    @pattern
+    def unweighted(self, p, x=tensor("*B D"), eps=scalar()):
+        """No gain."""
+        return p.as_dtype(self._unit(p, p.maybe_cast(x, to=f32), eps), like=x)
+
+    @pattern
+    def unweighted_narrow(self, p, x=tensor("*B D"), eps=scalar()):
+        """No gain; statistics in float32, product in x's own dtype."""
+        h = p.maybe_cast(x, to=f32)
+        root = p.rsqrt(p.mean(p.maybe_cast(p.square(h), to=f32)) + eps)
+        return p.as_dtype(x * p.maybe_cast(root, to=x), like=x)
+
+    def guard(self, eps: float):
+        """Only a small positive eps is a guard against division by zero."""
+        require(eps > 0, "eps={eps} is not positive, as the operator needs", eps=eps)
+        require(eps <= 0.02, "eps={eps} is no guard against division by zero but a damping term", eps=eps)
+
+    @lookalike(
+        "what is scaled is not the tensor whose mean square is under the root (another tensor, or one that was not "
+        "centred or cast alike), or the weight has other dims than the last one"
+    )
+    def other_tensor(self, p, x=tensor("*B D"), eps=scalar()):
+        """Y · rsqrt(mean(x²) + eps)."""
+        return p.rsqrt(p.mean(p.square(x)) + eps)
+
+    @lookalike(
+        "a norm takes (mean of x² over the last dim + eps) to the power -0.5; "
+        "here the mean of x to the power {exponent} over dims {dims} is taken to the power {root}"
+    )
+    def other_root(
+        self, p, x=tensor("*B D"), eps=scalar(), dims=attribute(), exponent=attribute(), root=attribute()
+    ):
+        """(mean(xᵃ) + eps)ᵇ."""
+        return p.power(p.mean_over(p.power(x, exponent), dims) + eps, root)
+
+    @lookalike("the squares are summed, not averaged: their mean has a factor {factor} under the root")
+    def summed(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
+        """Rsqrt(sum(x²) + eps)."""
+        return p.rsqrt(p.shift(p.scale(p.mean(p.square(x)), factor), eps))
+
+    @lookalike("eps={eps} is added outside the root")
+    def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
+        """X / (sqrt(mean(x²)) + eps)."""
+        return p.power(p.power(p.mean(p.square(x)), 0.5) + eps, -1.0)
+
+    @lookalike("the root holds no eps")
+    def no_eps(self, p, x=tensor("*B D"), root=attribute()):
+        """X · rsqrt(mean(x²))."""
+        return p.power(p.mean(p.square(x)), root)
+
+    @lookalike("eps is a tensor, not a constant number in the graph")
+    def tensor_eps(self, p, x=tensor("*B D"), eps=tensor("*E")):
+        """Rsqrt(mean(x²) + eps tensor)."""
+        return p.rsqrt(p.mean(p.square(x)) + eps)
+
+    @lookalike("the mean is of absolute values, not of squares under a root")
+    def absolute(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
+        """X / (mean(|x|) + eps)."""
+        return p.power(p.mean(p.op("aten.abs.default", x)) + eps, root)
+
+    @lookalike("the length is clamped from below, instead of having eps added under the root")
+    def clamped(self, p, x=tensor("*B 1"), root=attribute()):
+        """X / max(‖x‖, eps), as F.normalize."""
+        return p.power(p.op(("aten.clamp.default", "aten.clamp_min.default"), x), root)
+
+    @lowering
+    def npu(self, x: Tensor, gamma: Tensor | None, weight: Tensor | None, eps: float):
+        """One operator; gamma in x's dtype or float32."""
+        require(weight is None, "the gain is 1 + weight, not a tensor of its own")
+        gain = torch.ones(x.shape[-1:], dtype=x.dtype, device=x.device) if gamma is None else gamma
+        gain = gain if gain.dtype in (x.dtype, f32) else gain.to(f32)
+        return torch.ops.npu.npu_rms_norm(x, gain, eps)[0]
+
+    @lowering
+    def gemma(self, x: Tensor, weight: Tensor | None, eps: float):
+        """One operator for the gain 1 + weight."""
+        require(weight is not None, "the gain is not 1 + weight")
+        return torch.ops.npu.npu_gemma_rms_norm(x, weight, eps)[0]
+
+    @lowering
+    def shifted(self, x: Tensor, weight: Tensor | None, eps: float):
+        """The gain 1 + weight computed beside it, where the operator for it cannot be used."""
+        require(weight is not None, "the gain is not 1 + weight")
+        return torch.ops.npu.npu_rms_norm(x, 1.0 + weight.to(f32), eps)[0]

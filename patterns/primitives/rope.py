@@ -1,0 +1,147 @@
+"""y[j] = x[j]·cos[j] ∓ x[partner(j)]·sin[j]  (Su et al., RoFormer, 2021).
+
+*Matches* the rotation of pairs of lanes in every spelling, real or complex: the canonicaliser proves it lane by lane and
+gives full-width tables. Pairs are (j, j + D/2), "half", or (2j, 2j + 1), "interleaved"; input and output may differ.
+*Replaces with* `npu_rotary_mul` or `npu_interleave_rope`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion import Rule, attribute, lowering, pattern, require, tensor
+
+
+def four_dims(x: Tensor) -> Tensor:
+    """Give x [.., D] leading dims of size 1 up to four dims; the kernels read four."""
+    require(x.dim() <= 4, "{rank} dims are more than the four that the operator reads", rank=x.dim())
+    for _ in range(4 - x.dim()):
+        x = x.unsqueeze(0)
+    return x
+
+
+def to_halves(x: Tensor) -> Tensor:
+    """Lanes (2p, 2p + 1) to (p, p + D/2)."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def to_pairs(x: Tensor) -> Tensor:
+    """Lanes (p, p + D/2) to (2p, 2p + 1)."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """One operator, both sides in half order; x and the tables [.., D]."""
+    y = torch.ops.npu.npu_rotary_mul(four_dims(x), four_dims(cos), four_dims(sin), "half")
+    return y.reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class Rope(Rule):
+    """Rotary position embedding of one tensor."""
+
+    def reference(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The meaning in half order: x [*B, D], tables broadcast to it."""
+        low, high = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+    @pattern
+    def rotated(
+        self,
+        p,
+        x=tensor("*B D"),
+        cos=tensor("*T D"),
+        sin=tensor("*U D"),
+        source=attribute(),
+        result=attribute(),
+        dtype=attribute(),
+    ):
+        """All lanes are rotated."""
+        return p.rotation(x=x, cos=cos, sin=sin, source=source, result=result, dtype=dtype)
+
+    @lowering
+    def half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+        """Half order on both sides."""
+        require(source == result == "half", "the lanes are not in half order")
+        return rotate_half(x, cos, sin).to(dtype)
+
+    @lowering
+    def pairs(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+        """Interleaved order on both sides."""
+        require(source == result == "interleaved", "the lanes are not in interleaved order")
+        y = torch.ops.npu.npu_rotary_mul(four_dims(x), four_dims(cos), four_dims(sin), "interleave")
+        return y.reshape(x.shape).to(dtype)
+
+    @lowering
+    def pairs_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+        """Interleaved in, half out: x [B, N, S, D] with tables that do not depend on N."""
+        require((source, result) == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
+        return torch.ops.npu.npu_interleave_rope(four_dims(x), four_dims(cos), four_dims(sin)).reshape(x.shape).to(dtype)
+
+    @lowering
+    def rows_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+        """The same for x [B, S, N, D]: every position is a batch entry of its own."""
+        require((source, result) == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
+        require(x.dim() == 4 and cos.dim() == 4 and cos.shape[2] == 1, "the tables depend on the heads")
+        rows = (-1, x.shape[2], 1, x.shape[3])
+        cos, sin = (each.expand(*x.shape[:2], 1, x.shape[3]).reshape(-1, 1, 1, x.shape[3]) for each in (cos, sin))
+        return torch.ops.npu.npu_interleave_rope(x.reshape(rows), cos, sin).reshape(x.shape).to(dtype)
+
+    @lowering
+    def through_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+        """Any orders, by reordering lanes around the rotation in half order."""
+        require("interleaved" in (source, result), "the lanes are in half order already")
+        if source == "interleaved":
+            x = to_halves(x)
+        if result == "interleaved":
+            return to_pairs(rotate_half(x, to_halves(cos), to_halves(sin))).to(dtype)
+        return rotate_half(x, cos, sin).to(dtype)
+
+
+@dataclass(frozen=True)
+class PartialRope(Rule):
+    """Rotation of the first or last lanes; the others pass through."""
+
+    def reference(self, x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor) -> Tensor:
+        """The meaning, rotated lanes first."""
+        return torch.cat((Rope().reference(x, cos, sin), rest), dim=-1)
+
+    @pattern
+    def rotated(
+        self,
+        p,
+        x=tensor("*B D"),
+        cos=tensor("*T D"),
+        sin=tensor("*U D"),
+        rest=tensor("*B E"),
+        source=attribute(),
+        result=attribute(),
+        dtype=attribute(),
+        rest_first=attribute(),
+    ):
+        """Some lanes are rotated."""
+        return p.partial_rotation(
+            x=x, cos=cos, sin=sin, rest=rest, source=source, result=result, dtype=dtype, rest_first=rest_first
+        )
+
+    def _joined(self, rotated: Tensor, rest: Tensor, rest_first: bool, dtype: torch.dtype) -> Tensor:
+        rotated = rotated.to(dtype)
+        return torch.cat((rest, rotated) if rest_first else (rotated, rest), dim=-1)
+
+    @lowering
+    def half(self, x, cos, sin, rest, source, result, dtype, rest_first):
+        """Half order on both sides."""
+        return self._joined(Rope().half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
+
+    @lowering
+    def pairs(self, x, cos, sin, rest, source, result, dtype, rest_first):
+        """Interleaved order on both sides."""
+        return self._joined(Rope().pairs(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
+
+    @lowering
+    def through_half(self, x, cos, sin, rest, source, result, dtype, rest_first):
+        """Any orders."""
+        return self._joined(Rope().through_half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
