@@ -52,3 +52,12 @@ int aclrtMemset(void *pointer, size_t room, int32_t value, size_t count) {
     memset(pointer, value, count);
     return 0;
 }
+
+/* Looked up by name when the device is initialised, which Dynamo does by asking for its current stream. */
+int aclrtSetDeviceSatMode(int mode) { (void)mode; return 0; }
+int aclSetCompileopt(int option, const char *value) { (void)option; (void)value; return 0; }
+int aclrtGetSysParamOpt(int option, int64_t *value) { (void)option; *value = 0; return 0; }
+int aclrtSetSysParamOpt(int option, int64_t value) { (void)option; (void)value; return 0; }
+int aclrtCtxSetSysParamOpt(int option, int64_t value) { (void)option; (void)value; return 0; }
+int aclrtSetOpExecuteTimeOut(uint32_t seconds) { (void)seconds; return 0; }
+int aclrtDestroyStreamForce(void *stream) { (void)stream; return 0; }
