@@ -40,7 +40,7 @@ class Limit:
         return kept if applies or kept else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operator:
     """One operator that the pass can emit.
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 
@@ -19,7 +20,8 @@ from fusion.operators import decompositions, ensure
 def registered():
     ensure()
     torch._dynamo.reset()
-    yield
+    with functorch_config.patch(enable_autograd_cache=False):  # its key does not hold the decompositions
+        yield
     torch._dynamo.reset()
 
 

@@ -137,23 +137,27 @@ wheel = {str(torch_npu_host.wheel())!r}
 sys.path.remove(wheel)
 {RUN}
 first = shown(ensure())
-ours = torch.ops.npu.npu_rms_norm.default
+packet, ours = torch.ops.npu.npu_rms_norm, torch.ops.npu.npu_rms_norm.default
+graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x, gamma: ours(x, gamma)[0])(x, gamma)
 compiled = torch.compile(lambda x, gamma: torch.ops.npu.npu_rms_norm(x, gamma)[0], backend="aot_eager")
 compiled(x, gamma)
 sys.path.append(wheel)
 import torch_npu
-torch._dynamo.reset()
 theirs = torch.ops.npu.npu_rms_norm.default
+expected = theirs(x, gamma)[0]
+old = [run(x, gamma) for run in (graph, compiled, lambda *a: packet(*a)[0], lambda *a: ours(*a)[0])]
+torch._dynamo.reset()
 {TAKEN_OVER}
 told(first=first, last=shown(ensure()), renewed=theirs is not ours, runs=runs(), kernels=kernels,
-     compiled=torch.allclose(compiled(x, gamma), runs() and torch.ops.npu.npu_rms_norm(x, gamma)[0]),
+     old=[torch.equal(got, expected) for got in old], recompiled=torch.equal(compiled(x, gamma), expected),
      finders=sum("Handover" in type(f).__name__ for f in sys.meta_path))
 """)
     assert facts["first"]["source"] == "own"
     assert facts["last"] == {"source": "torch_npu", "reason": "torch_npu is imported", "version": "2.13.0"}
     assert facts["renewed"]
     assert facts["runs"]
-    assert facts["compiled"]
+    assert facts["old"] == [True] * 4
+    assert facts["recompiled"]
     assert set(map(tuple, facts["kernels"].values())) == {(True, True, True)}
     assert facts["finders"] == 0
 

@@ -15,7 +15,7 @@ pytestmark = requires_torch_npu
 
 SOURCE = """
 import json, torch, torch_npu, torchair
-from torchair._ge_concrete_graph.fx2ge_converter import _CONVERTERS
+from torchair._ge_concrete_graph.fx2ge_converter import _get_converter
 from fusion.operators import ensure, operators
 from tests.operators.cases import CASES, described, flat
 from torch import Tensor
@@ -26,7 +26,7 @@ for name, op in operators().items():
     real = op.overload()._schema
     schemas[name] = str(real)
     mutable[name] = real.is_mutable or any(a.alias_info is not None for a in [*real.arguments, *real.returns])
-    converters[name] = op.overload() in _CONVERTERS
+    converters[name] = _get_converter(op.overload()) is not None
 for case in CASES:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         call = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in case.arguments(dtype).items()}
