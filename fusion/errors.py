@@ -1,27 +1,27 @@
-"""Errors of the project: one base class, few children."""
+"""The errors of the project: one base class, few children."""
 
 from __future__ import annotations
 
 
 class FusionError(Exception):
-    """Something that the project was asked to do cannot be done; the message says what to do instead."""
+    """What was being done, with what, what is wrong, and what to do about it."""
 
 
 class OptionError(FusionError):
-    """An option or a target is not one that the package knows."""
+    """An option has a value that it cannot have."""
 
 
 class OperatorError(FusionError):
-    """A target operator is unknown, wrongly declared, wrongly called or not registered."""
+    """An operator is unknown, or is called in a way that it does not accept."""
 
 
 class RuleError(FusionError):
-    """A rule is wrongly declared."""
+    """A rule is declared wrongly."""
 
 
 class VerificationError(FusionError):
-    """A rewritten graph does not mean what the original graph means."""
+    """A rewritten graph is not what it has to be."""
 
 
 class NoRulesError(FusionError):
-    """No rules were found to rewrite with."""
+    """There is no rule to apply."""

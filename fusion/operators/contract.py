@@ -40,7 +40,7 @@ class Limit:
         return kept if applies or kept else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operator:
     """One operator that the pass can emit.
 
@@ -173,10 +173,10 @@ def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering:
         if limit.lowering not in (None, lowering) or (kept := limit.verdict(values)):
             continue
         facts = predicates.facts(limit.text, values)
-        shown = f"({facts})" if kept is False else f"which is not proven for {facts}"
+        shown = f" ({facts})" if kept is False else f", which is not proven for {facts}"
         because = f": {limit.because}" if limit.because else ""
         route = f" under {limit.lowering}" if limit.lowering else ""
-        return f"{op.short} on {chip}{route} needs {limit.text} {shown}{because}"
+        return f"{op.short} on {chip}{route} needs {limit.text}{shown}{because}"
     return None
 
 

@@ -97,17 +97,19 @@ def _conditions(declared: Mapping[str, str]) -> str:
 def _match(layout: Layout, shape: Sequence[Size], bound: Bound) -> str | None:
     """Read `shape` as `layout`, adding to `bound`; the result says what is wrong."""
     free = len(shape) - sum(_width(dim, bound) for dim in layout.dims)
+    if free < 0:
+        return f"there are only {len(shape)} dims in {list(shape)}"
     position = 0
     for dim in layout.dims:
         width = _width(dim, bound)
         if dim.startswith("*") and dim not in bound:
-            width, free = max(free, 0), 0
+            width, free = free, 0
         sizes = tuple(shape[position : position + width])
         position += width
-        problem = _read(dim, sizes, width, bound)
+        problem = _read(dim, sizes, bound)
         if problem:
             return f"{problem} in {list(shape)}"
-    return f"there are {len(shape)} dims in {list(shape)}" if position != len(shape) or free else None
+    return f"there are {len(shape)} dims in {list(shape)}" if position < len(shape) else None
 
 
 def _width(dim: str, bound: Bound) -> int:
@@ -116,9 +118,7 @@ def _width(dim: str, bound: Bound) -> int:
     return len(bound[dim]) if dim in bound else 0
 
 
-def _read(dim: str, sizes: tuple[Size, ...], width: int, bound: Bound) -> str | None:
-    if len(sizes) != width:
-        return f"{dim} is missing"
+def _read(dim: str, sizes: tuple[Size, ...], bound: Bound) -> str | None:
     value = sizes if dim.startswith("*") else sizes[0]
     expected = _expected(dim, bound)
     if not expected:

@@ -54,7 +54,8 @@ class _Registration:
     """What this process has registered: PyTorch's dispatcher is one per process, and so is this."""
 
     origin: Origin | None = None
-    libraries: list[Library] = field(default_factory=list[Library])
+    definitions: dict[str, Library] = field(default_factory=dict[str, Library])
+    kernels: dict[str, Library] = field(default_factory=dict[str, Library])
     lock: RLock = field(default_factory=RLock)
 
 
@@ -101,20 +102,23 @@ def _settle(origin: Origin) -> None:
     """Register everything that is missing, and be ready to hand over if the schemas are ours."""
     _registration.origin = origin
     for operator in OPERATORS.values():
-        if _exists(operator):
-            _add_kernels(operator)
-        else:
+        if not _exists(operator):
             _define(operator)
+        _add_kernels(operator)
     if origin.source == "own":
         sys.meta_path.insert(0, _handover)
 
 
 def _withdraw() -> None:
-    """Take back every registration of ours, so that torch_npu finds its names free."""
+    """Take back every definition of ours, so that torch_npu finds its names free.
+
+    The CPU and CUDA kernels stay: they keep the dispatcher's entries alive, and with them the operators that graphs
+    and users already hold. Freed entries would be used again, as garbage.
+    """
     if _handover in sys.meta_path:
         sys.meta_path.remove(_handover)
-    while _registration.libraries:
-        _registration.libraries.pop()._destroy()
+    while _registration.definitions:
+        _registration.definitions.popitem()[1]._destroy()
 
 
 def _exists(operator: Operator) -> bool:
@@ -124,24 +128,21 @@ def _exists(operator: Operator) -> bool:
 
 
 def _define(operator: Operator) -> None:
-    library = _library(operator.namespace, "FRAGMENT")
+    if operator.namespace not in _registration.definitions:
+        _registration.definitions[operator.namespace] = Library(operator.namespace, "FRAGMENT")
+    library = _registration.definitions[operator.namespace]
     library.define(operator.schema.split("::", 1)[1])
     library.impl(operator.short, operator.fallback, "CompositeExplicitAutograd")
     register_fake(operator.name, operator.meta, lib=library)
 
 
 def _add_kernels(operator: Operator) -> None:
+    if operator.namespace not in _registration.kernels:
+        _registration.kernels[operator.namespace] = Library(operator.namespace, "IMPL")
+    library = _registration.kernels[operator.namespace]
     for device in _DEVICES:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name, device):
-            _library(operator.namespace, "IMPL").impl(operator.short, operator.fallback, device)
-
-
-def _library(namespace: str, kind: Literal["FRAGMENT", "IMPL"]) -> Library:
-    for library in _registration.libraries:
-        if (library.ns, library.kind) == (namespace, kind):
-            return library
-    _registration.libraries.append(Library(namespace, kind))
-    return _registration.libraries[-1]
+            library.impl(operator.short, operator.fallback, device)
 
 
 class _Handover:

@@ -95,10 +95,10 @@ _ROTARY_MUL = (
     "dtype(r1) == dtype(input)",
     "dtype(r2) == dtype(input)",
     "shape(r1) == shape(r2)",
-    Limit("dtype(rotate) == dtype(input)", when="given(rotate)"),
 )
 _ROTARY_MUL_A2 = (
     *_ROTARY_MUL,
+    Limit("dtype(rotate) == dtype(input)", when="given(rotate)"),
     "rotary_mode in ('half', 'interleave')",
     "D < 896",
     Limit(

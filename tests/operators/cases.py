@@ -1,0 +1,163 @@
+"""Small legal calls of every operator, in the layouts that models use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: the operator's short name, what is special about it, and its arguments for a dtype."""
+
+    operator: str
+    label: str
+    make: Callable[[torch.dtype], dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return f"npu::{self.operator}"
+
+    def arguments(self, dtype: torch.dtype) -> dict[str, Any]:
+        torch.manual_seed(0)
+        return self.make(dtype)
+
+    def __str__(self) -> str:
+        return f"{self.operator}-{self.label}"
+
+
+def angles(*shape: int, pairs: str = "half") -> tuple[Tensor, Tensor]:
+    """cos and sin of RoPE, in float64: `shape` ends in D, and both components of a pair have one angle."""
+    angle = torch.rand(*shape[:-1], shape[-1] // 2, dtype=torch.float64) * 2 * math.pi
+    wide = torch.cat((angle, angle), -1) if pairs == "half" else angle.repeat_interleave(2, -1)
+    return wide.cos(), wide.sin()
+
+
+def _norm(*shape: int, gamma: tuple[int, ...] | None = None, wide_gamma: bool = False, swap: bool = False):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        weight = torch.randn(gamma or shape[-1:], dtype=torch.float64)
+        kept = torch.promote_types(dtype, torch.float32) if wide_gamma else dtype
+        return {"input": x.transpose(1, 2) if swap else x, "gamma": weight.to(kept), "epsilon": 1e-5}
+
+    return make
+
+
+def _add_norm(*shape: int, swap: bool = False):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x1, x2 = (torch.randn(*shape, dtype=torch.float64).to(dtype) for _ in range(2))
+        gamma = torch.randn(shape[-1], dtype=torch.float64).to(dtype)
+        return {"x1": x1.transpose(1, 2) if swap else x1, "x2": x2.transpose(1, 2) if swap else x2, "gamma": gamma}
+
+    return make
+
+
+def _rotary_mul(*shape: int, cos: tuple[int, ...], mode: str = "half", swap: bool = False, matrix: bool = False):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        r1, r2 = angles(*cos, pairs="interleave" if mode == "interleave" else "half")
+        call = {"input": x.transpose(1, 2) if swap else x, "r1": r1.to(dtype), "r2": r2.to(dtype)}
+        rotate = {"rotate": turn_matrix(shape[-1], dtype)} if matrix else {}
+        return call | {"rotary_mode": mode} | rotate
+
+    return make
+
+
+def turn_matrix(d: int, dtype: torch.dtype) -> Tensor:
+    """The D x D matrix of rotate_half: x @ M = cat(-x[D/2:], x[:D/2])."""
+    matrix = torch.zeros(d, d)
+    half = torch.arange(d // 2)
+    matrix[half + d // 2, half] = -1
+    matrix[half, half + d // 2] = 1
+    return matrix.to(dtype)
+
+
+def _apply(layout: str, *shape: int, heads: int, cos: tuple[int, ...], mode: str = "half", sliced: bool = False):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        axis = layout.index("N")
+        key_shape = (*shape[:axis], heads, *shape[axis + 1 :])
+        extra = 16 if sliced else 0
+        query, key = (torch.randn(*s[:-1], s[-1] + extra, dtype=torch.float64).to(dtype) for s in (shape, key_shape))
+        c, s = angles(*cos, pairs="interleave" if mode == "interleave" else "half")
+        d = shape[-1]
+        call = {"query": query[..., :d], "key": key[..., :d], "cos": c.to(dtype), "sin": s.to(dtype)}
+        return call | {"layout": layout, "rotary_mode": mode}
+
+    return make
+
+
+def _interleave_rope(b: int, n: int, s: int, d: int = 64, *, cos_s: int | None = None, swap: bool = False):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(b, *((s, n) if swap else (n, s)), d + 32, dtype=torch.float64).to(dtype)[..., 32:]
+        cos, sin = angles(b, 1, s if cos_s is None else cos_s, d)
+        return {"x": x.transpose(1, 2) if swap else x, "cos": cos.to(dtype), "sin": sin.to(dtype)}
+
+    return make
+
+
+def _swiglu(*shape: int, dim: int = -1, swap: bool = False):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        return {"input": x.transpose(0, 1) if swap else x, "dim": dim}
+
+    return make
+
+
+CASES = (
+    Case("npu_rms_norm", "batch 1", _norm(1, 5, 64)),
+    Case("npu_rms_norm", "tokens", _norm(7, 96)),
+    Case("npu_rms_norm", "two trailing dims", _norm(2, 3, 4, 8, gamma=(4, 8))),
+    Case("npu_rms_norm", "wide gamma", _norm(2, 3, 64, wide_gamma=True)),
+    Case("npu_rms_norm", "transposed", _norm(2, 3, 4, 32, swap=True)),
+    Case("npu_gemma_rms_norm", "batch 1", _norm(1, 5, 64)),
+    Case("npu_gemma_rms_norm", "heads", _norm(2, 3, 4, 32)),
+    Case("npu_gemma_rms_norm", "transposed", _norm(2, 3, 4, 32, swap=True)),
+    Case("npu_add_rms_norm", "batch 1", _add_norm(1, 5, 64)),
+    Case("npu_add_rms_norm", "tokens", _add_norm(7, 96)),
+    Case("npu_add_rms_norm", "transposed", _add_norm(2, 3, 4, 32, swap=True)),
+    Case("npu_rotary_mul", "BNSD 11SD", _rotary_mul(2, 3, 5, 32, cos=(1, 1, 5, 32))),
+    Case("npu_rotary_mul", "BNSD B1SD, a view of BSND", _rotary_mul(2, 5, 3, 32, cos=(2, 1, 5, 32), swap=True)),
+    Case("npu_rotary_mul", "BSND", _rotary_mul(1, 5, 3, 32, cos=(1, 5, 1, 32))),
+    Case("npu_rotary_mul", "SBND", _rotary_mul(5, 2, 3, 32, cos=(5, 1, 1, 32))),
+    Case("npu_rotary_mul", "TND", _rotary_mul(7, 3, 32, cos=(7, 1, 32))),
+    Case("npu_rotary_mul", "one token", _rotary_mul(1, 4, 1, 32, cos=(1, 1, 1, 32))),
+    Case("npu_rotary_mul", "interleave", _rotary_mul(2, 5, 3, 32, cos=(1, 5, 1, 32), mode="interleave")),
+    Case("npu_rotary_mul", "quarter", _rotary_mul(2, 5, 3, 32, cos=(1, 5, 1, 32), mode="quarter")),
+    Case("npu_rotary_mul", "interleave-half", _rotary_mul(2, 5, 3, 32, cos=(1, 5, 1, 32), mode="interleave-half")),
+    Case("npu_rotary_mul", "matrix", _rotary_mul(2, 5, 3, 32, cos=(1, 1, 5, 32), matrix=True, swap=True)),
+    Case("npu_apply_rotary_pos_emb", "BSND", _apply("BSND", 2, 5, 4, 64, heads=2, cos=(2, 5, 1, 64))),
+    Case("npu_apply_rotary_pos_emb", "batch 1", _apply("BSND", 1, 5, 4, 64, heads=1, cos=(1, 5, 1, 64))),
+    Case("npu_apply_rotary_pos_emb", "sliced", _apply("BSND", 2, 5, 4, 64, heads=2, cos=(2, 5, 1, 64), sliced=True)),
+    Case("npu_apply_rotary_pos_emb", "TND", _apply("TND", 7, 4, 64, heads=2, cos=(7, 1, 64))),
+    Case("npu_apply_rotary_pos_emb", "BNSD", _apply("BNSD", 2, 4, 5, 64, heads=2, cos=(1, 1, 5, 64))),
+    Case("npu_apply_rotary_pos_emb", "SBND", _apply("SBND", 5, 2, 4, 64, heads=2, cos=(5, 1, 1, 64), mode="quarter")),
+    Case(
+        "npu_apply_rotary_pos_emb",
+        "interleave",
+        _apply("BSND", 2, 5, 4, 64, heads=2, cos=(2, 5, 1, 64), mode="interleave"),
+    ),
+    Case("npu_interleave_rope", "prefill", _interleave_rope(2, 3, 5)),
+    Case("npu_interleave_rope", "a view of BSND", _interleave_rope(2, 3, 5, swap=True)),
+    Case("npu_interleave_rope", "decode", _interleave_rope(4, 3, 1)),
+    Case("npu_interleave_rope", "batch 1, one cos", _interleave_rope(1, 3, 5, cos_s=1)),
+    Case("npu_swiglu", "last dim", _swiglu(2, 5, 64)),
+    Case("npu_swiglu", "batch 1, middle dim", _swiglu(1, 6, 8, dim=1)),
+    Case("npu_swiglu", "transposed", _swiglu(5, 3, 64, swap=True)),
+)
+
+
+def flat(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def described(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]:
+    """Shape, dtype and strides; the stride of a dim of size 1 moves nothing and counts as 0."""
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(tensor.shape), tensor.dtype, strides

@@ -1,0 +1,80 @@
+"""What the operators compute, in float64 and another way than the decompositions: loops, and complex numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6, *, plus: float = 0.0) -> tuple[Tensor, Tensor]:
+    rows = input.reshape(-1, gamma.numel())
+    rstd = torch.stack([1 / (row @ row / row.numel() + epsilon).sqrt() for row in rows])
+    y = torch.stack([row * scale * (gamma.reshape(-1) + plus) for row, scale in zip(rows, rstd, strict=True)])
+    leading = input.shape[: input.ndim - gamma.ndim]
+    return y.reshape(input.shape), rstd.reshape(*leading, *(1,) * gamma.ndim)
+
+
+def gemma(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    return norm(input, gamma, epsilon, plus=1.0)
+
+
+def add_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    return *norm(x1 + x2, gamma, epsilon), x1 + x2
+
+
+def paired(d: int, mode: str) -> tuple[list[int], list[int]]:
+    """Positions of the first and the second component of every pair."""
+    first = {
+        "half": list(range(d // 2)),
+        "interleave": list(range(0, d, 2)),
+        "quarter": [*range(d // 4), *range(d // 2, d // 4 * 3)],
+    }[mode]
+    return first, [i + {"half": d // 2, "interleave": 1, "quarter": d // 4}[mode] for i in first]
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    """Real and imaginary part of (a + ib)(cos + i sin), when both components of a pair have one angle."""
+    if mode == "interleave-half":
+        a, b = paired(x.shape[-1], "interleave")
+        return rope(x[..., a + b], cos, sin, "half")
+    a, b = paired(x.shape[-1], mode)
+    if torch.equal(cos[..., a], cos[..., b]) and torch.equal(sin[..., a], sin[..., b]):
+        turned = torch.complex(x[..., a], x[..., b]) * torch.complex(cos[..., a], sin[..., a])
+        real, imaginary = turned.real, turned.imag
+    else:
+        real = x[..., a] * cos[..., a] - x[..., b] * sin[..., a]
+        imaginary = x[..., b] * cos[..., b] + x[..., a] * sin[..., b]
+    y = torch.empty_like(real.expand(*real.shape[:-1], -1).repeat_interleave(2, -1))
+    y[..., a], y[..., b] = real, imaginary
+    return y
+
+
+def rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Any = None) -> Tensor:
+    return rope(input, r1, r2, rotary_mode)
+
+
+def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str, rotary_mode: str) -> Any:
+    return rope(query, cos, sin, rotary_mode), rope(key, cos, sin, rotary_mode)
+
+
+def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rope(x, cos, sin, "interleave-half")
+
+
+def swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    half = input.shape[dim] // 2
+    a, b = input.narrow(dim, 0, half), input.narrow(dim, half, half)
+    return a / (1 + (-a).exp()) * b
+
+
+REFERENCES = {
+    "npu_rms_norm": norm,
+    "npu_gemma_rms_norm": gemma,
+    "npu_add_rms_norm": add_norm,
+    "npu_rotary_mul": rotary_mul,
+    "npu_apply_rotary_pos_emb": apply_rotary,
+    "npu_interleave_rope": interleave_rope,
+    "npu_swiglu": swiglu,
+}

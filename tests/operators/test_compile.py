@@ -1,0 +1,86 @@
+"""Operators in a compiled function: kept or inlined, the result is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+
+from fusion.operators import decompositions, ensure
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    ensure()
+    torch._dynamo.reset()
+    with functorch_config.patch(enable_autograd_cache=False):  # its key does not hold the decompositions
+        yield
+    torch._dynamo.reset()
+
+
+def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """A slice of a decoder layer that uses every operator."""
+    npu = torch.ops.npu
+    y, _, residual = npu.npu_add_rms_norm(x, residual, gamma)
+    y = npu.npu_rms_norm(y, gamma, 1e-5)[0] + npu.npu_gemma_rms_norm(y, gamma)[0]
+    heads = y.view(y.shape[0], y.shape[1], -1, 64)
+    q, k = npu.npu_apply_rotary_pos_emb(heads, heads[:, :, :1], cos, sin)
+    q = npu.npu_rotary_mul(q.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2), "interleave")
+    q = npu.npu_interleave_rope(q.transpose(1, 2).transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2))
+    return npu.npu_swiglu(q.transpose(1, 2).reshape(y.shape)), k, residual
+
+
+def inputs(batch: int = 2, tokens: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    wide = [torch.randn(batch, tokens, 128) for _ in range(2)]
+    small = [torch.randn(128), torch.randn(batch, tokens, 1, 64), torch.randn(batch, tokens, 1, 64)]
+    return tuple(tensor.to(dtype) for tensor in (*wide, *small))
+
+
+def counted(seen: list[set[str]], **options: Any) -> Callable[..., Any]:
+    """An AOT backend that notes which `npu` operators reach the compiler."""
+
+    def compiler(graph: torch.fx.GraphModule, example: Any) -> Any:
+        seen.append({str(node.target) for node in graph.graph.nodes if str(node.target).startswith("npu.")})
+        return graph
+
+    return aot_autograd(fw_compiler=compiler, **options)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_aot_keeps_the_operators(dynamic: bool):
+    seen: list[set[str]] = []
+    compiled = torch.compile(block, backend=counted(seen), dynamic=dynamic, fullgraph=True)
+    for batch, tokens in ((2, 3), (4, 5)) if dynamic else ((2, 3),):
+        torch.testing.assert_close(compiled(*inputs(batch, tokens)), block(*inputs(batch, tokens)))
+    assert [len(names) for names in seen] == [len(decompositions())]
+
+
+def test_aot_inlines_with_the_table():
+    seen: list[set[str]] = []
+    compiled = torch.compile(block, backend=counted(seen, decompositions=decompositions()), fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs()), block(*inputs()))
+    assert seen == [set()]
+
+
+def test_aot_eager():
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs(dtype=torch.bfloat16)), block(*inputs(dtype=torch.bfloat16)))
+
+
+def test_inductor_calls_the_operators():
+    compiled = torch.compile(block, backend="inductor", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs()), block(*inputs()), rtol=1e-4, atol=1e-5)
+
+
+def test_inductor_inlines_with_the_table():
+    table = {**select_decomp_table(), **decompositions()}
+    compiled = torch.compile(block, backend=lambda graph, example: compile_fx(graph, example, decompositions=table))
+    torch.testing.assert_close(compiled(*inputs()), block(*inputs()), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,402 @@
+"""Both sides of every limit, on every chip that has it, and calls that no chip could take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fusion.errors import OperatorError
+from fusion.operators import CHIPS, HOST, Limit, Operator, operator, operators, refusal
+
+A2, A3, A5 = CHIPS
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def t(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def rotary(x: tuple[int, ...], r: tuple[int, ...], mode: str = "half", dtype: torch.dtype = BF16, **more: Any) -> dict:
+    return {
+        "input": t(*x, dtype=dtype),
+        "r1": t(*r, dtype=dtype),
+        "r2": t(*r, dtype=dtype),
+        "rotary_mode": mode,
+        **more,
+    }
+
+
+def apply(
+    n: int = 8,
+    nkv: int = 2,
+    d: int = 128,
+    cos_b: int = 2,
+    b: int = 2,
+    s: int = 3,
+    dtype: torch.dtype = BF16,
+    **more: Any,
+) -> dict:
+    cos = t(cos_b, s, 1, d, dtype=dtype)
+    query, key = t(b, s, n, d, dtype=dtype), t(b, s, nkv, d, dtype=dtype)
+    return {"query": query, "key": key, "cos": cos, "sin": cos, **more}
+
+
+def tnd(n: int = 8, d: int = 128) -> dict:
+    return {"query": t(5, n, d), "key": t(5, 2, d), "cos": t(5, 1, d), "sin": t(5, 1, d), "layout": "TND"}
+
+
+def bnsd(mode: str = "half") -> dict:
+    cos = t(1, 1, 3, 128)
+    call = {"query": t(2, 8, 3, 128), "key": t(2, 2, 3, 128), "cos": cos, "sin": cos}
+    return call | {"layout": "BNSD", "rotary_mode": mode}
+
+
+def rope(
+    b: int = 2, n: int = 4, s: int = 3, d: int = 64, cos: tuple[int, ...] | None = None, dtype: torch.dtype = BF16
+) -> dict:
+    r = t(*(cos or (b, 1, s, d)), dtype=dtype)
+    return {"x": t(b, n, s, d, dtype=dtype), "cos": r, "sin": r}
+
+
+NORM = {"input": t(2, 3, 64), "gamma": t(64)}
+ADD = {"x1": t(2, 3, 64), "x2": t(2, 3, 64), "gamma": t(64)}
+DEEP = (1, 1, 1, 1, 1, 1, 2, 3, 64)
+HALF = ((2, 4, 3, 128), (1, 1, 3, 128))
+
+# Operator, chips, a legal call, the same call beyond one limit, what the refusal says.
+EDGES = [
+    # npu_rms_norm
+    ("npu_rms_norm", (HOST, *CHIPS), NORM, NORM | {"gamma": t()}, "rank(gamma) >= 1"),
+    ("npu_rms_norm", CHIPS, NORM | {"input": t(*DEEP[1:])}, NORM | {"input": t(*DEEP)}, "rank(input) <= 8"),
+    ("npu_rms_norm", CHIPS, NORM | {"gamma": t(64, dtype=F32)}, NORM | {"gamma": t(64, dtype=F16)}, "dtype(gamma) in"),
+    (
+        "npu_rms_norm",
+        CHIPS,
+        NORM,
+        NORM | {"input": t(2, 3, 64, dtype=F64)},
+        "needs input in bfloat16, float16, float32",
+    ),
+    ("npu_rms_norm", (HOST, *CHIPS), NORM, NORM | {"gamma": t(32)}, "D is [64], not [32] in [2, 3, 64]"),
+    ("npu_rms_norm", (HOST, *CHIPS), NORM, NORM | {"gamma": t(2, 2, 3, 64)}, "there are only 3 dims in [2, 3, 64]"),
+    # npu_gemma_rms_norm
+    ("npu_gemma_rms_norm", (HOST, A2, A3), NORM, NORM | {"gamma": t()}, "rank(gamma) >= 1"),
+    ("npu_gemma_rms_norm", (A2, A3), NORM | {"input": t(*DEEP[1:])}, NORM | {"input": t(*DEEP)}, "rank(input) <= 8"),
+    ("npu_gemma_rms_norm", (A2, A3), NORM, NORM | {"gamma": t(64, dtype=F32)}, "dtype(gamma) == dtype(input)"),
+    # npu_add_rms_norm
+    ("npu_add_rms_norm", (HOST, *CHIPS), ADD, ADD | {"gamma": t()}, "rank(gamma) >= 1"),
+    (
+        "npu_add_rms_norm",
+        CHIPS,
+        ADD | {"x1": t(*DEEP[1:]), "x2": t(*DEEP[1:])},
+        ADD | {"x1": t(*DEEP), "x2": t(*DEEP)},
+        "rank(x1) <= 8",
+    ),
+    ("npu_add_rms_norm", CHIPS, ADD, ADD | {"x2": t(2, 3, 64, dtype=F32)}, "dtype(x2) == dtype(x1)"),
+    ("npu_add_rms_norm", CHIPS, ADD, ADD | {"gamma": t(64, dtype=F32)}, "dtype(gamma) == dtype(x1)"),
+    ("npu_add_rms_norm", CHIPS, ADD | {"epsilon": 0.0}, ADD | {"epsilon": -1e-6}, "epsilon >= 0"),
+    ("npu_add_rms_norm", (HOST, *CHIPS), ADD, ADD | {"x2": t(1, 3, 64)}, "B is [1, 3], not [2, 3] in [1, 3, 64]"),
+    # npu_rotary_mul
+    ("npu_rotary_mul", (HOST, A5), rotary(*HALF, mode="quarter"), rotary(*HALF, mode="third"), "rotary_mode in"),
+    ("npu_rotary_mul", (HOST, *CHIPS), rotary(*HALF), rotary((2, 4, 3, 127), (1, 1, 3, 127)), "D % 2 == 0"),
+    (
+        "npu_rotary_mul",
+        (HOST, A5),
+        rotary((2, 4, 3, 64), (1, 1, 3, 64), "quarter"),
+        rotary((2, 4, 3, 66), (1, 1, 3, 66), "quarter"),
+        "D % 4 == 0",
+    ),
+    ("npu_rotary_mul", CHIPS, rotary(*HALF), rotary(*HALF, r1=t(1, 1, 3, 128, dtype=F32)), "dtype(r1) == dtype(input)"),
+    ("npu_rotary_mul", CHIPS, rotary(*HALF), rotary(*HALF, r2=t(1, 1, 3, 128, dtype=F32)), "dtype(r2) == dtype(input)"),
+    ("npu_rotary_mul", CHIPS, rotary(*HALF), rotary(*HALF, r2=t(2, 1, 3, 128)), "shape(r1) == shape(r2)"),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary(*HALF, rotate=t(128, 128)),
+        rotary(*HALF, rotate=t(128, 128, dtype=F32)),
+        "dtype(rotate) == dtype(input)",
+    ),
+    ("npu_rotary_mul", (A5,), rotary(*HALF), rotary(*HALF, rotate=t(128, 128)), "not given(rotate)"),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((1, 3, 4, 128), (1, 3, 1, 128), "interleave"),
+        rotary((1, 3, 4, 128), (1, 3, 1, 128), "quarter"),
+        "rotary_mode in ('half', 'interleave')",
+    ),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((2, 4, 3, 894), (1, 1, 3, 894)),
+        rotary((2, 4, 3, 896), (1, 1, 3, 896)),
+        "D < 896",
+    ),
+    (
+        "npu_rotary_mul",
+        (A5,),
+        rotary((2, 4, 3, 1024), (1, 1, 3, 1024)),
+        rotary((2, 4, 3, 1026), (1, 1, 3, 1026)),
+        "D <= 1024",
+    ),
+    ("npu_rotary_mul", (A2, A3), rotary((7, 999, 64), (7, 1, 64)), rotary((7, 1000, 64), (7, 1, 64)), "N < 1000"),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((2, 4, 3, 128), (1, 4, 1, 128)),
+        rotary((2, 4, 3, 128), (1, 4, 3, 128)),
+        "size(r1, 0) == I or size(r1, 1) == 1 or size(r1, 2) == 1",
+    ),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((2, 4, 1, 128), (1, 1, 1, 128)),
+        rotary((2, 4, 3, 128), (1, 1, 1, 128)),
+        "I == 1 or J == 1 or K == 1",
+    ),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((999, 3, 2, 64), (1, 3, 1, 64)),
+        rotary((1000, 3, 2, 64), (1, 3, 1, 64)),
+        "I < 1000",
+    ),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((1, 999, 2, 64), (1, 1, 2, 64)),
+        rotary((1, 1000, 2, 64), (1, 1, 2, 64)),
+        "J < 1000",
+    ),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((1, 3, 999, 64), (1, 3, 1, 64)),
+        rotary((1, 3, 1000, 64), (1, 3, 1, 64)),
+        "K < 1000",
+    ),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((2, 12, 3, 128), (1, 1, 3, 128)),
+        rotary((2, 13, 3, 128), (1, 1, 3, 128)),
+        "I * J <= 8 * K (I=2, J=13, K=3): the kernel refuses BNSD",
+    ),
+    ("npu_rotary_mul", (A2, A3), rotary((2, 4, 3, 82), (1, 1, 3, 82)), rotary((2, 4, 3, 78), (1, 1, 3, 78)), "D >= 80"),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((37, 3, 27, 64), (1, 3, 1, 64), "interleave"),
+        rotary((40, 3, 25, 64), (1, 3, 1, 64), "interleave"),
+        "interleave takes cos as S11D",
+    ),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((2, 3, 4, 64), (2, 1, 1, 64), "interleave"),
+        rotary((2, 3, 4, 64), (2, 3, 1, 64), "interleave"),
+        "interleave takes cos as S11D",
+    ),
+    (
+        "npu_rotary_mul",
+        (A2, A3),
+        rotary((7, 4, 64), (7, 1, 64), "interleave"),
+        rotary((7, 4, 64), (7, 4, 64), "interleave"),
+        "interleave takes cos as T1D",
+    ),
+    ("npu_rotary_mul", (HOST, *CHIPS), rotary(*HALF), rotary((2, 4, 3, 128), (2, 2, 3, 128)), "1|J is 2, not 1 or 4"),
+    ("npu_rotary_mul", (HOST, *CHIPS), rotary(*HALF), rotary((4, 128), (1, 128)), "there are only 2 dims in [4, 128]"),
+    # npu_apply_rotary_pos_emb
+    ("npu_apply_rotary_pos_emb", (HOST, A5), bnsd("quarter"), bnsd("third"), "rotary_mode in"),
+    ("npu_apply_rotary_pos_emb", (HOST, A5), apply(d=62), apply(d=63), "D % 2 == 0"),
+    (
+        "npu_apply_rotary_pos_emb",
+        (HOST, A5),
+        apply(d=64, rotary_mode="quarter"),
+        apply(d=66, rotary_mode="quarter"),
+        "D % 4",
+    ),
+    ("npu_apply_rotary_pos_emb", CHIPS, apply(), apply(key=t(2, 3, 2, 128, dtype=F16)), "dtype(key) == dtype(query)"),
+    ("npu_apply_rotary_pos_emb", CHIPS, apply(), apply(cos=t(2, 3, 1, 128, dtype=F32)), "dtype(cos) == dtype(query)"),
+    ("npu_apply_rotary_pos_emb", CHIPS, apply(), apply(sin=t(2, 3, 1, 128, dtype=F32)), "dtype(sin) == dtype(query)"),
+    ("npu_apply_rotary_pos_emb", (A2, A3), tnd(), bnsd(), "layout in ('BSND', 'TND')"),
+    ("npu_apply_rotary_pos_emb", (A2, A3), apply(), apply(rotary_mode="interleave"), "rotary_mode == 'half'"),
+    ("npu_apply_rotary_pos_emb", (A2, A3), apply(d=64), apply(d=96), "D in (64, 128)"),
+    ("npu_apply_rotary_pos_emb", (A5,), apply(d=1024), apply(d=1026), "D <= 1024"),
+    ("npu_apply_rotary_pos_emb", (A2, A3), apply(), apply(cos_b=1), "size(cos, 0) == B and size(sin, 0) == B"),
+    ("npu_apply_rotary_pos_emb", (A2, A3), apply(b=1, cos_b=1), apply(b=0, cos_b=0), "size(query, 0) > 0"),
+    (
+        "npu_apply_rotary_pos_emb",
+        (A2, A3),
+        apply(n=253, d=64, dtype=F16),
+        apply(n=254, d=64, dtype=F16),
+        "N + Nkv <= 255",
+    ),
+    (
+        "npu_apply_rotary_pos_emb",
+        (A2, A3),
+        apply(n=150, dtype=F16),
+        apply(n=151, dtype=F16),
+        "10 * (N + Nkv) * D + 8 * D <= 196608",
+    ),
+    ("npu_apply_rotary_pos_emb", (A2, A3), apply(n=74), apply(n=75), "20 * (N + Nkv) * D + 16 * D <= 196608"),
+    (
+        "npu_apply_rotary_pos_emb",
+        (HOST, A5),
+        bnsd(),
+        bnsd() | {"layout": "BDNS"},
+        "needs layout='BSND' or layout='SBND'",
+    ),
+    ("npu_apply_rotary_pos_emb", (HOST, *CHIPS), tnd(), tnd() | {"cos": t(5, 8, 128)}, "1 is 8, not 1 in [5, 8, 128]"),
+    # npu_interleave_rope
+    ("npu_interleave_rope", (HOST,), rope(d=62), rope(d=63), "D % 2 == 0"),
+    ("npu_interleave_rope", CHIPS, rope(), rope() | {"cos": t(2, 1, 3, 64, dtype=F32)}, "dtype(cos) == dtype(x)"),
+    ("npu_interleave_rope", CHIPS, rope(), rope() | {"sin": t(2, 1, 3, 64, dtype=F32)}, "dtype(sin) == dtype(x)"),
+    ("npu_interleave_rope", CHIPS, rope(), rope() | {"sin": t(2, 1, 1, 64)}, "shape(cos) == shape(sin)"),
+    ("npu_interleave_rope", CHIPS, rope(), rope(d=128), "D == 64"),
+    ("npu_interleave_rope", CHIPS, rope(cos=(2, 1, 1, 64)), rope(cos=(2, 4, 3, 64)), "size(cos, 1) == 1"),
+    ("npu_interleave_rope", (A2, A3), rope(), rope(dtype=F32), "dtype(x) != 'float32'"),
+    ("npu_interleave_rope", (A2, A3), rope(), rope(cos=(1, 1, 3, 64)), "size(cos, 0) == B (size(cos, 0)=1, B=2)"),
+    ("npu_interleave_rope", (A2, A3), rope(s=1), rope(s=0), "B > 0 and S > 0"),
+    # npu_swiglu
+    ("npu_swiglu", (HOST, *CHIPS), {"input": t(3, 4), "dim": 1}, {"input": t(3, 4), "dim": 2}, "dim < rank(input)"),
+    (
+        "npu_swiglu",
+        (HOST, *CHIPS),
+        {"input": t(3, 4), "dim": -1},
+        {"input": t(3, 4), "dim": 0},
+        "size(input, dim) % 2 == 0",
+    ),
+    ("npu_swiglu", CHIPS, {"input": t(*DEEP[1:])}, {"input": t(*DEEP)}, "rank(input) <= 8"),
+]
+
+
+def label(edge: Any) -> str:
+    return f"{edge[0]}: {edge[4]}"
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=label)
+def test_both_sides_of_a_limit(edge: Any):
+    name, chips, legal, illegal, text = edge
+    op = operator(f"npu::{name}")
+    for chip in chips:
+        assert refusal(op, chip, (), legal) is None
+        said = refusal(op, chip, (), illegal)
+        assert said is not None
+        assert text in said
+        assert said.startswith(f"{name} ")
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", operators())
+def test_every_limit_has_an_edge_on_every_chip(name: str):
+    op = operator(name)
+    said = [(chip, refusal(op, chip, (), e[3])) for e in EDGES if f"npu::{e[0]}" == name for chip in e[1]]
+    for chip, limits in op.limits.items():
+        for limit in limits:
+            text = limit if isinstance(limit, str) else limit.text
+            if isinstance(limit, Limit) and limit.lowering:
+                continue
+            found = [s for c, s in said if s and text in s and (c == chip or chip == HOST)]
+            assert found, f"no edge for {text!r} on {chip}"
+
+
+def test_a_refusal_names_the_limit_and_the_value():
+    said = refusal(operator("npu::npu_rotary_mul"), A3, (), rotary((2, 4, 3, 1024), (1, 1, 3, 1024)))
+    assert said == "npu_rotary_mul on ascend910_93 needs D < 896 (D=1024)"
+
+
+def test_an_operator_that_a_chip_lacks():
+    said = refusal(operator("npu::npu_gemma_rms_norm"), A5, (), NORM)
+    assert said == "npu_gemma_rms_norm does not exist on ascend950; it does on ascend910_93, ascend910b"
+
+
+def test_what_a_lowering_cannot_take():
+    gemma, mul = operator("npu::npu_gemma_rms_norm"), operator("npu::npu_rotary_mul")
+    assert refusal(gemma, A2, (), NORM, lowering="npugraph_ex") is None
+    assert "cannot be lowered by torchair" in str(refusal(gemma, A2, (), NORM, lowering="torchair"))
+    paired = rotary((1, 3, 4, 128), (1, 3, 1, 128), "interleave")
+    assert refusal(mul, A2, (), paired, lowering="eager") is None
+    assert "under torchair needs rotary_mode == 'half'" in str(refusal(mul, A2, (), paired, lowering="torchair"))
+    assert refusal(mul, A2, (), rotary(*HALF), lowering="torchair") is None
+    assert refusal(mul, A5, (), paired, lowering="torchair") is None
+
+
+def test_positional_arguments_and_defaults_count():
+    op = operator("npu::npu_swiglu")
+    assert refusal(op, A2, (t(4, 3),), {}) is not None
+    assert refusal(op, A2, (t(4, 3), 0), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [((), {}, "input, gamma"), ((t(2), t(2), 1e-6, 1), {}, "4 positional"), ((t(2), t(2)), {"eps": 1}, "eps")],
+)
+def test_a_call_that_does_not_fit_the_schema(args: Any, kwargs: Any, text: str):
+    with pytest.raises(OperatorError, match=text):
+        refusal(operator("npu::npu_rms_norm"), A2, args, kwargs)
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(OperatorError, match="did you mean npu::npu_rms_norm"):
+        operator("npu::npu_rmsnorm")
+    with pytest.raises(OperatorError, match="did you mean ascend910_93"):
+        refusal(operator("npu::npu_rms_norm"), "ascend910_9391", (), NORM)
+    with pytest.raises(OperatorError, match="did you mean torchair"):
+        refusal(operator("npu::npu_rms_norm"), A2, (), NORM, lowering="torch_air")
+
+
+def symbolic(*shape: int, dynamic: tuple[int, ...]) -> Tensor:
+    """A fake tensor whose dims `dynamic` are symbols."""
+    sizes = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(len(shape))]
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    return mode.from_tensor(torch.empty(shape, dtype=BF16), symbolic_context=context)
+
+
+def test_symbolic_sizes_that_the_limits_leave_open_are_legal():
+    x = symbolic(3, 5, 64, dynamic=(0, 1))
+    assert refusal(operator("npu::npu_rms_norm"), A2, (x, x.new_empty(64)), {}) is None
+    x = symbolic(1, 5, 4, 64, dynamic=(1,))
+    cos = x.new_empty(1, x.shape[1], 1, 64)
+    assert refusal(operator("npu::npu_rotary_mul"), A2, (x, cos, cos), {}) is None
+    assert refusal(operator("npu::npu_apply_rotary_pos_emb"), A2, (x, x[:, :, :1], cos, cos), {}) is None
+
+
+def test_a_symbolic_size_that_is_not_proven_is_a_refusal_that_says_so():
+    x = symbolic(3, 5, 4, 64, dynamic=(0, 1))
+    cos = x.new_empty(1, x.shape[1], 1, 64)
+    said = str(refusal(operator("npu::npu_rotary_mul"), A2, (x, cos, cos), {}))
+    assert said.startswith("npu_rotary_mul on ascend910b needs I < 1000, which is not proven for I=s")
+    assert refusal(operator("npu::npu_rotary_mul"), HOST, (x, cos, cos), {}) is None
+    other = x.new_empty(1, x.shape[0], 1, 64)
+    said = str(refusal(operator("npu::npu_rotary_mul"), HOST, (x, other, other), {}))
+    assert "not proven to be 1 or s" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"limits": {"ascend910c": ()}}, "ascend910c are not known chips"),
+        ({"limits": {A2: ("Q < 4",)}}, "Q are not known names in the limit 'Q < 4'"),
+        ({"limits": {A2: (Limit("D < 4", when="Q == 1"),)}}, "Q are not known"),
+        ({"limits": {A2: ("__import__('os')",)}}, "not a call that limits know"),
+        ({"limits": {A2: ("dim.real < 4",)}}, "Attribute is not part of the grammar"),
+        ({"limits": {A2: ("dim <",)}}, "write one Python expression"),
+        ({"lowerings": frozenset({"tvm"})}, "tvm are not known lowerings"),
+        ({"dims": {"x": "*S"}}, "x are not known arguments"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(change: dict, text: str):
+    with pytest.raises(OperatorError, match=text.replace("(", r"\(").replace(")", r"\)")):
+        replace(operator("npu::npu_swiglu"), **change)
+
+
+def test_an_operator_is_frozen():
+    with pytest.raises(AttributeError):
+        operator("npu::npu_swiglu").schema = ""  # type: ignore[misc]
+    assert isinstance(operator("npu::npu_swiglu"), Operator)

@@ -1,0 +1,102 @@
+"""What fake tensors are told is what comes out, also when batch and sequence are symbols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fusion.operators import decompositions, ensure, operator
+from tests.operators.cases import CASES, DTYPES, Case, described, flat
+
+
+def moved(arguments: dict[str, Any], to: Any) -> dict[str, Any]:
+    return {name: to(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_registered_meta_equals_the_fallback_on_fake_tensors(case: Case, dtype: torch.dtype):
+    ensure()
+    op = operator(case.name)
+    with FakeTensorMode() as mode:
+        fake = moved(case.arguments(dtype), mode.from_tensor)
+        told = flat(op.overload()(**fake))
+        computed = flat(op.fallback(**fake))
+    assert list(map(described, told)) == list(map(described, computed))
+
+
+def traced(function: Any, arguments: dict[str, Any], **options: Any) -> torch.fx.GraphModule:
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    rest = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
+
+    def positional(*values: Tensor) -> Any:
+        return function(**dict(zip(tensors, values, strict=True)), **rest)
+
+    return make_fx(positional, tracing_mode="symbolic", **options)(*tensors.values())
+
+
+def operators_in(graph: torch.fx.GraphModule) -> set[str]:
+    return {str(node.target).split(".")[0] for node in graph.graph.nodes if node.op == "call_function"}
+
+
+def called(graph: torch.fx.GraphModule, arguments: dict[str, Any]) -> Any:
+    return graph(*(value for value in arguments.values() if isinstance(value, Tensor)))
+
+
+# Two sizes of one call: a graph traced with the first must serve the second.
+GROWING = [
+    ("npu_rms_norm", lambda b, s: {"input": torch.randn(b, s, 16), "gamma": torch.randn(16)}),
+    ("npu_gemma_rms_norm", lambda b, s: {"input": torch.randn(b, s, 16), "gamma": torch.randn(16)}),
+    (
+        "npu_add_rms_norm",
+        lambda b, s: {"x1": torch.randn(b, s, 16), "x2": torch.randn(b, s, 16), "gamma": torch.randn(16)},
+    ),
+    (
+        "npu_rotary_mul",
+        lambda b, s: {
+            "input": torch.randn(b, s, 4, 16).transpose(1, 2),
+            "r1": torch.randn(1, 1, s, 16),
+            "r2": torch.randn(1, 1, s, 16),
+        },
+    ),
+    (
+        "npu_apply_rotary_pos_emb",
+        lambda b, s: {
+            "query": torch.randn(b, s, 4, 64),
+            "key": torch.randn(b, s, 2, 64),
+            "cos": torch.randn(b, s, 1, 64),
+            "sin": torch.randn(b, s, 1, 64),
+        },
+    ),
+    (
+        "npu_interleave_rope",
+        lambda b, s: {
+            "x": torch.randn(b, s, 4, 96).transpose(1, 2)[..., 32:],
+            "cos": torch.randn(b, 1, s, 64),
+            "sin": torch.randn(b, 1, s, 64),
+        },
+    ),
+    ("npu_swiglu", lambda b, s: {"input": torch.randn(b, s, 32)}),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), GROWING, ids=[name for name, _ in GROWING])
+def test_one_symbolic_graph_serves_other_sizes(name: str, make: Any):
+    ensure()
+    op = operator(f"npu::{name}")
+    small, large = make(2, 3), make(5, 7)
+    kept = traced(op.overload(), small)
+    inlined = traced(op.overload(), small, decomposition_table=decompositions())
+    assert "npu" in operators_in(kept)
+    assert "npu" not in operators_in(inlined)
+    expected = flat(op.fallback(**large))
+    for graph in (kept, inlined):
+        got = flat(called(graph, large))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
+            assert described(a) == described(b)

@@ -1,0 +1,61 @@
+"""The contracts against the real torch_npu 2.13.0: schemas, mutations, and what its Meta kernels return."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fusion.operators import operators
+from tests.support import torch_npu_host
+from tests.support.torch_npu_host import requires_torch_npu
+
+pytestmark = requires_torch_npu
+
+SOURCE = """
+import json, torch, torch_npu, torchair
+from torchair._ge_concrete_graph.fx2ge_converter import _get_converter
+from fusion.operators import ensure, operators
+from tests.operators.cases import CASES, described, flat
+from torch import Tensor
+
+ensure()
+schemas, mutable, converters, metas = {}, {}, {}, []
+for name, op in operators().items():
+    real = op.overload()._schema
+    schemas[name] = str(real)
+    mutable[name] = real.is_mutable or any(a.alias_info is not None for a in [*real.arguments, *real.returns])
+    converters[name] = _get_converter(op.overload()) is not None
+for case in CASES:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        call = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in case.arguments(dtype).items()}
+        op = operators()[case.name]
+        theirs, ours = (list(map(described, flat(f(**call)))) for f in (op.overload(), op.meta))
+        metas.append([f"{case} {dtype}", str(theirs), str(ours)])
+print("TOLD " + json.dumps({"schemas": schemas, "mutable": mutable, "converters": converters, "metas": metas}))
+"""
+
+
+@pytest.fixture(scope="module")
+def vendor() -> dict[str, Any]:
+    done = torch_npu_host.run(SOURCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TOLD ")).removeprefix("TOLD "))
+
+
+def test_schemas_are_the_vendors(vendor: dict[str, Any]):
+    assert vendor["schemas"] == {name: op.schema for name, op in operators().items()}
+
+
+def test_the_vendors_schemas_declare_no_writes(vendor: dict[str, Any]):
+    assert not any(vendor["mutable"].values())
+
+
+def test_meta_kernels_return_what_ours_say(vendor: dict[str, Any]):
+    assert len(vendor["metas"]) > 100
+    assert not [line for line in vendor["metas"] if line[1] != line[2]]
+
+
+def test_torchair_is_named_where_there_is_a_converter(vendor: dict[str, Any]):
+    assert vendor["converters"] == {name: "torchair" in op.lowerings for name, op in operators().items()}
