@@ -38,7 +38,8 @@ Boxed = Callable[[list[Any]], Any]
 def preserve_composites() -> AbstractContextManager[None]:
     """Tracing inside this context records the `COMPOSITES` whole instead of decomposing them.
 
-    Leave the context before anything else is traced, a vendor's second AOT included: it would preserve them as well.
+    For AOT autograd and `run_decompositions` only: a bare make_fx in it recurses without end. Leave the context before
+    anything else is traced, a vendor's second AOT included: it would preserve the composites as well.
     Private: `torch.export.exported_program._override_composite_implicit_decomp`, which `run_decompositions` uses.
     """
     from torch._export.utils import _special_op_to_preserve_cia
@@ -101,24 +102,18 @@ def trace(
         return make_fx(run, decomposition_table=dict(decompositions), tracing_mode="real")(*values)
 
 
-def inductor_compile(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    decompositions: Mapping[OpOverload, Callable[..., Any]],
-) -> Callable[..., Any]:
-    """`gm` compiled for inference by Inductor, which decomposes by its own table and `decompositions`.
+def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`gm` compiled for inference by Inductor with its own decompositions; the result takes its inputs one by one.
 
-    The AOT autograd cache is off: its key holds no decompositions, so an edited one would still find the old code.
-    `compile_fx` owns and changes what it is given, hence the copy. The result takes its inputs one by one.
-    Private: `torch._inductor.compile_fx.compile_fx`, `torch._inductor.decomposition.select_decomp_table`.
+    Handing decompositions to `compile_fx` would turn off Inductor's cache of compiled graphs: they cannot be pickled
+    into its key. `compile_fx` owns and changes what it is given, hence the copy.
+    Private: `torch._inductor.compile_fx.compile_fx`.
     """
-    from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
 
     owned = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    with functorch_config.patch(enable_autograd_cache=False), torch.no_grad():
-        run: Any = compile_fx(owned, list(example_inputs), decompositions={**select_decomp_table(), **decompositions})
+    with torch.no_grad():
+        run: Any = compile_fx(owned, list(example_inputs))
     return run
 
 

@@ -65,7 +65,7 @@ def _value(node: fx.Node) -> Any:
     if "val" in node.meta:
         return node.meta["val"]
     raise FusionError(
-        f"Expanding composite operators, with input {node.name!r} of the graph: it has no meta['val'] to trace with. "
+        f"Replacing operators by their parts, with input {node.name!r} of the graph: it has no meta['val'] to trace. "
         "Hand over a graph that was captured under fake tensors, as torch.compile and torch.export capture it."
     )
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from fusion._torch import Boxed, boxed, fake_mode_of, inductor_can_build, inductor_compile, tracing_apart
+from fusion.lowering.expand import Table
+from fusion.lowering.inline import inline
 
 
 def eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
@@ -18,16 +19,15 @@ def eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
     return boxed(gm.forward)
 
 
-def inductor(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], table: Mapping[OpOverload, Callable[..., Any]]
-) -> Boxed:
+def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], table: Table) -> Boxed:
     """`gm` compiled by Inductor, for inference; operators in `table` are inlined, so that they fuse with the rest.
 
     `gm` may hold composite operators, symbolic sizes and a `copy_` epilogue: mutated inputs are written in place.
     Made to be the inner compiler of another AOT autograd; `gm` is not changed.
     """
+    inlined = inline(gm, table)
     with tracing_apart(fake_mode_of(gm)):
-        return boxed(inductor_compile(gm, example_inputs, table))
+        return boxed(inductor_compile(inlined, example_inputs))
 
 
 def has_compiler(device_type: str | None = None) -> bool:

@@ -77,8 +77,8 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
     adjacent = given == list(range(given[0], given[0] + len(given)))
     if accumulate or not adjacent or any(index.dtype == torch.bool for index in found):
         return NotImplemented
-    shape = torch.broadcast_shapes(*(index.shape for index in found))
-    return _scatter_rows(x, given[0], [index.expand(shape) for index in found], values)
+    spread: list[Tensor] = list(torch.broadcast_tensors(*found))  # pyright: ignore
+    return _scatter_rows(x, given[0], spread, values)
 
 
 def _scatter_rows(x: Tensor, dim: int, indices: list[Tensor], source: Tensor) -> Tensor:

@@ -19,8 +19,10 @@ from tests.lowering.models import LIBRARY, TABLE, Block, aten, inputs, operators
 from tests.support.capture import compiled
 
 LIBRARY.define("write_(Tensor(a!) x, Tensor y) -> ()")
-LIBRARY.impl("write_", lambda x, y: x.copy_(y) and None, "CPU")
-LIBRARY.impl("write_", lambda x, y: None, "Meta")
+LIBRARY.define("put_(Tensor(a!) x, Tensor y) -> Tensor(a!)")
+for key in ("CPU", "Meta"):
+    LIBRARY.impl("write_", lambda x, y: None, key)
+    LIBRARY.impl("put_", lambda x, y: x, key)
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +116,11 @@ def test_the_epilogue_stays_last_and_writes_the_input(model: Block):
     assert list(expanded.graph.nodes)[-2] is copies[0]
 
 
-def test_a_mutating_operator_without_result_stays():
+@pytest.mark.parametrize("name", ["write_", "put_"])
+def test_a_mutating_operator_whose_result_is_unused_stays(name: str):
     gm = captured(lambda x, y: (x + y).relu(), [torch.ones(3), torch.ones(3)])
     x, y = gm.graph.find_nodes(op="placeholder")
-    write = torch.ops.lowering_test.write_.default
+    write = getattr(torch.ops.lowering_test, name).default
     with gm.graph.inserting_before(gm.graph.output_node()):
         gm.graph.call_function(write, (x, y))
     gm.recompile()
@@ -161,7 +164,7 @@ def _path_and_class(entry: tuple[str, Any]) -> tuple[str, str]:
 
 def test_a_graph_without_values_is_refused():
     gm = fx.symbolic_trace(lambda x: x + 1)
-    with pytest.raises(FusionError, match=r"Expanding .* input 'x' .* no meta\['val'\] .* fake tensors"):
+    with pytest.raises(FusionError, match=r"Replacing .* input 'x' .* no meta\['val'\] .* fake tensors"):
         expand(gm, {})
 
 

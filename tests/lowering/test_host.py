@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from fusion import _torch
@@ -110,6 +111,17 @@ def test_an_edited_decomposition_is_not_answered_from_a_cache():
 
     torch.testing.assert_close(twice(2.0), torch.full((5,), 2.0))
     torch.testing.assert_close(twice(3.0), torch.full((5,), 3.0))
+
+
+@needs_compiler
+def test_inductor_finds_what_it_compiled_before(model: Block):
+    for _ in range(2):
+        counters.clear()
+        run, _ = compiled(model, inductor)
+        with torch.no_grad():
+            agrees(run, model, 3, 5)
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1
+    assert not counters["inductor"]["fxgraph_cache_bypass"]
 
 
 @needs_compiler

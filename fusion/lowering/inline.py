@@ -1,0 +1,73 @@
+"""inline: graph with operators of a table → graph with their decompositions in place, all other nodes as they were."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion.lowering.expand import Table, expand
+
+aten = torch.ops.aten
+
+
+def inline(gm: fx.GraphModule, table: Table) -> fx.GraphModule:
+    """A copy of `gm` with the nodes of its decomposition in place of every call of an operator in `table`.
+
+    Composite operators stay whole, for a compiler that has its own way with them; only the calls that are replaced are
+    traced. Views become reshapes, because a decomposition's result may have other strides than the operator's.
+    Raises `FusionError` when an input of a replaced call has no `meta["val"]`.
+    """
+    inlined = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    inlined.meta.update(gm.meta)
+    calls = [node for node in inlined.graph.nodes if node.op == "call_function" and node.target in table]
+    for node in calls:
+        _replace(inlined, node, expand(_alone(gm, node), table))
+    for view in inlined.graph.find_nodes(op="call_function", target=aten.view.default) if calls else []:
+        view.target = aten.reshape.default
+    inlined.graph.lint()
+    inlined.recompile()
+    return inlined
+
+
+def _alone(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    """A graph that holds nothing but the call `node`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in node.all_input_nodes:
+        copies[source] = graph.placeholder(source.name)
+        copies[source].meta = {key: source.meta[key] for key in ("val",) if key in source.meta}
+    graph.output(graph.node_copy(node, copies.__getitem__))
+    return fx.GraphModule(gm, graph)
+
+
+def _replace(gm: fx.GraphModule, node: fx.Node, parts: fx.GraphModule) -> None:
+    """Put the nodes of `parts` in the place of `node`, and its outputs in the place of the results of `node`."""
+    placed = dict(zip(parts.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+    with gm.graph.inserting_before(node):
+        for part in parts.graph.nodes:
+            if part.op == "get_attr":
+                placed[part] = _constant(gm, f"{node.name}_{part.target}", getattr(parts, part.target))
+            elif part.op == "call_function":
+                placed[part] = gm.graph.node_copy(part, placed.__getitem__)
+    results: Any = fx.map_arg(parts.graph.output_node().args[0], placed.__getitem__)
+    if isinstance(results, fx.Node):
+        node.replace_all_uses_with(results)
+    else:
+        _replace_items(node, results)
+    gm.graph.erase_node(node)
+
+
+def _replace_items(node: fx.Node, results: Any) -> None:
+    """The same for an operator with several results, each of them read by a `getitem`."""
+    for item in list(node.users):
+        index: Any = item.args[1]
+        item.replace_all_uses_with(results[index])
+        node.graph.erase_node(item)
+
+
+def _constant(gm: fx.GraphModule, name: str, value: Any) -> fx.Node:
+    setattr(gm, name, value)
+    return gm.graph.create_node("get_attr", name)
