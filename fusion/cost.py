@@ -23,6 +23,7 @@ _VIEWS = {
 }  # fmt: skip
 # A composite operator is no kernel: what its decomposition launches on an NPU.
 _COMPOSITES = {"aten::rms_norm": 6, "aten::_fused_rms_norm": 6, "aten::einsum": 2, "aten::linear": 1}
+_COMPLEX = 6  # no complex arithmetic in the vector unit: four products and two sums
 
 
 def is_view(target: Any) -> bool:
@@ -67,6 +68,8 @@ def call_cost(target: Any, inputs: Iterable[Any], result: Any, machine: Target) 
     if is_view(target):
         return 0.0
     count = _COMPOSITES.get(target._schema.name, 1) if isinstance(target, OpOverload) else 1
+    if isinstance(result, torch.Tensor) and result.is_complex():
+        count *= _COMPLEX
     moved = sum(_bytes(each) for each in tree_leaves((list(inputs), result)))
     return count * machine.launch + moved / machine.bandwidth
 

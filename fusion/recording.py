@@ -122,6 +122,14 @@ class Fakes:
         with self._faking(), torch.no_grad(), recorder:
             return recorder, function()
 
+    def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
+        """The fake result of one call, or the error that it raises."""
+        try:
+            with self._faking(), torch.no_grad():
+                return target(*args, **kwargs), None
+        except (RuntimeError, ValueError) as error:
+            return None, error
+
     def like(self, val: Any) -> Any:
         """Fresh fakes with the metadata of `val`: nodes that shared a fake would look like aliases of each other."""
 

@@ -115,14 +115,14 @@ class Plan:
         results: where each result is found, or the input that is passed on.
         fakes: the fake results.
         refusals: operator limits that forbid it, by target name.
-        microseconds: predicted cost on the target.
+        costs: for each kernel among the steps, its predicted microseconds and the inputs that it depends on.
     """
 
     steps: tuple[Step, ...]
     results: tuple[Input | Output, ...]
     fakes: tuple[Any, ...]
     refusals: Mapping[str, str]
-    microseconds: float
+    costs: tuple[tuple[float, frozenset[str]], ...]
 
 
 @dataclass(frozen=True, eq=False)

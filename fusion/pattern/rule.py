@@ -129,11 +129,15 @@ def pattern(method: Method) -> Method:
     return method
 
 
-def lookalike(reason: str) -> Callable[[Method], Method]:
-    """Mark a pattern that looks like the rule but means something else; `reason` may name its captures in braces."""
+def lookalike(reason: str, apart: tuple[str, ...] = ()) -> Callable[[Method], Method]:
+    """Mark a pattern that looks like the rule but means something else.
+
+    `reason` may name its captures in braces; the captures in `apart` must be different values.
+    """
 
     def mark(method: Method) -> Method:
-        method.fusion_role, method.fusion_reason = "lookalike", reason  # type: ignore[attr-defined]
+        method.fusion_role = "lookalike"  # type: ignore[attr-defined]
+        method.fusion_reason, method.fusion_apart = reason, apart  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -153,6 +157,7 @@ class Pattern:
     results: tuple[Term, ...]
     captures: Mapping[str, Capture | Parameter]
     reason: str = ""
+    apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -248,7 +253,8 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any]) -> Pattern:
             )
     result = method(rule, Vocabulary(), **captures)
     results = result if isinstance(result, tuple) else (result,)
-    return Pattern(name, results, captures, getattr(method, "fusion_reason", ""))
+    reason, apart = getattr(method, "fusion_reason", ""), getattr(method, "fusion_apart", ())
+    return Pattern(name, results, captures, reason, apart)
 
 
 def _meanings(term: Term) -> set[str]:

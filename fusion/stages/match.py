@@ -145,9 +145,11 @@ class _Search:
             for value in self._candidates(form.results[0]):
                 if self.readings(value, rule.name):
                     continue
-                bound = next(form.results[0].match(value, {}, self), None)
-                if bound is not None:
-                    self._refuse(rule.name, Refused(form.reason, captured(form, bound)), value)
+                for bound in form.results[0].match(value, {}, self):
+                    captures = captured(form, bound)
+                    if len({captures[name] for name in form.apart}) == len(form.apart):
+                        self._refuse(rule.name, Refused(form.reason, captures), value)
+                        break
 
     def note_misses(self) -> None:
         """Say why what looks like a rotation of lanes is none."""

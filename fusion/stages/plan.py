@@ -6,6 +6,7 @@ one plan.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,30 +37,32 @@ class Planner:
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
-        shared = Counter(value for match in matches for value in self._to_build(match))
-        planned = (self._best(match, shared) for match in matches)
+        readers = Counter(value for match in matches for value in {*_tensors(match), *self._to_build(match)})
+        planned = (self._best(match, readers) for match in matches)
         return [each for each in planned if each is not None]
 
-    def _best(self, match: Match, shared: Mapping[Value, int]) -> Candidate | None:
+    def _best(self, match: Match, readers: Mapping[Value, int]) -> Candidate | None:
         options: list[Candidate] = []
-        refused: list[Refusal] = []
+        refused: list[tuple[Refusal, float]] = []
         dying = self._dying(match)
         for lowering in match.rule.lowerings():
             plan = self._plan(match, lowering)
-            cause = plan if isinstance(plan, Refused) else plan.refusals.get(self.target.name)
+            if isinstance(plan, Refused):
+                refused.append((Refusal(match.rule.name, plan, match.node), -math.inf))
+                continue
+            option = self._candidate(match, lowering, plan, dying, readers)
+            cause = plan.refusals.get(self.target.name) or _mismatch(match, plan)
             if cause is None:
-                cause = _mismatch(match, plan)
-            if cause is not None:
-                on = self.target.name if isinstance(cause, str) and self.target.is_npu else ""
-                refused.append(Refusal(match.rule.name, cause, match.node, on))
+                options.append(option)
             else:
-                options.append(self._candidate(match, lowering, plan, dying, shared))
-        if not options:
-            self.refusals.extend(refused[:1])
-            return None
-        best = max(options, key=lambda option: option.benefit)
-        self.refusals.extend(each for each in refused if each.target)
-        self._note_elsewhere(match)
+                on = self.target.name if isinstance(cause, str) and self.target.is_npu else ""
+                refused.append((Refusal(match.rule.name, cause, match.node, on), option.benefit))
+        best = max(options, key=lambda option: option.benefit, default=None)
+        missed = [(refusal, benefit) for refusal, benefit in refused if best is None or benefit > best.benefit]
+        if missed:
+            self.refusals.append(max(missed, key=lambda each: each[1])[0])
+        if best is not None:
+            self._note_elsewhere(match)
         return best
 
     def _note_elsewhere(self, match: Match) -> None:
@@ -73,13 +76,14 @@ class Planner:
                 )
 
     def _candidate(
-        self, match: Match, lowering: str, plan: Plan, dying: frozenset[fx.Node], shared: Mapping[Value, int]
+        self, match: Match, lowering: str, plan: Plan, dying: frozenset[fx.Node], readers: Mapping[Value, int]
     ) -> Candidate:
         built = self._to_build(match)
-        building = sum(self.target.launch / shared[value] for value in built if _launches(value))
+        building = sum(self.target.launch / readers[value] for value in built if _launches(value))
+        running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
         saved = sum(node_cost(node, self.target) for node in dying)
-        launches = sum(is_launch(node) for node in dying) - sum(_is_kernel(step) for step in plan.steps)
-        return Candidate(match, lowering, plan, built, dying, saved - plan.microseconds - building, launches)
+        launches = sum(is_launch(node) for node in dying) - len(plan.costs)
+        return Candidate(match, lowering, plan, built, dying, saved - running - building, launches)
 
     def _dying(self, match: Match) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the match itself reads."""
@@ -133,12 +137,22 @@ class Planner:
             named = tuple(recorder.name(each) for each in results)
         except Refused as refused:
             return refused
-        cost = sum(self._step_cost(step, recorder.steps, inputs) for step in recorder.steps)
-        return Plan(tuple(recorder.steps), named, results, self._limits(recorder.steps, inputs), cost)
+        steps = tuple(recorder.steps)
+        return Plan(steps, named, results, self._limits(steps, inputs), self._costs(steps, inputs))
 
-    def _step_cost(self, step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> float:
-        operands = [_lookup(each, steps, inputs) for each in tree_leaves((step.args, dict(step.kwargs)))]
-        return call_cost(step.target, operands, step.result, self.target)
+    def _costs(
+        self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[tuple[float, frozenset[str]], ...]:
+        sources: list[frozenset[str]] = []
+        costs: list[tuple[float, frozenset[str]]] = []
+        for step in steps:
+            leaves = tree_leaves((step.args, dict(step.kwargs)))
+            names = {each.name for each in leaves if isinstance(each, Input)}
+            sources.append(names.union(*(sources[each.step] for each in leaves if isinstance(each, Output))))
+            if not is_view(step.target):
+                operands = [_lookup(each, steps, inputs) for each in leaves]
+                costs.append((call_cost(step.target, operands, step.result, self.target), sources[-1]))
+        return tuple(costs)
 
     def _limits(self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """For each target, the first limit that forbids one of these calls."""
@@ -182,8 +196,9 @@ def _signature(capture: Any) -> Any:
     return dims_of(capture.shape), dims_of(capture.stride()), capture.dtype, capture.device
 
 
-def _is_kernel(step: Step) -> bool:
-    return not is_view(step.target)
+def _sharers(names: frozenset[str], match: Match, readers: Mapping[Value, int]) -> int:
+    """How many matches share a step that depends on these captures alone: equal calls are made once."""
+    return min((readers[match.captures[name]] for name in names), default=max(readers.values(), default=1))
 
 
 def _launches(value: Value) -> bool:

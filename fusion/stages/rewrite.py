@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
+from fusion.errors import VerificationError
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
 from fusion.origin import inherit
@@ -51,6 +53,7 @@ class _Editor:
         self._sizes = SizeNodes(graph.source)
         self._order = dict(graph.order)
         self._unordered = False
+        self._moved: set[fx.Node] = set()
 
     def position(self, candidate: Candidate) -> int:
         """Where the candidate's nodes go."""
@@ -85,13 +88,9 @@ class _Editor:
         return Rewritten(candidate, tuple(added))
 
     def _hand_over(self, old: fx.Node, new: fx.Node) -> None:
-        users = list(old.users)
+        if not _same_strides(old.meta["val"], new.meta["val"]):
+            self._moved.add(new)
         old.replace_all_uses_with(new)
-        if _same_strides(old.meta["val"], new.meta["val"]):
-            return
-        for user in users:  # a view of the old memory layout may not be one of the new
-            if user.target in _STRICT_VIEWS:
-                user.target = _STRICT_VIEWS[user.target]
 
     def _read(self, value: Value, anchor: fx.Node, added: list[fx.Node]) -> fx.Node:
         """The node that holds `value` now; built first where none does."""
@@ -178,6 +177,27 @@ class _Editor:
                 self._source.erase_node(node)
         if self._unordered:
             _sort(self._source)
+        if self._moved:
+            self._follow_strides()
+
+    def _follow_strides(self) -> None:
+        """Bring the fakes of the user's nodes up to date where a result now lies differently in memory.
+
+        A view that the new strides do not allow becomes a reshape: the one change that a node outside a cover can see.
+        """
+        for node in self._source.nodes:
+            if node.op != "call_function" or "fusion" in node.meta or not self._moved & set(node.all_input_nodes):
+                continue
+            args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+            val, failed = self._fakes.run(node.target, args, kwargs)
+            if failed and node.target in _STRICT_VIEWS:
+                node.target = _STRICT_VIEWS[node.target]
+                val, failed = self._fakes.run(node.target, args, kwargs)
+            if failed:
+                raise VerificationError(f"following strides: {node.format_node()} does not accept its new inputs: {failed}")
+            if isinstance(val, torch.Tensor) and not _same_strides(node.meta["val"], val):
+                self._moved.add(node)
+                node.meta["val"] = val
 
 
 def _frozen(argument: Any) -> Any:

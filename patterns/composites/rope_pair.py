@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, tensor
-from patterns.primitives.rope import Rope
+from patterns.primitives.rope import Rope, for_batch, four_dims
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,16 @@ class RopePair(Rule):
     @lowering
     def heads_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
-        q, k, cos, sin = (each.transpose(1, 2) for each in _ranked(q, k, cos, sin))
-        q, k = torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
+        q, k, cos, sin = (four_dims(each).transpose(1, 2) for each in (q, k, cos, sin))
+        q, k = self._rotated(q, k, cos, sin)
         return q.transpose(1, 2).to(dtype), k.transpose(1, 2).to(dtype)
 
     @lowering
     def positions_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """Q [B, S, N, D], k [B, S, K, D], tables [B|1, S, 1, D]."""
-        q, k = torch.ops.npu.npu_apply_rotary_pos_emb(*_ranked(q, k, cos, sin), "BSND", "half")
+        q, k = self._rotated(q, k, four_dims(cos), four_dims(sin))
         return q.to(dtype), k.to(dtype)
 
-
-def _ranked(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tables of fewer than four dims get leading ones."""
-    return tuple(each[(None,) * (4 - each.dim())] for each in tensors)
+    def _rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (for_batch(each, q.shape[0]) for each in (cos, sin))
+        return torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")

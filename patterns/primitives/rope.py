@@ -33,10 +33,19 @@ def to_pairs(x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One operator, both sides in half order; x and the tables [.., D]."""
-    y = torch.ops.npu.npu_rotary_mul(four_dims(x), four_dims(cos), four_dims(sin), "half")
-    return y.reshape(x.shape)
+def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, order: str) -> Tensor:
+    """One operator, both sides in one order; x and the tables [.., D], read in the order in which x lies in memory."""
+    ranked = [four_dims(each) for each in (x, cos, sin)]
+    swapped = ranked[0].stride(1) < ranked[0].stride(2)
+    if swapped:
+        ranked = [each.transpose(1, 2) for each in ranked]
+    y = torch.ops.npu.npu_rotary_mul(*ranked, order)
+    return (y.transpose(1, 2) if swapped else y).reshape(x.shape)
+
+
+def for_batch(table: Tensor, batch: int) -> Tensor:
+    """A table [1, .., D] repeated for every sequence; the kernels that call this do not broadcast the batch."""
+    return table if table.shape[0] == batch else table.expand(batch, -1, -1, -1).contiguous()
 
 
 @dataclass(frozen=True)
@@ -66,20 +75,21 @@ class Rope(Rule):
     def half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
         """Half order on both sides."""
         require(source == result == "half", "the lanes are not in half order")
-        return rotate_half(x, cos, sin).to(dtype)
+        return rotary_mul(x, cos, sin, "half").to(dtype)
 
     @lowering
     def pairs(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
         """Interleaved order on both sides."""
         require(source == result == "interleaved", "the lanes are not in interleaved order")
-        y = torch.ops.npu.npu_rotary_mul(four_dims(x), four_dims(cos), four_dims(sin), "interleave")
-        return y.reshape(x.shape).to(dtype)
+        return rotary_mul(x, cos, sin, "interleave").to(dtype)
 
     @lowering
     def pairs_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
         """Interleaved in, half out: x [B, N, S, D] with tables that do not depend on N."""
         require((source, result) == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
-        return torch.ops.npu.npu_interleave_rope(four_dims(x), four_dims(cos), four_dims(sin)).reshape(x.shape).to(dtype)
+        ranked = four_dims(x)
+        cos, sin = (for_batch(four_dims(each), ranked.shape[0]) for each in (cos, sin))
+        return torch.ops.npu.npu_interleave_rope(ranked, cos, sin).reshape(x.shape).to(dtype)
 
     @lowering
     def rows_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
@@ -97,8 +107,8 @@ class Rope(Rule):
         if source == "interleaved":
             x = to_halves(x)
         if result == "interleaved":
-            return to_pairs(rotate_half(x, to_halves(cos), to_halves(sin))).to(dtype)
-        return rotate_half(x, cos, sin).to(dtype)
+            return to_pairs(rotary_mul(x, to_halves(cos), to_halves(sin), "half")).to(dtype)
+        return rotary_mul(x, cos, sin, "half").to(dtype)
 
 
 @dataclass(frozen=True)
