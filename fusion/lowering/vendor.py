@@ -59,11 +59,12 @@ def _vendor(name: str, doing: str) -> Any:
 
 
 def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
-    """What to hand over in place of operators whose converter does not exist, or only raises, in torchair 2.13.0."""
+    """What to hand over in place of operators whose converter torchair 2.13.0 lacks, or that raises, or is wrong."""
     return {
         aten.index_copy.default: _index_copy,
         aten.index_put.default: _index_put,
         torch.ops.npu.npu_gemma_rms_norm.default: _gemma_rms_norm,
+        torch.ops.npu.npu_rotary_mul.default: _rotary_mul,
     }
 
 
@@ -105,3 +106,17 @@ def _along(axis: int, rank: int) -> list[int]:
 def _gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """npu_gemma_rms_norm(x, γ) = npu_rms_norm(x, 1 + γ), with 1 + γ in float32, which npu_rms_norm accepts."""
     return torch.ops.npu.npu_rms_norm(x, 1.0 + gamma.float(), epsilon)
+
+
+def _rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Any:
+    """Interleaved rotation x·r1 + (-x₁, x₀, -x₃, x₂, …)·r2, written out in float32.
+
+    Except on A5, the converter drops `rotary_mode` unless `rotate` is given: GE would rotate halves, without a word.
+    """
+    from torchair._utils.check_platform import is_arch35  # pyright: ignore
+
+    if rotary_mode != "interleave" or rotate is not None or is_arch35():
+        return NotImplemented
+    wide = x.float()
+    turned = torch.stack([-wide[..., 1::2], wide[..., ::2]], dim=-1).flatten(-2)
+    return (wide * r1 + turned * r2).to(x.dtype)

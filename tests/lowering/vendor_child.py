@@ -34,6 +34,8 @@ def gemma_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Ten
 
 
 def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str = "half", rotate: Any = None) -> Tensor:
+    if rotary_mode == "interleave":
+        return x * cos + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
 
@@ -89,7 +91,7 @@ class Block(nn.Module):
             part.reshape(batch, length, self.heads, self.dim) for part in self.project(x).chunk(3, dim=-1)
         )
         query, key = npu.npu_apply_rotary_pos_emb(query, key, cos, sin, "BSND")
-        query = npu.npu_rotary_mul(query, cos, sin)
+        query = npu.npu_rotary_mul(npu.npu_rotary_mul(query, cos, sin), cos, sin, "interleave")
         query = npu.npu_interleave_rope(query.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2))
         cache.index_copy_(2, position, key.transpose(1, 2))
         visible = torch.arange(cache.shape[2], device=hidden.device) <= position[:, None]
