@@ -1,5 +1,10 @@
 """cann-fusion: plain PyTorch graphs in, fused CANN operators out."""
 
+from fusion.decorator import fuse
+from fusion.errors import FusionError
+from fusion.explain import explain
+from fusion.options import Options
+from fusion.passes import FusionPass
 from fusion.pattern import (
     Example,
     Rule,
@@ -11,13 +16,20 @@ from fusion.pattern import (
     scalar,
     tensor,
 )
+from fusion.report import Report
 from fusion.target import Target
 
 __all__ = [
     "Example",
+    "FusionError",
+    "FusionPass",
+    "Options",
+    "Report",
     "Rule",
     "Target",
     "attribute",
+    "explain",
+    "fuse",
     "lookalike",
     "lowering",
     "pattern",

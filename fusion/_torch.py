@@ -139,3 +139,79 @@ def inductor_can_build(device_type: str) -> bool:
 def fake_mode_in(values: Sequence[Any]) -> FakeTensorMode | None:
     """The fake mode of the first fake tensor among `values`."""
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def fresh_fake_mode() -> FakeTensorMode:
+    """A fake mode of its own, in which real tensors that a function closes over may appear."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+@contextmanager
+def fake_copies(mode: FakeTensorMode) -> Generator[None, None, None]:
+    """Inside, `copy.deepcopy` copies tensors as fakes of `mode`: no memory, and nothing shared with the original.
+
+    Private: `torch._subclasses.fake_tensor.FakeCopyMode`.
+    """
+    from torch._subclasses.fake_tensor import FakeCopyMode
+
+    with FakeCopyMode(mode):
+        yield
+
+
+def aot_inference(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Boxed]
+) -> Callable[..., Any]:
+    """Trace `gm` by AOT autograd for inference: functional aten, mutated inputs written by `copy_` at the end.
+
+    Private: `torch._functorch.aot_autograd.aot_module_simplified`.
+    """
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    with torch.no_grad():
+        return aot_module_simplified(
+            gm,
+            list(example_inputs),
+            fw_compiler=compile_graph,
+            inference_compiler=compile_graph,
+            decompositions={},
+            keep_inference_input_mutations=True,
+        )
+
+
+def aot_plain(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`gm` as the backend "aot_eager" compiles it, for graphs that are not fused."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    return aot_eager(gm, list(example_inputs))
+
+
+def specialise_floats(gm: fx.GraphModule) -> None:
+    """Make Dynamo start again with the floats of a model (an eps, a scale) as constants of the graph.
+
+    With dynamic shapes Dynamo turns Python floats into inputs; no operator takes a tensor as eps. Asking for another
+    start is what torch's own pass does for floats that cannot stay tensors; a float argument of the call stays dynamic.
+    Private: `torch._dynamo.symbolic_convert.TensorifyState`, `torch._dynamo.exc.TensorifyScalarRestartAnalysis`.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    names: set[str] = set()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        item = getattr(node.meta.get("example_value"), "item_memo", None)
+        if isinstance(item, torch.SymFloat) and not _is_argument(node):
+            names.add(item.node._expr.name)
+    fresh = {name for name in names if not TensorifyState.should_specialize(name)}
+    for name in fresh:
+        TensorifyState.specialize(name)
+    if fresh:
+        raise TensorifyScalarRestartAnalysis
+
+
+def _is_argument(node: fx.Node) -> bool:
+    """Whether an input of a Dynamo graph is an argument of the compiled function itself, not reached from one."""
+    from torch._dynamo.source import LocalSource
+
+    source: Any = getattr(node, "_dynamo_source", None)
+    return isinstance(getattr(source, "base", source), LocalSource)

@@ -5,7 +5,7 @@ canonicalise → match → plan → select → rewrite → verify
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.fx as fx
@@ -15,6 +15,7 @@ from fusion.options import Options
 from fusion.pattern import Rule
 from fusion.recording import Fakes
 from fusion.records import Candidate, Refusal
+from fusion.report import Tally, tally
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
@@ -33,10 +34,12 @@ class Outcome:
     Attributes:
         chosen: the rewrites that were made, in the order of the graph.
         refusals: what was not done, and why.
+        before: live calls per module before, with what was rewritten counted where its result belongs.
     """
 
     chosen: tuple[Candidate, ...] = field(default_factory=tuple)
     refusals: tuple[Refusal, ...] = field(default_factory=tuple)
+    before: Mapping[str, Tally] = field(default_factory=dict)
 
 
 def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options) -> Outcome:
@@ -55,11 +58,12 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options) -> Out
     candidates = planner.candidates(found.matches)
     chosen = select(candidates, options.fuel)
     refusals = _worth_telling([*found.refusals, *planner.refusals], chosen)
+    counted = tally(source, chosen)
     if chosen:
         before = contract(source)
         done = rewrite(graph, chosen, planner.fakes)
         verify(source, before, [node for each in done for node in each.added])
-    return Outcome(tuple(chosen), tuple(refusals))
+    return Outcome(tuple(chosen), tuple(refusals), counted)
 
 
 def plan_lower(options: Options, target: Target) -> str:

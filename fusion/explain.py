@@ -1,0 +1,46 @@
+"""explain: what would fuse in a model, and why the rest would not, without running anything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fusion._torch import fake_copies, fresh_fake_mode
+from fusion.backend import Explainer, FusionBackend
+from fusion.options import Options
+from fusion.pattern import Rule
+from fusion.report import GraphReport, Report
+from fusion.target import Target
+
+
+def explain(
+    fn_or_module: Callable[..., Any],
+    *args: Any,
+    options: Options | Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    rules: Iterable[Rule] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Trace a function or module under fake tensors and report what fuses.
+
+    Nothing is run and no input, parameter or cache is changed: the model and its inputs are copied as fake tensors,
+    which have no memory. Takes the arguments that the call would take; `options` as for the backend.
+
+    Returns:
+        The report over all graphs of the call.
+
+    Raises:
+        FusionError: the options or rules cannot be used.
+    """
+    checked = Options.of(options)
+    parts: list[GraphReport] = []
+    explainer = Explainer(FusionBackend(checked, None if rules is None else tuple(rules)), parts)
+    mode = fresh_fake_mode()
+    with fake_copies(mode):
+        model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs))
+    with torch.no_grad(), mode:
+        torch.compile(model, backend=explainer, dynamic=dynamic)(*fake_args, **fake_kwargs)
+    return Report(Target.resolve(checked.target).name, tuple(parts))

@@ -1,0 +1,58 @@
+"""FusionPass: the same pass as a guest in another compiler's pipeline."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion import operators
+from fusion.library import rules_for
+from fusion.options import Options
+from fusion.pattern import Rule
+from fusion.pipeline import fuse_graph
+from fusion.target import Target
+
+
+class FusionPass:
+    """A callable over a functionalised aten graph, which it rewrites in place.
+
+    Works as torchair's and npugraph_ex's `post_grad_custom_pre_pass` (which pass further arguments) and as Inductor's
+    `CustomGraphPass`: nodes must carry fake tensors in `meta["val"]`.
+
+    Attributes:
+        options: how graphs are fused.
+        rules: the rules in use.
+    """
+
+    def __init__(
+        self, options: Options | Mapping[str, Any] | None = None, rules: Iterable[Rule] | None = None
+    ) -> None:
+        self.options = Options.of(options)
+        self.rules = rules_for(self.options, rules)
+
+    def __call__(self, graph: fx.GraphModule | fx.Graph, *context: Any) -> None:
+        """Fuse in place; a graph without any match stays node for node as it is.
+
+        Raises:
+            FusionError: the graph carries no shapes.
+        """
+        source = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        outcome = fuse_graph(source, self.rules, self.options)
+        if outcome.chosen and isinstance(graph, fx.GraphModule):
+            graph.recompile()
+
+    def uuid(self) -> str:
+        """A key for caches of compiled graphs: rules with their code, target, operators, options and versions."""
+        content = [
+            *sorted(f"{rule.name} {inspect.getsource(inspect.getmodule(type(rule)) or type(rule))}" for rule in self.rules),
+            Target.resolve(self.options.target).name,
+            repr(self.options.key()),
+            str(operators.ensure()),
+            torch.__version__,
+        ]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()

@@ -1,0 +1,248 @@
+"""The report: what fused, what it saved, and why the rest did not, for every graph of a model."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from typing import Any
+
+import torch.fx as fx
+from rich.console import Console
+from rich.table import Table
+from torch._ops import OpOverload
+
+from fusion.cost import is_bookkeeping, is_launch
+from fusion.operators import OPERATORS
+from fusion.origin import location, module_path
+from fusion.records import Candidate, Refusal
+
+_FUSED_IN_ATEN = frozenset({"aten::native_layer_norm"})  # aten's own fused kernels, where a rule emits them
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Live calls of one module: on data, and on integers alone."""
+
+    launches: int = 0
+    bookkeeping: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        """Both together."""
+        return Tally(self.launches + other.launches, self.bookkeeping + other.bookkeeping)
+
+
+@dataclass(frozen=True)
+class MatchReport:
+    """One rewrite that was made.
+
+    Attributes:
+        rule: name of the rule.
+        lowering: which of its lowerings.
+        module: path of the module that it stands in.
+        where: `file:line` in the model's code.
+        saved: launches saved.
+        benefit: predicted microseconds saved on the target.
+    """
+
+    rule: str
+    lowering: str
+    module: str
+    where: str
+    saved: int
+    benefit: float
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One module path before and after."""
+
+    before: Tally = field(default_factory=Tally)
+    after: Tally = field(default_factory=Tally)
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What happened to one graph.
+
+    Attributes:
+        graph: the rewritten graph, with real operator names, before lowering.
+        matches: the rewrites.
+        refusals: what was refused.
+        before: calls per module path before.
+        after: calls per module path after.
+        hand_on: gives the graph as it is handed to the compiler that runs it.
+    """
+
+    graph: fx.GraphModule
+    matches: tuple[MatchReport, ...]
+    refusals: tuple[Refusal, ...]
+    before: Mapping[str, Tally]
+    after: Mapping[str, Tally]
+    hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+
+
+def tally(source: fx.Graph, chosen: Sequence[Candidate] = ()) -> dict[str, Tally]:
+    """Count live calls per module path; what a rewrite will replace belongs to the module of its first result."""
+    owner = {node: module_path(each.match.node) for each in chosen for node in each.dying}
+    counts: dict[str, Tally] = {}
+    for node in source.nodes:
+        call = Tally(int(is_launch(node)), int(is_bookkeeping(node)))
+        if call != Tally():
+            path = owner.get(node, module_path(node))
+            counts[path] = counts.get(path, Tally()) + call
+    return counts
+
+
+def match_report(candidate: Candidate) -> MatchReport:
+    """The lasting part of a candidate, which otherwise holds nodes that are gone."""
+    node = candidate.match.node
+    return MatchReport(
+        candidate.match.rule.name,
+        candidate.lowering,
+        module_path(node),
+        location(node),
+        candidate.launches,
+        round(candidate.benefit, 3),
+    )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What fused in a model, over all its graphs.
+
+    Attributes:
+        target: name of the target that it was planned for.
+        parts: one report per graph.
+    """
+
+    target: str
+    parts: tuple[GraphReport, ...]
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """The rewritten graphs, with real operator names, before lowering."""
+        return [part.graph for part in self.parts]
+
+    @property
+    def lowered(self) -> list[fx.GraphModule]:
+        """The graphs as they are handed to the compiler that runs them here."""
+        return [part.hand_on(part.graph) for part in self.parts]
+
+    @property
+    def matches(self) -> list[MatchReport]:
+        """Every rewrite."""
+        return [match for part in self.parts for match in part.matches]
+
+    @property
+    def refusals(self) -> list[Refusal]:
+        """Everything that was refused, with its reason."""
+        return [refusal for part in self.parts for refusal in part.refusals]
+
+    @property
+    def ops(self) -> Counter[str]:
+        """Emitted operators by qualified name, as the NPU would run them."""
+        names = (_emitted(node) for graph in self.graphs for node in graph.graph.nodes)
+        return Counter(name for name in names if name)
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        """Live calls that make or read floating-point or quantised data, before and after."""
+        before = sum(each.launches for part in self.parts for each in part.before.values())
+        after = sum(each.launches for part in self.parts for each in part.after.values())
+        return before, after
+
+    @property
+    def layers(self) -> dict[str, LayerReport]:
+        """The same per module path, with calls on integers alone counted apart."""
+        paths = dict.fromkeys(path for part in self.parts for path in (*part.before, *part.after))
+        return {
+            path: LayerReport(
+                sum((part.before.get(path, Tally()) for part in self.parts), Tally()),
+                sum((part.after.get(path, Tally()) for part in self.parts), Tally()),
+            )
+            for path in paths
+        }
+
+    def to_json(self) -> str:
+        """Everything but the graphs, as JSON."""
+        refusals = [
+            {
+                "rule": each.rule, "reason": each.reason, "where": each.where, "source": each.source,
+                "module": each.module, "target": each.target,
+            }
+            for each in self.refusals
+        ]  # fmt: skip
+        content: dict[str, Any] = {
+            "target": self.target,
+            "graphs": len(self.parts),
+            "launches": dict(zip(("before", "after"), self.launches, strict=True)),
+            "ops": dict(sorted(self.ops.items())),
+            "layers": {path: asdict(layer) for path, layer in self.layers.items()},
+            "matches": [asdict(each) for each in self.matches],
+            "refusals": refusals,
+        }
+        return json.dumps(content, indent=2)
+
+    def __str__(self) -> str:
+        """A readable table, as plain text."""
+        console = Console(file=StringIO(), width=120, force_terminal=False)
+        for each in self.tables():
+            console.print(each)
+        assert isinstance(console.file, StringIO)
+        return console.file.getvalue()
+
+    def tables(self) -> list[Any]:
+        """The report as `rich` renderables, for a terminal with colours."""
+        before, after = self.launches
+        graphs = f"{len(self.parts)} graph" + ("" if len(self.parts) == 1 else "s")
+        title = f"fused for {self.target}: {graphs}, {before} launches -> {after}"
+        found: list[Any] = [self._operators(title), self._modules()]
+        return [*found, self._refused()] if self.refusals else found
+
+    def _operators(self, title: str) -> Table:
+        table = Table(title=title, title_justify="left")
+        table.add_column("operator")
+        table.add_column("calls", justify="right")
+        for name, count in sorted(self.ops.items()):
+            table.add_row(name, str(count))
+        return table
+
+    def _modules(self) -> Table:
+        table = Table(title="launches per module (layers alike are counted together)", title_justify="left")
+        for name in ("module", "of them", "before", "after", "integer calls"):
+            table.add_column(name, justify="left" if name == "module" else "right")
+        for (path, layer), count in _alike(self.layers).items():
+            numbers = (layer.before.launches, layer.after.launches, layer.after.bookkeeping)
+            table.add_row(path or "(outside modules)", str(count), *map(str, numbers))
+        return table
+
+    def _refused(self) -> Table:
+        table = Table(title="not fused, and why", title_justify="left")
+        for name in ("rule", "times", "reason", "first at"):
+            table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
+        kinds: dict[tuple[str, str], list[Refusal]] = {}
+        for each in self.refusals:
+            on = f" [on {each.target}]" if each.target and each.target != self.target else ""
+            kinds.setdefault((each.rule, each.reason + on), []).append(each)
+        for (rule, reason), those in kinds.items():
+            table.add_row(rule, str(len(those)), reason.replace("[", "\\["), those[0].where or those[0].module)
+        return table
+
+
+def _alike(layers: Mapping[str, LayerReport]) -> Counter[tuple[str, LayerReport]]:
+    """Modules whose paths differ in numbers only and that count the same, together."""
+    kinds: Counter[tuple[str, LayerReport]] = Counter()
+    for path, layer in layers.items():
+        kinds[".".join("*" if part.isdigit() else part for part in path.split(".")), layer] += 1
+    return kinds
+
+
+def _emitted(node: fx.Node) -> str:
+    """The qualified name of a fused operator that the pass put into a graph, "" for any other node."""
+    if "fusion" not in node.meta or not isinstance(node.target, OpOverload):
+        return ""
+    name = node.target._schema.name
+    return name if name in OPERATORS or name in _FUSED_IN_ATEN else ""
