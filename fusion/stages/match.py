@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import networkx as nx
+import torch.fx as fx
 
 from fusion.errors import RuleError
 from fusion.graph import Graph, Reading, Value
@@ -102,7 +104,7 @@ class _Search:
             captures = captured(form, bound)
             results = tuple(bound[term] for term in form.results)
             roots = tuple(self.graph.makers(each) for each in results)
-            if not all(roots):
+            if not all(roots) or self._circular(captures, roots):
                 continue
             try:
                 if rule.name not in self._unsafe:
@@ -114,6 +116,13 @@ class _Search:
         if refused is not None:
             self._refuse(rule.name, refused, value)
         return None
+
+    def _circular(self, captures: Mapping[str, Any], roots: Sequence[tuple[fx.Node, ...]]) -> bool:
+        """Whether one result is needed to compute what the match takes: a call cannot wait for itself."""
+        if len(roots) == 1:
+            return False
+        taken = [node for each in captures.values() if isinstance(each, Value) for node in self.graph.reads(each)]
+        return any(self.graph.depends(node, root) for node in taken for makers in roots for root in makers)
 
     def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:
         """Match the first result at `value`; results that this does not reach are the nearest independent ones."""
