@@ -126,7 +126,7 @@ class Planner:
             }
         except Refused as refused:
             return refused
-        key = (match.rule.name, lowering, tuple((name, _signature(each)) for name, each in captures.items()))
+        key = (match.rule.name, lowering, len(match.results), tuple((name, _signature(each)) for name, each in captures.items()))
         if key not in self._plans:
             self._plans[key] = self._record_plan(match, lowering, captures)
         return self._plans[key]
@@ -137,7 +137,7 @@ class Planner:
             recorder, results = self.fakes.record(
                 lambda: call(getattr(match.rule, lowering), {**captures, **inputs}), inputs
             )
-            results = results if isinstance(results, tuple) else (results,)
+            results = results[: len(match.results)] if isinstance(results, tuple) else (results,)
             named = tuple(recorder.name(each) for each in results)
         except Refused as refused:
             return refused
