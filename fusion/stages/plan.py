@@ -37,7 +37,8 @@ class Planner:
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
-        readers = Counter(value for match in matches for value in {*_tensors(match), *self._to_build(match)})
+        reading = {(match.node, value) for match in matches for value in (*_tensors(match), *self._to_build(match))}
+        readers = Counter(value for _, value in reading)
         planned = (self._best(match, readers) for match in matches)
         return [each for each in planned if each is not None]
 
