@@ -84,10 +84,11 @@ class Planner:
         self, match: Match, lowering: str, plan: Plan, dying: frozenset[fx.Node], readers: Mapping[Value, int]
     ) -> Candidate:
         built = self._to_build(match)
-        building = sum(self.target.launch / readers[value] for value in built if _launches(value))
+        kernels = {value: self.fakes.launches(value) for value in built}
+        building = sum(self.target.launch * count / readers[value] for value, count in kernels.items())
         running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
         saved = sum(node_cost(node, self.target) for node in dying)
-        launches = sum(is_launch(node) for node in dying) - len(plan.costs)
+        launches = sum(is_launch(node) for node in dying) - len(plan.costs) - sum(kernels.values())
         return Candidate(match, lowering, plan, built, dying, saved - running - building, launches)
 
     def _dying(self, match: Match) -> frozenset[fx.Node]:
@@ -208,10 +209,6 @@ def _signature(capture: Any) -> Any:
 def _sharers(names: frozenset[str], match: Match, readers: Mapping[Value, int]) -> int:
     """How many matches share a step that depends on these captures alone: equal calls are made once."""
     return min((readers[match.captures[name]] for name in names), default=max(readers.values(), default=1))
-
-
-def _launches(value: Value) -> bool:
-    return value.op not in ("reshape", "permute", "slice", "expand", "real", "imag")
 
 
 def _mismatch(match: Match, plan: Plan) -> Refused | None:
