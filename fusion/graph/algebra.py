@@ -64,7 +64,22 @@ class Algebra:
         if x.op == "slice" and shape and x.attrs[0] == x.rank - 1 and shape[-1] == x.shape[-1]:
             _, *bounds = x.attrs
             return self.slice(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds) or x
+        if x.op == "slice" and x.arg.op == "reshape":
+            whole = self._rejoined_split(x, shape)
+            if whole is not None:
+                return whole
         return self.make("reshape", (x,), (), shape, x.dtype)
+
+    def _rejoined_split(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
+        """Entries of the outer part of a dim that was split in two, joined again: a slice of that dim itself."""
+        axis, start, stop, step = cut.attrs
+        whole, inner = cut.arg.arg, cut.shape[axis + 1 : axis + 2]
+        joined = (*cut.shape[:axis], *inner, *cut.shape[axis + 2 :])
+        split = (*whole.shape[:axis], cut.arg.shape[axis], *inner, *whole.shape[axis + 1 :])
+        if stop - start != 1 or cut.arg.shape != split or not inner or not isinstance(inner[0], int):
+            return None
+        part = self.slice(whole, axis, start * inner[0], stop * inner[0])
+        return self.reshape(part, shape) if part is not None and part.shape == joined else None
 
     def permute(self, x: Value, order: Sequence[int]) -> Value:
         """Reorder dims; moving only dims of size 1 is a reshape."""
