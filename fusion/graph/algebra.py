@@ -64,11 +64,29 @@ class Algebra:
         if x.op == "slice" and shape and x.attrs[0] == x.rank - 1 and shape[-1] == x.shape[-1]:
             _, *bounds = x.attrs
             return self.slice(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds) or x
+        if x.op == "cat":
+            joined = self._below_cat(x, shape)
+            if joined is not None:
+                return joined
         if x.op == "slice" and x.arg.op == "reshape":
             whole = self._rejoined_split(x, shape)
             if whole is not None:
                 return whole
         return self.make("reshape", (x,), (), shape, x.dtype)
+
+    def _below_cat(self, joined: Value, shape: tuple[Dim, ...]) -> Value | None:
+        """Dims of size 1 before the joined one come or go in each piece; a change of later dims stays above."""
+        axis = joined.attrs[0]
+        before = [size for size in joined.shape[:axis] if size != 1]
+        place = next((p for p in range(len(shape) + 1) if [s for s in shape[:p] if s != 1] == before), None)
+        if place is None:
+            return None
+        while shape[place : place + 1] == (1,) and shape[place:] != joined.shape[axis:]:
+            place += 1
+        if place == axis and shape[:place] == joined.shape[:axis]:
+            return None
+        pieces = [self.reshape(each, (*shape[:place], *each.shape[axis:])) for each in joined.args]
+        return self.reshape(self.cat(pieces, place), shape)
 
     def _rejoined_split(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
         """Entries of the outer part of a dim that was split in two, joined again: a slice of that dim itself."""
