@@ -135,9 +135,12 @@ class _Search:
             yield bound
             return
         order, start = self.graph.order, self.graph.makers(first)[0]
+        anywhere = missing[0].follows(bound)  # else the first of two alike comes first, so that a pair is found once
         for value in self._candidates(missing[0]):
             makers = self.graph.makers(value)
-            if value is first or not makers or order[makers[0]] < order[start] or self.graph.depends(makers[0], start):
+            if value is first or not makers or self.graph.depends(makers[0], start):
+                continue
+            if not anywhere and order[makers[0]] < order[start]:
                 continue
             for found in missing[0].match(value, bound, self):
                 yield from self._join(missing[1:], first, found)
