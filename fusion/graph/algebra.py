@@ -218,10 +218,23 @@ class Algebra:
         gain = self._gain(x, y) or self._gain(y, x)
         if gain is not None:
             return self.mul(*gain)
+        variance = self._variance(x, y) or self._variance(y, x)
+        if variance is not None:
+            return variance
         if x.id > y.id:
             x, y = y, x
         shape = broadcast(x.shape, y.shape)
         return None if shape is None else self.make("add", (x, y), (), shape, x.dtype)
+
+    def _variance(self, squares: Value, other: Value) -> Value | None:
+        """mean(x²) - mean(x)² is the mean of (x - mean(x))²."""
+        if other.op != "scale" or other.attrs != (-1.0,) or other.arg.op != "power" or other.arg.attrs != (2.0,):
+            return None
+        average = other.arg.arg
+        if average.op != "mean" or squares is not self.mean(self.power(average.arg, 2), average.attrs):
+            return None
+        centred = self.add(average.arg, self.scale(average, -1))
+        return None if centred is None else self.mean(self.power(centred, 2), average.attrs)
 
     def _gain(self, x: Value, product: Value) -> tuple[Value, Value] | None:
         if product.op != "mul" or x not in product.args:
