@@ -64,6 +64,7 @@ class _Search:
         self._unsafe = unsafe
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
+        self._hidden: dict[str, list[Value]] = defaultdict(list)
         self._refused: set[tuple[str, Value]] = set()
         for value in graph.values():
             self._by_head[value.op].append(value)
@@ -147,14 +148,15 @@ class _Search:
 
     def _refuse(self, rule: str, cause: Refused | str, value: Value) -> None:
         makers = self.graph.makers(value)
-        if makers and (rule, value) not in self._refused:
+        owner = makers[0] if makers else self.graph.owners.get(value)
+        if owner is not None and (rule, value) not in self._refused:
             self._refused.add((rule, value))
-            self.found.refusals.append(Refusal(rule, cause, makers[0]))
+            self.found.refusals.append(Refusal(rule, cause, owner))
 
     def note_lookalikes(self, rule: Rule) -> None:
-        """Say why what looks like the rule is something else."""
+        """Say why what looks like the rule is something else, in a node or inside one (a division holds a power)."""
         for form in rule.lookalikes():
-            for value in self._candidates(form.results[0]):
+            for value in (*self._candidates(form.results[0]), *self._inside(form.results[0])):
                 if self.readings(value, rule.name):
                     continue
                 for bound in form.results[0].match(value, {}, self):
@@ -162,6 +164,14 @@ class _Search:
                     if len({captures[name] for name in form.apart}) == len(form.apart):
                         self._refuse(rule.name, Refused(form.reason, captures), value)
                         break
+
+    def _inside(self, term: Term) -> list[Value]:
+        """Values that a node is built from without holding them."""
+        if not self._hidden:
+            for value in self.graph.owners:
+                if value not in self.graph.places:
+                    self._hidden[value.op].append(value)
+        return [value for head in sorted(term.heads()) for value in self._hidden.get(head, ())]
 
     def note_misses(self) -> None:
         """Say why what looks like a rotation of lanes is none."""

@@ -96,6 +96,11 @@ class RMSNorm(Rule):
         """Rsqrt(sum(x²) + eps)."""
         return p.rsqrt(p.shift(p.scale(p.mean(p.square(x)), factor), eps))
 
+    @lookalike("eps={eps} is added to each square, not to their mean")
+    def eps_inside(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
+        """(mean(x² + eps))ᵃ."""
+        return p.power(p.mean(p.square(x) + eps), root)
+
     @lookalike("eps={eps} is added outside the root")
     def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
         """X / (sqrt(mean(x²)) + eps)."""
