@@ -61,12 +61,14 @@ class LayerNorm(Rule):
     @lookalike("eps={eps} is added to the standard deviation, outside the root")
     def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
         """(x - mean) / (std + eps)."""
-        return p.power(p.power(p.mean(p.square(self._centred(p, x))), 0.5) + eps, -1.0)
+        deviation = p.power(p.mean(p.square(self._centred(p, x))), 0.5)
+        return p.power(p.maybe_cast(deviation, to=x) + eps, -1.0)
 
     @lookalike("eps={eps} is added outside the root, to an unbiased standard deviation")
     def eps_outside_unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
         """(x - mean) / (std(correction=1) + eps)."""
-        return p.power(p.shift(p.scale(p.power(p.mean(p.square(self._centred(p, x))), 0.5), factor), eps), -1.0)
+        deviation = p.scale(p.power(p.mean(p.square(self._centred(p, x))), 0.5), factor)
+        return p.power(p.maybe_cast(deviation, to=x) + eps, -1.0)
 
     @lookalike("what is divided by the root of the variance is not the centred tensor, or has a weight of other dims")
     def not_centred(self, p, x=tensor("*B D"), eps=scalar()):
