@@ -79,7 +79,7 @@ def operators(t: Trial) -> Counter[str]:
 
 def check_spelling(spelling: Spelling, level: Level, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     t = fused(spelling, level, dtype, shape)
-    assert operators(t) == Counter(spelling.expected(dtype)), "\n".join(map(str, t.outcome.refusals))
+    assert dict(operators(t)) in spelling.expected(dtype), "\n".join(map(str, t.outcome.refusals))
     for law in LAWS:
         law(t)
 
