@@ -47,8 +47,8 @@ def _same(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translat
 def _cast(
     a: Algebra, out: Out, x: Value, *args: Any, device: torch.device | None = None, **kwargs: Any
 ) -> Translated:
-    moved = device is not None and kwargs.get("layout") is not None
-    return None if moved else a.cast(x, out.dtype)
+    unproven = device is not None and not x.rank  # a number may come from another device
+    return None if unproven else a.cast(x, out.dtype)
 
 
 @translates("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.swapaxes.default")
