@@ -80,5 +80,3 @@ def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate]) -> 
     told = [each for each in refusals if each.node not in gone or (each.target and each.node in roots)]
     unique = {(each.rule, each.reason, each.node, each.target): each for each in told}
     return list(unique.values())
-
-

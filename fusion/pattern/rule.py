@@ -1,4 +1,4 @@
-"""A rule declares one fused concept: what it means, how it is written, when to refuse, what the NPU runs, how to try it."""
+"""A rule declares one fused concept: meaning, written forms, when to refuse, what the NPU runs, how it is tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from fusion.errors import RuleError
-
 from fusion.pattern.terms import Apply, Capture, Cast, Meaning, Parameter, Part, Term
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -249,7 +248,7 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any]) -> Pattern:
         else:
             raise RuleError(
                 f"tracing pattern {type(rule).__name__}.{name}: capture {parameter.name!r} is declared as "
-                f"{declared!r}; declare it with tensor(\"...\"), scalar() or attribute() as its default"
+                f'{declared!r}; declare it with tensor("..."), scalar() or attribute() as its default'
             )
     result = method(rule, Vocabulary(), **captures)
     results = result if isinstance(result, tuple) else (result,)
@@ -281,5 +280,3 @@ def call(method: Callable[..., Any], captures: Mapping[str, Any]) -> Any:
     """Call a guard or a lowering with those captures that it names; a capture that the form lacks is None."""
     names = inspect.signature(method).parameters
     return method(**{name: captures.get(name) for name in names})
-
-

@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fusion._torch import schema_of
 from fusion.cost import call_cost, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.operators import LOWERINGS, OPERATORS, refusal
@@ -147,7 +148,7 @@ class Planner:
         costs: list[tuple[float, frozenset[str]]] = []
         for step in steps:
             leaves = tree_leaves((step.args, dict(step.kwargs)))
-            names = {each.name for each in leaves if isinstance(each, Input)}
+            names = frozenset(each.name for each in leaves if isinstance(each, Input))
             sources.append(names.union(*(sources[each.step] for each in leaves if isinstance(each, Output))))
             if not is_view(step.target):
                 operands = [_lookup(each, steps, inputs) for each in leaves]
@@ -167,7 +168,7 @@ class Planner:
     def _limit(
         self, step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], target: Target
     ) -> str | None:
-        operator = OPERATORS.get(step.target._schema.name)
+        operator = OPERATORS.get(schema_of(step.target).name)
         if operator is None:
             return None
         args, kwargs = tree_map_only(

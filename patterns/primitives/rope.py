@@ -1,8 +1,8 @@
 """y[j] = x[j]·cos[j] ∓ x[partner(j)]·sin[j]  (Su et al., RoFormer, 2021).
 
-*Matches* the rotation of pairs of lanes in every spelling, real or complex: the canonicaliser proves it lane by lane and
-gives full-width tables. Pairs are (j, j + D/2), "half", or (2j, 2j + 1), "interleaved"; input and output may differ.
-*Replaces with* `npu_rotary_mul` or `npu_interleave_rope`.
+*Matches* the rotation of pairs of lanes in every spelling, real or complex: the canonicaliser proves it lane by lane
+and gives full-width tables. Pairs are (j, j + D/2), "half", or (2j, 2j + 1), "interleaved"; input and output may
+differ. *Replaces with* `npu_rotary_mul` or `npu_interleave_rope`.
 """
 
 from __future__ import annotations
