@@ -32,11 +32,20 @@ class Limit:
     because: str = ""
 
     def verdict(self, values: Mapping[str, Any]) -> bool | None:
-        """Whether a call with `values` keeps to the limit; None when that is not proven."""
-        applies = predicates.holds(self.when, values) if self.when else True
+        """Whether a call with `values` keeps to the limit; None when that cannot be decided.
+
+        What symbolic sizes leave open, but the traced call keeps to, becomes a guard of the compiled graph.
+        """
+        kept = self._verdict(values, predicates.proven)
+        if kept is None and self._verdict(values, predicates.hinted):
+            return self._verdict(values, predicates.guarded)
+        return kept
+
+    def _verdict(self, values: Mapping[str, Any], decide: predicates.Decide) -> bool | None:
+        applies = predicates.holds(self.when, values, decide) if self.when else True
         if applies is False:
             return True
-        kept = predicates.holds(self.text, values)
+        kept = predicates.holds(self.text, values, decide)
         return kept if applies or kept else None
 
 

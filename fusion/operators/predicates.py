@@ -23,6 +23,8 @@ from fusion.errors import OperatorError
 
 FUNCTIONS = ("size", "shape", "rank", "dtype", "itemsize", "given")
 
+Decide = Callable[["bool | torch.SymBool"], "bool | None"]
+
 _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -73,9 +75,35 @@ def names(text: str) -> frozenset[str]:
     return frozenset(node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)) - set(FUNCTIONS)
 
 
-def holds(text: str, values: Mapping[str, Any]) -> bool | None:
-    """Whether `text` is true for `values` (dim or argument -> size, attribute or tensor); None when not proven."""
-    return _truth(parse(text), values)
+def holds(text: str, values: Mapping[str, Any], decide: Decide | None = None) -> bool | None:
+    """Whether `text` is true for `values` (dim or argument -> size, attribute or tensor); None when not proven.
+
+    `decide` settles one comparison of symbolic sizes: `proven` (the default), `hinted` or `guarded`.
+    """
+    return _truth(parse(text), values, decide or proven)
+
+
+def proven(condition: bool | torch.SymBool) -> bool | None:
+    """What is true whatever the sizes are."""
+    if statically_known_true(condition):
+        return True
+    if statically_known_true(torch.sym_not(condition)):
+        return False
+    return None
+
+
+def hinted(condition: bool | torch.SymBool) -> bool | None:
+    """What is true for the sizes of the call that is traced."""
+    known = proven(condition)
+    if known is not None or isinstance(condition, bool):
+        return known
+    return condition.node.hint if condition.node.has_hint() else None
+
+
+def guarded(condition: bool | torch.SymBool) -> bool | None:
+    """The same, and the compiled graph is used for no call for which it is not."""
+    known = hinted(condition)
+    return known if known is None else bool(condition)
 
 
 def facts(text: str, values: Mapping[str, Any]) -> str:
@@ -95,44 +123,46 @@ def _terms(node: ast.AST) -> Iterable[ast.expr]:
         yield from _terms(child)
 
 
-def _truth(node: ast.expr, values: Mapping[str, Any]) -> bool | None:
+def _truth(node: ast.expr, values: Mapping[str, Any], decide: Decide) -> bool | None:
     match node:
         case ast.BoolOp(op=ast.And()):
-            return _every(_truth(value, values) for value in node.values)
+            return _every(_truth(value, values, decide) for value in node.values)
         case ast.BoolOp():
-            return _negated(_every(_negated(_truth(value, values)) for value in node.values))
+            return _negated(_every(_negated(_truth(value, values, decide)) for value in node.values))
         case ast.UnaryOp(op=ast.Not()):
-            return _negated(_truth(node.operand, values))
+            return _negated(_truth(node.operand, values, decide))
         case ast.Compare():
-            return _every(_compared(left, op, right, values) for left, op, right in _pairs(node))
+            return _every(_compared(left, op, right, values, decide) for left, op, right in _pairs(node))
         case _:
-            return _decided(_value(node, values))
+            return decide(_value(node, values))
 
 
 def _pairs(node: ast.Compare) -> Iterable[tuple[ast.expr, ast.cmpop, ast.expr]]:
     return zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
 
 
-def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, values: Mapping[str, Any]) -> bool | None:
+def _compared(
+    left: ast.expr, op: ast.cmpop, right: ast.expr, values: Mapping[str, Any], decide: Decide
+) -> bool | None:
     a, b = _value(left, values), _value(right, values)
     match op:
         case ast.Eq():
-            return same(a, b)
+            return same(a, b, decide)
         case ast.NotEq():
-            return _negated(same(a, b))
+            return _negated(same(a, b, decide))
         case ast.In():
-            return _negated(_every(_negated(same(a, item)) for item in b))
+            return _negated(_every(_negated(same(a, item, decide)) for item in b))
         case ast.NotIn():
-            return _every(_negated(same(a, item)) for item in b)
+            return _every(_negated(same(a, item, decide)) for item in b)
         case _:
-            return _decided(_ORDER[type(op)](a, b))
+            return decide(_ORDER[type(op)](a, b))
 
 
-def same(a: Any, b: Any) -> bool | None:
+def same(a: Any, b: Any, decide: Decide = proven) -> bool | None:
     """Whether two sizes, attributes or shapes are equal; None when not proven."""
     if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and _every(same(x, y) for x, y in zip(a, b, strict=True))
-    return _decided(a == b)
+        return len(a) == len(b) and _every(same(x, y, decide) for x, y in zip(a, b, strict=True))
+    return decide(a == b)
 
 
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
@@ -167,14 +197,6 @@ def _called(function: str, value: Any, rest: list[Any]) -> Any:
             return value.dtype.itemsize
         case _:
             return value is not None
-
-
-def _decided(condition: bool | torch.SymBool) -> bool | None:
-    if statically_known_true(condition):
-        return True
-    if statically_known_true(torch.sym_not(condition)):
-        return False
-    return None
 
 
 def _every(truths: Iterable[bool | None]) -> bool | None:

@@ -44,12 +44,12 @@ class Planner:
 
     def _best(self, match: Match, readers: Mapping[Value, int]) -> Candidate | None:
         options: list[Candidate] = []
-        refused: list[tuple[Refusal, float]] = []
+        refused: list[tuple[Refusal, float, frozenset[str]]] = []
         dying = self._dying(match)
         for lowering in match.rule.lowerings():
             plan = self._plan(match, lowering)
             if isinstance(plan, Refused):
-                refused.append((Refusal(match.rule.name, plan, match.node), -math.inf))
+                refused.append((Refusal(match.rule.name, plan, match.node), -math.inf, frozenset()))
                 continue
             option = self._candidate(match, lowering, plan, dying, readers)
             cause = plan.refusals.get(self.target.name) or _mismatch(match, plan)
@@ -57,9 +57,13 @@ class Planner:
                 options.append(option)
             else:
                 on = self.target.name if isinstance(cause, str) and self.target.is_npu else ""
-                refused.append((Refusal(match.rule.name, cause, match.node, on), option.benefit))
+                refused.append((Refusal(match.rule.name, cause, match.node, on), option.benefit, _operators(plan)))
         best = max(options, key=lambda option: option.benefit, default=None)
-        missed = [(refusal, benefit) for refusal, benefit in refused if best is None or benefit > best.benefit]
+        missed = [
+            (refusal, benefit)
+            for refusal, benefit, operators in refused
+            if best is None or (benefit > best.benefit and operators != _operators(best.plan))
+        ]
         if missed:
             self.refusals.append(max(missed, key=lambda each: each[1])[0])
         if best is not None:
@@ -176,6 +180,10 @@ class Planner:
         )
         lowering = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
         return refusal(operator, target.name, args, kwargs, lowering)
+
+
+def _operators(plan: Plan) -> frozenset[str]:
+    return frozenset(name for name in (step.target._schema.name for step in plan.steps) if name in OPERATORS)
 
 
 def _tensors(match: Match) -> list[Value]:

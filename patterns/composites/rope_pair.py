@@ -45,16 +45,21 @@ class RopePair(Rule):
     @lowering
     def heads_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
-        q, k, cos, sin = (four_dims(each).transpose(1, 2) for each in (q, k, cos, sin))
-        q, k = self._rotated(q, k, cos, sin)
-        return q.transpose(1, 2).to(dtype), k.transpose(1, 2).to(dtype)
+        q, k = self.positions_first(*(four_dims(each).transpose(1, 2) for each in (q, k, cos, sin)), dtype)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @lowering
+    def heads_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
+        """The same with tables for every sequence, where the chip does not broadcast them."""
+        return self.heads_first(q, k, *(for_batch(each, q.shape[0]) for each in (cos, sin)), dtype)
 
     @lowering
     def positions_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """Q [B, S, N, D], k [B, S, K, D], tables [B|1, S, 1, D]."""
-        q, k = self._rotated(q, k, four_dims(cos), four_dims(sin))
+        q, k = torch.ops.npu.npu_apply_rotary_pos_emb(q, k, four_dims(cos), four_dims(sin), "BSND", "half")
         return q.to(dtype), k.to(dtype)
 
-    def _rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = (for_batch(each, q.shape[0]) for each in (cos, sin))
-        return torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
+    @lowering
+    def positions_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
+        """The same with tables for every sequence."""
+        return self.positions_first(q, k, *(for_batch(each, q.shape[0]) for each in (cos, sin)), dtype)

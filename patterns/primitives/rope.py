@@ -44,8 +44,10 @@ def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, order: str) -> Tensor:
 
 
 def for_batch(table: Tensor, batch: int) -> Tensor:
-    """A table [1, .., D] repeated for every sequence; the kernels that call this do not broadcast the batch."""
-    return table if table.shape[0] == batch else table.expand(batch, -1, -1, -1).contiguous()
+    """A table [1, .., D] written out for every sequence, for chips whose kernels do not broadcast the batch."""
+    table = four_dims(table)
+    require(table.shape[0] != batch, "the tables are there for every sequence")
+    return table.expand(batch, -1, -1, -1).contiguous()
 
 
 @dataclass(frozen=True)
@@ -87,18 +89,21 @@ class Rope(Rule):
     def pairs_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
         """Interleaved in, half out: x [B, N, S, D] with tables that do not depend on N."""
         require((source, result) == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
-        ranked = four_dims(x)
-        cos, sin = (for_batch(four_dims(each), ranked.shape[0]) for each in (cos, sin))
-        return torch.ops.npu.npu_interleave_rope(ranked, cos, sin).reshape(x.shape).to(dtype)
+        return torch.ops.npu.npu_interleave_rope(four_dims(x), four_dims(cos), four_dims(sin)).reshape(x.shape).to(dtype)
+
+    @lowering
+    def pairs_to_half_by_batch(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+        """The same with tables for every sequence."""
+        cos, sin = (for_batch(each, four_dims(x).shape[0]) for each in (cos, sin))
+        return self.pairs_to_half(x, cos, sin, source, result, dtype)
 
     @lowering
     def rows_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
         """The same for x [B, S, N, D]: every position is a batch entry of its own."""
-        require((source, result) == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
         require(x.dim() == 4 and cos.dim() == 4 and cos.shape[2] == 1, "the tables depend on the heads")
-        rows = (-1, x.shape[2], 1, x.shape[3])
         cos, sin = (each.expand(*x.shape[:2], 1, x.shape[3]).reshape(-1, 1, 1, x.shape[3]) for each in (cos, sin))
-        return torch.ops.npu.npu_interleave_rope(x.reshape(rows), cos, sin).reshape(x.shape).to(dtype)
+        rows = x.reshape(-1, x.shape[2], 1, x.shape[3])
+        return self.pairs_to_half(rows, cos, sin, source, result, dtype).reshape(x.shape)
 
     @lowering
     def through_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):

@@ -367,12 +367,22 @@ def test_symbolic_sizes_that_the_limits_leave_open_are_legal():
     assert refusal(operator("npu::npu_apply_rotary_pos_emb"), A2, (x, x[:, :, :1], cos, cos), {}) is None
 
 
-def test_a_symbolic_size_that_is_not_proven_is_a_refusal_that_says_so():
+def test_a_limit_that_the_traced_sizes_keep_to_becomes_a_guard():
     x = symbolic(3, 5, 4, 64, dynamic=(0, 1))
+    cos = x.new_empty(1, x.shape[1], 1, 64)
+    assert refusal(operator("npu::npu_rotary_mul"), A2, (x, cos, cos), {}) is None
+    guards = [str(guard.expr) for guard in x.fake_mode.shape_env.guards]
+    assert guards == [f"{x.shape[0].node.expr} < 1000"]
+
+
+def test_a_symbolic_size_that_is_not_proven_is_a_refusal_that_says_so():
+    x = symbolic(1003, 5, 4, 64, dynamic=(0, 1))
     cos = x.new_empty(1, x.shape[1], 1, 64)
     said = str(refusal(operator("npu::npu_rotary_mul"), A2, (x, cos, cos), {}))
     assert said.startswith("npu_rotary_mul on ascend910b needs I < 1000, which is not proven for I=s")
+    assert not x.fake_mode.shape_env.guards
     assert refusal(operator("npu::npu_rotary_mul"), HOST, (x, cos, cos), {}) is None
+    x = symbolic(3, 5, 4, 64, dynamic=(0, 1))
     other = x.new_empty(1, x.shape[0], 1, 64)
     said = str(refusal(operator("npu::npu_rotary_mul"), HOST, (x, other, other), {}))
     assert "not proven to be 1 or s" in said

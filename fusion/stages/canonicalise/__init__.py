@@ -54,11 +54,14 @@ def _rotations(walk: _Walk) -> tuple[dict[Value, Reading], dict[Value, tuple[str
     return readings, misses
 
 
-def _holds_one(walk: _Walk, value: Value, readings: Mapping[Value, Reading]) -> bool:
-    """Whether an operand of the user's own node is a rotation already, so that this one only carries it along."""
-    sources = [source for node in walk.places[value][:1] for source in node.all_input_nodes]
-    held = [each for each in (walk.held.get(source) for source in sources) if isinstance(each, Value)]
-    return any(each in readings or (each.op == "cast" and each.arg in readings) for each in held)
+def _holds_one(walk: _Walk, value: Value, readings: Mapping[Value, Reading], depth: int = 3) -> bool:
+    """Whether a rotation stands closely below the user's own node, so that this one only carries it along."""
+    nodes = walk.places[value][:1]
+    for _ in range(depth):
+        nodes = [source for node in nodes for source in node.all_input_nodes]
+        if any(isinstance(held := walk.held.get(node), Value) and held in readings for node in nodes):
+            return True
+    return False
 
 
 class _Walk:
