@@ -183,7 +183,7 @@ class Planner:
 
 
 def _operators(plan: Plan) -> frozenset[str]:
-    return frozenset(name for name in (step.target._schema.name for step in plan.steps) if name in OPERATORS)
+    return frozenset(name for name in (schema_of(step.target).name for step in plan.steps) if name in OPERATORS)
 
 
 def _tensors(match: Match) -> list[Value]:

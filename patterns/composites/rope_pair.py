@@ -45,13 +45,13 @@ class RopePair(Rule):
     @lowering
     def heads_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
-        q, k = self.positions_first(*(four_dims(each).transpose(1, 2) for each in (q, k, cos, sin)), dtype)
+        q, k = self.positions_first(*(four_dims(each).transpose(1, 2) for each in (q, k, cos, sin)), dtype=dtype)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     @lowering
     def heads_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """The same with tables for every sequence, where the chip does not broadcast them."""
-        return self.heads_first(q, k, *(for_batch(each, q.shape[0]) for each in (cos, sin)), dtype)
+        return self.heads_first(q, k, *(for_batch(each, q.shape[0]) for each in (cos, sin)), dtype=dtype)
 
     @lowering
     def positions_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
@@ -62,4 +62,4 @@ class RopePair(Rule):
     @lowering
     def positions_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """The same with tables for every sequence."""
-        return self.positions_first(q, k, *(for_batch(each, q.shape[0]) for each in (cos, sin)), dtype)
+        return self.positions_first(q, k, *(for_batch(each, q.shape[0]) for each in (cos, sin)), dtype=dtype)

@@ -89,7 +89,8 @@ class Rope(Rule):
     def pairs_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
         """Interleaved in, half out: x [B, N, S, D] with tables that do not depend on N."""
         require((source, result) == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
-        return torch.ops.npu.npu_interleave_rope(four_dims(x), four_dims(cos), four_dims(sin)).reshape(x.shape).to(dtype)
+        rotated = torch.ops.npu.npu_interleave_rope(four_dims(x), four_dims(cos), four_dims(sin))
+        return rotated.reshape(x.shape).to(dtype)
 
     @lowering
     def pairs_to_half_by_batch(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
