@@ -63,7 +63,9 @@ class Request:
         named = (("mode", MODES), ("dtype", tuple(DTYPES)), ("attention", ATTENTIONS), ("cache", CACHES))
         for name, known in named:
             if getattr(self, name) not in known:
-                raise OptionError(f"building a model: {name} is {getattr(self, name)!r}; give one of {', '.join(known)}")
+                raise OptionError(
+                    f"building a model: {name} is {getattr(self, name)!r}; give one of {', '.join(known)}"
+                )
         for name in ("layers", "batch", "seq", "context"):
             if getattr(self, name) < 1:
                 raise OptionError(f"building a model: {name} is {getattr(self, name)}; give a positive number")
@@ -210,4 +212,4 @@ def _prefill(model: Any, request: Request, cache: Any, tokens: int) -> None:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
+    return f"{type(error).__name__}: {lines[0][:80] if lines else ''}"
