@@ -151,6 +151,7 @@ def _packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in entry_points(group=GROUP):
         provider: Any = entry.load()
-        rules: Iterable[Rule] = provider() if callable(provider) else provider
+        provided: Any = provider() if callable(provider) else provider
+        rules: Iterable[Rule] = provided
         found |= {rule.name: entry.dist.name if entry.dist else entry.value for rule in rules}
     return found
