@@ -204,7 +204,7 @@ class Report:
         return [*found, self._refused()] if self.refusals else found
 
     def _operators(self, title: str) -> Table:
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", min_width=len(title))
         table.add_column("operator")
         table.add_column("calls", justify="right")
         for name, count in sorted(self.ops.items()):
