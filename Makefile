@@ -39,7 +39,7 @@ setup: $(VENV)/.installed .torch_npu/.installed  ## create .venv with everything
 check: setup  ## format, lint, types, imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --project pyproject.toml
 	$(BIN)/lint-imports
 
 test: check  ## check, and all tests but the nightly ones

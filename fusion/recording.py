@@ -12,9 +12,9 @@ import torch
 import torch.fx as fx
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from fusion._torch import fake_mode_in, schema_of
+from fusion._torch import fake_like, fake_mode_in, schema_of
 from fusion.graph import Dim, Graph, Value, dim_of
 from fusion.graph.recipe import build, buildable
 from fusion.pattern import Refused
@@ -44,7 +44,7 @@ class Recorder(TorchDispatchMode):
         for item, tensor in enumerate(result if several else (result,)):
             if isinstance(tensor, torch.Tensor):
                 self._names.setdefault(id(tensor), Output(number, item if several else None))
-        args, named = tree_map_only(torch.Tensor, self.name, (_completed(func, args), named))
+        args, named = substitute((_completed(func, args), named), torch.Tensor, self.name)
         self.steps.append(Step(func, args, named, result))
         return result
 
@@ -57,6 +57,19 @@ class Recorder(TorchDispatchMode):
         if id(tensor) not in self._names:
             raise Refused("its lowering uses a tensor that is not one of its captures", {})
         return self._names[id(tensor)]
+
+
+def substitute(argument: Any, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """`argument` with `change` applied to everything of these kinds, inside tuples, lists and dicts too."""
+    if isinstance(argument, kinds):
+        return change(argument)
+    if isinstance(argument, tuple):
+        return tuple(substitute(each, kinds, change) for each in argument)
+    if isinstance(argument, list):
+        return [substitute(each, kinds, change) for each in argument]
+    if isinstance(argument, dict):
+        return {name: substitute(each, kinds, change) for name, each in argument.items()}
+    return argument
 
 
 def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -133,11 +146,9 @@ class Fakes:
     def like(self, val: Any) -> Any:
         """Fresh fakes with the metadata of `val`: nodes that shared a fake would look like aliases of each other."""
 
-        def fresh(fake: torch.Tensor) -> torch.Tensor:
-            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-
-        with self._faking():
-            return tree_map_only(torch.Tensor, fresh, val)
+        if isinstance(val, (tuple, list)):
+            return type(val)(self.like(each) for each in val)
+        return fake_like(val) if isinstance(val, torch.Tensor) else val
 
 
 class SizeNodes:

@@ -23,7 +23,7 @@ import torch
 from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
-from fusion.operators import activation, norm, rope
+from fusion.operators import activation, cache, norm, rope
 from fusion.operators.contract import Operator
 
 _VENDOR = "torch_npu"
@@ -36,7 +36,7 @@ def _declared(*modules: ModuleType) -> Mapping[str, Operator]:
     return MappingProxyType({operator.name: operator for operator in sorted(found, key=lambda op: op.name)})
 
 
-OPERATORS: Mapping[str, Operator] = _declared(activation, norm, rope)
+OPERATORS: Mapping[str, Operator] = _declared(activation, cache, norm, rope)
 """Qualified name -> operator, for every `Operator` that the modules above declare."""
 
 

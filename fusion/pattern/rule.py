@@ -278,5 +278,9 @@ def captured(pattern: Pattern, bound: Mapping[Any, Any]) -> dict[str, Any]:
 
 def call(method: Callable[..., Any], captures: Mapping[str, Any]) -> Any:
     """Call a guard or a lowering with those captures that it names; a capture that the form lacks is None."""
-    names = inspect.signature(method).parameters
-    return method(**{name: captures.get(name) for name in names})
+    return method(**{name: captures.get(name) for name in _parameters(getattr(method, "__func__", method))})
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fusion._torch import schema_of
 from fusion.cost import call_cost, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.operators import LOWERINGS, OPERATORS, refusal
 from fusion.pattern import Refused, call
-from fusion.recording import Fakes
+from fusion.recording import Fakes, substitute
 from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
 from fusion.target import Target
 
@@ -175,8 +175,8 @@ class Planner:
         operator = OPERATORS.get(schema_of(step.target).name)
         if operator is None:
             return None
-        args, kwargs = tree_map_only(
-            (Input, Output), lambda each: _lookup(each, steps, inputs), (step.args, dict(step.kwargs))
+        args, kwargs = substitute(
+            (step.args, dict(step.kwargs)), (Input, Output), lambda each: _lookup(each, steps, inputs)
         )
         lowering = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
         return refusal(operator, target.name, args, kwargs, lowering)

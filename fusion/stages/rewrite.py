@@ -13,14 +13,13 @@ import torch
 import torch.fx as fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map_only
 
 from fusion._torch import schema_of
 from fusion.errors import VerificationError
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
 from fusion.origin import inherit
-from fusion.recording import Fakes, SizeNodes
+from fusion.recording import Fakes, SizeNodes, substitute
 from fusion.records import Candidate, Input, Output, Step
 
 _STRICT_VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
@@ -122,14 +121,14 @@ class _Editor:
     ) -> list[fx.Node]:
         nodes: list[fx.Node] = []
         for step in steps:
-            args, kwargs = tree_map_only(
+            args, kwargs = substitute(
+                (step.args, dict(step.kwargs)),
                 (Input, Output, torch.SymInt),
                 lambda each: (
                     self._sizes.node(each)
                     if isinstance(each, torch.SymInt)
                     else self._at(each, nodes, inputs, anchor, added)
                 ),
-                (step.args, dict(step.kwargs)),
             )
             nodes.append(self._call(step.target, args, kwargs, step.result, anchor, added))
         return nodes

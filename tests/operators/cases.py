@@ -110,6 +110,15 @@ def _swiglu(*shape: int, dim: int = -1, swap: bool = False):
     return make
 
 
+def _scatter(*shape: int, rows: tuple[tuple[int, ...], ...]):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        updates = torch.randn(len(rows), *shape[len(rows[0]) :], dtype=torch.float64).to(dtype)
+        cache = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        return {"input": cache, "indices": torch.tensor(rows), "updates": updates}
+
+    return make
+
+
 CASES = (
     Case("npu_rms_norm", "batch 1", _norm(1, 5, 64)),
     Case("npu_rms_norm", "tokens", _norm(7, 96)),
@@ -150,6 +159,9 @@ CASES = (
     Case("npu_swiglu", "last dim", _swiglu(2, 5, 64)),
     Case("npu_swiglu", "batch 1, middle dim", _swiglu(1, 6, 8, dim=1)),
     Case("npu_swiglu", "transposed", _swiglu(5, 3, 64, swap=True)),
+    Case("npu_scatter_nd_update", "rows", _scatter(9, 16, rows=((2,), (7,), (0,)))),
+    Case("npu_scatter_nd_update", "one row", _scatter(9, 16, rows=((8,),))),
+    Case("npu_scatter_nd_update", "cache [B, N, S, D]", _scatter(2, 3, 5, 8, rows=((1, 2, 4), (0, 0, 1)))),
 )
 
 

@@ -69,6 +69,13 @@ def swiglu(input: Tensor, dim: int = -1) -> Tensor:
     return a / (1 + (-a).exp()) * b
 
 
+def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    out = input.clone()
+    for place, row in zip(indices.long().tolist(), updates, strict=True):
+        out[tuple(place)] = row
+    return out
+
+
 REFERENCES = {
     "npu_rms_norm": norm,
     "npu_gemma_rms_norm": gemma,
@@ -77,4 +84,5 @@ REFERENCES = {
     "npu_apply_rotary_pos_emb": apply_rotary,
     "npu_interleave_rope": interleave_rope,
     "npu_swiglu": swiglu,
+    "npu_scatter_nd_update": scatter_nd_update,
 }

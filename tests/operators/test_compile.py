@@ -34,6 +34,7 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     q, k = npu.npu_apply_rotary_pos_emb(heads, heads[:, :, :1], cos, sin)
     q = npu.npu_rotary_mul(q.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2), "interleave")
     q = npu.npu_interleave_rope(q.transpose(1, 2).transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2))
+    k = npu.npu_scatter_nd_update(k, torch.zeros(1, 2, dtype=torch.int64), k[:1, -1])
     return npu.npu_swiglu(q.transpose(1, 2).reshape(y.shape)), k, residual
 
 

@@ -69,7 +69,13 @@ ADD = {"x1": t(2, 3, 64), "x2": t(2, 3, 64), "gamma": t(64)}
 DEEP = (1, 1, 1, 1, 1, 1, 2, 3, 64)
 HALF = ((2, 4, 3, 128), (1, 1, 3, 128))
 
+
 # Operator, chips, a legal call, the same call beyond one limit, what the refusal says.
+def scatter(coordinates: int, dtype: torch.dtype = BF16) -> dict[str, Any]:
+    indices = torch.zeros(3, coordinates, dtype=torch.int64)
+    return {"input": t(9, 4), "indices": indices, "updates": t(3, 4, dtype=dtype)}
+
+
 EDGES = [
     # npu_rms_norm
     ("npu_rms_norm", (HOST, *CHIPS), NORM, NORM | {"gamma": t()}, "rank(gamma) >= 1"),
@@ -272,6 +278,9 @@ EDGES = [
         "size(input, dim) % 2 == 0",
     ),
     ("npu_swiglu", CHIPS, {"input": t(*DEEP[1:])}, {"input": t(*DEEP)}, "rank(input) <= 8"),
+    # npu_scatter_nd_update
+    ("npu_scatter_nd_update", (HOST, *CHIPS), scatter(2), scatter(3), "K <= rank(input)"),
+    ("npu_scatter_nd_update", CHIPS, scatter(1), scatter(1, dtype=F32), "dtype(updates) == dtype(input)"),
 ]
 
 

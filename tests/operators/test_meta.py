@@ -82,6 +82,14 @@ GROWING = [
         },
     ),
     ("npu_swiglu", lambda b, s: {"input": torch.randn(b, s, 32)}),
+    (
+        "npu_scatter_nd_update",
+        lambda b, s: {
+            "input": torch.randn(b, s, 8),
+            "indices": torch.zeros(1, 2, dtype=torch.int64),
+            "updates": torch.randn(1, 8),
+        },
+    ),
 ]
 
 
