@@ -87,5 +87,3 @@ def _worth_telling(
     told = [each for each in refusals if each.node not in gone or larger(each)]
     unique = {(each.rule, each.reason, each.node, each.target): each for each in told}
     return list(unique.values())
-
-
