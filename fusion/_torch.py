@@ -70,6 +70,11 @@ def tracing_apart(mode: FakeTensorMode | None) -> Generator[None, None, None]:
         yield
 
 
+def schema_of(op: OpOverload) -> torch.FunctionSchema:
+    """Name, arguments and writes of an operator. Private: `OpOverload._schema`."""
+    return op._schema
+
+
 def boxed(call: Callable[..., Any]) -> Boxed:
     """`call(*values)` as a boxed callable.
 
@@ -172,12 +177,13 @@ def aot_inference(
     """
     from torch._functorch.aot_autograd import aot_module_simplified
 
+    compiler: Any = compile_graph
     with torch.no_grad():
         return aot_module_simplified(
             gm,
             list(example_inputs),
-            fw_compiler=compile_graph,
-            inference_compiler=compile_graph,
+            fw_compiler=compiler,
+            inference_compiler=compiler,
             decompositions=dict(decompositions or {}),
             keep_inference_input_mutations=True,
         )

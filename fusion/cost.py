@@ -12,6 +12,7 @@ import torch.fx as fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from fusion._torch import schema_of
 from fusion.target import Target
 
 _VIEWS = {
@@ -30,15 +31,16 @@ def is_view(target: Any) -> bool:
     """Whether a call only gives another shape or name to memory that exists (or reserves memory)."""
     if target is operator.getitem:
         return True
-    return isinstance(target, OpOverload) and target._schema.name.split("::")[-1].rstrip("_") in _VIEWS
+    return isinstance(target, OpOverload) and schema_of(target).name.split("::")[-1].rstrip("_") in _VIEWS
 
 
 def is_data(val: Any) -> bool:
     """Whether a result holds floating-point or quantised numbers (not positions, masks or counts)."""
     for each in tree_leaves(val):
-        if isinstance(each, torch.Tensor):
-            if each.is_floating_point() or each.is_complex() or each.dtype == torch.int8:
-                return True
+        if isinstance(each, torch.Tensor) and (
+            each.is_floating_point() or each.is_complex() or each.dtype == torch.int8
+        ):
+            return True
     return False
 
 
@@ -58,7 +60,7 @@ def is_call(node: fx.Node) -> bool:
     """Whether a node is live and does more than view memory or compute a size."""
     if node.op not in ("call_function", "call_method", "call_module") or is_view(node.target):
         return False
-    writes = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    writes = isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
     scalar = isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
     return bool(node.users or writes) and not scalar
 
@@ -67,7 +69,7 @@ def call_cost(target: Any, inputs: Iterable[Any], result: Any, machine: Target) 
     """Predicted microseconds of one call."""
     if is_view(target):
         return 0.0
-    count = _COMPOSITES.get(target._schema.name, 1) if isinstance(target, OpOverload) else 1
+    count = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
     if isinstance(result, torch.Tensor) and result.is_complex():
         count *= _COMPLEX
     moved = sum(_bytes(each) for each in tree_leaves((list(inputs), result)))
@@ -85,10 +87,10 @@ def node_cost(node: fx.Node, machine: Target) -> float:
 def _bytes(val: Any) -> int:
     if not isinstance(val, torch.Tensor):
         return 0
-    sizes = (size if isinstance(size, int) else _hint(size) for size in val.shape)
+    sizes = (_hint(size) if isinstance(size, torch.SymInt) else size for size in val.shape)
     return math.prod(sizes) * val.element_size()
 
 
 def _hint(size: torch.SymInt) -> int:
-    hint = size.node.hint
+    hint: Any = size.node.hint
     return int(hint) if hint is not None else 1

@@ -25,7 +25,9 @@ def installed() -> tuple[Rule, ...]:
     for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
         for rule in _provided(entry.load()):
             if rule.name in found:
-                raise RuleError(f"loading rules from {entry.value}: {rule.name!r} is already provided; rename one of them")
+                raise RuleError(
+                    f"loading rules from {entry.value}: {rule.name!r} is already provided; rename one of them"
+                )
             found[rule.name] = rule
     if not found:
         raise NoRulesError(

@@ -38,7 +38,8 @@ def module_path(node: fx.Node) -> str:
         return ""
     path = str(list(stack.values())[-1][0])
     path = re.sub(r"^L\['(self|fn|args|kwargs)'\]\.?", "", path)
-    path = re.sub(r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]", lambda m: "." + next(filter(None, m.groups())), path)
+    keys = r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]"
+    path = re.sub(keys, lambda found: "." + next(filter(None, found.groups())), path)
     return path.strip(".")
 
 

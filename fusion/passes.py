@@ -29,9 +29,7 @@ class FusionPass:
         rules: the rules in use.
     """
 
-    def __init__(
-        self, options: Options | Mapping[str, Any] | None = None, rules: Iterable[Rule] | None = None
-    ) -> None:
+    def __init__(self, options: Options | Mapping[str, Any] | None = None, rules: Iterable[Rule] | None = None) -> None:
         self.options = Options.of(options)
         self.rules = rules_for(self.options, rules)
 
@@ -49,10 +47,14 @@ class FusionPass:
     def uuid(self) -> str:
         """A key for caches of compiled graphs: rules with their code, target, operators, options and versions."""
         content = [
-            *sorted(f"{rule.name} {inspect.getsource(inspect.getmodule(type(rule)) or type(rule))}" for rule in self.rules),
+            *sorted(f"{rule.name} {_code(rule)}" for rule in self.rules),
             Target.resolve(self.options.target).name,
             repr(self.options.key()),
             str(operators.ensure()),
             torch.__version__,
         ]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+def _code(rule: Rule) -> str:
+    return inspect.getsource(inspect.getmodule(type(rule)) or type(rule))

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fusion._torch import fake_like, fake_mode_in
+from fusion._torch import fake_like, fake_mode_in, schema_of
 from fusion.cost import is_view
 from fusion.graph import Dim, Graph, Value, dim_of
 from fusion.graph.recipe import build, buildable
@@ -35,8 +35,8 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operator and record it."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        named = dict(kwargs or {})
+        result = func(*args, **named)
         if not any(isinstance(each, torch.Tensor) for each in tree_leaves(result)):
             return result  # a size or a device: known, nothing to replay
         number = len(self.steps)
@@ -45,8 +45,8 @@ class Recorder(TorchDispatchMode):
         for item, tensor in enumerate(result if several else (result,)):
             if isinstance(tensor, torch.Tensor):
                 self._names.setdefault(id(tensor), Output(number, item if several else None))
-        args, kwargs = substitute((_completed(func, args), dict(kwargs)), torch.Tensor, self.name)
-        self.steps.append(Step(func, args, kwargs, result))
+        args, named = substitute((_completed(func, args), named), torch.Tensor, self.name)
+        self.steps.append(Step(func, args, named, result))
         return result
 
     def name(self, tensor: torch.Tensor) -> Input | Output:
@@ -77,7 +77,7 @@ def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Fill in what the dispatcher left out: defaults of fused operators differ between operators and versions."""
     if func.namespace in ("aten", "prims"):
         return args
-    rest = [each for each in func._schema.arguments[len(args) :] if not each.kwarg_only]
+    rest = [each for each in schema_of(func).arguments[len(args) :] if not each.kwarg_only]
     return (*args, *(each.default_value for each in rest))
 
 
@@ -191,7 +191,8 @@ class SizeNodes:
         joins = {sympy.Mul: operator.mul, sympy.Add: operator.add}
         if dim.func not in joins:
             raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
-        parts = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in dim.args]
+        terms: tuple[Any, ...] = dim.args
+        parts = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in terms]
         whole: Any = parts[0]
         for part in parts[1:]:
             whole = self._source.call_function(joins[dim.func], (whole, part))

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._ops import OpOverload
 
+from fusion._torch import schema_of
 from fusion.cost import is_bookkeeping, is_launch
 from fusion.operators import OPERATORS
 from fusion.origin import location, module_path
@@ -203,7 +204,7 @@ class Report:
         return [*found, self._refused()] if self.refusals else found
 
     def _operators(self, title: str) -> Table:
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", min_width=len(title))
         table.add_column("operator")
         table.add_column("calls", justify="right")
         for name, count in sorted(self.ops.items()):
@@ -244,5 +245,5 @@ def emitted(node: fx.Node) -> str:
     """The qualified name of a fused operator that the pass put into a graph, "" for any other node."""
     if "fusion" not in node.meta or not isinstance(node.target, OpOverload):
         return ""
-    name = node.target._schema.name
+    name = schema_of(node.target).name
     return name if name in OPERATORS or name in _FUSED_IN_ATEN else ""

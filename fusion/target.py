@@ -1,4 +1,4 @@
-"""A target is where the fused graph is meant to run: its chip decides which calls are legal, its costs which are worth it."""
+"""A target is where the fused graph is to run: its chip decides which calls are legal, its costs which are worth it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Recipe = Callable[..., Tensor]
 def _reshape(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     symbolic = [position for position, size in enumerate(value.shape) if not isinstance(size, int)]
     if len(symbolic) == 1:
-        return x.reshape([-1 if position == symbolic[0] else size for position, size in enumerate(value.shape)])
+        return x.reshape([size if isinstance(size, int) else -1 for size in value.shape])
     return x.reshape([sizes(size) for size in value.shape])
 
 

@@ -33,6 +33,6 @@ SCATTER_ND_UPDATE = Operator(
         "ascend950": _SAME,
     },
     lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
-    source="op-plugin: torch_npu.npu_scatter_nd_update_; CANN: aclnnScatterNd; GE: ScatterNdUpdate, in place on an input",
+    source="op-plugin: torch_npu.npu_scatter_nd_update_; CANN: aclnnScatterNd; GE: ScatterNdUpdate, in place",
     summary="out = input with out[indices[i, 0], …, indices[i, K-1]] = updates[i]; equal indices in no fixed order",
 )

@@ -141,9 +141,7 @@ def _pairs(node: ast.Compare) -> Iterable[tuple[ast.expr, ast.cmpop, ast.expr]]:
     return zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
 
 
-def _compared(
-    left: ast.expr, op: ast.cmpop, right: ast.expr, values: Mapping[str, Any], decide: Decide
-) -> bool | None:
+def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, values: Mapping[str, Any], decide: Decide) -> bool | None:
     a, b = _value(left, values), _value(right, values)
     match op:
         case ast.Eq():

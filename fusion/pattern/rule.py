@@ -1,4 +1,4 @@
-"""A rule declares one fused concept: what it means, how it is written, when to refuse, what the NPU runs, how to try it."""
+"""A rule declares one fused concept: meaning, written forms, when to refuse, what the NPU runs, how it is tried."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any]) -> Pattern:
         else:
             raise RuleError(
                 f"tracing pattern {type(rule).__name__}.{name}: capture {parameter.name!r} is declared as "
-                f"{declared!r}; declare it with tensor(\"...\"), scalar() or attribute() as its default"
+                f'{declared!r}; declare it with tensor("..."), scalar() or attribute() as its default'
             )
     result = method(rule, Vocabulary(), **captures)
     results = result if isinstance(result, tuple) else (result,)
@@ -284,5 +284,3 @@ def call(method: Callable[..., Any], captures: Mapping[str, Any]) -> Any:
 @cache
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(function).parameters if name != "self")
-
-

@@ -1,4 +1,4 @@
-"""Stage 3, match: find every place where a rule applies. Nothing is changed; a match adds a reading to its first result."""
+"""Stage 3, match: find where rules apply. Nothing is changed; a match adds a reading to its first result."""
 
 from __future__ import annotations
 

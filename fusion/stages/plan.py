@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch.utils._pytree import tree_leaves
 
+from fusion._torch import schema_of
 from fusion.cost import call_cost, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.operators import LOWERINGS, OPERATORS, refusal
@@ -128,7 +129,12 @@ class Planner:
             }
         except Refused as refused:
             return refused
-        key = (match.rule.name, lowering, len(match.results), tuple((name, _signature(each)) for name, each in captures.items()))
+        key = (
+            match.rule.name,
+            lowering,
+            len(match.results),
+            tuple((name, _signature(each)) for name, each in captures.items()),
+        )
         if key not in self._plans:
             self._plans[key] = self._record_plan(match, lowering, captures)
         return self._plans[key]
@@ -153,7 +159,7 @@ class Planner:
         costs: list[tuple[float, frozenset[str]]] = []
         for step in steps:
             leaves = tree_leaves((step.args, dict(step.kwargs)))
-            names = {each.name for each in leaves if isinstance(each, Input)}
+            names = frozenset(each.name for each in leaves if isinstance(each, Input))
             sources.append(names.union(*(sources[each.step] for each in leaves if isinstance(each, Output))))
             if not is_view(step.target):
                 operands = [_lookup(each, steps, inputs) for each in leaves]
@@ -173,7 +179,7 @@ class Planner:
     def _limit(
         self, step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], target: Target
     ) -> str | None:
-        operator = OPERATORS.get(step.target._schema.name)
+        operator = OPERATORS.get(schema_of(step.target).name)
         if operator is None:
             return None
         args, kwargs = substitute(
@@ -184,7 +190,7 @@ class Planner:
 
 
 def _operators(plan: Plan) -> frozenset[str]:
-    return frozenset(name for name in (step.target._schema.name for step in plan.steps) if name in OPERATORS)
+    return frozenset(name for name in (schema_of(step.target).name for step in plan.steps) if name in OPERATORS)
 
 
 def _tensors(match: Match) -> list[Value]:

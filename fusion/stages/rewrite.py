@@ -6,6 +6,7 @@ import heapq
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.fx as fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
+from fusion._torch import schema_of
 from fusion.errors import VerificationError
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
@@ -122,9 +124,11 @@ class _Editor:
             args, kwargs = substitute(
                 (step.args, dict(step.kwargs)),
                 (Input, Output, torch.SymInt),
-                lambda each: self._sizes.node(each)
-                if isinstance(each, torch.SymInt)
-                else self._at(each, nodes, inputs, anchor, added),
+                lambda each: (
+                    self._sizes.node(each)
+                    if isinstance(each, torch.SymInt)
+                    else self._at(each, nodes, inputs, anchor, added)
+                ),
             )
             nodes.append(self._call(step.target, args, kwargs, step.result, anchor, added))
         return nodes
@@ -193,7 +197,9 @@ class _Editor:
                 node.target = _STRICT_VIEWS[node.target]
                 val, failed = self._fakes.run(node.target, args, kwargs)
             if failed:
-                raise VerificationError(f"following strides: {node.format_node()} does not accept its new inputs: {failed}")
+                raise VerificationError(
+                    f"following strides: {node.format_node()} does not accept its new inputs: {failed}"
+                )
             if isinstance(val, torch.Tensor) and not _same_strides(node.meta["val"], val):
                 self._moved.add(node)
                 node.meta["val"] = val
@@ -225,8 +231,8 @@ def _sort(source: fx.Graph) -> None:
     place = {node: position for position, node in enumerate(source.nodes)}
     waiting: dict[fx.Node, int] = {}
     followers: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in place}
-    writes = [node for node in place if isinstance(node.target, OpOverload) and node.target._schema.is_mutable]
-    for first, second in zip(writes, writes[1:], strict=False):
+    writes = [node for node in place if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable]
+    for first, second in pairwise(writes):
         followers[first].append(second)
     for users in followers.values():
         for user in users:
@@ -241,8 +247,6 @@ def _sort(source: fx.Graph) -> None:
             waiting[user] -= 1
             if not waiting[user]:
                 heapq.heappush(ready, (place[user], user))
-    for previous, node in zip(ordered, ordered[1:], strict=False):
+    for previous, node in pairwise(ordered):
         if previous.next is not node:
             previous.append(node)
-
-

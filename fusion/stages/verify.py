@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 
+from fusion._torch import schema_of
 from fusion.errors import VerificationError
 from fusion.graph import dims_of
 
@@ -30,10 +32,10 @@ def contract(source: fx.Graph) -> Contract:
     writes = tuple(
         f"{node.target} of {[str(each) for each in node.args[:1]]}"
         for node in source.nodes
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+        if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
     )
     outputs: list[Any] = []
-    fx.node.map_arg(output.args, lambda node: outputs.append(_seen(node.meta.get("val"))))
+    map_arg(output.args, lambda node: outputs.append(_seen(node.meta.get("val"))))
     return Contract(inputs, tuple(outputs), writes)
 
 

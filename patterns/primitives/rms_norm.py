@@ -6,13 +6,12 @@ gamma itself, 1 + weight, or no weight. *Replaces with* `npu_rms_norm` or `npu_g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
+from fusion import Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
 
 f32 = torch.float32
 
@@ -85,9 +84,7 @@ class RMSNorm(Rule):
         "a norm takes (mean of x² over the last dim + eps) to the power -0.5; "
         "here the mean of x to the power {exponent} over dims {dims} is taken to the power {root}"
     )
-    def other_root(
-        self, p, x=tensor("*B D"), eps=scalar(), dims=attribute(), exponent=attribute(), root=attribute()
-    ):
+    def other_root(self, p, x=tensor("*B D"), eps=scalar(), dims=attribute(), exponent=attribute(), root=attribute()):
         """(mean(xᵃ) + eps)ᵇ."""
         return p.power(p.mean_over(p.power(x, exponent), dims) + eps, root)
 

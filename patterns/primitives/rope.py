@@ -1,8 +1,8 @@
 """y[j] = x[j]·cos[j] ∓ x[partner(j)]·sin[j]  (Su et al., RoFormer, 2021).
 
-*Matches* the rotation of pairs of lanes in every spelling, real or complex: the canonicaliser proves it lane by lane and
-gives full-width tables. Pairs are (j, j + D/2), "half", or (2j, 2j + 1), "interleaved"; input and output may differ.
-*Replaces with* `npu_rotary_mul` or `npu_interleave_rope`.
+*Matches* the rotation of pairs of lanes in every spelling, real or complex: the canonicaliser proves it lane by lane
+and gives full-width tables. Pairs are (j, j + D/2), "half", or (2j, 2j + 1), "interleaved"; input and output may
+differ. *Replaces with* `npu_rotary_mul` or `npu_interleave_rope`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Rope(Rule):
     def pairs_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
         """Interleaved in, half out: x [B, N, S, D] with tables that do not depend on N."""
         require((source, result) == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
-        return torch.ops.npu.npu_interleave_rope(four_dims(x), four_dims(cos), four_dims(sin)).reshape(x.shape).to(dtype)
+        rotated = torch.ops.npu.npu_interleave_rope(four_dims(x), four_dims(cos), four_dims(sin))
+        return rotated.reshape(x.shape).to(dtype)
 
     @lowering
     def pairs_to_half_by_batch(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):

@@ -69,6 +69,7 @@ ADD = {"x1": t(2, 3, 64), "x2": t(2, 3, 64), "gamma": t(64)}
 DEEP = (1, 1, 1, 1, 1, 1, 2, 3, 64)
 HALF = ((2, 4, 3, 128), (1, 1, 3, 128))
 
+
 # Operator, chips, a legal call, the same call beyond one limit, what the refusal says.
 def scatter(coordinates: int, dtype: torch.dtype = BF16) -> dict[str, Any]:
     indices = torch.zeros(3, coordinates, dtype=torch.int64)

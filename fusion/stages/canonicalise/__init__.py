@@ -10,6 +10,7 @@ import torch.fx as fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
+from fusion._torch import schema_of
 from fusion.errors import FusionError
 from fusion.graph import Algebra, Graph, Reading, Value, dims_of
 from fusion.graph.dims import dim_of
@@ -178,7 +179,7 @@ class _Walk:
         stateful = isinstance(node.target, OpOverload) and (
             is_write(node)
             or torch.Tag.nondeterministic_seeded in node.target.tags
-            or node.target._schema.name.split("::")[-1] in _UNIQUE
+            or schema_of(node.target).name.split("::")[-1] in _UNIQUE
         )
         shape, dtype = (dims_of(val.shape), val.dtype) if isinstance(val, torch.Tensor) else ((), None)
         attrs = (repr(spec), node.name if stateful else "")
@@ -187,7 +188,7 @@ class _Walk:
 
 def is_write(node: fx.Node) -> bool:
     """Whether a node changes memory that others may read."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 def _closing_writes(source: fx.Graph) -> set[fx.Node]:

@@ -1,7 +1,7 @@
-"""Lanes: what each entry of the last dim is made of, proven by following every lane down to the tensors it comes from.
+"""Lanes: what each entry of the last dim is made of, proven by following every lane down to the tensors behind it.
 
-A value is seen as rows of `D` lanes. Slices, joins, interleavings, transposes and broadcasts of lanes only move them, so
-whatever way a rotation was written, lane j ends as the same sum of (lane of x) · (lane of a table).
+A value is seen as rows of `D` lanes. Slices, joins, interleavings, transposes and broadcasts of lanes only move them,
+so whatever way a rotation was written, lane j ends as the same sum of (lane of x) · (lane of a table).
 """
 
 from __future__ import annotations
@@ -277,4 +277,6 @@ def _past_rows(at: Rows) -> list[tuple[Index, Rows]] | None:
     if at.depth != 1 or value.op not in ("reshape", "permute", "slice", "expand") or not value.arg.rank:
         return None
     moved = value.op == "permute" and value.attrs[-1] != value.rank - 1
-    return None if moved or value.arg.shape[-1] != value.shape[-1] else [(np.arange(len(at.index)), Rows(value.arg, 1, at.index))]
+    if moved or value.arg.shape[-1] != value.shape[-1]:
+        return None
+    return [(np.arange(len(at.index)), Rows(value.arg, 1, at.index))]

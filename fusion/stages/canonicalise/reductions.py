@@ -55,18 +55,14 @@ def _variance(a: Algebra, x: Value, dim: Any, correction: Any) -> tuple[Value, V
 
 
 @translates("aten.var.correction")
-def var(
-    a: Algebra, out: Out, x: Value, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
-) -> Translated:
+def var(a: Algebra, out: Out, x: Value, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Translated:
     """Variance about the mean, over (count - correction)."""
     both = _variance(a, x, dim, 1 if correction is None else correction)
     return None if both is None else _keep(a, out, both[0])
 
 
 @translates("aten.std.correction")
-def std(
-    a: Algebra, out: Out, x: Value, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
-) -> Translated:
+def std(a: Algebra, out: Out, x: Value, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Translated:
     """Root of the variance."""
     both = _variance(a, x, dim, 1 if correction is None else correction)
     return None if both is None else _keep(a, out, a.power(both[0], 0.5))

@@ -1,4 +1,4 @@
-"""out[j] = x[j]·cos[j] ∓ x[partner(j)]·sin[j]: a rotation of pairs of lanes, proven lane by lane, whatever its spelling.
+"""out[j] = x[j]·cos[j] ∓ x[partner(j)]·sin[j]: a rotation of pairs of lanes, proven lane by lane in any spelling.
 
 The pairs are (p, p + D/2) in "half" order or (2p, 2p + 1) in "interleaved" order; input and output may differ in order.
 Tables become full-width values [.., D] that are read at the lane of the result.
@@ -239,5 +239,3 @@ def _readings_of(index: Index) -> Iterator[tuple[Index, str]]:
     if (index[::2] == index[1::2]).all():
         yield index[::2], "pairs"
     yield index, "no"
-
-

@@ -1,0 +1,59 @@
+# Everything happens in .venv; stamp files make repeated calls instant.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := 2.13.0
+NPU := 2.13.0
+WORKERS ?= 2
+SYSTEM := $(shell uname -s)
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test nightly demo docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+# Never importable by default: the tests of the vendor's compiler give it to child processes.
+.torch_npu/.installed: $(VENV)/.torch
+ifeq ($(SYSTEM),Linux)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .torch_npu torch_npu==$(NPU)
+else
+	mkdir -p .torch_npu
+endif
+	touch $@
+
+setup: $(VENV)/.installed .torch_npu/.installed  ## create .venv with everything, and the torch_npu wheel beside it
+
+check: setup  ## format, lint, types, imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --project pyproject.toml
+	$(BIN)/lint-imports
+
+test: check  ## check, and all tests but the nightly ones
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not nightly'
+
+nightly: check  ## check, and every test
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+demo: $(VENV)/.installed  ## a Hugging Face model before and after, with its numbers checked
+	$(BIN)/python examples/demo.py
+
+docs: $(VENV)/.installed  ## write the generated pages of docs/
+	$(BIN)/python docs/build.py
+
+clean:  ## remove everything that can be made again
+	rm -rf $(VENV) .torch_npu .pytest_cache .ruff_cache .import_linter_cache .hypothesis .cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,157 @@
+"""The catalogue: every operator and every installed rule, as plain data for a terminal, for JSON and for the docs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from fusion.errors import OptionError
+from fusion.library import GROUP, installed
+from fusion.operators import CHIPS, HOST, Limit, Operator, operators
+from fusion.options import check_names
+from fusion.pattern import Rule
+
+
+@dataclass(frozen=True)
+class OperatorEntry:
+    """One operator that can be emitted.
+
+    Attributes:
+        name: qualified name, `npu::npu_rms_norm`.
+        summary: its formula.
+        schema: as torch_npu prints it.
+        targets: the chips that have it.
+        lowerings: the compilers that take it.
+        dims: argument -> named dims.
+        dtypes: argument -> accepted dtypes.
+        limits: target -> what a call must keep to.
+        source: where all this was read.
+    """
+
+    name: str
+    summary: str
+    schema: str
+    targets: tuple[str, ...]
+    lowerings: tuple[str, ...]
+    dims: dict[str, str]
+    dtypes: dict[str, tuple[str, ...]]
+    limits: dict[str, tuple[str, ...]]
+    source: str
+
+
+@dataclass(frozen=True)
+class RuleEntry:
+    """One installed rule.
+
+    Attributes:
+        name: the semantic op that its matches read as.
+        meaning: its docstring.
+        formula: the first line of its module.
+        patterns: written form -> what is particular about it.
+        refuses: lookalike -> why it is refused.
+        lowerings: way to run it -> what it does.
+        uses: the semantic ops that its patterns are made of.
+        package: the distribution that provides it.
+    """
+
+    name: str
+    meaning: str
+    formula: str
+    patterns: dict[str, str]
+    refuses: dict[str, str]
+    lowerings: dict[str, str]
+    uses: tuple[str, ...]
+    package: str
+
+
+def operator_entries() -> tuple[OperatorEntry, ...]:
+    """Every operator, in the order of their names."""
+    return tuple(_operator(each) for _, each in sorted(operators().items()))
+
+
+def rule_entries() -> tuple[RuleEntry, ...]:
+    """Every installed rule, in the order in which the packages provide them."""
+    return tuple(_rule(each) for each in installed())
+
+
+def operator_entry(name: str) -> OperatorEntry:
+    """The operator of this name, with or without its namespace.
+
+    Raises:
+        OptionError: there is none; the message names the nearest.
+    """
+    entries = operator_entries()
+    for each in entries:
+        if name in (each.name, each.name.split("::")[1]):
+            return each
+    check_names("operator", [name], [each.name.split("::")[1] for each in entries])
+    raise OptionError(f"looking up an operator: there is no {name!r}")
+
+
+def rule_entry(name: str) -> RuleEntry:
+    """The installed rule of this name.
+
+    Raises:
+        OptionError: there is none; the message names the nearest.
+    """
+    entries = {each.name: each for each in rule_entries()}
+    check_names("rule", [name], entries)
+    return entries[name]
+
+
+def _operator(op: Operator) -> OperatorEntry:
+    return OperatorEntry(
+        op.name,
+        op.summary,
+        op.schema,
+        tuple(chip for chip in CHIPS if chip in op.limits),
+        tuple(sorted(op.lowerings)),
+        dict(op.dims),
+        {name: tuple(sorted(str(each).removeprefix("torch.") for each in given)) for name, given in op.dtypes.items()},
+        {chip: tuple(_limit(each) for each in op.limits[chip]) for chip in (HOST, *CHIPS) if chip in op.limits},
+        op.source,
+    )
+
+
+def _limit(limit: Limit | str) -> str:
+    if isinstance(limit, str):
+        return limit
+    when = f" where {limit.when}" if limit.when else ""
+    route = f" under {limit.lowering}" if limit.lowering else ""
+    because = f": {limit.because}" if limit.because else ""
+    return f"{limit.text}{when}{route}{because}"
+
+
+def _rule(rule: Rule) -> RuleEntry:
+    module = inspect.getdoc(inspect.getmodule(type(rule))) or ""
+    return RuleEntry(
+        rule.name,
+        _first_line(type(rule)),
+        module.splitlines()[0] if module else "",
+        {each.name: _first_line(getattr(rule, each.name)) for each in rule.patterns()},
+        {each.name: each.reason for each in rule.lookalikes()},
+        {name: _first_line(getattr(rule, name)) for name in rule.lowerings()},
+        tuple(sorted(rule.uses())),
+        _packages().get(rule.name, ""),
+    )
+
+
+def _first_line(described: object) -> str:
+    text = inspect.getdoc(described) or ""
+    return text.splitlines()[0] if text else ""
+
+
+@cache
+def _packages() -> dict[str, str]:
+    """Rule -> the distribution whose entry point provides it."""
+    found: dict[str, str] = {}
+    for entry in entry_points(group=GROUP):
+        provider: Any = entry.load()
+        provided: Any = provider() if callable(provider) else provider
+        rules: Iterable[Rule] = provided
+        found |= {rule.name: entry.dist.name if entry.dist else entry.value for rule in rules}
+    return found

@@ -1,0 +1,274 @@
+"""The command `cann-fusion`: explain a model, list the operators, list the rules."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fusion import catalogue, hf, operators
+from fusion.errors import FusionError, OptionError
+from fusion.explain import explain as explain_call
+from fusion.library import rules_for
+from fusion.options import Options
+
+BAD_INPUT = 2
+_WIDTH = 130
+_HUB = "Hugging Face models (hf:...)"
+
+app = typer.Typer(
+    name="cann-fusion",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cann-fusion {version('cann-fusion')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    shown: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """See which parts of a PyTorch model become fused CANN operators, and why the others do not.
+
+    [b]Nothing runs:[/b] models are traced under fake tensors, so a laptop can explain a model of any size.
+
+    [dim]cann-fusion explain hf:qwen3[/dim]                        a prefill of Qwen3, two layers, real sizes
+
+    [dim]cann-fusion explain hf:deepseek_v3 --mode decode[/dim]    one token behind a cache
+
+    [dim]cann-fusion explain my_model:build[/dim]                  what your own function returns
+
+    [dim]cann-fusion ops npu_rms_norm[/dim]                        what the chips accept
+
+    [dim]cann-fusion rules rms_norm[/dim]                          what is recognised as a norm
+    """
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Argument(help="hf:<model type>, or package.module:factory.", show_default=False)],
+    target: Annotated[str, typer.Option(help="Chip to plan for.")] = "ascend910_93",
+    disable: Annotated[list[str] | None, typer.Option(help="Do without this rule; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    dump: Annotated[str, typer.Option(help="Folder for the graphs before and after, as text.")] = "",
+    full: Annotated[
+        bool, typer.Option("--traceback", help="Where the model fails: print the whole traceback.")
+    ] = False,
+    mode: Annotated[str, typer.Option(help="prefill or decode.", rich_help_panel=_HUB)] = "prefill",
+    layers: Annotated[int, typer.Option(help="Number of layers.", rich_help_panel=_HUB)] = 2,
+    dtype: Annotated[str, typer.Option(help="bf16, f16 or f32.", rich_help_panel=_HUB)] = "bf16",
+    attn: Annotated[str, typer.Option(help="sdpa or eager.", rich_help_panel=_HUB)] = "sdpa",
+    batch: Annotated[int, typer.Option(help="Number of sequences.", rich_help_panel=_HUB)] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens of a prefill.", rich_help_panel=_HUB)] = 32,
+    context: Annotated[int, typer.Option(help="Length of the cache.", rich_help_panel=_HUB)] = 256,
+    cache: Annotated[str, typer.Option(help="static, dynamic or none.", rich_help_panel=_HUB)] = "static",
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small real weights.", rich_help_panel=_HUB)] = False,
+) -> None:
+    """Report what fuses in a model, what it saves, and what was refused for which reason.
+
+    A factory is called without arguments and returns a module or function, with its arguments if it takes any:
+    `model`, `(model, args)` or `(model, args, kwargs)`.
+
+    [dim]cann-fusion explain hf:gpt_oss --mode decode --context 1024[/dim]
+
+    [dim]cann-fusion explain hf:phi3 --disable rope_pair --json[/dim]
+    """
+    with _reported(f"explaining {model}", full):
+        options = Options(target=target, disable=frozenset(disable or ()), dump_dir=dump)
+        rules_for(options)
+        named = model.removeprefix("hf:")
+        request = hf.Request(named, mode, layers, dtype, attn, batch, seq, context, cache, tiny)
+        function, args, kwargs = _factory(model) if named == model else _hub(request)
+        report = explain_call(function, *args, options=options, **kwargs)
+    if as_json:
+        typer.echo(report.to_json())
+        return
+    for each in report.tables():
+        _console().print(each)
+
+
+@app.command()
+def ops(
+    name: Annotated[str, typer.Argument(help="One operator, with everything that is known of it.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the fused operators that can be emitted: schema, targets, limits, lowerings, source."""
+    with _reported("listing operators"):
+        found = [catalogue.operator_entry(name)] if name else list(catalogue.operator_entries())
+        origin = operators.ensure()
+    if as_json:
+        content = {"schemas": asdict(origin), "operators": [asdict(each) for each in found]}
+        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        return
+    console = _console()
+    console.print(_operator(found[0]) if name else _operators(found))
+    owner = f"torch_npu {origin.version}" if origin.source == "torch_npu" else "cann-fusion itself"
+    console.print(f"schemas of {owner} are in use: {escape(origin.reason)}")
+
+
+@app.command()
+def rules(
+    name: Annotated[str, typer.Argument(help="One rule, with its patterns and lowerings.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the installed rules: what each means, how it may be written, what it becomes."""
+    with _reported("listing rules"):
+        found = [catalogue.rule_entry(name)] if name else list(catalogue.rule_entries())
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in found], indent=2, ensure_ascii=False))
+        return
+    _console().print(_rule(found[0]) if name else _rules(found))
+
+
+@contextmanager
+def _reported(doing: str, full: bool = False) -> Generator[None, None, None]:
+    """Errors in words on stderr: exit code 2 for what the user can mend, 1 for a model that fails."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="torch")
+            yield
+    except FusionError as error:
+        _complain(str(error))
+        raise typer.Exit(BAD_INPUT) from None
+    except Exception as error:
+        if full:
+            traceback.print_exc()
+        told = " ".join(str(error).split("\n\n")[0].split())[:400]
+        hint = "" if full else "; --traceback shows where"
+        _complain(f"{doing}: the model cannot be traced: {type(error).__name__}: {told}{hint}")
+        raise typer.Exit(1) from None
+
+
+def _complain(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, emoji=False, highlight=False).print(f"[red]error:[/red] {escape(text)}")
+
+
+def _console() -> Console:
+    """A terminal as it is; a file or a pipe with room for tables."""
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, emoji=False)
+
+
+Traceable = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+
+
+def _hub(request: hf.Request) -> Traceable:
+    call = hf.build(request)
+    for notice in call.notices:
+        Console(stderr=True, soft_wrap=True, emoji=False, highlight=False).print(f"[dim]note: {escape(notice)}[/dim]")
+    return call.model, (), call.kwargs
+
+
+def _factory(model: str) -> Traceable:
+    """The call that a factory, named as module:attribute, returns."""
+    place, _, name = model.partition(":")
+    doing = f"explaining {model}"
+    if not place or not name:
+        raise OptionError(f"{doing}: it names no model; write hf:<model type>, or package.module:factory")
+    sys.path.insert(0, "")
+    try:
+        factory = getattr(importlib.import_module(place), name, None)
+    except ModuleNotFoundError as error:
+        hint = "start in the folder that holds it, or install it"
+        raise OptionError(f"{doing}: there is no module {error.name!r}; {hint}") from error
+    finally:
+        sys.path.remove("")
+    if not callable(factory):
+        raise OptionError(f"{doing}: module {place!r} has no callable {name!r}; name a function that returns the model")
+    return _checked(factory(), doing)
+
+
+def _checked(returned: Any, doing: str) -> Traceable:
+    parts: tuple[Any, ...] = returned if isinstance(returned, tuple) else (returned,)
+    if not 1 <= len(parts) <= 3:
+        raise OptionError(
+            f"{doing}: the factory returned a tuple of {len(parts)}; return (model, args, kwargs) at most"
+        )
+    model: Any = parts[0]
+    args: Any = parts[1] if len(parts) > 1 else ()
+    kwargs: Any = parts[2] if len(parts) > 2 else {}
+    kinds = (("model", model, callable(model)), ("args", args, isinstance(args, (tuple, list))))
+    for what, given, right in (*kinds, ("kwargs", kwargs, isinstance(kwargs, Mapping))):
+        if not right:
+            raise OptionError(
+                f"{doing}: the factory returned {type(given).__name__} as {what}; "
+                "return model, (model, args) or (model, args, kwargs)"
+            )
+    return model, tuple(args), kwargs
+
+
+def _operators(entries: list[catalogue.OperatorEntry]) -> Table:
+    table = Table(title="operators that can be emitted", title_justify="left", show_lines=True)
+    for column in ("operator", "what it computes", "targets", "lowered by"):
+        table.add_column(column, no_wrap=column == "operator")
+    for each in entries:
+        table.add_row(escape(each.name), escape(each.summary), "\n".join(each.targets), "\n".join(each.lowerings))
+    return table
+
+
+def _operator(entry: catalogue.OperatorEntry) -> Table:
+    table = _facts(entry.name)
+    table.add_row("computes", escape(entry.summary))
+    table.add_row("schema", escape(entry.schema))
+    table.add_row("lowered by", ", ".join(entry.lowerings))
+    for argument, dims in entry.dims.items():
+        dtypes = ", ".join(entry.dtypes.get(argument, ()))
+        table.add_row(argument, escape(f"[{dims}]  {dtypes}"))
+    for target, limits in entry.limits.items():
+        table.add_row(f"limits on {target}", escape("\n".join(limits)) or "none")
+    table.add_row("source", escape(entry.source))
+    return table
+
+
+def _rules(entries: list[catalogue.RuleEntry]) -> Table:
+    table = Table(title="installed rules", title_justify="left", show_lines=True)
+    for column in ("rule", "meaning", "written forms", "lowerings", "uses", "from"):
+        table.add_column(column, no_wrap=column == "rule")
+    for each in entries:
+        lists = (each.patterns, each.lowerings, each.uses)
+        table.add_row(each.name, escape(each.meaning), *("\n".join(names) for names in lists), each.package)
+    return table
+
+
+def _rule(entry: catalogue.RuleEntry) -> Table:
+    table = _facts(entry.name)
+    table.add_row("meaning", escape(entry.meaning))
+    table.add_row("formula", escape(entry.formula))
+    groups = (("pattern", entry.patterns), ("refuses", entry.refuses), ("lowering", entry.lowerings))
+    for kind, described in groups:
+        for name, text in described.items():
+            table.add_row(f"{kind} {name}", escape(text))
+    table.add_row("uses", ", ".join(entry.uses) or "aten only")
+    table.add_row("from", entry.package)
+    return table
+
+
+def _facts(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    return table
+
+
+if __name__ == "__main__":
+    app()
