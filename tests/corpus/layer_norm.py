@@ -148,7 +148,9 @@ def _spelling(
         return (reference(x, weight if parameters else weight * 0 + 1, bias if parameters == 2 else bias * 0),)
 
     emitted = {LAYER_NORM: 1} if fuses else {}
-    return Spelling(f"layer_norm/{label}", "layer_norm", make, emitted, expected, note, {LAYER_NORM: 1} if casts else None)
+    return Spelling(
+        f"layer_norm/{label}", "layer_norm", make, emitted, expected, note, {LAYER_NORM: 1} if casts else None
+    )
 
 
 SPELLINGS = (

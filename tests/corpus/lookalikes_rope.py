@@ -159,7 +159,11 @@ LOOKALIKES = (
     _not_rope(pairs_from_two_ends, "half|halves|pair|flip|order", tables=cos_sin),
     _not_rope(halves_out_of_order, "sign|order|half|halves", tables=cos_sin),
     _not_rope(
-        halves_to_pairs, "", tables=cos_sin, forbid=(APPLY_ROTARY, INTERLEAVE_ROPE), note="the pairs are reordered after"
+        halves_to_pairs,
+        "",
+        tables=cos_sin,
+        forbid=(APPLY_ROTARY, INTERLEAVE_ROPE),
+        note="the pairs are reordered after",
     ),
     _not_rope(negated_odd_only, "sign", "rope_interleaved", cos_sin),
     _not_rope(odd_before_even, "order|sign|pair", "rope_interleaved", cos_sin),
