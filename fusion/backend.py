@@ -70,16 +70,26 @@ class FusionBackend:
         return capture(gm, example_inputs, self._compile)
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        original = fx.GraphModule(gm, _copy(gm.graph)) if self.options.verify else None
-        self.fuse(gm)
+        rules = rules_for(self.options, self.rules)
+        original = fx.GraphModule(gm, _copy(gm.graph))
+        try:
+            self.fuse(gm, rules)
+        except Exception as error:  # whatever a rule does, the model runs as it came
+            log.debug("fusing a graph failed", exc_info=True)
+            warnings.warn(
+                f"cann-fusion could not fuse a graph and runs it as it came: {type(error).__name__}: {error}. "
+                "fusion.explain(model, ...) shows where; options={'disable': {rule}} leaves a rule out.",
+                stacklevel=2,
+            )
+            return lower(original, example_inputs, route(self.options.lower))
         run = lower(gm, example_inputs, route(self.options.lower))
-        return run if original is None else verified(original, run)
+        return verified(original, run) if self.options.verify else run
 
-    def fuse(self, gm: fx.GraphModule) -> GraphReport:
+    def fuse(self, gm: fx.GraphModule, rules: Sequence[Rule] | None = None) -> GraphReport:
         """Rewrite one functional aten graph in place and report."""
         dump = partial(_dump, self.options.dump_dir, next(_numbers))
         dump("captured", gm.graph)
-        outcome = fuse_graph(gm.graph, rules_for(self.options, self.rules), self.options)
+        outcome = fuse_graph(gm.graph, rules or rules_for(self.options, self.rules), self.options)
         if outcome.chosen:
             gm.recompile()
         dump("fused", gm.graph)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import os
-import shutil
 import sys
 from dataclasses import dataclass
 
@@ -83,8 +81,3 @@ def _soc_name() -> str:
         return str(torch_npu.npu.get_device_name(0))  # pyright: ignore[reportUnknownMemberType]
     except (ImportError, OSError, RuntimeError):
         return ""
-
-
-def has_cxx_compiler() -> bool:
-    """Whether a C++ compiler is found, which Inductor needs on a CPU."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name)

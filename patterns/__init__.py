@@ -6,9 +6,9 @@ from patterns.composites.rope_pair import RopePair
 from patterns.primitives.layer_norm import LayerNorm
 from patterns.primitives.rms_norm import RMSNorm
 from patterns.primitives.rope import PartialRope, Rope
-from patterns.primitives.swiglu import SwiGLU
+from patterns.primitives.swiglu import Swiglu
 
 
 def library() -> tuple[Rule, ...]:
     """Every rule of this package."""
-    return (RMSNorm(), LayerNorm(), AddRMSNorm(), Rope(), PartialRope(), RopePair(), SwiGLU())
+    return (RMSNorm(), LayerNorm(), AddRMSNorm(), Rope(), PartialRope(), RopePair(), Swiglu())

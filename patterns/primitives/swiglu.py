@@ -19,7 +19,7 @@ f32 = torch.float32
 
 
 @dataclass(frozen=True)
-class SwiGLU(Rule):
+class Swiglu(Rule):
     """The gated activation of a merged gate-and-up projection."""
 
     def reference(self, x: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ def _covered(a: Algebra, last: Value) -> Value | None:
     pieces = [writes[start] for start in sorted(writes)]
     if stride == 1:
         return a.cat(pieces, axis)
-    if sorted(writes) != list(range(stride)):
+    if size % stride or sorted(writes) != list(range(stride)):
         return None
     opened = [a.reshape(each, (*each.shape[: axis + 1], 1, *each.shape[axis + 1 :])) for each in pieces]
     return a.reshape(a.cat(opened, axis + 1), last.shape)
