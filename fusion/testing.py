@@ -90,7 +90,7 @@ def capture(
 
 
 def widen(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of `gm` in which every floating dtype is float64 and every complex one complex128, to be run on such inputs.
+    """A copy of `gm` in which every floating dtype is float64 and every complex one complex128, for such inputs.
 
     A default epsilon stays that of the narrow dtype. Fused operators run by their fallbacks, which compute float64 in
     float64.
@@ -169,7 +169,7 @@ def trial(
     options: Options = Options(target="host", lower="eager"),
     library: Iterable[Rule] | None = None,
 ) -> Trial:
-    """Capture `example` and fuse it by `rule` and those rules of `library` (the installed one) that it is built from."""
+    """Capture `example` and fuse it by `rule` and what it is built from in `library` (by default the installed one)."""
     rules = _closure(rule, installed() if library is None else library)
     captured = capture(example.function, example.inputs(dtype), level)
     fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
@@ -271,7 +271,7 @@ def leaves_the_rest_alone(t: Trial) -> None:
     outcome = fuse_graph(graph, t.rules, Options(target="host", lower="eager", fuel=0))
     after = list(graph.nodes)
     assert not outcome.chosen
-    assert len(before) == len(after) and all(map(_is, before, after)), "nodes were added, dropped or moved"
+    assert list(map(id, before)) == list(map(id, after)), "nodes were added, dropped or moved"
     assert _text(graph) == text, "the arguments of a node were changed"
 
 
@@ -325,6 +325,3 @@ def _copies(inputs: Sequence[Any]) -> list[Any]:
 def _text(graph: fx.Graph) -> list[str]:
     return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
 
-
-def _is(left: object, right: object) -> bool:
-    return left is right

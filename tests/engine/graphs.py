@@ -1,0 +1,69 @@
+"""Graphs for tests of the engine: small, traced as the backend traces them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import Outcome, fuse_graph
+from fusion.stages.canonicalise import canonicalise
+from fusion.testing import Level, capture
+
+HOST = Options(target="host", lower="eager")
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    h = x.float()
+    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-x2, x1), dim=-1) * sin
+
+
+def traced(function: Callable[..., Any], *args: Any, level: Level = "composite") -> fx.GraphModule:
+    return capture(function, args, level).graph
+
+
+def fuse(gm: fx.GraphModule, options: Options = HOST, rules: Any = None) -> Outcome:
+    outcome = fuse_graph(gm.graph, installed() if rules is None else rules, options)
+    gm.recompile()
+    return outcome
+
+
+def fused(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[fx.GraphModule, Outcome]:
+    gm = traced(function, *args)
+    return gm, fuse(gm, Options.of({"target": "host", "lower": "eager", **options}))
+
+
+def names(gm: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def value(function: Callable[..., Any], *args: Any, level: Level = "composite") -> Any:
+    """The canonical value of the last result of a function."""
+    graph = canonicalise(traced(function, *args, level=level).graph)
+    return graph.held[graph.source.output_node().args[0][-1]]
+
+
+def said(value_: Any) -> str:
+    """A canonical value as an expression over its inputs."""
+    if value_.op == "input":
+        return str(value_.attrs[0])
+    inside = ", ".join([*map(said, value_.args), *(str(each) for each in value_.attrs)])
+    return f"{value_.op}({inside})"
+
+
+def replay(gm: fx.GraphModule, *inputs: Any) -> Any:
+    return copy.deepcopy(gm)(*[each.clone() if isinstance(each, Tensor) else each for each in inputs])

@@ -1,0 +1,138 @@
+"""What means the same is the same value; what does not is not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusion.graph import Algebra, broadcast
+
+from .graphs import numbers, said, value
+
+X, Y, W = numbers(2, 3, 8), numbers(2, 3, 8, seed=1), numbers(8, seed=2)
+
+EQUAL = {
+    "square": [lambda x: x * x, lambda x: x**2, torch.square, lambda x: x.pow(2.0), lambda x: torch.mul(x, x)],
+    "reciprocal root": [
+        lambda x: torch.rsqrt(x), lambda x: 1 / torch.sqrt(x), lambda x: x**-0.5, lambda x: x.sqrt().reciprocal(),
+        lambda x: torch.pow(x, -0.5), lambda x: (1 / x).sqrt(),
+    ],
+    "mean": [
+        lambda x: x.mean(-1, keepdim=True), lambda x: x.sum(-1, keepdim=True) / 8,
+        lambda x: x.mean(dim=2).unsqueeze(-1), lambda x: x.sum(-1).mul(0.125)[..., None],
+        lambda x: torch.einsum("bsd,bsd->bs", x, x).unsqueeze(-1) * 0 + x.mean(-1, True),
+    ][:4],
+    "sum of squares": [
+        lambda x: x.pow(2).sum(-1), lambda x: torch.einsum("...d,...d->...", x, x),
+        lambda x: (x.unsqueeze(-2) @ x.unsqueeze(-1)).squeeze(-1).squeeze(-1),
+        lambda x: torch.linalg.vector_norm(x, dim=-1) ** 2, lambda x: x.norm(dim=-1).square(),
+    ],
+    "variance": [
+        lambda x: x.var(-1, unbiased=False, keepdim=True), lambda x: (x - x.mean(-1, True)).pow(2).mean(-1, True),
+        lambda x: x.square().mean(-1, True) - x.mean(-1, True).square(),
+        lambda x: torch.var_mean(x, -1, correction=0, keepdim=True)[0],
+        lambda x: x.std(-1, correction=0, keepdim=True) ** 2,
+    ],
+    "sigmoid": [torch.sigmoid, lambda x: 1 / (1 + torch.exp(-x)), lambda x: (1 + (-x).exp()).reciprocal()],
+    "silu": [lambda x: F.silu(x), lambda x: x * torch.sigmoid(x), lambda x: x / (1 + torch.exp(-x))],
+    "difference": [lambda x, y: x - y, lambda x, y: x + -y, lambda x, y: torch.sub(x, y), lambda x, y: -y + x],
+    "product": [lambda x, y: x * y, lambda x, y: y * x, lambda x, y: torch.mul(y, x)],
+    "halves": [
+        lambda x: x[..., :4], lambda x: x.chunk(2, -1)[0], lambda x: x.split(4, -1)[0], lambda x: x.narrow(-1, 0, 4),
+        lambda x: x.unflatten(-1, (2, 4)).unbind(-2)[0], lambda x: x.view(2, 3, 2, 4)[..., 0, :],
+        lambda x: torch.tensor_split(x, 2, dim=-1)[0],
+    ],
+    "nothing": [
+        lambda x: x.clone(), lambda x: x.contiguous(), lambda x: x.transpose(0, 1).transpose(0, 1) + 0,
+        lambda x: x.view(6, 8).view(2, 3, 8).clone(), lambda x: x.permute(2, 0, 1).permute(1, 2, 0).clone(),
+        lambda x: torch.cat(x.chunk(2, -1), -1), lambda x: x.unsqueeze(1).squeeze(1).clone(), lambda x: x * 1.0,
+        lambda x: torch.cat([x[..., :3], x[..., 3:]], -1), lambda x: F.dropout(x, 0.5, training=False).clone(),
+    ],
+    "gain 1 + w": [
+        lambda x, y, w: x * (1 + w), lambda x, y, w: x + x * w, lambda x, y, w: (w + 1) * x,
+        lambda x, y, w: torch.addcmul(x, x, w),
+    ],
+    "widened and back": [lambda x: x.double().float() + 0, lambda x: x.clone()],
+    "broadcast": [lambda x: x / x.sum(-1, True).expand_as(x), lambda x: x / x.sum(-1, keepdim=True)],
+    "repeated": [
+        lambda x: x.repeat_interleave(2, -1), lambda x: x.unsqueeze(-1).expand(2, 3, 8, 2).reshape(2, 3, 16),
+    ],
+    "rolled": [lambda x: x.roll(3, -1), lambda x: torch.cat([x[..., 5:], x[..., :5]], -1)],
+}  # fmt: skip
+
+DIFFERENT = {
+    "dims of a mean": (lambda x: x.mean(-1, True), lambda x: x.mean(-2, True)),
+    "correction": (lambda x: x.var(-1), lambda x: x.var(-1, unbiased=False)),
+    "root of a square": (lambda x: (x * x).sqrt(), lambda x: x.clone()),
+    "narrowing": (lambda x: x.bfloat16().float(), lambda x: x.clone()),
+    "silu of another": (lambda x, y: x * y.sigmoid(), lambda x, y: y * x.sigmoid()),
+    "power of two": (lambda x: x**2, lambda x: x**3),
+    "halves": (lambda x: x[..., :4], lambda x: x[..., 4:]),
+    "step": (lambda x: x[..., ::2], lambda x: x[..., :4]),
+    "order of a cat": (lambda x, y: torch.cat([x, y], -1), lambda x, y: torch.cat([y, x], -1)),
+    "difference": (lambda x, y: x - y, lambda x, y: y - x),
+    "sum and mean": (lambda x: x.sum(-1), lambda x: x.mean(-1)),
+    "negative scale under a power": (lambda x: (-x) ** 0.5, lambda x: x**0.5),
+    "view and transpose": (lambda x: x.reshape(2, 8, 3), lambda x: x.transpose(1, 2)),
+    "dropout": (lambda x: F.dropout(x, 0.5, training=True), lambda x: x.clone()),
+}
+
+
+def expression(function) -> str:
+    args = (X, Y, W)[: function.__code__.co_argcount] if hasattr(function, "__code__") else (X,)
+    # Every input is used in order first: Dynamo numbers them by their first use.
+    return said(value(lambda *given: (*(each.tanh() for each in given), function(*given).exp()), *args))
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_spellings_of_one_expression_are_one_value(name):
+    forms = [expression(each) for each in EQUAL[name]]
+    assert len(set(forms)) == 1, "\n".join(forms)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_expressions_are_different_values(name):
+    left, right = DIFFERENT[name]
+    assert expression(left) != expression(right)
+
+
+def test_values_are_interned_within_one_algebra():
+    a = Algebra()
+    x, y = (a.make("input", (), (name,), (2, 8), torch.float32) for name in "xy")
+    assert a.mul(x, y) is a.mul(y, x)
+    assert a.add(x, a.scale(x, -1)) is a.add(a.scale(x, -1), x)
+    assert a.power(a.power(x, 2), -1) is a.power(x, -2)
+    assert a.reshape(a.reshape(x, (16,)), (2, 8)) is x
+    assert a.permute(a.permute(x, (1, 0)), (1, 0)) is x
+    assert a.slice(a.slice(x, -1, 2, 8), -1, 1, 3) is a.slice(x, -1, 3, 5)
+    assert a.cat([a.slice(x, -1, 0, 4), a.slice(x, -1, 4, 8)], -1) is x
+    assert a.slice(a.cat([x, y], -1), -1, 8, 16) is y
+    assert a.cast(a.cast(x, torch.float64), torch.float32) is x
+    assert a.cast(a.cast(x, torch.bfloat16), torch.float32) is not x
+
+
+def test_powers_do_not_join_where_a_sign_would_be_lost():
+    a = Algebra()
+    x = a.make("input", (), ("x",), (8,), torch.float32)
+    assert a.power(a.power(x, 2), 0.5) is not x
+    assert a.power(a.power(x, 0.5), 2) is not x, "the root of a negative number is none"
+    assert a.power(a.power(a.power(x, 2), 0.5), 2) is a.power(x, 2)
+
+
+def test_shapes_that_do_not_broadcast_have_no_product():
+    a = Algebra()
+    x, y = (a.make("input", (), (str(n),), (2, n), torch.float32) for n in (3, 4))
+    assert a.mul(x, y) is None
+    assert a.add(x, y) is None
+    assert broadcast((2, 1, 3), (4, 1)) == (2, 4, 3)
+    assert broadcast((2,), (3,)) is None
+
+
+def test_a_scale_that_is_nearly_whole_is_whole():
+    a = Algebra()
+    x = a.make("input", (), ("x",), (8,), torch.float32)
+    assert a.scale(a.scale(x, 1 / 49), 49) is x
+    assert a.scale(a.scale(x, 1 / math.sqrt(3)), 0.5).attrs == (0.5 / math.sqrt(3),)
