@@ -46,7 +46,7 @@ test: check  ## check, and all tests but the nightly ones
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not nightly'
 
 nightly: check  ## check, and every test
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m ''
 
 demo: $(VENV)/.installed  ## a Hugging Face model before and after, with its numbers checked
 	$(BIN)/python examples/demo.py

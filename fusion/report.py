@@ -145,7 +145,7 @@ class Report:
     @property
     def ops(self) -> Counter[str]:
         """Emitted operators by qualified name, as the NPU would run them."""
-        names = (_emitted(node) for graph in self.graphs for node in graph.graph.nodes)
+        names = (emitted(node) for graph in self.graphs for node in graph.graph.nodes)
         return Counter(name for name in names if name)
 
     @property
@@ -241,7 +241,7 @@ def _alike(layers: Mapping[str, LayerReport]) -> Counter[tuple[str, LayerReport]
     return kinds
 
 
-def _emitted(node: fx.Node) -> str:
+def emitted(node: fx.Node) -> str:
     """The qualified name of a fused operator that the pass put into a graph, "" for any other node."""
     if "fusion" not in node.meta or not isinstance(node.target, OpOverload):
         return ""

@@ -257,7 +257,8 @@ def refuses(t: Trial, text: str) -> None:
     """The rule is not applied, and says why with `text` in its reason and a place in the model's code."""
     applied = [each for each in t.outcome.chosen if each.match.rule.name == t.rule.name]
     assert not applied, f"{t.rule.name} was applied although it must be refused with {text!r}"
-    given = [each for each in t.outcome.refusals if each.rule == t.rule.name and text in each.reason]
+    speaking = {t.rule.name, *t.rule.uses()}
+    given = [each for each in t.outcome.refusals if each.rule in speaking and text in each.reason]
     others = "\n".join(str(each) for each in t.outcome.refusals)
     assert given, f"{t.rule.name} was not refused with {text!r} but with:\n{others}"
     assert all(each.where for each in given), "the refusal does not say where"

@@ -186,10 +186,14 @@ class Algebra:
         """Convert elements; widening before another cast is dropped, because it loses nothing."""
         while x.op == "cast" and widens(x.arg.dtype, x.dtype):
             x = x.arg
+        if x.op == "expand":
+            return self.expand(self.cast(x.arg, dtype), x.shape)
         return x if x.dtype == dtype else self.make("cast", (x,), (), x.shape, dtype)
 
     def scale(self, x: Value, factor: float) -> Value:
         """x · factor."""
+        if x.op == "expand":
+            return self.expand(self.scale(x.arg, factor), x.shape)
         if x.op == "scale":
             x, factor = x.arg, factor * x.attrs[0]
         nearest = round(factor)
@@ -198,6 +202,8 @@ class Algebra:
 
     def shift(self, x: Value, offset: float) -> Value:
         """x + offset."""
+        if x.op == "expand":
+            return self.expand(self.shift(x.arg, offset), x.shape)
         if x.op == "shift":
             x, offset = x.arg, offset + x.attrs[0]
         return x if offset == 0 else self.make("shift", (x,), (float(offset),), x.shape, x.dtype)
@@ -206,6 +212,7 @@ class Algebra:
         """x · y, in either order; None where the shapes do not broadcast."""
         if x is y:
             return self.power(x, 2)
+        x, y = _unexpanded(x, y)
         if x.id > y.id:
             x, y = y, x
         shape = broadcast(x.shape, y.shape)
@@ -215,6 +222,7 @@ class Algebra:
         """x + y, in either order; x + x·w with one weight per channel becomes x · (1 + w)."""
         if x is y:
             return self.scale(x, 2)
+        x, y = _unexpanded(x, y)
         gain = self._gain(x, y) or self._gain(y, x)
         if gain is not None:
             return self.mul(*gain)
@@ -245,6 +253,8 @@ class Algebra:
 
     def power(self, x: Value, exponent: float) -> Value:
         """x ** exponent, for real exponents; nested powers join where the sign of x cannot matter."""
+        if x.op == "expand":
+            return self.expand(self.power(x.arg, exponent), x.shape)
         if x.op == "power" and (x.attrs[0] in (0.5, -0.5, -1.0) or float(exponent).is_integer()):
             inner = x.attrs[0]
             if not (inner in (0.5, -0.5) and float(exponent * inner).is_integer()) or _nonnegative(x.arg):
@@ -276,6 +286,16 @@ class Algebra:
         if not all(isinstance(size, int) for size in sizes):
             return None
         return self.scale(self.mean(x, axes), math.prod(int(size) for size in sizes))
+
+
+def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:
+    """Two operands without the repetition that broadcasting does as well."""
+    shape = broadcast(x.shape, y.shape)
+    if x.op == "expand" and broadcast(x.arg.shape, y.shape) == shape:
+        x = x.arg
+    if y.op == "expand" and broadcast(x.shape, y.arg.shape) == shape:
+        y = y.arg
+    return x, y
 
 
 def _nonnegative(x: Value) -> bool:

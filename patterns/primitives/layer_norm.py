@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
+from fusion import Example, Rule, lookalike, lowering, pattern, require, scalar, tensor
+from patterns.examples import layer_norm
 
 f32 = torch.float32
 
@@ -61,12 +63,14 @@ class LayerNorm(Rule):
     @lookalike("eps={eps} is added to the standard deviation, outside the root")
     def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):
         """(x - mean) / (std + eps)."""
-        return p.power(p.power(p.mean(p.square(self._centred(p, x))), 0.5) + eps, -1.0)
+        deviation = p.power(p.mean(p.square(self._centred(p, x))), 0.5)
+        return p.power(p.maybe_cast(deviation, to=x) + eps, -1.0)
 
     @lookalike("eps={eps} is added outside the root, to an unbiased standard deviation")
     def eps_outside_unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
         """(x - mean) / (std(correction=1) + eps)."""
-        return p.power(p.shift(p.scale(p.power(p.mean(p.square(self._centred(p, x))), 0.5), factor), eps), -1.0)
+        deviation = p.scale(p.power(p.mean(p.square(self._centred(p, x))), 0.5), factor)
+        return p.power(p.maybe_cast(deviation, to=x) + eps, -1.0)
 
     @lookalike("what is divided by the root of the variance is not the centred tensor, or has a weight of other dims")
     def not_centred(self, p, x=tensor("*B D"), eps=scalar()):
@@ -86,3 +90,11 @@ class LayerNorm(Rule):
         same = {each.dtype for each in given} <= {x.dtype}
         gamma, beta = (each if same or each is None else each.to(f32) for each in (gamma, beta))
         return torch.ops.aten.native_layer_norm.default(x, x.shape[-1:], gamma, beta, eps)[0]
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(layer_norm.EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(layer_norm.REJECTS)

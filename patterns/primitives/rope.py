@@ -7,12 +7,14 @@ differ. *Replaces with* `npu_rotary_mul` or `npu_interleave_rope`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, require, tensor
+from fusion import Example, Rule, attribute, lowering, pattern, require, tensor
+from patterns.examples import rope
 
 
 def four_dims(x: Tensor) -> Tensor:
@@ -121,6 +123,14 @@ class Rope(Rule):
             return to_pairs(rotary_mul(x, to_halves(cos), to_halves(sin), "half")).to(dtype)
         return rotary_mul(x, cos, sin, "half").to(dtype)
 
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(rope.EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(rope.REJECTS)
+
 
 @dataclass(frozen=True)
 class PartialRope(Rule):
@@ -176,3 +186,7 @@ class PartialRope(Rule):
     def through_half(self, x, cos, sin, rest, source, result, dtype, rest_first):
         """Any orders."""
         return self._joined(Rope().through_half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(rope.PARTIAL_EXAMPLES)

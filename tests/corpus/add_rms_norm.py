@@ -173,6 +173,7 @@ def _spelling(
     one_plus: bool = False,
     weight_in_float: bool = False,
     expect: dict[str, int] | None = None,
+    as_good: dict[str, int] | None = None,
 ) -> Spelling:
     """`form` takes x [B, S, D], residual [B, S, D], weight [D]; `meaning` the same and gamma = weight or 1 + weight."""
 
@@ -189,7 +190,7 @@ def _spelling(
         return meaning(x, residual, weight + 1 if one_plus else weight)
 
     emitted = {ADD_RMS_NORM: 1} if expect is None else expect
-    return Spelling(f"add_rms_norm/{label}", "add_rms_norm", make, emitted, expected, note)
+    return Spelling(f"add_rms_norm/{label}", "add_rms_norm", make, emitted, expected, note, as_good=as_good)
 
 
 SPELLINGS = (
@@ -256,8 +257,9 @@ SPELLINGS = (
     _spelling(
         "one_plus_weight",
         one_plus_weight,
-        "transformers: Gemma; there is no fused add for 1 + weight, so the add stays",
+        "transformers: Gemma; there is no fused add for 1 + weight: the add stays, or the shift",
         one_plus=True,
         expect={GEMMA_RMS_NORM: 1},
+        as_good={ADD_RMS_NORM: 1},
     ),
 )

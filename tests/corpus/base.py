@@ -32,7 +32,8 @@ class Spelling:
     """One ordinary way to write a family's formula.
 
     `make(dtype, B, S)` gives the code and its arguments, the same at every call. `expect` counts the operators that a
-    rewrite for target "host" emits. `reference(dtype, B, S)` is what `make` must return, computed in float64
+    rewrite for target "host" emits, `expect_narrow` for 16-bit dtypes where that differs, `as_good`
+    another outcome where sizes alone decide. `reference(dtype, B, S)` is what `make` must return, computed in float64
     by independent code; dtype only matters where a default epsilon follows it.
     """
 
@@ -42,13 +43,22 @@ class Spelling:
     expect: Mapping[str, int]
     reference: Reference
     note: str = ""
+    expect_narrow: Mapping[str, int] | None = None
+
+    as_good: Mapping[str, int] | None = None
+
+    def expected(self, dtype: torch.dtype) -> list[Mapping[str, int]]:
+        """What may be emitted for inputs of `dtype`."""
+        first = self.expect if self.expect_narrow is None or dtype.itemsize > 2 else self.expect_narrow
+        return [first] if self.as_good is None else [first, self.as_good]
 
 
 @dataclass(frozen=True)
 class LookAlike:
     """Code that resembles a family and must be refused.
 
-    `reason` is a regular expression that the refusal text contains, in any case. `reference` is what the fused
+    `reason` is a regular expression that the refusal text contains, in any case; "" where nothing has to be refused,
+    because another fusion of it is right. `reference` is what the fused
     operator would return: it differs from the code, or is None where the values may agree and the proof is
     what is missing.
     """

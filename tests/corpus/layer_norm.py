@@ -128,8 +128,13 @@ def no_parameters(x):
     return (x - mean) / torch.sqrt(var + EPS)
 
 
-def _spelling(label: str, form: Form, note: str, *, D: int = 64, parameters: int = 2, fuses: bool = True) -> Spelling:
-    """`form` takes x [B, S, D] and the first `parameters` of (weight [D], bias [D])."""
+def _spelling(
+    label: str, form: Form, note: str, *, D: int = 64, parameters: int = 2, fuses: bool = True, casts: bool = False
+) -> Spelling:
+    """`form` takes x [B, S, D] and the first `parameters` of (weight [D], bias [D]).
+
+    Where nothing `fuses` the operator is there already, unless it `casts` 16-bit tensors.
+    """
 
     def inputs(B: int, S: int) -> tuple[Tensor, Tensor, Tensor]:
         return activations(D + 2, B, S, D) + 0.5, weights(D + 3, D), weights(D + 4, D, center=0.0)
@@ -142,7 +147,10 @@ def _spelling(label: str, form: Form, note: str, *, D: int = 64, parameters: int
         x, weight, bias = inputs(B, S)
         return (reference(x, weight if parameters else weight * 0 + 1, bias if parameters == 2 else bias * 0),)
 
-    return Spelling(f"layer_norm/{label}", "layer_norm", make, {LAYER_NORM: 1} if fuses else {}, expected, note)
+    emitted = {LAYER_NORM: 1} if fuses else {}
+    return Spelling(
+        f"layer_norm/{label}", "layer_norm", make, emitted, expected, note, {LAYER_NORM: 1} if casts else None
+    )
 
 
 SPELLINGS = (
@@ -161,5 +169,7 @@ SPELLINGS = (
     _spelling("no_parameters", no_parameters, "OLMo: neither weight nor bias", parameters=0),
     _spelling("functional", functional, "already one operator: stays", fuses=False),
     _spelling("nn_module", TorchModule, "already one operator: stays", fuses=False),
-    _spelling("functional_in_float", functional_in_float, "DeepSeek-V3.2 indexer: already one operator", fuses=False),
+    _spelling(
+        "functional_in_float", functional_in_float, "DeepSeek-V3.2 indexer: one operator", fuses=False, casts=True
+    ),
 )

@@ -97,6 +97,10 @@ def _not_add(form: Form, reason: str, inputs=_x_residual_weight, meaning=_add, n
     return look_alike("add_rms_norm", form, reason, (ADD_RMS_NORM,), inputs, meaning, note)
 
 
+def _right(form: Form, note: str) -> LookAlike:
+    return look_alike("add_rms_norm", form, "", (), _x_residual_weight, _add, note)
+
+
 LOOKALIKES = (
     _not_layer(unbiased_variance, "unbiased|correction"),
     _not_layer(deviation_plus_eps, "eps.*outside the root", _tiny_x_weight_bias),
@@ -104,8 +108,8 @@ LOOKALIKES = (
     _not_layer(not_centred, "cent(re|er)"),
     _not_layer(centred_by_tokens, "last dim|dim(ension)? -?\\d"),
     _not_layer(second_moment, "cent(re|er)|variance"),
-    _not_add(subtracted, "sub|minus|difference|add"),
-    _not_add(added_twice, "alpha|scal|add"),
+    _right(subtracted, "the operator adds the negated tensor, which is built first"),
+    _right(added_twice, "the operator adds the doubled tensor, which is built first"),
     _not_add(broadcast_bias, "broadcast|shape", _x_bias_weight, None, "the operator takes two equal shapes only"),
-    _not_add(added_after_the_norm, "after|sum|add"),
+    _not_add(added_after_the_norm, "", note="the norm of one addend fuses on its own"),
 )

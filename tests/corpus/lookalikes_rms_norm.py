@@ -201,6 +201,10 @@ def _not_rms(form: Form, reason: str, inputs: Inputs = _x_weight, meaning=_rms, 
     return look_alike("rms_norm", form, reason, (RMS_NORM, GEMMA_RMS_NORM), inputs, meaning, note)
 
 
+def _inner(form: Form, note: str) -> LookAlike:
+    return look_alike("rms_norm", form, "", (GEMMA_RMS_NORM,), _x_weight, _rms, note)
+
+
 LOOKALIKES = (
     _not_rms(eps_outside_root, "eps.*outside the root", _tiny_x_weight),
     _not_rms(norm_plus_eps, "eps.*outside the root", _tiny_x_weight),
@@ -215,7 +219,7 @@ LOOKALIKES = (
     _not_rms(fourth_power, "square|power"),
     _not_rms(fourth_power_square_root, "square|power"),
     _not_rms(mean_absolute, "square|root"),
-    _not_rms(root_times, "rsqrt|divide|root"),
+    _not_rms(root_times, "rsqrt|divide|root|power"),
     _not_rms(variance_without_centring, "cent(re|er)|variance|mean", _shifted_x_weight),
     _not_rms(statistics_of_another, "another tensor|different|not the same", _x_other_weight, _rms_last_weight),
     _not_rms(product_of_two, "another tensor|square|not the same", _x_other_weight, _rms_last_weight),
@@ -223,12 +227,12 @@ LOOKALIKES = (
     _not_rms(negative_eps, "eps", meaning=None, note="the operator is defined for eps > 0 only"),
     _not_rms(huge_eps, "eps", meaning=None, note="0.1 is a damping term, not a guard against division by zero"),
     _not_rms(coarser_cast, "cast|dtype|float8"),
-    _not_rms(other_half_precision, "cast|dtype|b?float16", note="a rounding that the operator does not do"),
-    _not_rms(rounded_in_the_middle, "cast|dtype|float8"),
+    _inner(other_half_precision, "the norm without weight fuses; the rounding that no operator does stays"),
+    _inner(rounded_in_the_middle, "the norm without weight fuses; the rounding that no operator does stays"),
     look_alike(
         "rms_norm",
         two_plus_weight,
-        "1 ?\\+|one plus|2",
+        "",
         (GEMMA_RMS_NORM,),
         lambda B, S: (activations(41, B, S, D), weights(42, D, center=0.0)),
         _gemma,
@@ -237,7 +241,7 @@ LOOKALIKES = (
     look_alike(
         "rms_norm",
         weight_per_token,
-        "weight|gamma",
+        "",
         (),
         _x_weight_per_token,
         _rms_wide_gamma,

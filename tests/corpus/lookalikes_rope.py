@@ -147,7 +147,7 @@ LOOKALIKES = (
     _not_rope(split_off_centre, "half|halves"),
     _tokens_rotated(over_tokens, "last dim|dim(ension)? -?\\d"),
     _not_rope(quarter_shift, "half|halves|shift|quarter"),
-    _not_rope(not_rotated, "rotat"),
+    _not_rope(not_rotated, "rotat|partner"),
     _not_rope(third_term_inside, "term|rotat"),
     _not_rope(
         rotated_another,
@@ -158,7 +158,13 @@ LOOKALIKES = (
     ),
     _not_rope(pairs_from_two_ends, "half|halves|pair|flip|order", tables=cos_sin),
     _not_rope(halves_out_of_order, "sign|order|half|halves", tables=cos_sin),
-    _not_rope(halves_to_pairs, "order|layout|pair|half|halves", tables=cos_sin),
+    _not_rope(
+        halves_to_pairs,
+        "",
+        tables=cos_sin,
+        forbid=(APPLY_ROTARY, INTERLEAVE_ROPE),
+        note="the pairs are reordered after",
+    ),
     _not_rope(negated_odd_only, "sign", "rope_interleaved", cos_sin),
     _not_rope(odd_before_even, "order|sign|pair", "rope_interleaved", cos_sin),
     _not_rope(conjugated_table, "conj|sign|inverse", "rope_interleaved", complex_batch),

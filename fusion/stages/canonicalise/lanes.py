@@ -209,7 +209,7 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
             leaves.computed.add(value.dtype)
             first, second = factor(left, leaves), factor(right, leaves)
             return [Term(first.coefficient * second.coefficient, first, second)]
-        case "cast" if not widens(value.arg.dtype, value.dtype):
+        case "cast":
             return terms(Rows(value.arg, at.depth, at.index), leaves, limit)
         case _:
             parts = descend(at)

@@ -44,8 +44,17 @@ def rotation(a: Algebra, root: Value) -> Reading | str | None:
         return None
     leaves = Leaves()
     found = terms(at, leaves)
-    if found is None or len(found) != 2 or not leaves.computed:
+    if found is None or not leaves.computed:
         return None
+    if len(found) == 3:
+        pairs = ([found[0], found[1]], [found[0], found[2]], [found[1], found[2]])
+        turned = any(isinstance(_turned(a, root, pair, leaves), Reading) for pair in pairs)
+        return "a third term is added to the rotation" if turned else None
+    return _turned(a, root, found, leaves) if len(found) == 2 else None
+
+
+def _turned(a: Algebra, root: Value, found: list[Term], leaves: Leaves) -> Reading | str | None:
+    """The reading of a sum of two products."""
     turned = (found[0].second.leaf != NONE) & (found[1].second.leaf != NONE)
     where = np.nonzero(turned)[0]
     if len(where) < 2 or len(where) % 2 or where[-1] - where[0] + 1 != len(where):

@@ -1,0 +1,1 @@
+"""How each rule is tried: functions that it must recognise, and functions that it must refuse with a reason."""

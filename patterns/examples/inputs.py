@@ -1,0 +1,36 @@
+"""Inputs of examples: small multiples of a power of two, so that every dtype holds the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Inputs = Callable[[torch.dtype], tuple[Tensor, ...]]
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    """Float64 [*shape], about normal."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, dtype=torch.float64) * 32).round().clamp(-127, 127) / 32
+
+
+def tensors(*shapes: tuple[int, ...]) -> Inputs:
+    """One tensor of each shape."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return tuple(normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
+
+    return make
+
+
+def rotated(*shapes: tuple[int, ...], table: tuple[int, ...]) -> Inputs:
+    """Tensors to rotate, then cos and sin of one shape whose halves are equal."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        angles = normal(len(shapes), *table[:-1], table[-1] // 2)
+        angles = torch.cat((angles, angles), dim=-1)
+        return *tensors(*shapes)(dtype), angles.cos().to(dtype), angles.sin().to(dtype)
+
+    return make

@@ -1,0 +1,131 @@
+"""Every spelling becomes the operators that it should, at every capture level; no look-alike becomes what it must not."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fusion import testing
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.report import emitted
+from fusion.testing import DTYPES, LEVELS, Level, Trial, capture
+
+from . import LOOKALIKES, SPELLINGS, LookAlike, Spelling
+from .test_corpus import SHAPES
+
+HOST = Options(target="host", lower="eager")
+LAWS = (
+    testing.means_what_it_says, testing.emits_valid_calls, testing.idempotent, testing.saves_what_it_claims,
+    testing.leaves_the_rest_alone,
+)  # fmt: skip
+
+# Not recognised yet: (entry, level or None for all) and what it would take.
+MISSED = {
+    ("rope_interleaved/rotation_matrices", None): "a table entry whose lanes come from several tensors is not followed",
+    ("rope_half/partial_one_cat", None): "two partial rotations of one cat each are not paired: two calls, not one",
+    ("rope_half/rolled", "core"): "core aten writes roll as an index of arange, which is not evaluated",
+}
+UNTOLD = {
+    ("rope_half/not/over_tokens", None): "no near miss for a rotation along another dim",
+    ("rope_half/not/rotated_another", None): "no near miss for a rotation of two tensors",
+    ("rope_half/not/pairs_from_two_ends", None): "flip is not followed through the lanes",
+    ("rope_half/not/quarter_shift", "core"): "core aten writes roll as an index of arange, which is not evaluated",
+}
+
+Setting = tuple[Any, Level, torch.dtype, tuple[int, int]]
+
+
+def covering(entries: tuple[Any, ...]) -> Iterator[Setting]:
+    """Settings in which every two values of (entry, level, dtype, shape) occur together."""
+    for number, entry in enumerate(entries):
+        for position, shape in enumerate(SHAPES):
+            level = LEVELS[(position + number) % len(LEVELS)]
+            dtype = DTYPES[(position + number // len(LEVELS)) % len(DTYPES)]
+            yield entry, level, dtype, shape
+
+
+def parameters(settings: Iterator[Setting], missing: dict[tuple[str, str | None], str]) -> list[Any]:
+    def one(entry: Any, level: Level, dtype: torch.dtype, shape: tuple[int, int]) -> Any:
+        reason = missing.get((entry.name, None)) or missing.get((entry.name, level))
+        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        name = f"{entry.name}-{level}-{str(dtype).removeprefix('torch.')}-B{shape[0]}S{shape[1]}"
+        return pytest.param(entry, level, dtype, shape, id=name, marks=marks)
+
+    return [one(*setting) for setting in settings]
+
+
+def fused(entry: Spelling | LookAlike, level: Level, dtype: torch.dtype, shape: tuple[int, int]) -> Trial:
+    form, args = entry.make(dtype, *shape)
+    captured = capture(form, args, level)
+    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    outcome = fuse_graph(graph.graph, installed(), HOST)
+    graph.recompile()
+    return Trial(installed(), captured, graph, outcome)
+
+
+def operators(t: Trial) -> Counter[str]:
+    return Counter(name for name in map(emitted, t.fused.graph.nodes) if name)
+
+
+def check_spelling(spelling: Spelling, level: Level, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    t = fused(spelling, level, dtype, shape)
+    assert dict(operators(t)) in spelling.expected(dtype), "\n".join(map(str, t.outcome.refusals))
+    for law in LAWS:
+        law(t)
+
+
+@pytest.mark.parametrize(("spelling", "level", "dtype", "shape"), parameters(covering(SPELLINGS), MISSED))
+def test_spelling_is_recognised(spelling, level, dtype, shape):
+    check_spelling(spelling, level, dtype, shape)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("spelling", "level", "dtype", "shape"), parameters(product(SPELLINGS, LEVELS, DTYPES, SHAPES), MISSED)
+)
+def test_spelling_is_recognised_in_every_setting(spelling, level, dtype, shape):
+    check_spelling(spelling, level, dtype, shape)
+
+
+@pytest.mark.parametrize(
+    ("look_alike", "level", "dtype", "shape"),
+    parameters(
+        (
+            (entry, level, DTYPES[(number + position) % len(DTYPES)], (2, 3))
+            for number, entry in enumerate(LOOKALIKES)
+            for position, level in enumerate(LEVELS)
+        ),
+        UNTOLD,
+    ),
+)
+def test_look_alike_is_refused_with_its_reason(look_alike, level, dtype, shape):
+    t = fused(look_alike, level, dtype, shape)
+    assert not set(look_alike.forbid) & set(operators(t))
+    reasons = [each.reason for each in t.outcome.refusals]
+    assert not look_alike.reason or any(re.search(look_alike.reason, each, re.IGNORECASE) for each in reasons), reasons
+    assert all(re.search(r"corpus/\w+\.py:\d+$", each.where) for each in t.outcome.refusals)
+    for law in LAWS:
+        law(t)
+
+
+@pytest.mark.parametrize(("look_alike", "level", "dtype", "shape"), parameters(covering(LOOKALIKES), {}))
+def test_look_alike_keeps_its_numbers(look_alike, level, dtype, shape):
+    testing.means_what_it_says(fused(look_alike, level, dtype, shape))
+
+
+def test_settings_cover_every_pair():
+    seen = [(entry.name, *rest) for entry, *rest in covering(SPELLINGS)]
+    for first, second in ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)):
+        values = [sorted({str(each[axis]) for each in seen}) for axis in (first, second)]
+        pairs = {(str(each[first]), str(each[second])) for each in seen}
+        assert pairs == set(product(*values))

@@ -1,0 +1,108 @@
+"""Every rule of the library keeps every law, for each of its examples and rejects, in each dtype, at each level."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import patterns
+from fusion import Example, Rule, testing
+from fusion.library import installed
+from fusion.pattern import Refused
+from fusion.testing import DTYPES, LEVELS, cases
+
+LIBRARY = Path(inspect.getfile(patterns)).parent
+
+
+def settings() -> Iterator[Any]:
+    for rule, example in cases(installed()):
+        for level in LEVELS:
+            for dtype in DTYPES:
+                kind = "reject" if example.refusal else "example"
+                name = f"{rule.name}-{kind} {example.name}-{level}-{str(dtype).removeprefix('torch.')}"
+                yield pytest.param(rule, example, dtype, level, id=name)
+
+
+@pytest.mark.parametrize(("rule", "example", "dtype", "level"), settings())
+def test_rule_keeps_the_laws(rule: Rule, example: Example, dtype: torch.dtype, level: testing.Level):
+    testing.check(rule, example, dtype, level)
+
+
+@pytest.mark.parametrize("rule", installed(), ids=lambda rule: rule.name)
+def test_rule_is_tried(rule: Rule):
+    examples, rejects = list(rule.examples()), list(rule.rejects())
+    assert len(examples) >= 2
+    assert len({each.name for each in (*examples, *rejects)}) == len(examples) + len(rejects)
+    assert all(each.refusal for each in rejects)
+    assert not any(each.refusal for each in examples)
+    assert rule.reference.__doc__
+    assert rule.patterns()
+    assert rule.lowerings()
+
+
+@pytest.mark.parametrize("rule", installed(), ids=lambda rule: rule.name)
+def test_every_form_and_every_lowering_is_used_by_an_example(rule: Rule):
+    used: set[str] = set()
+    for example in rule.examples():
+        for dtype in DTYPES:
+            t = testing.trial(rule, example, dtype)
+            used |= {name for each in t.outcome.chosen for name in (each.match.form, each.lowering)}
+    declared = {form.name for form in rule.patterns()}
+    assert declared <= used, f"no example is written as {sorted(declared - used)}"
+
+
+def refusing_texts(source: str) -> set[str]:
+    """The texts of `require` and `lookalike` in a module."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    named = [(getattr(call.func, "id", ""), call.args) for call in calls]
+    texts = [args[1] if name == "require" else args[0] for name, args in named if name in ("require", "lookalike")]
+    return {text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)}
+
+
+def test_every_reason_to_refuse_is_exercised(monkeypatch):
+    given: set[str] = set()
+    init = Refused.__init__
+
+    def spy(self: Refused, template: str, values: Any) -> None:
+        given.add(template)
+        init(self, template, values)
+
+    monkeypatch.setattr(Refused, "__init__", spy)
+    for rule, example in cases(installed()):
+        testing.trial(rule, example, torch.bfloat16)
+    files = [*LIBRARY.glob("primitives/*.py"), *LIBRARY.glob("composites/*.py")]
+    written = set[str]().union(*(refusing_texts(each.read_text()) for each in files))
+    assert len(written) > 30
+    assert written <= given, f"no example or reject leads to {sorted(written - given)}"
+
+
+def test_a_law_that_is_broken_is_found():
+    class TwiceTheNorm(type(installed()[0])):
+        def npu(self, x, gamma, weight, eps):
+            return 2 * super().npu(x, gamma, weight, eps)
+
+        npu.fusion_role = "lowering"
+
+    rule = TwiceTheNorm()
+    example = next(iter(rule.examples()))
+    with pytest.raises(AssertionError, match="algebra is wrong"):
+        testing.check(rule, example, torch.float32)
+
+
+def test_an_example_that_is_not_recognised_is_found():
+    rule = installed()[0]
+    with pytest.raises(AssertionError, match="does not recognise"):
+        testing.check(rule, Example("a sum", torch.add, lambda dtype: (torch.ones(3, dtype=dtype),) * 2), torch.float32)
+
+
+def test_a_reject_that_is_recognised_is_found():
+    rule = installed()[0]
+    example = next(iter(rule.examples()))
+    with pytest.raises(AssertionError, match="must be refused"):
+        testing.check(rule, Example(example.name, example.function, example.inputs, "never"), torch.float32)
