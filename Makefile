@@ -39,7 +39,7 @@ setup: $(VENV)/.installed .torch_npu/.installed  ## create .venv with everything
 check: setup  ## format, lint, types, imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --project pyproject.toml
+	$(BIN)/pyright --project pyproject.toml --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 test: check  ## check, and all tests but the nightly ones
