@@ -30,9 +30,9 @@ def generated() -> dict[Path, str]:
 def operators_page() -> str:
     """The operators that the pass emits."""
     head = (
-        "# Operators\n\nThe fused operators that the pass can emit, as `cann-fusion ops` lists them. A call that breaks "
-        "a limit of the target is refused, and the report says which limit. *host* stands for what every machine asks "
-        "for. Written by `make docs`.\n"
+        "# Operators\n\nThe fused operators that the pass can emit, as `cann-fusion ops` lists them. A call that "
+        "breaks a limit of the target is refused, and the report says which limit. *host* stands for what every "
+        "machine asks for. Written by `make docs`.\n"
     )
     return head + "".join(_operator(each) for each in operator_entries())
 
@@ -56,9 +56,9 @@ def _cell(text: str) -> str:
 def rules_page() -> str:
     """The rules of the default library."""
     head = (
-        "# Rules\n\nThe rules that this package installs, as `cann-fusion rules` lists them: what each means, the "
-        "forms in which it is recognised whatever the spelling, what looks alike but is refused, and what it becomes (the "
-        "first lowering that is legal and cheapest on the target). Written by `make docs`.\n"
+        "# Rules\n\nThe rules that this package installs, as `cann-fusion rules` lists them: what each means, the forms "
+        "in which it is recognised in any spelling, what looks alike but is refused, and what it becomes: the lowering "
+        "that is legal and cheapest on the target. Written by `make docs`.\n"
     )
     return head + "".join(_rule(each) for each in rule_entries())
 
