@@ -166,7 +166,10 @@ def fake_copies(mode: FakeTensorMode) -> Generator[None, None, None]:
 
 
 def aot_inference(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Boxed]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Boxed],
+    decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Trace `gm` by AOT autograd for inference: functional aten, mutated inputs written by `copy_` at the end.
 
@@ -181,7 +184,7 @@ def aot_inference(
             list(example_inputs),
             fw_compiler=compiler,
             inference_compiler=compiler,
-            decompositions={},
+            decompositions=dict(decompositions or {}),
             keep_inference_input_mutations=True,
         )
 

@@ -57,7 +57,7 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options) -> Out
     planner = Planner(graph, Fakes(graph), target, plan_lower(options, target), elsewhere)
     candidates = planner.candidates(found.matches)
     chosen = select(candidates, options.fuel)
-    refusals = _worth_telling([*found.refusals, *planner.refusals], chosen)
+    refusals = _worth_telling([*found.refusals, *planner.refusals], chosen, rules)
     counted = tally(source, chosen)
     if chosen:
         before = contract(source)
@@ -73,10 +73,17 @@ def plan_lower(options: Options, target: Target) -> str:
     return "torchair" if target.is_npu else options.lower
 
 
-def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate]) -> list[Refusal]:
-    """Without those inside something that was fused after all."""
+def _worth_telling(
+    refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]
+) -> list[Refusal]:
+    """Without those inside something that was fused after all, unless a larger fusion was refused around it."""
     gone = {node for candidate in chosen for node in candidate.dying}
-    roots = {node for candidate in chosen for makers in candidate.match.roots for node in makers}
-    told = [each for each in refusals if each.node not in gone or (each.target and each.node in roots)]
+    made = {node: each.match.rule.name for each in chosen for makers in each.match.roots for node in makers}
+    uses = {rule.name: rule.uses() for rule in rules}
+
+    def larger(each: Refusal) -> bool:
+        return each.node in made and (bool(each.target) or made[each.node] in uses.get(each.rule, ()))
+
+    told = [each for each in refusals if each.node not in gone or larger(each)]
     unique = {(each.rule, each.reason, each.node, each.target): each for each in told}
     return list(unique.values())

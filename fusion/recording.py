@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusion._torch import fake_like, fake_mode_in, schema_of
+from fusion.cost import is_view
 from fusion.graph import Dim, Graph, Value, dim_of
 from fusion.graph.recipe import build, buildable
 from fusion.pattern import Refused
@@ -88,6 +89,7 @@ class Fakes:
         vals = [node.meta.get("val") for node in graph.source.nodes]
         self._mode = fake_mode_in(vals)
         self._known: dict[Value, torch.Tensor] = {}
+        self._launches: dict[Value, int] = {}
         sizes = [size for val in vals for size in (val.shape if isinstance(val, torch.Tensor) else (val,))]
         self._symbols: dict[Any, torch.SymInt] = {
             dim_of(size): size for size in reversed(sizes) if isinstance(size, torch.SymInt)
@@ -122,9 +124,15 @@ class Fakes:
     def _built(self, value: Value) -> torch.Tensor:
         if not buildable(value):
             raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
-        args = [self.of(arg) for arg in value.args]
-        with self._faking(), torch.no_grad():
-            return build(value, self.size, *args)
+        args = {str(number): self.of(arg).detach() for number, arg in enumerate(value.args)}
+        recorder, result = self.record(lambda: build(value, self.size, *args.values()), args)
+        self._launches[value] = sum(not is_view(step.target) for step in recorder.steps)
+        return result
+
+    def launches(self, value: Value) -> int:
+        """How many kernels build `value` from its arguments: a reshape may have to copy."""
+        self.of(value)
+        return self._launches.get(value, 0)
 
     def _faking(self) -> Any:
         return self._mode if self._mode is not None else nullcontext()

@@ -136,7 +136,7 @@ class Candidate:
         built: captured values that no node holds and that must be built first.
         dying: the nodes that nothing needs once the match is rewritten (its roots among them).
         benefit: predicted microseconds saved on the target.
-        launches: launches saved.
+        launches: launches saved, if it shares none of what it builds with other matches.
     """
 
     match: Match

@@ -64,7 +64,40 @@ class Algebra:
         if x.op == "slice" and shape and x.attrs[0] == x.rank - 1 and shape[-1] == x.shape[-1]:
             _, *bounds = x.attrs
             return self.slice(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds) or x
+        if x.op == "cat":
+            joined = self._below_cat(x, shape)
+            if joined is not None:
+                return joined
+        if x.op == "slice" and x.arg.op == "reshape":
+            whole = self._rejoined_split(x, shape)
+            if whole is not None:
+                return whole
         return self.make("reshape", (x,), (), shape, x.dtype)
+
+    def _below_cat(self, joined: Value, shape: tuple[Dim, ...]) -> Value | None:
+        """Dims of size 1 before the joined one come or go in each piece; a change of later dims stays above."""
+        axis = joined.attrs[0]
+        before = [size for size in joined.shape[:axis] if size != 1]
+        place = next((p for p in range(len(shape) + 1) if [s for s in shape[:p] if s != 1] == before), None)
+        if place is None:
+            return None
+        while shape[place : place + 1] == (1,) and shape[place:] != joined.shape[axis:]:
+            place += 1
+        if place == axis and shape[:place] == joined.shape[:axis]:
+            return None
+        pieces = [self.reshape(each, (*shape[:place], *each.shape[axis:])) for each in joined.args]
+        return self.reshape(self.cat(pieces, place), shape)
+
+    def _rejoined_split(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
+        """Entries of the outer part of a dim that was split in two, joined again: a slice of that dim itself."""
+        axis, start, stop, step = cut.attrs
+        whole, inner = cut.arg.arg, cut.shape[axis + 1 : axis + 2]
+        joined = (*cut.shape[:axis], *inner, *cut.shape[axis + 2 :])
+        split = (*whole.shape[:axis], cut.arg.shape[axis], *inner, *whole.shape[axis + 1 :])
+        if stop - start != 1 or cut.arg.shape != split or not inner or not isinstance(inner[0], int):
+            return None
+        part = self.slice(whole, axis, start * inner[0], stop * inner[0])
+        return self.reshape(part, shape) if part is not None and part.shape == joined else None
 
     def permute(self, x: Value, order: Sequence[int]) -> Value:
         """Reorder dims; moving only dims of size 1 is a reshape."""
@@ -185,10 +218,23 @@ class Algebra:
         gain = self._gain(x, y) or self._gain(y, x)
         if gain is not None:
             return self.mul(*gain)
+        variance = self._variance(x, y) or self._variance(y, x)
+        if variance is not None:
+            return variance
         if x.id > y.id:
             x, y = y, x
         shape = broadcast(x.shape, y.shape)
         return None if shape is None else self.make("add", (x, y), (), shape, x.dtype)
+
+    def _variance(self, squares: Value, other: Value) -> Value | None:
+        """mean(x²) - mean(x)² is the mean of (x - mean(x))²."""
+        if other.op != "scale" or other.attrs != (-1.0,) or other.arg.op != "power" or other.arg.attrs != (2.0,):
+            return None
+        average = other.arg.arg
+        if average.op != "mean" or squares is not self.mean(self.power(average.arg, 2), average.attrs):
+            return None
+        centred = self.add(average.arg, self.scale(average, -1))
+        return None if centred is None else self.mean(self.power(centred, 2), average.attrs)
 
     def _gain(self, x: Value, product: Value) -> tuple[Value, Value] | None:
         if product.op != "mul" or x not in product.args:

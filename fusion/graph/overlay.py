@@ -69,6 +69,18 @@ class Graph:
         return iter(self.places)
 
     @cached_property
+    def owners(self) -> Mapping[Value, fx.Node]:
+        """For every value that a node holds or is built from, the first such node: where to point a user to."""
+        found: dict[Value, fx.Node] = {}
+        for value, nodes in self.places.items():
+            waiting = [value]
+            while waiting:
+                each = waiting.pop()
+                found.setdefault(each, nodes[0])
+                waiting.extend(arg for arg in each.args if arg not in self.places and arg not in found)
+        return found
+
+    @cached_property
     def order(self) -> Mapping[fx.Node, int]:
         """Position of each node."""
         return {node: position for position, node in enumerate(self.source.nodes)}

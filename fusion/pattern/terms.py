@@ -39,6 +39,10 @@ class Term:
         """Canonical ops that a value may have for this term to match at all."""
         raise NotImplementedError
 
+    def follows(self, bound: Bindings) -> bool:
+        """Whether this term is a mere cast of something that is bound already."""
+        return False
+
     def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         """Every way in which `value` can be this term, given what is bound already."""
         if self in bound:
@@ -200,6 +204,10 @@ class Cast(Tensorial):
         """A cast, or what is cast."""
         inner = self.inner.heads()
         return inner | {"cast"} if inner else inner
+
+    def follows(self, bound: Bindings) -> bool:
+        """Whether what is cast is bound already."""
+        return self.inner in bound
 
     def pinned(self, bound: Bindings) -> torch.dtype | None:
         """The dtype, once known."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import networkx as nx
+import torch.fx as fx
 
 from fusion.errors import RuleError
 from fusion.graph import Graph, Reading, Value
@@ -62,6 +64,7 @@ class _Search:
         self._unsafe = unsafe
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
+        self._hidden: dict[str, list[Value]] = defaultdict(list)
         self._refused: set[tuple[str, Value]] = set()
         for value in graph.values():
             self._by_head[value.op].append(value)
@@ -102,7 +105,7 @@ class _Search:
             captures = captured(form, bound)
             results = tuple(bound[term] for term in form.results)
             roots = tuple(self.graph.makers(each) for each in results)
-            if not all(roots):
+            if not all(roots) or self._circular(captures, roots):
                 continue
             try:
                 if rule.name not in self._unsafe:
@@ -115,6 +118,13 @@ class _Search:
             self._refuse(rule.name, refused, value)
         return None
 
+    def _circular(self, captures: Mapping[str, Any], roots: Sequence[tuple[fx.Node, ...]]) -> bool:
+        """Whether one result is needed to compute what the match takes: a call cannot wait for itself."""
+        if len(roots) == 1:
+            return False
+        taken = [node for each in captures.values() if isinstance(each, Value) for node in self.graph.reads(each)]
+        return any(self.graph.depends(node, root) for node in taken for makers in roots for root in makers)
+
     def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:
         """Match the first result at `value`; results that this does not reach are the nearest independent ones."""
         for bound in form.results[0].match(value, {}, self):
@@ -126,23 +136,27 @@ class _Search:
             yield bound
             return
         order, start = self.graph.order, self.graph.makers(first)[0]
+        anywhere = missing[0].follows(bound)  # else the first of two alike comes first, so that a pair is found once
         for value in self._candidates(missing[0]):
             makers = self.graph.makers(value)
-            if value is first or not makers or order[makers[0]] < order[start] or self.graph.depends(makers[0], start):
+            if value is first or not makers or self.graph.depends(makers[0], start):
+                continue
+            if not anywhere and order[makers[0]] < order[start]:
                 continue
             for found in missing[0].match(value, bound, self):
                 yield from self._join(missing[1:], first, found)
 
     def _refuse(self, rule: str, cause: Refused | str, value: Value) -> None:
         makers = self.graph.makers(value)
-        if makers and (rule, value) not in self._refused:
+        owner = makers[0] if makers else self.graph.owners.get(value)
+        if owner is not None and (rule, value) not in self._refused:
             self._refused.add((rule, value))
-            self.found.refusals.append(Refusal(rule, cause, makers[0]))
+            self.found.refusals.append(Refusal(rule, cause, owner))
 
     def note_lookalikes(self, rule: Rule) -> None:
-        """Say why what looks like the rule is something else."""
+        """Say why what looks like the rule is something else, in a node or inside one (a division holds a power)."""
         for form in rule.lookalikes():
-            for value in self._candidates(form.results[0]):
+            for value in (*self._candidates(form.results[0]), *self._inside(form.results[0])):
                 if self.readings(value, rule.name):
                     continue
                 for bound in form.results[0].match(value, {}, self):
@@ -150,6 +164,14 @@ class _Search:
                     if len({captures[name] for name in form.apart}) == len(form.apart):
                         self._refuse(rule.name, Refused(form.reason, captures), value)
                         break
+
+    def _inside(self, term: Term) -> list[Value]:
+        """Values that a node is built from without holding them."""
+        if not self._hidden:
+            for value in self.graph.owners:
+                if value not in self.graph.places:
+                    self._hidden[value.op].append(value)
+        return [value for head in sorted(term.heads()) for value in self._hidden.get(head, ())]
 
     def note_misses(self) -> None:
         """Say why what looks like a rotation of lanes is none."""

@@ -38,7 +38,8 @@ class Planner:
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
-        readers = Counter(value for match in matches for value in {*_tensors(match), *self._to_build(match)})
+        reading = {(match.node, value) for match in matches for value in (*_tensors(match), *self._to_build(match))}
+        readers = Counter(value for _, value in reading)
         planned = (self._best(match, readers) for match in matches)
         return [each for each in planned if each is not None]
 
@@ -84,10 +85,11 @@ class Planner:
         self, match: Match, lowering: str, plan: Plan, dying: frozenset[fx.Node], readers: Mapping[Value, int]
     ) -> Candidate:
         built = self._to_build(match)
-        building = sum(self.target.launch / readers[value] for value in built if _launches(value))
+        kernels = {value: self.fakes.launches(value) for value in built}
+        building = sum(self.target.launch * count / readers[value] for value, count in kernels.items())
         running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
         saved = sum(node_cost(node, self.target) for node in dying)
-        launches = sum(is_launch(node) for node in dying) - len(plan.costs)
+        launches = sum(is_launch(node) for node in dying) - len(plan.costs) - sum(kernels.values())
         return Candidate(match, lowering, plan, built, dying, saved - running - building, launches)
 
     def _dying(self, match: Match) -> frozenset[fx.Node]:
@@ -127,7 +129,7 @@ class Planner:
             }
         except Refused as refused:
             return refused
-        key = (match.rule.name, lowering, tuple((name, _signature(each)) for name, each in captures.items()))
+        key = (match.rule.name, lowering, len(match.results), tuple((name, _signature(each)) for name, each in captures.items()))
         if key not in self._plans:
             self._plans[key] = self._record_plan(match, lowering, captures)
         return self._plans[key]
@@ -138,7 +140,7 @@ class Planner:
             recorder, results = self.fakes.record(
                 lambda: call(getattr(match.rule, lowering), {**captures, **inputs}), inputs
             )
-            results = results if isinstance(results, tuple) else (results,)
+            results = results[: len(match.results)] if isinstance(results, tuple) else (results,)
             named = tuple(recorder.name(each) for each in results)
         except Refused as refused:
             return refused
@@ -208,10 +210,6 @@ def _signature(capture: Any) -> Any:
 def _sharers(names: frozenset[str], match: Match, readers: Mapping[Value, int]) -> int:
     """How many matches share a step that depends on these captures alone: equal calls are made once."""
     return min((readers[match.captures[name]] for name in names), default=max(readers.values(), default=1))
-
-
-def _launches(value: Value) -> bool:
-    return value.op not in ("reshape", "permute", "slice", "expand", "real", "imag")
 
 
 def _mismatch(match: Match, plan: Plan) -> Refused | None:

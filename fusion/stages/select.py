@@ -9,12 +9,13 @@ import networkx as nx
 
 from fusion.records import Candidate
 
+LEAST = 1e-6  # microseconds; less is the rounding of sums, and the pass would replace a node by its like for ever
 EXACT = 16  # candidates in one group up to which every cover is tried
 
 
 def select(candidates: Sequence[Candidate], fuel: int | None = None) -> list[Candidate]:
     """Return the chosen candidates in the order of the graph; `fuel` limits how many."""
-    useful = [each for each in candidates if each.benefit > 0]
+    useful = [each for each in candidates if each.benefit > LEAST]
     overlaps: nx.Graph[int] = nx.Graph()
     overlaps.add_nodes_from(range(len(useful)))
     overlaps.add_edges_from(_overlapping(useful))

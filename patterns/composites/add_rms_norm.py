@@ -39,6 +39,14 @@ class AddRMSNorm(Rule):
         return p.as_dtype(p.rms_norm(x=s, gamma=gamma, eps=eps), like=a), p.as_dtype(s, like=a)
 
     @pattern
+    def float32_sum_rounded_norm(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+        """The same with the norm rounded before the weight."""
+        s = p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)
+        unit = s * p.rsqrt(p.mean(p.square(s)) + eps)
+        y = p.maybe_cast(unit, to=a) * p.maybe_cast(gamma, to=f32)
+        return p.as_dtype(y, like=a), p.as_dtype(s, like=a)
+
+    @pattern
     def float32_sum_unused(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
         """The same where nothing else reads the sum."""
         s = p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)

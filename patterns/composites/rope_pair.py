@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, tensor
-from patterns.primitives.rope import Rope, for_batch, four_dims
+from patterns.primitives.rope import Rope, dims_of, for_batch, four_dims
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,32 @@ class RopePair(Rule):
     def guard(self, q, k, order):
         """What one call can take."""
         require(order == "half", "the lanes are interleaved; the operator rotates halves")
-        require(q.rank == k.rank == 4, "queries and keys have {q} and {k} dims, not four", q=q.rank, k=k.rank)
+        require(q.rank == k.rank, "queries and keys have {q} and {k} dims: their axes differ", q=q.rank, k=k.rank)
+        require(q.rank in (3, 4), "queries and keys have {q} dims, not three or four", q=q.rank)
 
     @lowering
     def heads_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
-        q, k = self.positions_first(*(four_dims(each).transpose(1, 2) for each in (q, k, cos, sin)), dtype=dtype)
-        return q.transpose(1, 2), k.transpose(1, 2)
+        turned = self.positions_first(*(four_dims(each).transpose(1, 2) for each in (q, k, cos, sin)), dtype)
+        return tuple(dims_of(y.transpose(1, 2), x) for y, x in zip(turned, (q, k), strict=True))
 
     @lowering
     def heads_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """The same with tables for every sequence, where the chip does not broadcast them."""
-        return self.heads_first(q, k, *(for_batch(each, q.shape[0]) for each in (cos, sin)), dtype=dtype)
+        return self.heads_first(q, k, *_for_batch(q, cos, sin), dtype)
 
     @lowering
     def positions_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
-        """Q [B, S, N, D], k [B, S, K, D], tables [B|1, S, 1, D]."""
-        q, k = torch.ops.npu.npu_apply_rotary_pos_emb(q, k, four_dims(cos), four_dims(sin), "BSND", "half")
-        return q.to(dtype), k.to(dtype)
+        """Q [B, S, N, D], k [B, S, K, D], tables [B|1, S, 1, D]; or packed tokens [T, N, D] with tables [T, 1, D]."""
+        ranked = (four_dims(each) for each in (q, k, cos, sin))
+        turned = torch.ops.npu.npu_apply_rotary_pos_emb(*ranked, "BSND", "half")
+        return tuple(dims_of(y, x).to(dtype) for y, x in zip(turned, (q, k), strict=True))
 
     @lowering
     def positions_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """The same with tables for every sequence."""
-        return self.positions_first(q, k, *(for_batch(each, q.shape[0]) for each in (cos, sin)), dtype=dtype)
+        return self.positions_first(q, k, *_for_batch(q, cos, sin), dtype)
+
+
+def _for_batch(q: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+    return tuple(for_batch(four_dims(each), four_dims(q).shape[0]) for each in tables)

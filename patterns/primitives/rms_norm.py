@@ -50,6 +50,12 @@ class RMSNorm(Rule):
         return p.as_dtype(p.maybe_cast(x * p.maybe_cast(root, to=x), to=x) * p.maybe_cast(gamma, to=f32), like=x)
 
     @pattern
+    def weighted_narrow_squares(self, p, x=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+        """Squares in x's own dtype, averaged in float32."""
+        root = p.rsqrt(p.mean(p.maybe_cast(p.square(x), to=f32)) + eps)
+        return p.as_dtype(p.maybe_cast(p.maybe_cast(x, to=f32) * root, to=x) * p.maybe_cast(gamma, to=f32), like=x)
+
+    @pattern
     def unweighted(self, p, x=tensor("*B D"), eps=scalar()):
         """No gain."""
         return p.as_dtype(self._unit(p, p.maybe_cast(x, to=f32), eps), like=x)
@@ -86,6 +92,11 @@ class RMSNorm(Rule):
     def summed(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
         """Rsqrt(sum(x²) + eps)."""
         return p.rsqrt(p.shift(p.scale(p.mean(p.square(x)), factor), eps))
+
+    @lookalike("eps={eps} is added to each square, not to their mean")
+    def eps_inside(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
+        """(mean(x² + eps))ᵃ."""
+        return p.power(p.mean(p.square(x) + eps), root)
 
     @lookalike("eps={eps} is added outside the root")
     def eps_outside(self, p, x=tensor("*B D"), eps=scalar()):

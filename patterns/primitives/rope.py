@@ -23,6 +23,11 @@ def four_dims(x: Tensor) -> Tensor:
     return x
 
 
+def dims_of(y: Tensor, x: Tensor) -> Tensor:
+    """Take from y the dims of size 1 that `four_dims` has given to x."""
+    return y if y.dim() == x.dim() else y.reshape(x.shape)
+
+
 def to_halves(x: Tensor) -> Tensor:
     """Lanes (2p, 2p + 1) to (p, p + D/2)."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -156,6 +161,16 @@ class PartialRope(Rule):
     def pairs(self, x, cos, sin, rest, source, result, dtype, rest_first):
         """Interleaved order on both sides."""
         return self._joined(Rope().pairs(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
+
+    @lowering
+    def pairs_to_half(self, x, cos, sin, rest, source, result, dtype, rest_first):
+        """Interleaved in, half out, [B, N, S, D]."""
+        return self._joined(Rope().pairs_to_half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
+
+    @lowering
+    def rows_to_half(self, x, cos, sin, rest, source, result, dtype, rest_first):
+        """Interleaved in, half out, [B, S, N, D]."""
+        return self._joined(Rope().rows_to_half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
 
     @lowering
     def through_half(self, x, cos, sin, rest, source, result, dtype, rest_first):

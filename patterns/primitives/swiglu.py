@@ -41,7 +41,9 @@ class SwiGLU(Rule):
     @lookalike("the halves are in the wrong order: silu is on the second half, the operator's is on the first half")
     def swapped(self, p, x=tensor("*B D")):
         """Silu of the second half."""
-        return p.silu(p.part(x, 1, of=2)) * p.part(x, 0, of=2)
+        gate = p.maybe_cast(p.part(x, 1, of=2), to=f32)
+        up = p.maybe_cast(p.part(x, 0, of=2), to=f32)
+        return p.maybe_cast(p.silu(gate), to=x) * up
 
     @lookalike(
         "gate and up are not the first and second halves of one tensor but two tensors, or other slices; joining them "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ def rotation(a: Algebra, root: Value) -> Reading | str | None:
         return None
     leaves = Leaves()
     found = terms(at, leaves)
-    if found is None or len(found) != 2 or len(leaves.computed) != 1:
+    if found is None or len(found) != 2 or not leaves.computed:
         return None
     turned = (found[0].second.leaf != NONE) & (found[1].second.leaf != NONE)
     where = np.nonzero(turned)[0]
@@ -149,7 +150,7 @@ def _reading(
     a: Algebra, root: Value, leaves: Leaves, seen: _Seen, where: Index, orders: tuple[str, str], found: list[Term]
 ) -> Reading | str | None:
     size = len(where)
-    compute = next(iter(leaves.computed))
+    compute = _compute_dtype(leaves)
     x = _lanes_of(a, *leaves.found[seen.leaf], int(min(seen.own.min(), seen.partner.min())), size, 1)
     if x is None or x.shape != (*root.shape[:-1], size):
         return "the rotated tensor is broadcast along the tables"
@@ -169,6 +170,14 @@ def _reading(
     if rest is None:
         return "the lanes that are not rotated do not pass through unchanged"
     return Reading("partial_rotation", captures | {"rest": rest, "rest_first": bool(where[0] != 0)})
+
+
+def _compute_dtype(leaves: Leaves) -> torch.dtype | None:
+    """The dtype of the products; where they differ, the widest of what they are made of, which loses nothing."""
+    if len(leaves.computed) == 1:
+        return next(iter(leaves.computed))
+    dtypes = [leaf.dtype for leaf, _ in leaves.found if leaf.dtype is not None]
+    return reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def _lanes_of(a: Algebra, leaf: Value, depth: int, start: int, count: int, step: int) -> Value | None:

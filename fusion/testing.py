@@ -1,0 +1,327 @@
+"""The laws that every rule must keep, as functions: `check(rule, example, dtype, level)` raises where one is broken.
+
+    graph = capture(function, args).graph          the functional aten graph that a backend would see
+    widen(graph)                                   the same in float64, so that only the algebra is left to compare
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch._decomp import core_aten_decompositions
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from fusion._torch import Boxed, aot_inference, boxed, preserve_composites
+from fusion.library import installed
+from fusion.operators import OPERATORS
+from fusion.options import Options
+from fusion.pattern import Example, Rule
+from fusion.pipeline import Outcome, fuse_graph
+from fusion.report import tally
+from fusion.verification import relative_error
+
+Level = Literal["composite", "decomposed", "core"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDENED = 1e-12
+"""Relative error up to which two float64 graphs are the same algebra."""
+
+_CONTEXTS: Mapping[Level, Callable[[], Any]] = {
+    "composite": preserve_composites, "decomposed": nullcontext, "core": nullcontext,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A functional aten graph and the tensors (and sizes) that it takes, parameters included."""
+
+    graph: fx.GraphModule
+    inputs: tuple[Any, ...]
+
+
+class _Stop(Exception):  # noqa: N818 - carries the result out of a compiled function
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+
+
+def capture(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    level: Level = "composite",
+    *,
+    dynamic: bool | None = False,
+    **kwargs: Any,
+) -> Captured:
+    """Trace the call `function(*args, **kwargs)` for inference; nothing is run and no input is written to.
+
+    `level` says how far operators are decomposed: "composite" as the backend captures, "decomposed" as torch does it
+    without a table, "core" to the core aten operators. Resets Dynamo, so that captures do not depend on each other.
+
+    Raises:
+        torch._dynamo.exc.Unsupported: the call is not one graph.
+    """
+    table = core_aten_decompositions() if level == "core" else {}
+
+    def compile_graph(gm: fx.GraphModule, _: Sequence[Any]) -> Boxed:
+        def stop(*inputs: Any) -> Any:
+            raise _Stop(Captured(gm, inputs))
+
+        return boxed(stop)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        with _CONTEXTS[level]():
+            return aot_inference(gm, example_inputs, compile_graph, table)
+
+    torch.compiler.reset()
+    try:
+        with torch.no_grad():
+            torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)(*args, **kwargs)
+    except _Stop as stop:
+        return stop.captured
+    raise AssertionError(f"capturing {function}: it computes nothing on tensors")
+
+
+def widen(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `gm` in which every floating dtype is float64 and every complex one complex128, to be run on such inputs.
+
+    A default epsilon stays that of the narrow dtype. Fused operators run by their fallbacks, which compute float64 in
+    float64.
+    """
+    wide = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    for node in wide.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(wide, node.target, None), Tensor):
+            setattr(wide, node.target, widened(getattr(wide, node.target)))
+        if node.op == "call_function":
+            node.args, node.kwargs = tree_map_only(torch.dtype, _wide, (_pinned(node), dict(node.kwargs)))
+            _make_wide(node)
+    wide.recompile()
+    return wide
+
+
+def widened(value: Any) -> Any:
+    """`value` with its floating-point tensors in float64; every tensor is copied."""
+    return tree_map_only(Tensor, lambda each: each.detach().to(_wide(each.dtype), copy=True), value)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
+
+
+def _pinned(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments, with what would follow the dtype made explicit."""
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    if name in ("aten::rms_norm", "aten::_fused_rms_norm"):
+        x, shape, weight, eps = (*node.args, None, None)[:4]
+        narrow = torch.finfo(torch.promote_types(x.meta["val"].dtype, torch.float32)).eps
+        return x, shape, weight, narrow if eps is None else eps
+    if name in ("aten::_softmax", "aten::_log_softmax"):
+        return (*node.args[:2], False)
+    return node.args
+
+
+def _make_wide(node: fx.Node) -> None:
+    """Give a factory that relies on the default dtype the wide one."""
+    val = node.meta.get("val")
+    if isinstance(node.target, OpOverload) and isinstance(val, Tensor) and not node.all_input_nodes:
+        names = [argument.name for argument in node.target._schema.arguments]
+        if "dtype" in names[len(node.args) :] and _wide(val.dtype) != val.dtype:
+            node.kwargs = {**node.kwargs, "dtype": _wide(val.dtype)}
+
+
+# trials ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A captured function before and after the pass.
+
+    Attributes:
+        rules: what took part: the rule under test first, then those that it is built from.
+        captured: the graph as it came, and its inputs.
+        fused: a copy of the graph after the pass.
+        outcome: what the pass did.
+    """
+
+    rules: tuple[Rule, ...]
+    captured: Captured
+    fused: fx.GraphModule
+    outcome: Outcome
+
+    @property
+    def rule(self) -> Rule:
+        """The rule under test."""
+        return self.rules[0]
+
+
+def trial(
+    rule: Rule,
+    example: Example,
+    dtype: torch.dtype,
+    level: Level = "composite",
+    options: Options = Options(target="host", lower="eager"),
+    library: Iterable[Rule] | None = None,
+) -> Trial:
+    """Capture `example` and fuse it by `rule` and those rules of `library` (the installed one) that it is built from."""
+    rules = _closure(rule, installed() if library is None else library)
+    captured = capture(example.function, example.inputs(dtype), level)
+    fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    outcome = fuse_graph(fused.graph, rules, options)
+    fused.recompile()
+    return Trial(rules, captured, fused, outcome)
+
+
+def _closure(rule: Rule, library: Iterable[Rule]) -> tuple[Rule, ...]:
+    by_name = {each.name: each for each in library}
+    found = {rule.name: rule}
+    waiting = [rule]
+    while waiting:
+        for name in sorted(waiting.pop().uses()):
+            if name in by_name and name not in found:
+                found[name] = by_name[name]
+                waiting.append(by_name[name])
+    return tuple(found.values())
+
+
+# laws --------------------------------------------------------------------------------------------------------------
+
+
+def recognises(t: Trial) -> None:
+    """The rule is applied to its own example."""
+    applied = [each.match.rule.name for each in t.outcome.chosen]
+    refusals = "\n".join(str(each) for each in t.outcome.refusals)
+    assert t.rule.name in applied, f"{t.rule.name} does not recognise its example; fused {applied}\n{refusals}"
+
+
+def means_what_it_says(t: Trial) -> None:
+    """The same algebra in float64, and in the dtype an error of at most 1.5 times that of the original, plus one ulp.
+
+    Results and every input that is written to are compared.
+    """
+    truth = _run(widen(t.captured.graph), t.captured.inputs, wide=True)
+    algebra = _run(widen(t.fused), t.captured.inputs, wide=True)
+    before = _run(t.captured.graph, t.captured.inputs)
+    after = _run(t.fused, t.captured.inputs)
+    for number, (exact, same, old, new) in enumerate(zip(truth, algebra, before, after, strict=True)):
+        if not isinstance(exact, Tensor):
+            assert new == old, f"result {number} is {new}, not {old}"
+            continue
+        assert (new.shape, new.dtype) == (old.shape, old.dtype), f"result {number}: {new.dtype}{list(new.shape)}"
+        if not exact.is_floating_point():
+            assert torch.equal(new, old), f"result {number} differs"
+            continue
+        wrong = relative_error(same, exact)
+        assert wrong <= WIDENED, f"result {number}: the algebra is wrong, float64 differs by {wrong:.3g}"
+        limit = 1.5 * relative_error(old, exact) + torch.finfo(old.dtype).eps
+        error = relative_error(new, exact)
+        assert error <= limit, f"result {number}: rms error {error:.3g} where {limit:.3g} is allowed"
+
+
+def emits_valid_calls(t: Trial) -> None:
+    """Every new call fits its operator's schema, and really gives the shape and dtype that its node says."""
+    for node in t.fused.graph.nodes:
+        if "fusion" in node.meta and isinstance(node.target, OpOverload) and node.target._schema.name in OPERATORS:
+            OPERATORS[node.target._schema.name].bind(node.args, node.kwargs)
+    t.fused.graph.lint()
+    _Checked(t.fused).run(*_copies(t.captured.inputs))
+
+
+def idempotent(t: Trial) -> None:
+    """The pass finds nothing more to do in its own result."""
+    again = copy.deepcopy(t.fused.graph)
+    outcome = fuse_graph(again, t.rules, Options(target="host", lower="eager"))
+    names = [each.match.rule.name for each in outcome.chosen]
+    assert not names, f"a second pass fused {names}"
+    assert _text(again) == _text(t.fused.graph), "a second pass changed the graph"
+
+
+def saves_what_it_claims(t: Trial) -> None:
+    """As many launches less as the candidates said; more only where several of them share what they build."""
+    before, after = (sum(each.launches for each in tally(gm.graph).values()) for gm in (t.captured.graph, t.fused))
+    claimed = sum(each.launches for each in t.outcome.chosen)
+    exact = len(t.outcome.chosen) == 1
+    assert before - after >= claimed, f"{before} launches became {after}, {claimed} fewer were claimed"
+    assert before - after == claimed or not exact, f"{before} launches became {after}, only {claimed} fewer were claimed"
+
+
+def refuses(t: Trial, text: str) -> None:
+    """The rule is not applied, and says why with `text` in its reason and a place in the model's code."""
+    applied = [each for each in t.outcome.chosen if each.match.rule.name == t.rule.name]
+    assert not applied, f"{t.rule.name} was applied although it must be refused with {text!r}"
+    given = [each for each in t.outcome.refusals if each.rule == t.rule.name and text in each.reason]
+    others = "\n".join(str(each) for each in t.outcome.refusals)
+    assert given, f"{t.rule.name} was not refused with {text!r} but with:\n{others}"
+    assert all(each.where for each in given), "the refusal does not say where"
+
+
+def leaves_the_rest_alone(t: Trial) -> None:
+    """Where no rule applies, the graph keeps its nodes: the same objects in the same order with the same arguments."""
+    graph = copy.deepcopy(t.captured.graph.graph)
+    before, text = list(graph.nodes), _text(graph)
+    outcome = fuse_graph(graph, t.rules, Options(target="host", lower="eager", fuel=0))
+    after = list(graph.nodes)
+    assert not outcome.chosen
+    assert len(before) == len(after) and all(map(_is, before, after)), "nodes were added, dropped or moved"
+    assert _text(graph) == text, "the arguments of a node were changed"
+
+
+def check(rule: Rule, example: Example, dtype: torch.dtype, level: Level = "composite") -> None:
+    """Every law for one example, or for one reject (an example with a refusal).
+
+    Raises:
+        AssertionError: a law is broken; the message says which and how.
+    """
+    t = trial(rule, example, dtype, level)
+    if example.refusal:
+        laws: Sequence[Callable[[Trial], None]] = (lambda each: refuses(each, example.refusal), leaves_the_rest_alone)
+    else:
+        laws = (
+            recognises, means_what_it_says, emits_valid_calls, idempotent, saves_what_it_claims, leaves_the_rest_alone,
+        )  # fmt: skip
+    for law in laws:
+        law(t)
+
+
+def cases(rules: Iterable[Rule]) -> Iterator[tuple[Rule, Example]]:
+    """Every example and every reject of these rules, for `pytest.mark.parametrize`."""
+    for rule in rules:
+        for example in (*rule.examples(), *rule.rejects()):
+            yield rule, example
+
+
+class _Checked(fx.Interpreter):
+    """Runs a graph and compares what each new node gives with what it says."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if "fusion" in n.meta:
+            for real, said in zip(tree_leaves(result), tree_leaves(n.meta["val"]), strict=True):
+                have, want = (real.dtype, tuple(real.shape)), (said.dtype, tuple(said.shape))
+                assert have == want, f"{n.format_node()} gives {have} and says {want}"
+        return result
+
+
+def _run(gm: fx.GraphModule, inputs: Sequence[Any], wide: bool = False) -> list[Any]:
+    """Results, and the inputs as they are afterwards."""
+    copies = tree_map(widened, list(inputs)) if wide else _copies(inputs)
+    results = gm(*copies)
+    return [*tree_leaves(results), *copies]
+
+
+def _copies(inputs: Sequence[Any]) -> list[Any]:
+    return [each.detach().clone() if isinstance(each, Tensor) else each for each in inputs]
+
+
+def _text(graph: fx.Graph) -> list[str]:
+    return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right

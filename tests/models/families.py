@@ -1,0 +1,96 @@
+"""Real models of transformers, small and random, with head sizes as in the published ones, and one step of each mode."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+LAYERS = 2
+MODES = ("prefill", "masked_prefill", "prefill_static", "decode_static", "prefill_dynamic", "decode_dynamic")
+CONTEXT = 48
+
+_COMMON = dict(
+    vocab_size=96, hidden_size=256, intermediate_size=192, num_hidden_layers=LAYERS, num_attention_heads=4,
+    max_position_embeddings=1024, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+_GROUPED = dict(_COMMON, num_key_value_heads=2, head_dim=64)
+_LATENT = dict(
+    _COMMON, num_key_value_heads=4, q_lora_rank=96, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32,
+    n_group=1, topk_group=1,
+)  # fmt: skip
+_DENSE_FIRST = dict(_LATENT, first_k_dense_replace=LAYERS)
+_INDEXED = dict(_LATENT, mlp_layer_types=["dense"] * LAYERS, index_head_dim=128, index_n_heads=4, index_topk=16)
+
+CONFIGS: dict[str, Any] = {
+    "Qwen3": lambda: transformers.Qwen3Config(**_GROUPED),
+    "Llama": lambda: transformers.LlamaConfig(**_GROUPED),
+    "DeepseekV2": lambda: transformers.DeepseekV2Config(**_DENSE_FIRST),
+    "DeepseekV3": lambda: transformers.DeepseekV3Config(**_DENSE_FIRST),
+    "DeepseekV32": lambda: transformers.DeepseekV32Config(**_INDEXED),
+    "GlmMoeDsa": lambda: transformers.GlmMoeDsaConfig(**dict(_INDEXED, qk_nope_head_dim=192, v_head_dim=256)),
+    "Mistral": lambda: transformers.MistralConfig(**_GROUPED),
+    "Gemma": lambda: transformers.GemmaConfig(**_GROUPED),
+    "Phi3": lambda: transformers.Phi3Config(**{k: v for k, v in _GROUPED.items() if k != "head_dim"}),
+    "Glm4": lambda: transformers.Glm4Config(**_GROUPED),
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """One model; every call of `step` gives fresh, equal inputs, with a filled cache of its own where it decodes."""
+
+    model: nn.Module
+    config: Any
+
+    def step(self, mode: str, batch: int = 2, tokens: int = 12) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(7)
+        ids = torch.randint(3, 90, (batch, tokens), generator=generator)
+        if mode == "prefill":
+            return dict(input_ids=ids, use_cache=False)
+        if mode == "masked_prefill":
+            mask = torch.ones_like(ids)
+            mask[0, :3] = 0
+            return dict(input_ids=ids, attention_mask=mask, use_cache=False)
+        cache = self._cache(mode)
+        call = dict(input_ids=ids, past_key_values=cache, use_cache=True)
+        if mode.startswith("prefill"):
+            return call
+        with torch.no_grad():
+            self.model(**call)
+        return dict(call, input_ids=ids[:, -1:].contiguous())
+
+    def _cache(self, mode: str) -> Any:
+        if mode.endswith("static"):
+            return transformers.StaticCache(config=self.config, max_cache_len=CONTEXT)
+        return transformers.DynamicCache(config=self.config)
+
+
+def build(family: str, dtype: torch.dtype, attention: str = "sdpa") -> Built:
+    torch.manual_seed(3)
+    config = CONFIGS[family]()
+    config._attn_implementation = attention
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    with torch.no_grad():  # gains other than one, so that a gain that is lost or exchanged shows
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return Built(model.to(dtype), config)
+
+
+def caches(call: dict[str, Any]) -> list[Tensor]:
+    """The floating-point tensors of the cache of a call, in a fixed order."""
+    layers = getattr(call.get("past_key_values"), "layers", [])
+    return [
+        value
+        for layer in layers
+        for _, value in sorted(vars(layer).items())
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]

@@ -1,0 +1,114 @@
+"""Untouched models of transformers: every norm, residual add and rotation fuses, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import fusion
+from fusion.verification import relative_error
+
+from .families import LAYERS, MODES, build, caches
+
+# Per model of two layers: the first norm has no residual add before it, the last one has.
+NORMS = Counter({"npu::npu_add_rms_norm": 2 * LAYERS, "npu::npu_rms_norm": 1})
+LATENT = NORMS + Counter({"npu::npu_rms_norm": 2 * LAYERS})
+EXPECTED = {
+    "Qwen3": NORMS + Counter({"npu::npu_rms_norm": 2 * LAYERS, "npu::npu_apply_rotary_pos_emb": LAYERS}),
+    "Llama": NORMS + Counter({"npu::npu_apply_rotary_pos_emb": LAYERS}),
+    "DeepseekV2": LATENT + Counter({"npu::npu_rotary_mul": 2 * LAYERS}),
+    "DeepseekV3": LATENT + Counter({"npu::npu_interleave_rope": 2 * LAYERS}),
+    "DeepseekV32": LATENT
+    + Counter({"npu::npu_interleave_rope": 2 * LAYERS, "npu::npu_apply_rotary_pos_emb": LAYERS}),
+    "GlmMoeDsa": LATENT + Counter({"npu::npu_interleave_rope": 4 * LAYERS}),
+}
+PAIRS = [("sdpa", torch.bfloat16, "ascend910_93"), ("eager", torch.float32, "host")]
+OTHERS = [("eager", torch.bfloat16, "ascend910_93"), ("sdpa", torch.float32, "host")]
+
+
+def check(family: str, mode: str, attention: str, dtype: torch.dtype, target: str, lower: str = "eager") -> None:
+    torch._dynamo.reset()
+    built = build(family, dtype, attention)
+    options = {"target": target, "lower": lower}
+    report = fusion.explain(built.model, **built.step(mode), options=options)
+    assert Counter(report.ops) == EXPECTED[family], report
+    assert report.launches[1] < report.launches[0]
+    left = {str(node.target) for graph in report.graphs for node in graph.graph.nodes}
+    assert not left & {"aten.rsqrt.default", "aten.pow.Tensor_Scalar", "aten.view_as_complex.default"}
+
+    plain, fused = built.step(mode), built.step(mode)
+    places = [cache.data_ptr() for cache in caches(fused)]
+    compiled = torch.compile(built.model, backend="cann_fusion", options=options)
+    with torch.no_grad():
+        expected, result = built.model(**plain).logits, compiled(**fused).logits
+        exact = build(family, torch.float64, attention)
+        truth = exact.model(**exact.step(mode)).logits
+    valid = ~(expected.isnan() | truth.isnan())  # eager attention gives NaN to a sequence with a row that sees nothing
+    assert valid[1].all()
+    error, own = relative_error(result[valid], truth[valid]), relative_error(expected[valid], truth[valid])
+    assert error <= 1.5 * own + torch.finfo(dtype).eps
+    for have, want in zip(caches(fused), caches(plain), strict=True):
+        assert relative_error(have, want) <= (2e-2 if dtype == torch.bfloat16 else 1e-5)
+    if mode == "decode_static":
+        assert [cache.data_ptr() for cache in caches(fused)] == places
+
+
+@pytest.mark.parametrize(("attention", "dtype", "target"), PAIRS)
+@pytest.mark.parametrize("mode", ["masked_prefill", "decode_static"])
+@pytest.mark.parametrize("family", EXPECTED)
+def test_every_norm_add_and_rotation_fuses(family, mode, attention, dtype, target):
+    check(family, mode, attention, dtype, target)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("masked_prefill", "decode_static")])
+@pytest.mark.parametrize("family", ["Qwen3", "DeepseekV32"])
+def test_every_mode(family, mode):
+    check(family, mode, *PAIRS[0])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("attention", "dtype", "target"), PAIRS + OTHERS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", EXPECTED)
+def test_every_model_in_every_mode(family, mode, attention, dtype, target):
+    check(family, mode, attention, dtype, target)
+
+
+def test_through_inductor():
+    check("DeepseekV3", "decode_static", "sdpa", torch.bfloat16, "ascend910b", "inductor")
+
+
+@pytest.mark.parametrize(
+    ("family", "operators"),
+    [
+        ("Mistral", {"npu::npu_rms_norm": 1, "npu::npu_add_rms_norm": 4, "npu::npu_apply_rotary_pos_emb": 2}),
+        ("Gemma", {"npu::npu_gemma_rms_norm": 5, "npu::npu_apply_rotary_pos_emb": 2}),
+        (
+            "Phi3",
+            {"npu::npu_rms_norm": 1, "npu::npu_add_rms_norm": 4, "npu::npu_apply_rotary_pos_emb": 2, "npu::npu_swiglu": 2},
+        ),
+        (
+            "Glm4",
+            {"npu::npu_rms_norm": 5, "npu::npu_add_rms_norm": 4, "npu::npu_rotary_mul": 4, "npu::npu_swiglu": 2},
+        ),
+    ],
+)
+def test_other_families_fuse_as_well(family, operators):
+    built = build(family, torch.bfloat16)
+    report = fusion.explain(built.model, **built.step("prefill"), options={"target": "host"})
+    assert dict(report.ops) == operators
+
+
+def test_many_layers_share_the_plans():
+    """Tables are prepared once per graph, not once per layer."""
+    built = build("DeepseekV3", torch.bfloat16)
+    report = fusion.explain(built.model, **built.step("prefill"), options={"target": "ascend910_93"})
+    made = Counter(
+        str(node.target)
+        for graph in report.graphs
+        for node in graph.graph.nodes
+        if "fusion" in node.meta and "npu" not in str(node.target)
+    )
+    assert made["aten.clone.default"] == 2  # cos and sin for every sequence
