@@ -56,9 +56,9 @@ def _cell(text: str) -> str:
 def rules_page() -> str:
     """The rules of the default library."""
     head = (
-        "# Rules\n\nThe rules that this package installs, as `cann-fusion rules` lists them: what each means, the forms "
-        "in which it is recognised in any spelling, what looks alike but is refused, and what it becomes: the lowering "
-        "that is legal and cheapest on the target. Written by `make docs`.\n"
+        "# Rules\n\nThe rules that this package installs, as `cann-fusion rules` lists them: what each means, the "
+        "forms in which it is recognised in any spelling, what looks alike but is refused, and what it becomes: the "
+        "lowering that is legal and cheapest on the target. Written by `make docs`.\n"
     )
     return head + "".join(_rule(each) for each in rule_entries())
 
