@@ -73,9 +73,7 @@ def plan_lower(options: Options, target: Target) -> str:
     return "torchair" if target.is_npu else options.lower
 
 
-def _worth_telling(
-    refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]
-) -> list[Refusal]:
+def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
     """Without those inside something that was fused after all, unless a larger fusion was refused around it."""
     gone = {node for candidate in chosen for node in candidate.dying}
     made = {node: each.match.rule.name for each in chosen for makers in each.match.roots for node in makers}

@@ -1,7 +1,7 @@
 """The laws that every rule must keep, as functions: `check(rule, example, dtype, level)` raises where one is broken.
 
-    graph = capture(function, args).graph          the functional aten graph that a backend would see
-    widen(graph)                                   the same in float64, so that only the algebra is left to compare
+graph = capture(function, args).graph          the functional aten graph that a backend would see
+widen(graph)                                   the same in float64, so that only the algebra is left to compare
 """
 
 from __future__ import annotations
@@ -248,7 +248,9 @@ def saves_what_it_claims(t: Trial) -> None:
     claimed = sum(each.launches for each in t.outcome.chosen)
     exact = len(t.outcome.chosen) == 1
     assert before - after >= claimed, f"{before} launches became {after}, {claimed} fewer were claimed"
-    assert before - after == claimed or not exact, f"{before} launches became {after}, only {claimed} fewer were claimed"
+    assert before - after == claimed or not exact, (
+        f"{before} launches became {after}, only {claimed} fewer were claimed"
+    )
 
 
 def refuses(t: Trial, text: str) -> None:

@@ -90,7 +90,7 @@ class Algebra:
 
     def _rejoined_split(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
         """Entries of the outer part of a dim that was split in two, joined again: a slice of that dim itself."""
-        axis, start, stop, step = cut.attrs
+        axis, start, stop, _ = cut.attrs
         whole, inner = cut.arg.arg, cut.shape[axis + 1 : axis + 2]
         joined = (*cut.shape[:axis], *inner, *cut.shape[axis + 2 :])
         split = (*whole.shape[:axis], cut.arg.shape[axis], *inner, *whole.shape[axis + 1 :])

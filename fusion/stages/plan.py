@@ -129,7 +129,12 @@ class Planner:
             }
         except Refused as refused:
             return refused
-        key = (match.rule.name, lowering, len(match.results), tuple((name, _signature(each)) for name, each in captures.items()))
+        key = (
+            match.rule.name,
+            lowering,
+            len(match.results),
+            tuple((name, _signature(each)) for name, each in captures.items()),
+        )
         if key not in self._plans:
             self._plans[key] = self._record_plan(match, lowering, captures)
         return self._plans[key]

@@ -46,13 +46,13 @@ class RopePair(Rule):
     @lowering
     def heads_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
-        turned = self.positions_first(*(four_dims(each).transpose(1, 2) for each in (q, k, cos, sin)), dtype)
+        turned = self.positions_first(*(four_dims(each).transpose(1, 2) for each in (q, k, cos, sin)), dtype=dtype)
         return tuple(dims_of(y.transpose(1, 2), x) for y, x in zip(turned, (q, k), strict=True))
 
     @lowering
     def heads_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """The same with tables for every sequence, where the chip does not broadcast them."""
-        return self.heads_first(q, k, *_for_batch(q, cos, sin), dtype)
+        return self.heads_first(q, k, *_for_batch(q, cos, sin), dtype=dtype)
 
     @lowering
     def positions_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
@@ -64,7 +64,7 @@ class RopePair(Rule):
     @lowering
     def positions_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """The same with tables for every sequence."""
-        return self.positions_first(q, k, *_for_batch(q, cos, sin), dtype)
+        return self.positions_first(q, k, *_for_batch(q, cos, sin), dtype=dtype)
 
 
 def _for_batch(q: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:

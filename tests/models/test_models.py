@@ -20,8 +20,7 @@ EXPECTED = {
     "Llama": NORMS + Counter({"npu::npu_apply_rotary_pos_emb": LAYERS}),
     "DeepseekV2": LATENT + Counter({"npu::npu_rotary_mul": 2 * LAYERS}),
     "DeepseekV3": LATENT + Counter({"npu::npu_interleave_rope": 2 * LAYERS}),
-    "DeepseekV32": LATENT
-    + Counter({"npu::npu_interleave_rope": 2 * LAYERS, "npu::npu_apply_rotary_pos_emb": LAYERS}),
+    "DeepseekV32": LATENT + Counter({"npu::npu_interleave_rope": 2 * LAYERS, "npu::npu_apply_rotary_pos_emb": LAYERS}),
     "GlmMoeDsa": LATENT + Counter({"npu::npu_interleave_rope": 4 * LAYERS}),
 }
 PAIRS = [("sdpa", torch.bfloat16, "ascend910_93"), ("eager", torch.float32, "host")]
@@ -87,7 +86,12 @@ def test_through_inductor():
         ("Gemma", {"npu::npu_gemma_rms_norm": 5, "npu::npu_apply_rotary_pos_emb": 2}),
         (
             "Phi3",
-            {"npu::npu_rms_norm": 1, "npu::npu_add_rms_norm": 4, "npu::npu_apply_rotary_pos_emb": 2, "npu::npu_swiglu": 2},
+            {
+                "npu::npu_rms_norm": 1,
+                "npu::npu_add_rms_norm": 4,
+                "npu::npu_apply_rotary_pos_emb": 2,
+                "npu::npu_swiglu": 2,
+            },
         ),
         (
             "Glm4",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fusion.graph import Algebra, Reading, Value

@@ -44,9 +44,7 @@ def _same(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translat
 
 
 @translates("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
-def _cast(
-    a: Algebra, out: Out, x: Value, *args: Any, device: torch.device | None = None, **kwargs: Any
-) -> Translated:
+def _cast(a: Algebra, out: Out, x: Value, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Translated:
     unproven = device is not None and not x.rank  # a number may come from another device
     return None if unproven else a.cast(x, out.dtype)
 
