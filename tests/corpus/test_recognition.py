@@ -1,4 +1,4 @@
-"""Every spelling becomes the operators that it should, at every capture level; no look-alike becomes what it must not."""
+"""Every spelling becomes the operators that it should, at every capture level; no look-alike does."""
 
 from __future__ import annotations
 
