@@ -39,14 +39,14 @@ setup: $(VENV)/.installed .torch_npu/.installed  ## create .venv with everything
 check: setup  ## format, lint, types, imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --project pyproject.toml
+	$(BIN)/pyright --project pyproject.toml --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 test: check  ## check, and all tests but the nightly ones
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not nightly'
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 nightly: check  ## check, and every test
-	$(BIN)/python -m pytest -n $(WORKERS) -m ''
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'nightly or not nightly'
 
 demo: $(VENV)/.installed  ## a Hugging Face model before and after, with its numbers checked
 	$(BIN)/python examples/demo.py

@@ -56,7 +56,7 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options) -> Out
     found = match(graph, rules, options.unsafe)
     planner = Planner(graph, Fakes(graph), target, plan_lower(options, target), elsewhere)
     candidates = planner.candidates(found.matches)
-    chosen = select(candidates, options.fuel)
+    chosen = select(candidates, graph, options.fuel)
     refusals = _worth_telling([*found.refusals, *planner.refusals], chosen, rules)
     counted = tally(source, chosen)
     if chosen:

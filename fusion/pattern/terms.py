@@ -40,7 +40,7 @@ class Term:
         raise NotImplementedError
 
     def follows(self, bound: Bindings) -> bool:
-        """Whether this term is a mere cast of something that is bound already."""
+        """Whether this term is computed from a term that is bound already."""
         return False
 
     def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
@@ -133,6 +133,10 @@ class Apply(Tensorial):
     def heads(self) -> frozenset[str]:
         """Its own ops."""
         return frozenset((self.op,) if isinstance(self.op, str) else self.op)
+
+    def follows(self, bound: Bindings) -> bool:
+        """Whether an argument is bound already."""
+        return any(arg in bound for arg in self.args)
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.op not in self.heads() or len(value.args) != len(self.args):

@@ -126,7 +126,7 @@ class _Search:
         return any(self.graph.depends(node, root) for node in taken for makers in roots for root in makers)
 
     def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:
-        """Match the first result at `value`; results that this does not reach are the nearest independent ones."""
+        """Match the first result at `value`; results that this does not reach are those beside it."""
         for bound in form.results[0].match(value, {}, self):
             missing = [term for term in form.results[1:] if term not in bound]
             yield from self._join(missing, value, bound)
@@ -139,9 +139,9 @@ class _Search:
         anywhere = missing[0].follows(bound)  # else the first of two alike comes first, so that a pair is found once
         for value in self._candidates(missing[0]):
             makers = self.graph.makers(value)
-            if value is first or not makers or self.graph.depends(makers[0], start):
+            if value is first or not makers:
                 continue
-            if not anywhere and order[makers[0]] < order[start]:
+            if not anywhere and (order[makers[0]] < order[start] or self.graph.depends(makers[0], start)):
                 continue
             for found in missing[0].match(value, bound, self):
                 yield from self._join(missing[1:], first, found)

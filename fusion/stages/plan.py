@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Planner:
         self.graph, self.fakes, self.target = graph, fakes, target
         self.refusals: list[Refusal] = []
         self._plan_lower, self._elsewhere = plan_lower, elsewhere
-        self._plans: dict[Any, Plan | Refused] = {}
+        self._plans: dict[Any, Mapping[str, Plan | Refused]] = {}
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
@@ -46,13 +46,13 @@ class Planner:
     def _best(self, match: Match, readers: Mapping[Value, int]) -> Candidate | None:
         options: list[Candidate] = []
         refused: list[tuple[Refusal, float, frozenset[str]]] = []
-        dying = self._dying(match)
-        for lowering in match.rule.lowerings():
-            plan = self._plan(match, lowering)
+        plans = self._plans_of(match)
+        offer = self._offer(match, readers)
+        for lowering, plan in plans.items():
             if isinstance(plan, Refused):
                 refused.append((Refusal(match.rule.name, plan, match.node), -math.inf, frozenset()))
                 continue
-            option = self._candidate(match, lowering, plan, dying, readers)
+            option = offer(lowering, plan)
             cause = plan.refusals.get(self.target.name) or _mismatch(match, plan)
             if cause is None:
                 options.append(option)
@@ -68,29 +68,31 @@ class Planner:
         if missed:
             self.refusals.append(max(missed, key=lambda each: each[1])[0])
         if best is not None:
-            self._note_elsewhere(match)
+            self._note_elsewhere(match, list(plans.values()))
         return best
 
-    def _note_elsewhere(self, match: Match) -> None:
+    def _note_elsewhere(self, match: Match, plans: Sequence[Plan | Refused]) -> None:
         """What another target would refuse although this one does not."""
         for target in self._elsewhere:
-            plans = [self._plan(match, lowering) for lowering in match.rule.lowerings()]
             causes = [None if isinstance(plan, Refused) else plan.refusals.get(target.name, "") for plan in plans]
             if "" not in causes:
                 self.refusals.extend(
                     Refusal(match.rule.name, cause, match.node, target.name) for cause in causes[:1] if cause
                 )
 
-    def _candidate(
-        self, match: Match, lowering: str, plan: Plan, dying: frozenset[fx.Node], readers: Mapping[Value, int]
-    ) -> Candidate:
-        built = self._to_build(match)
+    def _offer(self, match: Match, readers: Mapping[Value, int]) -> Callable[[str, Plan], Candidate]:
+        """What a match saves whatever runs it, as a function that prices one way to run it."""
+        dying, built = self._dying(match), self._to_build(match)
         kernels = {value: self.fakes.launches(value) for value in built}
         building = sum(self.target.launch * count / readers[value] for value, count in kernels.items())
-        running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
-        saved = sum(node_cost(node, self.target) for node in dying)
-        launches = sum(is_launch(node) for node in dying) - len(plan.costs) - sum(kernels.values())
-        return Candidate(match, lowering, plan, built, dying, saved - running - building, launches)
+        saved = sum(node_cost(node, self.target) for node in dying) - building
+        launches = sum(is_launch(node) for node in dying) - sum(kernels.values())
+
+        def candidate(lowering: str, plan: Plan) -> Candidate:
+            running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
+            return Candidate(match, lowering, plan, built, dying, saved - running, launches - len(plan.costs))
+
+        return candidate
 
     def _dying(self, match: Match) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the match itself reads."""
@@ -121,22 +123,20 @@ class Planner:
             visit(value)
         return tuple(found)
 
-    def _plan(self, match: Match, lowering: str) -> Plan | Refused:
+    def _plans_of(self, match: Match) -> Mapping[str, Plan | Refused]:
+        """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
+        lowerings = match.rule.lowerings()
         try:
             captures = {
                 name: self.fakes.of(capture) if isinstance(capture, Value) else capture
                 for name, capture in match.captures.items()
             }
         except Refused as refused:
-            return refused
-        key = (
-            match.rule.name,
-            lowering,
-            len(match.results),
-            tuple((name, _signature(each)) for name, each in captures.items()),
-        )
+            return dict.fromkeys(lowerings, refused)
+        signature = tuple((name, _signature(each)) for name, each in captures.items())
+        key = (match.rule.name, len(match.results), signature)
         if key not in self._plans:
-            self._plans[key] = self._record_plan(match, lowering, captures)
+            self._plans[key] = {each: self._record_plan(match, each, captures) for each in lowerings}
         return self._plans[key]
 
     def _record_plan(self, match: Match, lowering: str, captures: Mapping[str, Any]) -> Plan | Refused:

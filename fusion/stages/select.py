@@ -7,21 +7,66 @@ from itertools import combinations
 
 import networkx as nx
 
+from fusion.graph import Graph
 from fusion.records import Candidate
 
 LEAST = 1e-6  # microseconds; less is the rounding of sums, and the pass would replace a node by its like for ever
 EXACT = 16  # candidates in one group up to which every cover is tried
 
 
-def select(candidates: Sequence[Candidate], fuel: int | None = None) -> list[Candidate]:
+def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = None) -> list[Candidate]:
     """Return the chosen candidates in the order of the graph; `fuel` limits how many."""
     useful = [each for each in candidates if each.benefit > LEAST]
+    chosen = _best(useful)
+    while (waiting := _in_circle(chosen, graph)) is not None:
+        useful.remove(waiting)
+        chosen = _best(useful)
+    return chosen if fuel is None else chosen[:fuel]
+
+
+def _best(useful: Sequence[Candidate]) -> list[Candidate]:
     overlaps: nx.Graph[int] = nx.Graph()
     overlaps.add_nodes_from(range(len(useful)))
     overlaps.add_edges_from(_overlapping(useful))
     covers = [_cover(group, useful, overlaps) for group in nx.connected_components(overlaps)]
-    chosen = [useful[number] for number in sorted(number for cover in covers for number in cover)]
-    return chosen if fuel is None else chosen[:fuel]
+    return [useful[number] for number in sorted(number for cover in covers for number in cover)]
+
+
+def _in_circle(chosen: Sequence[Candidate], graph: Graph) -> Candidate | None:
+    """The least useful of some calls with several results that would wait for each other; None where none do."""
+    needs: nx.DiGraph[int] = nx.DiGraph()
+    for left, right in _interleaved(chosen, graph):
+        if _waits(chosen[left], chosen[right], graph):
+            needs.add_edge(left, right)
+        if _waits(chosen[right], chosen[left], graph):
+            needs.add_edge(right, left)
+    circles = [circle for circle in nx.strongly_connected_components(needs) if len(circle) > 1]
+    return min((chosen[number] for circle in circles for number in sorted(circle)), key=_benefit, default=None)
+
+
+def _benefit(candidate: Candidate) -> float:
+    return candidate.benefit
+
+
+def _interleaved(chosen: Sequence[Candidate], graph: Graph) -> list[tuple[int, int]]:
+    """Pairs of candidates with several results, of which one begins before the other ends: only they can be a circle."""
+    spans = {
+        number: sorted(graph.order[node] for makers in each.match.roots for node in makers)
+        for number, each in enumerate(chosen)
+        if len(each.match.roots) > 1
+    }
+    ordered = sorted(spans, key=lambda number: spans[number][0])
+    pairs: list[tuple[int, int]] = []
+    for position, left in enumerate(ordered):
+        for right in ordered[position + 1 :]:
+            if spans[right][0] > spans[left][-1]:
+                break
+            pairs.append((left, right))
+    return pairs
+
+
+def _waits(candidate: Candidate, other: Candidate, graph: Graph) -> bool:
+    return any(graph.depends(makers[0], first[0]) for makers in candidate.match.roots for first in other.match.roots)
 
 
 def _overlapping(candidates: Sequence[Candidate]) -> list[tuple[int, int]]:

@@ -59,6 +59,4 @@ EXAMPLES = (
     Example("the sum is not read again", _norm_alone, TWO_AND_WEIGHT),
     Example("addends of two dtypes, summed in float32", _norm_alone, _mixed),
 )
-REJECTS = (
-    Example("bias", _bias, tensors((2, 3, 64), (64,), (64,)), "one addend is broadcast"),
-)
+REJECTS = (Example("bias", _bias, tensors((2, 3, 64), (64,), (64,)), "one addend is broadcast"),)

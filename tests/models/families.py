@@ -1,4 +1,4 @@
-"""Real models of transformers, small and random, with head sizes as in the published ones, and one step of each mode."""
+"""Real models of transformers, small and random, with the head sizes of the published ones, one step of each mode."""
 
 from __future__ import annotations
 

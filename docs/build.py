@@ -1,0 +1,115 @@
+"""Write what the documentation takes from the code: the pages of operators and rules, and the listing in the README."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+import fusion
+from fusion.catalogue import OperatorEntry, RuleEntry, operator_entries, rule_entries
+from fusion.cost import is_launch
+
+ROOT = Path(__file__).parents[1]
+MARKS = re.compile(r"(<!-- listing -->\n).*?(<!-- end of listing -->)", re.DOTALL)
+WIDTH = 76
+
+
+def generated() -> dict[Path, str]:
+    """Every file with generated text, as it should be."""
+    readme = ROOT / "README.md"
+    return {
+        ROOT / "docs" / "operators.md": operators_page(),
+        ROOT / "docs" / "rules.md": rules_page(),
+        readme: MARKS.sub(lambda found: f"{found[1]}{listing()}{found[2]}", readme.read_text()),
+    }
+
+
+def operators_page() -> str:
+    """The operators that the pass emits."""
+    head = (
+        "# Operators\n\nThe fused operators that the pass can emit, as `cann-fusion ops` lists them. A call that "
+        "breaks a limit of the target is refused, and the report says which limit. *host* stands for what every "
+        "machine asks for. Written by `make docs`.\n"
+    )
+    return head + "".join(_operator(each) for each in operator_entries())
+
+
+def _operator(entry: OperatorEntry) -> str:
+    lines = [f"\n## {entry.name}\n", f"{entry.summary}\n", f"```\n{entry.schema}\n```\n"]
+    lines += ["| argument | dims | dtypes |", "|---|---|---|"]
+    for name, dims in entry.dims.items():
+        lines.append(f"| {name} | {_cell(f'[{dims}]')} | {', '.join(entry.dtypes.get(name, ()))} |")
+    lines += ["\n| target | a call must keep to |", "|---|---|"]
+    for target, limits in entry.limits.items():
+        lines.append(f"| {target} | {'<br>'.join(_cell(each) for each in limits)} |")
+    lines.append(f"\nLowered by {', '.join(entry.lowerings)}. Read in {entry.source}.\n")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return "`" + text.replace("|", "\\|") + "`"
+
+
+def rules_page() -> str:
+    """The rules of the default library."""
+    head = (
+        "# Rules\n\nThe rules that this package installs, as `cann-fusion rules` lists them: what each means, the "
+        "forms in which it is recognised in any spelling, what looks alike but is refused, and what it becomes: the "
+        "lowering that is legal and cheapest on the target. Written by `make docs`.\n"
+    )
+    return head + "".join(_rule(each) for each in rule_entries())
+
+
+def _rule(entry: RuleEntry) -> str:
+    uses = f" Made of {', '.join(f'`{each}`' for each in entry.uses)}." if entry.uses else ""
+    lines = [f"\n## {entry.name}\n", f"{entry.meaning}{uses}\n", f"> {entry.formula}\n"]
+    lines += _list("Written forms", entry.patterns) + _list("Lowerings", entry.lowerings)
+    return "\n".join(lines + _list("Refused", entry.refuses))
+
+
+def _list(title: str, described: dict[str, str]) -> list[str]:
+    return [f"{title}:\n", *(f"* `{name}`: {text}" for name, text in described.items()), ""] if described else []
+
+
+def listing() -> str:
+    """The launches of the block of examples/first_fusion.py before and after, as text."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from first_fusion import HIDDEN, LENGTH, Block, tables
+
+    model = Block().bfloat16().eval()
+    inputs = (torch.zeros(1, LENGTH, HIDDEN, dtype=torch.bfloat16), *tables())
+    blocks: list[str] = []
+    for title, fuel in (("before", 0), ("after", None)):
+        report = fusion.explain(model, *inputs, options={"target": "ascend910_93", "fuel": fuel})
+        names = [_short(str(node.target)) for node in report.graphs[0].graph.nodes if is_launch(node)]
+        blocks.append(f"{title}, {len(names)} launches\n" + _wrapped(names))
+    return "```\n" + "\n".join(blocks) + "```\n"
+
+
+def _short(target: str) -> str:
+    namespace, name = target.split(".")[:2]
+    return name if namespace == "aten" else f"{namespace}.{name}"
+
+
+def _wrapped(names: list[str]) -> str:
+    lines = [""]
+    for name in names:
+        if len(lines[-1]) + len(name) > WIDTH:
+            lines.append("")
+        lines[-1] += f"  {name}"
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write what has changed."""
+    for path, text in generated().items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

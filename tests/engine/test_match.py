@@ -1,0 +1,179 @@
+"""Matching: products in any order, casts pinned to their dtype, several results, and nothing that is not proven."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fusion import Rule, lowering, pattern, scalar, tensor
+from fusion.errors import RuleError
+from fusion.pattern import captured
+from fusion.stages.canonicalise import canonicalise
+from fusion.stages.match import levels, match
+
+from .graphs import norm, numbers, rotate, said, traced
+from .rules import DoubleExp, Scores, WrongNorm
+
+X, Y, A, B = numbers(2, 3, 8), numbers(2, 3, 8, seed=1), numbers(8, seed=2), numbers(8, seed=3)
+
+
+def found(function, args, *rules, unsafe=frozenset()):
+    return match(canonicalise(traced(function, *args).graph), rules, unsafe)
+
+
+class Triple(Rule):
+    """x · y · sigmoid(x)."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D"), y=tensor("*B D")):
+        """Silu times another."""
+        return p.silu(x) * y
+
+    @lowering
+    def none(self, x, y):
+        """Never run here."""
+        return x * y
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+@pytest.mark.parametrize("left", [True, False])
+def test_products_match_in_any_order_and_association(order, left):
+    def form(x, y):
+        factors = (x, y, torch.sigmoid(x))
+        one, two, three = factors[order[0]], factors[order[1]], factors[order[2]]
+        return (one * two) * three if left else one * (two * three)
+
+    (one,) = found(form, (X, Y), Triple()).matches
+    assert one.captures["x"].attrs[0] != one.captures["y"].attrs[0]
+    assert f"sigmoid({said(one.captures['x'])})" in said(one.results[0])
+
+
+def test_a_product_of_more_factors_leaves_the_rest_to_the_last_capture():
+    matches = found(lambda x, y, a: x * a * torch.sigmoid(x) * y, (X, Y, A), Triple()).matches
+    assert {one.captures["y"].op for one in matches} == {"mul"}
+
+
+def test_a_cast_is_taken_only_to_the_dtype_that_the_pattern_pins():
+    def through(dtype):
+        def form(x, a, b):
+            s = (x * a).to(dtype) + (x * b).to(dtype)
+            return s, s.mean(-1, keepdim=True)
+
+        return form
+
+    half = [each.half() for each in (X, A, B)]
+    assert len(found(through(torch.float32), half, Scores()).matches) == 1
+    assert not found(through(torch.bfloat16), half, Scores()).matches, "a rounding of the user's own was swallowed"
+    assert len(found(through(torch.float16), half, Scores()).matches) == 1, "no cast at all"
+
+
+def test_several_results_are_one_match_and_attributes_are_captured():
+    (one,) = found(lambda x, a, b: (x * a + x * b, (x * a + x * b).mean(-1, keepdim=True)), (X, A, B), Scores()).matches
+    assert len(one.results) == len(one.roots) == 2
+    assert one.captures["dims"] == -1
+    assert [len(makers) for makers in one.roots] == [2, 1], "what is written twice is one value"
+
+
+def test_all_results_have_to_be_there():
+    assert not found(lambda x, a, b: x * a + x * b, (X, A, B), Scores()).matches
+
+
+def test_dims_have_to_fit():
+    assert len(found(norm, (X, A), WrongNorm()).matches) == 1
+    assert not found(norm, (X, numbers(3, 1)), WrongNorm()).matches
+    assert len(found(norm, (X, A[None, None]), WrongNorm()).matches) == 1, "leading dims of size 1 are none"
+
+
+def test_guard_refuses_with_its_text_unless_unsafe():
+    rule = DoubleExp()
+    assert found(lambda x: x.exp() * 2, (X,), rule).matches
+    refused = found(lambda x: x.exp() * 3, (X,), rule)
+    assert not refused.matches
+    assert [each.reason for each in refused.refusals] == ["the factor is 3.0, not 2"]
+    assert found(lambda x: x.exp() * 3, (X,), rule, unsafe=frozenset({rule.name})).matches
+
+
+def test_a_match_never_takes_what_its_own_result_is_needed_for():
+    from patterns.composites.add_rms_norm import AddRMSNorm
+    from patterns.primitives.rms_norm import RMSNorm
+
+    def form(x, y, w):
+        s = x + y
+        n = norm(s, w)
+        return s + n * torch.sigmoid(n)
+
+    one = numbers(1, 1, 8)
+    for each in found(form, (one, numbers(1, 1, 8, seed=1), A), AddRMSNorm(), RMSNorm()).matches:
+        assert len(each.results) == 1 or each.captures["gamma"].op == "input"
+
+
+def test_pairs_are_found_once_and_only_with_the_same_tables():
+    from patterns.composites.rope_pair import RopePair
+
+    q, k, cos, sin = numbers(2, 4, 3, 8), numbers(2, 2, 3, 8, seed=1), numbers(3, 8, seed=2), numbers(3, 8, seed=3)
+    pair = found(lambda q, k, c, s: (rotate(q, c, s), rotate(k, c, s)), (q, k, cos, sin), RopePair())
+    assert len(pair.matches) == 1
+    other = found(lambda q, k, c, s: (rotate(q, c, s), rotate(k, c.cos(), s.sin())), (q, k, cos, sin), RopePair())
+    assert not other.matches
+
+
+class Above(Rule):
+    """exp of what DoubleExp reads."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D"), factor=scalar()):
+        """Uses a meaning."""
+        return p.op("exp", p.double_exp(x=x, factor=factor))
+
+    @lowering
+    def none(self, x):
+        """Never run here."""
+        return x
+
+
+class Below(Rule):
+    """Uses what uses it."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D")):
+        """A circle."""
+        return p.op("exp", p.circle(x=x))
+
+
+class Circle(Rule):
+    """The other half of the circle."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D")):
+        """A circle."""
+        return p.op("exp", p.below(x=x))
+
+
+def test_levels_follow_from_what_rules_use():
+    above, double = Above(), DoubleExp()
+    assert levels([above, double]) == [[double], [above]]
+    assert {each.rule.name for each in found(lambda x: (x.exp() * 2).exp(), (X,), above, double).matches} == {
+        "above", "double_exp",
+    }  # fmt: skip
+    with pytest.raises(RuleError, match="circle"):
+        levels([Below(), Circle()])
+    with pytest.raises(RuleError, match="occurs twice"):
+        levels([DoubleExp(), DoubleExp()])
+
+
+def test_what_a_pattern_takes_must_be_declared():
+    class Undeclared(Rule):
+        @pattern
+        def written(self, p, x=3):
+            return p.op("exp", x)
+
+    with pytest.raises(RuleError, match=r"tracing pattern Undeclared.written: capture 'x'"):
+        Undeclared().patterns()
+
+
+def test_captures_are_given_by_name():
+    form = WrongNorm().patterns()[0]
+    assert set(form.captures) == {"x", "gamma", "eps"}
+    assert captured(form, {form.captures["eps"]: 1e-6}) == {"eps": 1e-6}

@@ -1,0 +1,102 @@
+"""Selection: the disjoint set that saves most, the same one whatever the order, limited by fuel."""
+
+from __future__ import annotations
+
+from itertools import combinations, permutations
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion.stages import select as stage
+
+NODES = [object() for _ in range(8)]
+GRAPH: Any = SimpleNamespace(order={node: place for place, node in enumerate(NODES)}, depends=lambda node, on: False)
+
+
+def select(candidates: list[Any], fuel: int | None = None, graph: Any = GRAPH) -> list[Any]:
+    return stage.select(candidates, graph, fuel)
+
+
+def candidate(benefit: float, roots: set[int], dying: set[int] | None = None) -> Any:
+    own = tuple(NODES[each] for each in sorted(roots))
+    below = frozenset(NODES[each] for each in roots | (dying or set()))
+    return SimpleNamespace(benefit=benefit, dying=below, match=SimpleNamespace(roots=(own,)))
+
+
+def overlap(left: Any, right: Any) -> bool:
+    roots = [{node for makers in each.match.roots for node in makers} for each in (left, right)]
+    return bool(roots[0] & right.dying or roots[1] & left.dying)
+
+
+@st.composite
+def candidates(draw):
+    sets = st.sets(st.integers(0, len(NODES) - 1), min_size=1, max_size=3)
+    return [
+        candidate(benefit, roots, dying)
+        for benefit, roots, dying in draw(st.lists(st.tuples(st.integers(-2, 9), sets, sets), max_size=7))
+    ]
+
+
+@given(candidates())
+@settings(max_examples=200, deadline=None)
+def test_the_cover_is_disjoint_and_none_saves_more(given_):
+    chosen = select(given_)
+    assert not any(overlap(*pair) for pair in combinations(chosen, 2))
+    assert all(each.benefit > 0 for each in chosen)
+    best = max(
+        sum(each.benefit for each in cover)
+        for count in range(len(given_) + 1)
+        for cover in combinations(given_, count)
+        if not any(overlap(*pair) for pair in combinations(cover, 2))
+    )
+    assert sum(each.benefit for each in chosen) == best
+
+
+def test_a_large_fusion_beats_small_ones_only_if_it_saves_more():
+    small = [candidate(4, {0}), candidate(4, {1})]
+    assert select([*small, candidate(9, {0, 1})])[0].benefit == 9
+    assert select([*small, candidate(7, {0, 1})]) == small
+
+
+def test_calls_that_would_wait_for_each_other_are_not_made_together():
+    """Results (0, 3) and (1, 2): 2 needs 0, and 3 needs 1."""
+
+    def pair(benefit: float, *results: int) -> Any:
+        whole = candidate(benefit, set(results))
+        whole.match.roots = tuple((NODES[each],) for each in results)
+        return whole
+
+    needed = {(2, 0), (3, 1)}
+    graph = SimpleNamespace(
+        order=GRAPH.order, depends=lambda node, on: (NODES.index(node), NODES.index(on)) in needed
+    )
+    first, second, alone = pair(5, 0, 3), pair(4, 1, 2), candidate(1, {2})
+    assert select([first, second, alone], graph=graph) == [first, alone]
+    assert select([first, second, alone]) == [first, second]
+
+
+def test_what_saves_nothing_or_only_rounding_is_left_alone():
+    assert select([candidate(0, {0}), candidate(-1, {1}), candidate(1e-15, {2})]) == []
+
+
+def test_fuel_takes_the_first_ones():
+    many = [candidate(1, {each}) for each in range(5)]
+    assert [select(many, fuel) for fuel in range(3)] == [many[:fuel] for fuel in range(3)]
+    assert select(many, None) == many
+
+
+@pytest.mark.parametrize("order", permutations(range(3)))
+def test_the_same_whatever_comes_first(order):
+    pool = [candidate(5, {0}, {1}), candidate(5, {1}, {2}), candidate(5, {2})]
+    chosen = select([pool[each] for each in order])
+    assert sum(each.benefit for each in chosen) == 10
+
+
+def test_groups_too_large_for_every_cover_still_get_a_disjoint_one():
+    chain = [candidate(1 + each % 3, {each % 8, (each + 1) % 8}) for each in range(24)]
+    chosen = select(chain)
+    assert chosen
+    assert not any(overlap(*pair) for pair in combinations(chosen, 2))
