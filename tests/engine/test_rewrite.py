@@ -90,7 +90,7 @@ def test_a_view_that_new_strides_do_not_allow_becomes_a_reshape():
         x1, x2 = x.chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).view(2, 4, 192)
 
-    gm, _ = same(form, torch.as_strided(Q, (2, 4, 3, 64), (768, 64, 256, 1)), COS, SIN)
+    gm, _ = same(form, torch.as_strided(Q, (2, 4, 3, 64), (768, 64, 256, 1)), COS[:, :32], SIN[:, :32])
     assert "npu.npu_rotary_mul.default" in names(gm)
     strided = [node for node in gm.graph.nodes if str(node.target) in ("aten.view.default", "aten.reshape.default")]
     for node in strided:
