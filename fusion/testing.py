@@ -324,4 +324,3 @@ def _copies(inputs: Sequence[Any]) -> list[Any]:
 
 def _text(graph: fx.Graph) -> list[str]:
     return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
-
