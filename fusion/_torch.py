@@ -153,6 +153,29 @@ def fresh_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
+def compile_apart(function: Callable[..., Any], backend: Any, dynamic: bool | None) -> Callable[..., Any]:
+    """`function` compiled as if nothing had been compiled before, and without traces for what is compiled later.
+
+    Dynamo keeps its cache, its limit of recompilations and what it learns about sizes per code object: a fresh caller
+    has its own. The limits are lifted for functions that graph breaks lead into.
+    Private: the names of `torch._dynamo.config`.
+    """
+    from torch._dynamo import config
+
+    def call(fn: Any, args: Any, kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=getattr(function, "__name__", "call"))
+    compiled: Any = torch.compile(call, backend=backend, dynamic=dynamic)
+    lifted = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16, "automatic_dynamic_shapes": False}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(lifted):
+            return compiled(function, args, kwargs)
+
+    return run
+
+
 @contextmanager
 def fake_copies(mode: FakeTensorMode) -> Generator[None, None, None]:
     """Inside, `copy.deepcopy` copies tensors as fakes of `mode`: no memory, and nothing shared with the original.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusion._torch import fake_copies, fresh_fake_mode
+from fusion._torch import compile_apart, fake_copies, fresh_fake_mode
 from fusion.backend import Explainer, FusionBackend
 from fusion.options import Options
 from fusion.pattern import Rule
@@ -42,5 +42,5 @@ def explain(
     with fake_copies(mode):
         model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs))
     with torch.no_grad(), mode:
-        torch.compile(model, backend=explainer, dynamic=dynamic)(*fake_args, **fake_kwargs)
+        compile_apart(model, explainer, dynamic)(*fake_args, **fake_kwargs)
     return Report(Target.resolve(checked.target).name, tuple(parts))

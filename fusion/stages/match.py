@@ -65,6 +65,7 @@ class _Search:
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
         self._hidden: dict[str, list[Value]] = defaultdict(list)
+        self._explained: set[tuple[str, Value]] = set()
         self._refused: set[tuple[str, Value]] = set()
         for value in graph.values():
             self._by_head[value.op].append(value)
@@ -112,11 +113,23 @@ class _Search:
                     call(rule.guard, captures)
             except Refused as reason:
                 refused = refused or reason
+                self._explain(rule, value, captures)
                 continue
             return Match(rule, form.name, captures, results, roots)
         if refused is not None:
             self._refuse(rule.name, refused, value)
         return None
+
+    def _explain(self, rule: Rule, value: Value, captures: Mapping[str, Any]) -> None:
+        """Remember that the guard says why of everything from `value` down to what was captured."""
+        taken = {each for each in captures.values() if isinstance(each, Value)}
+        taken |= {each.arg for each in taken if each.op == "reshape"}  # a capture that lost dims of size 1
+        waiting = [value]
+        while waiting:
+            each = waiting.pop()
+            if each not in taken and (rule.name, each) not in self._explained:
+                self._explained.add((rule.name, each))
+                waiting.extend(each.args)
 
     def _circular(self, captures: Mapping[str, Any], roots: Sequence[tuple[fx.Node, ...]]) -> bool:
         """Whether one result is needed to compute what the match takes: a call cannot wait for itself."""
@@ -157,7 +170,7 @@ class _Search:
         """Say why what looks like the rule is something else, in a node or inside one (a division holds a power)."""
         for form in rule.lookalikes():
             for value in (*self._candidates(form.results[0]), *self._inside(form.results[0])):
-                if self.readings(value, rule.name):
+                if self.readings(value, rule.name) or (rule.name, value) in self._explained:
                     continue
                 for bound in form.results[0].match(value, {}, self):
                     captures = captured(form, bound)

@@ -1,0 +1,235 @@
+"""explain: what would fuse, in every kind of model and call, without running or changing anything; and its report."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fusion
+
+from ..engine.graphs import norm, numbers
+
+X, Y, W = numbers(2, 3, 64), numbers(2, 3, 64, seed=1), numbers(64, seed=2)
+HOST = {"target": "host", "lower": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+
+
+def explain(model, *args, **kwargs):
+    return fusion.explain(model, *args, **{"options": HOST, **kwargs})
+
+
+class Layer(nn.Module):
+    """Adds, norms, and keeps what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(W.clone())
+        self.register_buffer("cache", torch.zeros(2, 8, 64))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x, residual, *, position=None):
+        s = x + residual
+        position = torch.arange(3) if position is None else position
+        self.cache.index_copy_(1, position, s)
+        self.calls += 1
+        return norm(s, self.weight), s
+
+    def step(self, x, residual):
+        return self.forward(x, residual)
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 3):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+
+    def forward(self, x, residual):
+        for layer in self.layers:
+            x, residual = layer(x, residual)
+        return x
+
+
+@pytest.mark.parametrize("parameters", ["frozen", "trainable"])
+def test_nothing_runs_and_nothing_changes(parameters):
+    model = Model().requires_grad_(parameters == "trainable")
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    versions = {name: each._version for name, each in model.state_dict().items()}
+    x, y = X.clone(), Y.clone()
+    report = explain(model, x, y)
+    assert report.ops == {"npu::npu_add_rms_norm": 3}
+    assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
+    assert all(each._version == versions[name] for name, each in model.state_dict().items())
+    assert torch.equal(x, X)
+    assert torch.equal(y, Y)
+    assert x._version == y._version == 0
+
+
+def test_what_a_function_writes_to_its_arguments_is_not_written():
+    def grow(cache, x, w):
+        cache.add_(1)
+        return norm(cache + x, w)
+
+    cache = torch.zeros_like(X)
+    assert explain(grow, cache, X, W).ops.total() == 1
+    assert not cache.any()
+
+
+def test_the_model_runs_as_ever_afterwards():
+    model = Model()
+    explain(model, X, Y)
+    with torch.no_grad():
+        want = Model()
+        want.load_state_dict(model.state_dict())
+        torch.testing.assert_close(model(X, Y), want(X, Y))
+    assert [int(each.calls) for each in model.layers] == [1, 1, 1]
+
+
+def test_functions_modules_bound_methods_and_keywords():
+    layer = Layer()
+    assert explain(norm, X, W).ops == {"npu::npu_rms_norm": 1}
+    assert explain(norm, X, weight=W, eps=1e-5).ops == {"npu::npu_rms_norm": 1}
+    assert explain(lambda x, w: norm(x, w), X, W).ops == {"npu::npu_rms_norm": 1}
+    assert explain(layer, X, Y, position=torch.tensor([0, 1, 2])).ops == {"npu::npu_add_rms_norm": 1}
+    assert explain(layer.step, X, residual=Y).ops == {"npu::npu_add_rms_norm": 1}
+    assert not layer.cache.any()
+
+
+def test_the_tenth_report_says_what_the_first_says():
+    """Dynamo gives up on a function that is compiled too often, and learns sizes from what it has seen."""
+    reports = [explain(norm, numbers(2, length, 64), W, eps=length * 1e-6) for length in range(1, 11)]
+    assert [each.ops for each in reports] == [{"npu::npu_rms_norm": 1}] * 10
+    sizes = [[node.meta["val"].shape for node in each.graphs[0].graph.find_nodes(op="placeholder")] for each in reports]
+    assert all(isinstance(size, int) for shapes in sizes for shape in shapes for size in shape)
+
+
+def test_a_report_leaves_no_traces_in_what_is_compiled_later():
+    for length in range(1, 11):
+        explain(norm, numbers(2, length, 64), W)
+    counted = torch._dynamo.testing.CompileCounter()
+    with torch.no_grad():
+        torch.compile(norm, backend=counted)(X, W)
+    assert counted.frame_count == 1
+
+
+def test_a_function_may_close_over_real_tensors():
+    def closed(x):
+        return norm(x, W)
+
+    assert explain(closed, X).ops == {"npu::npu_rms_norm": 1}
+
+
+def test_every_graph_of_a_broken_call_is_in_the_report():
+    def broken(x, w):
+        first = norm(x, w)
+        torch._dynamo.graph_break()
+        return norm(first.sin(), w)
+
+    report = explain(broken, X, W)
+    assert len(report.graphs) == len(report.parts) == len(report.lowered) == 2
+    assert report.ops == {"npu::npu_rms_norm": 2}
+
+
+def test_a_dtype_or_device_that_is_not_here_costs_no_memory():
+    class Huge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(1 << 20, 1 << 20, bias=False, device="meta")
+
+        def forward(self, x):
+            return norm(self.project(x), x[0])
+
+    assert explain(Huge(), torch.empty(4, 1 << 20, device="meta")).ops == {"npu::npu_rms_norm": 1}
+
+
+def test_rules_of_ones_own():
+    from patterns.primitives.rms_norm import RMSNorm
+
+    assert explain(Model(1), X, Y, rules=[RMSNorm()]).ops == {"npu::npu_rms_norm": 1}
+    assert explain(Model(1), X, Y, rules=[]).ops == {}
+
+
+def test_launches_layers_and_matches_add_up():
+    report = explain(Model(), X, Y)
+    before, after = report.launches
+    assert before - after == sum(each.saved for each in report.matches) == 3 * 6
+    assert sum(each.before.launches for each in report.layers.values()) == before
+    assert sum(each.after.launches for each in report.layers.values()) == after
+    assert [each.module for each in report.matches] == ["layers.0", "layers.1", "layers.2"]
+    assert all(each.rule == "add_rms_norm" and each.benefit > 0 for each in report.matches)
+    assert {each.where.split("/")[-1].split(":")[0] for each in report.matches} == {"graphs.py"}
+    assert {path for path in report.layers if path.startswith("layers")} == {f"layers.{n}" for n in range(3)}
+
+
+def test_integer_calls_are_counted_apart():
+    report = explain(Layer(), X, Y)
+    assert sum(each.after.bookkeeping for each in report.layers.values()) >= 1
+
+
+def test_as_json_it_says_the_same():
+    def damped(x, y, w):
+        return norm(x + y, w), norm(x, w, 0.5)
+
+    report = explain(damped, X, Y, W)
+    content = json.loads(report.to_json())
+    assert content["target"] == "host"
+    assert content["graphs"] == 1
+    assert (content["launches"]["before"], content["launches"]["after"]) == report.launches
+    assert content["ops"] == dict(report.ops)
+    assert [each["rule"] for each in content["matches"]] == [each.rule for each in report.matches]
+    refusal = content["refusals"][0]
+    assert refusal["rule"] == "rms_norm"
+    assert refusal["reason"].startswith("eps=0.5 is no guard")
+    assert refusal["where"].split("/")[-1].startswith("graphs.py:")
+    assert refusal["source"]
+
+
+def test_as_text_it_is_a_table_of_operators_modules_and_reasons():
+    def damped(x, y, w):
+        return norm(x + y, w), norm(x, w, 0.5)
+
+    text = str(explain(damped, X, Y, W))
+    for words in ("fused for host: 1 graph", "launches ->" , "npu::npu_add_rms_norm", "not fused, and why", "eps=0.5"):
+        assert words in text, text
+    assert "\x1b[" not in text
+    many = str(explain(Model(4), X, Y))
+    assert "layers.*" in many, "layers alike are counted together"
+
+
+def test_nothing_to_fuse_is_a_report_too():
+    report = explain(lambda x: x.sin(), X)
+    assert report.ops == {}
+    assert report.matches == report.refusals == []
+    assert report.launches == (1, 1)
+    assert "0" not in json.loads(report.to_json())["ops"]
+    assert "launches" in str(report)
+
+
+def test_a_host_report_lists_what_the_chip_would_refuse():
+    nine = numbers(*(1,) * 8, 64)
+    report = explain(norm, nine, W)
+    assert report.ops == {"npu::npu_rms_norm": 1}
+    (told,) = report.refusals
+    assert told.target == "ascend910_93"
+    assert "rank(input) <= 8" in told.reason
+    assert "[on ascend910_93]" in str(report)
+
+
+def test_a_report_for_the_chip_names_what_it_would_run_and_lowers_for_it():
+    report = explain(Model(), X.bfloat16(), Y.bfloat16(), options={"target": "ascend910_93", "lower": "eager"})
+    assert report.target == "ascend910_93"
+    assert set(report.ops) <= {"npu::npu_add_rms_norm", "npu::npu_rms_norm"}
+    assert report.ops
+
+
+def test_what_inductor_is_given_holds_no_operator_of_the_npu():
+    report = explain(norm, X, W, options={"target": "host", "lower": "inductor"})
+    handed = {str(node.target) for graph in report.lowered for node in graph.graph.nodes}
+    assert not any(name.startswith("npu.") for name in handed)
+    assert any(str(node.target).startswith("npu.") for graph in report.graphs for node in graph.graph.nodes)
