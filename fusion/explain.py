@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from fusion._torch import compile_apart, fake_copies, fresh_fake_mode
 from fusion.backend import Explainer, FusionBackend
+from fusion.errors import FusionError
 from fusion.options import Options
 from fusion.pattern import Rule
 from fusion.report import GraphReport, Report
@@ -39,8 +41,15 @@ def explain(
     parts: list[GraphReport] = []
     explainer = Explainer(FusionBackend(checked, None if rules is None else tuple(rules)), parts)
     mode = fresh_fake_mode()
+    copied: dict[int, Any] = {}
     with fake_copies(mode):
-        model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs))
-    with torch.no_grad(), mode:
-        compile_apart(model, explainer, dynamic)(*fake_args, **fake_kwargs)
+        model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs), copied)
+    for_inference = any(isinstance(each, torch.Tensor) and each.is_inference() for each in copied.values())
+    try:
+        with torch.inference_mode() if for_inference else torch.no_grad(), mode:
+            compile_apart(model, explainer, dynamic)(*fake_args, **fake_kwargs)
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, FusionError):
+            raise error.inner_exception from None
+        raise
     return Report(Target.resolve(checked.target).name, tuple(parts))

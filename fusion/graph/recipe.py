@@ -45,6 +45,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "expand": _expand,
         "slice": _slice,
         "power": _power,
+        "flip": lambda value, sizes, x: x.flip(value.attrs),
         "permute": lambda value, sizes, x: x.permute(value.attrs),
         "cat": lambda value, sizes, *pieces: torch.cat(pieces, value.attrs[0]),
         "cast": lambda value, sizes, x: x.to(value.dtype),

@@ -36,9 +36,6 @@ MISSED = {
     ("rope_half/rolled", "core"): "core aten writes roll as an index of arange, which is not evaluated",
 }
 UNTOLD = {
-    ("rope_half/not/over_tokens", None): "no near miss for a rotation along another dim",
-    ("rope_half/not/rotated_another", None): "no near miss for a rotation of two tensors",
-    ("rope_half/not/pairs_from_two_ends", None): "flip is not followed through the lanes",
     ("rope_half/not/quarter_shift", "core"): "core aten writes roll as an index of arange, which is not evaluated",
 }
 

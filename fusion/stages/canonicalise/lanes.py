@@ -108,6 +108,10 @@ def descend(at: Rows) -> list[tuple[Index, Rows]] | None:
             source = list(np.unravel_index(at.index, at.lanes))
             source[axis - lead] = start + step * source[axis - lead]
             return [(everything, _at(value.arg, at.depth, source))]
+        case "flip" if value.attrs[0] >= lead:
+            source = list(np.unravel_index(at.index, at.lanes))
+            source[value.attrs[0] - lead] = int(value.shape[value.attrs[0]]) - 1 - source[value.attrs[0] - lead]
+            return [(everything, _at(value.arg, at.depth, source))]
         case "cat" if value.attrs[0] >= lead:
             return _through_cat(at, value.attrs[0] - lead)
         case "slice_scatter" if value.attrs[0] >= lead:

@@ -65,7 +65,20 @@ def _turned(a: Algebra, root: Value, found: list[Term], leaves: Leaves) -> Readi
         if isinstance(outcome, Reading):
             return outcome
         reason = reason or outcome
-    return reason
+    return reason or _apart(found, leaves, where)
+
+
+def _apart(found: list[Term], leaves: Leaves, where: Index) -> str | None:
+    """Why two products without a tensor in common look like a rotation all the same."""
+    numbers = {int(number) for term in found for side in (term.first, term.second) for number in side.leaf[where]}
+    values = [leaves.found[number][0] for number in sorted(numbers)]
+    for value in values:
+        pieces = [each.arg if each.op == "scale" else each for each in value.args]
+        if value.op == "cat" and any(each.op == "slice" and each.arg in values for each in pieces):
+            return f"the rotation is along dim {value.attrs[0] - value.rank}, not along the last dim"
+    signs = [np.sign(term.coefficient[where]) for term in found]
+    both = any((each > 0).any() and (each < 0).any() for each in signs)
+    return "the term with the sine rotates another tensor than the one with the cosine" if both else None
 
 
 def _multiplies(value: Value, depth: int = 5) -> bool:

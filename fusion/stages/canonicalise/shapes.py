@@ -185,6 +185,11 @@ def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[
     return None if tail is None or head is None else a.cat([tail, head], dims[0])
 
 
+@translates("aten.flip.default")
+def _flip(a: Algebra, out: Out, x: Value, dims: Sequence[int]) -> Translated:
+    return a.make("flip", (x,), (dims[0] % x.rank,), x.shape, x.dtype) if len(dims) == 1 else None
+
+
 @translates("aten.copy.default")
 def _copy(a: Algebra, out: Out, x: Value, source: Value, non_blocking: bool = False) -> Translated:
     return a.expand(a.cast(source, out.dtype), out.shape)
