@@ -195,7 +195,7 @@ def test_as_text_it_is_a_table_of_operators_modules_and_reasons():
         return norm(x + y, w), norm(x, w, 0.5)
 
     text = str(explain(damped, X, Y, W))
-    for words in ("fused for host: 1 graph", "launches ->" , "npu::npu_add_rms_norm", "not fused, and why", "eps=0.5"):
+    for words in ("fused for host: 1 graph", "launches ->", "npu::npu_add_rms_norm", "not fused, and why", "eps=0.5"):
         assert words in text, text
     assert "\x1b[" not in text
     many = str(explain(Model(4), X, Y))

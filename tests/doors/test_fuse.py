@@ -36,7 +36,9 @@ def test_bare_on_a_function():
     assert decorated.__name__ == "decorated"
 
 
-@pytest.mark.parametrize("how", [{"options": HOST}, HOST, {"options": HOST, "disable": "rope"}, {"fullgraph": True, **HOST}])
+@pytest.mark.parametrize(
+    "how", [{"options": HOST}, HOST, {"options": HOST, "disable": "rope"}, {"fullgraph": True, **HOST}]
+)
 def test_with_options_on_a_function(how):
     @fusion.fuse(**how)
     def decorated(x, w):

@@ -113,7 +113,9 @@ def evaluated(term, leaves: Leaves, numbers: dict[Value, Tensor]) -> Tensor:
     result: Tensor = torch.from_numpy(np.asarray(term.coefficient))
     for side in (term.first, term.second):
         lanes = [
-            torch.ones(()) if number < 0 else computed(leaves.found[number][0], numbers).flatten(-leaves.found[number][1])[..., lane]
+            torch.ones(())
+            if number < 0
+            else computed(leaves.found[number][0], numbers).flatten(-leaves.found[number][1])[..., lane]
             for number, lane in zip(side.leaf, side.index, strict=True)
         ]
         result = result * torch.stack(torch.broadcast_tensors(*lanes), dim=-1)
@@ -125,7 +127,9 @@ ORDERS = ("half", "interleaved")
 
 def pair(order: str, side: int, a: Algebra, x: Value) -> Value:
     size = int(x.shape[-1])
-    return a.slice(x, -1, side * size // 2, (side + 1) * size // 2) if order == "half" else a.slice(x, -1, side, size, 2)
+    return (
+        a.slice(x, -1, side * size // 2, (side + 1) * size // 2) if order == "half" else a.slice(x, -1, side, size, 2)
+    )
 
 
 def join(order: str, a: Algebra, first: Value, second: Value) -> Value:

@@ -70,9 +70,7 @@ def test_calls_that_would_wait_for_each_other_are_not_made_together():
         return whole
 
     needed = {(2, 0), (3, 1)}
-    graph = SimpleNamespace(
-        order=GRAPH.order, depends=lambda node, on: (NODES.index(node), NODES.index(on)) in needed
-    )
+    graph = SimpleNamespace(order=GRAPH.order, depends=lambda node, on: (NODES.index(node), NODES.index(on)) in needed)
     first, second, alone = pair(5, 0, 3), pair(4, 1, 2), candidate(1, {2})
     assert select([first, second, alone], graph=graph) == [first, alone]
     assert select([first, second, alone]) == [first, second]
