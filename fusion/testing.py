@@ -19,7 +19,7 @@ from torch._decomp import core_aten_decompositions
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from fusion._torch import Boxed, aot_inference, boxed, preserve_composites
+from fusion._torch import Boxed, aot_inference, boxed, preserve_composites, schema_of
 from fusion.library import installed
 from fusion.operators import OPERATORS
 from fusion.options import Options
@@ -117,9 +117,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _pinned(node: fx.Node) -> tuple[Any, ...]:
     """The positional arguments, with what would follow the dtype made explicit."""
-    name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
+    name = schema_of(node.target).name if isinstance(node.target, OpOverload) else ""
     if name in ("aten::rms_norm", "aten::_fused_rms_norm"):
-        x, shape, weight, eps = (*node.args, None, None)[:4]
+        given: tuple[Any, ...] = (*node.args, None, None)
+        x, shape, weight, eps = given[:4]
         narrow = torch.finfo(torch.promote_types(x.meta["val"].dtype, torch.float32)).eps
         return x, shape, weight, narrow if eps is None else eps
     if name in ("aten::_softmax", "aten::_log_softmax"):
@@ -131,7 +132,7 @@ def _make_wide(node: fx.Node) -> None:
     """Give a factory that relies on the default dtype the wide one."""
     val = node.meta.get("val")
     if isinstance(node.target, OpOverload) and isinstance(val, Tensor) and not node.all_input_nodes:
-        names = [argument.name for argument in node.target._schema.arguments]
+        names = [argument.name for argument in schema_of(node.target).arguments]
         if "dtype" in names[len(node.args) :] and _wide(val.dtype) != val.dtype:
             node.kwargs = {**node.kwargs, "dtype": _wide(val.dtype)}
 
@@ -227,8 +228,10 @@ def means_what_it_says(t: Trial) -> None:
 def emits_valid_calls(t: Trial) -> None:
     """Every new call fits its operator's schema, and really gives the shape and dtype that its node says."""
     for node in t.fused.graph.nodes:
-        if "fusion" in node.meta and isinstance(node.target, OpOverload) and node.target._schema.name in OPERATORS:
-            OPERATORS[node.target._schema.name].bind(node.args, node.kwargs)
+        if "fusion" in node.meta and isinstance(node.target, OpOverload):
+            operator = OPERATORS.get(schema_of(node.target).name)
+            if operator is not None:
+                operator.bind(node.args, node.kwargs)
     t.fused.graph.lint()
     _Checked(t.fused).run(*_copies(t.captured.inputs))
 
@@ -324,4 +327,3 @@ def _copies(inputs: Sequence[Any]) -> list[Any]:
 
 def _text(graph: fx.Graph) -> list[str]:
     return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
-

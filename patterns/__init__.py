@@ -4,8 +4,9 @@ from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.rope_pair import RopePair
 from patterns.primitives.layer_norm import LayerNorm
+from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.rms_norm import RMSNorm
-from patterns.primitives.rope import PartialRope, Rope
+from patterns.primitives.rope import Rope
 from patterns.primitives.swiglu import Swiglu
 
 

@@ -11,7 +11,8 @@ from fusion.graph import Graph
 from fusion.records import Candidate
 
 LEAST = 1e-6  # microseconds; less is the rounding of sums, and the pass would replace a node by its like for ever
-EXACT = 16  # candidates in one group up to which every cover is tried
+TIE = 0.25  # microseconds below which two covers cost the same: the cost model knows no better
+EXACT = 10  # candidates in one group up to which every cover is tried
 
 
 def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = None) -> list[Candidate]:
@@ -49,7 +50,7 @@ def _benefit(candidate: Candidate) -> float:
 
 
 def _interleaved(chosen: Sequence[Candidate], graph: Graph) -> list[tuple[int, int]]:
-    """Pairs of candidates with several results, of which one begins before the other ends: only they can be a circle."""
+    """Pairs of candidates with several results that overlap in the order of the graph: only they can be a circle."""
     spans = {
         number: sorted(graph.order[node] for makers in each.match.roots for node in makers)
         for number, each in enumerate(chosen)
@@ -83,10 +84,13 @@ def _overlapping(candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _worth(cover: Sequence[int], candidates: Sequence[Candidate]) -> tuple[float, int]:
-    """Benefit first, to a tenth of a microsecond: the cost model knows no better. Among equals the larger fusion."""
-    chosen = [candidates[number] for number in cover]
-    return round(sum(each.benefit for each in chosen), 1), sum(len(each.dying) for each in chosen) - len(chosen)
+def _worth(cover: Sequence[int], candidates: Sequence[Candidate]) -> float:
+    return sum(candidates[number].benefit for number in cover)
+
+
+def _size(cover: Sequence[int], candidates: Sequence[Candidate]) -> int:
+    """How many user's calls each new one stands for: among covers that save the same the larger fusion wins."""
+    return sum(len(candidates[number].dying) - 1 for number in cover)
 
 
 def _cover(group: set[int], candidates: Sequence[Candidate], overlaps: nx.Graph[int]) -> list[int]:
@@ -95,18 +99,20 @@ def _cover(group: set[int], candidates: Sequence[Candidate], overlaps: nx.Graph[
         return members
     if len(members) > EXACT:
         return _greedy(members, candidates, overlaps)
-    covers = (
+    covers = [
         cover
         for count in range(1, len(members) + 1)
         for cover in combinations(members, count)
         if not any(overlaps.has_edge(*pair) for pair in combinations(cover, 2))
-    )
-    return list(max(covers, key=lambda cover: _worth(cover, candidates)))
+    ]
+    best = max(_worth(cover, candidates) for cover in covers)
+    good = [cover for cover in covers if _worth(cover, candidates) >= best - TIE]
+    return list(max(good, key=lambda cover: (_size(cover, candidates), _worth(cover, candidates))))
 
 
 def _greedy(members: Sequence[int], candidates: Sequence[Candidate], overlaps: nx.Graph[int]) -> list[int]:
     chosen: list[int] = []
-    for number in sorted(members, key=lambda each: _worth([each], candidates), reverse=True):
+    for number in sorted(members, key=lambda each: candidates[each].benefit, reverse=True):
         if not any(overlaps.has_edge(number, other) for other in chosen):
             chosen.append(number)
     return chosen
