@@ -3,9 +3,7 @@
 from fusion.decorator import fuse
 from fusion.errors import FusionError
 from fusion.explain import explain
-from fusion.options import Options
-from fusion.passes import FusionPass
-from fusion.pattern import (
+from fusion.language import (
     Example,
     Rule,
     attribute,
@@ -16,6 +14,8 @@ from fusion.pattern import (
     scalar,
     tensor,
 )
+from fusion.options import Options
+from fusion.passes import FusionPass
 from fusion.report import Report
 from fusion.target import Target
 

@@ -15,9 +15,9 @@ import torch.fx as fx
 
 from fusion._torch import Boxed, aot_plain, boxed, specialise_floats
 from fusion.dump import write_graph
+from fusion.language import Rule
 from fusion.library import rules_for
 from fusion.options import Options
-from fusion.pattern import Rule
 from fusion.pipeline import fuse_graph
 from fusion.report import GraphReport, match_report, tally
 from fusion.stages.capture import capture, is_training

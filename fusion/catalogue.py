@@ -10,10 +10,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from fusion.errors import OptionError
+from fusion.language import Rule
 from fusion.library import GROUP, installed
 from fusion.operators import CHIPS, HOST, Limit, Operator, operators
 from fusion.options import check_names
-from fusion.pattern import Rule
 
 
 @dataclass(frozen=True)

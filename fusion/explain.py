@@ -12,8 +12,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from fusion._torch import compile_apart, fake_copies, fresh_fake_mode
 from fusion.backend import Explainer, FusionBackend
 from fusion.errors import FusionError
+from fusion.language import Rule
 from fusion.options import Options
-from fusion.pattern import Rule
 from fusion.report import GraphReport, Report
 from fusion.target import Target
 

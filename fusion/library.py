@@ -7,8 +7,8 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from fusion.errors import NoRulesError, RuleError
+from fusion.language import Rule
 from fusion.options import Options, check_names
-from fusion.pattern import Rule
 
 GROUP = "fusion.patterns"
 

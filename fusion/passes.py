@@ -11,9 +11,9 @@ import torch
 import torch.fx as fx
 
 from fusion import operators
+from fusion.language import Rule
 from fusion.library import rules_for
 from fusion.options import Options
-from fusion.pattern import Rule
 from fusion.pipeline import fuse_graph
 from fusion.target import Target
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from fusion import operators
+from fusion.language import Rule
 from fusion.options import Options
-from fusion.pattern import Rule
 from fusion.recording import Fakes
 from fusion.records import Candidate, Refusal
 from fusion.report import Tally, tally

@@ -18,7 +18,7 @@ from fusion._torch import fake_like, fake_mode_in, schema_of
 from fusion.cost import is_view
 from fusion.graph import Dim, Graph, Value, dim_of
 from fusion.graph.recipe import build, buildable
-from fusion.pattern import Refused
+from fusion.language import Refused
 from fusion.records import Input, Output, Step
 
 

@@ -10,8 +10,8 @@ import torch.fx as fx
 from torch._ops import OpOverload
 
 from fusion.graph import Value
+from fusion.language import Refused, Rule
 from fusion.origin import location, module_path, source_text
-from fusion.pattern import Refused, Rule
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,10 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from fusion._torch import Boxed, aot_inference, boxed, preserve_composites, schema_of
+from fusion.language import Example, Rule
 from fusion.library import installed
 from fusion.operators import OPERATORS
 from fusion.options import Options
-from fusion.pattern import Example, Rule
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.report import tally
 from fusion.verification import relative_error

@@ -9,8 +9,8 @@ import torch.fx as fx
 
 from fusion import operators
 from fusion._torch import Boxed
-from fusion.lowering import host, vendor
-from fusion.lowering.inline import inline
+from fusion.routes import host, vendor
+from fusion.routes.inline import inline
 from fusion.target import Target
 
 ROUTES = ("eager", "inductor", "torchair", "npugraph_ex")

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from fusion.errors import RuleError
 from fusion.graph import Graph, Reading, Value
-from fusion.pattern import Bindings, Pattern, Refused, Rule, Term, call, captured
+from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured
 from fusion.records import Match, Refusal
 
 CANONICAL = frozenset({"rotation", "partial_rotation"})  # readings that canonicalisation itself adds

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from fusion._torch import schema_of
 from fusion.cost import call_cost, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
+from fusion.language import Refused, call
 from fusion.operators import LOWERINGS, OPERATORS, refusal
-from fusion.pattern import Refused, call
 from fusion.recording import Fakes, substitute
 from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
 from fusion.target import Target

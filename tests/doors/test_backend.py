@@ -101,7 +101,7 @@ def test_options_are_by_value_frozen_and_complete():
     assert one == two
     assert hash(one) == hash(two)
     assert one.key() != fusion.Options.of({"target": "host"}).key()
-    with pytest.raises(Exception, match="frozen|assign"):
+    with pytest.raises(Exception, match=r"frozen|assign"):
         one.target = "auto"  # type: ignore[misc]
     with pytest.raises(TypeError):
         one.assume["mask"] = "window:4"  # type: ignore[index]

@@ -9,7 +9,7 @@ import torch
 
 from fusion import Rule, lowering, pattern, scalar, tensor
 from fusion.errors import RuleError
-from fusion.pattern import captured
+from fusion.language import captured
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import levels, match
 

@@ -13,8 +13,8 @@ import torch
 
 import patterns
 from fusion import Example, Rule, testing
+from fusion.language import Refused
 from fusion.library import installed
-from fusion.pattern import Refused
 from fusion.testing import DTYPES, LEVELS, cases
 
 LIBRARY = Path(inspect.getfile(patterns)).parent

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from fusion._torch import COMPOSITES
 from fusion.errors import FusionError
-from fusion.lowering import host
-from fusion.lowering.expand import attention, expand, rms_norm
+from fusion.routes import host
+from fusion.routes.expand import attention, expand, rms_norm
 from tests.lowering.models import LIBRARY, TABLE, Block, aten, inputs, operators, scaled_silu
 from tests.support.capture import compiled
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 from fusion import _torch
-from fusion.lowering import host
+from fusion.routes import host
 from tests.lowering.models import TABLE, Block, inputs, scaled_silu
 from tests.support.capture import Backend, Inner, compiled
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fusion._torch import COMPOSITES
-from fusion.lowering import host
-from fusion.lowering.inline import inline
+from fusion.routes import host
+from fusion.routes.inline import inline
 from tests.lowering.models import LIBRARY, TABLE, Block, inputs, operators, scaled_silu
 from tests.support.capture import compiled
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fusion.errors import FusionError
-from fusion.lowering import vendor
+from fusion.routes import vendor
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import requires_torch_npu
 

@@ -12,7 +12,7 @@ import torch_npu  # noqa: F401  (registers the operators)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusion.lowering import vendor
+from fusion.routes import vendor
 from tests.support import ge
 from tests.support.capture import Inner, compiled
 

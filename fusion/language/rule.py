@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from fusion.errors import RuleError
-from fusion.pattern.terms import Apply, Capture, Cast, Meaning, Parameter, Part, Term
+from fusion.language.terms import Apply, Capture, Cast, Meaning, Parameter, Part, Term
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from fusion._torch import Boxed, boxed, fake_mode_of, tracing_apart
 from fusion.errors import FusionError
-from fusion.lowering.expand import expand
+from fusion.routes.expand import expand
 
 aten = torch.ops.aten
 

@@ -1,6 +1,6 @@
 """The pattern language: rules, the terms that they are written in, and how a term matches a canonical value."""
 
-from fusion.pattern.rule import (
+from fusion.language.rule import (
     Example,
     Pattern,
     Refused,
@@ -15,7 +15,7 @@ from fusion.pattern.rule import (
     scalar,
     tensor,
 )
-from fusion.pattern.terms import Bindings, Capture, Term
+from fusion.language.terms import Bindings, Capture, Term
 
 __all__ = [
     "Bindings",

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fusion._torch import Boxed, boxed, fake_mode_of, inductor_can_build, inductor_compile, tracing_apart
-from fusion.lowering.expand import Table
-from fusion.lowering.inline import inline
+from fusion.routes.expand import Table
+from fusion.routes.inline import inline
 
 
 def eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:

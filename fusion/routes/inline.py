@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion.lowering.expand import Table, expand
+from fusion.routes.expand import Table, expand
 
 aten = torch.ops.aten
 
