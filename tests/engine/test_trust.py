@@ -1,4 +1,4 @@
-"""Reasons to trust the pass: wrong rules are found out, refusals point at the code, and the result is always the same."""
+"""Reasons to trust the pass: wrong rules are found out, refusals point at the code, results are always the same."""
 
 from __future__ import annotations
 
