@@ -1,4 +1,4 @@
-"""Every private API of torch that lowering needs, one function each; all of them checked against torch 2.13.0."""
+"""Every private API of torch that the project needs, in this one place; all of it checked against torch 2.13.0."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
@@ -15,7 +15,19 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+__all__ = [  # types and functions of torch that are used as they are
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+]
 
 aten = torch.ops.aten
 
@@ -260,3 +272,44 @@ def fake_like(fake: Any) -> torch.Tensor:
     with unset_fake_temporarily():
         meta = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
     return FakeTensor(fake.fake_mode, meta, fake.device)
+
+
+def has_kernel(operator: str, device: str) -> bool:
+    """Whether an operator (`npu::npu_rms_norm`) has a kernel of its own for a dispatch key such as "CPU".
+
+    Private: `torch._C._dispatch_has_kernel_for_dispatch_key`.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, device)
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """Dims of `x` from the outermost in memory to the innermost, as elementwise results keep them.
+
+    Private: `torch._prims_common.compute_elementwise_output_logical_to_physical_perm`.
+    """
+    return list(compute_elementwise_output_logical_to_physical_perm(x)[0])
+
+
+def unwrapped(error: Exception) -> Exception:
+    """What a backend raised, out of the exception that Dynamo wraps around it.
+
+    Private: `torch._dynamo.exc.BackendCompilerFailed.inner_exception`.
+    """
+    return getattr(error, "inner_exception", error)
+
+
+def core_table() -> dict[OpOverload, Callable[..., Any]]:
+    """The decompositions to core aten. Private: `torch._decomp.core_aten_decompositions`."""
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions())  # pyright: ignore[reportReturnType]
+
+
+def known_true(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on symbolic sizes holds for all of them.
+
+    Private: `torch.fx.experimental.symbolic_shapes.statically_known_true`.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)

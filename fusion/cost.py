@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 
-from fusion._torch import schema_of
+from fusion._torch import OpOverload, schema_of, tree_leaves
 from fusion.target import Target
 
 _VIEWS = {

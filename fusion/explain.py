@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
 
-from fusion._torch import compile_apart, fake_copies, fresh_fake_mode
+from fusion._torch import compile_apart, fake_copies, fresh_fake_mode, unwrapped
 from fusion.backend import Explainer, FusionBackend
 from fusion.errors import FusionError
 from fusion.language import Rule
@@ -48,8 +47,8 @@ def explain(
     try:
         with torch.inference_mode() if for_inference else torch.no_grad(), mode:
             compile_apart(model, explainer, dynamic)(*fake_args, **fake_kwargs)
-    except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, FusionError):
-            raise error.inner_exception from None
+    except Exception as error:
+        if isinstance(unwrapped(error), FusionError):
+            raise unwrapped(error) from None
         raise
     return Report(Target.resolve(checked.target).name, tuple(parts))

@@ -7,14 +7,10 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import sympy
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from fusion._torch import fake_like, fake_mode_in, schema_of
+from fusion._torch import OpOverload, TorchDispatchMode, fake_like, fake_mode_in, schema_of, tree_leaves
 from fusion.cost import is_view
 from fusion.graph import Dim, Graph, Value, dim_of
 from fusion.graph.recipe import build, buildable
@@ -108,6 +104,8 @@ class Fakes:
         symbols = sorted(dim.free_symbols, key=str)
         if not all(symbol in self._symbols for symbol in symbols):
             raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
+        import sympy
+
         return sympy.lambdify(symbols, dim)(*(self._symbols[symbol] for symbol in symbols))
 
     def of(self, value: Value) -> torch.Tensor:
@@ -185,9 +183,11 @@ class SizeNodes:
             self._nodes[dim] = made
         return self._nodes[dim]
 
-    def _make(self, dim: sympy.Expr) -> fx.Node:
+    def _make(self, dim: Any) -> fx.Node:
         if dim in self._tensors:
             return self._source.call_function(torch.ops.aten.sym_size.int, self._tensors[dim])
+        import sympy
+
         joins = {sympy.Mul: operator.mul, sympy.Add: operator.add}
         if dim.func not in joins:
             raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})

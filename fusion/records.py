@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.fx as fx
-from torch._ops import OpOverload
 
+from fusion._torch import OpOverload
 from fusion.graph import Value
 from fusion.language import Refused, Rule
 from fusion.origin import location, module_path, source_text

@@ -12,9 +12,8 @@ from typing import Any
 import torch.fx as fx
 from rich.console import Console
 from rich.table import Table
-from torch._ops import OpOverload
 
-from fusion._torch import schema_of
+from fusion._torch import OpOverload, schema_of
 from fusion.cost import is_bookkeeping, is_launch
 from fusion.operators import OPERATORS
 from fusion.origin import location, module_path

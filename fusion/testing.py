@@ -15,11 +15,19 @@ from typing import Any, Literal, get_args
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._decomp import core_aten_decompositions
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from fusion._torch import Boxed, aot_inference, boxed, preserve_composites, schema_of
+from fusion._torch import (
+    Boxed,
+    OpOverload,
+    aot_inference,
+    boxed,
+    core_table,
+    preserve_composites,
+    schema_of,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
 from fusion.language import Example, Rule
 from fusion.library import installed
 from fusion.operators import OPERATORS
@@ -68,7 +76,7 @@ def capture(
     Raises:
         torch._dynamo.exc.Unsupported: the call is not one graph.
     """
-    table = core_aten_decompositions() if level == "core" else {}
+    table = core_table() if level == "core" else {}
 
     def compile_graph(gm: fx.GraphModule, _: Sequence[Any]) -> Boxed:
         def stop(*inputs: Any) -> Any:

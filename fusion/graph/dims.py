@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 
-Dim = int | sympy.Expr
+if TYPE_CHECKING:
+    import sympy  # a second to import, and torch loads it only once sizes are symbolic
+
+    Dim = int | sympy.Expr
+else:
+    Dim = Any
 
 
 def dim_of(size: int | torch.SymInt) -> Dim:
     """Return the hashable form of one size."""
     if isinstance(size, int):
         return size
-    expr = sympy.sympify(size.node.expr)
-    return int(expr) if expr.is_number else expr
+    expr: Any = size.node.expr
+    return int(expr) if isinstance(expr, int) or expr.is_number else expr
 
 
 def dims_of(sizes: Iterable[int | torch.SymInt]) -> tuple[Dim, ...]:

@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from fusion._torch import OpOverload
 from fusion.errors import OperatorError
 from fusion.operators import dims as named_dims
 from fusion.operators import predicates

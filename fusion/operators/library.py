@@ -20,9 +20,9 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 import torch
-from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
+from fusion._torch import OpOverload, has_kernel
 from fusion.operators import activation, cache, norm, rope
 from fusion.operators.contract import Operator
 
@@ -141,7 +141,7 @@ def _add_kernels(operator: Operator) -> None:
         _registration.kernels[operator.namespace] = Library(operator.namespace, "IMPL")
     library = _registration.kernels[operator.namespace]
     for device in _DEVICES:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name, device):
+        if not has_kernel(operator.name, device):
             library.impl(operator.short, operator.fallback, device)
 
 

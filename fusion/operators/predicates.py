@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fusion._torch import known_true
 from fusion.errors import OperatorError
 
 FUNCTIONS = ("size", "shape", "rank", "dtype", "itemsize", "given")
@@ -85,9 +85,9 @@ def holds(text: str, values: Mapping[str, Any], decide: Decide | None = None) ->
 
 def proven(condition: bool | torch.SymBool) -> bool | None:
     """What is true whatever the sizes are."""
-    if statically_known_true(condition):
+    if known_true(condition):
         return True
-    if statically_known_true(torch.sym_not(condition)):
+    if known_true(torch.sym_not(condition)):
         return False
     return None
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 
+from fusion._torch import memory_order
 from fusion.operators.contract import Limit, Operator
 from fusion.operators.dtypes import FLOATS, compute_dtype
 
@@ -62,8 +62,7 @@ _MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 def _like(x: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor], cos: Tensor, sin: Tensor) -> Tensor:
     """`turn(x, cos, sin)` with the strides of `empty_like(x)`, as the Meta kernels promise, and without a copy."""
-    order, _ = compute_elementwise_output_logical_to_physical_perm(x)
-    order = [*(dim for dim in order if dim != x.ndim - 1), x.ndim - 1]
+    order = [*(dim for dim in memory_order(x) if dim != x.ndim - 1), x.ndim - 1]
     if order == list(range(x.ndim)):
         return turn(x, cos, sin)
     back = [order.index(dim) for dim in range(x.ndim)]

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusion._torch import fake_mode_of, trace
+from fusion._torch import FakeTensorMode, OpOverload, fake_mode_of, trace
 from fusion.errors import FusionError
 
 aten = torch.ops.aten

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
-from fusion._torch import Boxed, boxed, fake_mode_of, tracing_apart
+from fusion._torch import Boxed, OpOverload, boxed, fake_mode_of, tracing_apart
 from fusion.errors import FusionError
 from fusion.routes.expand import expand
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import networkx as nx
 import torch.fx as fx
 
 from fusion.errors import RuleError
@@ -32,6 +31,8 @@ def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
     Raises:
         RuleError: two rules have one name, a semantic op is provided by no rule, or rules use each other in a circle.
     """
+    import networkx as nx  # half a second to import: only where a model is fused
+
     by_name = {rule.name: rule for rule in rules}
     if len(by_name) != len(rules):
         raise RuleError(f"loading rules: a name occurs twice among {sorted(rule.name for rule in rules)}; rename one")

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.utils._pytree import tree_leaves
 
-from fusion._torch import schema_of
+from fusion._torch import schema_of, tree_leaves
 from fusion.cost import call_cost, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.language import Refused, call

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
-from fusion._torch import schema_of
+from fusion._torch import OpOverload, schema_of
 from fusion.errors import VerificationError
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build

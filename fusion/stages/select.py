@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from fusion.graph import Graph
 from fusion.records import Candidate
+
+if TYPE_CHECKING:
+    import networkx as nx  # half a second to import: only where a model is fused
 
 LEAST = 1e-6  # microseconds; less is the rounding of sums, and the pass would replace a node by its like for ever
 TIE = 0.25  # microseconds below which two covers cost the same: the cost model knows no better
@@ -26,6 +28,8 @@ def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = Non
 
 
 def _best(useful: Sequence[Candidate]) -> list[Candidate]:
+    import networkx as nx
+
     overlaps: nx.Graph[int] = nx.Graph()
     overlaps.add_nodes_from(range(len(useful)))
     overlaps.add_edges_from(_overlapping(useful))
@@ -35,6 +39,8 @@ def _best(useful: Sequence[Candidate]) -> list[Candidate]:
 
 def _in_circle(chosen: Sequence[Candidate], graph: Graph) -> Candidate | None:
     """The least useful of some calls with several results that would wait for each other; None where none do."""
+    import networkx as nx
+
     needs: nx.DiGraph[int] = nx.DiGraph()
     for left, right in _interleaved(chosen, graph):
         if _waits(chosen[left], chosen[right], graph):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
+from fusion._torch import OpOverload
 from fusion.graph import Algebra, Dim, Value
 
 Translated = Value | tuple[Value | None, ...] | None
