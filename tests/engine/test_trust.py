@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Reasons to trust the pass: wrong rules are found out, refusals point at the code, results repeat."""
-=======
-"""Reasons to trust the pass: wrong rules are found out, refusals point at the code, results are always the same."""
->>>>>>> tests
 
 from __future__ import annotations
 
