@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -25,14 +26,15 @@ def build() -> ModuleType:
     return module
 
 
-def test_the_code_of_the_readme_runs(tmp_path: Path):
+def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 4
-    source = tmp_path / "readme.py"  # a file, because Dynamo and inspect read the source of what they compile
-    source.write_text("\n".join(blocks))
-    namespace: dict[str, object] = {"__name__": "readme"}
+    (tmp_path / "readme_blocks.py").write_text(
+        "\n".join(blocks)
+    )  # a module: Dynamo reads the source of what it compiles
+    monkeypatch.syspath_prepend(tmp_path)
     torch._dynamo.reset()
-    exec(compile(source.read_text(), str(source), "exec"), namespace)
+    importlib.import_module("readme_blocks")
 
 
 def test_generated_parts_are_current():
