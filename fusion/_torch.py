@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import sysconfig
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -198,6 +198,18 @@ def fake_copies(mode: FakeTensorMode) -> Generator[None, None, None]:
 
     with FakeCopyMode(mode):
         yield
+
+
+def keep_marks(tensors: Iterable[Any], copies: Mapping[int, Any]) -> None:
+    """Give the copies (by the id of their original) what `mark_dynamic` and its like have said of the originals.
+
+    Private: the names of the attributes in which `torch._dynamo` keeps these marks.
+    """
+    for each in tensors:
+        if isinstance(each, torch.Tensor) and id(each) in copies:
+            for name, value in vars(each).items():
+                if name.startswith("_dynamo_"):
+                    setattr(copies[id(each)], name, value)
 
 
 def aot_inference(

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from fusion._torch import compile_apart, fake_copies, fresh_fake_mode, unwrapped
+from fusion._torch import compile_apart, fake_copies, fresh_fake_mode, keep_marks, unwrapped
 from fusion.backend import Explainer, FusionBackend
 from fusion.errors import FusionError
 from fusion.language import Rule
@@ -43,6 +44,7 @@ def explain(
     copied: dict[int, Any] = {}
     with fake_copies(mode):
         model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs), copied)
+    keep_marks(tree_leaves((args, kwargs)), copied)
     for_inference = any(isinstance(each, torch.Tensor) and each.is_inference() for each in copied.values())
     try:
         with torch.inference_mode() if for_inference else torch.no_grad(), mode:

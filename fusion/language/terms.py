@@ -337,6 +337,8 @@ class Meaning(Tensorial):
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         for reading in cx.readings(value, self.op):
+            if not set(reading.captures) <= set(self.captures):
+                continue  # a gain, a mask or a bias that the pattern does not speak of may not get lost
             yield from self._take(list(self.captures.items()), reading, bound, cx)
 
     def _take(

@@ -118,6 +118,15 @@ def test_a_report_leaves_no_traces_in_what_is_compiled_later():
     assert counted.frame_count == 1
 
 
+def test_sizes_that_are_marked_as_dynamic_are_symbolic():
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    (graph,) = explain(norm, x, W).graphs
+    shapes = [node.meta["val"].shape for node in graph.graph.find_nodes(op="placeholder") if node.users]
+    batches = [shape[0] for shape in shapes if len(shape) == 3]
+    assert isinstance(batches[0], torch.SymInt)
+
+
 def test_a_function_may_close_over_real_tensors():
     def closed(x):
         return norm(x, W)

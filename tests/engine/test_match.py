@@ -119,6 +119,32 @@ def test_pairs_are_found_once_and_only_with_the_same_tables():
     assert not other.matches
 
 
+class ExpOfNorm(Rule):
+    """Exp of a norm without weight."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D"), eps=scalar()):
+        """Speaks of x and eps alone."""
+        return p.op("exp", p.rms_norm(x=x, eps=eps))
+
+    @lowering
+    def none(self, x):
+        """Never run here."""
+        return x
+
+
+def test_what_a_meaning_takes_beyond_what_a_pattern_names_is_never_lost():
+    from patterns.primitives.rms_norm import RMSNorm
+
+    def exp_of_norms(*rules):
+        def form(x, w):
+            return norm(x, w).exp(), (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).exp()
+
+        return [each for each in found(form, (X, A), *rules).matches if each.rule.name == "exp_of_norm"]
+
+    assert len(exp_of_norms(RMSNorm(), ExpOfNorm())) == 1
+
+
 class Above(Rule):
     """exp of what DoubleExp reads."""
 
