@@ -31,7 +31,6 @@ LAWS = (
 
 # Not recognised yet: (entry, level or None for all) and what it would take.
 MISSED = {
-    ("rope_interleaved/rotation_matrices", None): "a table entry whose lanes come from several tensors is not followed",
     ("rope_half/partial_one_cat", None): "two partial rotations of one cat each are not paired: two calls, not one",
     ("rope_half/rolled", "core"): "core aten writes roll as an index of arange, which is not evaluated",
 }

@@ -61,8 +61,12 @@ class Term:
 
 @dataclass
 class Leaves:
-    """The tensors at which lanes end, numbered, and the dtypes in which their products are computed."""
+    """The tensors at which lanes end, numbered, and the dtypes in which their products are computed.
 
+    `several` lets the lanes of one operand end in several tensors, like a table of [[cos, -sin], [sin, cos]].
+    """
+
+    several: bool = False
     found: list[tuple[Value, int]] = field(default_factory=list)
     computed: set[torch.dtype | None] = field(default_factory=set)
 
@@ -178,7 +182,7 @@ def factor(at: Rows, leaves: Leaves) -> Factor:
     parts = descend(at)
     if parts is not None:
         joined = _join([(where, factor(source, leaves)) for where, source in parts], len(at.index))
-        if (joined.leaf == joined.leaf[0]).all():
+        if leaves.several or (joined.leaf == joined.leaf[0]).all():
             return joined
     number = leaves.number(value, at.depth)
     return Factor(np.ones(len(at.index)), np.full(len(at.index), number), at.index)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.lanes import NONE, Index, Leaves, Term, rows, same_lanes, terms
+from fusion.stages.canonicalise.lanes import NONE, Index, Leaves, Rows, Term, rows, same_lanes, terms
 
 ORDERS = ("half", "interleaved")
 
@@ -42,7 +42,15 @@ def rotation(a: Algebra, root: Value) -> Reading | str | None:
     at = rows(root)
     if at is None or not _multiplies(root) or root.dtype is None or not root.dtype.is_floating_point:
         return None
-    leaves = Leaves()
+    outcome = _summed(a, root, at, Leaves())
+    if isinstance(outcome, Reading):
+        return outcome
+    again = _summed(a, root, at, Leaves(several=True))
+    return again if isinstance(again, Reading) else outcome
+
+
+def _summed(a: Algebra, root: Value, at: Rows, leaves: Leaves) -> Reading | str | None:
+    """The reading of a sum of two products; why none where a third term is added."""
     found = terms(at, leaves)
     if found is None or not leaves.computed:
         return None
