@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch.fx as fx
 
 from fusion import operators
+from fusion.facts import Facts
 from fusion.language import Rule
 from fusion.options import Options
 from fusion.recording import Fakes
@@ -42,7 +43,7 @@ class Outcome:
     before: Mapping[str, Tally] = field(default_factory=dict)
 
 
-def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options) -> Outcome:
+def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts: Facts = Facts()) -> Outcome:
     """Rewrite one functional aten graph in place; every node outside the chosen matches stays the same object.
 
     Raises:
@@ -52,7 +53,7 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options) -> Out
     operators.ensure()
     target = Target.resolve(options.target)
     elsewhere = [] if target.is_npu else [Target.named(REFERENCE)]
-    graph = canonicalise(source)
+    graph = canonicalise(source, facts)
     found = match(graph, rules, options.unsafe)
     planner = Planner(graph, Fakes(graph), target, plan_lower(options, target), elsewhere)
     candidates = planner.candidates(found.matches)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.fx as fx
 
+from fusion.facts import Facts
 from fusion.graph.algebra import Algebra
 from fusion.graph.value import Value
 
@@ -35,6 +36,7 @@ class Graph:
         region: for each node, how many writes to memory stand before it (the closing `copy_` of inputs not counted).
         readings: what canonicalisation itself recognised (rotations of lanes).
         misses: values that look like such a thing but are not, with its name and why.
+        facts: what is known of the inputs.
     """
 
     source: fx.Graph
@@ -44,6 +46,7 @@ class Graph:
     region: Mapping[fx.Node, int]
     readings: Mapping[Value, Reading]
     misses: Mapping[Value, tuple[str, str]]
+    facts: Facts = field(default_factory=Facts)
     _masks: dict[fx.Node, int] = field(default_factory=dict, repr=False)
 
     def node(self, value: Value) -> fx.Node | None:

@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 
 from fusion._torch import OpOverload, schema_of
 from fusion.errors import FusionError
+from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Reading, Value, dims_of
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
@@ -24,7 +25,7 @@ _FAMILIES = (arithmetic, complex_numbers, contractions, reductions, shapes)  # i
 _UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
-def canonicalise(source: fx.Graph) -> Graph:
+def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     """Return the canonical view of `source`, whose nodes must carry fake tensors in `meta["val"]`."""
     walk = _Walk(source)
     for node in source.nodes:
@@ -32,7 +33,7 @@ def canonicalise(source: fx.Graph) -> Graph:
     readings, misses = _rotations(walk)
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
-        readings, misses,
+        readings, misses, facts,
     )  # fmt: skip
 
 
