@@ -124,7 +124,14 @@ told(found=found, first=first, untouched=untouched, errors=errors, last=shown(en
 
 TAKEN_OVER = """
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-kernels = {name: [has(name, key) for key in ("CPU", "PrivateUse1", "Meta")] for name in operators()}
+theirs = [name for name in operators() if not name.endswith(".tensor_lengths")]
+kernels = {name: [has(name, key) for key in ("CPU", "PrivateUse1", "Meta")] for name in theirs}
+lengths = {name: [has(name, key) for key in ("CPU", "Meta")] for name in set(operators()) - set(theirs)}
+packet = torch.ops.npu.npu_fused_infer_attention_score_v2
+overloads = sorted(packet.overloads())
+attended = packet.tensor_lengths(
+    x, x, x, num_query_heads=2, actual_seq_kvlen=torch.tensor([2, 3]), input_layout="BSH"
+)[0].shape
 y, rstd = torch.ops.npu.npu_rms_norm(x.half().to("meta"), gamma.half().to("meta"))
 """
 
