@@ -50,6 +50,7 @@ def operators() -> Counter[str]:
 def _compute_what_only_ge_computes() -> None:
     """CPU kernels for torchair's operators with lengths in tensors, whose own kernels only say what to do instead."""
     import torch
+
     from fusion.operators import operator
 
     for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"):
