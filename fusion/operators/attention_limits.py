@@ -160,8 +160,9 @@ def _kernel(names: Names) -> tuple[Limit | str, ...]:
         Limit("B <= 65536", when=_BATCHED),
         *(Limit(f"({width}) % 16 == 0 and {width} <= 512".format(heads), when=when) for when, width in _WIDTHS),
         Limit("shape(key) == shape(value)", when=_BATCHED),
+        Limit("given(atten_mask)", when="sparse_mode in (2, 3, 4)"),
         Limit(
-            "given(atten_mask) and size(atten_mask, -1) == 2048 and size(atten_mask, -2) == 2048",
+            "size(atten_mask, -1) == 2048 and size(atten_mask, -2) == 2048",
             when="sparse_mode in (2, 3, 4)",
             because="these modes take one fixed mask, triu(ones(2048, 2048), 1)",
         ),

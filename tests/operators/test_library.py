@@ -163,8 +163,8 @@ expected = theirs(x, gamma)[0]
 old = [run(x, gamma) for run in (graph, compiled, lambda *a: packet(*a)[0], lambda *a: ours(*a)[0])]
 torch._dynamo.reset()
 {TAKEN_OVER}
-told(first=first, last=shown(ensure()), renewed=theirs is not ours, runs=runs(), kernels=kernels, lengths=lengths, overloads=overloads,
-     attended=attended,
+told(first=first, last=shown(ensure()), renewed=theirs is not ours, runs=runs(),
+     kernels=kernels, lengths=lengths, overloads=overloads, attended=attended,
      old=[torch.equal(got, expected) for got in old], recompiled=torch.equal(compiled(x, gamma), expected),
      finders=sum("Handover" in type(f).__name__ for f in sys.meta_path))
 """)
@@ -188,8 +188,8 @@ import torch
 {RUN}
 origin = ensure()
 {TAKEN_OVER}
-told(origin=shown(origin), runs=runs(), kernels=kernels, lengths=lengths, overloads=overloads,
-     attended=attended, table=len(decompositions()))
+told(origin=shown(origin), runs=runs(),
+     kernels=kernels, lengths=lengths, overloads=overloads, attended=attended, table=len(decompositions()))
 """)
     assert facts["origin"] == {"source": "torch_npu", "reason": "torch_npu is imported", "version": "2.13.0"}
     assert facts["runs"]
