@@ -48,6 +48,23 @@ def called(graph: torch.fx.GraphModule, arguments: dict[str, Any]) -> Any:
     return graph(*(value for value in arguments.values() if isinstance(value, Tensor)))
 
 
+def attending(b: int, s: int) -> dict[str, Any]:
+    key = torch.randn(b, s + 4, 2, 16)
+    heads = {"num_query_heads": 8, "num_key_value_heads": 2, "softmax_scale": 0.25}
+    return {"query": torch.randn(b, s, 8, 16), "key": key, "value": key, "input_layout": "BSND"} | heads
+
+
+def test_attention_is_inlined_without_a_mask_or_keys_per_head():
+    ensure()
+    b, s, t, m, d = 2, 3, 7, 2, 16
+    call = attending(b, s) | {"sparse_mode": 3, "actual_seq_kvlen": torch.tensor([5, 7])}
+    op = operator("npu::npu_fused_infer_attention_score_v2.tensor_lengths").overload()
+    graph = traced(op, call, decomposition_table=decompositions())
+    made = [node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert not [tuple(x.shape) for x in made if x.dtype == torch.bool and x.numel() > b * s * t]
+    assert not [tuple(x.shape) for x in made if x.shape[-2:] == (t, d) and x.numel() > b * m * t * d]
+
+
 # Two sizes of one call: a graph traced with the first must serve the second.
 GROWING = [
     ("npu_rms_norm", lambda b, s: {"input": torch.randn(b, s, 16), "gamma": torch.randn(16)}),
@@ -82,6 +99,11 @@ GROWING = [
         },
     ),
     ("npu_swiglu", lambda b, s: {"input": torch.randn(b, s, 32)}),
+    ("npu_fused_infer_attention_score_v2", lambda b, s: attending(b, s) | {"sparse_mode": 3}),
+    (
+        "npu_fused_infer_attention_score_v2.tensor_lengths",
+        lambda b, s: attending(b, s) | {"sparse_mode": 3, "actual_seq_kvlen": torch.arange(b) + 2},
+    ),
     (
         "npu_scatter_nd_update",
         lambda b, s: {
