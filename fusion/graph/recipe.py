@@ -39,6 +39,12 @@ def _power(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return named[exponent](x) if exponent in named else torch.pow(x, exponent)
 
 
+def _number(value: Value) -> float:
+    """The attribute of a scaled or shifted value, whole for whole numbers: they must not become floats."""
+    number = value.attrs[0]
+    return number if value.dtype is None or value.dtype.is_floating_point else int(number)
+
+
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "reshape": _reshape,
@@ -49,8 +55,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "permute": lambda value, sizes, x: x.permute(value.attrs),
         "cat": lambda value, sizes, *pieces: torch.cat(pieces, value.attrs[0]),
         "cast": lambda value, sizes, x: x.to(value.dtype),
-        "scale": lambda value, sizes, x: x * value.attrs[0],
-        "shift": lambda value, sizes, x: x + value.attrs[0],
+        "scale": lambda value, sizes, x: x * _number(value),
+        "shift": lambda value, sizes, x: x + _number(value),
         "mul": lambda value, sizes, x, y: x * y,
         "add": lambda value, sizes, x, y: x + y,
         "mean": lambda value, sizes, x: x.mean(value.attrs, keepdim=True),
@@ -58,14 +64,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "imag": lambda value, sizes, z: torch.view_as_real(z).select(-1, 1),
         "exp": lambda value, sizes, x: x.exp(),
         "sigmoid": lambda value, sizes, x: x.sigmoid(),
-        "ones": lambda value, sizes: _ones(value, sizes),
     }
 )
-
-
-def _ones(value: Value, sizes: Sizes) -> Tensor:
-    device = value.attrs[0]
-    return torch.ones([sizes(size) for size in value.shape], dtype=value.dtype, device=device)
 
 
 def buildable(value: Value) -> bool:

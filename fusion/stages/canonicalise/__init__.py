@@ -15,13 +15,21 @@ from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Reading, Value, dims_of
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
-from fusion.stages.canonicalise import arithmetic, complex_numbers, contractions, reductions, shapes
+from fusion.stages.canonicalise import arithmetic, complex_numbers, contractions, logic, reductions, sdpa, shapes
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 
 __all__ = ["canonicalise"]
 
-_FAMILIES = (arithmetic, complex_numbers, contractions, reductions, shapes)  # imported for their translators
+_FAMILIES = (
+    arithmetic,
+    complex_numbers,
+    contractions,
+    logic,
+    reductions,
+    sdpa,
+    shapes,
+)  # imported for their translators
 _UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
