@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from fusion._torch import OpOverload, TorchDispatchMode, fake_like, fake_mode_in, schema_of, tree_leaves
-from fusion.cost import is_view
+from fusion.cost import is_data, is_view
 from fusion.graph import Dim, Graph, Value, dim_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
@@ -124,7 +124,8 @@ class Fakes:
             raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
         args = {str(number): self.of(arg).detach() for number, arg in enumerate(value.args)}
         recorder, result = self.record(lambda: build(value, self.size, *args.values()), args)
-        self._launches[value] = sum(not is_view(step.target) for step in recorder.steps)
+        data = is_data((result, list(args.values())))
+        self._launches[value] = sum(not is_view(step.target) for step in recorder.steps) if data else 0
         return result
 
     def launches(self, value: Value) -> int:

@@ -116,6 +116,7 @@ class Plan:
         fakes: the fake results.
         refusals: operator limits that forbid it, by target name.
         costs: for each kernel among the steps, its predicted microseconds and the inputs that it depends on.
+        uses: names of the inputs that it reads.
     """
 
     steps: tuple[Step, ...]
@@ -123,6 +124,11 @@ class Plan:
     fakes: tuple[Any, ...]
     refusals: Mapping[str, str]
     costs: tuple[tuple[float, frozenset[str]], ...]
+    uses: frozenset[str]
+
+    def tensors(self, match: Match) -> dict[str, Value]:
+        """The values that it reads of a match."""
+        return {name: each for name, each in match.captures.items() if isinstance(each, Value) and name in self.uses}
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from fusion._torch import schema_of, tree_leaves
-from fusion.cost import call_cost, is_launch, is_view, node_cost
+from fusion.cost import call_cost, is_data, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.language import Refused, call
 from fusion.operators import LOWERINGS, OPERATORS, refusal
@@ -37,7 +37,13 @@ class Planner:
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
-        reading = {(match.node, value) for match in matches for value in (*_tensors(match), *self._to_build(match))}
+        reading = {
+            (match.node, value)
+            for match in matches
+            for plan in self._plans_of(match).values()
+            if isinstance(plan, Plan)
+            for value in (*plan.tensors(match).values(), *self._to_build(match, plan))
+        }
         readers = Counter(value for _, value in reading)
         planned = (self._best(match, readers) for match in matches)
         return [each for each in planned if each is not None]
@@ -46,12 +52,11 @@ class Planner:
         options: list[Candidate] = []
         refused: list[tuple[Refusal, float, frozenset[str]]] = []
         plans = self._plans_of(match)
-        offer = self._offer(match, readers)
         for lowering, plan in plans.items():
             if isinstance(plan, Refused):
                 refused.append((Refusal(match.rule.name, plan, match.node), -math.inf, frozenset()))
                 continue
-            option = offer(lowering, plan)
+            option = self._offer(match, lowering, plan, readers)
             cause = plan.refusals.get(self.target.name) or _mismatch(match, plan)
             if cause is None:
                 options.append(option)
@@ -79,23 +84,19 @@ class Planner:
                     Refusal(match.rule.name, cause, match.node, target.name) for cause in causes[:1] if cause
                 )
 
-    def _offer(self, match: Match, readers: Mapping[Value, int]) -> Callable[[str, Plan], Candidate]:
-        """What a match saves whatever runs it, as a function that prices one way to run it."""
-        dying, built = self._dying(match), self._to_build(match)
+    def _offer(self, match: Match, lowering: str, plan: Plan, readers: Mapping[Value, int]) -> Candidate:
+        """What a match saves if it is run in one way."""
+        dying, built = self._dying(match, plan), self._to_build(match, plan)
         kernels = {value: self.fakes.launches(value) for value in built}
         building = sum(self.target.launch * count / readers[value] for value, count in kernels.items())
-        saved = sum(node_cost(node, self.target) for node in dying) - building
-        launches = sum(is_launch(node) for node in dying) - sum(kernels.values())
+        running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
+        saved = sum(node_cost(node, self.target) for node in dying) - building - running
+        launches = sum(is_launch(node) for node in dying) - sum(kernels.values()) - len(plan.costs)
+        return Candidate(match, lowering, plan, built, dying, saved, launches)
 
-        def candidate(lowering: str, plan: Plan) -> Candidate:
-            running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
-            return Candidate(match, lowering, plan, built, dying, saved - running, launches - len(plan.costs))
-
-        return candidate
-
-    def _dying(self, match: Match) -> frozenset[fx.Node]:
-        """Roots, and the nodes below that only they need; never what the match itself reads."""
-        kept = {node for value in _tensors(match) for node in self.graph.reads(value)}
+    def _dying(self, match: Match, plan: Plan) -> frozenset[fx.Node]:
+        """Roots, and the nodes below that only they need; never what the plan itself reads."""
+        kept = {node for value in plan.tensors(match).values() for node in self.graph.reads(value)}
         roots = [node for makers in match.roots for node in makers]
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]
@@ -108,8 +109,8 @@ class Planner:
                 waiting.extend(node.all_input_nodes)
         return frozenset(dying)
 
-    def _to_build(self, match: Match) -> tuple[Value, ...]:
-        """Captured values, and arguments of theirs, that no node holds."""
+    def _to_build(self, match: Match, plan: Plan) -> tuple[Value, ...]:
+        """Values that the plan reads, and arguments of theirs, that no node holds."""
         found: dict[Value, None] = {}
 
         def visit(value: Value) -> None:
@@ -118,7 +119,7 @@ class Planner:
                     visit(arg)
                 found[value] = None
 
-        for value in _tensors(match):
+        for value in plan.tensors(match).values():
             visit(value)
         return tuple(found)
 
@@ -149,7 +150,7 @@ class Planner:
         except Refused as refused:
             return refused
         steps = tuple(recorder.steps)
-        return Plan(steps, named, results, self._limits(steps, inputs), self._costs(steps, inputs))
+        return Plan(steps, named, results, self._limits(steps, inputs), self._costs(steps, inputs), _used(steps, named))
 
     def _costs(
         self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]
@@ -160,8 +161,8 @@ class Planner:
             leaves = tree_leaves((step.args, dict(step.kwargs)))
             names = frozenset(each.name for each in leaves if isinstance(each, Input))
             sources.append(names.union(*(sources[each.step] for each in leaves if isinstance(each, Output))))
-            if not is_view(step.target):
-                operands = [_lookup(each, steps, inputs) for each in leaves]
+            operands = [_lookup(each, steps, inputs) for each in leaves]
+            if not is_view(step.target) and is_data((operands, step.result)):
                 costs.append((call_cost(step.target, operands, step.result, self.target), sources[-1]))
         return tuple(costs)
 
@@ -192,8 +193,9 @@ def _operators(plan: Plan) -> frozenset[str]:
     return frozenset(name for name in (schema_of(step.target).name for step in plan.steps) if name in OPERATORS)
 
 
-def _tensors(match: Match) -> list[Value]:
-    return [capture for capture in match.captures.values() if isinstance(capture, Value)]
+def _used(steps: Sequence[Step], results: Sequence[Input | Output]) -> frozenset[str]:
+    leaves = [each for step in steps for each in tree_leaves((step.args, dict(step.kwargs)))]
+    return frozenset(each.name for each in (*leaves, *results) if isinstance(each, Input))
 
 
 def _lookup(reference: Any, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> Any:

@@ -41,6 +41,11 @@ def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype |
     return _pointwise(a, "where", (condition, x, y), (), dtype)
 
 
+def either(a: Algebra, x: Value, y: Value) -> Value | None:
+    """Where x or y holds."""
+    return _pointwise(a, "or", (x, y), (), torch.bool)
+
+
 def _pointwise(
     a: Algebra, op: str, args: Sequence[Value], attrs: tuple[Any, ...], dtype: torch.dtype | None
 ) -> Value | None:
