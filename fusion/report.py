@@ -15,7 +15,7 @@ from rich.table import Table
 
 from fusion._torch import OpOverload, schema_of
 from fusion.cost import is_bookkeeping, is_launch
-from fusion.operators import OPERATORS
+from fusion.operators import operator_of
 from fusion.origin import location, module_path
 from fusion.records import Candidate, Refusal
 
@@ -241,8 +241,8 @@ def _alike(layers: Mapping[str, LayerReport]) -> Counter[tuple[str, LayerReport]
 
 
 def emitted(node: fx.Node) -> str:
-    """The qualified name of a fused operator that the pass put into a graph, "" for any other node."""
+    """The name of a fused operator that the pass put into a graph, without its overload; "" for any other node."""
     if "fusion" not in node.meta or not isinstance(node.target, OpOverload):
         return ""
     name = schema_of(node.target).name
-    return name if name in OPERATORS or name in _FUSED_IN_ATEN else ""
+    return name if operator_of(node.target) is not None or name in _FUSED_IN_ATEN else ""

@@ -30,7 +30,7 @@ from fusion._torch import (
 )
 from fusion.language import Example, Rule
 from fusion.library import installed
-from fusion.operators import OPERATORS
+from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.report import tally
@@ -237,7 +237,7 @@ def emits_valid_calls(t: Trial) -> None:
     """Every new call fits its operator's schema, and really gives the shape and dtype that its node says."""
     for node in t.fused.graph.nodes:
         if "fusion" in node.meta and isinstance(node.target, OpOverload):
-            operator = OPERATORS.get(schema_of(node.target).name)
+            operator = operator_of(node.target)
             if operator is not None:
                 operator.bind(node.args, node.kwargs)
     t.fused.graph.lint()

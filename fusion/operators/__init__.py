@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from fusion.errors import OperatorError
 from fusion.operators.contract import CHIPS, HOST, LOWERINGS, Limit, Operator, refusal
-from fusion.operators.library import OPERATORS, Origin, decompositions, ensure
+from fusion.operators.library import OPERATORS, Origin, decompositions, ensure, operator_of
 
 __all__ = [
     "CHIPS",
@@ -19,6 +19,7 @@ __all__ = [
     "decompositions",
     "ensure",
     "operator",
+    "operator_of",
     "operators",
     "refusal",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from inspect import Parameter, Signature
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class Operator:
 
     @cached_property
     def _parsed(self) -> Any:
-        return torch._C.parse_schema(self.schema)  # pyright: ignore[reportPrivateUsage]
+        return _parsed(self.schema)
 
     @property
     def name(self) -> str:
@@ -141,6 +142,32 @@ class Operator:
             wrong = ", ".join([*missing, *sorted(surplus)]) or f"{len(args)} positional arguments"
             raise OperatorError(f"calling {self.schema}: {wrong} missing or not expected; pass what the schema names")
         return values
+
+
+def by_schema(schema: str, compute: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
+    """A function that takes the arguments of `schema` and hands them to `compute` by name, defaults included.
+
+    For operators with so many arguments that a function that names them would name mostly what it does not use.
+    """
+    signature = Signature([_parameter(argument) for argument in _parsed(schema).arguments])
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return compute(bound.arguments)
+
+    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def _parameter(argument: Any) -> Parameter:
+    kind = Parameter.KEYWORD_ONLY if argument.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD
+    default = argument.default_value if argument.has_default_value() else Parameter.empty
+    return Parameter(argument.name, kind, default=default)
+
+
+def _parsed(schema: str) -> Any:
+    return torch._C.parse_schema(schema)  # pyright: ignore[reportPrivateUsage]
 
 
 def refusal(

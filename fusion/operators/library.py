@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from torch.library import Library, register_fake
 
-from fusion._torch import OpOverload, has_kernel
-from fusion.operators import activation, cache, norm, rope
+from fusion._torch import OpOverload, has_kernel, schema_of
+from fusion.operators import activation, attention, cache, norm, rope
 from fusion.operators.contract import Operator
 
 _VENDOR = "torch_npu"
@@ -36,8 +36,14 @@ def _declared(*modules: ModuleType) -> Mapping[str, Operator]:
     return MappingProxyType({operator.name: operator for operator in sorted(found, key=lambda op: op.name)})
 
 
-OPERATORS: Mapping[str, Operator] = _declared(activation, cache, norm, rope)
+OPERATORS: Mapping[str, Operator] = _declared(activation, attention, cache, norm, rope)
 """Qualified name -> operator, for every `Operator` that the modules above declare."""
+
+
+def operator_of(target: OpOverload) -> Operator | None:
+    """The operator that a call to `target` is of, overload included; None for what the pass does not emit."""
+    schema = schema_of(target)
+    return OPERATORS.get(f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fusion._torch import FakeTensorMode, OpOverload, fake_mode_of, trace
 from fusion.errors import FusionError
+from fusion.operators.softmax import shared_matmul
 
 aten = torch.ops.aten
 
@@ -134,19 +135,13 @@ def attention(
     """
     if dropout_p != 0.0:
         return NotImplemented
-    heads, length = query.shape[-3:-1] if query.dim() > 2 else (1, query.shape[-2])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    grouped = enable_gqa and heads != key.shape[-3]
-    folded = query.reshape(*query.shape[:-3], key.shape[-3], -1, query.shape[-1]) if grouped else query
-    scores = ((folded * scale) @ key.transpose(-2, -1)).to(_wide(query.dtype))
-    scores = scores.reshape(*query.shape[:-1], key.shape[-2]) if grouped else scores
+    multiply = shared_matmul if enable_gqa else torch.matmul
+    scores = multiply(query * scale, key.transpose(-2, -1)).to(_wide(query.dtype))
     if is_causal:
-        ones = torch.ones(length, key.shape[-2], dtype=torch.bool, device=query.device)
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
         attn_mask = ones.tril()
-    weights = _masked_softmax(scores, attn_mask).to(query.dtype)
-    if grouped:
-        weights = weights.reshape(*folded.shape[:-1], key.shape[-2])
-    return (weights @ value).reshape(*query.shape[:-1], value.shape[-1])
+    return multiply(_masked_softmax(scores, attn_mask).to(query.dtype), value)
 
 
 def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:

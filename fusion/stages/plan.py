@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import schema_of, tree_leaves
+from fusion._torch import tree_leaves
 from fusion.cost import call_cost, is_data, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.language import Refused, call
-from fusion.operators import LOWERINGS, OPERATORS, refusal
+from fusion.operators import LOWERINGS, operator_of, refusal
 from fusion.recording import Fakes, substitute
 from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
 from fusion.target import Target
@@ -179,7 +179,7 @@ class Planner:
     def _limit(
         self, step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], target: Target
     ) -> str | None:
-        operator = OPERATORS.get(schema_of(step.target).name)
+        operator = operator_of(step.target)
         if operator is None:
             return None
         args, kwargs = substitute(
@@ -190,7 +190,8 @@ class Planner:
 
 
 def _operators(plan: Plan) -> frozenset[str]:
-    return frozenset(name for name in (schema_of(step.target).name for step in plan.steps) if name in OPERATORS)
+    found = (operator_of(step.target) for step in plan.steps)
+    return frozenset(operator.name for operator in found if operator is not None)
 
 
 def _used(steps: Sequence[Step], results: Sequence[Input | Output]) -> frozenset[str]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.operators import attention_cases as attention
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -159,6 +161,19 @@ CASES = (
     Case("npu_swiglu", "last dim", _swiglu(2, 5, 64)),
     Case("npu_swiglu", "batch 1, middle dim", _swiglu(1, 6, 8, dim=1)),
     Case("npu_swiglu", "transposed", _swiglu(5, 3, 64, swap=True)),
+    *(Case("npu_fused_infer_attention_score_v2", label, attention.v2(call)) for label, call in attention.CALLS),
+    *(Case("npu_fused_infer_attention_score_v2", label, attention.v2(call)) for label, call in attention.V2_ONLY),
+    *(
+        Case("npu_fused_infer_attention_score_v2.tensor_lengths", label, attention.in_tensors(attention.v2(call)))
+        for label, call in (*attention.CALLS, *attention.V2_ONLY)
+        if call.lengths != (None, None)
+    ),
+    *(Case("npu_fused_infer_attention_score", label, attention.v1(call)) for label, call in attention.CALLS),
+    *(
+        Case("npu_fused_infer_attention_score.tensor_lengths", label, attention.in_tensors(attention.v1(call)))
+        for label, call in attention.CALLS
+        if call.lengths != (None, None)
+    ),
     Case("npu_scatter_nd_update", "rows", _scatter(9, 16, rows=((2,), (7,), (0,)))),
     Case("npu_scatter_nd_update", "one row", _scatter(9, 16, rows=((8,),))),
     Case("npu_scatter_nd_update", "cache [B, N, S, D]", _scatter(2, 3, 5, 8, rows=((1, 2, 4), (0, 0, 1)))),

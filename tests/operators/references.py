@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.operators import attention_references as attention
+
 
 def norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6, *, plus: float = 0.0) -> tuple[Tensor, Tensor]:
     rows = input.reshape(-1, gamma.numel())
@@ -85,4 +87,8 @@ REFERENCES = {
     "npu_interleave_rope": interleave_rope,
     "npu_swiglu": swiglu,
     "npu_scatter_nd_update": scatter_nd_update,
+    "npu_fused_infer_attention_score": attention.fused_infer_v1,
+    "npu_fused_infer_attention_score.tensor_lengths": attention.fused_infer_v1,
+    "npu_fused_infer_attention_score_v2": attention.fused_infer_v2,
+    "npu_fused_infer_attention_score_v2.tensor_lengths": attention.fused_infer_v2,
 }

@@ -17,10 +17,13 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-7, tor
 
 
 def widened(arguments: dict) -> dict:
-    return {name: value.double() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    wide = {n: v.double() for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return arguments | wide
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
+    if not got.numel() or torch.equal(got.double(), expected.double()):
+        return 0.0
     return ((got.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
 
 
@@ -34,7 +37,7 @@ def test_means_what_the_operator_means(case: Case, dtype: torch.dtype):
     assert len(got) == len(expected)
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.shape == b.shape
-        assert relative(a, b) <= TOLERANCE[dtype], f"output {index}"
+        assert relative(a, b) <= max(TOLERANCE[dtype], TOLERANCE[a.dtype]), f"output {index}"
     assert all(map(torch.equal, before, (value for value in arguments.values() if isinstance(value, Tensor))))
 
 

@@ -1,0 +1,188 @@
+"""Softmax attention for inference: out = softmax(scale · (q kᵀ + q_rope k_ropeᵀ), masked) v."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.operators import attention_limits as limits
+from fusion.operators.contract import Operator, by_schema
+from fusion.operators.layouts import (
+    heads_first,
+    is_packed,
+    laid_out,
+    lse_shape,
+    output_shape,
+    paged_heads,
+    value_width,
+)
+from fusion.operators.softmax import Visible, fused_softmax, written_softmax
+from fusion.operators.visibility import Band, Given, visible
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call, whichever operator it is of."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layout: str
+    heads: int
+    kv_heads: int
+    scale: float
+    band: Band
+    lengths: tuple[Given, Given]
+    table: Tensor | None = None
+    query_rope: Tensor | None = None
+    key_rope: Tensor | None = None
+    sink: Tensor | None = None
+    lse: bool = False
+
+    def heads_of(self, x: Tensor) -> Tensor:
+        """Keys or values as [B, M, T, D], read through the block table if there is one."""
+        if self.table is None:
+            return heads_first(x, self.layout, self.kv_heads)
+        return paged_heads(x, self.layout, self.kv_heads, self.table)
+
+
+def computed(call: Attention) -> tuple[Tensor, Tensor]:
+    """The output in its layout and the log-sum-exp in float32, empty unless asked for."""
+    query = heads_first(call.query, call.layout, call.heads)
+    key, value = call.heads_of(call.key), call.heads_of(call.value)
+    pairs = [(query, key)]
+    if call.query_rope is not None and call.key_rope is not None:
+        pairs.append((heads_first(call.query_rope, call.layout, call.heads), call.heads_of(call.key_rope)))
+    seen = visible(query, key, call.lengths, call.band, packed=is_packed(call.layout), table=call.table)
+    out, lse = _attended(call, pairs, value, seen)
+    return laid_out(out, call.layout), lse
+
+
+def _attended(
+    call: Attention, pairs: list[tuple[Tensor, Tensor]], value: Tensor, seen: Visible
+) -> tuple[Tensor, Tensor]:
+    (query, key), *more = pairs
+    if not more and call.sink is None and not call.lse and key.shape[-1] == value.shape[-1]:
+        return fused_softmax(query, key, value, seen, call.scale), query.new_empty([0], dtype=torch.float32)
+    out, lse = written_softmax(pairs, value, seen, call.scale, call.sink)
+    if not call.lse:
+        return out, query.new_empty([0], dtype=torch.float32)
+    lse = lse[0].transpose(0, 1) if is_packed(call.layout) else lse
+    return out, lse.to(torch.float32).contiguous()
+
+
+def promised(call: Attention) -> tuple[Tensor, Tensor]:
+    """Empty outputs of the shapes and dtypes of `computed`."""
+    width = value_width(call.value, call.layout, call.kv_heads, call.table is not None)
+    out = call.query.new_empty(output_shape(call.query, call.layout, call.heads, width))
+    sizes = lse_shape(call.query, call.layout, call.heads) if call.lse else [0]
+    return out, call.query.new_empty(sizes, dtype=torch.float32)
+
+
+def _v1(given: Mapping[str, Any]) -> Attention:
+    return Attention(
+        given["query"],
+        given["key"],
+        given["value"],
+        layout=given["input_layout"],
+        heads=given["num_heads"],
+        kv_heads=given["num_key_value_heads"] or given["num_heads"],
+        scale=given["scale"],
+        band=Band(given["sparse_mode"], given["atten_mask"], given["pre_tokens"], given["next_tokens"]),
+        lengths=(given["actual_seq_lengths"], given["actual_seq_lengths_kv"]),
+        table=given["block_table"],
+        query_rope=given["query_rope"],
+        key_rope=given["key_rope"],
+        lse=given["softmax_lse_flag"],
+    )
+
+
+def _v2(given: Mapping[str, Any]) -> Attention:
+    return Attention(
+        given["query"],
+        given["key"],
+        given["value"],
+        layout=given["input_layout"],
+        heads=given["num_query_heads"],
+        kv_heads=given["num_key_value_heads"] or given["num_query_heads"],
+        scale=given["softmax_scale"],
+        band=Band(given["sparse_mode"], given["atten_mask"], given["pre_tokens"], given["next_tokens"]),
+        lengths=(given["actual_seq_qlen"], given["actual_seq_kvlen"]),
+        table=given["block_table"],
+        query_rope=given["query_rope"],
+        key_rope=given["key_rope"],
+        sink=given["learnable_sink"],
+        lse=given["return_softmax_lse"],
+    )
+
+
+_V2_SCHEMA = (
+    "npu::npu_fused_infer_attention_score_v2(Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, "
+    "Tensor? key_rope=None, Tensor? pse_shift=None, Tensor? atten_mask=None, SymInt[]? actual_seq_qlen=None, "
+    "SymInt[]? actual_seq_kvlen=None, Tensor? block_table=None, Tensor? dequant_scale_query=None, "
+    "Tensor? dequant_scale_key=None, Tensor? dequant_offset_key=None, Tensor? dequant_scale_value=None, "
+    "Tensor? dequant_offset_value=None, Tensor? dequant_scale_key_rope=None, Tensor? quant_scale_out=None, "
+    "Tensor? quant_offset_out=None, Tensor? quant_scale_p=None, Tensor? learnable_sink=None, "
+    "int num_query_heads=1, int num_key_value_heads=0, float softmax_scale=1., int pre_tokens=2147483647, "
+    'int next_tokens=2147483647, str input_layout="BSH", int sparse_mode=0, int block_size=0, '
+    "int query_quant_mode=0, int key_quant_mode=0, int value_quant_mode=0, int inner_precise=0, "
+    "bool return_softmax_lse=False, int? query_dtype=None, int? key_dtype=None, int? value_dtype=None, "
+    "int? query_rope_dtype=None, int? key_rope_dtype=None, int? key_shared_prefix_dtype=None, "
+    "int? value_shared_prefix_dtype=None, int? dequant_scale_query_dtype=None, int? dequant_scale_key_dtype=None, "
+    "int? dequant_scale_value_dtype=None, int? dequant_scale_key_rope_dtype=None, int? out_dtype=None) "
+    "-> (Tensor, Tensor)"
+)
+_V1_SCHEMA = (
+    "npu::npu_fused_infer_attention_score(Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, "
+    "Tensor? atten_mask=None, SymInt[]? actual_seq_lengths=None, SymInt[]? actual_seq_lengths_kv=None, "
+    "Tensor? dequant_scale1=None, Tensor? quant_scale1=None, Tensor? dequant_scale2=None, Tensor? quant_scale2=None, "
+    "Tensor? quant_offset2=None, Tensor? antiquant_scale=None, Tensor? antiquant_offset=None, "
+    "Tensor? key_antiquant_scale=None, Tensor? key_antiquant_offset=None, Tensor? value_antiquant_scale=None, "
+    "Tensor? value_antiquant_offset=None, Tensor? block_table=None, Tensor? query_padding_size=None, "
+    "Tensor? kv_padding_size=None, Tensor? key_shared_prefix=None, Tensor? value_shared_prefix=None, "
+    "SymInt[]? actual_shared_prefix_len=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+    "Tensor? key_rope_antiquant_scale=None, int num_heads=1, float scale=1., int pre_tokens=2147483647, "
+    'int next_tokens=2147483647, str input_layout="BSH", int num_key_value_heads=0, int sparse_mode=0, '
+    "int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
+    "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)"
+)
+_SUMMARY = "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ), masked) v), in float32; a row that sees no key is 0"
+
+
+def _tensor_lengths(schema: str) -> str:
+    """The same operator with its lengths in tensors, int64, as an overload of ours."""
+    return schema.replace("(", ".tensor_lengths(", 1).replace("SymInt[]? actual_seq", "Tensor? actual_seq")
+
+
+def _declared(
+    schema: str, read: Callable[[Mapping[str, Any]], Attention], names: limits.Names, page: str, lowerings: set[str]
+) -> Operator:
+    return Operator(
+        schema=schema,
+        fallback=by_schema(schema, lambda given: computed(read(given))),
+        meta=by_schema(schema, lambda given: promised(read(given))),
+        dims=limits.dims(names),
+        dtypes=limits.dtypes(names),
+        limits=limits.limits(names, in_tensors=".tensor_lengths" in schema),
+        lowerings=frozenset(lowerings),
+        source=f"op-plugin: torch_npu.{page}; GE: FusedInferAttentionScore",
+        summary=_SUMMARY,
+    )
+
+
+_ALL = {"eager", "torchair", "npugraph_ex"}
+FUSED_INFER_ATTENTION_SCORE_V2 = _declared(_V2_SCHEMA, _v2, limits.V2, "npu_fused_infer_attention_score_v2", _ALL)
+FUSED_INFER_ATTENTION_SCORE_V2_TENSOR_LENGTHS = _declared(
+    _tensor_lengths(_V2_SCHEMA), _v2, limits.V2, "npu_fused_infer_attention_score_v2", {"torchair"}
+)
+FUSED_INFER_ATTENTION_SCORE = _declared(_V1_SCHEMA, _v1, limits.V1, "npu_fused_infer_attention_score", _ALL)
+FUSED_INFER_ATTENTION_SCORE_TENSOR_LENGTHS = _declared(
+    _tensor_lengths(_V1_SCHEMA), _v1, limits.V1, "npu_fused_infer_attention_score", {"torchair"}
+)

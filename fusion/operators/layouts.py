@@ -1,0 +1,100 @@
+"""How attention operators lay out query, key and value, and how their key/value caches are paged.
+
+Inside, everything is [B, N, S, D], and packed sequences (`TND`, `NTD`) are one batch: [1, N, T, D].
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+LAYOUTS: Mapping[str, tuple[str, str]] = {
+    "BSH": ("BSH", "BSH"),
+    "BSND": ("BSND", "BSND"),
+    "BNSD": ("BNSD", "BNSD"),
+    "SBH": ("SBH", "SBH"),
+    "TND": ("TND", "TND"),
+    "BSH_BNSD": ("BSH", "BNSD"),
+    "BSND_BNSD": ("BSND", "BNSD"),
+    "BNSD_BSND": ("BNSD", "BSND"),
+    "BSH_NBSD": ("BSH", "NBSD"),
+    "BSND_NBSD": ("BSND", "NBSD"),
+    "BNSD_NBSD": ("BNSD", "NBSD"),
+    "TND_NTD": ("TND", "NTD"),
+    "NTD_TND": ("NTD", "TND"),
+}
+"""`input_layout` -> layout of query, key and value, and layout of the output."""
+
+_BATCHED = "BNSD"
+_MERGED = {"BSH": "BSND", "SBH": "SBND"}
+"""Layouts in which heads and head dim are one."""
+
+
+def is_packed(layout: str) -> bool:
+    """Whether the sequences of a batch stand one after the other in one dim of tokens."""
+    return LAYOUTS[layout][0] in ("TND", "NTD")
+
+
+def heads_first(x: Tensor, layout: str, heads: int) -> Tensor:
+    """A tensor in the input layout as a view [B, N, S, D], or [1, N, T, D] if its sequences are packed."""
+    given = LAYOUTS[layout][0]
+    if given in _MERGED:
+        x, given = x.unflatten(-1, (heads, -1)), _MERGED[given]
+    if is_packed(layout):
+        x, given = x.unsqueeze(0), "B" + given.replace("T", "S")
+    return x.permute([given.index(dim) for dim in _BATCHED])
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """[B, N, S, D], or [1, N, T, D], in the output layout, contiguous."""
+    wanted = LAYOUTS[layout][1]
+    order = "B" + wanted.replace("T", "S") if is_packed(layout) else _MERGED.get(wanted, wanted)
+    x = x.permute([_BATCHED.index(dim) for dim in order])
+    if is_packed(layout):
+        x = x.squeeze(0)
+    return (x.flatten(-2) if wanted in _MERGED else x).contiguous()
+
+
+def output_shape(query: Tensor, layout: str, heads: int, width: int) -> list[int]:
+    """Sizes of the output for values of `width` per head."""
+    sizes = dict(zip(_BATCHED, heads_first(query, layout, heads).shape, strict=True)) | {"D": width}
+    wanted = LAYOUTS[layout][1]
+    sizes |= {"T": sizes["S"], "H": heads * width}
+    return [sizes[dim] for dim in wanted]
+
+
+def lse_shape(query: Tensor, layout: str, heads: int) -> list[int]:
+    """Sizes of the log-sum-exp: [B, N, S, 1], or [T, N, 1] if the sequences are packed."""
+    b, n, s, _ = heads_first(query, layout, heads).shape
+    return [s, n, 1] if is_packed(layout) else [b, n, s, 1]
+
+
+def paged_heads(cache: Tensor, layout: str, heads: int, table: Tensor) -> Tensor:
+    """The pages that `table` [B, M] names, in its order: [B, N, M · block, D], or [1, N, B · M · block, D] if packed.
+
+    cache is [blocks, block, N · D], or [blocks, N, block, D], or [blocks, N, D / c, block, c] (fractal NZ).
+    """
+    if cache.dim() == 3:
+        pages = cache[table.long()].unflatten(-1, (heads, -1))  # [B, M, block, N, D]
+        flat = pages.flatten(0, 2).unsqueeze(0) if is_packed(layout) else pages.flatten(1, 2)
+        return flat.transpose(1, 2)
+    places = table.long()
+    places = places.reshape(1, 1, -1) if is_packed(layout) else places.unsqueeze(1)
+    head = torch.arange(cache.shape[1], device=cache.device).reshape(1, -1, 1)
+    pages = cache[places, head]  # [B, N, M, block, D], already in the order of the result
+    if cache.dim() == 5:
+        pages = pages.transpose(-3, -2).flatten(-2)
+    return pages.flatten(2, 3)
+
+
+def value_width(value: Tensor, layout: str, heads: int, paged: bool) -> int:
+    """Values per head, from the sizes of `value` alone."""
+    if value.dim() == 5:
+        return value.shape[2] * value.shape[4]
+    merged = LAYOUTS[layout][0] in _MERGED or (paged and value.dim() == 3)
+    return value.shape[-1] // heads if merged else value.shape[-1]

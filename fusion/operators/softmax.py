@@ -1,0 +1,79 @@
+"""softmax(scale · q kᵀ) v in plain torch, without a copy of keys or values per query head."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fusion.operators.dtypes import compute_dtype
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys a query sees: `keys` broadcasts to [B, N, S, T] (True: seen; None: all), or plainly causal."""
+
+    keys: Tensor | None = None
+    causal: bool = False
+
+
+def shared_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """left [*, N, S, K] @ right [*, M, K, T] -> [*, N, S, T]; each of the M right heads serves N / M left ones."""
+    if left.dim() < 3 or left.shape[-3] == right.shape[-3]:
+        return left @ right
+    folded = left.reshape(*left.shape[:-3], right.shape[-3], -1, left.shape[-1])
+    return (folded @ right).reshape(*left.shape[:-1], right.shape[-1])
+
+
+def fused_softmax(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scale: float) -> Tensor:
+    """query [B, N, S, D], key [B, M, T, D], value [B, M, T, D] -> [B, N, S, D]; a row that sees no key is 0."""
+    return scaled_dot_product_attention(
+        query, key, value, visible.keys, is_causal=visible.causal, scale=scale, enable_gqa=True
+    )
+
+
+def written_softmax(
+    pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, visible: Visible, scale: float, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same as (output, log-sum-exp [B, N, S, 1] in the wide dtype), for what the fused kernels cannot do.
+
+    pairs are queries [B, N, S, D] with their keys [B, M, T, D], whose scores add up; value [B, M, T, Dv] may have
+    another width; sink [N] is a logit of each head that no value belongs to. All in float32, rounded once. A row that
+    sees no key is 0 and has the log-sum-exp +inf.
+    """
+    wide = compute_dtype(value)
+    scores = _total([shared_matmul(q.to(wide) * scale, k.to(wide).transpose(-2, -1)) for q, k in pairs])
+    seen = _mask(visible, scores)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(wide).min)
+    extra = None if sink is None else sink.to(wide).reshape(-1, 1, 1)
+    if extra is not None:
+        top = torch.maximum(top, extra)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    blind = total == 0
+    if extra is not None:
+        total = total + (extra - top).exp()
+    out = (shared_matmul(weights, value.to(wide)) / total).masked_fill(blind, 0.0)
+    return out.to(value.dtype), (top + total.log()).masked_fill(blind, math.inf)
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    first, *rest = parts
+    for part in rest:
+        first = first + part
+    return first
+
+
+def _mask(visible: Visible, scores: Tensor) -> Tensor | None:
+    if not visible.causal:
+        return visible.keys
+    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

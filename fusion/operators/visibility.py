@@ -1,0 +1,170 @@
+"""Which keys a query of an attention operator sees: lengths, sparse modes and masks, without a mask per head."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fusion._torch import known_true
+from fusion.operators.softmax import Visible
+
+UNLIMITED = 2147483647
+"""`pre_tokens` and `next_tokens` that limit nothing."""
+
+Size = int  # or a torch.SymInt, which torch's own stubs call an int too
+Length = Size | Tensor
+Given = Sequence[Size] | Tensor | None
+
+
+@dataclass(frozen=True)
+class Band:
+    """What `sparse_mode` and its companions say."""
+
+    mode: int = 0
+    mask: Tensor | None = None
+    before: int = UNLIMITED
+    after: int = UNLIMITED
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where tokens stand: position in their sequence, its length, which of them hold a token, and which sequence.
+
+    Everything broadcasts over [B, 1, S, T]; `held` is None if all do, `sequence` if a batch is not packed.
+    """
+
+    position: Tensor
+    length: Length
+    held: Tensor | None = None
+    sequence: Tensor | None = None
+
+    def as_rows(self) -> _Places:
+        """The same for queries, which run along the last dim but one."""
+        named = {"position": self.position, "held": self.held, "sequence": self.sequence}
+        turned = {name: value.transpose(-2, -1) for name, value in named.items() if value is not None}
+        if self.sequence is not None and isinstance(self.length, Tensor):
+            turned["length"] = self.length.transpose(-2, -1)
+        return replace(self, **turned)
+
+
+def visible(
+    query: Tensor, key: Tensor, lengths: tuple[Given, Given], band: Band, *, packed: bool, table: Tensor | None
+) -> Visible:
+    """query [B, N, S, D] and key [B, M, T, D] -> what each query sees.
+
+    `lengths` of the sequences in query and key: one per batch, one for all, or None; prefix sums if packed, except
+    those of paged keys (`table` [B, blocks]), which are always one per sequence. A row past its sequence sees nothing.
+    """
+    of_query, of_key = lengths
+    several = packed and any(each is not None and len(each) > 1 for each in lengths)
+    if several:
+        rows = _packed(query.shape[-2], of_query, query.device)
+        columns = _paged(key, of_key, table) if table is not None else _packed(key.shape[-2], of_key, key.device)
+    else:
+        rows = _batched(query.shape[-2], query.shape[0], of_query, query.device)
+        columns = _batched(key.shape[-2], query.shape[0], of_key, key.device)
+    return _combined(rows.as_rows(), columns, band, query, key)
+
+
+def _batched(size: Size, batch: Size, given: Given, device: torch.device) -> _Places:
+    position = torch.arange(size, device=device).reshape(1, 1, 1, -1)
+    if given is None:
+        return _Places(position, size)
+    length = _length(given, batch, device)
+    if not isinstance(length, Tensor) and known_true(length >= size):
+        return _Places(position, size)
+    return _Places(position, length, position < length)
+
+
+def _length(given: Sequence[Size] | Tensor, batch: Size, device: torch.device) -> Length:
+    """One size for all, or a tensor [B, 1, 1, 1]."""
+    if isinstance(given, Tensor):
+        return given[:batch].to(device).reshape(-1, 1, 1, 1)
+    if len(given) == 1 or all(known_true(each == given[0]) for each in given[1:]):
+        return given[0]
+    return _tensor(given, device)[:batch].reshape(-1, 1, 1, 1)
+
+
+def _tensor(given: Sequence[Size] | Tensor, device: torch.device) -> Tensor:
+    if isinstance(given, Tensor):
+        return given.to(device)
+    if not any(isinstance(each, torch.SymInt) for each in given):
+        return torch.tensor(given, device=device)
+    return torch.stack([torch.full((), each, dtype=torch.int64, device=device) for each in given])
+
+
+def _packed(size: Size, given: Given, device: torch.device) -> _Places:
+    """Sequences that stand one after the other, from the prefix sums of their lengths."""
+    assert given is not None
+    ends = _tensor(given, device)
+    lengths = torch.diff(ends, prepend=ends.new_zeros(1))
+    token = torch.arange(size, device=device)
+    sequence = (token[:, None] >= ends).sum(-1)
+    held = sequence < ends.shape[0]
+    sequence = sequence.clamp_max(ends.shape[0] - 1)
+    position = token - (ends - lengths)[sequence]
+    return _Places(*(each.reshape(1, 1, 1, -1) for each in (position, lengths[sequence], held, sequence)))
+
+
+def _paged(key: Tensor, given: Given, table: Tensor | None) -> _Places:
+    """Sequences that each fill the pages of one row of the table, from their lengths."""
+    assert given is not None
+    assert table is not None
+    lengths = _tensor(given, key.device)
+    room = key.shape[-2] // table.shape[0]
+    token = torch.arange(key.shape[-2], device=key.device)
+    sequence, position = token // room, token % room
+    length = lengths[sequence]
+    return _Places(*(each.reshape(1, 1, 1, -1) for each in (position, length, position < length, sequence)))
+
+
+def _combined(rows: _Places, columns: _Places, band: Band, query: Tensor, key: Tensor) -> Visible:
+    terms = [each for each in (rows.held, columns.held) if each is not None]
+    if rows.sequence is not None and columns.sequence is not None:
+        terms.append(rows.sequence == columns.sequence)
+    first, last, causal = _limits(rows, columns, band)
+    if causal and not terms and known_true(query.shape[-2] == key.shape[-2]):
+        return Visible(causal=True)
+    if last is not None:
+        terms.append(columns.position <= rows.position + last)
+    if first is not None:
+        terms.append(columns.position >= rows.position + first)
+    if band.mode in (0, 1) and band.mask is not None:
+        terms.append(_open(band.mask, query, key))
+    keys: Tensor | None = None
+    for term in terms:
+        keys = term if keys is None else keys & term
+    return Visible(keys)
+
+
+def _limits(rows: _Places, columns: _Places, band: Band) -> tuple[Length | None, Length | None, bool]:
+    """First and last key that a query sees, relative to its own position, and whether that is plainly causal."""
+    if band.mode == 2:
+        return None, 0, True
+    if band.mode == 0 and band.mask is not None:
+        before = None if band.before >= UNLIMITED else -band.before
+        return before, None if band.after >= UNLIMITED else band.after, False
+    if band.mode not in (3, 4):
+        return None, None, False
+    # In packed batches this is meant, and right, where query and key are of one sequence.
+    offset = columns.length - rows.length
+    if band.mode == 3:
+        return None, offset, not isinstance(offset, Tensor) and known_true(offset == 0)
+    before = None if band.before >= UNLIMITED else offset - band.before
+    return before, None if band.after >= UNLIMITED else offset + band.after, False
+
+
+def _open(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask of the call (True or not 0: hidden), which may be padded, as what is seen, over [B, 1, S, T]."""
+    rows, columns = query.shape[-2], key.shape[-2]
+    if mask.dim() == 2 and rows == 1:
+        mask = mask[:, None, None]
+    elif mask.dim() == 3:
+        mask = mask[:, None]
+    return ~mask[..., :rows, :columns].bool()

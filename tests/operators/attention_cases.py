@@ -1,0 +1,180 @@
+"""Small calls of the attention operators: every layout, sparse mode and form of cache that models use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FULL = torch.triu(torch.ones(2048, 2048, dtype=torch.bool), 1)
+"""The mask that sparse modes 2, 3 and 4 ask for and do not read."""
+FORMS = {"BSH": "BSH", "BSND": "BSND", "BNSD": "BNSD", "SBH": "SBH"}
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Sizes of a call; `lengths` of its sequences in query and key."""
+
+    layout: str = "BNSD"
+    b: int = 2
+    n: int = 4
+    m: int = 2
+    s: int = 5
+    t: int = 5
+    d: int = 16
+    dv: int = 0
+    rope: int = 0
+    lengths: tuple[list[int] | None, list[int] | None] = (None, None)
+    block: int = 0
+    form: int = 3
+    mask: tuple[int, ...] = ()
+    mode: int = 0
+    before: int = 2147483647
+    after: int = 2147483647
+    sink: bool = False
+    lse: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def v2(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
+    """Arguments of npu_fused_infer_attention_score_v2."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        given = a.layout.split("_")[0]
+        call: dict[str, Any] = {
+            "query": placed(random(a.b, a.s, a.n, a.d, dtype=dtype), given),
+            "key": keys(a, a.d, dtype),
+            "value": keys(a, a.dv or a.d, dtype),
+            "num_query_heads": a.n,
+            "num_key_value_heads": 0 if a.m == a.n else a.m,
+            "softmax_scale": a.d**-0.5,
+            "input_layout": a.layout,
+            "sparse_mode": a.mode,
+        }
+        if a.rope:
+            call["query_rope"] = placed(random(a.b, a.s, a.n, a.rope, dtype=dtype), given)
+            call["key_rope"] = keys(a, a.rope, dtype)
+        for name, lengths in zip(("actual_seq_qlen", "actual_seq_kvlen"), a.lengths, strict=True):
+            if lengths is not None:
+                call[name] = lengths
+        if a.block:
+            call |= {"block_table": table(a), "block_size": a.block}
+        if a.mask:
+            mask = torch.rand(a.mask) < 0.4
+            mask[..., 0, :] = True  # somebody sees nothing
+            call["atten_mask"] = mask
+        if a.mode in (2, 3, 4):
+            call["atten_mask"] = FULL
+        if a.mode in (0, 4):
+            call |= {"pre_tokens": a.before, "next_tokens": a.after}
+        if a.sink:
+            call["learnable_sink"] = random(a.n, dtype=dtype)
+        if a.lse:
+            call["return_softmax_lse"] = True
+        return call | a.more
+
+    return make
+
+
+def v1(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
+    """Arguments of npu_fused_infer_attention_score."""
+    names = {
+        "num_query_heads": "num_heads",
+        "softmax_scale": "scale",
+        "actual_seq_qlen": "actual_seq_lengths",
+        "actual_seq_kvlen": "actual_seq_lengths_kv",
+        "return_softmax_lse": "softmax_lse_flag",
+    }
+    return lambda dtype: {names.get(name, name): value for name, value in v2(a)(dtype).items()}
+
+
+def in_tensors(make: Callable[[torch.dtype], dict[str, Any]]) -> Callable[[torch.dtype], dict[str, Any]]:
+    """The same call with its lengths in tensors."""
+    return lambda dtype: {
+        name: torch.tensor(value) if name.startswith("actual_seq") else value for name, value in make(dtype).items()
+    }
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+
+def placed(x: Tensor, layout: str) -> Tensor:
+    """[B, S, N, D] in a layout, contiguous; packed, the batch is one sequence after the other."""
+    if layout in ("TND", "NTD"):
+        tokens = x.flatten(0, 1)
+        return tokens if layout == "TND" else tokens.transpose(0, 1).contiguous()
+    if layout in ("BSH", "SBH"):
+        merged = x.flatten(-2)
+        return merged if layout == "BSH" else merged.transpose(0, 1).contiguous()
+    return x.permute(["BSND".index(dim) for dim in layout]).contiguous()
+
+
+def keys(a: Attend, width: int, dtype: torch.dtype) -> Tensor:
+    if not a.block:
+        return placed(random(a.b, a.t, a.m, width, dtype=dtype), a.layout.split("_")[0])
+    pages = 2 * a.b * blocks(a) + 1
+    shapes = {
+        3: (pages, a.block, a.m * width),
+        4: (pages, a.m, a.block, width),
+        5: (pages, a.m, width // 8, a.block, 8),
+    }
+    return random(*shapes[a.form], dtype=dtype)
+
+
+def blocks(a: Attend) -> int:
+    return -(-a.t // a.block)
+
+
+def table(a: Attend) -> Tensor:
+    pages = torch.randperm(2 * a.b * blocks(a) + 1)
+    return pages[: a.b * blocks(a)].reshape(a.b, blocks(a)).to(torch.int32)
+
+
+PACKED: dict[str, Any] = {"lengths": ([3, 10], [4, 10])}
+CALLS: tuple[tuple[str, Attend], ...] = (
+    *((f"{layout}, no mask", Attend(layout)) for layout in ("BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD")),
+    *((f"{layout}, causal", Attend(layout, mode=3)) for layout in ("BSND_NBSD", "BNSD_NBSD", "BSH_BNSD", "BSND_BNSD")),
+    ("equal heads", Attend(m=4)),
+    ("one key head", Attend("BSND", m=1, mode=3)),
+    ("left-up causal, more keys", Attend(s=3, t=7, mode=2)),
+    ("right-down causal, more keys", Attend("BSH", s=3, t=7, mode=3)),
+    ("right-down causal, fewer keys", Attend("BSND", s=5, t=3, mode=3)),
+    ("band", Attend(s=4, t=7, mode=4, before=2, after=0)),
+    ("band that begins late", Attend("BSH", s=5, t=5, mode=4, before=1, after=-1)),
+    ("mask [B, 1, S, T]", Attend("BSH", mask=(2, 1, 5, 5))),
+    ("mask [1, 1, S, T], padded", Attend("BSND", mask=(1, 1, 16, 32))),
+    ("mask [1, S, T]", Attend(mask=(1, 5, 5), mode=1)),
+    ("mask [S, T] and band", Attend(mask=(5, 5), before=3, after=2)),
+    ("mask [B, T] of one query", Attend(s=1, t=6, mask=(2, 6))),
+    ("decode with lengths", Attend("BSH", s=1, t=9, lengths=(None, [4, 9]))),
+    ("one length for all", Attend(s=1, t=9, lengths=(None, [7]))),
+    ("prefill with lengths", Attend("BSND", t=7, mode=3, lengths=([3, 5], [7, 6]))),
+    ("a sequence without keys", Attend(s=1, t=4, lengths=(None, [0, 3]))),
+    ("TND", Attend("TND", **PACKED)),
+    ("TND causal", Attend("TND", mode=3, **PACKED)),
+    ("TND_NTD band", Attend("TND_NTD", mode=4, before=2, after=1, **PACKED)),
+    ("NTD_TND left-up causal", Attend("NTD_TND", mode=2, **PACKED)),
+    ("TND of one sequence", Attend("TND", b=1, mode=3, lengths=([5], [5]))),
+    ("pages [P, block, H], BSH decode", Attend("BSH", s=1, t=11, block=4, lengths=(None, [11, 6]))),
+    ("pages [P, N, block, D]", Attend(s=1, t=11, block=4, form=4, lengths=(None, [11, 6]))),
+    ("pages NZ", Attend(s=1, t=11, block=4, form=5, lengths=(None, [11, 6]))),
+    ("pages, prefill", Attend("BSND", s=3, t=11, block=4, mode=3, lengths=([3, 2], [11, 6]))),
+    ("pages, TND", Attend("TND", t=11, block=4, mode=3, lengths=([4, 10], [11, 6]))),
+    ("pages [P, N, block, D], TND_NTD", Attend("TND_NTD", t=11, block=4, form=4, mode=3, lengths=([4, 10], [11, 6]))),
+    ("pages NZ, one TND sequence", Attend("TND", b=1, t=11, block=4, form=5, mode=3, lengths=([5], [9]))),
+    ("rope", Attend("BSND", m=4, rope=8, mode=3)),
+    ("rope, latent of pages", Attend("BSND", s=2, t=11, m=1, rope=8, block=4, mode=3, lengths=(None, [11, 6]))),
+    ("rope, NZ, TND_NTD", Attend("TND_NTD", t=11, m=1, rope=8, block=4, form=5, lengths=([4, 10], [9, 6]))),
+    ("other value width", Attend("TND", dv=24, mode=3, **PACKED)),
+    ("lse", Attend("BSH", lse=True, mode=3)),
+    ("lse, TND", Attend("TND", lse=True, **PACKED)),
+)  # fmt: skip
+V2_ONLY: tuple[tuple[str, Attend], ...] = (
+    ("sink", Attend("TND", sink=True, mode=3, **PACKED)),
+    ("sink, NTD_TND band", Attend("NTD_TND", sink=True, mode=4, before=3, after=0, **PACKED)),
+    ("sink, pages, decode", Attend("TND", s=1, t=11, block=4, sink=True, mode=3, lengths=([1, 2], [11, 6]))),
+)

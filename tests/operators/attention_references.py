@@ -1,0 +1,200 @@
+"""What the attention operators compute, in float64, one query of one head of one sequence at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNLIMITED = 2147483647
+
+
+def infer_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    heads: int,
+    kv_heads: int = 0,
+    scale: float = 1.0,
+    layout: str = "BSH",
+    mask: Tensor | None = None,
+    mode: int = 0,
+    before: int = UNLIMITED,
+    after: int = UNLIMITED,
+    query_lengths: Sequence[int] | Tensor | None = None,
+    key_lengths: Sequence[int] | Tensor | None = None,
+    table: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sink: Tensor | None = None,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    kv_heads = kv_heads or heads
+    given, _, wanted = layout.partition("_")
+    wanted = wanted or given
+    packed = given in ("TND", "NTD")
+    of_query = sequences(query, given, heads, query_lengths)
+    count, longest = len(of_query), max(len(each) for each in of_query)
+    of_rope = sequences(query_rope, given, heads, query_lengths) if query_rope is not None else None
+
+    def keys(x: Tensor) -> list[Tensor]:
+        if table is not None:
+            return paged(x, table, kv_heads, whole(key_lengths, count))
+        return sequences(x, given, kv_heads, key_lengths)
+
+    of_key, of_value = keys(key), keys(value)
+    of_key_rope = keys(key_rope) if key_rope is not None else None
+    outputs, sums = [], []
+    for b in range(count):
+        out = torch.zeros(len(of_query[b]), heads, of_value[b].shape[-1], dtype=torch.float64)
+        total = torch.full((len(of_query[b]), heads), math.inf, dtype=torch.float64)
+        for i in range(len(of_query[b])):
+            for h in range(heads):
+                g = h // (heads // kv_heads)
+                seen = [j for j in range(len(of_key[b])) if sees(mode, mask, before, after, b, i, j, of_query, of_key)]
+                if not seen:
+                    continue
+                scores = [of_query[b][i, h] @ of_key[b][j, g] for j in seen]
+                if of_rope is not None and of_key_rope is not None:
+                    ropes = [of_rope[b][i, h] @ of_key_rope[b][j, g] for j in seen]
+                    scores = [score + rope for score, rope in zip(scores, ropes, strict=True)]
+                logits = torch.stack(scores) * scale
+                column = logits if sink is None else torch.cat([logits, sink[h : h + 1]])
+                weights = column.softmax(0)[: len(seen)]
+                out[i, h] = weights @ of_value[b][seen, g]
+                total[i, h] = column.logsumexp(0)
+        outputs.append(out)
+        sums.append(total)
+    if packed:
+        joined = torch.cat(outputs)
+        result = joined.transpose(0, 1) if wanted == "NTD" else joined
+        return result, torch.cat(sums).unsqueeze(-1) if lse else query.new_empty(0)
+    size = query.shape[given.index("S")]
+    assert longest <= size
+    filled = torch.stack([padded(out, size, 0.0) for out in outputs])  # B S N D
+    log_sums = torch.stack([padded(each, size, math.inf) for each in sums])
+    return arranged(filled, wanted), log_sums.transpose(1, 2).unsqueeze(-1) if lse else query.new_empty(0)
+
+
+def sees(
+    mode: int,
+    mask: Tensor | None,
+    before: int,
+    after: int,
+    b: int,
+    i: int,
+    j: int,
+    of_query: list[Tensor],
+    of_key: list[Tensor],
+) -> bool:
+    longer = len(of_key[b]) - len(of_query[b])
+    if mode == 2:
+        return j <= i
+    if mode == 3:
+        return j <= i + longer
+    if mode == 4:
+        return i + longer - before <= j <= i + longer + after
+    if mask is None:
+        return True
+    if mode == 0 and not i - before <= j <= i + after:
+        return False
+    return not hidden(mask, b, i, j, len(of_query), of_query)
+
+
+def hidden(mask: Tensor, b: int, i: int, j: int, batch: int, of_query: list[Tensor]) -> bool:
+    if mask.dim() == 4:
+        return bool(mask[b % mask.shape[0], 0, i, j])
+    if mask.dim() == 3:
+        return bool(mask[b % mask.shape[0], i, j])
+    single = all(len(each) == 1 for each in of_query)
+    return bool(mask[b, j] if single else mask[i, j])
+
+
+def whole(lengths: Sequence[int] | Tensor | None, count: int) -> list[int]:
+    assert lengths is not None
+    numbers = [int(each) for each in lengths]
+    return numbers * count if len(numbers) == 1 else numbers[:count]
+
+
+def sequences(x: Tensor, layout: str, heads: int, lengths: Sequence[int] | Tensor | None) -> list[Tensor]:
+    """The sequences of a tensor, each [S, N, D]."""
+    if layout in ("TND", "NTD"):
+        tokens = x if layout == "TND" else x.transpose(0, 1)
+        assert lengths is not None
+        ends = [0, *(int(each) for each in lengths)]
+        return [tokens[a:b] for a, b in pairwise(ends)]
+    change: dict[str, Callable[[Tensor], Tensor]] = {
+        "BSH": lambda t: t.unflatten(-1, (heads, -1)),
+        "SBH": lambda t: t.transpose(0, 1).unflatten(-1, (heads, -1)),
+        "BSND": lambda t: t,
+        "BNSD": lambda t: t.transpose(1, 2),
+    }
+    found = change[layout](x)
+    limits = whole(lengths, len(found)) if lengths is not None else [found.shape[1]] * len(found)
+    return [sequence[:limit] for sequence, limit in zip(found, limits, strict=True)]
+
+
+def paged(cache: Tensor, table: Tensor, heads: int, lengths: list[int]) -> list[Tensor]:
+    """The first tokens of every sequence, each [S, N, D], token by token out of its page."""
+    block = cache.shape[{3: 1, 4: 2, 5: 3}[cache.dim()]]
+
+    def token(b: int, j: int) -> Tensor:
+        page = cache[int(table[b, j // block])]
+        if cache.dim() == 3:
+            return page[j % block].reshape(heads, -1)
+        if cache.dim() == 4:
+            return page[:, j % block]
+        return page[:, :, j % block].reshape(heads, -1)
+
+    empty = cache.new_empty(0, *token(0, 0).shape)
+    return [torch.stack([token(b, j) for j in range(n)]) if n else empty for b, n in enumerate(lengths)]
+
+
+def padded(x: Tensor, size: int, value: float) -> Tensor:
+    rest = x.new_full((size - len(x), *x.shape[1:]), value)
+    return torch.cat([x, rest])
+
+
+def arranged(x: Tensor, layout: str) -> Tensor:
+    """[B, S, N, D] in a layout."""
+    if layout == "BSH":
+        return x.flatten(-2)
+    if layout == "SBH":
+        return x.flatten(-2).transpose(0, 1)
+    return x.permute(["BSND".index(dim) for dim in layout])
+
+
+def fused_infer_v2(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+    names = {
+        "num_query_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "softmax_scale": "scale",
+        "input_layout": "layout",
+        "atten_mask": "mask",
+        "sparse_mode": "mode",
+        "pre_tokens": "before",
+        "next_tokens": "after",
+        "actual_seq_qlen": "query_lengths",
+        "actual_seq_kvlen": "key_lengths",
+        "block_table": "table",
+        "learnable_sink": "sink",
+        "return_softmax_lse": "lse",
+    }
+    ignored = {"block_size", "inner_precise"}
+    return infer_attention(query, key, value, **{names.get(n, n): v for n, v in more.items() if n not in ignored})
+
+
+def fused_infer_v1(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+    names = {
+        "num_heads": "num_query_heads",
+        "scale": "softmax_scale",
+        "actual_seq_lengths": "actual_seq_qlen",
+        "actual_seq_lengths_kv": "actual_seq_kvlen",
+        "softmax_lse_flag": "return_softmax_lse",
+    }
+    return fused_infer_v2(query, key, value, **{names.get(n, n): v for n, v in more.items()})
