@@ -82,6 +82,17 @@ def tracing_apart(mode: FakeTensorMode | None) -> Generator[None, None, None]:
         yield
 
 
+def outside_modes() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode is active: for compiling while a compiled graph is called.
+
+    AOT autograd has a mode of its own around the first call of a graph, in which nothing can be traced.
+    Private: `torch.utils._python_dispatch._disable_current_modes`.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
     """Name, arguments and writes of an operator. Private: `OpOverload._schema`."""
     return op._schema
@@ -271,6 +282,50 @@ def _is_argument(node: fx.Node) -> bool:
 
     source: Any = getattr(node, "_dynamo_source", None)
     return isinstance(getattr(source, "base", source), LocalSource)
+
+
+def argument_path(node: fx.Node) -> tuple[str, ...]:
+    """Where a tensor input of a Dynamo graph is found in the arguments of the compiled function.
+
+    ("attention_mask", "full_attention") is the item "full_attention" of the argument `attention_mask`; empty for what
+    is reached in another way, such as parameters and buffers.
+    Private: `torch._dynamo.source` and the attribute `_dynamo_source` of placeholders.
+    """
+    from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, LocalSource
+
+    source: Any = getattr(node, "_dynamo_source", None)
+    steps: list[str] = []
+    while not isinstance(source, LocalSource):
+        if isinstance(source, (DictGetItemSource, GetItemSource)):
+            steps.append(str(source.index))
+        elif type(source) is AttrSource:
+            steps.append(source.member)
+        else:
+            return ()
+        source = source.base
+    return (source.local_name, *reversed(steps)) if source.is_input else ()
+
+
+def dynamo_position(node: fx.Node) -> int | None:
+    """Which input of the Dynamo graph an input of the graph of AOT autograd is; None where it is not just that.
+
+    It often has the same position, but not where inputs that share memory are written to: AOT autograd passes their
+    common memory first. Private: `torch._functorch._aot_autograd.descriptors.PlainAOTInput` in the meta of nodes.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    described = node.meta.get("desc")
+    return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def stamp(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Changes when a tensor is written to, resized or given other memory; None where torch does not count writes.
+
+    Private: `torch.Tensor._version`, which inference tensors do not have; writes through `.data` are not counted.
+    """
+    if tensor.is_inference():
+        return None
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def fake_like(fake: Any) -> torch.Tensor:

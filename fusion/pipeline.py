@@ -36,11 +36,13 @@ class Outcome:
         chosen: the rewrites that were made, in the order of the graph.
         refusals: what was not done, and why.
         before: live calls per module before, with what was rewritten counted where its result belongs.
+        assumed: inputs whose assumption a rewrite relies on: without a check of each call, the graph must not run.
     """
 
     chosen: tuple[Candidate, ...] = field(default_factory=tuple)
     refusals: tuple[Refusal, ...] = field(default_factory=tuple)
     before: Mapping[str, Tally] = field(default_factory=dict)
+    assumed: frozenset[str] = frozenset()
 
 
 def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts: Facts = Facts()) -> Outcome:
@@ -64,7 +66,12 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
         before = contract(source)
         done = rewrite(graph, chosen, planner.fakes)
         verify(source, before, [node for each in done for node in each.added])
-    return Outcome(tuple(chosen), tuple(refusals), counted)
+    return Outcome(tuple(chosen), tuple(refusals), counted, relied_on(chosen, facts))
+
+
+def relied_on(chosen: Sequence[Candidate], facts: Facts) -> frozenset[str]:
+    """The inputs whose assumption the chosen rewrites rely on: as none says which, all of them where any was made."""
+    return frozenset(facts.assumed) if chosen else frozenset()
 
 
 def plan_lower(options: Options, target: Target) -> str:

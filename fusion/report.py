@@ -74,6 +74,7 @@ class GraphReport:
         before: calls per module path before.
         after: calls per module path after.
         hand_on: gives the graph as it is handed to the compiler that runs it.
+        assumptions: what the rewrites rely on: the kind of mask by the path of the argument.
     """
 
     graph: fx.GraphModule
@@ -82,6 +83,7 @@ class GraphReport:
     before: Mapping[str, Tally]
     after: Mapping[str, Tally]
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+    assumptions: Mapping[str, str] = field(default_factory=dict)
 
 
 def tally(source: fx.Graph, chosen: Sequence[Candidate] = ()) -> dict[str, Tally]:
@@ -142,6 +144,11 @@ class Report:
         return [refusal for part in self.parts for refusal in part.refusals]
 
     @property
+    def assumptions(self) -> dict[str, str]:
+        """What rewrites rely on and every call is checked for: the kind of mask by the path of the argument."""
+        return {name: kind for part in self.parts for name, kind in part.assumptions.items()}
+
+    @property
     def ops(self) -> Counter[str]:
         """Emitted operators by qualified name, as the NPU would run them."""
         names = (emitted(node) for graph in self.graphs for node in graph.graph.nodes)
@@ -181,6 +188,7 @@ class Report:
             "launches": dict(zip(("before", "after"), self.launches, strict=True)),
             "ops": dict(sorted(self.ops.items())),
             "layers": {path: asdict(layer) for path, layer in self.layers.items()},
+            "assumptions": self.assumptions,
             "matches": [asdict(each) for each in self.matches],
             "refusals": refusals,
         }
@@ -200,6 +208,7 @@ class Report:
         graphs = f"{len(self.parts)} graph" + ("" if len(self.parts) == 1 else "s")
         title = f"fused for {self.target}: {graphs}, {before} launches -> {after}"
         found: list[Any] = [self._operators(title), self._modules()]
+        found += [self._assumed()] if self.assumptions else []
         return [*found, self._refused()] if self.refusals else found
 
     def _operators(self, title: str) -> Table:
@@ -217,6 +226,14 @@ class Report:
         for (path, layer), count in _alike(self.layers).items():
             numbers = (layer.before.launches, layer.after.launches, layer.after.bookkeeping)
             table.add_row(path or "(outside modules)", str(count), *map(str, numbers))
+        return table
+
+    def _assumed(self) -> Table:
+        table = Table(title="assumed, and checked at every call", title_justify="left", min_width=34)
+        for name in ("argument", "mask"):
+            table.add_column(name)
+        for name, kind in self.assumptions.items():
+            table.add_row(name, kind)
         return table
 
     def _refused(self) -> Table:
