@@ -21,7 +21,10 @@ _VIEWS = {
     "_assert_tensor_metadata", "_assert_scalar",
 }  # fmt: skip
 # A composite operator is no kernel: what its decomposition launches on an NPU.
-_COMPOSITES = {"aten::rms_norm": 6, "aten::_fused_rms_norm": 6, "aten::einsum": 2, "aten::linear": 1}
+_COMPOSITES = {
+    "aten::rms_norm": 6, "aten::_fused_rms_norm": 6, "aten::einsum": 2, "aten::linear": 1,
+    "aten::scaled_dot_product_attention": 5, "aten::_scaled_dot_product_flash_attention_for_cpu": 5,
+}  # fmt: skip
 _COMPLEX = 6  # no complex arithmetic in the vector unit: four products and two sums
 
 
