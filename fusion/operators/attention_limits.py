@@ -100,17 +100,164 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
 
 
 def limits(names: Names, *, in_tensors: bool) -> Mapping[str, tuple[Limit | str, ...]]:
-    """Chip -> limits."""
-    return {"host": _host(names)}
+    """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
+    a2 = (*_kernel(names), *_one_query(names), *_pages(names), *_packed(names), *_latent(names))
+    return {"host": _host(names), "ascend910b": a2, "ascend910_93": a2}
 
 
 def _host(names: Names) -> tuple[Limit | str, ...]:
     """What every machine asks for: shapes that fit together, and nothing that the decomposition does not compute."""
-    heads = names.heads
+    heads, of_query, of_key = names.heads, names.query_lengths, names.key_lengths
+    shared = f"(num_key_value_heads == 0 and {{0}} == {heads} or {{0}} == num_key_value_heads)"
+    sink = () if names.sink is None else (
+        Limit(f"Ns == {heads}", when="given(learnable_sink)"),
+        Limit(f"not {names.lse}", when="given(learnable_sink)", because="whether it counts the sink is not documented"),
+    )  # fmt: skip
     return (
         *(f"not given({each})" for each in names.unused),
         f"{heads} > 0",
         f"num_key_value_heads == 0 or num_key_value_heads > 0 and {heads} % num_key_value_heads == 0",
+        "sparse_mode in (0, 1, 2, 3, 4)",
         Limit(f"H % {heads} == 0", when=_MERGED),
         Limit(f"N == {heads}", when=f"not {_MERGED}"),
+        Limit("given(key_rope)", when="given(query_rope)"),
+        Limit("given(query_rope)", when="given(key_rope)"),
+        Limit("given(atten_mask)", when="sparse_mode == 1"),
+        Limit("not given(atten_mask)", when=f"{_PACKED} and sparse_mode in (0, 1)"),
+        Limit(f"given({of_query}) and given({of_key})", when=_PACKED),
+        Limit(f"length({of_query}) == 1 or length({of_query}) >= B", when=f"given({of_query}) and {_BATCHED}"),
+        Limit(f"length({of_key}) == 1 or length({of_key}) >= B", when=f"given({of_key}) and {_BATCHED}"),
+        Limit(f"length({of_query}) == length({of_key})", when=_PACKED),
+        Limit("rank(key) == rank(query)", when="not given(block_table)"),
+        Limit("P == B", when=f"not given(block_table) and {_BATCHED}"),
+        Limit(shared.format("U"), when=f"not given(block_table) and {_BSND}"),
+        Limit(shared.format("Q"), when="rank(key) >= 4 and " + f"(given(block_table) or {_BNSD})"),
+        Limit(shared.format("Q"), when=f"not given(block_table) and {_TND}"),
+        Limit(shared.format("P"), when=f"not given(block_table) and {_NTD}"),
+        Limit(f"given({of_key})", when="given(block_table)"),
+        Limit("E == B", when=f"given(block_table) and {_BATCHED}"),
+        Limit(f"E == length({of_key})", when=f"given(block_table) and {_PACKED}"),
+        Limit("Q == block_size", when="given(block_table) and rank(key) == 3"),
+        Limit("U == block_size", when="given(block_table) and rank(key) >= 4"),
+        *sink,
     )
+
+
+_MASKED = "given(atten_mask) and sparse_mode in (0, 1)"
+_PLAIN = "not given(query_rope)"
+_WIDTHS = ((_MERGED, "H // {0}"), (f"not {_MERGED}", "D"))
+"""Calls, and how wide their heads are."""
+
+
+def _kernel(names: Names) -> tuple[Limit | str, ...]:
+    """Limits of every call: dtypes, heads, head dims, masks."""
+    heads = names.heads
+    return (
+        "dtype(key) == dtype(query)",
+        "dtype(value) == dtype(query)",
+        f"{heads} <= 256",
+        Limit(f"{heads} <= 64 * num_key_value_heads", when="num_key_value_heads > 0"),
+        Limit("B <= 65536", when=_BATCHED),
+        *(Limit(f"({width}) % 16 == 0 and {width} <= 512".format(heads), when=when) for when, width in _WIDTHS),
+        Limit("shape(key) == shape(value)", when=_BATCHED),
+        Limit("given(atten_mask)", when="sparse_mode in (2, 3, 4)"),
+        Limit(
+            "size(atten_mask, -1) == 2048 and size(atten_mask, -2) == 2048",
+            when="sparse_mode in (2, 3, 4)",
+            because="these modes take one fixed mask, triu(ones(2048, 2048), 1)",
+        ),
+        Limit(
+            "rank(atten_mask) > 2",
+            when=f"{_MASKED} and (given(query_rope) or input_layout not in ('BSH', 'BSND', 'BNSD', 'BNSD_BSND'))",
+        ),
+        Limit("size(atten_mask, 0) == S", when=f"{_MASKED} and rank(atten_mask) == 2 and S > 1"),
+        Limit("size(atten_mask, 0) == B", when=f"{_MASKED} and rank(atten_mask) == 2 and S == 1"),
+        Limit("size(atten_mask, 1) == 1", when=f"{_MASKED} and rank(atten_mask) == 4"),
+        Limit("size(atten_mask, -1) >= Q", when=f"{_MASKED} and not given(block_table) and not {_BNSD} and {_BATCHED}"),
+        Limit("size(atten_mask, -1) >= U", when=f"{_MASKED} and not given(block_table) and {_BNSD}"),
+        Limit("size(atten_mask, -1) >= M * block_size", when=f"{_MASKED} and given(block_table)"),
+    )
+
+
+def _one_query(names: Names) -> tuple[Limit | str, ...]:
+    """Calls with one query per sequence run another kernel than those with more."""
+    because = "with one query the kernel ignores this"
+    unlimited = "pre_tokens >= 2147483647 and next_tokens >= 2147483647"
+    return (
+        Limit("S > 1", when="input_layout == 'BNSD_BSND'"),
+        Limit("1 < S and S <= 16", when="input_layout in ('BSH_NBSD', 'BSND_NBSD', 'BNSD_NBSD')"),
+        Limit("sparse_mode in (0, 1, 3)", when=f"{_BATCHED} and {_PLAIN} and S == 1", because=because),
+        Limit(unlimited, when=f"{_BATCHED} and S == 1 and sparse_mode == 0 and given(atten_mask)", because=because),
+        Limit("inner_precise in (0, 1)", when=f"{_BATCHED} and S == 1"),
+        "inner_precise in (0, 1, 2, 3)",
+    )
+
+
+def _pages(names: Names) -> tuple[Limit | str, ...]:
+    """Limits of paged caches."""
+    paged = "given(block_table)"
+    return (
+        Limit("block_size % 16 == 0 and block_size <= 512", when=f"{paged} and {_BATCHED} and {_PLAIN} and S == 1"),
+        Limit(
+            "block_size % 128 == 0 and 0 < block_size and block_size <= 512",
+            when=f"{paged} and {_BATCHED} and {_PLAIN} and S > 1",
+        ),
+        Limit(
+            "block_size % 16 == 0 and block_size <= 1024",
+            when=f"{paged} and ({_PACKED} or given(query_rope))",
+        ),
+        Limit("rank(key) == 3", when=f"{paged} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
+        Limit("rank(key) < 5", when=f"{paged} and {_PLAIN}", because="fractal NZ caches are for latent attention"),
+        Limit("K <= 65535", when=f"{paged} and rank(key) == 3"),
+    )
+
+
+def _packed(names: Names) -> tuple[Limit | str, ...]:
+    """Limits of packed sequences."""
+    plain = f"{_PACKED} and {_PLAIN}"
+    alike = f"num_key_value_heads == 0 or num_key_value_heads == {names.heads}"
+    sink = "given(learnable_sink)" if names.sink else "num_key_value_heads < 0"
+    sinks = () if names.sink is None else (
+        Limit("input_layout in ('TND', 'NTD_TND') and D <= 128", when=sink),
+        Limit(_PLAIN, when=sink),
+    )  # fmt: skip
+    return (
+        Limit(f"length({names.query_lengths}) <= 4096", when=_PACKED),
+        Limit("sparse_mode in (0, 3, 4)", when=_PACKED),
+        Limit("input_layout in ('TND', 'NTD_TND')", when=plain),
+        Limit(f"D in (128, 192) or D == 64 and ({alike} or {sink})", when=plain),
+        Limit("K == D and V == D", when=f"{plain} and not given(block_table) and D != 192"),
+        Limit("K == D and V in (128, 192)", when=f"{plain} and not given(block_table) and D == 192"),
+        Limit(f"V == 128 or {alike}", when=f"{plain} and not given(block_table) and D == 192"),
+        Limit("V == 128", when=f"{plain} and not given(block_table) and D == 192 and {_NTD}"),
+        Limit("rank(key) == 3", when=f"{plain} and given(block_table) and ({alike})"),
+        Limit("inner_precise in (0, 1)", when=f"{plain} and dtype(query) == 'float16'"),
+        Limit("inner_precise == 0", when=f"{plain} and dtype(query) == 'bfloat16'"),
+        *sinks,
+    )
+
+
+def _latent(names: Names) -> tuple[Limit | str, ...]:
+    """Limits of calls with rope apart, as latent attention makes them: head dim 512 absorbed, 128 not."""
+    heads, rope = names.heads, "given(query_rope)"
+    found: list[Limit | str] = []
+    for when, text in _WIDTHS:
+        width = text.format(heads)
+        found.append(Limit(f"{width} in (128, 512)", when=f"{rope} and {when}"))
+        absorbed = f"{rope} and {when} and {width} == 512"
+        found.append(Limit(f"num_key_value_heads == 1 and {heads} in (1, 2, 4, 8, 16, 32, 64, 128)", when=absorbed))
+        found.append(Limit("sparse_mode in (0, 3, 4)", when=absorbed))
+        found.append(Limit(f"not {names.lse}", when=absorbed))
+        found.append(Limit("input_layout in (" + _ABSORBED + ")", when=absorbed))
+        found.append(Limit("input_layout in (" + _SPLIT + ")", when=f"{rope} and {when} and {width} == 128"))
+    return (
+        *found,
+        Limit(f"Hr == 64 * {heads}", when=f"{rope} and {_MERGED}"),
+        Limit("Dr == 64", when=f"{rope} and not {_MERGED}"),
+        Limit("dtype(query_rope) == dtype(query) and dtype(key_rope) == dtype(key)", when=rope),
+        Limit("input_layout not in ('BSH_BNSD', 'BSND_BNSD')", when=_PLAIN),
+    )
+
+
+_ABSORBED = "'BSH', 'BSND', 'BNSD', 'BNSD_NBSD', 'BSND_NBSD', 'BSH_NBSD', 'TND', 'TND_NTD'"
+_SPLIT = "'BSH', 'BSND', 'TND', 'BNSD', 'BSH_BNSD', 'BSND_BNSD', 'BNSD_BSND', 'NTD_TND'"

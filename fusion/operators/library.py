@@ -23,12 +23,12 @@ import torch
 from torch.library import Library, register_fake
 
 from fusion._torch import OpOverload, has_kernel, schema_of
-from fusion.operators import activation, attention, cache, norm, rope
+from fusion.operators import activation, attention, cache, format, fusion_attention, norm, rope, routing
 from fusion.operators.contract import Operator
 
 _VENDOR = "torch_npu"
 _DEVICES = ("CPU", "CUDA")
-"""Where a decomposition may serve as the kernel; PrivateUse1 and Meta are torch_npu's."""
+"""Where a decomposition may serve as the kernel; PrivateUse1 is torch_npu's."""
 
 
 def _declared(*modules: ModuleType) -> Mapping[str, Operator]:
@@ -36,7 +36,9 @@ def _declared(*modules: ModuleType) -> Mapping[str, Operator]:
     return MappingProxyType({operator.name: operator for operator in sorted(found, key=lambda op: op.name)})
 
 
-OPERATORS: Mapping[str, Operator] = _declared(activation, attention, cache, norm, rope)
+OPERATORS: Mapping[str, Operator] = _declared(
+    activation, attention, cache, format, fusion_attention, norm, rope, routing
+)
 """Qualified name -> operator, for every `Operator` that the modules above declare."""
 
 
@@ -71,8 +73,8 @@ _registration = _Registration()
 def ensure() -> Origin:
     """Register what is missing of `OPERATORS` in this process and say whose schemas are in use; repeatable.
 
-    Imports torch_npu if it is installed. Defines no schema that exists, and adds CPU and CUDA kernels only where there
-    are none. A torch_npu that is imported later takes over, and `ensure()` then says so.
+    Imports torch_npu if it is installed. Defines no schema that exists, and adds CPU, CUDA and Meta kernels only
+    where there are none. A torch_npu that is imported later takes over, and `ensure()` then says so.
     """
     with _registration.lock:
         if _registration.origin is None:
@@ -149,6 +151,8 @@ def _add_kernels(operator: Operator) -> None:
     for device in _DEVICES:
         if not has_kernel(operator.name, device):
             library.impl(operator.short, operator.fallback, device)
+    if not has_kernel(operator.name, "Meta"):
+        register_fake(operator.name, operator.meta, lib=library)
 
 
 class _Handover:

@@ -2,7 +2,7 @@
 
 The grammar is a small part of Python's expressions: integers, strings, names, `+ - * // %`, comparisons, `in (...)`,
 `and or not`, and the functions `size(tensor, dim)`, `shape(tensor)`, `rank(tensor)`, `dtype(tensor)`,
-`itemsize(tensor)` and `given(argument)`. Nothing else can be written, so a limit is data.
+`itemsize(tensor)`, `length(list or tensor)` and `given(argument)`. Nothing else can be written, so a limit is data.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -21,7 +21,7 @@ import torch
 from fusion._torch import known_true
 from fusion.errors import OperatorError
 
-FUNCTIONS = ("size", "shape", "rank", "dtype", "itemsize", "given")
+FUNCTIONS = ("size", "shape", "rank", "dtype", "itemsize", "length", "given")
 
 Decide = Callable[["bool | torch.SymBool"], "bool | None"]
 
@@ -193,6 +193,8 @@ def _called(function: str, value: Any, rest: list[Any]) -> Any:
             return str(value.dtype).removeprefix("torch.")
         case "itemsize":
             return value.dtype.itemsize
+        case "length":
+            return len(value) if isinstance(value, list | tuple) else value.shape[0]
         case _:
             return value is not None
 

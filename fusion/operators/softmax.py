@@ -48,22 +48,38 @@ def written_softmax(
     another width; sink [N] is a logit of each head that no value belongs to. All in float32, rounded once. A row that
     sees no key is 0 and has the log-sum-exp +inf.
     """
-    wide = compute_dtype(value)
+    scores = _scores(pairs, visible, scale)
+    top, weights, total = _weighted(scores, sink)
+    blind = total == 0  # never with a sink, whose rows without keys are 0 by themselves
+    out = (shared_matmul(weights, value.to(scores.dtype)) / total).masked_fill(blind, 0.0)
+    return out.to(value.dtype), (top + total.log()).masked_fill(blind, math.inf)
+
+
+def softmax_statistics(
+    pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Largest score and sum of exp(score - largest) of each row, [B, N, S, 1], sink included."""
+    top, _, total = _weighted(_scores(pairs, visible, scale), sink)
+    return top, total
+
+
+def _scores(pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float) -> Tensor:
+    wide = compute_dtype(pairs[0][0])
     scores = _total([shared_matmul(q.to(wide) * scale, k.to(wide).transpose(-2, -1)) for q, k in pairs])
     seen = _mask(visible, scores)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -math.inf)
-    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(wide).min)
-    extra = None if sink is None else sink.to(wide).reshape(-1, 1, 1)
-    if extra is not None:
-        top = torch.maximum(top, extra)
+    return scores if seen is None else scores.masked_fill(~seen, -math.inf)
+
+
+def _weighted(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest score of each row, exp(score - largest), and the sum of those, sink included."""
+    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    if sink is None:
+        weights = (scores - top).exp()
+        return top, weights, weights.sum(-1, keepdim=True)
+    extra = sink.to(scores.dtype).reshape(-1, 1, 1)
+    top = torch.maximum(top, extra)
     weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    blind = total == 0
-    if extra is not None:
-        total = total + (extra - top).exp()
-    out = (shared_matmul(weights, value.to(wide)) / total).masked_fill(blind, 0.0)
-    return out.to(value.dtype), (top + total.log()).masked_fill(blind, math.inf)
+    return top, weights, weights.sum(-1, keepdim=True) + (extra - top).exp()
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

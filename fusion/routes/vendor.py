@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fusion._torch import Boxed, OpOverload, boxed, fake_mode_of, tracing_apart
 from fusion.errors import FusionError
+from fusion.operators import ensure
 from fusion.routes.expand import expand
 
 aten = torch.ops.aten
@@ -59,12 +60,30 @@ def _vendor(name: str, doing: str) -> Any:
 
 def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
     """What to hand over in place of operators whose converter torchair 2.13.0 lacks, or that raises, or is wrong."""
-    return {
+    ensure()  # for the overloads that are ours
+    lengths = {
+        getattr(torch.ops.npu, name).tensor_lengths: _with_tensor_lengths(name)
+        for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2")
+    }
+    return lengths | {
         aten.index_copy.default: _index_copy,
         aten.index_put.default: _index_put,
         torch.ops.npu.npu_gemma_rms_norm.default: _gemma_rms_norm,
         torch.ops.npu.npu_rotary_mul.default: _rotary_mul,
     }
+
+
+def _with_tensor_lengths(name: str) -> Callable[..., Any]:
+    """torchair's own operator for lengths in tensors, which exists in graphs for GE alone.
+
+    Its module is imported when it is first called, and would replace the kernels registered for it until then.
+    """
+
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module(f"torchair.ops._{name}")
+        return getattr(torch.ops.air, name).default(*args, **kwargs)
+
+    return converted
 
 
 def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:

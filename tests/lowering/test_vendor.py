@@ -69,6 +69,24 @@ def test_the_cache_is_written_in_place(shapes: str):
     assert len(graph["written"]) == 1
 
 
+@cache
+def attention() -> dict[str, tuple[float, dict[str, int]]]:
+    done = torch_npu_host.run("from tests.lowering import attention_child\nattention_child.main()")
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@requires_torch_npu
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("lengths", ["list", "tensor"])
+def test_attention_is_one_ge_operator_whatever_holds_its_lengths(version: int, lengths: str):
+    far, operators = attention()[f"v{version} {lengths}"]
+    assert far < 1e-6
+    assert operators["FusedInferAttentionScore"] == 1
+    # query, cache, table, and the lengths if they are a tensor
+    assert operators["Data"] == (4 if lengths == "tensor" else 3)
+
+
 @requires_torch_npu
 def test_symbolic_sizes_reach_ge():
     (graph,) = report("torchair", "dynamic")["converted"]

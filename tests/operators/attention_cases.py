@@ -91,6 +91,18 @@ def v1(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     return lambda dtype: {names.get(name, name): value for name, value in v2(a)(dtype).items()}
 
 
+def fusion(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
+    """Arguments of npu_fusion_attention."""
+    names = {"num_query_heads": "head_num", "softmax_scale": "scale", "learnable_sink": "sink"}
+    names |= {"pre_tokens": "pre_tockens", "next_tokens": "next_tockens"}
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = {names.get(name, name): value for name, value in v2(a)(dtype).items() if name != "num_key_value_heads"}
+        return call | ({"sink": call["sink"].float()} if a.sink else {})
+
+    return make
+
+
 def in_tensors(make: Callable[[torch.dtype], dict[str, Any]]) -> Callable[[torch.dtype], dict[str, Any]]:
     """The same call with its lengths in tensors."""
     return lambda dtype: {
@@ -177,4 +189,12 @@ V2_ONLY: tuple[tuple[str, Attend], ...] = (
     ("sink", Attend("TND", sink=True, mode=3, **PACKED)),
     ("sink, NTD_TND band", Attend("NTD_TND", sink=True, mode=4, before=3, after=0, **PACKED)),
     ("sink, pages, decode", Attend("TND", s=1, t=11, block=4, sink=True, mode=3, lengths=([1, 2], [11, 6]))),
+)
+FUSION: tuple[tuple[str, Attend], ...] = (
+    *((f"{layout}, no mask", Attend(layout)) for layout in ("BSH", "SBH", "BSND", "BNSD")),
+    ("causal", Attend("SBH", mode=2)),
+    ("right-down causal, more keys", Attend(s=3, t=7, mode=3)),
+    ("band", Attend("BSND", s=4, t=7, mode=4, before=2, after=0)),
+    ("TND causal", Attend("TND", mode=3, lengths=([3, 10], [3, 10]))),
+    ("sink", Attend("BSND", sink=True, mode=3)),
 )

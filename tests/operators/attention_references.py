@@ -198,3 +198,24 @@ def fused_infer_v1(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
         "softmax_lse_flag": "return_softmax_lse",
     }
     return fused_infer_v2(query, key, value, **{names.get(n, n): v for n, v in more.items()})
+
+
+def fusion(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **more: Any) -> tuple[Any, ...]:
+    packed = input_layout == "TND"
+    names = {"atten_mask": "mask", "sparse_mode": "mode", "pre_tockens": "before", "next_tockens": "after"}
+    names |= {"actual_seq_qlen": "query_lengths", "actual_seq_kvlen": "key_lengths", "scale": "scale", "sink": "sink"}
+    call = {names[name]: value for name, value in more.items()}
+    width = query.shape[-1] // head_num
+    merged = input_layout in ("BSH", "SBH")
+    call["kv_heads"] = key.shape[-1] // width if merged else key.shape[input_layout.index("N")]
+    call |= {"heads": head_num, "layout": input_layout}
+    out, lse = infer_attention(query, key, value, lse=True, **call)
+    # The largest score is a log-sum-exp in the limit of low temperature: no other way to it than to try.
+    cold = 1e6
+    sharp = {**call, "scale": call["scale"] * cold}
+    if "sink" in call:
+        sharp["sink"] = call["sink"] * cold
+    top = infer_attention(query, key, value, lse=True, **sharp)[1] / cold
+    total = (lse - top).exp()
+    lanes = (-1, -1, 8) if packed else (-1, -1, -1, 8)
+    return out, top.expand(lanes), total.expand(lanes), query.new_empty(0)

@@ -112,6 +112,19 @@ def _swiglu(*shape: int, dim: int = -1, swap: bool = False):
     return make
 
 
+def _gating(*shape: int, **more: Any):
+    # No two scores of a token are equal in any dtype, so that there is one order.
+    return lambda dtype: {"x": (torch.rand(shape).argsort(-1) / 8).to(dtype), **more}
+
+
+def _format(*shape: int, acl_format: int = 29, swap: bool = False):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        return {"input": x.transpose(0, 1) if swap else x, "acl_format": acl_format}
+
+    return make
+
+
 def _scatter(*shape: int, rows: tuple[tuple[int, ...], ...]):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         updates = torch.randn(len(rows), *shape[len(rows[0]) :], dtype=torch.float64).to(dtype)
@@ -174,6 +187,13 @@ CASES = (
         for label, call in attention.CALLS
         if call.lengths != (None, None)
     ),
+    *(Case("npu_fusion_attention", label, attention.fusion(call)) for label, call in attention.FUSION),
+    Case("npu_moe_gating_top_k_softmax_v2", "softmax first", _gating(7, 16, k=3)),
+    Case("npu_moe_gating_top_k_softmax_v2", "top-k first", _gating(7, 16, k=3, renorm=1)),
+    Case("npu_moe_gating_top_k_softmax_v2", "3-D", _gating(2, 5, 16, k=2)),
+    Case("npu_moe_gating_top_k_softmax_v2", "with the softmax", _gating(7, 16, k=3, output_softmax=True)),
+    Case("npu_format_cast", "weight", _format(32, 64)),
+    Case("npu_format_cast", "back, transposed", _format(32, 64, acl_format=2, swap=True)),
     Case("npu_scatter_nd_update", "rows", _scatter(9, 16, rows=((2,), (7,), (0,)))),
     Case("npu_scatter_nd_update", "one row", _scatter(9, 16, rows=((8,),))),
     Case("npu_scatter_nd_update", "cache [B, N, S, D]", _scatter(2, 3, 5, 8, rows=((1, 2, 4), (0, 0, 1)))),
@@ -181,7 +201,9 @@ CASES = (
 
 
 def flat(result: Any) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
+    """The tensors of a result."""
+    results = result if isinstance(result, tuple | list) else (result,)
+    return tuple(each for each in results if isinstance(each, Tensor))
 
 
 def described(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]:

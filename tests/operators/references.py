@@ -78,6 +78,18 @@ def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor
     return out
 
 
+def gating(x: Tensor, k: int, renorm: int = 0, output_softmax: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    shares = x.exp() / x.exp().sum(-1, keepdim=True)
+    index = x.argsort(-1, descending=True)[..., :k]
+    y = shares.gather(-1, index)
+    y = y / y.sum(-1, keepdim=True) if renorm else y
+    return y, index, shares if output_softmax and not renorm else x.new_empty(0)
+
+
+def format_cast(input: Tensor, acl_format: int) -> Tensor:
+    return input.clone()
+
+
 REFERENCES = {
     "npu_rms_norm": norm,
     "npu_gemma_rms_norm": gemma,
@@ -87,6 +99,9 @@ REFERENCES = {
     "npu_interleave_rope": interleave_rope,
     "npu_swiglu": swiglu,
     "npu_scatter_nd_update": scatter_nd_update,
+    "npu_moe_gating_top_k_softmax_v2": gating,
+    "npu_format_cast": format_cast,
+    "npu_fusion_attention": attention.fusion,
     "npu_fused_infer_attention_score": attention.fused_infer_v1,
     "npu_fused_infer_attention_score.tensor_lengths": attention.fused_infer_v1,
     "npu_fused_infer_attention_score_v2": attention.fused_infer_v2,

@@ -35,7 +35,23 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     q = npu.npu_rotary_mul(q.transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2), "interleave")
     q = npu.npu_interleave_rope(q.transpose(1, 2).transpose(1, 2), cos.transpose(1, 2), sin.transpose(1, 2))
     k = npu.npu_scatter_nd_update(k, torch.zeros(1, 2, dtype=torch.int64), k[:1, -1])
-    return npu.npu_swiglu(q.transpose(1, 2).reshape(y.shape)), k, residual
+    out = npu.npu_swiglu(q.transpose(1, 2).reshape(y.shape))
+    return out, k, residual, attended(heads), *npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+
+
+def attended(x: Tensor) -> Tensor:
+    """[B, S, N, D] through every attention, with lengths of both kinds."""
+    npu = torch.ops.npu
+    heads, scale = x.shape[2], 0.125
+    lengths = torch.full(x.shape[:1], x.shape[1], device=x.device)
+    first, second = npu.npu_fused_infer_attention_score, npu.npu_fused_infer_attention_score_v2
+    v1 = {"num_heads": heads, "scale": scale, "input_layout": "BSND", "sparse_mode": 3}
+    v2 = {"num_query_heads": heads, "softmax_scale": scale, "input_layout": "BSND", "sparse_mode": 3}
+    x = first.default(x, x, x, **v1)[0]
+    x = first.tensor_lengths(x, x, x, actual_seq_lengths_kv=lengths, **v1)[0]
+    x = second.default(x, x, x, actual_seq_kvlen=[2], **v2)[0]
+    x = second.tensor_lengths(x, x, x, actual_seq_kvlen=lengths - 1, **v2)[0]
+    return npu.npu_format_cast(npu.npu_fusion_attention(x, x, x, heads, "BSND", scale=scale)[0], 29)
 
 
 def inputs(batch: int = 2, tokens: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

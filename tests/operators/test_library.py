@@ -124,9 +124,24 @@ told(found=found, first=first, untouched=untouched, errors=errors, last=shown(en
 
 TAKEN_OVER = """
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-kernels = {name: [has(name, key) for key in ("CPU", "PrivateUse1", "Meta")] for name in operators()}
+theirs = [name for name in operators() if not name.endswith(".tensor_lengths")]
+kernels = {name: [has(name, key) for key in ("CPU", "PrivateUse1", "Meta")] for name in theirs}
+lengths = {name: [has(name, key) for key in ("CPU", "Meta")] for name in set(operators()) - set(theirs)}
+packet = torch.ops.npu.npu_fused_infer_attention_score_v2
+overloads = sorted(packet.overloads())
+attended = packet.tensor_lengths(
+    x, x, x, num_query_heads=2, actual_seq_kvlen=torch.tensor([2, 3]), input_layout="BSH"
+)[0].shape
 y, rstd = torch.ops.npu.npu_rms_norm(x.half().to("meta"), gamma.half().to("meta"))
 """
+
+
+def assert_lengths_in_tensors(facts: dict[str, Any]) -> None:
+    """Our overloads stand beside the ones of torch_npu, and run."""
+    assert len(facts["lengths"]) == 2
+    assert set(map(tuple, facts["lengths"].values())) == {(True, True)}
+    assert facts["overloads"] == ["default", "out", "tensor_lengths"]
+    assert facts["attended"] == [2, 3, 8]
 
 
 @requires_torch_npu
@@ -148,7 +163,8 @@ expected = theirs(x, gamma)[0]
 old = [run(x, gamma) for run in (graph, compiled, lambda *a: packet(*a)[0], lambda *a: ours(*a)[0])]
 torch._dynamo.reset()
 {TAKEN_OVER}
-told(first=first, last=shown(ensure()), renewed=theirs is not ours, runs=runs(), kernels=kernels,
+told(first=first, last=shown(ensure()), renewed=theirs is not ours, runs=runs(),
+     kernels=kernels, lengths=lengths, overloads=overloads, attended=attended,
      old=[torch.equal(got, expected) for got in old], recompiled=torch.equal(compiled(x, gamma), expected),
      finders=sum("Handover" in type(f).__name__ for f in sys.meta_path))
 """)
@@ -160,6 +176,7 @@ told(first=first, last=shown(ensure()), renewed=theirs is not ours, runs=runs(),
     assert facts["recompiled"]
     assert set(map(tuple, facts["kernels"].values())) == {(True, True, True)}
     assert facts["finders"] == 0
+    assert_lengths_in_tensors(facts)
 
 
 @requires_torch_npu
@@ -171,12 +188,14 @@ import torch
 {RUN}
 origin = ensure()
 {TAKEN_OVER}
-told(origin=shown(origin), runs=runs(), kernels=kernels, table=len(decompositions()))
+told(origin=shown(origin), runs=runs(),
+     kernels=kernels, lengths=lengths, overloads=overloads, attended=attended, table=len(decompositions()))
 """)
     assert facts["origin"] == {"source": "torch_npu", "reason": "torch_npu is imported", "version": "2.13.0"}
     assert facts["runs"]
     assert set(map(tuple, facts["kernels"].values())) == {(True, True, True)}
-    assert facts["table"] == len(facts["kernels"])
+    assert facts["table"] == len(facts["kernels"]) + len(facts["lengths"])
+    assert_lengths_in_tensors(facts)
 
 
 @requires_torch_npu

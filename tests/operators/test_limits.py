@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fusion.errors import OperatorError
 from fusion.operators import CHIPS, HOST, Limit, Operator, operator, operators, refusal
+from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 
 A2, A3, A5 = CHIPS
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -64,6 +65,8 @@ def rope(
     return {"x": t(b, n, s, d, dtype=dtype), "cos": r, "sin": r}
 
 
+NZ = {"input": t(32, 64), "acl_format": 29}
+GATE = {"x": t(7, 16), "k": 2}
 NORM = {"input": t(2, 3, 64), "gamma": t(64)}
 ADD = {"x1": t(2, 3, 64), "x2": t(2, 3, 64), "gamma": t(64)}
 DEEP = (1, 1, 1, 1, 1, 1, 2, 3, 64)
@@ -279,6 +282,33 @@ EDGES = [
     ),
     ("npu_swiglu", CHIPS, {"input": t(*DEEP[1:])}, {"input": t(*DEEP)}, "rank(input) <= 8"),
     # npu_scatter_nd_update
+    # npu_format_cast
+    ("npu_format_cast", (HOST, A2, A3), NZ, NZ | {"acl_format": 3}, "acl_format in (2, 29)"),
+    ("npu_format_cast", (A2, A3), NZ, NZ | {"input": t(32)}, "rank(input) >= 2"),
+    ("npu_format_cast", (A2, A3), NZ, NZ | {"customize_dtype": 1}, "not given(customize_dtype)"),
+    ("npu_format_cast", (A2, A3), NZ, NZ | {"input_dtype": 1}, "not given(input_dtype)"),
+    # npu_moe_gating_top_k_softmax_v2
+    ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE, GATE | {"x": t(16)}, "rank(x) in (2, 3)"),
+    ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE | {"k": 16}, GATE | {"k": 17}, "0 < k and k <= E"),
+    ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE, GATE | {"renorm": 2}, "renorm in (0, 1)"),
+    ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE, GATE | {"finished": t(7)}, "not given(finished)"),
+    (
+        "npu_moe_gating_top_k_softmax_v2",
+        (HOST, A2, A3),
+        GATE | {"output_softmax": True},
+        GATE | {"output_softmax": True, "x": t(2, 7, 16)},
+        "rank(x) == 2",
+    ),
+    (
+        "npu_moe_gating_top_k_softmax_v2",
+        (A2, A3),
+        {"x": t(7, 2048), "k": 1024},
+        {"x": t(7, 2048), "k": 1025},
+        "k <= 1024",
+    ),
+    # npu_fusion_attention
+    *(("npu_fusion_attention", (HOST, A2, A5), *edge) for edge in FUSION_HOST_EDGES),
+    *(("npu_fusion_attention", (A2, A5), *edge) for edge in FUSION_EDGES),
     ("npu_scatter_nd_update", (HOST, *CHIPS), scatter(2), scatter(3), "K <= rank(input)"),
     ("npu_scatter_nd_update", CHIPS, scatter(1), scatter(1, dtype=F32), "dtype(updates) == dtype(input)"),
 ]
@@ -301,7 +331,8 @@ def test_both_sides_of_a_limit(edge: Any):
         assert "\n" not in said
 
 
-@pytest.mark.parametrize("name", operators())
+# The edges of attention for inference stand in test_attention_limits.py.
+@pytest.mark.parametrize("name", [name for name in operators() if "fused_infer_attention" not in name])
 def test_every_limit_has_an_edge_on_every_chip(name: str):
     op = operator(name)
     said = [(chip, refusal(op, chip, (), e[3])) for e in EDGES if f"npu::{e[0]}" == name for chip in e[1]]

@@ -26,7 +26,8 @@ for name, op in operators().items():
     real = op.overload()._schema
     schemas[name] = str(real)
     mutable[name] = real.is_mutable or any(a.alias_info is not None for a in [*real.arguments, *real.returns])
-    converters[name] = _get_converter(op.overload()) is not None
+    if not name.endswith(".tensor_lengths"):
+        converters[name] = _get_converter(op.overload()) is not None
 for case in CASES:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         call = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in case.arguments(dtype).items()}
@@ -58,4 +59,5 @@ def test_meta_kernels_return_what_ours_say(vendor: dict[str, Any]):
 
 
 def test_torchair_is_named_where_there_is_a_converter(vendor: dict[str, Any]):
-    assert vendor["converters"] == {name: "torchair" in op.lowerings for name, op in operators().items()}
+    ours = {name for name in operators() if name.endswith(".tensor_lengths")}  # handed over as operators of torchair's
+    assert vendor["converters"] == {n: "torchair" in op.lowerings for n, op in operators().items() if n not in ours}

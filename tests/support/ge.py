@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ class Converted:
 
 
 _converted: list[Converted] = []
+_kernels: list[Any] = []
 
 
 def install() -> None:
@@ -31,6 +33,7 @@ def install() -> None:
     compat_ir.is_cann_compat = lambda *_, **__: ""
     ge_custom._torchair = _Registry(ge_custom._torchair)
     _run_eagerly(torchair.CompilerConfig)
+    _compute_what_only_ge_computes()
     _record(fx2ge_converter.GeConcreteGraph)
 
 
@@ -42,6 +45,19 @@ def converted() -> list[Converted]:
 def operators() -> Counter[str]:
     """GE operator types of the last converted graph, after torchair's own passes."""
     return _converted[-1].after
+
+
+def _compute_what_only_ge_computes() -> None:
+    """CPU kernels for torchair's operators with lengths in tensors, whose own kernels only say what to do instead."""
+    import torch
+
+    from fusion.operators import operator
+
+    for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"):
+        importlib.import_module(f"torchair.ops._{name}")  # the last registration wins
+        library = torch.library.Library("air", "IMPL")
+        library.impl(name, operator(f"npu::{name}.tensor_lengths").fallback, "CPU", allow_override=True)
+        _kernels.append(library)
 
 
 class _Registry:

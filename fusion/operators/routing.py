@@ -1,0 +1,67 @@
+"""Expert routing of mixture-of-experts models: softmax and top-k in one kernel."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusion.operators.contract import Limit, Operator
+from fusion.operators.dtypes import FLOATS, compute_dtype
+
+
+def _gating_top_k_softmax(
+    x: Tensor,
+    *,
+    k: int = 1,
+    finished: Tensor | None = None,
+    renorm: int | None = 0,
+    output_softmax: bool | None = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = x.to(compute_dtype(x))
+    shares = wide if renorm else wide.softmax(-1)
+    best, index = shares.topk(k, dim=-1)
+    y = best.softmax(-1) if renorm else best
+    whole = shares.to(torch.float32) if output_softmax and not renorm else x.new_empty([0], dtype=torch.float32)
+    return y.to(x.dtype), index.to(torch.int32), whole.contiguous()
+
+
+def _gating_top_k_softmax_meta(
+    x: Tensor,
+    *,
+    k: int = 1,
+    finished: Tensor | None = None,
+    renorm: int | None = 0,
+    output_softmax: bool | None = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = (*x.shape[:-1], k)
+    whole = x.shape if output_softmax and not renorm else [0]
+    return x.new_empty(chosen), x.new_empty(chosen, dtype=torch.int32), x.new_empty(whole, dtype=torch.float32)
+
+
+MOE_GATING_TOP_K_SOFTMAX_V2 = Operator(
+    schema=(
+        "npu::npu_moe_gating_top_k_softmax_v2(Tensor x, *, int k=1, Tensor? finished=None, int? renorm=0, "
+        "bool? output_softmax=False) -> (Tensor, Tensor, Tensor)"
+    ),
+    fallback=_gating_top_k_softmax,
+    meta=_gating_top_k_softmax_meta,
+    dims={"x": "*B E"},
+    dtypes={"x": FLOATS},
+    limits={
+        "host": (
+            "rank(x) in (2, 3)",
+            "0 < k and k <= E",
+            "renorm in (0, 1)",
+            Limit("not given(finished)", because="what it gives for finished rows is not documented"),
+            Limit("rank(x) == 2", when="output_softmax == True", because="its Meta kernel forgets a dim of three"),
+        ),
+        "ascend910b": ("k <= 1024",),
+        "ascend910_93": ("k <= 1024",),
+    },
+    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
+    source="op-plugin: torch_npu.npu_moe_gating_top_k_softmax(_v2); CANN: aclnnMoeGatingTopKSoftmaxV2",
+    summary="renorm 0: y, index = top-k of softmax(x); renorm 1: y = softmax of the k largest x; in float32",
+)

@@ -1,0 +1,199 @@
+"""Calls of npu_fused_infer_attention_score_v2 on both sides of its limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.operators.attention_limits import V2
+
+Edge = tuple[dict[str, Any], dict[str, Any], str]
+
+
+def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+FULL = t(2048, 2048, dtype=torch.bool)
+HEADS: dict[str, Any] = {"num_query_heads": 8, "num_key_value_heads": 2}
+CAUSAL: dict[str, Any] = {"sparse_mode": 3, "atten_mask": FULL}
+
+
+def bsnd(s: int = 5, d: int = 128, n: int = 8, m: int = 2, b: int = 2) -> dict[str, Any]:
+    return {
+        "query": t(b, s, n, d), "key": t(b, 7, m, d), "value": t(b, 7, m, d), "input_layout": "BSND",
+        "num_query_heads": n, "num_key_value_heads": m,
+    }  # fmt: skip
+
+
+def bsh(d: int = 128) -> dict[str, Any]:
+    return HEADS | {"query": t(2, 5, 8 * d), "key": t(2, 7, 2 * d), "value": t(2, 7, 2 * d), "input_layout": "BSH"}
+
+
+def bnsd(layout: str = "BNSD", s: int = 5) -> dict[str, Any]:
+    kv = {"key": t(2, 2, 7, 128), "value": t(2, 2, 7, 128)}
+    return HEADS | kv | {"query": t(2, 8, s, 128), "input_layout": layout}
+
+
+def tnd(d: int = 128, m: int = 2, v: int = 0, ntd: bool = False) -> dict[str, Any]:
+    tensors = {"query": (9, 8, d), "key": (9, m, d), "value": (9, m, v or d)}
+    turned = {name: t(*((s[1], s[0], s[2]) if ntd else s)) for name, s in tensors.items()}
+    lengths = {"actual_seq_qlen": [3, 9], "actual_seq_kvlen": [4, 9]}
+    heads = {"num_query_heads": 8, "num_key_value_heads": m}
+    return turned | lengths | heads | {"input_layout": "NTD_TND" if ntd else "TND"}
+
+
+def pages(call: dict[str, Any], block: int = 128, form: int = 3, m: int = 2, d: int = 128) -> dict[str, Any]:
+    cache = {3: t(9, block, m * d), 4: t(9, m, block, d), 5: t(9, m, d // 16, block, 16)}[form]
+    table = {"block_table": t(2, 3, dtype=torch.int32), "block_size": block, "actual_seq_kvlen": [7, 9]}
+    return call | table | {"key": cache, "value": cache}
+
+
+def latent(d: int = 512, rope: int = 64, n: int = 8, m: int = 1) -> dict[str, Any]:
+    return bsnd(d=d, n=n, m=m) | {"query_rope": t(2, 5, n, rope), "key_rope": t(2, 7, m, rope)}
+
+
+def latent_bsh(rope: int = 64, d: int = 128) -> dict[str, Any]:
+    kv = {"key": t(2, 7, d), "value": t(2, 7, d), "key_rope": t(2, 7, 64)}
+    heads = {"num_query_heads": 8, "num_key_value_heads": 1, "input_layout": "BSH"}
+    return kv | heads | {"query": t(2, 5, 8 * d), "query_rope": t(2, 5, 8 * rope)}
+
+
+def mask(*shape: int) -> dict[str, Any]:
+    return {"atten_mask": t(*shape, dtype=torch.bool)}
+
+
+HALF = torch.float16
+HOST_EDGES: list[Edge] = [
+    *((bsnd(), bsnd() | {name: 1 if name.endswith("dtype") else t(1)}, f"not given({name})") for name in V2.unused),
+    (bsnd(), bsnd() | {"num_query_heads": 0}, "num_query_heads > 0"),
+    (bsnd(), bsnd() | {"num_key_value_heads": 3}, "num_key_value_heads == 0 or num_key_value_heads > 0"),
+    (bsnd() | CAUSAL, bsnd() | CAUSAL | {"sparse_mode": 5}, "sparse_mode in (0, 1, 2, 3, 4)"),
+    (bsh(), bsh() | {"query": t(2, 5, 1025)}, "H % num_query_heads == 0"),
+    (bsnd(), bsnd() | {"num_query_heads": 4}, "N == num_query_heads"),
+    (latent(), {n: v for n, v in latent().items() if n != "key_rope"}, "given(key_rope)"),
+    (latent(), {n: v for n, v in latent().items() if n != "query_rope"}, "given(query_rope)"),
+    (bsnd() | mask(1, 1, 5, 7) | {"sparse_mode": 1}, bsnd() | {"sparse_mode": 1}, "given(atten_mask)"),
+    (tnd(), tnd() | mask(1, 1, 9, 9), "not given(atten_mask)"),
+    (tnd(), tnd() | {"actual_seq_qlen": None}, "given(actual_seq_qlen) and given(actual_seq_kvlen)"),
+    (bsnd(b=3), bsnd(b=3) | {"actual_seq_qlen": [1, 2]}, "length(actual_seq_qlen) >= B"),
+    (bsnd(b=3), bsnd(b=3) | {"actual_seq_kvlen": [1, 2]}, "length(actual_seq_kvlen) >= B"),
+    (tnd(), tnd() | {"actual_seq_qlen": [9]}, "length(actual_seq_qlen) == length(actual_seq_kvlen)"),
+    (bsnd(), bsnd() | {"key": t(2, 7, 256), "value": t(2, 7, 256)}, "rank(key) == rank(query)"),
+    (bsnd(), bsnd() | {"key": t(1, 7, 2, 128), "value": t(1, 7, 2, 128)}, "P == B"),
+    (bsnd(), bsnd() | {"num_key_value_heads": 4}, "U == num_key_value_heads"),
+    (bnsd(), bnsd() | {"num_key_value_heads": 4}, "Q == num_key_value_heads"),
+    (tnd(ntd=True), tnd(ntd=True) | {"num_key_value_heads": 4}, "P == num_key_value_heads"),
+    (pages(bsnd()), pages(bsnd()) | {"actual_seq_kvlen": None}, "given(actual_seq_kvlen)"),
+    (pages(bsnd()), pages(bsnd()) | {"block_table": t(3, 3, dtype=torch.int32)}, "E == B"),
+    (pages(tnd()), pages(tnd()) | {"block_table": t(3, 3, dtype=torch.int32)}, "E == length(actual_seq_kvlen)"),
+    (pages(bsnd()), pages(bsnd()) | {"block_size": 256}, "Q == block_size"),
+    (pages(bnsd(), form=4), pages(bnsd(), form=4) | {"block_size": 256}, "U == block_size"),
+    (tnd() | {"learnable_sink": t(8)}, tnd() | {"learnable_sink": t(4)}, "Ns == num_query_heads"),
+    (
+        tnd() | {"learnable_sink": t(8)},
+        tnd() | {"learnable_sink": t(8), "return_softmax_lse": True},
+        "not return_softmax_lse",
+    ),
+]
+KERNEL_EDGES: list[Edge] = [
+    (bsnd(), bsnd() | {"key": t(2, 7, 2, 128, dtype=HALF)}, "dtype(key) == dtype(query)"),
+    (bsnd(), bsnd() | {"value": t(2, 7, 2, 128, dtype=HALF)}, "dtype(value) == dtype(query)"),
+    (bsnd(), bsnd() | {"query": t(2, 5, 8, 128, dtype=torch.float32)}, "needs query in bfloat16, float16"),
+    (bsnd(n=256, m=8), bsnd(n=264, m=8), "num_query_heads <= 256"),
+    (bsnd(n=64, m=1), bsnd(n=128, m=1), "num_query_heads <= 64 * num_key_value_heads"),
+    (bsnd(b=1), bsnd(b=65537), "B <= 65536"),
+    (bsnd(d=80), bsnd(d=72), "(D) % 16 == 0 and D <= 512"),
+    (bsnd(d=512), bsnd(d=528), "(D) % 16 == 0 and D <= 512"),
+    (bsh(80), bsh(72), "(H // num_query_heads) % 16 == 0"),
+    (bsnd(), bsnd() | {"value": t(2, 7, 2, 64)}, "shape(key) == shape(value)"),
+    (bsnd() | CAUSAL, bsnd() | {"sparse_mode": 3}, "given(atten_mask)"),
+    (bsnd() | CAUSAL, bsnd() | {"sparse_mode": 3} | mask(1, 1, 5, 7), "size(atten_mask, -1) == 2048"),
+    (latent_bsh(), latent_bsh(d=256), "H // num_query_heads in (128, 512)"),
+    (bsnd() | mask(5, 7), bsnd() | mask(5, 7) | {"input_layout": "BSND_NBSD"}, "rank(atten_mask) > 2"),
+    (bsnd() | mask(5, 7), bsnd() | mask(4, 7), "size(atten_mask, 0) == S"),
+    (bsnd(s=1) | mask(2, 7), bsnd(s=1) | mask(3, 7), "size(atten_mask, 0) == B"),
+    (bsnd() | mask(2, 1, 5, 7), bsnd() | mask(2, 8, 5, 7), "size(atten_mask, 1) == 1"),
+    (bsnd() | mask(2, 1, 5, 7), bsnd() | mask(2, 1, 5, 6), "size(atten_mask, -1) >= Q"),
+    (bnsd() | mask(2, 1, 5, 7), bnsd() | mask(2, 1, 5, 6), "size(atten_mask, -1) >= U"),
+    (pages(bsnd()) | mask(2, 1, 5, 384), pages(bsnd()) | mask(2, 1, 5, 383), "size(atten_mask, -1) >= M * block_size"),
+    (bnsd("BNSD_BSND"), bnsd("BNSD_BSND", s=1), "S > 1"),
+    (bnsd("BNSD_NBSD", s=16), bnsd("BNSD_NBSD", s=17), "1 < S and S <= 16"),
+    (bsnd(s=1) | CAUSAL, bsnd(s=1) | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 1, 3)"),
+    (bsnd(s=1) | mask(2, 7), bsnd(s=1) | mask(2, 7) | {"pre_tokens": 3}, "pre_tokens >= 2147483647"),
+    (bsnd(s=1), bsnd(s=1) | {"inner_precise": 2}, "inner_precise in (0, 1) "),
+    (bsnd() | {"inner_precise": 3}, bsnd() | {"inner_precise": 4}, "inner_precise in (0, 1, 2, 3)"),
+    (pages(bsnd(s=1), 16), pages(bsnd(s=1), 24), "block_size % 16 == 0 and block_size <= 512"),
+    (pages(bsnd()), pages(bsnd(), 64), "block_size % 128 == 0"),
+    (pages(tnd(), 1024), pages(tnd(), 1040), "block_size % 16 == 0 and block_size <= 1024"),
+    (pages(bnsd(), form=4), pages(bsnd(), form=4), "rank(key) == 3"),
+    (pages(bnsd(), form=4), pages(bnsd(), form=5), "rank(key) < 5"),
+    (pages(bsnd(n=8, m=8), m=8), pages(bsnd(n=128, m=128, d=512), m=128, d=512), "K <= 65535"),
+    (tnd() | CAUSAL, tnd() | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 3, 4)"),
+    (tnd(), tnd() | {"input_layout": "TND_NTD"}, "input_layout in ('TND', 'NTD_TND')"),
+    (tnd(), tnd(d=64), "D in (128, 192)"),
+    (tnd(d=64, m=8), tnd(d=64, m=8, v=128), "K == D and V == D"),
+    (tnd(d=192, v=128), tnd(d=192, v=64), "K == D and V in (128, 192)"),
+    (tnd(d=192, m=8, v=192), tnd(d=192, v=192), "V == 128 or num_key_value_heads == 0"),
+    (tnd(d=192, m=8, v=128, ntd=True), tnd(d=192, m=8, v=192, ntd=True), "V == 128 "),
+    (pages(tnd(), form=4), pages(tnd(m=8), form=4, m=8), "rank(key) == 3"),
+    (
+        tnd() | {"actual_seq_qlen": [9] * 4096, "actual_seq_kvlen": [9] * 4096},
+        tnd() | {"actual_seq_qlen": [9] * 4097, "actual_seq_kvlen": [9] * 4097},
+        "length(actual_seq_qlen) <= 4096",
+    ),
+    (tnd(), tnd() | {"inner_precise": 2}, "inner_precise == 0"),
+    (
+        {n: v.half() if isinstance(v, Tensor) else v for n, v in tnd().items()} | {"inner_precise": 1},
+        {n: v.half() if isinstance(v, Tensor) else v for n, v in tnd().items()} | {"inner_precise": 2},
+        "inner_precise in (0, 1)",
+    ),
+    (tnd() | {"learnable_sink": t(8)}, bsnd() | {"learnable_sink": t(8)}, "input_layout in ('TND', 'NTD_TND') and D"),
+    (
+        tnd() | {"learnable_sink": t(8)},
+        tnd() | {"learnable_sink": t(8), "query_rope": t(9, 8, 64), "key_rope": t(9, 2, 64)},
+        "not given(query_rope)",
+    ),
+    (latent(), latent(d=256), "D in (128, 512)"),
+    (latent(), latent(rope=32), "Dr == 64"),
+    (latent(), latent(n=8, m=2), "num_key_value_heads == 1 and num_query_heads in (1, 2, 4"),
+    (latent() | CAUSAL, latent() | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 3, 4)"),
+    (latent(), latent() | {"return_softmax_lse": True}, "not return_softmax_lse"),
+    (latent(d=128), latent() | {"input_layout": "BSND_BNSD"}, "input_layout in ('BSH', 'BSND', 'BNSD', 'BNSD_NBSD'"),
+    (latent(d=128), latent(d=128) | {"input_layout": "BSND_NBSD"}, "input_layout in ('BSH', 'BSND', 'TND', 'BNSD'"),
+    (latent_bsh(), latent_bsh(32), "Hr == 64 * num_query_heads"),
+    (latent(), latent() | {"query_rope": t(2, 5, 8, 64, dtype=HALF)}, "dtype(query_rope) == dtype(query)"),
+    (bsnd(), bsnd() | {"input_layout": "BSND_BNSD"}, "input_layout not in ('BSH_BNSD', 'BSND_BNSD')"),
+]
+
+
+def fused(layout: str = "BSND", n: int = 8, d: int = 128, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    sizes = {"BSND": (2, 5, n, d), "BSH": (2, 5, n * d), "TND": (9, n, d)}[layout]
+    lengths = {"actual_seq_qlen": [3, 9], "actual_seq_kvlen": [4, 9]} if layout == "TND" else {}
+    x = t(*sizes, dtype=dtype)
+    return {"query": x, "key": x, "value": x, "head_num": n, "input_layout": layout} | lengths
+
+
+FUSION_HOST_EDGES: list[Edge] = [
+    (fused(), fused() | {"pse": t(2, 8, 5, 5)}, "not given(pse)"),
+    (fused(), fused() | {"keep_prob": 0.5}, "keep_prob == 1"),
+    (fused(), fused() | {"softmax_layout": "TND"}, "softmax_layout == ''"),
+    (fused(), fused() | {"sparse_mode": 5}, "sparse_mode in (0, 1, 2, 3, 4)"),
+    (fused() | {"sparse_mode": 1} | mask(5, 5), fused() | {"sparse_mode": 1}, "given(atten_mask)"),
+    (fused(), fused() | {"head_num": 4}, "N == head_num and head_num % M == 0"),
+    (fused("BSH"), fused("BSH") | {"key": t(2, 5, 500)}, "H % head_num == 0 and K % (H // head_num) == 0"),
+    (fused("TND"), fused("TND") | {"actual_seq_qlen": None}, "given(actual_seq_qlen) and given(actual_seq_kvlen)"),
+    (fused(), fused() | {"actual_seq_qlen": [1, 2]}, "not given(actual_seq_qlen) and not given(actual_seq_kvlen)"),
+    (fused("TND"), fused("TND") | mask(9, 9), "not given(atten_mask)"),
+    (fused() | {"sink": t(8, dtype=torch.float32)}, fused() | {"sink": t(4, dtype=torch.float32)}, "Ns == head_num"),
+]
+FUSION_EDGES: list[Edge] = [
+    (fused(), fused() | {"key": t(2, 5, 8, 128, dtype=HALF)}, "dtype(key) == dtype(query)"),
+    (fused(), fused() | {"value": t(2, 5, 8, 128, dtype=HALF)}, "dtype(value) == dtype(query)"),
+    (fused(n=256), fused(n=257), "head_num <= 256"),
+    (fused(d=768), fused(d=769), "D <= 768"),
+    (fused("BSH", d=768), fused("BSH", d=769), "H // head_num <= 768"),
+    (fused() | CAUSAL, fused() | CAUSAL | mask(5, 5), "size(atten_mask, -1) == 2048"),
+]

@@ -1,0 +1,92 @@
+"""Both sides of the limits of attention, on every chip that has it, for both versions and both kinds of lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusion.operators import HOST, operator, refusal
+from tests.operators.attention_limits_cases import HOST_EDGES, KERNEL_EDGES, Edge, bsnd
+
+V2 = "npu::npu_fused_infer_attention_score_v2"
+V1 = "npu::npu_fused_infer_attention_score"
+CHIPS = ("ascend910b", "ascend910_93")
+FIRST = {
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+    "actual_seq_qlen": "actual_seq_lengths",
+    "actual_seq_kvlen": "actual_seq_lengths_kv",
+    "return_softmax_lse": "softmax_lse_flag",
+}
+
+
+def renamed(call: dict[str, Any]) -> dict[str, Any]:
+    return {FIRST.get(name, name): value for name, value in call.items()}
+
+
+def in_tensors(call: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: torch.tensor(value) if name.startswith("actual_seq") and value is not None else value
+        for name, value in call.items()
+    }
+
+
+def said_in_first(text: str) -> str:
+    for name, first in FIRST.items():
+        text = text.replace(name, first)
+    return text
+
+
+def judged(name: str, chip: str, edge: Edge) -> None:
+    legal, illegal, text = edge
+    op = operator(name)
+    assert refusal(op, chip, (), legal) is None
+    said = refusal(op, chip, (), illegal)
+    assert said is not None
+    assert text in said
+
+
+def in_both(edge: Edge) -> bool:
+    """Whether the first version has every argument of the call."""
+    arguments = operator(V1).arguments
+    return all(FIRST.get(name, name) in arguments for name in (*edge[0], *edge[1]))
+
+
+@pytest.mark.parametrize("chip", [HOST, *CHIPS])
+@pytest.mark.parametrize("edge", HOST_EDGES, ids=lambda edge: edge[2])
+def test_both_sides_of_what_every_machine_asks_for(edge: Edge, chip: str):
+    legal, illegal, text = edge
+    judged(V2, chip, edge)
+    judged(f"{V2}.tensor_lengths", chip, (in_tensors(legal), in_tensors(illegal), text))
+    if in_both(edge):
+        judged(V1, chip, (renamed(legal), renamed(illegal), said_in_first(text)))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("edge", KERNEL_EDGES, ids=lambda edge: edge[2])
+def test_both_sides_of_what_the_kernel_asks_for(edge: Edge, chip: str):
+    legal, illegal, text = edge
+    judged(V2, chip, edge)
+    judged(f"{V2}.tensor_lengths", chip, (in_tensors(legal), in_tensors(illegal), text))
+    if in_both(edge):
+        judged(V1, chip, (renamed(legal), renamed(illegal), said_in_first(text)))
+
+
+def test_every_limit_has_an_edge():
+    op = operator(V2)
+    said = [refusal(op, CHIPS[0], (), edge[1]) or "" for edge in (*HOST_EDGES, *KERNEL_EDGES)]
+    texts = [each if isinstance(each, str) else each.text for each in (*op.limits[HOST], *op.limits[CHIPS[0]])]
+    assert not [text for text in texts if not any(text in each for each in said)]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_only_torchair_takes_lengths_in_tensors(chip: str):
+    op = operator(f"{V2}.tensor_lengths")
+    call = bsnd() | {"actual_seq_kvlen": torch.tensor([3, 7])}
+    assert refusal(op, chip, (), call, "torchair") is None
+    for lowering in ("eager", "npugraph_ex"):
+        said = refusal(op, chip, (), call, lowering)
+        assert said is not None
+        assert f"cannot be lowered by {lowering}" in said
