@@ -76,6 +76,35 @@ def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor
     return out
 
 
+def scatter_update(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    out = input.clone()
+    places = indices.tolist() if indices.ndim == 2 else list(enumerate(indices.tolist()))
+    for (batch, start), rows in zip(places, updates, strict=True):
+        out[batch].narrow(axis % input.ndim - 1, start, updates.shape[axis]).copy_(rows)
+    return out
+
+
+def pages(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, cache_mode: str = "Norm"
+) -> tuple[Tensor, Tensor]:
+    written = []
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        out = cache.clone()
+        size = cache.shape[1] if cache_mode == "Norm" else cache.shape[2]
+        for slot, row in zip(slot_mapping.tolist(), rows, strict=True):
+            block, offset = divmod(slot, size)
+            if slot < 0:
+                continue
+            page = out[block, offset] if cache_mode == "Norm" else out[block, :, offset]
+            page.copy_(row.reshape(page.shape))
+        written.append(out)
+    return tuple(written)
+
+
+def reshape_and_cache(slot_indices: Tensor, **call: Tensor) -> tuple[Tensor, Tensor]:
+    return pages(slot_mapping=slot_indices, **call)
+
+
 REFERENCES = {
     "npu_rms_norm": norm,
     "npu_gemma_rms_norm": gemma,
@@ -85,4 +114,11 @@ REFERENCES = {
     "npu_interleave_rope": interleave_rope,
     "npu_swiglu": swiglu,
     "npu_scatter_nd_update": scatter_nd_update,
+    "npu_scatter_nd_update_": scatter_nd_update,
+    "scatter_update": scatter_update,
+    "scatter_update_": scatter_update,
+    "npu_scatter_pa_kv_cache": pages,
+    "npu_scatter_pa_kv_cache_functional": pages,
+    "atb::_npu_reshape_and_cache": reshape_and_cache,
 }
+"""Of an in-place operator: what its written arguments hold afterwards."""
