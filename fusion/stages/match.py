@@ -14,7 +14,10 @@ from fusion.graph import Graph, Reading, Value
 from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured
 from fusion.records import Match, Refusal
 
-CANONICAL = frozenset({"rotation", "partial_rotation"})  # readings that canonicalisation itself adds
+# Readings that canonicalisation itself adds.
+CANONICAL = frozenset(
+    {"rotation", "partial_rotation", "write", "write_rows", "write_places", "write_slice", "write_pages", "slide"}
+)
 
 
 @dataclass

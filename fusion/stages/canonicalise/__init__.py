@@ -9,19 +9,19 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, schema_of
+from fusion._torch import OpOverload, constant_numbers, schema_of
 from fusion.errors import FusionError
 from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Reading, Value, dims_of
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
-from fusion.stages.canonicalise import arithmetic, complex_numbers, contractions, reductions, shapes
+from fusion.stages.canonicalise import arithmetic, complex_numbers, contractions, reductions, shapes, writes
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 
 __all__ = ["canonicalise"]
 
-_FAMILIES = (arithmetic, complex_numbers, contractions, reductions, shapes)  # imported for their translators
+_FAMILIES = (arithmetic, complex_numbers, contractions, reductions, shapes, writes)  # imported for their translators
 _UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
@@ -31,6 +31,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     for node in source.nodes:
         walk.visit(node)
     readings, misses = _rotations(walk)
+    readings = {**writes.readings(walk.algebra, list(walk.places)), **readings}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, facts,
@@ -94,6 +95,9 @@ class _Walk:
 
     def _leaf(self, node: fx.Node) -> Value | None:
         val = node.meta.get("val")
+        numbers = constant_numbers(node) if node.op == "get_attr" else None
+        if isinstance(val, torch.Tensor) and numbers is not None:
+            return self.algebra.make("constant", (), (numbers,), dims_of(val.shape), val.dtype)
         if isinstance(val, torch.Tensor):
             return self.algebra.make("input", (), (node.name, self._region), dims_of(val.shape), val.dtype)
         if val is None and node.op == "placeholder" and node.users:

@@ -207,7 +207,23 @@ def _slice_scatter(
     start, stop, step = slice(start, end, step).indices(int(size))
     if len(range(start, stop, step)) == size:
         return source
+    if step == 1:
+        return sliced(a, x, source, dim % x.rank, start, stop)
     written = a.make("slice_scatter", (x, source), (dim % x.rank, start, stop, step), out.shape, out.dtype)
+    return _covered(a, written) or written
+
+
+def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value:
+    """`x` with `source` at [start, stop) along `axis`, a known place; a join of pieces stays one."""
+    size = int(x.shape[axis])
+    if stop - start == size:
+        return source
+    around = [a.slice(x, axis, *bounds) for bounds in ((0, start), (stop, size)) if bounds[0] < bounds[1]]
+    if x.op == "cat" and all(each is not None and not (each.op == "slice" and each.arg is x) for each in around):
+        before = [each for each in around[: 1 if start else 0] if each is not None]
+        after = [each for each in around[1 if start else 0 :] if each is not None]
+        return a.cat([*before, source, *after], axis)
+    written = a.make("slice_scatter", (x, source), (axis, start, stop, 1), x.shape, x.dtype)
     return _covered(a, written) or written
 
 
