@@ -179,10 +179,13 @@ def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translate
 def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Translated:
     if len(dims) != 1 or not isinstance(x.shape[dims[0]], int) or not isinstance(shifts[0], int):
         return None
-    size = int(x.shape[dims[0]])
-    cut = -shifts[0] % size
-    tail, head = a.slice(x, dims[0], cut, size), a.slice(x, dims[0], 0, cut)
-    return None if tail is None or head is None else a.cat([tail, head], dims[0])
+    return rolled(a, x, dims[0], -shifts[0] % int(x.shape[dims[0]]))
+
+
+def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value | None:
+    """`x` from its position `first` on, and then what stands before."""
+    tail, head = a.slice(x, axis, first, int(x.shape[axis])), a.slice(x, axis, 0, first)
+    return None if tail is None or head is None else a.cat([tail, head], axis)
 
 
 @translates("aten.flip.default")

@@ -183,6 +183,20 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
     return _write(a, cache, rows, a.reshape(source, shape), axis, wraps=False)
 
 
+@translates("aten.index_select.default")
+def _index_select(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Translated:
+    """Consecutive positions are a slice; all of them, counted round the end, are a roll."""
+    size, round_end = x.shape[dim], re.fullmatch(r"\(\('%1', (\d+)\), \{\}\)", str(next(iter(index.attrs), "")))
+    turning = index.op == "aten.fmod.Scalar" and round_end is not None and int(round_end[1]) == size
+    counted = run(a, index.arg if turning else index) if turning or not index.args or index.op == "shift" else None
+    if counted is None or counted.start is not None or not isinstance(size, int) or not isinstance(out.shape[dim], int):
+        return None
+    first, length = counted.offset, int(out.shape[dim])
+    if turning and length == size and 0 <= first < size:
+        return shapes.rolled(a, x, dim, first)
+    return a.slice(x, dim, first, first + length) if not turning and 0 <= first <= size - length else None
+
+
 @translates("aten.select_scatter.default")
 def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, index: Any) -> Translated:
     axis = dim % x.rank
