@@ -341,6 +341,30 @@ def fake_like(fake: Any) -> torch.Tensor:
     return FakeTensor(fake.fake_mode, meta, fake.device)
 
 
+def shares_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors, fake ones too, are views of one storage.
+
+    Private: `torch.UntypedStorage._cdata`.
+    """
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def constant_numbers(node: fx.Node) -> tuple[int, ...] | None:
+    """The integers of a small tensor that a graph holds as an attribute, None for any other attribute.
+
+    Private: `torch._subclasses.fake_tensor.FakeTensor.constant`, which keeps the numbers of a constant under fakes.
+    """
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, FakeTensor):
+        found = found.constant
+    if not isinstance(found, torch.Tensor) or found.dtype not in (torch.int32, torch.int64) or found.numel() > 64:
+        return None
+    with unset_fake_temporarily():
+        return tuple(int(each) for each in found.detach().reshape(-1).tolist())
+
+
 def has_kernel(operator: str, device: str) -> bool:
     """Whether an operator (`npu::npu_rms_norm`) has a kernel of its own for a dispatch key such as "CPU".
 

@@ -1,6 +1,6 @@
 """The pipeline: the one place that knows the order of the stages.
 
-canonicalise → match → plan → select → rewrite → verify
+canonicalise → match → plan → select → rewrite → verify → reinplace → verify
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fusion.report import Tally, tally
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
+from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
 from fusion.stages.select import select
 from fusion.stages.verify import contract, verify
@@ -37,12 +38,14 @@ class Outcome:
         refusals: what was not done, and why.
         before: live calls per module before, with what was rewritten counted where its result belongs.
         assumed: inputs whose assumption a rewrite relies on: without a check of each call, the graph must not run.
+        in_place: names of the `copy_` nodes that in-place writes have made needless.
     """
 
     chosen: tuple[Candidate, ...] = field(default_factory=tuple)
     refusals: tuple[Refusal, ...] = field(default_factory=tuple)
     before: Mapping[str, Tally] = field(default_factory=dict)
     assumed: frozenset[str] = frozenset()
+    in_place: tuple[str, ...] = ()
 
 
 def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts: Facts = Facts()) -> Outcome:
@@ -62,11 +65,14 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     chosen = select(candidates, graph, options.fuel)
     refusals = _worth_telling([*found.refusals, *planner.refusals], chosen, rules)
     counted = tally(source, chosen)
+    in_place: tuple[str, ...] = ()
     if chosen:
         before = contract(source)
         done = rewrite(graph, chosen, planner.fakes)
         verify(source, before, [node for each in done for node in each.added])
-    return Outcome(tuple(chosen), tuple(refusals), counted, relied_on(chosen, facts))
+        in_place = reinplace(source, plan_lower(options, target))
+        verify(source, before, [])
+    return Outcome(tuple(chosen), tuple(refusals), counted, relied_on(chosen, facts), in_place)
 
 
 def relied_on(chosen: Sequence[Candidate], facts: Facts) -> frozenset[str]:

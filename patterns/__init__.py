@@ -4,10 +4,12 @@ from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.rope_pair import RopePair
 from patterns.primitives.attention import Attention
+from patterns.primitives.cache_write import CacheWrite
 from patterns.primitives.layer_norm import LayerNorm
 from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.rms_norm import RMSNorm
 from patterns.primitives.rope import Rope
+from patterns.primitives.sliding_write import SlidingWrite
 from patterns.primitives.swiglu import Swiglu
 
 
@@ -22,4 +24,6 @@ def library() -> tuple[Rule, ...]:
         RopePair(),
         Swiglu(),
         Attention(),
+        CacheWrite(),
+        SlidingWrite(),
     )

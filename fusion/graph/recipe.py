@@ -33,6 +33,11 @@ def _slice(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return torch.ops.aten.slice.Tensor(x, axis, start, stop, step)
 
 
+def _wrap(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    end: Any = sizes(value.attrs[0])
+    return torch.where(x < 0, x + end, x)
+
+
 def _power(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     exponent = value.attrs[0]
     named = {-0.5: torch.rsqrt, 0.5: torch.sqrt, -1.0: torch.reciprocal}
@@ -51,6 +56,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "expand": _expand,
         "slice": _slice,
         "power": _power,
+        "wrap": _wrap,
         "flip": lambda value, sizes, x: x.flip(value.attrs),
         "permute": lambda value, sizes, x: x.permute(value.attrs),
         "cat": lambda value, sizes, *pieces: torch.cat(pieces, value.attrs[0]),

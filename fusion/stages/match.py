@@ -14,9 +14,20 @@ from fusion.graph import Graph, Reading, Value
 from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured
 from fusion.records import Match, Refusal
 
+# Readings that canonicalisation itself adds.
 CANONICAL = frozenset(
-    {"rotation", "partial_rotation", "softmax_attention"}
-)  # readings that canonicalisation itself adds
+    {
+        "rotation",
+        "partial_rotation",
+        "softmax_attention",
+        "write",
+        "write_rows",
+        "write_places",
+        "write_slice",
+        "write_pages",
+        "slide",
+    }
+)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from fusion._torch import tree_leaves
 from fusion.cost import call_cost, is_data, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.language import Refused, call
-from fusion.operators import LOWERINGS, operator_of, refusal
+from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.recording import Fakes, substitute
 from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
 from fusion.target import Target
@@ -133,13 +133,16 @@ class Planner:
             }
         except Refused as refused:
             return dict.fromkeys(lowerings, refused)
-        signature = tuple((name, _signature(each)) for name, each in captures.items())
+        owned = frozenset(name for name, each in match.captures.items() if isinstance(each, Value) and _is_input(each))
+        signature = tuple((name, _signature(each), name in owned) for name, each in captures.items())
         key = (match.rule.name, len(match.results), signature)
         if key not in self._plans:
-            self._plans[key] = {each: self._record_plan(match, each, captures) for each in lowerings}
+            self._plans[key] = {each: self._record_plan(match, each, captures, owned) for each in lowerings}
         return self._plans[key]
 
-    def _record_plan(self, match: Match, lowering: str, captures: Mapping[str, Any]) -> Plan | Refused:
+    def _record_plan(
+        self, match: Match, lowering: str, captures: Mapping[str, Any], owned: frozenset[str]
+    ) -> Plan | Refused:
         inputs = {name: each.detach() for name, each in captures.items() if isinstance(each, torch.Tensor)}
         try:
             recorder, results = self.fakes.record(
@@ -150,11 +153,13 @@ class Planner:
         except Refused as refused:
             return refused
         steps = tuple(recorder.steps)
-        return Plan(steps, named, results, self._limits(steps, inputs), self._costs(steps, inputs), _used(steps, named))
+        costs = self._costs(steps, inputs, owned)
+        return Plan(steps, named, results, self._limits(steps, inputs), costs, _used(steps, named))
 
     def _costs(
-        self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]
+        self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], owned: frozenset[str]
     ) -> tuple[tuple[float, frozenset[str]], ...]:
+        """What each kernel costs; a write into an input is priced without the copy, for it will be in place."""
         sources: list[frozenset[str]] = []
         costs: list[tuple[float, frozenset[str]]] = []
         for step in steps:
@@ -162,8 +167,12 @@ class Planner:
             names = frozenset(each.name for each in leaves if isinstance(each, Input))
             sources.append(names.union(*(sources[each.step] for each in leaves if isinstance(each, Output))))
             operands = [_lookup(each, steps, inputs) for each in leaves]
-            if not is_view(step.target) and is_data((operands, step.result)):
-                costs.append((call_cost(step.target, operands, step.result, self.target), sources[-1]))
+            if not is_view(step.target) and is_data((step.result, operands)):
+                moved, result = operands, step.result
+                if sources[-1] & owned and (written := _overwritten(step)):
+                    moved = [each for leaf, each in zip(leaves, operands, strict=True) if leaf not in written]
+                    result = None
+                costs.append((call_cost(step.target, moved, result, self.target), sources[-1]))
         return tuple(costs)
 
     def _limits(self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -186,7 +195,23 @@ class Planner:
             (step.args, dict(step.kwargs)), (Input, Output), lambda each: _lookup(each, steps, inputs)
         )
         lowering = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
+        if operator.in_place and lowering is not None and lowering not in operator.lowerings:
+            operator = OPERATORS[operator.in_place]  # which replaces it there
         return refusal(operator, target.name, args, kwargs, lowering)
+
+
+def _is_input(value: Value) -> bool:
+    """Whether a value is a whole input of the graph, in any view."""
+    return _is_input(value.arg) if value.op in ("reshape", "permute") else value.op == "input"
+
+
+def _overwritten(step: Step) -> list[Any]:
+    """The arguments of a step that its in-place form writes into."""
+    operator = operator_of(step.target)
+    if operator is None or not operator.in_place:
+        return []
+    values = operator.bind(step.args, step.kwargs)
+    return [values[name] for name in OPERATORS[operator.in_place].written]
 
 
 def _operators(plan: Plan) -> frozenset[str]:

@@ -9,21 +9,13 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, schema_of
+from fusion._torch import OpOverload, constant_numbers, schema_of
 from fusion.errors import FusionError
 from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Reading, Value, dims_of
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
-from fusion.stages.canonicalise import arithmetic, complex_numbers, contractions, logic, reductions, sdpa, shapes
-from fusion.stages.canonicalise.attention import attention, contraction
-from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.rotation import rotation
-from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
-
-__all__ = ["canonicalise"]
-
-_FAMILIES = (
+from fusion.stages.canonicalise import (
     arithmetic,
     complex_numbers,
     contractions,
@@ -31,7 +23,17 @@ _FAMILIES = (
     reductions,
     sdpa,
     shapes,
-)  # imported for their translators
+    writes,
+)
+from fusion.stages.canonicalise.attention import attention, contraction
+from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.rotation import rotation
+from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
+
+__all__ = ["canonicalise"]
+
+# Imported for their translators.
+_FAMILIES = (arithmetic, complex_numbers, contractions, logic, reductions, sdpa, shapes, writes)
 _UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
@@ -42,6 +44,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
         walk.visit(node)
     readings, misses = _rotations(walk)
     _attentions(walk, readings, misses)
+    readings = {**writes.readings(walk.algebra, list(walk.places)), **readings}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, facts,
@@ -124,6 +127,9 @@ class _Walk:
 
     def _leaf(self, node: fx.Node) -> Value | None:
         val = node.meta.get("val")
+        numbers = constant_numbers(node) if node.op == "get_attr" else None
+        if isinstance(val, torch.Tensor) and numbers is not None:
+            return self.algebra.make("constant", (), (numbers,), dims_of(val.shape), val.dtype)
         if isinstance(val, torch.Tensor):
             return self.algebra.make("input", (), (node.name, self._region), dims_of(val.shape), val.dtype)
         if val is None and node.op == "placeholder" and node.users:

@@ -40,6 +40,7 @@ _COMPARE: Mapping[str, Callable[[Array, Array], Any]] = {
 
 _FOLDS: Mapping[str, Callable[..., Any]] = {
     "arange": lambda value: value.attrs[0] + value.attrs[1] * np.arange(value.shape[0]),
+    "constant": lambda value: np.array(value.attrs[0]).reshape(value.shape),
     "full": lambda value: np.full(value.shape, value.attrs[0]),
     "reshape": lambda value, x: x.reshape(value.shape),
     "expand": lambda value, x: np.broadcast_to(x, value.shape),

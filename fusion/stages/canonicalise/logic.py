@@ -69,10 +69,13 @@ def _arange_start(a: Algebra, out: Out, start: Any, end: Any, **kwargs: Any) -> 
     return _arange_step(a, out, start, end)
 
 
-@translates("aten.arange.start_step", "prims.iota.default")
+@translates("prims.iota.default")
+def _iota(a: Algebra, out: Out, length: Any, *, start: Any, step: Any, **kwargs: Any) -> Translated:
+    return _arange_step(a, out, start, None, step)
+
+
+@translates("aten.arange.start_step")
 def _arange_step(a: Algebra, out: Out, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> Translated:
-    if "length" in kwargs:  # prims.iota(length, *, start, step)
-        start, step = kwargs["start"], kwargs["step"]
     whole = isinstance(start, int) and isinstance(step, int)
     return a.make("arange", (), (start, step), out.shape, out.dtype) if whole else None
 
