@@ -15,14 +15,17 @@ import torch.fx as fx
 
 from fusion._torch import Boxed, aot_plain, boxed, specialise_floats
 from fusion.dump import write_graph
+from fusion.facts import Facts
 from fusion.language import Rule
 from fusion.library import rules_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.prepared import supply
 from fusion.report import GraphReport, match_report, tally
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.verification import verified
+from fusion.weights import Mark, marks, parameter_inputs
 
 log = logging.getLogger("fusion")
 _numbers = count()
@@ -67,13 +70,13 @@ class FusionBackend:
                 stacklevel=2,
             )
             return aot_plain(gm, example_inputs)
-        return capture(gm, example_inputs, self._compile)
+        return capture(gm, example_inputs, partial(self._compile, marks(example_inputs)))
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    def _compile(self, marked: Sequence[Mark | None], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         rules = rules_for(self.options, self.rules)
         original = fx.GraphModule(gm, _copy(gm.graph))
         try:
-            self.fuse(gm, rules)
+            report = self.fuse(gm, rules, Facts(parameter_inputs(gm.graph, marked)))
         except Exception as error:  # whatever a rule does, the model runs as it came
             log.debug("fusing a graph failed", exc_info=True)
             warnings.warn(
@@ -82,14 +85,16 @@ class FusionBackend:
                 stacklevel=2,
             )
             return lower(original, example_inputs, route(self.options.lower))
-        run = lower(gm, example_inputs, route(self.options.lower))
+        prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
+        run = lower(gm, [*example_inputs, *prepared], route(self.options.lower))
+        run = supply(run, gm.graph, report.prepared)
         return verified(original, run) if self.options.verify else run
 
-    def fuse(self, gm: fx.GraphModule, rules: Sequence[Rule] | None = None) -> GraphReport:
+    def fuse(self, gm: fx.GraphModule, rules: Sequence[Rule] | None = None, facts: Facts = Facts()) -> GraphReport:
         """Rewrite one functional aten graph in place and report."""
         dump = partial(_dump, self.options.dump_dir, next(_numbers))
         dump("captured", gm.graph)
-        outcome = fuse_graph(gm.graph, rules or rules_for(self.options, self.rules), self.options)
+        outcome = fuse_graph(gm.graph, rules or rules_for(self.options, self.rules), self.options, facts)
         if outcome.chosen:
             gm.recompile()
         dump("fused", gm.graph)
@@ -100,6 +105,7 @@ class FusionBackend:
             outcome.before,
             tally(gm.graph),
             partial(handed_on, by=route(self.options.lower)),
+            outcome.prepared,
         )
         log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
         return report
@@ -115,11 +121,11 @@ class Explainer:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph to its report."""
         specialise_floats(gm)
-        return capture(gm, example_inputs, self._compile)
+        return capture(gm, example_inputs, partial(self._compile, marks(example_inputs)))
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
+    def _compile(self, marked: Sequence[Mark | None], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
         original = fx.GraphModule(gm, _copy(gm.graph))
-        self.parts.append(self.backend.fuse(gm))
+        self.parts.append(self.backend.fuse(gm, facts=Facts(parameter_inputs(gm.graph, marked))))
         return boxed(fx.Interpreter(original).run)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from fusion.errors import OptionError
 from fusion.target import Target
 
+PREPACK = ("copy", "replace")
 LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")
 
 
@@ -28,6 +29,8 @@ class Options:
         assume: facts about inputs that the graph cannot show, e.g. {"attention_mask": "causal"}.
         fuel: at most so many rewrites, to find the guilty one; None for all.
         verify: compare the first call of every fused graph with the original graph.
+        prepack: what becomes of Parameters that were concatenated along dim 0: "copy" keeps them beside the joined
+            tensor, "replace" makes them views of it.
         dump_dir: folder for the graph after each stage, as text; "" for none.
     """
 
@@ -40,6 +43,7 @@ class Options:
     assume: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     fuel: int | None = None
     verify: bool = False
+    prepack: str = "copy"
     dump_dir: str = ""
 
     def __post_init__(self) -> None:
@@ -51,6 +55,7 @@ class Options:
         Target.resolve(self.target)
         _one_of("lower", self.lower, LOWER)
         _one_of("plan_lower", self.plan_lower or "auto", LOWER)
+        _one_of("prepack", self.prepack, PREPACK)
         if self.fuel is not None and self.fuel < 0:
             raise OptionError(f"setting option fuel: {self.fuel} is negative; give the number of rewrites allowed")
 

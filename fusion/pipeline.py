@@ -1,6 +1,6 @@
 """The pipeline: the one place that knows the order of the stages.
 
-canonicalise → match → plan → select → rewrite → verify
+canonicalise → match → plan → select → rewrite → prepare → verify
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from fusion.facts import Facts
 from fusion.language import Rule
 from fusion.options import Options
 from fusion.recording import Fakes
-from fusion.records import Candidate, Refusal
+from fusion.records import Candidate, Prepared, Refusal
 from fusion.report import Tally, tally
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
+from fusion.stages.prepare import prepare
 from fusion.stages.rewrite import rewrite
 from fusion.stages.select import select
 from fusion.stages.verify import contract, verify
@@ -36,11 +37,13 @@ class Outcome:
         chosen: the rewrites that were made, in the order of the graph.
         refusals: what was not done, and why.
         before: live calls per module before, with what was rewritten counted where its result belongs.
+        prepared: the further inputs of the rewritten graph, computed from Parameters once.
     """
 
     chosen: tuple[Candidate, ...] = field(default_factory=tuple)
     refusals: tuple[Refusal, ...] = field(default_factory=tuple)
     before: Mapping[str, Tally] = field(default_factory=dict)
+    prepared: tuple[Prepared, ...] = ()
 
 
 def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts: Facts = Facts()) -> Outcome:
@@ -60,11 +63,13 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     chosen = select(candidates, graph, options.fuel)
     refusals = _worth_telling([*found.refusals, *planner.refusals], chosen, rules)
     counted = tally(source, chosen)
-    if chosen:
-        before = contract(source)
-        done = rewrite(graph, chosen, planner.fakes)
-        verify(source, before, [node for each in done for node in each.added])
-    return Outcome(tuple(chosen), tuple(refusals), counted)
+    if not chosen:
+        return Outcome((), tuple(refusals), counted)
+    before = contract(source)
+    done = rewrite(graph, chosen, planner.fakes)
+    prepared = prepare(source, facts, options.prepack)
+    verify(source, before, [node for each in done for node in each.added], [each.name for each in prepared])
+    return Outcome(tuple(chosen), tuple(refusals), counted, prepared)
 
 
 def plan_lower(options: Options, target: Target) -> str:

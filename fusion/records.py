@@ -126,6 +126,27 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
+class Prepared:
+    """A tensor that is computed from Parameters once and passed to a graph as a further input.
+
+    Attributes:
+        name: the input that holds it.
+        sources: the inputs that hold the Parameters, in the order in which `module` takes them.
+        module: computes it from them.
+        key: equal for two of them exactly when they compute the same from Parameters of the same metadata.
+        joined: whether the Parameters are to become views of it.
+        bytes: what it holds beside the Parameters.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    module: fx.GraphModule = field(repr=False)
+    key: str = field(repr=False)
+    joined: bool
+    bytes: int
+
+
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A match with the lowering chosen for it.
 

@@ -22,6 +22,7 @@ from fusion.operators import LOWERINGS, OPERATORS, refusal
 from fusion.recording import Fakes, substitute
 from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
 from fusion.target import Target
+from fusion.weights import derived
 
 
 class Planner:
@@ -34,6 +35,7 @@ class Planner:
         self.refusals: list[Refusal] = []
         self._plan_lower, self._elsewhere = plan_lower, elsewhere
         self._plans: dict[Any, Mapping[str, Plan | Refused]] = {}
+        self._derived = derived(graph.source, graph.facts.parameters)
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
@@ -82,16 +84,27 @@ class Planner:
     def _offer(self, match: Match, readers: Mapping[Value, int]) -> Callable[[str, Plan], Candidate]:
         """What a match saves whatever runs it, as a function that prices one way to run it."""
         dying, built = self._dying(match), self._to_build(match)
-        kernels = {value: self.fakes.launches(value) for value in built}
+        kernels = {value: self.fakes.launches(value) for value in built if not self._is_prepared(value)}
         building = sum(self.target.launch * count / readers[value] for value, count in kernels.items())
         saved = sum(node_cost(node, self.target) for node in dying) - building
         launches = sum(is_launch(node) for node in dying) - sum(kernels.values())
 
         def candidate(lowering: str, plan: Plan) -> Candidate:
-            running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
-            return Candidate(match, lowering, plan, built, dying, saved - running, launches - len(plan.costs))
+            each_call = [(cost, names) for cost, names in plan.costs if not self._are_prepared(names, match)]
+            running = sum(cost / _sharers(names, match, readers) for cost, names in each_call)
+            return Candidate(match, lowering, plan, built, dying, saved - running, launches - len(each_call))
 
         return candidate
+
+    def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
+        """Whether a step that reads these captures alone is computed once, outside the graph."""
+        return bool(names) and all(self._is_prepared(match.captures[name]) for name in names)
+
+    def _is_prepared(self, value: Value) -> bool:
+        """Whether a value is, or is built from, Parameters alone."""
+        nodes = self.graph.reads(value)
+        fixed = all(isinstance(size, int) for size in value.shape)
+        return bool(nodes) and fixed and self._derived.issuperset(nodes)
 
     def _dying(self, match: Match) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the match itself reads."""
