@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 
 from fusion.cost import is_view
 from fusion.facts import Facts
@@ -96,10 +97,10 @@ def _extract(node: fx.Node, may_join: bool) -> Prepared:
         copies[each] = graph.placeholder(f"p{number}")
     for each in _closure(node):
         if each not in copies:
-            copy = graph.node_copy(each, copies.__getitem__)
-            copies[each] = made.setdefault(repr((copy.target, copy.args, copy.kwargs)), copy)
+            args, kwargs = map_arg((each.args, each.kwargs), copies.__getitem__)
+            call = repr((each.target, args, kwargs))
+            copies[each] = made.get(call) or made.setdefault(call, graph.call_function(each.target, args, kwargs))
     graph.output(copies[node])
-    graph.eliminate_dead_code()
     module = fx.GraphModule({}, graph)
     joined = may_join and _is_join(node)
     key = "\n".join([module.code, *(_layout(each.meta["val"]) for each in (*parameters, node)), str(joined)])
