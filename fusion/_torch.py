@@ -313,12 +313,15 @@ def is_wrapper(value: Any) -> bool:
     return is_traceable_wrapper_subclass(value)
 
 
-def stamp(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and version of a tensor: one of them changes when it is written to, except through `.data`.
+def stamps(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Addresses and versions: one of them changes when a tensor is written to, except through `.data`.
 
     Tensors made under `torch.inference_mode` count no versions. Private: `Tensor._version`.
     """
-    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    if any(map(torch.Tensor.is_inference, tensors)):
+        return addresses, [-1 if each.is_inference() else each._version for each in tensors]
+    return addresses, [each._version for each in tensors]
 
 
 def is_alone(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from fusion._torch import Boxed, extended, is_alone, stamp
+from fusion._torch import Boxed, extended, is_alone, stamps
 from fusion.records import Prepared
 
 Ids = tuple[int, ...]
@@ -30,14 +30,14 @@ class _Entry:
     Attributes:
         tensor: what graphs read.
         joined: whether the Parameters are views of it.
-        stamps: address and version of each Parameter when it was prepared; None once it is to be prepared again.
+        stamps: addresses and versions of the Parameters when it was prepared; None once it is to be prepared again.
         kinds: shape, dtype and device of each Parameter then.
         watches: tell when a Parameter dies.
     """
 
     tensor: Tensor
     joined: bool
-    stamps: list[tuple[int, int]] | None
+    stamps: tuple[list[int], list[int]] | None
     kinds: list[Any]
     watches: list[weakref.ref[Tensor]]
 
@@ -52,14 +52,14 @@ class _Recipe:
     joined: bool
     entries: dict[Ids, _Entry] = field(default_factory=dict[Ids, _Entry])
 
-    def tensor(self, parameters: Sequence[Tensor]) -> Tensor:
-        """The prepared tensor of these Parameters, up to date."""
+    def entry(self, parameters: Sequence[Tensor]) -> _Entry:
+        """What is prepared from these Parameters, up to date."""
         entry = self.entries.get(tuple(map(id, parameters)))
         if entry is None:
-            entry = self._first(parameters)
-        elif entry.stamps != list(map(stamp, parameters)):
+            return self._first(parameters)
+        if entry.stamps != stamps(parameters):
             self._again(entry, parameters)
-        return entry.tensor
+        return entry
 
     def _first(self, parameters: Sequence[Tensor]) -> _Entry:
         if not self.entries:
@@ -68,7 +68,7 @@ class _Recipe:
         ids = tuple(map(id, parameters))
         forget = partial(_forget, weakref.ref(self), ids)
         watches = [weakref.ref(each, forget) for each in parameters]
-        entry = _Entry(tensor, joined, list(map(stamp, parameters)), list(map(_kind, parameters)), watches)
+        entry = _Entry(tensor, joined, stamps(parameters), list(map(_kind, parameters)), watches)
         self.entries[ids] = entry
         return entry
 
@@ -79,7 +79,7 @@ class _Recipe:
         elif not _lie_at(entry.tensor.data_ptr(), parameters):
             # Someone may keep what a Parameter was before, to put it back: its memory is not written to.
             entry.tensor, entry.joined = self._made(parameters)
-        entry.stamps = list(map(stamp, parameters))
+        entry.stamps = stamps(parameters)
 
     def _made(self, parameters: Sequence[Tensor]) -> tuple[Tensor, bool]:
         """A tensor for these Parameters, and whether they are views of it now."""
@@ -109,21 +109,49 @@ class _Recipe:
         return torch.empty_strided(self.shape, self.stride, dtype=result.dtype, device=result.device).copy_(result)
 
 
+@dataclass(eq=False)
+class _Supply:
+    """The prepared inputs of one compiled graph.
+
+    Attributes:
+        places: where its Parameters are among its other inputs.
+        needs: how to compute each prepared input, and from which of these Parameters.
+        known: what was found for Parameters that it was called with, and their stamps then: to look at all of them at
+            once takes a fraction of the time.
+    """
+
+    places: list[int]
+    needs: list[tuple[_Recipe, list[int]]]
+    known: dict[Ids, tuple[tuple[list[int], list[int]], list[_Entry]]] = field(default_factory=dict[Any, Any])
+
+    def __call__(self, values: Sequence[Any]) -> list[Tensor]:
+        """The prepared tensors for the Parameters among `values`."""
+        parameters = [values[place] for place in self.places]
+        ids = tuple(map(id, parameters))
+        found = self.known.get(ids)
+        if found is None or found[0] != stamps(parameters):
+            entries = [recipe.entry([parameters[number] for number in where]) for recipe, where in self.needs]
+            found = self.known[ids] = stamps(parameters), entries
+        return [entry.tensor for entry in found[1]]
+
+
 _RECIPES: weakref.WeakValueDictionary[str, _Recipe] = weakref.WeakValueDictionary()  # alive as long as a graph has one
+_SUPPLIES: weakref.WeakSet[_Supply] = weakref.WeakSet()
 
 
 def supply(run: Boxed, source: fx.Graph, prepared: Sequence[Prepared]) -> Boxed:
     """`run`, the compiled form of `source`, as a callable that is called without the prepared inputs."""
     if not prepared:
         return run
-    places = {node.name: number for number, node in enumerate(source.find_nodes(op="placeholder"))}
-    vals = {node.name: node.meta["val"] for node in source.find_nodes(op="placeholder")}
-    needs = [(_recipe(each, vals[each.name]), [places[name] for name in each.sources]) for each in prepared]
-
-    def more(values: Sequence[Any]) -> list[Tensor]:
-        return [recipe.tensor([values[place] for place in where]) for recipe, where in needs]
-
-    return extended(run, more)
+    placeholders = source.find_nodes(op="placeholder")
+    vals = {node.name: node.meta["val"] for node in placeholders}
+    read = {name for each in prepared for name in each.sources}
+    places = {node.name: place for place, node in enumerate(placeholders) if node.name in read}
+    numbers = {name: number for number, name in enumerate(places)}
+    needs = [(_recipe(each, vals[each.name]), [numbers[name] for name in each.sources]) for each in prepared]
+    supplied = _Supply(list(places.values()), needs)
+    _SUPPLIES.add(supplied)
+    return extended(run, supplied)
 
 
 def refresh(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
@@ -142,6 +170,7 @@ def refresh(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
         for ids, entry in list(recipe.entries.items()):
             if not written.isdisjoint(ids):
                 entry.stamps = None
+    _look_again()
 
 
 def _recipe(prepared: Prepared, like: Tensor) -> _Recipe:
@@ -154,6 +183,7 @@ def _forget(recipe: weakref.ref[_Recipe], ids: Ids, _: Any) -> None:
     alive = recipe()
     if alive is not None:
         alive.entries.pop(ids, None)
+    _look_again()
 
 
 def _forget_outdated() -> None:
@@ -163,6 +193,13 @@ def _forget_outdated() -> None:
             parameters = [watch() for watch in entry.watches]
             if any(each is None or _kind(each) != kind for each, kind in zip(parameters, entry.kinds, strict=True)):
                 recipe.entries.pop(ids, None)
+    _look_again()
+
+
+def _look_again() -> None:
+    """Let every graph look up at its next call what it needs."""
+    for each in list(_SUPPLIES):
+        each.known.clear()
 
 
 def _kind(parameter: Tensor) -> Any:

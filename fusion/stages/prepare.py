@@ -97,9 +97,10 @@ def _extract(node: fx.Node, may_join: bool) -> Prepared:
         copies[each] = graph.placeholder(f"p{number}")
     for each in _closure(node):
         if each not in copies:
+            target: Any = each.target
             args, kwargs = map_arg((each.args, each.kwargs), copies.__getitem__)
-            call = repr((each.target, args, kwargs))
-            copies[each] = made.get(call) or made.setdefault(call, graph.call_function(each.target, args, kwargs))
+            call = repr((target, args, kwargs))
+            copies[each] = made.get(call) or made.setdefault(call, graph.call_function(target, args, kwargs))
     graph.output(copies[node])
     module = fx.GraphModule({}, graph)
     joined = may_join and _is_join(node)

@@ -13,7 +13,7 @@ from torch import nn
 
 import fusion
 from fusion import prepared
-from fusion._torch import stamp
+from fusion._torch import stamps
 
 from ..engine.graphs import numbers
 from .rules import RAN, CountedGate, Gate, JoinedGate, Layers, backend, close
@@ -87,7 +87,7 @@ def test_a_change_is_seen(change, context, options):
         change(model)
         close(run(X), model(X))
         close(run(X), model(X))
-    assert not torch.allclose(before, run(X))
+        assert not torch.allclose(before, run(X))
 
 
 @pytest.mark.parametrize("change", [write, assign, load])
@@ -347,7 +347,10 @@ def test_trained_after_it_was_joined():
 
 def test_a_stamp_is_address_and_version():
     weight = nn.Parameter(numbers(4))
-    first = stamp(weight)
+    (address,), (version,) = stamps([weight])
     with torch.no_grad():
         weight.add_(1)
-    assert stamp(weight) == (first[0], first[1] + 1)
+    assert stamps([weight]) == ([address], [version + 1])
+    with torch.inference_mode():
+        uncounted = nn.Parameter(numbers(4))
+    assert stamps([weight, uncounted]) == ([address, uncounted.data_ptr()], [version + 1, -1])
