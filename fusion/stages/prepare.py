@@ -115,9 +115,19 @@ def _is_join(node: fx.Node) -> bool:
         return False
     pieces, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
     parts: list[Any] = list(pieces) if isinstance(pieces, (list, tuple)) else []
-    if dim not in (0, -node.meta["val"].dim()) or len(set(parts)) < len(parts):
+    parameters = [_whole_parameter(each) for each in parts]
+    if dim not in (0, -node.meta["val"].dim()) or None in parameters or len(set(parameters)) < len(parameters):
         return False
-    return all(each.op == "placeholder" and _fits(each.meta["val"], node.meta["val"]) for each in parts)
+    return all(_fits(each.meta["val"], node.meta["val"]) for each in parts)
+
+
+def _whole_parameter(part: fx.Node) -> fx.Node | None:
+    """The Parameter that a contiguous operand is, perhaps by way of views that end where they began."""
+    origin = part
+    while origin.op == "call_function" and is_view(origin.target) and len(origin.all_input_nodes) == 1:
+        origin = origin.all_input_nodes[0]
+    same = origin.op == "placeholder" and origin.meta["val"].shape == part.meta["val"].shape
+    return origin if same and origin.meta["val"].is_contiguous() else None
 
 
 def _fits(part: torch.Tensor, whole: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import conv1d, silu
 
 from fusion import Options, Rule, lowering, pattern, tensor
 from fusion.backend import FusionBackend
@@ -23,22 +23,22 @@ def _join(a: Tensor, b: Tensor) -> Tensor:
 
 
 LIBRARY.impl("join", _join, "CPU")
-LIBRARY.impl("join", lambda a, b: a.new_empty(a.shape[0] + b.shape[0], a.shape[1]), "Meta")
+LIBRARY.impl("join", lambda a, b: a.new_empty(a.shape[0] + b.shape[0], *a.shape[1:]), "Meta")
 
 
 @dataclass(frozen=True)
 class JoinedGate(Rule):
-    """silu(x·gateᵀ) · (x·upᵀ) with one product of a matrix for both."""
+    """silu(gate * x) · (up * x) with one convolution for both."""
 
     @pattern
-    def written(self, p, x=tensor("*B K"), gate=tensor("N K"), up=tensor("N K")):
-        """Two linears of one input."""
-        return p.silu(p.op("aten.linear.default", x, gate)) * p.op("aten.linear.default", x, up)
+    def written(self, p, x=tensor("B K T"), gate=tensor("N K W"), up=tensor("N K W")):
+        """Two convolutions of one input."""
+        return p.silu(p.op("aten.convolution.default", x, gate)) * p.op("aten.convolution.default", x, up)
 
     @lowering
     def one(self, x: Tensor, gate: Tensor, up: Tensor):
         """Concatenated along dim 0."""
-        left, right = linear(x, torch.cat([gate, up])).chunk(2, -1)
+        left, right = conv1d(x, torch.cat([gate, up])).chunk(2, 1)
         return silu(left) * right
 
 
@@ -49,19 +49,31 @@ class CountedGate(JoinedGate):
     @lowering
     def one(self, x: Tensor, gate: Tensor, up: Tensor):
         """Joined by an operator of a third party."""
-        left, right = linear(x, torch.ops.fusion_prepared_tests.join(gate, up)).chunk(2, -1)
+        left, right = conv1d(x, torch.ops.fusion_prepared_tests.join(gate, up)).chunk(2, 1)
+        return silu(left) * right
+
+
+@dataclass(frozen=True)
+class TurnedGate(JoinedGate):
+    """The same with views before and after the concatenation."""
+
+    @lowering
+    def one(self, x: Tensor, gate: Tensor, up: Tensor):
+        """Turned there and back."""
+        weight = torch.cat([gate.permute(1, 0, 2).permute(1, 0, 2), up]).permute(2, 1, 0).permute(2, 1, 0)
+        left, right = conv1d(x, weight).chunk(2, 1)
         return silu(left) * right
 
 
 class Gate(nn.Module):
     def __init__(self, k: int = 16, n: int = 32, factor: float = 1.0):
         super().__init__()
-        self.gate, self.up = nn.Linear(k, n, bias=False), nn.Linear(k, n, bias=False)
+        self.gate, self.up = nn.Conv1d(k, n, 1, bias=False), nn.Conv1d(k, n, 1, bias=False)
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate.weight if self.factor == 1 else self.gate.weight * self.factor
-        return silu(linear(x, gate)) * self.up(x)
+        return silu(conv1d(x, gate)) * self.up(x)
 
 
 class Layers(nn.Module):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import conv1d, silu
 
 import fusion
 from fusion import Options
@@ -20,14 +20,14 @@ from fusion.weights import derived, marks, parameter_inputs
 
 from ..engine.graphs import HOST, names, numbers, traced
 from ..engine.rules import DoubleExp
-from .rules import RAN, CountedGate, Gate, JoinedGate, Layers, close
+from .rules import RAN, CountedGate, Gate, JoinedGate, Layers, TurnedGate, close
 
-X = numbers(3, 16)
-A, B, C, D = (nn.Parameter(numbers(32, 16, seed=seed)) for seed in range(1, 5))
+X = numbers(2, 16, 3)
+A, B, C, D = (nn.Parameter(numbers(32, 16, 1, seed=seed)) for seed in range(1, 5))
 
 
 def gated(x, a, b):
-    return silu(linear(x, a)) * linear(x, b)
+    return silu(conv1d(x, a)) * conv1d(x, b)
 
 
 def prepared(function, *args, rule=JoinedGate(), **options):
@@ -59,7 +59,14 @@ def test_what_parameters_alone_give_becomes_the_last_input():
     assert each.bytes == 2 * 32 * 16 * 4
     assert "aten.cat.default" not in names(gm)
     assert names(each.module) == ["aten.cat.default"]
-    assert names(gm)[0] == "aten.t.default", "a view of it costs nothing and stays"
+
+
+def test_views_of_it_cost_nothing_and_stay():
+    gm, outcome = prepared(gated, X, A, B, rule=TurnedGate(), prepack="replace")
+    assert names(gm)[:2] == ["aten.permute.default"] * 2
+    (each,) = outcome.prepared
+    assert names(each.module) == ["aten.permute.default", "aten.permute.default", "aten.cat.default"]
+    assert each.joined, "what is turned there and back is the Parameter itself"
 
 
 def test_weights_that_are_not_known_as_parameters_cost_at_every_call():
@@ -74,7 +81,7 @@ def test_weights_that_are_not_known_as_parameters_cost_at_every_call():
 
 
 def test_the_guest_of_another_compiler_keeps_the_steps_in_the_graph():
-    gm = traced(gated, numbers(4096, 8), nn.Parameter(numbers(16, 8)), nn.Parameter(numbers(16, 8)))
+    gm = traced(gated, numbers(1, 8, 4096), *(nn.Parameter(numbers(16, 8, 1)) for _ in range(2)))
     fusion.FusionPass(HOST, (JoinedGate(),))(gm)
     assert len(inputs_of(gm)) == 3
     assert names(gm)[0] == "aten.cat.default"
@@ -113,18 +120,18 @@ def test_memory_that_the_caller_gets_is_never_shared():
     _, outcome = prepared(scaled, X, A, rule=DoubleExp())
     assert len(outcome.chosen) == 1
     assert not outcome.prepared
-    _, outcome = prepared(lambda x, w: (scaled(x, w)[0].t(), x), X, A, rule=DoubleExp())
+    _, outcome = prepared(lambda x, w: (scaled(x, w)[0].mT, x), X, A, rule=DoubleExp())
     assert not outcome.prepared, "a view of it is the same memory"
-    _, outcome = prepared(lambda x, w: scaled(x, w)[0].t().sin(), X, A, rule=DoubleExp())
+    _, outcome = prepared(lambda x, w: scaled(x, w)[0].mT.sin(), X, A, rule=DoubleExp())
     assert len(outcome.prepared) == 1
 
 
 def test_random_numbers_writes_and_other_inputs_are_not_of_parameters_alone():
     def mixed(x, w, v):
         w.add_(1)
-        return w.sin(), v.cos(), torch.rand_like(v) + v.tan(), x + v, v.exp() * torch.ones(16), torch.ones(3)
+        return w.sin(), v.cos(), torch.rand_like(v) + v.tan(), x + v, v.exp() * torch.ones(3), torch.ones(3)
 
-    captured = capture(mixed, (X, numbers(3, 16), nn.Parameter(X + 1)))
+    captured = capture(mixed, (X, numbers(2, 16, 3), nn.Parameter(X + 1)))
     weights = [name for name, each in zip(inputs_of(captured.graph), captured.inputs, strict=True) if each is not X]
     found = derived(captured.graph.graph, weights)
     assert [str(node.target) for node in found if node.op == "placeholder"] == [
@@ -162,11 +169,11 @@ def test_verification_accepts_exactly_the_inputs_that_were_added():
 
 @pytest.mark.parametrize(
     ("shapes", "joined"),
-    [(((32, 16), (32, 16)), True), (((3, 5), (3, 5)), False)],
+    [(((32, 16, 1), (32, 16, 1)), True), (((3, 5, 1), (3, 5, 1)), False)],
     ids=["aligned", "not aligned"],
 )
 def test_a_concatenation_of_parameters_can_take_their_place(shapes, joined):
-    x, a, b = numbers(3, shapes[0][1]), *(nn.Parameter(numbers(*shape, seed=1)) for shape in shapes)
+    x, a, b = numbers(2, shapes[0][1], 3), *(nn.Parameter(numbers(*shape, seed=1)) for shape in shapes)
     _, outcome = prepared(gated, x, a, b, prepack="replace")
     (each,) = outcome.prepared
     assert each.joined is joined
@@ -197,8 +204,8 @@ def test_a_buffer_is_not_a_parameter():
     class Buffers(nn.Module):
         def __init__(self):
             super().__init__()
-            self.register_buffer("a", numbers(32, 16))
-            self.register_buffer("b", numbers(32, 16, seed=1))
+            self.register_buffer("a", numbers(32, 16, 1))
+            self.register_buffer("b", numbers(32, 16, 1, seed=1))
 
         def forward(self, x):
             return gated(x, self.a, self.b)

@@ -18,7 +18,7 @@ from fusion._torch import stamps
 from ..engine.graphs import numbers
 from .rules import RAN, CountedGate, Gate, JoinedGate, Layers, backend, close
 
-X = numbers(3, 16)
+X = numbers(2, 16, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_prepared_once_whatever_the_sizes_of_the_inputs():
     model = Gate()
     run = compiled(model, dynamic=True)
     for length in (2, 3, 7):
-        agree(run, model, numbers(length, 16))
+        agree(run, model, numbers(2, 16, length))
     assert RAN["join"] == 1
 
 
@@ -64,7 +64,7 @@ def write(model):
 
 
 def assign(model):
-    model.gate.weight.data = numbers(32, 16, seed=5)
+    model.gate.weight.data = numbers(32, 16, 1, seed=5)
 
 
 def load(model):
@@ -72,7 +72,7 @@ def load(model):
 
 
 def replace(model):
-    model.up.weight = nn.Parameter(numbers(32, 16, seed=6))
+    model.up.weight = nn.Parameter(numbers(32, 16, 1, seed=6))
 
 
 @pytest.mark.parametrize("change", [write, assign, load, replace])
@@ -122,7 +122,7 @@ def test_a_write_that_nothing_shows_needs_a_refresh():
     model = Gate()
     run = compiled(model)
     agree(run, model)
-    delta = numbers(32, 2, seed=7) @ numbers(2, 16, seed=8)
+    delta = (numbers(32, 2, seed=7) @ numbers(2, 16, seed=8))[..., None]
     with torch.no_grad():
         before = run(X)
         model.gate.weight.data.add_(delta)
@@ -148,7 +148,7 @@ def test_parameters_of_inference_mode_count_no_versions():
         model.gate.weight.add_(1)
         fusion.refresh(model)
         close(run(X), model(X))
-        model.gate.weight.data = numbers(32, 16)
+        model.gate.weight.data = numbers(32, 16, 1)
         close(run(X), model(X))
     assert RAN["join"] == 3
 
@@ -170,7 +170,7 @@ def test_instances_of_one_class_share_the_graph_and_nothing_else():
                 close(layer(X), Gate.forward(layer, X))
     assert len(graphs) == 1
     assert RAN["join"] == 3
-    layers[1].gate.weight.data = numbers(32, 16)
+    layers[1].gate.weight.data = numbers(32, 16, 1)
     with torch.no_grad():
         for layer in layers:
             close(layer(X), Gate.forward(layer, X))
@@ -315,7 +315,7 @@ def test_what_a_joined_parameter_was_can_be_put_back():
     agree(run, model)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     backup = model.gate.weight.data
-    model.gate.weight.data = numbers(32, 16)
+    model.gate.weight.data = numbers(32, 16, 1)
     with pytest.warns(UserWarning, match="keeps a copy"):
         agree(run, model)
     model.gate.weight.data = backup
