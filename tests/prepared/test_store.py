@@ -75,6 +75,7 @@ def replace(model):
     model.up.weight = nn.Parameter(numbers(32, 16, 1, seed=6))
 
 
+@pytest.mark.filterwarnings("ignore:prepack='replace' keeps a copy")
 @pytest.mark.parametrize("change", [write, assign, load, replace])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("options", [{}, {"prepack": "replace"}], ids=["copy", "replace"])
