@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [  # types and functions of torch that are used as they are
@@ -45,6 +45,17 @@ COMPOSITES: tuple[OpOverload, ...] = (
 
 Boxed = Callable[[list[Any]], Any]
 """A compiled graph as AOT autograd calls it: with one list of inputs, which the callee empties."""
+
+
+def extended(run: Boxed, more: Callable[[Sequence[Any]], Iterable[Any]]) -> Boxed:
+    """`run` with further inputs behind the caller's own; they are got from these at every call."""
+
+    def call(values: list[Any]) -> Any:
+        values.extend(list(more(values)))
+        return run(values)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def preserve_composites() -> AbstractContextManager[None]:
@@ -371,6 +382,32 @@ def has_kernel(operator: str, device: str) -> bool:
     Private: `torch._C._dispatch_has_kernel_for_dispatch_key`.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, device)
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether a value is a tensor made of other tensors, such as a DTensor.
+
+    Private: `torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
+    """
+    return is_traceable_wrapper_subclass(value)
+
+
+def stamps(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Addresses and versions: one of them changes when a tensor is written to, except through `.data`.
+
+    Tensors made under `torch.inference_mode` count no versions. Private: `Tensor._version`.
+    """
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    if any(map(torch.Tensor.is_inference, tensors)):
+        return addresses, [-1 if each.is_inference() else each._version for each in tensors]
+    return addresses, [each._version for each in tensors]
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its memory to itself, all of it. Private: `torch._C._storage_Use_Count`."""
+    storage = tensor.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)  # the tensor, and `storage`
+    return users <= 2 and storage.nbytes() == tensor.numel() * tensor.element_size()
 
 
 def memory_order(x: torch.Tensor) -> list[int]:

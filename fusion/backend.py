@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,10 +22,12 @@ from fusion.language import Rule
 from fusion.library import rules_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.prepared import supply
 from fusion.report import GraphReport, match_report, tally
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.verification import verified
+from fusion.weights import Mark, marks, parameter_inputs
 
 log = logging.getLogger("fusion")
 _numbers = count()
@@ -70,12 +72,19 @@ class FusionBackend:
                 stacklevel=2,
             )
             return aot_plain(gm, example_inputs)
-        return capture(gm, example_inputs, partial(self._compile, argument_paths(gm)))
+        found = partial(self._compile, argument_paths(gm), marks(example_inputs))
+        return capture(gm, example_inputs, found)
 
-    def _compile(self, paths: Sequence[ArgumentPath], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    def _compile(
+        self,
+        paths: Sequence[ArgumentPath],
+        marked: Sequence[Mark | None],
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+    ) -> Boxed:
         rules = rules_for(self.options, self.rules)
         original = fx.GraphModule(gm, _copy(gm.graph))
-        facts = facts_of(gm.graph, paths, self.options.assume)
+        facts = known_facts(gm.graph, paths, marked, self.options)
         try:
             report = self.fuse(gm, rules, facts)
         except Exception as error:  # whatever a rule does, the model runs as it came
@@ -86,7 +95,9 @@ class FusionBackend:
                 stacklevel=2,
             )
             return lower(original, example_inputs, route(self.options.lower))
-        run = lower(gm, example_inputs, route(self.options.lower))
+        prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
+        run = lower(gm, [*example_inputs, *prepared], route(self.options.lower))
+        run = supply(run, gm.graph, report.prepared)
         if self.options.verify:
             run = verified(original, run)
         checks = checks_of(gm.graph, facts, report.assumptions)
@@ -115,6 +126,7 @@ class FusionBackend:
             tally(gm.graph),
             partial(handed_on, by=route(self.options.lower)),
             {facts.arguments.get(name, name): facts.assumed[name] for name in sorted(outcome.assumed)},
+            outcome.prepared,
         )
         log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
         return report
@@ -138,11 +150,17 @@ class Explainer:
         """Compile one graph to its report."""
         specialise_floats(gm)
         paths = [self._named(path) for path in argument_paths(gm)]
-        return capture(gm, example_inputs, partial(self._compile, paths))
+        return capture(gm, example_inputs, partial(self._compile, paths, marks(example_inputs)))
 
-    def _compile(self, paths: Sequence[ArgumentPath], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
+    def _compile(
+        self,
+        paths: Sequence[ArgumentPath],
+        marked: Sequence[Mark | None],
+        gm: fx.GraphModule,
+        example_inputs: Iterable[Any],
+    ) -> Boxed:
         original = fx.GraphModule(gm, _copy(gm.graph))
-        facts = facts_of(gm.graph, paths, self.backend.options.assume)
+        facts = known_facts(gm.graph, paths, marked, self.backend.options)
         self.parts.append(self.backend.fuse(gm, facts=facts))
         return boxed(fx.Interpreter(original).run)
 
@@ -151,6 +169,13 @@ class Explainer:
         if path[:1] != ("args",) or int(path[1]) >= len(self.positional):
             return path
         return self.positional[int(path[1])], *path[2:]
+
+
+def known_facts(
+    source: fx.Graph, paths: Sequence[ArgumentPath], marked: Sequence[Mark | None], options: Options
+) -> Facts:
+    """What is known of the inputs of a captured graph: which hold Parameters, and what the user says of them."""
+    return replace(facts_of(source, paths, options.assume), parameters=parameter_inputs(source, marked))
 
 
 def argument_paths(gm: fx.GraphModule) -> list[ArgumentPath]:

@@ -86,7 +86,7 @@ def node_cost(node: fx.Node, machine: Target) -> float:
 
 
 def _bytes(val: Any) -> int:
-    if not isinstance(val, torch.Tensor):
+    if not isinstance(val, torch.Tensor) or not is_data(val):
         return 0
     sizes = (_hint(size) if isinstance(size, torch.SymInt) else size for size in val.shape)
     return math.prod(sizes) * val.element_size()

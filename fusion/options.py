@@ -12,6 +12,7 @@ from fusion.errors import OptionError
 from fusion.facts import KINDS, window
 from fusion.target import Target
 
+PREPACK = ("copy", "replace")
 LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")
 LENGTHS = ("auto", "host")
 
@@ -34,6 +35,8 @@ class Options:
             uses what needs none.
         fuel: at most so many rewrites, to find the guilty one; None for all.
         verify: compare the first call of every fused graph with the original graph.
+        prepack: what becomes of Parameters that were concatenated along dim 0: "copy" keeps them beside the joined
+            tensor, "replace" makes them views of it.
         dump_dir: folder for the graph after each stage, as text; "" for none.
     """
 
@@ -47,6 +50,7 @@ class Options:
     lengths: str = "auto"
     fuel: int | None = None
     verify: bool = False
+    prepack: str = "copy"
     dump_dir: str = ""
 
     def __post_init__(self) -> None:
@@ -61,6 +65,7 @@ class Options:
         _one_of("lengths", self.lengths, LENGTHS)
         for name, kind in self.assume.items():
             _check_assumption(name, kind)
+        _one_of("prepack", self.prepack, PREPACK)
         if self.fuel is not None and self.fuel < 0:
             raise OptionError(f"setting option fuel: {self.fuel} is negative; give the number of rewrites allowed")
 

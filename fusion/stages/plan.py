@@ -22,6 +22,7 @@ from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.recording import Fakes, substitute
 from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
 from fusion.target import Target
+from fusion.weights import derived
 
 
 class Planner:
@@ -34,6 +35,7 @@ class Planner:
         self.refusals: list[Refusal] = []
         self._plan_lower, self._elsewhere = plan_lower, elsewhere
         self._plans: dict[Any, Mapping[str, Plan | Refused]] = {}
+        self._derived = derived(graph.source, graph.facts.parameters)
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
@@ -87,12 +89,23 @@ class Planner:
     def _offer(self, match: Match, lowering: str, plan: Plan, readers: Mapping[Value, int]) -> Candidate:
         """What a match saves if it is run in one way."""
         dying, built = self._dying(match, plan), self._to_build(match, plan)
-        kernels = {value: self.fakes.launches(value) for value in built}
+        kernels = {value: self.fakes.launches(value) for value in built if not self._is_prepared(value)}
         building = sum(self.target.launch * count / readers[value] for value, count in kernels.items())
-        running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
+        each_call = [(cost, names) for cost, names in plan.costs if not self._are_prepared(names, match)]
+        running = sum(cost / _sharers(names, match, readers) for cost, names in each_call)
         saved = sum(node_cost(node, self.target) for node in dying) - building - running
-        launches = sum(is_launch(node) for node in dying) - sum(kernels.values()) - len(plan.costs)
+        launches = sum(is_launch(node) for node in dying) - sum(kernels.values()) - len(each_call)
         return Candidate(match, lowering, plan, built, dying, saved, launches)
+
+    def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
+        """Whether a step that reads these captures alone is computed once, outside the graph."""
+        return bool(names) and all(self._is_prepared(match.captures[name]) for name in names)
+
+    def _is_prepared(self, value: Value) -> bool:
+        """Whether a value is, or is built from, Parameters alone."""
+        nodes = self.graph.reads(value)
+        fixed = all(isinstance(size, int) for size in value.shape)
+        return bool(nodes) and fixed and self._derived.issuperset(nodes)
 
     def _dying(self, match: Match, plan: Plan) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plan itself reads."""
@@ -126,19 +139,27 @@ class Planner:
     def _plans_of(self, match: Match) -> Mapping[str, Plan | Refused]:
         """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
         lowerings = match.rule.lowerings()
+        optional = match.optional
         try:
-            captures = {
-                name: self.fakes.of(capture) if isinstance(capture, Value) else capture
-                for name, capture in match.captures.items()
-            }
+            captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
         except Refused as refused:
             return dict.fromkeys(lowerings, refused)
-        owned = frozenset(name for name, each in match.captures.items() if isinstance(each, Value) and _is_input(each))
         signature = tuple((name, _signature(each), name in owned) for name, each in captures.items())
         key = (match.rule.name, len(match.results), signature)
         if key not in self._plans:
             self._plans[key] = {each: self._record_plan(match, each, captures, owned) for each in lowerings}
         return self._plans[key]
+
+    def _given(self, capture: Any, optional: bool) -> Any:
+        """What a lowering is given for a capture: a fake for a value, None for an optional one that has no recipe."""
+        if not isinstance(capture, Value):
+            return capture
+        try:
+            return self.fakes.of(capture)
+        except Refused:
+            if optional:
+                return None
+            raise
 
     def _record_plan(
         self, match: Match, lowering: str, captures: Mapping[str, Any], owned: frozenset[str]

@@ -1,9 +1,9 @@
-"""Stage 7, verify: a rewritten graph has the same inputs, outputs and writes as before, in a valid order."""
+"""Stage 8, verify: a rewritten graph has the same inputs, outputs and writes as before, in a valid order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -79,12 +79,15 @@ def _seen(val: Any) -> Any:
     return (dims_of(val.shape), val.dtype, str(val.device)) if isinstance(val, torch.Tensor) else type(val).__name__
 
 
-def verify(source: fx.Graph, before: Contract, added: Sequence[fx.Node]) -> None:
+def verify(source: fx.Graph, before: Contract, added: Sequence[fx.Node], prepared: Sequence[str] = ()) -> None:
     """Check a rewritten graph against the contract of the original, and its new nodes against their own operators.
+
+    `prepared` names the inputs that it has beyond those of the original, in order.
 
     Raises:
         VerificationError: they differ; the graph must not be used.
     """
+    before = replace(before, inputs=(*before.inputs, *prepared))
     after = contract(source)
     if after != before:
         raise VerificationError(

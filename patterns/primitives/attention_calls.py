@@ -55,7 +55,8 @@ def batched(
     q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = Seen(), mask: Tensor | None = None, lse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """One sequence beside the other; the order of heads and positions is that of the memory."""
-    queries, width = q.shape[2], v.shape[3]
+    width: Any = v.shape[3]
+    queries = q.shape[2]
     if k.shape[3] != width:
         require(isinstance(width, int) and width < k.shape[3], "values are wider than keys")
         v = torch.nn.functional.pad(v, (0, k.shape[3] - width))
@@ -89,7 +90,8 @@ def packed(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, s
 
 def paged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, seen: Seen) -> Tensor:
     """Keys [B, M, T, D] as B pages of T keys, one for each sequence; queries packed."""
-    batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
+    batch: Any = q.shape[0]
+    queries, keys = q.shape[2], k.shape[2]
     require(not heads_last(k) and not heads_last(v), "the keys of a head do not lie together, as they do in a page")
     table = torch.arange(batch, dtype=torch.int32, device=q.device).unsqueeze(1)
     last = queries if seen.order == "left" else keys
@@ -112,7 +114,8 @@ def _in_sequence(
     rows: Tensor, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, lengths: Any, sink: Tensor | None, scale: float,
     seen: Seen, **pages: Any,
 ) -> Tensor:  # fmt: skip
-    batch, heads, queries = q.shape[:3]
+    batch: Any = q.shape[0]
+    heads, queries = q.shape[1:3]
     ends = _ends(batch, queries, q.device)
     if isinstance(lengths, Tensor) and isinstance(batch, int):
         ends = torch.arange(1, batch + 1, device=q.device) * queries

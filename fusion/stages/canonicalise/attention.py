@@ -171,6 +171,10 @@ def _reading(
     v = _heads(a, _as_scored(a, product.args[1], weights), (batch, heads))
     if k is None or v is None:
         return "keys or values are not the same for the queries of one head"
+    shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
+    if not _divides(k.shape[1], shared):
+        return "keys and values are shared by other groups of heads"
+    k, v = (_spread(a, each, shared) for each in (k, v))
     q, k, v = _narrow(a, root.dtype, q, k, v)
     if len({root.dtype, q.dtype, k.dtype, v.dtype}) != 1:
         return "queries, keys, values and result have different dtypes"
@@ -233,6 +237,9 @@ def _once(a: Algebra, kv: Value) -> Value:
     """Without the repetition of heads: an expanded head dim, or one that was expanded and joined with it."""
     if kv.op == "cast":
         return a.cast(_once(a, kv.arg), kv.dtype)
+    if kv.op == "slice" and kv.attrs[0] >= kv.rank - 2:
+        cut = _once(a, kv.arg)
+        return a.slice(cut, kv.attrs[0] - kv.rank, *kv.attrs[1:]) or kv
     if kv.op == "permute" and kv.attrs[-2:] == (kv.rank - 1, kv.rank - 2):
         return swapped(a, _once(a, kv.arg))
     if kv.op == "expand" and kv.rank > 3:
@@ -243,6 +250,15 @@ def _once(a: Algebra, kv: Value) -> Value:
     wide, base = kv.arg.shape, kv.arg.arg.shape
     grouped = len(wide) == 5 and wide == (kv.shape[0], base[1], wide[2], *kv.shape[2:]) and base[2] == 1
     return a.reshape(kv.arg.arg, (*base[:2], *base[3:])) if grouped and base[0] == wide[0] else kv
+
+
+def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
+    """[B, M, T, D] with each head as often as it takes to have so many."""
+    batch, own, *rows = kv.shape
+    if own == heads:
+        return kv
+    opened = a.expand(a.reshape(kv, (batch, own, 1, *rows)), (batch, own, heads // own, *rows))
+    return a.reshape(opened, (batch, heads, *rows))
 
 
 def _narrow(a: Algebra, dtype: Any, *tensors: Value) -> list[Value]:
