@@ -144,6 +144,7 @@ class Planner:
             captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
         except Refused as refused:
             return dict.fromkeys(lowerings, refused)
+        owned = frozenset(name for name, each in match.captures.items() if isinstance(each, Value) and _is_input(each))
         signature = tuple((name, _signature(each), name in owned) for name, each in captures.items())
         key = (match.rule.name, len(match.results), signature)
         if key not in self._plans:
