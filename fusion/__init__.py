@@ -16,6 +16,7 @@ from fusion.language import (
 )
 from fusion.options import Options
 from fusion.passes import FusionPass
+from fusion.prepared import refresh
 from fusion.report import Report
 from fusion.target import Target
 
@@ -33,6 +34,7 @@ __all__ = [
     "lookalike",
     "lowering",
     "pattern",
+    "refresh",
     "require",
     "scalar",
     "tensor",

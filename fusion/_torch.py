@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [  # types and functions of torch that are used as they are
@@ -45,6 +45,17 @@ COMPOSITES: tuple[OpOverload, ...] = (
 
 Boxed = Callable[[list[Any]], Any]
 """A compiled graph as AOT autograd calls it: with one list of inputs, which the callee empties."""
+
+
+def extended(run: Boxed, more: Callable[[Sequence[Any]], Iterable[Any]]) -> Boxed:
+    """`run` with further inputs behind the caller's own; they are got from these at every call."""
+
+    def call(values: list[Any]) -> Any:
+        values.extend(list(more(values)))
+        return run(values)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def preserve_composites() -> AbstractContextManager[None]:
@@ -80,6 +91,17 @@ def tracing_apart(mode: FakeTensorMode | None) -> Generator[None, None, None]:
 
     with tracing(TracingContext(mode)):
         yield
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """Inside, no dispatch mode is active: for compiling while a compiled graph is called.
+
+    AOT autograd has a mode of its own around the first call of a graph, in which nothing can be traced.
+    Private: `torch.utils._python_dispatch._disable_current_modes`.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
@@ -273,6 +295,50 @@ def _is_argument(node: fx.Node) -> bool:
     return isinstance(getattr(source, "base", source), LocalSource)
 
 
+def argument_path(node: fx.Node) -> tuple[str, ...]:
+    """Where a tensor input of a Dynamo graph is found in the arguments of the compiled function.
+
+    ("attention_mask", "full_attention") is the item "full_attention" of the argument `attention_mask`; empty for what
+    is reached in another way, such as parameters and buffers.
+    Private: `torch._dynamo.source` and the attribute `_dynamo_source` of placeholders.
+    """
+    from torch._dynamo.source import AttrSource, DictGetItemSource, GetItemSource, LocalSource
+
+    source: Any = getattr(node, "_dynamo_source", None)
+    steps: list[str] = []
+    while not isinstance(source, LocalSource):
+        if isinstance(source, (DictGetItemSource, GetItemSource)):
+            steps.append(str(source.index))
+        elif type(source) is AttrSource:
+            steps.append(source.member)
+        else:
+            return ()
+        source = source.base
+    return (source.local_name, *reversed(steps)) if source.is_input else ()
+
+
+def dynamo_position(node: fx.Node) -> int | None:
+    """Which input of the Dynamo graph an input of the graph of AOT autograd is; None where it is not just that.
+
+    It often has the same position, but not where inputs that share memory are written to: AOT autograd passes their
+    common memory first. Private: `torch._functorch._aot_autograd.descriptors.PlainAOTInput` in the meta of nodes.
+    """
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    described = node.meta.get("desc")
+    return described.idx if isinstance(described, PlainAOTInput) else None
+
+
+def stamp(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Changes when a tensor is written to, resized or given other memory; None where torch does not count writes.
+
+    Private: `torch.Tensor._version`, which inference tensors do not have; writes through `.data` are not counted.
+    """
+    if tensor.is_inference():
+        return None
+    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
 def fake_like(fake: Any) -> torch.Tensor:
     """A fresh fake tensor with the shape, strides, dtype and device of `fake`.
 
@@ -286,12 +352,62 @@ def fake_like(fake: Any) -> torch.Tensor:
     return FakeTensor(fake.fake_mode, meta, fake.device)
 
 
+def shares_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors, fake ones too, are views of one storage.
+
+    Private: `torch.UntypedStorage._cdata`.
+    """
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def constant_numbers(node: fx.Node) -> tuple[int, ...] | None:
+    """The integers of a small tensor that a graph holds as an attribute, None for any other attribute.
+
+    Private: `torch._subclasses.fake_tensor.FakeTensor.constant`, which keeps the numbers of a constant under fakes.
+    """
+    found: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, FakeTensor):
+        found = found.constant
+    if not isinstance(found, torch.Tensor) or found.dtype not in (torch.int32, torch.int64) or found.numel() > 64:
+        return None
+    with unset_fake_temporarily():
+        return tuple(int(each) for each in found.detach().reshape(-1).tolist())
+
+
 def has_kernel(operator: str, device: str) -> bool:
     """Whether an operator (`npu::npu_rms_norm`) has a kernel of its own for a dispatch key such as "CPU".
 
     Private: `torch._C._dispatch_has_kernel_for_dispatch_key`.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, device)
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether a value is a tensor made of other tensors, such as a DTensor.
+
+    Private: `torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
+    """
+    return is_traceable_wrapper_subclass(value)
+
+
+def stamps(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Addresses and versions: one of them changes when a tensor is written to, except through `.data`.
+
+    Tensors made under `torch.inference_mode` count no versions. Private: `Tensor._version`.
+    """
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    if any(map(torch.Tensor.is_inference, tensors)):
+        return addresses, [-1 if each.is_inference() else each._version for each in tensors]
+    return addresses, [each._version for each in tensors]
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has its memory to itself, all of it. Private: `torch._C._storage_Use_Count`."""
+    storage = tensor.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)  # the tensor, and `storage`
+    return users <= 2 and storage.nbytes() == tensor.numel() * tensor.element_size()
 
 
 def memory_order(x: torch.Tensor) -> list[int]:

@@ -5,24 +5,29 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.fx as fx
 
-from fusion._torch import Boxed, aot_plain, boxed, specialise_floats
+from fusion._torch import Boxed, aot_plain, argument_path, boxed, outside_modes, specialise_floats
+from fusion.assumptions import ArgumentPath, assumed, checks_of, facts_of
 from fusion.dump import write_graph
+from fusion.facts import Facts
 from fusion.language import Rule
 from fusion.library import rules_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.prepared import supply
 from fusion.report import GraphReport, match_report, tally
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.verification import verified
+from fusion.weights import Mark, marks, parameter_inputs
 
 log = logging.getLogger("fusion")
 _numbers = count()
@@ -67,13 +72,21 @@ class FusionBackend:
                 stacklevel=2,
             )
             return aot_plain(gm, example_inputs)
-        return capture(gm, example_inputs, self._compile)
+        found = partial(self._compile, argument_paths(gm), marks(example_inputs))
+        return capture(gm, example_inputs, found)
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    def _compile(
+        self,
+        paths: Sequence[ArgumentPath],
+        marked: Sequence[Mark | None],
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+    ) -> Boxed:
         rules = rules_for(self.options, self.rules)
         original = fx.GraphModule(gm, _copy(gm.graph))
+        facts = known_facts(gm.graph, paths, marked, self.options)
         try:
-            self.fuse(gm, rules)
+            report = self.fuse(gm, rules, facts)
         except Exception as error:  # whatever a rule does, the model runs as it came
             log.debug("fusing a graph failed", exc_info=True)
             warnings.warn(
@@ -82,14 +95,26 @@ class FusionBackend:
                 stacklevel=2,
             )
             return lower(original, example_inputs, route(self.options.lower))
-        run = lower(gm, example_inputs, route(self.options.lower))
-        return verified(original, run) if self.options.verify else run
+        prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
+        run = lower(gm, [*example_inputs, *prepared], route(self.options.lower))
+        run = supply(run, gm.graph, report.prepared)
+        if self.options.verify:
+            run = verified(original, run)
+        checks = checks_of(gm.graph, facts, report.assumptions)
+        return assumed(run, partial(self._unfused, original, example_inputs), checks) if checks else run
 
-    def fuse(self, gm: fx.GraphModule, rules: Sequence[Rule] | None = None) -> GraphReport:
+    def _unfused(self, original: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        """The graph as it came, compiled after Dynamo has set its guards: with symbolic sizes only node by node,
+        because a compiler may ask for another guard, which nothing would check."""
+        symbolic = any(isinstance(node.meta.get("val"), torch.SymInt) for node in original.graph.nodes)
+        with outside_modes():
+            return lower(original, example_inputs, "eager" if symbolic else route(self.options.lower))
+
+    def fuse(self, gm: fx.GraphModule, rules: Sequence[Rule] | None = None, facts: Facts = Facts()) -> GraphReport:
         """Rewrite one functional aten graph in place and report."""
         dump = partial(_dump, self.options.dump_dir, next(_numbers))
         dump("captured", gm.graph)
-        outcome = fuse_graph(gm.graph, rules or rules_for(self.options, self.rules), self.options)
+        outcome = fuse_graph(gm.graph, rules or rules_for(self.options, self.rules), self.options, facts)
         if outcome.chosen:
             gm.recompile()
         dump("fused", gm.graph)
@@ -100,6 +125,8 @@ class FusionBackend:
             outcome.before,
             tally(gm.graph),
             partial(handed_on, by=route(self.options.lower)),
+            {facts.arguments.get(name, name): facts.assumed[name] for name in sorted(outcome.assumed)},
+            outcome.prepared,
         )
         log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
         return report
@@ -107,20 +134,53 @@ class FusionBackend:
 
 @dataclass(frozen=True)
 class Explainer:
-    """A backend that fuses and reports, and whose graphs give fake results instead of running."""
+    """A backend that fuses and reports, and whose graphs give fake results instead of running.
+
+    Attributes:
+        backend: what fuses.
+        parts: where the reports go.
+        positional: names of the positional arguments of what is explained.
+    """
 
     backend: FusionBackend
     parts: list[GraphReport]
+    positional: tuple[str, ...] = ()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph to its report."""
         specialise_floats(gm)
-        return capture(gm, example_inputs, self._compile)
+        paths = [self._named(path) for path in argument_paths(gm)]
+        return capture(gm, example_inputs, partial(self._compile, paths, marks(example_inputs)))
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
+    def _compile(
+        self,
+        paths: Sequence[ArgumentPath],
+        marked: Sequence[Mark | None],
+        gm: fx.GraphModule,
+        example_inputs: Iterable[Any],
+    ) -> Boxed:
         original = fx.GraphModule(gm, _copy(gm.graph))
-        self.parts.append(self.backend.fuse(gm))
+        facts = known_facts(gm.graph, paths, marked, self.backend.options)
+        self.parts.append(self.backend.fuse(gm, facts=facts))
         return boxed(fx.Interpreter(original).run)
+
+    def _named(self, path: ArgumentPath) -> ArgumentPath:
+        """The path from the name of a positional argument, which is called as item of a tuple here."""
+        if path[:1] != ("args",) or int(path[1]) >= len(self.positional):
+            return path
+        return self.positional[int(path[1])], *path[2:]
+
+
+def known_facts(
+    source: fx.Graph, paths: Sequence[ArgumentPath], marked: Sequence[Mark | None], options: Options
+) -> Facts:
+    """What is known of the inputs of a captured graph: which hold Parameters, and what the user says of them."""
+    return replace(facts_of(source, paths, options.assume), parameters=parameter_inputs(source, marked))
+
+
+def argument_paths(gm: fx.GraphModule) -> list[ArgumentPath]:
+    """For each input of a graph of Dynamo, where it is found in the arguments of the compiled function, if there."""
+    return [argument_path(node) for node in gm.graph.find_nodes(op="placeholder")]
 
 
 def _copy(source: fx.Graph) -> fx.Graph:

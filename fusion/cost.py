@@ -21,7 +21,10 @@ _VIEWS = {
     "_assert_tensor_metadata", "_assert_scalar",
 }  # fmt: skip
 # A composite operator is no kernel: what its decomposition launches on an NPU.
-_COMPOSITES = {"aten::rms_norm": 6, "aten::_fused_rms_norm": 6, "aten::einsum": 2, "aten::linear": 1}
+_COMPOSITES = {
+    "aten::rms_norm": 6, "aten::_fused_rms_norm": 6, "aten::einsum": 2, "aten::linear": 1,
+    "aten::scaled_dot_product_attention": 5, "aten::_scaled_dot_product_flash_attention_for_cpu": 5,
+}  # fmt: skip
 _COMPLEX = 6  # no complex arithmetic in the vector unit: four products and two sums
 
 
@@ -83,7 +86,7 @@ def node_cost(node: fx.Node, machine: Target) -> float:
 
 
 def _bytes(val: Any) -> int:
-    if not isinstance(val, torch.Tensor):
+    if not isinstance(val, torch.Tensor) or not is_data(val):
         return 0
     sizes = (_hint(size) if isinstance(size, torch.SymInt) else size for size in val.shape)
     return math.prod(sizes) * val.element_size()

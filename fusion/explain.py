@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -39,7 +40,8 @@ def explain(
     """
     checked = Options.of(options)
     parts: list[GraphReport] = []
-    explainer = Explainer(FusionBackend(checked, None if rules is None else tuple(rules)), parts)
+    backend = FusionBackend(checked, None if rules is None else tuple(rules))
+    explainer = Explainer(backend, parts, _positional(fn_or_module))
     mode = fresh_fake_mode()
     copied: dict[int, Any] = {}
     with fake_copies(mode):
@@ -54,3 +56,13 @@ def explain(
             raise unwrapped(error) from None
         raise
     return Report(Target.resolve(checked.target).name, tuple(parts))
+
+
+def _positional(called: Callable[..., Any]) -> tuple[str, ...]:
+    forward = called.forward if isinstance(called, torch.nn.Module) else called
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return ()
+    return tuple(each.name for each in parameters if each.kind in kinds)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+KINDS = ("causal", "padding", "window:n")
+"""What can be assumed of an attention mask; n is a positive number of keys."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,16 @@ class Facts:
     Attributes:
         parameters: inputs that hold Parameters of the model: what is computed from them alone is prepared once.
         assumed: what the user says of an input, to be checked at every call, e.g. {"arg7_1": "causal"}.
+        arguments: where an input is found in the arguments of the compiled function, e.g. {"arg7_1":
+            "attention_mask.full_attention"}: the name by which something can be assumed of it.
     """
 
     parameters: frozenset[str] = frozenset()
     assumed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    arguments: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def window(kind: str) -> int | None:
+    """How many keys each query sees at most, its own among them: n of "window:n", None for any other kind."""
+    found = re.fullmatch(r"window:0*([1-9][0-9]*)", kind)
+    return int(found[1]) if found else None

@@ -9,9 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from fusion.errors import OptionError
+from fusion.facts import KINDS, window
 from fusion.target import Target
 
+PREPACK = ("copy", "replace")
 LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")
+LENGTHS = ("auto", "host")
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,15 @@ class Options:
         rules: names of the only rules to use; empty for all.
         disable: names of rules not to use.
         unsafe: names of rules whose guard is not asked (limits of operators still are).
-        assume: facts about inputs that the graph cannot show, e.g. {"attention_mask": "causal"}.
+        assume: what the attention masks among the arguments are: {"attention_mask": "causal"}, "padding" or
+            "window:n" (n keys, the query's own among them). Checked at every call; where it does not hold, the
+            unfused graph runs. A mask inside an argument has a path: "attention_mask.full_attention", "masks[0]".
+        lengths: "host" allows one wait for the device a step, to hand operators lengths as lists of integers; "auto"
+            uses what needs none.
         fuel: at most so many rewrites, to find the guilty one; None for all.
         verify: compare the first call of every fused graph with the original graph.
+        prepack: what becomes of Parameters that were concatenated along dim 0: "copy" keeps them beside the joined
+            tensor, "replace" makes them views of it.
         dump_dir: folder for the graph after each stage, as text; "" for none.
     """
 
@@ -38,8 +47,10 @@ class Options:
     disable: frozenset[str] = frozenset()
     unsafe: frozenset[str] = frozenset()
     assume: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    lengths: str = "auto"
     fuel: int | None = None
     verify: bool = False
+    prepack: str = "copy"
     dump_dir: str = ""
 
     def __post_init__(self) -> None:
@@ -51,6 +62,10 @@ class Options:
         Target.resolve(self.target)
         _one_of("lower", self.lower, LOWER)
         _one_of("plan_lower", self.plan_lower or "auto", LOWER)
+        _one_of("lengths", self.lengths, LENGTHS)
+        for name, kind in self.assume.items():
+            _check_assumption(name, kind)
+        _one_of("prepack", self.prepack, PREPACK)
         if self.fuel is not None and self.fuel < 0:
             raise OptionError(f"setting option fuel: {self.fuel} is negative; give the number of rewrites allowed")
 
@@ -69,6 +84,11 @@ class Options:
             if name not in known:
                 _unknown("option", name, known)
         return Options(**values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled by value: transformers copies what it hands to `torch.compile`."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Options.of, ({**values, "assume": dict(self.assume)},)
 
     def __hash__(self) -> int:
         """By value, for cache keys."""
@@ -90,6 +110,16 @@ def _names(option: str, given: str | Iterable[str]) -> frozenset[str]:
 def _one_of(option: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         _unknown(f"value of option {option}", value, known)
+
+
+def _check_assumption(name: str, kind: str) -> None:
+    if kind in KINDS[:2] or window(str(kind)):
+        return
+    near = difflib.get_close_matches(str(kind), KINDS, n=1, cutoff=0)[0]
+    raise OptionError(
+        f"setting option assume: {kind!r} is nothing that can be assumed of {name!r}; did you mean {near!r}? "
+        f"Give one of {', '.join(KINDS)}, where n is the positive number of keys that a query sees"
+    )
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """The pipeline: the one place that knows the order of the stages.
 
-canonicalise → match → plan → select → rewrite → verify
+canonicalise → match → plan → select → rewrite → prepare → verify → reinplace → verify
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from fusion.facts import Facts
 from fusion.language import Rule
 from fusion.options import Options
 from fusion.recording import Fakes
-from fusion.records import Candidate, Refusal
+from fusion.records import Candidate, Prepared, Refusal
 from fusion.report import Tally, tally
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
+from fusion.stages.prepare import prepare
+from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
 from fusion.stages.select import select
 from fusion.stages.verify import contract, verify
@@ -36,11 +38,17 @@ class Outcome:
         chosen: the rewrites that were made, in the order of the graph.
         refusals: what was not done, and why.
         before: live calls per module before, with what was rewritten counted where its result belongs.
+        assumed: inputs whose assumption a rewrite relies on: without a check of each call, the graph must not run.
+        in_place: names of the `copy_` nodes that in-place writes have made needless.
+        prepared: the further inputs of the rewritten graph, computed from Parameters once.
     """
 
     chosen: tuple[Candidate, ...] = field(default_factory=tuple)
     refusals: tuple[Refusal, ...] = field(default_factory=tuple)
     before: Mapping[str, Tally] = field(default_factory=dict)
+    assumed: frozenset[str] = frozenset()
+    in_place: tuple[str, ...] = ()
+    prepared: tuple[Prepared, ...] = ()
 
 
 def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts: Facts = Facts()) -> Outcome:
@@ -60,11 +68,21 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     chosen = select(candidates, graph, options.fuel)
     refusals = _worth_telling([*found.refusals, *planner.refusals], chosen, rules)
     counted = tally(source, chosen)
-    if chosen:
-        before = contract(source)
-        done = rewrite(graph, chosen, planner.fakes)
-        verify(source, before, [node for each in done for node in each.added])
-    return Outcome(tuple(chosen), tuple(refusals), counted)
+    if not chosen:
+        return Outcome((), tuple(refusals), counted)
+    before = contract(source)
+    done = rewrite(graph, chosen, planner.fakes)
+    prepared = prepare(source, facts, options.prepack)
+    names = [each.name for each in prepared]
+    verify(source, before, [node for each in done for node in each.added], names)
+    in_place = reinplace(source, plan_lower(options, target))
+    verify(source, before, [], names)
+    return Outcome(tuple(chosen), tuple(refusals), counted, relied_on(chosen, facts), in_place, prepared)
+
+
+def relied_on(chosen: Sequence[Candidate], facts: Facts) -> frozenset[str]:
+    """The inputs whose assumption the chosen rewrites rely on: as none says which, all of them where any was made."""
+    return frozenset(facts.assumed) if chosen else frozenset()
 
 
 def plan_lower(options: Options, target: Target) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from fusion._torch import OpOverload, TorchDispatchMode, fake_like, fake_mode_in, schema_of, tree_leaves
-from fusion.cost import is_view
+from fusion.cost import is_data, is_view
 from fusion.graph import Dim, Graph, Value, dim_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
@@ -77,6 +77,12 @@ def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args, *(each.default_value for each in rest))
 
 
+def touches_data(step: Step, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a call makes or reads floating-point or quantised numbers; arithmetic on positions is bookkeeping."""
+    read = [inputs[each.name] for each in tree_leaves((step.args, dict(step.kwargs))) if isinstance(each, Input)]
+    return is_data(step.result) or any(map(is_data, read))
+
+
 class Fakes:
     """Fake tensors for the values of one graph, and sizes for its symbolic dims."""
 
@@ -124,7 +130,7 @@ class Fakes:
             raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
         args = {str(number): self.of(arg).detach() for number, arg in enumerate(value.args)}
         recorder, result = self.record(lambda: build(value, self.size, *args.values()), args)
-        self._launches[value] = sum(not is_view(step.target) for step in recorder.steps)
+        self._launches[value] = sum(not is_view(step.target) and touches_data(step, args) for step in recorder.steps)
         return result
 
     def launches(self, value: Value) -> int:

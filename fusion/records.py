@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from fusion._torch import OpOverload
 from fusion.graph import Value
-from fusion.language import Refused, Rule
+from fusion.language import Capture, Refused, Rule
 from fusion.origin import location, module_path, source_text
 
 
@@ -76,6 +76,13 @@ class Match:
     roots: tuple[tuple[fx.Node, ...], ...]
 
     @property
+    def optional(self) -> frozenset[str]:
+        """Names of the captures that its pattern could do without."""
+        form = next((each for each in self.rule.patterns() if each.name == self.form), None)
+        captures = {} if form is None else form.captures
+        return frozenset(name for name, each in captures.items() if isinstance(each, Capture) and each.optional)
+
+    @property
     def node(self) -> fx.Node:
         """The first root: the node by which this match is named."""
         return self.roots[0][0]
@@ -116,6 +123,7 @@ class Plan:
         fakes: the fake results.
         refusals: operator limits that forbid it, by target name.
         costs: for each kernel among the steps, its predicted microseconds and the inputs that it depends on.
+        uses: names of the inputs that it reads.
     """
 
     steps: tuple[Step, ...]
@@ -123,6 +131,32 @@ class Plan:
     fakes: tuple[Any, ...]
     refusals: Mapping[str, str]
     costs: tuple[tuple[float, frozenset[str]], ...]
+    uses: frozenset[str]
+
+    def tensors(self, match: Match) -> dict[str, Value]:
+        """The values that it reads of a match."""
+        return {name: each for name, each in match.captures.items() if isinstance(each, Value) and name in self.uses}
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A tensor that is computed from Parameters once and passed to a graph as a further input.
+
+    Attributes:
+        name: the input that holds it.
+        sources: the inputs that hold the Parameters, in the order in which `module` takes them.
+        module: computes it from them.
+        key: equal for two of them exactly when they compute the same from Parameters of the same metadata.
+        joined: whether the Parameters are to become views of it.
+        bytes: what it holds beside the Parameters.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    module: fx.GraphModule = field(repr=False)
+    key: str = field(repr=False)
+    joined: bool
+    bytes: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from fusion._torch import OpOverload, schema_of
 from fusion.cost import is_bookkeeping, is_launch
 from fusion.operators import operator_of
 from fusion.origin import location, module_path
-from fusion.records import Candidate, Refusal
+from fusion.records import Candidate, Prepared, Refusal
 
 _FUSED_IN_ATEN = frozenset({"aten::native_layer_norm"})  # aten's own fused kernels, where a rule emits them
 
@@ -74,6 +74,8 @@ class GraphReport:
         before: calls per module path before.
         after: calls per module path after.
         hand_on: gives the graph as it is handed to the compiler that runs it.
+        assumptions: what the rewrites rely on: the kind of mask by the path of the argument.
+        prepared: the further inputs of the graph, computed from Parameters once.
     """
 
     graph: fx.GraphModule
@@ -82,6 +84,13 @@ class GraphReport:
     before: Mapping[str, Tally]
     after: Mapping[str, Tally]
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+    assumptions: Mapping[str, str] = field(default_factory=dict)
+    prepared: tuple[Prepared, ...] = ()
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes that the prepared weights hold beside the Parameters, for one set of Parameters."""
+        return sum(each.bytes for each in self.prepared)
 
 
 def tally(source: fx.Graph, chosen: Sequence[Candidate] = ()) -> dict[str, Tally]:
@@ -142,6 +151,11 @@ class Report:
         return [refusal for part in self.parts for refusal in part.refusals]
 
     @property
+    def assumptions(self) -> dict[str, str]:
+        """What rewrites rely on and every call is checked for: the kind of mask by the path of the argument."""
+        return {name: kind for part in self.parts for name, kind in part.assumptions.items()}
+
+    @property
     def ops(self) -> Counter[str]:
         """Emitted operators by qualified name, as the NPU would run them."""
         names = (emitted(node) for graph in self.graphs for node in graph.graph.nodes)
@@ -153,6 +167,16 @@ class Report:
         before = sum(each.launches for part in self.parts for each in part.before.values())
         after = sum(each.launches for part in self.parts for each in part.after.values())
         return before, after
+
+    @property
+    def prepared(self) -> list[Prepared]:
+        """Every tensor that is computed from Parameters once and passed to a graph."""
+        return [each for part in self.parts for each in part.prepared]
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes that they hold beside the Parameters, for one set of Parameters."""
+        return sum(part.prepared_bytes for part in self.parts)
 
     @property
     def layers(self) -> dict[str, LayerReport]:
@@ -180,7 +204,13 @@ class Report:
             "graphs": len(self.parts),
             "launches": dict(zip(("before", "after"), self.launches, strict=True)),
             "ops": dict(sorted(self.ops.items())),
+            "prepared": {
+                "tensors": len(self.prepared),
+                "joined": sum(each.joined for each in self.prepared),
+                "bytes": self.prepared_bytes,
+            },
             "layers": {path: asdict(layer) for path, layer in self.layers.items()},
+            "assumptions": self.assumptions,
             "matches": [asdict(each) for each in self.matches],
             "refusals": refusals,
         }
@@ -200,6 +230,9 @@ class Report:
         graphs = f"{len(self.parts)} graph" + ("" if len(self.parts) == 1 else "s")
         title = f"fused for {self.target}: {graphs}, {before} launches -> {after}"
         found: list[Any] = [self._operators(title), self._modules()]
+        found += [self._assumed()] if self.assumptions else []
+        if self.prepared:
+            found.append(self._prepared())
         return [*found, self._refused()] if self.refusals else found
 
     def _operators(self, title: str) -> Table:
@@ -217,6 +250,25 @@ class Report:
         for (path, layer), count in _alike(self.layers).items():
             numbers = (layer.before.launches, layer.after.launches, layer.after.bookkeeping)
             table.add_row(path or "(outside modules)", str(count), *map(str, numbers))
+        return table
+
+    def _assumed(self) -> Table:
+        table = Table(title="assumed, and checked at every call", title_justify="left", min_width=34)
+        for name in ("argument", "mask"):
+            table.add_column(name)
+        for name, kind in self.assumptions.items():
+            table.add_row(name, kind)
+        return table
+
+    def _prepared(self) -> Table:
+        title = f"prepared from Parameters, once: {self.prepared_bytes:,} bytes beside them"
+        table = Table(title=title, title_justify="left", min_width=len(title))
+        for name in ("held as", "tensors", "bytes"):
+            table.add_column(name, justify="left" if name == "held as" else "right")
+        for joined, kind in ((False, "a copy"), (True, "in place of them")):
+            those = [each for each in self.prepared if each.joined is joined]
+            if those:
+                table.add_row(kind, str(len(those)), f"{sum(each.bytes for each in those):,}")
         return table
 
     def _refused(self) -> Table:

@@ -256,7 +256,7 @@ def idempotent(t: Trial) -> None:
 def saves_what_it_claims(t: Trial) -> None:
     """As many launches less as the candidates said; more only where several of them share what they build."""
     before, after = (sum(each.launches for each in tally(gm.graph).values()) for gm in (t.captured.graph, t.fused))
-    claimed = sum(each.launches for each in t.outcome.chosen)
+    claimed = sum(each.launches for each in t.outcome.chosen) + len(t.outcome.in_place)
     exact = len(t.outcome.chosen) == 1
     assert before - after >= claimed, f"{before} launches became {after}, {claimed} fewer were claimed"
     assert before - after == claimed or not exact, (

@@ -3,13 +3,27 @@
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.rope_pair import RopePair
+from patterns.primitives.attention import Attention
+from patterns.primitives.cache_write import CacheWrite
 from patterns.primitives.layer_norm import LayerNorm
 from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.rms_norm import RMSNorm
 from patterns.primitives.rope import Rope
+from patterns.primitives.sliding_write import SlidingWrite
 from patterns.primitives.swiglu import Swiglu
 
 
 def library() -> tuple[Rule, ...]:
     """Every rule of this package."""
-    return (RMSNorm(), LayerNorm(), AddRMSNorm(), Rope(), PartialRope(), RopePair(), Swiglu())
+    return (
+        RMSNorm(),
+        LayerNorm(),
+        AddRMSNorm(),
+        Rope(),
+        PartialRope(),
+        RopePair(),
+        Swiglu(),
+        Attention(),
+        CacheWrite(),
+        SlidingWrite(),
+    )

@@ -213,10 +213,24 @@ class Algebra:
         if x is y:
             return self.power(x, 2)
         x, y = _unexpanded(x, y)
+        share = self._softmax(x, y) or self._softmax(y, x)
+        if share is not None:
+            return share
         if x.id > y.id:
             x, y = y, x
         shape = broadcast(x.shape, y.shape)
         return None if shape is None else self.make("mul", (x, y), (), shape, x.dtype)
+
+    def _softmax(self, numerator: Value, inverse: Value) -> Value | None:
+        """exp(x) / Σ exp(x) over one dim, which is NaN in a row of -inf."""
+        total = inverse.arg if inverse.op == "scale" else inverse
+        if numerator.op != "exp" or total.op != "power" or total.arg.op != "mean" or total.arg.arg is not numerator:
+            return None
+        axes = total.arg.attrs
+        summed = self.sum(numerator, axes)
+        if len(axes) != 1 or summed is None or inverse is not self.power(summed, -1):
+            return None
+        return self.make("softmax", (numerator.arg,), (axes[0], "nan"), numerator.shape, numerator.dtype)
 
     def add(self, x: Value, y: Value) -> Value | None:
         """x + y, in either order; x + x·w with one weight per channel becomes x · (1 + w)."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from fusion.facts import Facts
@@ -55,11 +56,15 @@ class Graph:
         return places[0] if places else None
 
     def makers(self, value: Value) -> tuple[fx.Node, ...]:
-        """The nodes that compute `value` from something else (not those that only pass it on, like a no-op view)."""
+        """The nodes that compute `value` from something else (not those that only pass it on, like a no-op view).
+
+        `copy(x, value)` passes nothing on: it moves every element.
+        """
         return tuple(
             node
             for node in self.places.get(value, ())
-            if not any(self.held.get(source) is value for source in node.all_input_nodes)
+            if node.target is torch.ops.aten.copy.default
+            or not any(self.held.get(source) is value for source in node.all_input_nodes)
         )
 
     def reads(self, value: Value) -> tuple[fx.Node, ...]:

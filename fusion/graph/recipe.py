@@ -33,10 +33,21 @@ def _slice(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return torch.ops.aten.slice.Tensor(x, axis, start, stop, step)
 
 
+def _wrap(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    end: Any = sizes(value.attrs[0])
+    return torch.where(x < 0, x + end, x)
+
+
 def _power(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     exponent = value.attrs[0]
     named = {-0.5: torch.rsqrt, 0.5: torch.sqrt, -1.0: torch.reciprocal}
     return named[exponent](x) if exponent in named else torch.pow(x, exponent)
+
+
+def _number(value: Value) -> float:
+    """The attribute of a scaled or shifted value, whole for whole numbers: they must not become floats."""
+    number = value.attrs[0]
+    return number if value.dtype is None or value.dtype.is_floating_point else int(number)
 
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
@@ -45,27 +56,26 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "expand": _expand,
         "slice": _slice,
         "power": _power,
+        "wrap": _wrap,
         "flip": lambda value, sizes, x: x.flip(value.attrs),
         "permute": lambda value, sizes, x: x.permute(value.attrs),
         "cat": lambda value, sizes, *pieces: torch.cat(pieces, value.attrs[0]),
         "cast": lambda value, sizes, x: x.to(value.dtype),
-        "scale": lambda value, sizes, x: x * value.attrs[0],
-        "shift": lambda value, sizes, x: x + value.attrs[0],
+        "scale": lambda value, sizes, x: x * _number(value),
+        "shift": lambda value, sizes, x: x + _number(value),
         "mul": lambda value, sizes, x, y: x * y,
         "add": lambda value, sizes, x, y: x + y,
         "mean": lambda value, sizes, x: x.mean(value.attrs, keepdim=True),
         "real": lambda value, sizes, z: torch.view_as_real(z).select(-1, 0),
         "imag": lambda value, sizes, z: torch.view_as_real(z).select(-1, 1),
+        "at_most": lambda value, sizes, x: x.clamp(0, value.attrs[0]),
+        "below": lambda value, sizes, x: x < value.attrs[0],
+        "not": lambda value, sizes, x: x.logical_not(),
+        "or": lambda value, sizes, x, y: x | y,
         "exp": lambda value, sizes, x: x.exp(),
         "sigmoid": lambda value, sizes, x: x.sigmoid(),
-        "ones": lambda value, sizes: _ones(value, sizes),
     }
 )
-
-
-def _ones(value: Value, sizes: Sizes) -> Tensor:
-    device = value.attrs[0]
-    return torch.ones([sizes(size) for size in value.shape], dtype=value.dtype, device=device)
 
 
 def buildable(value: Value) -> bool:

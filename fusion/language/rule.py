@@ -20,6 +20,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 @dataclass(frozen=True)
 class _Tensor:
     dims: tuple[str, ...]
+    optional: bool
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class _Parameter:
     pass
 
 
-def tensor(dims: str) -> Any:
-    """Declare a captured tensor by its named dims, e.g. "*B D": any leading dims, then D."""
-    return _Tensor(tuple(dims.split()))
+def tensor(dims: str, optional: bool = False) -> Any:
+    """Declare a captured tensor by its named dims, e.g. "*B D": any leading dims, then D; None if it is not there."""
+    return _Tensor(tuple(dims.split()), optional)
 
 
 def scalar() -> Any:
@@ -242,7 +243,7 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any]) -> Pattern:
     for parameter in list(inspect.signature(method).parameters.values())[2:]:
         declared = parameter.default
         if isinstance(declared, _Tensor):
-            captures[parameter.name] = Capture(parameter.name, declared.dims)
+            captures[parameter.name] = Capture(parameter.name, declared.dims, declared.optional)
         elif isinstance(declared, _Parameter):
             captures[parameter.name] = Parameter(parameter.name)
         else:

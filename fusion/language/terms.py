@@ -76,10 +76,14 @@ class Tensorial(Term):
 
 @dataclass(frozen=True, eq=False)
 class Capture(Tensorial):
-    """A tensor that the rule takes: named dims, `*B` for any number of leading ones."""
+    """A tensor that the rule takes: named dims, `*B` for any number of leading ones.
+
+    A meaning may lack an optional one.
+    """
 
     name: str
     dims: tuple[str, ...]
+    optional: bool = False
     rank = 3
 
     def heads(self) -> frozenset[str]:
@@ -349,7 +353,9 @@ class Meaning(Tensorial):
             return
         (name, term), rest = wanted[0], wanted[1:]
         have = reading.captures.get(name)
-        if isinstance(term, Term) and isinstance(have, Value):
+        if have is None and isinstance(term, Capture) and term.optional:
+            yield from self._take(rest, reading, bound, cx)
+        elif isinstance(term, Term) and isinstance(have, Value):
             for found in term.match(have, bound, cx):
                 yield from self._take(rest, reading, found, cx)
         elif not isinstance(term, Term):

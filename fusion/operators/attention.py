@@ -75,7 +75,7 @@ def _attended(
     if not call.lse:
         return out, query.new_empty([0], dtype=torch.float32)
     lse = lse[0].transpose(0, 1) if is_packed(call.layout) else lse
-    return out, lse.to(torch.float32).contiguous()
+    return out, lse.contiguous()
 
 
 def promised(call: Attention) -> tuple[Tensor, Tensor]:

@@ -78,6 +78,8 @@ class Operator:
     """The formula, in one line."""
     overwrites: frozenset[str] = field(default_factory=frozenset[str])
     """Arguments that the eager kernel writes into although the schema does not say so: they must be dead afterwards."""
+    in_place: str = ""
+    """Name of the operator that computes the same into the tensors that this one copies, "" where there is none."""
 
     def __post_init__(self) -> None:
         """Refuse a declaration that speaks of unknown chips, lowerings, arguments or dims."""
@@ -121,6 +123,11 @@ class Operator:
     def arguments(self) -> Mapping[str, Any]:
         """Name -> argument of the schema, in the order of the schema."""
         return {argument.name: argument for argument in self._parsed.arguments}
+
+    @cached_property
+    def written(self) -> tuple[str, ...]:
+        """Arguments that the schema says are written to, in its order."""
+        return tuple(name for name, each in self.arguments.items() if each.alias_info and each.alias_info.is_write)
 
     def overload(self) -> OpOverload:
         """The dispatcher's operator; `OperatorError` before `ensure()` has registered it."""

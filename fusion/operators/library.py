@@ -113,6 +113,7 @@ def _settle(origin: Origin) -> None:
         if not _exists(operator):
             _define(operator)
         _add_kernels(operator)
+        _add_meta(operator)
     if origin.source == "own":
         sys.meta_path.insert(0, _handover)
 
@@ -152,6 +153,13 @@ def _add_kernels(operator: Operator) -> None:
         if not has_kernel(operator.name, device):
             library.impl(operator.short, operator.fallback, device)
     if not has_kernel(operator.name, "Meta"):
+        register_fake(operator.name, operator.meta, lib=library)
+
+
+def _add_meta(operator: Operator) -> None:
+    """Shapes for fake tensors where torch_npu gives none."""
+    if not has_kernel(operator.name, "Meta"):
+        library = _registration.kernels[operator.namespace]
         register_fake(operator.name, operator.meta, lib=library)
 
 

@@ -14,7 +14,20 @@ from fusion.graph import Graph, Reading, Value
 from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured
 from fusion.records import Match, Refusal
 
-CANONICAL = frozenset({"rotation", "partial_rotation"})  # readings that canonicalisation itself adds
+# Readings that canonicalisation itself adds.
+CANONICAL = frozenset(
+    {
+        "rotation",
+        "partial_rotation",
+        "softmax_attention",
+        "write",
+        "write_rows",
+        "write_places",
+        "write_slice",
+        "write_pages",
+        "slide",
+    }
+)
 
 
 @dataclass
@@ -188,7 +201,7 @@ class _Search:
         return [value for head in sorted(term.heads()) for value in self._hidden.get(head, ())]
 
     def note_misses(self) -> None:
-        """Say why what looks like a rotation of lanes is none."""
+        """Say why what looks like a rotation of lanes, or like attention, is none."""
         for value, (op, reason) in self.graph.misses.items():
             if not self._readings.get(value):
                 self._refuse(op, reason, value)

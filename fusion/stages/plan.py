@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from fusion._torch import tree_leaves
-from fusion.cost import call_cost, is_launch, is_view, node_cost
+from fusion.cost import call_cost, is_data, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.language import Refused, call
-from fusion.operators import LOWERINGS, operator_of, refusal
+from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.recording import Fakes, substitute
 from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
 from fusion.target import Target
+from fusion.weights import derived
 
 
 class Planner:
@@ -34,10 +35,17 @@ class Planner:
         self.refusals: list[Refusal] = []
         self._plan_lower, self._elsewhere = plan_lower, elsewhere
         self._plans: dict[Any, Mapping[str, Plan | Refused]] = {}
+        self._derived = derived(graph.source, graph.facts.parameters)
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
-        reading = {(match.node, value) for match in matches for value in (*_tensors(match), *self._to_build(match))}
+        reading = {
+            (match.node, value)
+            for match in matches
+            for plan in self._plans_of(match).values()
+            if isinstance(plan, Plan)
+            for value in (*plan.tensors(match).values(), *self._to_build(match, plan))
+        }
         readers = Counter(value for _, value in reading)
         planned = (self._best(match, readers) for match in matches)
         return [each for each in planned if each is not None]
@@ -46,12 +54,11 @@ class Planner:
         options: list[Candidate] = []
         refused: list[tuple[Refusal, float, frozenset[str]]] = []
         plans = self._plans_of(match)
-        offer = self._offer(match, readers)
         for lowering, plan in plans.items():
             if isinstance(plan, Refused):
                 refused.append((Refusal(match.rule.name, plan, match.node), -math.inf, frozenset()))
                 continue
-            option = offer(lowering, plan)
+            option = self._offer(match, lowering, plan, readers)
             cause = plan.refusals.get(self.target.name) or _mismatch(match, plan)
             if cause is None:
                 options.append(option)
@@ -79,23 +86,30 @@ class Planner:
                     Refusal(match.rule.name, cause, match.node, target.name) for cause in causes[:1] if cause
                 )
 
-    def _offer(self, match: Match, readers: Mapping[Value, int]) -> Callable[[str, Plan], Candidate]:
-        """What a match saves whatever runs it, as a function that prices one way to run it."""
-        dying, built = self._dying(match), self._to_build(match)
-        kernels = {value: self.fakes.launches(value) for value in built}
+    def _offer(self, match: Match, lowering: str, plan: Plan, readers: Mapping[Value, int]) -> Candidate:
+        """What a match saves if it is run in one way."""
+        dying, built = self._dying(match, plan), self._to_build(match, plan)
+        kernels = {value: self.fakes.launches(value) for value in built if not self._is_prepared(value)}
         building = sum(self.target.launch * count / readers[value] for value, count in kernels.items())
-        saved = sum(node_cost(node, self.target) for node in dying) - building
-        launches = sum(is_launch(node) for node in dying) - sum(kernels.values())
+        each_call = [(cost, names) for cost, names in plan.costs if not self._are_prepared(names, match)]
+        running = sum(cost / _sharers(names, match, readers) for cost, names in each_call)
+        saved = sum(node_cost(node, self.target) for node in dying) - building - running
+        launches = sum(is_launch(node) for node in dying) - sum(kernels.values()) - len(each_call)
+        return Candidate(match, lowering, plan, built, dying, saved, launches)
 
-        def candidate(lowering: str, plan: Plan) -> Candidate:
-            running = sum(cost / _sharers(names, match, readers) for cost, names in plan.costs)
-            return Candidate(match, lowering, plan, built, dying, saved - running, launches - len(plan.costs))
+    def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
+        """Whether a step that reads these captures alone is computed once, outside the graph."""
+        return bool(names) and all(self._is_prepared(match.captures[name]) for name in names)
 
-        return candidate
+    def _is_prepared(self, value: Value) -> bool:
+        """Whether a value is, or is built from, Parameters alone."""
+        nodes = self.graph.reads(value)
+        fixed = all(isinstance(size, int) for size in value.shape)
+        return bool(nodes) and fixed and self._derived.issuperset(nodes)
 
-    def _dying(self, match: Match) -> frozenset[fx.Node]:
-        """Roots, and the nodes below that only they need; never what the match itself reads."""
-        kept = {node for value in _tensors(match) for node in self.graph.reads(value)}
+    def _dying(self, match: Match, plan: Plan) -> frozenset[fx.Node]:
+        """Roots, and the nodes below that only they need; never what the plan itself reads."""
+        kept = {node for value in plan.tensors(match).values() for node in self.graph.reads(value)}
         roots = [node for makers in match.roots for node in makers]
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]
@@ -108,8 +122,8 @@ class Planner:
                 waiting.extend(node.all_input_nodes)
         return frozenset(dying)
 
-    def _to_build(self, match: Match) -> tuple[Value, ...]:
-        """Captured values, and arguments of theirs, that no node holds."""
+    def _to_build(self, match: Match, plan: Plan) -> tuple[Value, ...]:
+        """Values that the plan reads, and arguments of theirs, that no node holds."""
         found: dict[Value, None] = {}
 
         def visit(value: Value) -> None:
@@ -118,27 +132,39 @@ class Planner:
                     visit(arg)
                 found[value] = None
 
-        for value in _tensors(match):
+        for value in plan.tensors(match).values():
             visit(value)
         return tuple(found)
 
     def _plans_of(self, match: Match) -> Mapping[str, Plan | Refused]:
         """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
         lowerings = match.rule.lowerings()
+        optional = match.optional
         try:
-            captures = {
-                name: self.fakes.of(capture) if isinstance(capture, Value) else capture
-                for name, capture in match.captures.items()
-            }
+            captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
         except Refused as refused:
             return dict.fromkeys(lowerings, refused)
-        signature = tuple((name, _signature(each)) for name, each in captures.items())
+        owned = frozenset(name for name, each in match.captures.items() if isinstance(each, Value) and _is_input(each))
+        signature = tuple((name, _signature(each), name in owned) for name, each in captures.items())
         key = (match.rule.name, len(match.results), signature)
         if key not in self._plans:
-            self._plans[key] = {each: self._record_plan(match, each, captures) for each in lowerings}
+            self._plans[key] = {each: self._record_plan(match, each, captures, owned) for each in lowerings}
         return self._plans[key]
 
-    def _record_plan(self, match: Match, lowering: str, captures: Mapping[str, Any]) -> Plan | Refused:
+    def _given(self, capture: Any, optional: bool) -> Any:
+        """What a lowering is given for a capture: a fake for a value, None for an optional one that has no recipe."""
+        if not isinstance(capture, Value):
+            return capture
+        try:
+            return self.fakes.of(capture)
+        except Refused:
+            if optional:
+                return None
+            raise
+
+    def _record_plan(
+        self, match: Match, lowering: str, captures: Mapping[str, Any], owned: frozenset[str]
+    ) -> Plan | Refused:
         inputs = {name: each.detach() for name, each in captures.items() if isinstance(each, torch.Tensor)}
         try:
             recorder, results = self.fakes.record(
@@ -149,20 +175,26 @@ class Planner:
         except Refused as refused:
             return refused
         steps = tuple(recorder.steps)
-        return Plan(steps, named, results, self._limits(steps, inputs), self._costs(steps, inputs))
+        costs = self._costs(steps, inputs, owned)
+        return Plan(steps, named, results, self._limits(steps, inputs), costs, _used(steps, named))
 
     def _costs(
-        self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]
+        self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], owned: frozenset[str]
     ) -> tuple[tuple[float, frozenset[str]], ...]:
+        """What each kernel costs; a write into an input is priced without the copy, for it will be in place."""
         sources: list[frozenset[str]] = []
         costs: list[tuple[float, frozenset[str]]] = []
         for step in steps:
             leaves = tree_leaves((step.args, dict(step.kwargs)))
             names = frozenset(each.name for each in leaves if isinstance(each, Input))
             sources.append(names.union(*(sources[each.step] for each in leaves if isinstance(each, Output))))
-            if not is_view(step.target):
-                operands = [_lookup(each, steps, inputs) for each in leaves]
-                costs.append((call_cost(step.target, operands, step.result, self.target), sources[-1]))
+            operands = [_lookup(each, steps, inputs) for each in leaves]
+            if not is_view(step.target) and is_data((step.result, operands)):
+                moved, result = operands, step.result
+                if sources[-1] & owned and (written := _overwritten(step)):
+                    moved = [each for leaf, each in zip(leaves, operands, strict=True) if leaf not in written]
+                    result = None
+                costs.append((call_cost(step.target, moved, result, self.target), sources[-1]))
         return tuple(costs)
 
     def _limits(self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -185,7 +217,23 @@ class Planner:
             (step.args, dict(step.kwargs)), (Input, Output), lambda each: _lookup(each, steps, inputs)
         )
         lowering = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
+        if operator.in_place and lowering is not None and lowering not in operator.lowerings:
+            operator = OPERATORS[operator.in_place]  # which replaces it there
         return refusal(operator, target.name, args, kwargs, lowering)
+
+
+def _is_input(value: Value) -> bool:
+    """Whether a value is a whole input of the graph, in any view."""
+    return _is_input(value.arg) if value.op in ("reshape", "permute") else value.op == "input"
+
+
+def _overwritten(step: Step) -> list[Any]:
+    """The arguments of a step that its in-place form writes into."""
+    operator = operator_of(step.target)
+    if operator is None or not operator.in_place:
+        return []
+    values = operator.bind(step.args, step.kwargs)
+    return [values[name] for name in OPERATORS[operator.in_place].written]
 
 
 def _operators(plan: Plan) -> frozenset[str]:
@@ -193,8 +241,9 @@ def _operators(plan: Plan) -> frozenset[str]:
     return frozenset(operator.name for operator in found if operator is not None)
 
 
-def _tensors(match: Match) -> list[Value]:
-    return [capture for capture in match.captures.values() if isinstance(capture, Value)]
+def _used(steps: Sequence[Step], results: Sequence[Input | Output]) -> frozenset[str]:
+    leaves = [each for step in steps for each in tree_leaves((step.args, dict(step.kwargs)))]
+    return frozenset(each.name for each in (*leaves, *results) if isinstance(each, Input))
 
 
 def _lookup(reference: Any, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> Any:

@@ -62,7 +62,7 @@ class _Editor:
     def _anchor(self, candidate: Candidate) -> fx.Node:
         """The first result if everything that the candidate reads stands before it, else the last."""
         roots = sorted((makers[0] for makers in candidate.match.roots), key=self._order.__getitem__)
-        values = [each for each in candidate.match.captures.values() if isinstance(each, Value)]
+        values = candidate.plan.tensors(candidate.match).values()
         reads = [node for value in values for node in self._graph.reads(value)]
         ready = all(self._order[node] < self._order[roots[0]] for node in reads)
         return roots[0] if ready else roots[-1]
@@ -72,11 +72,8 @@ class _Editor:
         match, anchor = candidate.match, self._anchor(candidate)
         added: list[fx.Node] = []
         with self._source.inserting_before(anchor):
-            inputs = {
-                name: self._read(each, anchor, added)
-                for name, each in match.captures.items()
-                if isinstance(each, Value)
-            }
+            tensors = candidate.plan.tensors(match)
+            inputs = {name: self._read(each, anchor, added) for name, each in tensors.items()}
             results = self._replay(candidate, inputs, anchor, added)
         for value, makers, new in zip(match.results, match.roots, results, strict=True):
             for old in makers:

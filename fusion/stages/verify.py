@@ -1,9 +1,10 @@
-"""Stage 7, verify: a rewritten graph has the same inputs, outputs and writes as before, in a valid order."""
+"""Stage 8, verify: a rewritten graph has the same inputs, outputs and writes as before, in a valid order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -11,43 +12,82 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch import OpOverload, schema_of
+from fusion.cost import is_view
 from fusion.errors import VerificationError
 from fusion.graph import dims_of
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a caller can observe of a graph, apart from its numbers."""
+    """What a caller can observe of a graph, apart from its numbers.
+
+    `written` are the inputs that are written to, in the order of the inputs; `between` are the writes in the middle of
+    the graph that are the user's own, by input, in their order.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
-    writes: tuple[str, ...]
+    written: tuple[str, ...]
+    between: tuple[str, ...]
 
 
 def contract(source: fx.Graph) -> Contract:
-    """Inputs by name, outputs by shape and dtype, and writes to memory in order."""
+    """Inputs by name, outputs by shape and dtype, and the inputs that are written to."""
     inputs = tuple(node.name for node in source.nodes if node.op == "placeholder")
     output = next(node for node in source.nodes if node.op == "output")
-    writes = tuple(
-        f"{node.target} of {[str(each) for each in node.args[:1]]}"
-        for node in source.nodes
-        if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
-    )
+    writes = [node for node in source.nodes if _is_write(node)]
+    closing = _closing(source)
+    own = [node for node in writes if node not in closing and "fusion" not in node.meta]
+    named = {name for node in writes for name in _targets(node)}
     outputs: list[Any] = []
     map_arg(output.args, lambda node: outputs.append(_seen(node.meta.get("val"))))
-    return Contract(inputs, tuple(outputs), writes)
+    return Contract(
+        inputs,
+        tuple(outputs),
+        tuple(name for name in inputs if name in named),
+        tuple(f"{node.target} of {_targets(node)}" for node in own),
+    )
+
+
+def _is_write(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
+
+
+def _closing(source: fx.Graph) -> set[fx.Node]:
+    """The writes with which a graph ends."""
+    nodes = (node for node in reversed(source.nodes) if node.op != "output")
+    return set(takewhile(_is_write, nodes))
+
+
+def _targets(node: fx.Node) -> list[str]:
+    """The inputs, or other nodes, whose memory a call writes into."""
+    target: Any = node.target
+    arguments = schema_of(target).arguments
+    given = {**{each.name: arg for each, arg in zip(arguments, node.args, strict=False)}, **node.kwargs}
+    written = [given.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [_root(each).name for each in written if isinstance(each, fx.Node)]
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory a view, or the result of a write, is."""
+    source = node.args[0] if node.args else None
+    aliases = node.op == "call_function" and (is_view(node.target) or _is_write(node))
+    return _root(source) if aliases and isinstance(source, fx.Node) else node
 
 
 def _seen(val: Any) -> Any:
     return (dims_of(val.shape), val.dtype, str(val.device)) if isinstance(val, torch.Tensor) else type(val).__name__
 
 
-def verify(source: fx.Graph, before: Contract, added: Sequence[fx.Node]) -> None:
+def verify(source: fx.Graph, before: Contract, added: Sequence[fx.Node], prepared: Sequence[str] = ()) -> None:
     """Check a rewritten graph against the contract of the original, and its new nodes against their own operators.
+
+    `prepared` names the inputs that it has beyond those of the original, in order.
 
     Raises:
         VerificationError: they differ; the graph must not be used.
     """
+    before = replace(before, inputs=(*before.inputs, *prepared))
     after = contract(source)
     if after != before:
         raise VerificationError(

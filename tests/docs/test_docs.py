@@ -26,15 +26,17 @@ def build() -> ModuleType:
     return module
 
 
-def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 4
-    (tmp_path / "readme_blocks.py").write_text(
-        "\n".join(blocks)
-    )  # a module: Dynamo reads the source of what it compiles
+@pytest.mark.parametrize(
+    ("page", "least"), [("README.md", 4), pytest.param("docs/generate.md", 3, marks=pytest.mark.nightly)]
+)
+def test_the_code_of_a_page_runs(page: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= least
+    name = f"blocks_of_{Path(page).stem.lower()}"  # a module: Dynamo reads the source of what it compiles
+    (tmp_path / f"{name}.py").write_text("\n".join(blocks))
     monkeypatch.syspath_prepend(tmp_path)
     torch._dynamo.reset()
-    importlib.import_module("readme_blocks")
+    importlib.import_module(name)
 
 
 def test_generated_parts_are_current():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
+import pickle
 import warnings
 
 import pytest
@@ -82,6 +84,7 @@ def test_mode_is_accepted_because_generate_passes_it():
         ({"unsafe": "ropee"}, "'rope'"),
         ({"fuel": -1}, "number of rewrites"),
         ({"plan_lower": "torchar"}, "'torchair'"),
+        ({"prepack": "replac"}, "'replace'"),
     ],
     ids=str,
 )
@@ -106,6 +109,7 @@ def test_options_are_by_value_frozen_and_complete():
     with pytest.raises(TypeError):
         one.assume["mask"] = "window:4"  # type: ignore[index]
     assert fusion.Options.of(one) is one
+    assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
 
 
 class Distribution:

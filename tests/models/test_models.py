@@ -32,7 +32,10 @@ def check(family: str, mode: str, attention: str, dtype: torch.dtype, target: st
     built = build(family, dtype, attention)
     options = {"target": target, "lower": lower}
     report = fusion.explain(built.model, **built.step(mode), options=options)
-    assert Counter(report.ops) == EXPECTED[family], report
+    writes = {name: count for name, count in report.ops.items() if "scatter" in name}
+    assert Counter(report.ops) - Counter(writes) == EXPECTED[family], report
+    if mode == "decode_static":
+        assert writes == {"npu::scatter_update_": len(caches(built.step(mode)))}
     assert report.launches[1] < report.launches[0]
     left = {str(node.target) for graph in report.graphs for node in graph.graph.nodes}
     assert not left & {"aten.rsqrt.default", "aten.pow.Tensor_Scalar", "aten.view_as_complex.default"}

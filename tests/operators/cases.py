@@ -25,7 +25,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"npu::{self.operator}"
+        return self.operator if "::" in self.operator else f"npu::{self.operator}"
 
     def arguments(self, dtype: torch.dtype) -> dict[str, Any]:
         torch.manual_seed(0)
@@ -134,6 +134,47 @@ def _scatter(*shape: int, rows: tuple[tuple[int, ...], ...]):
     return make
 
 
+def _runs(*shape: int, length: int, starts: Any, axis: int):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        place = axis % len(shape)
+        rows = (len(starts), *shape[1:place], length, *shape[place + 1 :])
+        cache, updates = (torch.randn(*sizes, dtype=torch.float64).to(dtype) for sizes in (shape, rows))
+        return {"input": cache, "indices": torch.tensor(starts), "updates": updates, "axis": axis}
+
+    return make
+
+
+def _pages(slots: tuple[int, ...], heads: int = 2, mode: str = "Norm", kind: torch.dtype = torch.int64):
+    """Keys of 16 and values of 32 channels into 3 pages of 4 rows; NZ lines of 8 and 16."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        sizes = [(16, 8), (32, 16)]
+        rows = [torch.randn(len(slots), heads, d, dtype=torch.float64).to(dtype) for d, _ in sizes]
+        shapes = [(3, 4, heads, d) if mode == "Norm" else (3, heads * d // line, 4, line) for d, line in sizes]
+        caches = [torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes]
+        call = {"key": rows[0], "value": rows[1], "key_cache": caches[0], "value_cache": caches[1]}
+        return call | {"slot_mapping": torch.tensor(slots, dtype=kind), "cache_mode": mode}
+
+    return make
+
+
+def _atb_pages(*slots: int):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = _pages(slots, kind=torch.int32)(dtype)
+        del call["cache_mode"]
+        return {("slot_indices" if name == "slot_mapping" else name): value for name, value in call.items()}
+
+    return make
+
+
+def _both(names: tuple[str, ...], label: str, make: Callable[[torch.dtype], dict[str, Any]]) -> tuple[Case, ...]:
+    return tuple(Case(name, label, make) for name in names)
+
+
+_ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
+_RUN = ("scatter_update", "scatter_update_")
+_PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
+
 CASES = (
     Case("npu_rms_norm", "batch 1", _norm(1, 5, 64)),
     Case("npu_rms_norm", "tokens", _norm(7, 96)),
@@ -194,14 +235,27 @@ CASES = (
     Case("npu_moe_gating_top_k_softmax_v2", "with the softmax", _gating(7, 16, k=3, output_softmax=True)),
     Case("npu_format_cast", "weight", _format(32, 64)),
     Case("npu_format_cast", "back, transposed", _format(32, 64, acl_format=2, swap=True)),
-    Case("npu_scatter_nd_update", "rows", _scatter(9, 16, rows=((2,), (7,), (0,)))),
-    Case("npu_scatter_nd_update", "one row", _scatter(9, 16, rows=((8,),))),
-    Case("npu_scatter_nd_update", "cache [B, N, S, D]", _scatter(2, 3, 5, 8, rows=((1, 2, 4), (0, 0, 1)))),
+    *_both(_ND, "rows", _scatter(9, 16, rows=((2,), (7,), (0,)))),
+    *_both(_ND, "one row", _scatter(9, 16, rows=((8,),))),
+    *_both(_ND, "cache [B, N, S, D]", _scatter(2, 3, 5, 8, rows=((1, 2, 4), (0, 0, 1)))),
+    *_both(_RUN, "BNTD", _runs(2, 3, 7, 8, length=3, starts=[1, 4], axis=-2)),
+    *_both(_RUN, "BTND, one token", _runs(2, 7, 3, 8, length=1, starts=[6, 0], axis=1)),
+    *_both(_RUN, "the whole axis", _runs(1, 3, 4, 8, length=4, starts=[0], axis=2)),
+    *_both(_RUN, "rows of the batch", _runs(3, 2, 7, 8, length=2, starts=[[2, 1], [0, 5]], axis=2)),
+    *_both(_PA, "Norm", _pages((5, 0, 11))),
+    *_both(_PA, "one token", _pages((7,))),
+    *_both(_PA, "NZ", _pages((5, 0, 11), mode="PA_NZ")),
+    *_both(_PA, "no token", _pages(())),
+    Case("atb::_npu_reshape_and_cache", "tokens", _atb_pages(5, 0, 11)),
+    Case("atb::_npu_reshape_and_cache", "padding", _atb_pages(-1, 5, -1, 0)),
+    Case("atb::_npu_reshape_and_cache", "padding alone", _atb_pages(-1, -1)),
 )
 
 
 def flat(result: Any) -> tuple[Tensor, ...]:
     """The tensors of a result."""
+    if result is None:
+        return ()
     results = result if isinstance(result, tuple | list) else (result,)
     return tuple(each for each in results if isinstance(each, Tensor))
 

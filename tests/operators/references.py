@@ -90,6 +90,35 @@ def format_cast(input: Tensor, acl_format: int) -> Tensor:
     return input.clone()
 
 
+def scatter_update(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    out = input.clone()
+    places = indices.tolist() if indices.ndim == 2 else list(enumerate(indices.tolist()))
+    for (batch, start), rows in zip(places, updates, strict=True):
+        out[batch].narrow(axis % input.ndim - 1, start, updates.shape[axis]).copy_(rows)
+    return out
+
+
+def pages(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, cache_mode: str = "Norm"
+) -> tuple[Tensor, Tensor]:
+    written = []
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        out = cache.clone()
+        size = cache.shape[1] if cache_mode == "Norm" else cache.shape[2]
+        for slot, row in zip(slot_mapping.tolist(), rows, strict=True):
+            block, offset = divmod(slot, size)
+            if slot < 0:
+                continue
+            page = out[block, offset] if cache_mode == "Norm" else out[block, :, offset]
+            page.copy_(row.reshape(page.shape))
+        written.append(out)
+    return tuple(written)
+
+
+def reshape_and_cache(slot_indices: Tensor, **call: Tensor) -> tuple[Tensor, Tensor]:
+    return pages(slot_mapping=slot_indices, **call)
+
+
 REFERENCES = {
     "npu_rms_norm": norm,
     "npu_gemma_rms_norm": gemma,
@@ -106,4 +135,11 @@ REFERENCES = {
     "npu_fused_infer_attention_score.tensor_lengths": attention.fused_infer_v1,
     "npu_fused_infer_attention_score_v2": attention.fused_infer_v2,
     "npu_fused_infer_attention_score_v2.tensor_lengths": attention.fused_infer_v2,
+    "npu_scatter_nd_update_": scatter_nd_update,
+    "scatter_update": scatter_update,
+    "scatter_update_": scatter_update,
+    "npu_scatter_pa_kv_cache": pages,
+    "npu_scatter_pa_kv_cache_functional": pages,
+    "atb::_npu_reshape_and_cache": reshape_and_cache,
 }
+"""Of an in-place operator: what its written arguments hold afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-7, tor
 
 
 def widened(arguments: dict) -> dict:
-    wide = {n: v.double() for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    return arguments | wide
+    def wide(value: Any) -> Any:
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: wide(value) for name, value in arguments.items()}
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -31,14 +34,18 @@ def relative(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_means_what_the_operator_means(case: Case, dtype: torch.dtype):
     arguments = case.arguments(dtype)
-    before = [value.clone() for value in arguments.values() if isinstance(value, Tensor)]
-    got = flat(operator(case.name).fallback(**arguments))
+    op = operator(case.name)
+    kept = [value for name, value in arguments.items() if isinstance(value, Tensor) and name not in op.written]
+    before = [value.clone() for value in kept]
     expected = flat(REFERENCES[case.operator](**widened(arguments)))
+    result = flat(op.fallback(**arguments))
+    got = tuple(arguments[name] for name in op.written) or result
+    assert all(any(each is one for one in got) for each in result), "a result that is no written argument"
     assert len(got) == len(expected)
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.shape == b.shape
         assert relative(a, b) <= max(TOLERANCE[dtype], TOLERANCE.get(a.dtype, 0.0)), f"output {index}"
-    assert all(map(torch.equal, before, (value for value in arguments.values() if isinstance(value, Tensor))))
+    assert all(map(torch.equal, before, kept))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -51,8 +58,8 @@ def test_writes_the_strides_that_meta_promises(case: Case, dtype: torch.dtype):
 
 
 def test_every_operator_has_cases_and_a_reference():
-    names = {name.removeprefix("npu::") for name in operators()}
-    assert names == {case.operator for case in CASES} == set(REFERENCES)
+    assert set(operators()) == {case.name for case in CASES}
+    assert {case.operator for case in CASES} == set(REFERENCES)
 
 
 @pytest.mark.parametrize("name", operators())
@@ -105,3 +112,40 @@ def test_rotary_mul_rounds_cos_to_the_dtype_of_the_input_first():
     cos, sin = torch.rand(1, 5, 1, 32), torch.rand(1, 5, 1, 32)
     fallback = operator("npu::npu_rotary_mul").fallback
     assert torch.equal(fallback(x, cos, sin), fallback(x, cos.bfloat16(), sin.bfloat16()))
+
+
+def test_a_position_outside_the_cache_is_an_error_and_never_another_row():
+    cache, rows = torch.zeros(2, 3, 4), torch.ones(1, 4)
+    for place in ([0, 3], [0, -1], [2, 0], [-1, 0]):
+        for name in ("npu_scatter_nd_update", "npu_scatter_nd_update_"):
+            with pytest.raises(IndexError):
+                operator(f"npu::{name}").fallback(cache, torch.tensor([place]), rows)
+    assert not cache.any()
+    for start in (2, -1):
+        for name in ("scatter_update", "scatter_update_"):
+            with pytest.raises(IndexError):
+                operator(f"npu::{name}").fallback(cache, torch.tensor([start]), torch.ones(1, 2, 4), 1)
+    for slot in (12, -1):
+        arguments = dict.fromkeys(("key", "value"), torch.ones(1, 2, 8))
+        pages = dict.fromkeys(("key_cache", "value_cache"), torch.zeros(3, 4, 2, 8))
+        with pytest.raises(IndexError):
+            operator("npu::npu_scatter_pa_kv_cache").fallback(
+                **arguments, **pages, slot_mapping=torch.tensor([slot]), cache_mode="Norm"
+            )
+        assert not pages["key_cache"].any()
+    assert not cache[:, 1].any()
+    assert not cache[1].any(), "the next sequence"
+
+
+@pytest.mark.parametrize("name", [name for name in operators() if operator(name).in_place])
+def test_the_in_place_form_takes_the_same_and_writes_what_the_other_returns(name: str):
+    functional = operator(name)
+    in_place = operator(functional.in_place)
+    assert list(in_place.arguments) == list(functional.arguments)
+    for case in CASES:
+        if case.name == name:
+            arguments = case.arguments(torch.float32)
+            expected = flat(functional.fallback(**arguments))
+            in_place.fallback(**arguments)
+            assert all(map(torch.equal, (arguments[each] for each in in_place.written), expected))
+            assert len(in_place.written) == len(expected)

@@ -79,6 +79,29 @@ def scatter(coordinates: int, dtype: torch.dtype = BF16) -> dict[str, Any]:
     return {"input": t(9, 4), "indices": indices, "updates": t(3, 4, dtype=dtype)}
 
 
+def runs(length: int = 3, axis: int = -2, rank: int = 4, dtype: torch.dtype = BF16) -> dict[str, Any]:
+    updates = t(2, 4, length, 8, dtype=dtype) if rank == 4 else t(2, length, 8, dtype=dtype)
+    return {"input": t(2, 4, 5, 8), "indices": t(2, dtype=torch.int64), "updates": updates, "axis": axis}
+
+
+def pages(mode: str = "Norm", line: int = 16, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
+    cache = t(3, 4, 2, 32) if mode == "Norm" else t(3, 64 // line, 4, line)
+    key, slots = t(5, 2, 32, dtype=dtype), t(5, dtype=torch.int64)
+    call = {"key": key, "value": key, "key_cache": cache, "value_cache": cache, "slot_mapping": slots}
+    return call | {"cache_mode": mode} | more
+
+
+def atb_pages(**more: Any) -> dict[str, Any]:
+    call = pages()
+    del call["cache_mode"], call["slot_mapping"]
+    return call | {"slot_indices": t(5, dtype=torch.int32)} | more
+
+
+LENS = {name: t(5, dtype=torch.int32) for name in ("compress_lens", "compress_seq_offsets", "seq_lens")}
+ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
+RUN = ("scatter_update", "scatter_update_")
+ATB = "atb::_npu_reshape_and_cache"
+PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
 EDGES = [
     # npu_rms_norm
     ("npu_rms_norm", (HOST, *CHIPS), NORM, NORM | {"gamma": t()}, "rank(gamma) >= 1"),
@@ -309,9 +332,51 @@ EDGES = [
     # npu_fusion_attention
     *(("npu_fusion_attention", (HOST, A2, A5), *edge) for edge in FUSION_HOST_EDGES),
     *(("npu_fusion_attention", (A2, A5), *edge) for edge in FUSION_EDGES),
-    ("npu_scatter_nd_update", (HOST, *CHIPS), scatter(2), scatter(3), "K <= rank(input)"),
-    ("npu_scatter_nd_update", CHIPS, scatter(1), scatter(1, dtype=F32), "dtype(updates) == dtype(input)"),
+    *((name, (HOST, *CHIPS), scatter(2), scatter(3), "K <= rank(input)") for name in ND),
+    *((name, CHIPS, scatter(1), scatter(1, dtype=F32), "dtype(updates) == dtype(input)") for name in ND),
+    # scatter_update
+    *((name, (HOST, *CHIPS), runs(), runs(rank=3), "rank(input) == rank(updates)") for name in RUN),
+    *((name, (HOST, *CHIPS), runs(axis=-3), runs(axis=-4), "axis % rank(input) != 0") for name in RUN),
+    *((name, (HOST, *CHIPS), runs(5), runs(6), "size(updates, axis) <= size(input, axis)") for name in RUN),
+    *((name, CHIPS, runs(), runs(dtype=F32), "dtype(updates) == dtype(input)") for name in RUN),
+    # npu_scatter_pa_kv_cache
+    *(
+        (name, (HOST, *CHIPS), pages(), pages(**{length: given}), f"not given({length})")
+        for name in PA
+        for length, given in LENS.items()
+    ),
+    *(
+        (
+            name,
+            (HOST, *CHIPS),
+            pages("PA_NZ"),
+            pages("PA_NZ", key=t(5, 1, 32), value=t(5, 1, 32)),
+            "A * L == N * D and C * M == N * E",
+        )
+        for name in PA
+    ),
+    *((name, CHIPS, pages(), pages(key=t(5, 2, 32, dtype=F16)), "dtype(key_cache) == dtype(key)") for name in PA),
+    *((name, CHIPS, pages(), pages(value=t(5, 2, 32, dtype=F16)), "dtype(value_cache) == dtype(value)") for name in PA),
+    *((name, CHIPS, pages("PA_NZ"), pages("PA_NZ", 32), "L * itemsize(key_cache) == 32") for name in PA),
+    *(
+        (
+            name,
+            CHIPS,
+            pages("PA_NZ"),
+            pages("PA_NZ", value_cache=t(3, 2, 4, 32)),
+            "M * itemsize(value_cache) == 32",
+        )
+        for name in PA
+    ),
+    # _npu_reshape_and_cache
+    (ATB, CHIPS, atb_pages(), atb_pages(key=t(5, 2, 32, dtype=F16)), "dtype(key_cache) == dtype(key)"),
+    (ATB, CHIPS, atb_pages(), atb_pages(value=t(5, 2, 32, dtype=F16)), "dtype(value_cache) == dtype(value)"),
+    (ATB, CHIPS, atb_pages(), atb_pages(slot_indices=t(5, dtype=torch.int64)), "needs slot_indices in int32"),
 ]
+
+
+def qualified(name: str) -> str:
+    return name if "::" in name else f"npu::{name}"
 
 
 def label(edge: Any) -> str:
@@ -321,13 +386,13 @@ def label(edge: Any) -> str:
 @pytest.mark.parametrize("edge", EDGES, ids=label)
 def test_both_sides_of_a_limit(edge: Any):
     name, chips, legal, illegal, text = edge
-    op = operator(f"npu::{name}")
+    op = operator(qualified(name))
     for chip in chips:
         assert refusal(op, chip, (), legal) is None
         said = refusal(op, chip, (), illegal)
         assert said is not None
         assert text in said
-        assert said.startswith(f"{name} ")
+        assert said.startswith(f"{op.short} ")
         assert "\n" not in said
 
 
@@ -335,7 +400,7 @@ def test_both_sides_of_a_limit(edge: Any):
 @pytest.mark.parametrize("name", [name for name in operators() if "fused_infer_attention" not in name])
 def test_every_limit_has_an_edge_on_every_chip(name: str):
     op = operator(name)
-    said = [(chip, refusal(op, chip, (), e[3])) for e in EDGES if f"npu::{e[0]}" == name for chip in e[1]]
+    said = [(chip, refusal(op, chip, (), e[3])) for e in EDGES if qualified(e[0]) == name for chip in e[1]]
     for chip, limits in op.limits.items():
         for limit in limits:
             text = limit if isinstance(limit, str) else limit.text

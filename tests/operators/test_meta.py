@@ -105,6 +105,26 @@ GROWING = [
         lambda b, s: attending(b, s) | {"sparse_mode": 3, "actual_seq_kvlen": torch.arange(b) + 2},
     ),
     (
+        "scatter_update",
+        lambda b, s: {
+            "input": torch.randn(b, 4, s + 2, 8),
+            "indices": torch.zeros(b, dtype=torch.int64),
+            "updates": torch.randn(b, 4, s, 8),
+            "axis": -2,
+        },
+    ),
+    (
+        "npu_scatter_pa_kv_cache_functional",
+        lambda b, s: {
+            "key": torch.randn(b, 2, 8),
+            "value": torch.randn(b, 2, 8),
+            "key_cache": torch.randn(s, 4, 2, 8),
+            "value_cache": torch.randn(s, 4, 2, 8),
+            "slot_mapping": torch.arange(b),
+            "cache_mode": "Norm",
+        },
+    ),
+    (
         "npu_scatter_nd_update",
         lambda b, s: {
             "input": torch.randn(b, s, 8),

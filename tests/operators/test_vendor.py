@@ -32,6 +32,8 @@ for case in CASES:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         call = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in case.arguments(dtype).items()}
         op = operators()[case.name]
+        if "::" in case.operator:
+            continue  # torch_npu has no Meta kernel of it
         theirs, ours = (list(map(described, flat(f(**call)))) for f in (op.overload(), op.meta))
         metas.append([f"{case} {dtype}", str(theirs), str(ours)])
 print("TOLD " + json.dumps({"schemas": schemas, "mutable": mutable, "converters": converters, "metas": metas}))
@@ -49,8 +51,8 @@ def test_schemas_are_the_vendors(vendor: dict[str, Any]):
     assert vendor["schemas"] == {name: op.schema for name, op in operators().items()}
 
 
-def test_the_vendors_schemas_declare_no_writes(vendor: dict[str, Any]):
-    assert not any(vendor["mutable"].values())
+def test_the_vendors_schemas_declare_the_writes_that_ours_do(vendor: dict[str, Any]):
+    assert vendor["mutable"] == {name: bool(op.written) for name, op in operators().items()}
 
 
 def test_meta_kernels_return_what_ours_say(vendor: dict[str, Any]):

@@ -9,19 +9,31 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, schema_of
+from fusion._torch import OpOverload, constant_numbers, schema_of
 from fusion.errors import FusionError
 from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Reading, Value, dims_of
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
-from fusion.stages.canonicalise import arithmetic, complex_numbers, contractions, reductions, shapes
+from fusion.stages.canonicalise import (
+    arithmetic,
+    complex_numbers,
+    contractions,
+    logic,
+    reductions,
+    sdpa,
+    shapes,
+    writes,
+)
+from fusion.stages.canonicalise.attention import attention, contraction
+from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 
 __all__ = ["canonicalise"]
 
-_FAMILIES = (arithmetic, complex_numbers, contractions, reductions, shapes)  # imported for their translators
+# Imported for their translators.
+_FAMILIES = (arithmetic, complex_numbers, contractions, logic, reductions, sdpa, shapes, writes)
 _UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
@@ -31,6 +43,8 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     for node in source.nodes:
         walk.visit(node)
     readings, misses = _rotations(walk)
+    _attentions(walk, readings, misses)
+    readings = {**writes.readings(walk.algebra, list(walk.places)), **readings}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, facts,
@@ -52,6 +66,25 @@ def _rotations(walk: _Walk) -> tuple[dict[Value, Reading], dict[Value, tuple[str
         elif isinstance(outcome, Reading) and not (rebuilt and outcome.op == "partial_rotation"):
             readings[value] = outcome
     return readings, misses
+
+
+def _attentions(walk: _Walk, readings: dict[Value, Reading], misses: dict[Value, tuple[str, str]]) -> None:
+    folder = Folder()
+    for value in list(walk.places):
+        if value.op not in ("matmul", "cast", "reshape", "permute") or _only_arranges(walk, value):
+            continue
+        outcome = attention(walk.algebra, folder, value)
+        if isinstance(outcome, str):
+            misses[value] = ("softmax_attention", outcome)
+        elif outcome is not None:
+            readings[value] = outcome
+
+
+def _only_arranges(walk: _Walk, value: Value) -> bool:
+    """Whether a node only passes on a contraction that the node before it holds, in another arrangement."""
+    product = contraction(value)
+    held = (walk.held.get(source) for source in walk.places[value][0].all_input_nodes)
+    return any(isinstance(each, Value) and each.dtype == value.dtype and contraction(each) is product for each in held)
 
 
 def _holds_one(walk: _Walk, value: Value, readings: Mapping[Value, Reading], depth: int = 3) -> bool:
@@ -94,6 +127,9 @@ class _Walk:
 
     def _leaf(self, node: fx.Node) -> Value | None:
         val = node.meta.get("val")
+        numbers = constant_numbers(node) if node.op == "get_attr" else None
+        if isinstance(val, torch.Tensor) and numbers is not None:
+            return self.algebra.make("constant", (), (numbers,), dims_of(val.shape), val.dtype)
         if isinstance(val, torch.Tensor):
             return self.algebra.make("input", (), (node.name, self._region), dims_of(val.shape), val.dtype)
         if val is None and node.op == "placeholder" and node.users:

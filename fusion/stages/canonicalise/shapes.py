@@ -179,10 +179,13 @@ def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translate
 def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Translated:
     if len(dims) != 1 or not isinstance(x.shape[dims[0]], int) or not isinstance(shifts[0], int):
         return None
-    size = int(x.shape[dims[0]])
-    cut = -shifts[0] % size
-    tail, head = a.slice(x, dims[0], cut, size), a.slice(x, dims[0], 0, cut)
-    return None if tail is None or head is None else a.cat([tail, head], dims[0])
+    return rolled(a, x, dims[0], -shifts[0] % int(x.shape[dims[0]]))
+
+
+def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value | None:
+    """`x` from its position `first` on, and then what stands before."""
+    tail, head = a.slice(x, axis, first, int(x.shape[axis])), a.slice(x, axis, 0, first)
+    return None if tail is None or head is None else a.cat([tail, head], axis)
 
 
 @translates("aten.flip.default")
@@ -207,7 +210,23 @@ def _slice_scatter(
     start, stop, step = slice(start, end, step).indices(int(size))
     if len(range(start, stop, step)) == size:
         return source
+    if step == 1:
+        return sliced(a, x, source, dim % x.rank, start, stop)
     written = a.make("slice_scatter", (x, source), (dim % x.rank, start, stop, step), out.shape, out.dtype)
+    return _covered(a, written) or written
+
+
+def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value:
+    """`x` with `source` at [start, stop) along `axis`, a known place; a join of pieces stays one."""
+    size = int(x.shape[axis])
+    if stop - start == size:
+        return source
+    around = [a.slice(x, axis, *bounds) for bounds in ((0, start), (stop, size)) if bounds[0] < bounds[1]]
+    if x.op == "cat" and all(each is not None and not (each.op == "slice" and each.arg is x) for each in around):
+        before = [each for each in around[: 1 if start else 0] if each is not None]
+        after = [each for each in around[1 if start else 0 :] if each is not None]
+        return a.cat([*before, source, *after], axis)
+    written = a.make("slice_scatter", (x, source), (axis, start, stop, 1), x.shape, x.dtype)
     return _covered(a, written) or written
 
 

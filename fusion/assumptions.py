@@ -1,0 +1,215 @@
+"""Assumptions about attention masks, which the graph cannot show: found among the inputs, and checked at every call.
+
+visible(b, n, i, j)   query i of sequence b sees key j;   i < S queries, j < T keys, the queries being the last
+                      S of the first L_b keys: query i stands at position i + L_b − S
+causal                visible = j ≤ i + L_b − S
+window:n              visible = i + L_b − S − n < j ≤ i + L_b − S
+padding               visible = j ≤ i + L_b − S and valid(b, j)
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusion._torch import Boxed, boxed, dynamo_position, stamp
+from fusion.facts import Facts, window
+
+ArgumentPath = tuple[str, ...]
+
+
+def facts_of(source: fx.Graph, paths: Sequence[ArgumentPath], assume: Mapping[str, str]) -> Facts:
+    """What is known of the inputs of a graph of AOT autograd.
+
+    A name of `assume` stands for every mask whose path starts with it; of two names, the longer one counts. What a
+    wrapper collects in `**kwargs` goes by its own name. Warns of a name that no input has and of inputs that cannot be
+    such a mask.
+
+    Args:
+        source: the graph.
+        paths: for each input of the graph of Dynamo, where it is found in the arguments of the compiled function.
+        assume: the option of that name.
+    """
+    found: dict[fx.Node, ArgumentPath] = {}
+    for node in source.find_nodes(op="placeholder"):
+        position = dynamo_position(node)
+        if position is not None and paths[position] and isinstance(node.meta.get("val"), Tensor):
+            found[node] = paths[position]
+    names = {node: max((n for n in assume if _starts(path, n)), key=len, default="") for node, path in found.items()}
+    arguments = {node.name: _shown(path) for node, path in found.items()}
+    for name in sorted(set(assume) - set(names.values())):
+        _warn_of_unknown(name, assume[name], list(arguments.values()))
+    assumed = {node.name: assume[name] for node, name in names.items() if name}
+    unfit = {node.name for node, name in names.items() if name and not can_be(node.meta["val"], assume[name])}
+    for name in sorted(unfit):
+        _warn_of_unfit(arguments[name], assumed.pop(name))
+    return Facts(assumed=assumed, arguments=arguments)
+
+
+def _starts(path: ArgumentPath, name: str) -> bool:
+    wanted = tuple(re.findall(r"[^.\[\]'\"]+", name))
+    return path[: len(wanted)] == wanted or path[1 : 1 + len(wanted)] == wanted
+
+
+def _shown(path: ArgumentPath) -> str:
+    return ".".join(path[1:] if path[0] == "kwargs" and len(path) > 1 else path)
+
+
+def _warn_of_unknown(name: str, kind: str, arguments: Sequence[str]) -> None:
+    near = difflib.get_close_matches(name, arguments, n=3, cutoff=0)
+    known = f"the nearest are {', '.join(map(repr, near))}" if near else "it has none"
+    warnings.warn(
+        f"cann-fusion was told to assume that {name!r} is a {kind} mask, but a graph has no such tensor among its "
+        f"arguments ({known}): nothing is assumed in this graph. Correct the name if no other graph has it; a mask "
+        "that is None needs no assumption.",
+        stacklevel=2,
+    )
+
+
+def _warn_of_unfit(name: str, kind: str) -> None:
+    warnings.warn(
+        f"cann-fusion was told to assume that {name!r} is a {kind} mask, but that tensor cannot be one: nothing is "
+        "assumed of it. A mask is a bool, int or float tensor [B, N, S, T] or [N, S, T], where B and N may be 1; one "
+        "of [B, T] can be a padding mask only.",
+        stacklevel=2,
+    )
+
+
+def can_be(mask: Tensor, kind: str) -> bool:
+    """Whether a tensor has a rank and dtype with which `holds` can be true."""
+    return mask.dim() in ((2, 3, 4) if kind == "padding" else (3, 4)) and not mask.is_complex()
+
+
+def holds(mask: Tensor, kind: str) -> bool:
+    """Whether a real mask is what was assumed, for any lengths L_b in [S, T]. Waits for the device once.
+
+    Bool masks: True is visible. Integer masks, and float masks [B, T]: 1 is visible, 0 is masked. Other float masks are
+    added to scores: 0 is visible, at most half of the least finite number (−inf too) is masked. Any other content does
+    not hold.
+
+    "padding" asks for one validity per key and sequence, the same for all queries and heads, and for nothing about
+    where the invalid keys lie (left, right or between): a rewrite may take the masked keys from the mask, not count
+    them. So a [B, T] mask may hold any zeros and ones.
+
+    A query that sees nothing occurs in padding masks only, where keys are missing on the left. It holds in a bool or
+    integer mask and with −inf, of which attention gives zero or NaN; it does not hold with finite numbers, because
+    then plain attention gives the mean over all keys, which no fused operator does.
+
+    Args:
+        mask: [B | 1, N | 1, S, T], [N | 1, S, T] (L the same for all), or for "padding" also [B, T].
+        kind: "causal", "window:n" or "padding".
+    """
+    if not can_be(mask, kind) or (mask.dim() > 2 and mask.shape[-2] > mask.shape[-1]):
+        return False
+    if not mask.numel():
+        return True
+    visible, legal = _read(mask)
+    if mask.dim() == 2:
+        return bool(legal)
+    visible = visible[(None,) * (4 - mask.dim())]
+    shape = _padding(visible) if kind == "padding" else _window(visible, window(kind))
+    return bool(legal & (visible == shape).all())
+
+
+def _read(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entries are visible, and whether all of them mean anything."""
+    if mask.dtype == torch.bool:
+        return mask, torch.ones((), dtype=torch.bool, device=mask.device)
+    if mask.dim() == 2 or not mask.is_floating_point():
+        return mask == 1, ((mask == 0) | (mask == 1)).all()
+    visible, masked = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+    blind = ~visible.any(-1, keepdim=True)
+    return visible, ((visible | masked) & (~blind | mask.isneginf())).all()
+
+
+def _window(visible: Tensor, keys: int | None) -> Tensor:
+    """What is visible in a window of so many keys (None: all), its end read off the first query."""
+    key, query = _positions(visible)
+    last = torch.where(visible[:, 0, 0], key, 0).amax(-1)[:, None, None, None]
+    shape = (key <= query + last) & (last <= key.numel() - query.numel())
+    return shape if keys is None else shape & (key > query + last - keys)
+
+
+def _padding(visible: Tensor) -> Tensor:
+    """What is visible where keys are missing, the lengths read off how many queries see each key.
+
+    The least length that lets every visible entry be visible serves if any does: a longer one would only ask for more.
+    """
+    key, query = _positions(visible)
+    seen = visible.sum(2).amax(1)  # [B, T]
+    valid = seen > 0
+    last = torch.where(valid, key + seen - query.numel(), 0).amax(-1).clamp_min(0)[:, None, None, None]
+    return (key <= query + last) & valid[:, None, None] & (last <= key.numel() - query.numel())
+
+
+def _positions(visible: Tensor) -> tuple[Tensor, Tensor]:
+    queries, keys = visible.shape[-2:]
+    return torch.arange(keys, device=visible.device), torch.arange(queries, device=visible.device)[:, None]
+
+
+def remembering(kind: str) -> Callable[[Tensor], bool]:
+    """`holds` for one kind, asked again only for another mask, or one that was written to since.
+
+    Masks are kept weakly. A tensor made in inference mode is asked every time: torch does not count writes to it.
+    """
+    known: Any = WeakTensorKeyDictionary()
+
+    def check(mask: Tensor) -> bool:
+        now = stamp(mask)
+        if now is None:
+            return holds(mask, kind)
+        before, held = known.get(mask, (None, False))
+        if before != now:
+            held = holds(mask, kind)
+            known[mask] = now, held
+        return held
+
+    return check
+
+
+def checks_of(source: fx.Graph, facts: Facts, relied: Mapping[str, str]) -> dict[int, tuple[str, str]]:
+    """By position of the input: the name and the kind of what must be checked, of those in `relied` (name to kind)."""
+    named = [facts.arguments.get(node.name, "") for node in source.find_nodes(op="placeholder")]
+    return {position: (name, relied[name]) for position, name in enumerate(named) if name in relied}
+
+
+def assumed(run: Boxed, fallback: Callable[[], Boxed], checks: Mapping[int, tuple[str, str]]) -> Boxed:
+    """`run` while every checked input is what was assumed; for other calls what `fallback` gives, with one warning.
+
+    Checked before anything runs, so that the fallback sees inputs that nothing has written to. A new mask costs one
+    wait for the device.
+
+    Args:
+        run: the graph that relies on the assumptions.
+        fallback: compiles the graph that relies on nothing; called when it is first needed.
+        checks: by position among the inputs, the name and the assumed kind.
+    """
+    asked = {position: remembering(kind) for position, (_, kind) in checks.items()}
+    compiled: list[Boxed] = []
+
+    def call(*inputs: Any) -> Any:
+        wrong = [position for position, check in asked.items() if not check(inputs[position])]
+        if not wrong:
+            return run(list(inputs))
+        if not compiled:
+            _warn_of_mismatch(*checks[wrong[0]], inputs[wrong[0]])
+            compiled.append(fallback())
+        return compiled[0](list(inputs))
+
+    return boxed(call)
+
+
+def _warn_of_mismatch(name: str, kind: str, mask: Tensor) -> None:
+    warnings.warn(
+        f"cann-fusion was told to assume that {name!r} is a {kind} mask, but this call passes another one "
+        f"({list(mask.shape)}, {mask.dtype}): such calls run the unfused graph, and are right but slow. Give what the "
+        "mask is in options={'assume': ...}, or leave it out.",
+        stacklevel=2,
+    )

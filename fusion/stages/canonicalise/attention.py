@@ -1,0 +1,386 @@
+"""Softmax attention, read from contractions: out = softmax(scale · q kᵀ + mask) v, in whatever layout it is written.
+
+The weights may be grouped by key heads, permuted, cast or cut from a softmax with a sink; factors may stand on q, on k
+or on the scores; masks may be added, chosen or filled in. What the operator must be told stands in the reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.graph.algebra import widens
+from fusion.stages.canonicalise.contractions import swapped
+from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.logic import either
+from fusion.stages.canonicalise.masks import MASKED, is_lowest, limits, visible, whole
+from fusion.stages.canonicalise.positions import Affine, Positions
+
+Finish = tuple[tuple[str, tuple[Any, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """softmax(..), and how the weights that multiply v are arranged: reshaped to `lead`, then permuted by `order`."""
+
+    softmax: Value
+    lead: tuple[Any, ...]
+    order: tuple[int, ...]
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Scores:
+    """scale · product, masked by `terms`, with a sink beside it; `odd` says what else was found on the way."""
+
+    product: Value | None = None
+    scale: float = 1.0
+    terms: tuple[tuple[str, Value], ...] = ()
+    sink: Value | None = None
+    odd: str = ""
+
+
+def attention(a: Algebra, folder: Folder, root: Value) -> Reading | str | None:
+    """What `root` is if it is attention; the reason if it looks like it; None if it does not."""
+    value, finish = _stripped(root)
+    if value.op != "matmul":
+        return None
+    weights = _weights(value.arg)
+    if weights is None:
+        return None
+    if weights.softmax.attrs[0] != -1:
+        return "the softmax is taken over the queries, not over the keys"
+    scores = _scores(Scores(), weights.softmax.arg)
+    if scores.odd or scores.product is None:
+        return scores.odd or None
+    if weights.cut != (scores.sink is not None):
+        return "the weights are cut, but not from a sink that stands last"
+    return _reading(a, folder, root, value, weights, scores, finish)
+
+
+def contraction(value: Value) -> Value:
+    """What is below casts and other arrangements."""
+    return _stripped(value)[0]
+
+
+def _stripped(root: Value) -> tuple[Value, Finish]:
+    """The contraction below what only casts it or arranges it otherwise, and the arrangement, innermost first."""
+    finish: list[tuple[str, tuple[Any, ...]]] = []
+    value = root.arg if root.op == "cast" else root
+    while value.op in ("reshape", "permute"):
+        finish.append((value.op, value.shape if value.op == "reshape" else value.attrs))
+        value = value.arg
+    return value, tuple(reversed(finish))
+
+
+def _weights(p: Value) -> Weights | None:
+    order, lead, cut = tuple(range(p.rank)), None, False
+    while p.op != "softmax":
+        match p.op:
+            case "cast":
+                pass
+            case "permute" if lead is None and p.attrs[-1] == p.rank - 1:
+                order = tuple(p.attrs[axis] for axis in order)
+            case "reshape" if lead is None and p.shape[-1] == p.arg.shape[-1]:
+                lead = p.shape[:-1]
+            case "slice" if p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
+                cut = True
+            case _:
+                return None
+        p = p.arg
+    return Weights(p, lead or p.shape[:-1], order, cut)
+
+
+# scores ------------------------------------------------------------------------------------------------------------
+
+
+def _scores(found: Scores, z: Value) -> Scores:
+    """Walk down from the argument of the softmax to the product of queries and keys."""
+    match z.op:
+        case "matmul":
+            return replace(found, product=z)
+        case "cast":
+            return _scores(found, z.arg)
+        case "reshape" if z.shape[-1] == z.arg.shape[-1] and not found.terms:
+            return _scores(found, z.arg)
+        case "scale":
+            return _scores(replace(found, scale=found.scale * z.attrs[0]), z.arg)
+        case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
+            if found.scale != 1 or found.terms or found.sink is not None:
+                return replace(found, odd="a sink is scaled or masked like a score")
+            return _scores(replace(found, sink=z.args[1]), z.arg)
+        case "add":
+            return _added(found, z)
+        case "where":
+            return _chosen(found, z)
+        case "tanh":
+            return replace(found, odd="the scores are capped softly by tanh, which the operator does not do")
+        case "mul" if any(_holds_product(each) for each in z.args):
+            return replace(found, odd="the scores are scaled by a tensor, where the operator takes a number")
+        case _:
+            return found
+
+
+def _added(found: Scores, z: Value) -> Scores:
+    for scores, other in (z.args, z.args[::-1]):
+        if not _holds_product(scores):
+            continue
+        if other.shape[-1:] == (1,) and z.shape[-1] != 1 and found.sink is None and not found.terms:
+            return _scores(found, scores)  # the same for a whole row: the softmax does not see it
+        term = ("add", other)
+        return _scores(replace(found, terms=(*found.terms, term)), scores)
+    return found
+
+
+def _chosen(found: Scores, z: Value) -> Scores:
+    condition, yes, no = z.args
+    for how, scores, fill in (("keep", yes, no), ("drop", no, yes)):
+        if _holds_product(scores):
+            if fill.op != "full" or fill.attrs[0] > MASKED:
+                return replace(found, odd="scores are replaced by something else than a number of at most -1e4")
+            return _scores(replace(found, terms=(*found.terms, (how, condition))), scores)
+    return found
+
+
+def _holds_product(z: Value) -> bool:
+    while z.op in ("cast", "scale", "reshape", "tanh") or (z.op == "cat" and z.attrs == (z.rank - 1,)):
+        z = z.arg
+    if z.op in ("add", "where", "mul"):
+        return any(_holds_product(each) for each in z.args[-2:])
+    return z.op == "matmul"
+
+
+# the reading -------------------------------------------------------------------------------------------------------
+
+
+def _reading(
+    a: Algebra, folder: Folder, root: Value, product: Value, weights: Weights, scores: Scores, finish: Finish
+) -> Reading | str | None:
+    shape = weights.softmax.shape[:-1]
+    if not 2 <= len(shape) <= 4 or scores.product is None:
+        return "scores of more than five dims"
+    batch, heads, queries = _bns(shape)
+    q = a.expand(scores.product.arg, (*scores.product.shape[:-1], scores.product.arg.shape[-1]))
+    q = a.reshape(q, (batch, heads, queries, q.shape[-1]))
+    k = _heads(a, swapped(a, scores.product.args[1]), (batch, heads))
+    v = _heads(a, _as_scored(a, product.args[1], weights), (batch, heads))
+    if k is None or v is None:
+        return "keys or values are not the same for the queries of one head"
+    shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
+    if not _divides(k.shape[1], shared):
+        return "keys and values are shared by other groups of heads"
+    k, v = (_spread(a, each, shared) for each in (k, v))
+    q, k, v = _narrow(a, root.dtype, q, k, v)
+    if len({root.dtype, q.dtype, k.dtype, v.dtype}) != 1:
+        return "queries, keys, values and result have different dtypes"
+    captures: dict[str, Any] = {"q": q, "k": k, "v": v, "scale": scores.scale}
+    steps = _finish((batch, heads, queries), weights, v.shape[-1], finish)
+    if steps is None:
+        return "the result is arranged by several symbolic sizes"
+    captures["finish"] = steps
+    if scores.sink is not None:
+        sink = _per_head(a, scores.sink, shape, heads)
+        if sink is None:
+            return "the sink is not one number for each head"
+        captures["sink"] = sink
+    told = _mask(a, folder, weights.softmax, scores, shape, (batch, heads, queries, k.shape[2]))
+    return told if isinstance(told, str) else Reading("softmax_attention", captures | told)
+
+
+def _bns(shape: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Batch, heads and queries of the rows of scores: [X, S], [B, N, S] or [B, M, G, S]."""
+    if len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return shape[0], prod(shape[1:-1]), shape[-1]
+
+
+def _as_scored(a: Algebra, v: Value, weights: Weights) -> Value:
+    """The values with their batch dims in the order in which the weights were before they were permuted."""
+    if weights.order == tuple(range(len(weights.order))):
+        return v
+    rank = len(weights.order)
+    v = a.reshape(v, (*(1,) * (rank - v.rank), *v.shape))
+    opened = a.reshape(v, (*v.shape[:-2], 1, *v.shape[-2:]))
+    back = [weights.order.index(axis) for axis in range(rank - 1)]
+    placed = a.permute(opened, (*back, rank - 1, rank))
+    return a.reshape(placed, (*placed.shape[: rank - 2], *placed.shape[-2:])) if placed.shape[rank - 2] == 1 else placed
+
+
+def _heads(a: Algebra, kv: Value, wanted: tuple[Any, Any]) -> Value | None:
+    """Keys or values as [B, M, T, D], each of the M heads once, however often the model repeats it."""
+    batch, heads = wanted
+    rows = kv.shape[-2:]
+    kv = _once(a, kv)
+    lead = kv.shape[:-2]
+    while len(lead) > 2 and lead[-1] == 1:
+        lead = lead[:-1]
+    if len(lead) > 2:
+        lead = (lead[0], prod(lead[1:]))
+    if len(lead) == 1:
+        lead = (batch, heads) if lead[0] == batch * heads else (lead[0], 1)
+    if not lead or lead[0] not in (1, batch) or not _divides(lead[1], heads):
+        return None
+    kv = _once(a, a.reshape(kv, (*lead, *rows)))
+    return kv if kv.shape[0] == batch else a.expand(kv, (batch, *kv.shape[1:]))
+
+
+def _divides(part: Any, whole: Any) -> bool:
+    return part == whole or (isinstance(part, int) and isinstance(whole, int) and part > 0 and whole % part == 0)
+
+
+def _once(a: Algebra, kv: Value) -> Value:
+    """Without the repetition of heads: an expanded head dim, or one that was expanded and joined with it."""
+    if kv.op == "cast":
+        return a.cast(_once(a, kv.arg), kv.dtype)
+    if kv.op == "slice" and kv.attrs[0] >= kv.rank - 2:
+        cut = _once(a, kv.arg)
+        return a.slice(cut, kv.attrs[0] - kv.rank, *kv.attrs[1:]) or kv
+    if kv.op == "permute" and kv.attrs[-2:] == (kv.rank - 1, kv.rank - 2):
+        return swapped(a, _once(a, kv.arg))
+    if kv.op == "expand" and kv.rank > 3:
+        lead = tuple(old if place else new for place, (old, new) in enumerate(zip(kv.arg.shape, kv.shape, strict=True)))
+        return a.expand(kv.arg, (*lead[:-2], *kv.shape[-2:]))
+    if kv.op != "reshape" or kv.arg.op != "expand" or kv.rank != 4:
+        return kv
+    wide, base = kv.arg.shape, kv.arg.arg.shape
+    grouped = len(wide) == 5 and wide == (kv.shape[0], base[1], wide[2], *kv.shape[2:]) and base[2] == 1
+    return a.reshape(kv.arg.arg, (*base[:2], *base[3:])) if grouped and base[0] == wide[0] else kv
+
+
+def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
+    """[B, M, T, D] with each head as often as it takes to have so many."""
+    batch, own, *rows = kv.shape
+    if own == heads:
+        return kv
+    opened = a.expand(a.reshape(kv, (batch, own, 1, *rows)), (batch, own, heads // own, *rows))
+    return a.reshape(opened, (batch, heads, *rows))
+
+
+def _narrow(a: Algebra, dtype: Any, *tensors: Value) -> list[Value]:
+    """The operands before they were widened, if the result is as narrow."""
+    narrowed = [_uncast(a, each, dtype) for each in tensors]
+    return narrowed if all(each.dtype == dtype for each in narrowed) else list(tensors)
+
+
+def _uncast(a: Algebra, x: Value, dtype: Any) -> Value:
+    if x.op == "cast" and widens(x.arg.dtype, x.dtype) and x.arg.dtype == dtype:
+        return x.arg
+    if x.op in ("permute", "expand"):
+        inner = _uncast(a, x.arg, dtype)
+        return a.permute(inner, x.attrs) if x.op == "permute" else a.expand(inner, x.shape)
+    return x
+
+
+def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Value | None:
+    """One number for each head, [N], of a sink that was spread over all rows."""
+    while sink.op in ("expand", "cast"):
+        sink = sink.arg
+    lead = (*(1,) * (len(shape) + 1 - sink.rank), *sink.shape)
+    return a.reshape(sink, (heads,)) if len(shape) > 2 and prod(lead[1:-2]) == heads == prod(lead) else None
+
+
+def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:
+    """How [B, N, S, E] becomes the result; a symbolic size is -1."""
+    steps: list[tuple[str, tuple[Any, ...]]] = []
+    if weights.lead != rows:
+        steps.append(("reshape", (*weights.lead, width)))
+    rank = len(weights.order)
+    if weights.order != tuple(range(rank)):
+        steps.append(("permute", (*weights.order[:-1], rank - 1)))
+    kept: list[tuple[str, tuple[Any, ...]]] = []
+    for op, of in (*steps, *finish):
+        if op == "reshape" and kept and kept[-1][0] == "reshape":
+            kept.pop()
+        if (op, of) != ("reshape", (*rows, width)) or kept:
+            kept.append((op, tuple(each if isinstance(each, int) else -1 for each in of)))
+    return None if any(op == "reshape" and of.count(-1) > 1 for op, of in kept) else tuple(kept)
+
+
+# the mask ----------------------------------------------------------------------------------------------------------
+
+
+def _mask(
+    a: Algebra, folder: Folder, softmax: Value, scores: Scores, shape: Sequence[Any], sizes: tuple[Any, Any, Any, Any]
+) -> dict[str, Any] | str:
+    """What the operator is told about the mask: `order` and `window`, up to which key, and the mask as it is."""
+    queries, keys = sizes[2:]
+    if not scores.terms:
+        return {"order": "full", "window": None, "known": None, "empty": "zero"}
+    positions = Positions((*shape, keys), folder)
+    formula = visible(positions, scores.terms)
+    if isinstance(formula, str):
+        return formula
+    if formula is True:
+        return {"order": "full", "window": None, "known": None, "empty": "zero"}
+    empty = "mean" if is_lowest(scores.terms, positions) else softmax.attrs[1]
+    empty = "zero" if scores.sink is not None else empty
+    told: dict[str, Any] = {"order": "mask", "window": None, "known": None, "empty": empty}
+    mask = _explicit(a, scores, shape, sizes)
+    if mask is not None:
+        told["mask"] = mask
+    bounds = limits(formula, len(shape) + 1)
+    if bounds.rest or bounds.high is None or (queries != 1 and bounds.low is not None and not bounds.moving):
+        return told if mask is not None else "the mask differs from head to head"
+    return told | _bounded(a, bounds.high, bounds.low, bounds.moving, sizes)
+
+
+def _bounded(
+    a: Algebra, high: Affine, low: Affine | None, moving: bool, sizes: tuple[Any, Any, Any, Any]
+) -> dict[str, Any]:
+    """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers."""
+    batch, _, queries, keys = sizes
+    window: Any = None
+    if low is not None:
+        span = high + low.times(-1)
+        if span.terms or not isinstance(span.constant, int) or queries == 1:
+            return {}
+        window = span.constant
+    order = "right" if moving and queries != 1 else "full"
+    if moving and not high.terms and high.constant == 0 and window is None:
+        return {"order": "left", "empty": "zero"}
+    seen = high.plus(queries if moving or queries == 1 else 1)
+    if not seen.terms:
+        if seen.constant == keys:
+            return {"order": order, "window": window, "empty": "zero"}
+        within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
+        return {"order": order, "window": window, "known": seen.constant, "empty": "zero"} if within else {}
+    length = whole(a, seen, batch)
+    if length is None or not isinstance(keys, int):
+        return {}
+    return {"order": order, "window": window, "length": _clamped(a, length, keys), "empty": "zero"}
+
+
+def _clamped(a: Algebra, length: Value, most: int) -> Value:
+    """At most as many keys as there are: the operator would read beyond them."""
+    return a.make("at_most", (length,), (most,), length.shape, length.dtype)
+
+
+def _explicit(a: Algebra, scores: Scores, shape: Sequence[Any], sizes: tuple[Any, Any, Any, Any]) -> Value | None:
+    """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; None where it differs between heads."""
+    hidden: Value | None = None
+    for each in _hidden(a, scores.terms):
+        hidden = each if hidden is None else either(a, hidden, each)
+    if hidden is None:
+        return None
+    wide = hidden.arg if hidden.op == "expand" else hidden
+    lead = (*(1,) * (len(shape) + 1 - wide.rank), *wide.shape)
+    batch, _, queries, keys = sizes
+    if any(size != 1 for size in lead[1:-2]):
+        return None
+    flat = a.reshape(wide, (lead[0], 1, *lead[-2:]))
+    return a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
+
+
+def _hidden(a: Algebra, terms: Sequence[tuple[str, Value]]) -> Iterator[Value]:
+    for how, mask in terms:
+        if how == "drop":
+            yield mask
+        elif how == "keep":
+            yield mask.arg if mask.op == "not" else a.make("not", (mask,), (), mask.shape, torch.bool)
+        else:
+            yield a.make("below", (mask,), (MASKED / 2,), mask.shape, torch.bool)

@@ -1,0 +1,205 @@
+"""Logic: positions, constants, comparisons and choices, from which masks are built.
+
+arange(start, …, step)          → arange: start + step · position      zeros, ones, full     → full
+x >= y, x > y                   → compare(y ≤ x), compare(y < x)       tril, triu            → where
+masked_fill(x, c, v)            → where(c, v, x)                       softmax in all forms  → softmax
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Value, broadcast
+from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
+
+i64 = torch.int64
+
+
+def constant(a: Algebra, number: float, shape: Sequence[Any] = (), dtype: torch.dtype | None = i64) -> Value:
+    """The same number everywhere."""
+    return a.make("full", (), (number,), tuple(shape), dtype)
+
+
+def positions(a: Algebra, size: Any, rank: int = 1, axis: int = -1) -> Value:
+    """0, 1, … along one axis of `rank`, the other dims of size 1."""
+    line = a.make("arange", (), (0, 1), (size,), i64)
+    shape: list[Any] = [1] * rank
+    shape[axis] = size
+    return a.reshape(line, tuple(shape))
+
+
+def compare(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
+    """x op y, for op in "le", "lt", "eq", "ne"."""
+    return _pointwise(a, "compare", (x, y), (op,), torch.bool)
+
+
+def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype | None) -> Value | None:
+    """x where the condition holds, else y."""
+    return _pointwise(a, "where", (condition, x, y), (), dtype)
+
+
+def either(a: Algebra, x: Value, y: Value) -> Value | None:
+    """Where x or y holds."""
+    return _pointwise(a, "or", (x, y), (), torch.bool)
+
+
+def _pointwise(
+    a: Algebra, op: str, args: Sequence[Value], attrs: tuple[Any, ...], dtype: torch.dtype | None
+) -> Value | None:
+    shape = broadcast(*(each.shape for each in args))
+    return None if shape is None else a.make(op, args, attrs, shape, dtype)
+
+
+def _operand(a: Algebra, x: Any, like: Value) -> Value | None:
+    if isinstance(x, Value):
+        return x
+    return constant(a, x, (), like.dtype) if isinstance(x, (int, float)) else None
+
+
+@translates("aten.arange.default")
+def _arange(a: Algebra, out: Out, end: Any, **kwargs: Any) -> Translated:
+    return _arange_step(a, out, 0, end)
+
+
+@translates("aten.arange.start")
+def _arange_start(a: Algebra, out: Out, start: Any, end: Any, **kwargs: Any) -> Translated:
+    return _arange_step(a, out, start, end)
+
+
+@translates("prims.iota.default")
+def _iota(a: Algebra, out: Out, length: Any, *, start: Any, step: Any, **kwargs: Any) -> Translated:
+    return _arange_step(a, out, start, None, step)
+
+
+@translates("aten.arange.start_step")
+def _arange_step(a: Algebra, out: Out, start: Any, end: Any, step: Any = 1, **kwargs: Any) -> Translated:
+    whole = isinstance(start, int) and isinstance(step, int)
+    return a.make("arange", (), (start, step), out.shape, out.dtype) if whole else None
+
+
+def _filled(value: Any) -> Any:
+    def translate(a: Algebra, out: Out, *args: Any, **kwargs: Any) -> Translated:
+        return constant(a, value, out.shape, out.dtype)
+
+    return translate
+
+
+for _names, _value in ((("zeros", "new_zeros", "zeros_like"), 0), (("ones", "new_ones", "ones_like"), 1)):
+    for _name in _names:
+        translates(f"aten.{_name}.default")(_filled(_value))
+
+
+@translates("aten.full.default", "aten.full_like.default", "aten.new_full.default")
+def _full(a: Algebra, out: Out, like: Any, *args: Any, **kwargs: Any) -> Translated:
+    number = args[-1]
+    return constant(a, number, out.shape, out.dtype) if isinstance(number, (int, float)) else None
+
+
+@translates("aten.scalar_tensor.default")
+def _scalar(a: Algebra, out: Out, number: Any, **kwargs: Any) -> Translated:
+    return constant(a, number, (), out.dtype) if isinstance(number, (int, float)) else None
+
+
+def _comparison(op: str, swap: bool) -> Any:
+    def translate(a: Algebra, out: Out, x: Value, y: Any) -> Translated:
+        other = _operand(a, y, x)
+        if other is None:
+            return None
+        return compare(a, op, other, x) if swap else compare(a, op, x, other)
+
+    return translate
+
+
+for _name, _op, _swap in (
+    ("le", "le", False), ("lt", "lt", False), ("ge", "le", True), ("gt", "lt", True), ("eq", "eq", False),
+    ("ne", "ne", False),
+):  # fmt: skip
+    for _overload in ("Tensor", "Scalar"):
+        translates(f"aten.{_name}.{_overload}")(_comparison(_op, _swap))
+
+
+def _connective(op: str) -> Any:
+    def translate(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
+        x, y = (constant(a, bool(each), (), torch.bool) if is_number(each) else each for each in (x, y))
+        if not isinstance(x, Value) or not isinstance(y, Value) or {x.dtype, y.dtype} != {torch.bool}:
+            return None
+        return _pointwise(a, op, (x, y), (), torch.bool)
+
+    return translate
+
+
+for _op in ("and", "or"):
+    for _name in (f"bitwise_{_op}.Tensor", f"logical_{_op}.default", f"__{_op}__.Tensor", f"bitwise_{_op}.Scalar"):
+        translates(f"aten.{_name}")(_connective(_op))
+
+
+@translates("aten.bitwise_not.default", "aten.logical_not.default")
+def _not(a: Algebra, out: Out, x: Value) -> Translated:
+    if out.dtype is not torch.bool:
+        return None
+    return x.arg if x.op == "not" else a.make("not", (a.cast(x, torch.bool),), (), x.shape, torch.bool)
+
+
+@translates("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+def _where(a: Algebra, out: Out, condition: Value, x: Any, y: Any) -> Translated:
+    sides = [_operand(a, each, condition) for each in (x, y)]
+    if sides[0] is None or sides[1] is None:
+        return None
+    x, y = (
+        a.make("full", (), s.attrs, s.shape, out.dtype) if s.op == "full" else a.cast(s, out.dtype) for s in sides if s
+    )
+    return where(a, condition, x, y, out.dtype)
+
+
+@translates("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+def _masked_fill(a: Algebra, out: Out, x: Value, condition: Value, fill: Any) -> Translated:
+    return _where(a, out, condition, fill, x)
+
+
+def _triangle(upper: bool) -> Any:
+    def translate(a: Algebra, out: Out, x: Value, diagonal: Any = 0) -> Translated:
+        if x.rank < 2 or not isinstance(diagonal, int):
+            return None
+        row = a.shift(positions(a, x.shape[-2], 2, -2), diagonal)
+        column = positions(a, x.shape[-1], 2, -1)
+        kept = compare(a, "le", row, column) if upper else compare(a, "le", column, row)
+        return None if kept is None else where(a, kept, x, constant(a, 0, (), x.dtype), x.dtype)
+
+    return translate
+
+
+translates("aten.triu.default")(_triangle(True))
+translates("aten.tril.default")(_triangle(False))
+
+
+@translates("aten.cumsum.default")
+def _cumsum(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
+    return a.make("cumsum", (a.cast(x, out.dtype),), (dim % x.rank,), x.shape, out.dtype)
+
+
+@translates("aten.index.Tensor")
+def _index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated:
+    """x[i, j, …] for whole numbers, with the places of the indices as attribute."""
+    given = [(place, each) for place, each in enumerate(indices) if each is not None]
+    whole = all(isinstance(each, Value) and each.dtype in (torch.int64, torch.int32) for _, each in given)
+    if not whole:
+        return None
+    return a.make("index", (x, *(each for _, each in given)), tuple(place for place, _ in given), out.shape, out.dtype)
+
+
+def softmax(a: Algebra, x: Value, dim: int, empty: str) -> Value:
+    """exp(x) / Σ exp(x) along a dim; `empty` says what a row of -inf gives: "nan" or "zero"."""
+    return a.make("softmax", (x,), (dim % x.rank - x.rank, empty), x.shape, x.dtype)
+
+
+@translates("aten.softmax.int", "aten._softmax.default")
+def _softmax(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
+    return softmax(a, a.cast(x, out.dtype), dim, "nan") if x.rank else None
+
+
+@translates("aten._safe_softmax.default")
+def _safe_softmax(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
+    return softmax(a, a.cast(x, out.dtype), dim, "zero") if x.rank else None

@@ -1,0 +1,127 @@
+"""What a mask of attention lets through, as an operator can be told: causal, windowed, up to a length, or as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Value
+from fusion.stages.canonicalise.positions import Affine, Formula, Leaf, Positions, conjunction, conjuncts, negation
+
+MASKED = -1e4  # a score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are all in use
+
+UNPROVEN = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """low(b) + i·moving ≤ j ≤ high(b) + i·moving, with `rest` of what the mask asks beside it.
+
+    Attributes:
+        high: the last visible key of query 0, None without such a bound.
+        low: the first visible key of query 0, None without such a bound.
+        moving: whether the bounds move on with the query, as causal masks do.
+        rest: what else must hold.
+    """
+
+    high: Affine | None
+    low: Affine | None
+    moving: bool
+    rest: tuple[Formula, ...]
+
+
+def visible(positions: Positions, terms: Sequence[tuple[str, Value]]) -> Formula | str:
+    """Where all masks of one score let it through, or why it cannot be said.
+
+    `terms` are masks with how they work: "add" (to the scores), "keep" or "drop" (booleans).
+    """
+    parts: list[Formula] = []
+    for how, mask in terms:
+        at = positions.of(mask)
+        if how != "add":
+            seen = positions.truth(mask, at)
+            parts.append(seen if how == "keep" else negation(seen))
+            continue
+        constants = positions.constants(mask, at)
+        if constants is None:
+            return UNPROVEN
+        if any(value > MASKED and value != 0 for value in constants):
+            return f"a bias of {next(v for v in constants if v > MASKED and v != 0)} is added to some of the scores"
+        parts.append(constants.get(0.0, False))
+    return conjunction(*parts)
+
+
+def is_lowest(terms: Sequence[tuple[str, Value]], positions: Positions) -> bool:
+    """Whether a masked score is a finite number, so that a row without keys is the mean of all values."""
+    for how, mask in terms:
+        if how == "add":
+            constants = positions.constants(mask, positions.of(mask)) or {}
+            if any(value <= MASKED and value != -torch.inf for value in constants):
+                return True
+    return False
+
+
+def limits(formula: Formula, rank: int) -> Limits:
+    """Read bounds on the key out of a formula over scores of `rank` dims, the last two of them queries and keys."""
+    query, key = rank - 2, rank - 1
+    highs: list[tuple[Affine, int]] = []
+    lows: list[tuple[Affine, int]] = []
+    rest: list[Formula] = []
+    for part in conjuncts(formula):
+        bound = _bound(part, query, key)
+        if bound is None:
+            rest.append(part)
+        else:
+            (highs if bound[0] == "high" else lows).append(bound[1:])
+    moving = {move for _, move in (*highs, *lows)}
+    if len(highs) > 1 or len(lows) > 1 or len(moving) > 1:
+        return Limits(None, None, False, conjuncts(formula))
+    return Limits(highs[0][0] if highs else None, lows[0][0] if lows else None, moving == {1}, tuple(rest))
+
+
+def _bound(part: Formula, query: int, key: int) -> tuple[str, Affine, int] | None:
+    """`j ≤ high + move · i` or `j ≥ low + move · i`, whatever else depending on the sequence alone."""
+    if isinstance(part, bool) or part[0] != "le":
+        return None
+    difference: Affine = part[1]
+    sign, move = difference.terms.get(key, 0), difference.terms.get(query, 0)
+    others = difference.without(query, key)
+    if sign not in (1, -1) or -sign * move not in (0, 1) or not others.axes() <= {0}:
+        return None
+    if any(isinstance(term, int) for term in others.terms):
+        return None
+    return ("high", others.times(-1), -move) if sign == 1 else ("low", others, move)
+
+
+def whole(a: Algebra, expression: Affine, batch: Any) -> Value | None:
+    """The tensor [B] of an expression that depends on the sequence alone; None where it cannot be built."""
+    total: Value | None = None
+    for term, factor in expression.terms.items():
+        read = _element(a, term, batch) if isinstance(term, Leaf) else None
+        if read is None or not isinstance(factor, int):
+            return None
+        read = a.scale(a.cast(read, torch.int64), factor)
+        total = read if total is None else a.add(total, read)
+    if total is None or not isinstance(expression.constant, int):
+        return None
+    return a.expand(a.shift(total, expression.constant), (batch,))
+
+
+def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
+    """One element, or one for each sequence, of a tensor: [1] or [B]."""
+    value = leaf.value
+    size: Any = 1
+    for axis, index in enumerate(leaf.index):
+        if not index.terms and isinstance(index.constant, int):
+            taken = a.slice(value, axis, index.constant, index.constant + 1)
+            if taken is None:
+                return None
+            value = taken
+        elif index.terms == {0: 1} and index.constant == 0 and value.shape[axis] == batch:
+            size = batch
+        else:
+            return None
+    return a.reshape(value, (size,))

@@ -1,0 +1,398 @@
+"""A mask as a formula over its own positions: which (b, h, i, j) it lets through, proven from how it was built.
+
+Whole numbers become affine expressions Σ c·position + Σ c·leaf[..] + constant; comparisons of them become atoms
+`expression ≤ 0` and `expression = 0`; and, or, not join atoms; a tensor of floats becomes its few constants, each with
+the formula of where it stands. What cannot be followed is a leaf: a tensor read at known positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fusion.graph import Value
+from fusion.stages.canonicalise.folding import Folder, band
+
+MOST = 8  # different constants that a mask of floats may have
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One element of a tensor, at positions that are expressions themselves."""
+
+    value: Value
+    index: tuple[Affine, ...]
+
+    def axes(self) -> frozenset[int]:
+        """The axes of the mask on which the element depends."""
+        return frozenset().union(*(each.axes() for each in self.index))
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Σ coefficient · term + constant; a term is an axis of the mask (an int) or a `Leaf`."""
+
+    terms: Mapping[int | Leaf, Any] = field(default_factory=lambda: MappingProxyType({}))
+    constant: Any = 0
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal expressions."""
+        return frozenset(self.terms.items()), self.constant
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Affine) and self.key() == other.key()
+
+    def __add__(self, other: Affine) -> Affine:
+        terms = dict(self.terms)
+        for term, factor in other.terms.items():
+            terms[term] = terms.get(term, 0) + factor
+        kept = {term: factor for term, factor in terms.items() if factor != 0}
+        return Affine(MappingProxyType(kept), self.constant + other.constant)
+
+    def times(self, factor: Any) -> Affine:
+        """The expression · a number."""
+        kept = {term: factor * each for term, each in self.terms.items() if factor != 0}
+        return Affine(MappingProxyType(kept), self.constant * factor)
+
+    def plus(self, number: Any) -> Affine:
+        """The expression + a number."""
+        return Affine(self.terms, self.constant + number)
+
+    def axes(self) -> frozenset[int]:
+        """The axes of the mask that it depends on."""
+        found = frozenset(term for term in self.terms if isinstance(term, int))
+        return found.union(*(term.axes() for term in self.terms if isinstance(term, Leaf)))
+
+    def without(self, *axes: int) -> Affine:
+        """The expression without what it has of these axes themselves."""
+        return Affine(MappingProxyType({t: f for t, f in self.terms.items() if t not in axes}), self.constant)
+
+
+def number(value: Any) -> Affine:
+    """A constant expression."""
+    return Affine(constant=value)
+
+
+# A formula: True, False, ("le", affine), ("eq", affine), ("is", leaf), ("not", f), ("and", fs), ("or", fs).
+Formula = Any
+
+
+def conjunction(*parts: Formula) -> Formula:
+    """All of them."""
+    return _joined("and", parts, neutral=True)
+
+
+def disjunction(*parts: Formula) -> Formula:
+    """At least one of them."""
+    return _joined("or", parts, neutral=False)
+
+
+def _joined(op: str, parts: Sequence[Formula], neutral: bool) -> Formula:
+    flat: dict[Formula, None] = {}
+    for part in parts:
+        if part is (not neutral):
+            return part
+        if part is not neutral:
+            flat.update(dict.fromkeys(part[1] if part[0] == op else (part,)))
+    if not flat:
+        return neutral
+    return next(iter(flat)) if len(flat) == 1 else (op, tuple(flat))
+
+
+def negation(formula: Formula) -> Formula:
+    """Where it does not hold; whole numbers make a comparison of a negated one."""
+    if isinstance(formula, bool):
+        return not formula
+    op, content = formula
+    match op:
+        case "not":
+            return content
+        case "le":
+            return ("le", content.times(-1).plus(1))
+        case "and":
+            return disjunction(*map(negation, content))
+        case "or":
+            return conjunction(*map(negation, content))
+        case _:
+            return ("not", formula)
+
+
+def conjuncts(formula: Formula) -> tuple[Formula, ...]:
+    """The parts that must all hold."""
+    if formula is True:
+        return ()
+    return tuple(formula[1]) if not isinstance(formula, bool) and formula[0] == "and" else (formula,)
+
+
+class Positions:
+    """Evaluates values at the positions of one mask, whose dims have these sizes."""
+
+    def __init__(self, shape: Sequence[Any], folder: Folder) -> None:
+        self.shape, self._folder = tuple(shape), folder
+        self.origin = tuple(self.axis(place) for place in range(len(shape)))
+
+    def axis(self, place: int) -> Affine:
+        """The position along one axis; a dim of size 1 has only position 0."""
+        return number(0) if self.shape[place] == 1 else Affine(MappingProxyType({place: 1}))
+
+    def of(self, mask: Value) -> tuple[Affine, ...]:
+        """The positions in a mask that broadcasts to the scores."""
+        last = self.origin[len(self.origin) - mask.rank :]
+        return tuple(number(0) if size == 1 else each for each, size in zip(last, mask.shape, strict=True))
+
+    def decided(self, atom: Formula) -> Formula:
+        """True or False where the sizes of the mask decide a comparison."""
+        if isinstance(atom, bool) or atom[0] != "le" or not all(isinstance(term, int) for term in atom[1].terms):
+            return atom
+        low = high = atom[1].constant
+        for place, factor in atom[1].terms.items():
+            last = (self.shape[place] - 1) * factor
+            low, high = (low + last, high) if factor < 0 else (low, high + last)
+        if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
+            return atom
+        return True if high <= 0 else False if low > 0 else atom
+
+    # whole numbers ---------------------------------------------------------------------------------------------
+
+    def whole(self, x: Value, at: Sequence[Affine]) -> Affine:
+        """A tensor of whole numbers at these positions."""
+        below = self._view(x, at)
+        if below is not None:
+            return self.whole(*below)
+        even = self._folder.steps(x)
+        if even is not None:
+            return reduce(Affine.__add__, map(Affine.times, at, even[1]), number(even[0]))
+        match x.op:
+            case "arange":
+                return at[0].times(x.attrs[1]).plus(x.attrs[0])
+            case "full":
+                return number(x.attrs[0])
+            case "shift" if _is_whole(x.attrs[0]):
+                return self.whole(x.arg, at).plus(int(x.attrs[0]))
+            case "scale" if _is_whole(x.attrs[0]):
+                return self.whole(x.arg, at).times(int(x.attrs[0]))
+            case "add":
+                left, right = (self.whole(each, _spread(each, x, at)) for each in x.args)
+                return left + right
+            case "cast" if _whole_numbers(x.arg):
+                return self.whole(x.arg, at)
+            case "cumsum":
+                return self._running_total(x, at)
+            case _:
+                return Affine(MappingProxyType({Leaf(x, tuple(at)): 1}))
+
+    def _running_total(self, x: Value, at: Sequence[Affine]) -> Affine:
+        """Σ up to a position of what is the same at every position."""
+        place = x.attrs[0]
+        each = self.whole(x.arg, at)
+        if each.terms:
+            return Affine(MappingProxyType({Leaf(x, tuple(at)): 1}))
+        return at[place].plus(1).times(each.constant)
+
+    def _view(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]] | None:
+        """Where a value only passes on elements of another: that one, and the positions there."""
+        match x.op:
+            case "expand":
+                return x.arg, _spread(x.arg, x, at)
+            case "permute":
+                back = {source: place for place, source in enumerate(x.attrs)}
+                return x.arg, tuple(at[back[place]] for place in range(x.rank))
+            case "slice":
+                axis, start, _, step = x.attrs
+                moved = at[axis].times(step).plus(start)
+                return x.arg, (*at[:axis], moved, *at[axis + 1 :])
+            case "reshape":
+                kept = [each for each, size in zip(at, x.shape, strict=True) if size != 1]
+                if [size for size in x.shape if size != 1] != [size for size in x.arg.shape if size != 1]:
+                    return None
+                sizes = iter(kept)
+                return x.arg, tuple(number(0) if size == 1 else next(sizes) for size in x.arg.shape)
+            case "index" if all(_whole_numbers(each) for each in x.args[1:]):
+                return self._gathered(x, at)
+            case _:
+                return None
+
+    def _gathered(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]] | None:
+        """x[i, j] with one index for every dim of x, as masks read padding."""
+        source, indices = x.arg, x.args[1:]
+        if x.attrs != tuple(range(source.rank)):
+            return None
+        return source, tuple(self.whole(each, _spread(each, x, at)) for each in indices)
+
+    # truths ----------------------------------------------------------------------------------------------------
+
+    def truth(self, x: Value, at: Sequence[Affine]) -> Formula:
+        """A tensor of booleans at these positions."""
+        below = self._view(x, at)
+        if below is not None:
+            return self.truth(*below)
+        known = self._triangle(x, at)
+        if known is not None:
+            return known
+        match x.op:
+            case "full":
+                return bool(x.attrs[0])
+            case "compare" if all(map(_whole_numbers, x.args)):
+                left, right = (self.whole(each, _spread(each, x, at)) for each in x.args)
+                return self._compared(x.attrs[0], left + right.times(-1))
+            case "compare":
+                return self._compared_constants(x, at)
+            case "and" | "or" | "mul" | "add":
+                parts = [self.truth(each, _spread(each, x, at)) for each in x.args]
+                return conjunction(*parts) if x.op in ("and", "mul") else disjunction(*parts)
+            case "not":
+                return negation(self.truth(x.arg, at))
+            case "where":
+                condition, yes, no = (self.truth(each, _spread(each, x, at)) for each in x.args)
+                return disjunction(conjunction(condition, yes), conjunction(negation(condition), no))
+            case "cast" if x.arg.dtype is torch.bool:
+                return self.truth(x.arg, at)
+            case "cast" if _whole_numbers(x.arg):
+                return negation(("eq", self.whole(x.arg, at)))
+            case "cast":
+                return self._nonzero(x, at)
+            case _:
+                return ("is", Leaf(x, tuple(at)))
+
+    def _triangle(self, x: Value, at: Sequence[Affine]) -> Formula | None:
+        """Booleans that depend on no input: the same everywhere, or keys within bounds that move with the query."""
+        truths = self._folder.fold(x)
+        if truths is None or not truths.size:
+            return None
+        if truths.all() or not truths.any():
+            return bool(truths.all())
+        query, key = len(self.shape) - 2, len(self.shape) - 1
+        table = truths.reshape(-1, *truths.shape[-2:])
+        if truths.ndim < 2 or list(at[-2:]) != [self.axis(query), self.axis(key)] or (table != table[0]).any():
+            return None
+        found = band(table[0])
+        if found is None:
+            return None
+        ahead = self.axis(key) + self.axis(query).times(-1)
+        low, high = ahead.times(-1).plus(found[0]), ahead.plus(-found[1])
+        return conjunction(self.decided(("le", low)), self.decided(("le", high)))
+
+    def _compared(self, op: str, difference: Affine) -> Formula:
+        match op:
+            case "le":
+                return self.decided(("le", difference))
+            case "lt":
+                return self.decided(("le", difference.plus(1)))
+            case _:
+                equal = difference.constant == 0 if not difference.terms else ("eq", difference)
+                return equal if op == "eq" else negation(equal)
+
+    def _compared_constants(self, x: Value, at: Sequence[Affine]) -> Formula:
+        """A mask of floats compared with a number, as in `mask == 0`."""
+        left, right = (self.constants(each, _spread(each, x, at)) for each in x.args)
+        if left is None or right is None:
+            return ("is", Leaf(x, tuple(at)))
+        holds: Mapping[str, Callable[[float, float], bool]] = {
+            "le": lambda u, v: u <= v, "lt": lambda u, v: u < v, "eq": lambda u, v: u == v, "ne": lambda u, v: u != v,
+        }  # fmt: skip
+        pairs = [conjunction(f, g) for u, f in left.items() for v, g in right.items() if holds[x.attrs[0]](u, v)]
+        return disjunction(*pairs)
+
+    def _nonzero(self, x: Value, at: Sequence[Affine]) -> Formula:
+        found = self.constants(x.arg, at)
+        if found is None:
+            return ("is", Leaf(x, tuple(at)))
+        return disjunction(*(formula for value, formula in found.items() if value != 0))
+
+    # constants -------------------------------------------------------------------------------------------------
+
+    def constants(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
+        """The constants that a tensor of floats consists of, each with where it stands; None where it has others."""
+        below = self._view(x, at)
+        if below is not None:
+            return self.constants(*below)
+        match x.op:
+            case "full":
+                return {float(x.attrs[0]): True}
+            case "cast" if x.arg.dtype is torch.bool:
+                formula = self.truth(x.arg, at)
+                return _known({1.0: formula, 0.0: negation(formula)})
+            case "cast" if x.arg.dtype is not None and x.arg.dtype.is_floating_point:
+                return self.constants(x.arg, at)
+            case "scale" | "shift":
+                return self._mapped(x, at)
+            case "add" | "mul":
+                return self._paired(x, at)
+            case "where":
+                return self._chosen(x, at)
+            case _:
+                return None
+
+    def _mapped(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
+        inner, change = self.constants(x.arg, at), x.attrs[0]
+        if inner is None:
+            return None
+        pairs = [(value * change if x.op == "scale" and value else value, f) for value, f in inner.items()]
+        return _merged([(value + change if x.op == "shift" else value, f) for value, f in pairs])
+
+    def _paired(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
+        left, right = (self.constants(each, _spread(each, x, at)) for each in x.args)
+        if left is None or right is None:
+            return None
+        return _merged(
+            [
+                (u + v if x.op == "add" else u * v if u and v else 0.0, conjunction(f, g))
+                for u, f in left.items()
+                for v, g in right.items()
+            ]
+        )
+
+    def _chosen(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
+        condition = self.truth(x.args[0], _spread(x.args[0], x, at))
+        yes, no = (self.constants(each, _spread(each, x, at)) for each in x.args[1:])
+        if yes is None or no is None:
+            return None
+        pairs = [(value, conjunction(condition, f)) for value, f in yes.items()]
+        return _merged(pairs + [(value, conjunction(negation(condition), f)) for value, f in no.items()])
+
+
+def _merged(pairs: Sequence[tuple[float, Formula]]) -> dict[float, Formula] | None:
+    found: dict[float, Formula] = {}
+    for value, formula in pairs:
+        found[value] = disjunction(found.get(value, False), formula)
+    return _known(found)
+
+
+def _known(found: Mapping[float, Formula]) -> dict[float, Formula] | None:
+    kept = {value: formula for value, formula in found.items() if formula is not False}
+    return kept if len(kept) <= MOST else None
+
+
+def _spread(x: Value, over: Value, at: Sequence[Affine]) -> tuple[Affine, ...]:
+    """Positions in an operand that broadcasts: its last dims, with position 0 where its size is 1."""
+    last = at[over.rank - x.rank :]
+    return tuple(number(0) if size == 1 else each for each, size in zip(last, x.shape, strict=True))
+
+
+def _whole_numbers(x: Value) -> bool:
+    return x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _is_whole(value: Any) -> bool:
+    return float(value).is_integer()
+
+
+def leaves(formula: Formula) -> frozenset[Value]:
+    """The tensors that a formula reads."""
+    if isinstance(formula, bool):
+        return frozenset()
+    op, content = formula
+    if op == "is":
+        return frozenset((content.value,))
+    if op in ("le", "eq"):
+        return frozenset(term.value for term in content.terms if isinstance(term, Leaf))
+    parts = content if op in ("and", "or") else (content,)
+    return reduce(frozenset.union, map(leaves, parts), frozenset[Value]())

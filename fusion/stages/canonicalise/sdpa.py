@@ -1,0 +1,71 @@
+"""Attention that aten already names, written out: softmax(scale · q kᵀ + mask) v, with the softmax in float32."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fusion.graph import Algebra, Value
+from fusion.stages.canonicalise.contractions import matmul, swapped
+from fusion.stages.canonicalise.logic import compare, constant, positions, softmax, where
+from fusion.stages.canonicalise.translate import Out, Translated, translates
+
+
+@translates("aten.scaled_dot_product_attention.default")
+def attention(
+    a: Algebra,
+    out: Out,
+    q: Value,
+    k: Value,
+    v: Value,
+    mask: Value | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Translated:
+    """q [.., N, S, D], k [.., M, T, D], v [.., M, T, E]; rows that see nothing are 0."""
+    width = q.shape[-1]
+    if dropout or q.rank < 3 or not isinstance(width, int):
+        return None
+    if enable_gqa:
+        k, v = _repeated(a, k, q), _repeated(a, v, q)
+    scores = matmul(a, q, swapped(a, k))
+    scores = None if scores is None else a.scale(scores, 1 / math.sqrt(width) if scale is None else scale)
+    if scores is not None and is_causal:
+        rank = scores.rank
+        mask = compare(a, "le", positions(a, scores.shape[-1], rank), positions(a, scores.shape[-2], rank, -2))
+    if scores is not None and mask is not None:
+        scores = _masked(a, scores, mask)
+    if scores is None:
+        return None
+    wide = torch.float64 if out.dtype is torch.float64 else torch.float32
+    weights = softmax(a, a.cast(scores, wide), -1, "zero")
+    return matmul(a, a.cast(weights, out.dtype), v)
+
+
+def _masked(a: Algebra, scores: Value, mask: Value) -> Value | None:
+    if mask.dtype is torch.bool:
+        return where(a, mask, scores, constant(a, -math.inf, (), scores.dtype), scores.dtype)
+    return a.add(scores, a.cast(mask, scores.dtype))
+
+
+def _repeated(a: Algebra, kv: Value, q: Value) -> Value:
+    """Every head as often as there are query heads for it."""
+    heads, wanted = kv.shape[-3], q.shape[-3]
+    if heads == wanted or not isinstance(heads, int) or not isinstance(wanted, int):
+        return kv
+    lead, rest = kv.shape[:-2], kv.shape[-2:]
+    opened = a.expand(a.reshape(kv, (*lead, 1, *rest)), (*lead, wanted // heads, *rest))
+    return a.reshape(opened, (*kv.shape[:-3], wanted, *rest))
+
+
+@translates("aten._scaled_dot_product_flash_attention_for_cpu.default")
+def _flash_for_cpu(
+    a: Algebra, out: Out, q: Value, k: Value, v: Value, dropout: float = 0.0, is_causal: bool = False,
+    *, attn_mask: Value | None = None, scale: float | None = None,
+) -> Translated:  # fmt: skip
+    y = attention(a, Out(q.shape, q.dtype), q, k, v, attn_mask, dropout, is_causal, scale=scale)
+    return (y, None) if isinstance(y, Value) else None

@@ -1,0 +1,292 @@
+"""Writes into caches: every spelling of cache[.., positions, ..] = rows is one of these values.
+
+    write(cache, rows, start; axis)         rows go to start, start + 1, … along axis; start is () or [B]
+    write_rows(cache, rows, *index; axis)   row i goes to index[i] (with two: index[0][i], index[1][i]), -1 is an error
+    slice_scatter, cat                      the same at a known place
+
+A negative position of index_put counts from the end: `wrap` makes that explicit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusion.graph import Algebra, Dim, Reading, Value
+from fusion.graph.dims import broadcast
+from fusion.stages.canonicalise import shapes
+from fusion.stages.canonicalise.translate import Out, Translated, translates
+
+_INTEGERS = {torch.int32, torch.int64}
+
+
+class Run(NamedTuple):
+    """Positions start + offset, start + offset + 1, …; start None stands for 0."""
+
+    start: Value | None
+    offset: int
+
+
+def iota(x: Value) -> int | None:
+    """The first of consecutive integers that `x` [n] counts, None where it does not count by one."""
+    if x.op == "arange":
+        return int(x.attrs[0]) if x.attrs[1] == 1 else None
+    if x.op == "constant":
+        numbers = x.attrs[0]
+        return numbers[0] if x.rank and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers))) else None
+    return None
+
+
+def run(a: Algebra, x: Value) -> Run | None:
+    """The run that `x` [.., S] is along its last dim; its start has the dims before, without those of size 1."""
+    if x.op in ("reshape", "expand") and x.arg.shape[-1:] == x.shape[-1:] and math.prod(x.shape[:-1]) == 1:
+        return run(a, x.arg)
+    if x.op == "cast" and x.arg.dtype in _INTEGERS and x.dtype in _INTEGERS:
+        return run(a, x.arg)
+    if x.op == "shift":
+        below = run(a, x.arg)
+        return Run(below.start, below.offset + int(x.attrs[0])) if below and x.attrs[0].is_integer() else None
+    if x.op == "add":
+        return _from(a, x.args[0], x.args[1], x) or _from(a, x.args[1], x.args[0], x)
+    first = iota(x) if x.rank == 1 else None
+    return None if first is None else Run(None, first)
+
+
+def _from(a: Algebra, counted: Value, start: Value, total: Value) -> Run | None:
+    """`total` = `counted` + `start`, where only `counted` varies along the last dim."""
+    below = run(a, counted)
+    lead = start.shape[:-1]
+    if (
+        below is None
+        or below.start is not None
+        or counted.shape[-1:] != total.shape[-1:]
+        or start.shape[-1:] not in ((), (1,))
+    ):
+        return None
+    return Run(a.reshape(start, tuple(size for size in lead if size != 1)), below.offset)
+
+
+def wrapped(a: Algebra, x: Value, size: Dim) -> Value:
+    """Positions of which negative ones count from the end."""
+    return x if _never_negative(x) else a.make("wrap", (x,), (size,), x.shape, x.dtype)
+
+
+def _never_negative(x: Value) -> bool:
+    if x.op in ("reshape", "expand", "cast"):
+        return _never_negative(x.arg)
+    if x.op in ("remainder", "constant") or (x.rank == 1 and iota(x) is not None):
+        return x.op == "remainder" or (iota(x) or 0) >= 0 if x.op != "constant" else min(x.attrs[0], default=0) >= 0
+    if x.op == "add":
+        return all(map(_never_negative, x.args))
+    return x.op == "shift" and x.attrs[0] >= 0 and _never_negative(x.arg)
+
+
+# translators -------------------------------------------------------------------------------------------------------
+
+
+@translates("aten.index_copy.default")
+def _index_copy(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: Value) -> Translated:
+    axis = dim % max(cache.rank, 1)
+    if cache.rank == 0 or index.rank != 1 or rows.rank != cache.rank:
+        return None
+    return _write(a, cache, rows, index, axis, wraps=False)
+
+
+@translates("aten.index_put.default", "aten._unsafe_index_put.default")
+def _index_put(
+    a: Algebra, out: Out, cache: Value, indices: Sequence[Value | None], rows: Value, accumulate: bool = False
+) -> Translated:
+    given = [axis for axis, index in enumerate(indices) if index is not None]
+    found = [index for index in indices if index is not None]
+    if accumulate or not found or any(index.dtype not in _INTEGERS for index in found):
+        return None
+    if len(found) == 1:
+        return _one_index(a, cache, found[0], rows, given[0])
+    if len(found) == 2 and given[0] == 0:
+        return _by_batch(a, cache, found, rows, given[1]) or _two_indices(a, cache, found, rows, given[1])
+    return None
+
+
+def _one_index(a: Algebra, cache: Value, index: Value, rows: Value, axis: int) -> Value | None:
+    lead, rest = cache.shape[:axis], cache.shape[axis + 1 :]
+    rows = a.expand(rows, (*lead, *index.shape, *rest))
+    count = math.prod(index.shape)
+    return _write(a, cache, a.reshape(rows, (*lead, count, *rest)), a.reshape(index, (count,)), axis, wraps=True)
+
+
+def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
+    """cache[arange(B), .., positions] = rows [B, (S), ..]."""
+    batch, positions = found
+    size = cache.shape[0]
+    shape = broadcast(batch.shape, positions.shape)
+    if (
+        shape is None
+        or math.prod(batch.shape) != size
+        or shape[:1] != (size,)
+        or len(shape) > 2
+        or batch.shape[0] != size
+    ):
+        return None
+    counted = run(a, a.reshape(batch, (size,)))
+    if counted != Run(None, 0):
+        return None
+    length = shape[1] if len(shape) == 2 else 1
+    others = (*cache.shape[1:axis], *cache.shape[axis + 1 :])
+    rows = a.reshape(a.expand(rows, (*shape, *others)), (size, length, *others))
+    order = (0, *range(2, axis + 1), 1, *range(axis + 1, cache.rank))
+    positions = a.reshape(positions, (positions.shape[0], 1)) if len(shape) == 1 else positions
+    return _write(a, cache, a.permute(rows, order), positions, axis, wraps=True)
+
+
+def _two_indices(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
+    """cache[block, offset] = rows."""
+    shape = broadcast(*(index.shape for index in found))
+    if axis != 1 or shape is None:
+        return None
+    count = math.prod(shape)
+    rest = cache.shape[2:]
+    rows = a.reshape(a.expand(rows, (*shape, *rest)), (count, *rest))
+    index = [
+        wrapped(a, a.reshape(a.expand(each, shape), (count,)), size)
+        for each, size in zip(found, cache.shape, strict=False)
+    ]
+    return a.make("write_rows", (cache, rows, *index), (0,), cache.shape, cache.dtype)
+
+
+@translates("aten.scatter.src")
+def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: Value) -> Translated:
+    """cache.scatter(dim, positions repeated over the other dims, rows)."""
+    axis = dim % max(cache.rank, 1)
+    if index.shape != rows.shape or index.dtype not in _INTEGERS:
+        return None
+    if any(
+        have != want for place, (have, want) in enumerate(zip(rows.shape, cache.shape, strict=True)) if place != axis
+    ):
+        return None
+    source = index.arg if index.op == "expand" else index
+    varying = [place for place, size in enumerate(source.shape) if size != 1 and place != axis]
+    if source.rank != cache.rank or varying not in ([], [0]) or (varying and axis == 0):
+        return None
+    shape = (source.shape[0], source.shape[axis]) if varying else (source.shape[axis],)
+    return _write(a, cache, rows, a.reshape(source, shape), axis, wraps=False)
+
+
+@translates("aten.index_select.default")
+def _index_select(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Translated:
+    """Consecutive positions are a slice; all of them, counted round the end, are a roll."""
+    size, round_end = x.shape[dim], re.fullmatch(r"\(\('%1', (\d+)\), \{\}\)", str(next(iter(index.attrs), "")))
+    turning = index.op == "aten.fmod.Scalar" and round_end is not None and int(round_end[1]) == size
+    counted = run(a, index.arg if turning else index) if turning or not index.args or index.op == "shift" else None
+    if counted is None or counted.start is not None or not isinstance(size, int) or not isinstance(out.shape[dim], int):
+        return None
+    first, length = counted.offset, int(out.shape[dim])
+    if turning and length == size and 0 <= first < size:
+        return shapes.rolled(a, x, dim, first)
+    return a.slice(x, dim, first, first + length) if not turning and 0 <= first <= size - length else None
+
+
+@translates("aten.select_scatter.default")
+def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, index: Any) -> Translated:
+    axis = dim % x.rank
+    if not (isinstance(index, int) and isinstance(x.shape[axis], int)):
+        return None
+    index %= int(x.shape[axis])
+    rows = a.reshape(source, (*source.shape[:axis], 1, *source.shape[axis:]))
+    return shapes.sliced(a, x, rows, axis, index, index + 1)
+
+
+def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, wraps: bool) -> Value | None:
+    """`rows` at `positions` [S], or [B, S] for a position of every batch row; `rows` lies like `cache`."""
+    length, size = positions.shape[-1], cache.shape[axis]
+    if rows.dtype != cache.dtype or rows.shape != (*cache.shape[:axis], length, *cache.shape[axis + 1 :]):
+        return None
+    found = run(a, positions)
+    if found is None and length == 1:
+        found = Run(a.reshape(positions, tuple(each for each in positions.shape[:-1] if each != 1)), 0)
+    if found is not None and found.start is None:
+        known = _known(a, cache, rows, found.offset, axis, wraps)
+        if known is not None:
+            return known
+    if found is not None and found.start is not None and (axis > 0 or not found.start.rank):
+        start = a.shift(found.start, found.offset) if found.offset else found.start
+        if not wraps or length == 1 or _never_negative(start):
+            start = wrapped(a, start, size) if wraps else start
+            return a.make("write", (cache, rows, start), (axis,), cache.shape, cache.dtype)
+    if positions.rank != 1:
+        return None
+    index = wrapped(a, positions, size) if wraps else positions
+    return a.make("write_rows", (cache, rows, index), (axis,), cache.shape, cache.dtype)
+
+
+def _known(a: Algebra, cache: Value, rows: Value, first: int, axis: int, wraps: bool) -> Value | None:
+    size, length = cache.shape[axis], rows.shape[axis]
+    if not (isinstance(size, int) and isinstance(length, int)):
+        return None
+    if wraps and first < 0 and first + length <= 0:
+        first += size
+    return shapes.sliced(a, cache, rows, axis, first, first + length) if 0 <= first <= size - length else None
+
+
+# readings ----------------------------------------------------------------------------------------------------------
+
+
+def reading(a: Algebra, value: Value) -> Reading | None:
+    """The write that a value is, in the words of rules; None for anything else."""
+    match value.op:
+        case "write":
+            cache, rows, start = value.args
+            return Reading("write", {"cache": cache, "rows": rows, "start": start, "axis": value.attrs[0]})
+        case "write_rows":
+            return _rows(value)
+        case "slice_scatter":
+            axis, start, _, step = value.attrs
+            if step != 1 or axis in (0, value.rank - 1):
+                return None
+            return Reading("write_slice", {"cache": value.arg, "rows": value.args[1], "start": start, "axis": axis})
+        case "cat":
+            return _slide(value)
+        case "reshape":
+            return _pages(value)
+        case _:
+            return None
+
+
+def _rows(value: Value) -> Reading:
+    names = ("cache", "rows", "index", "inner")
+    captures: dict[str, Any] = dict(zip(names, value.args, strict=False))
+    return Reading("write_places" if "inner" in captures else "write_rows", captures | {"axis": value.attrs[0]})
+
+
+def _pages(value: Value) -> Reading | None:
+    """cache.view(-1, N, D)[slots] = rows, viewed as [Block, Size, N, D] again."""
+    flat = value.arg
+    if flat.op not in ("write_rows", "write") or flat.attrs != (0,) or len(flat.args) != 3:
+        return None
+    cache, rows, slots = flat.args
+    merged = cache.op == "reshape" and cache.arg.shape == value.shape and cache.shape[1:] == value.shape[2:]
+    slots = slots if flat.op == "write_rows" else None
+    return Reading("write_pages", {"pages": cache.arg, "rows": rows, "slots": slots}) if merged and slots else None
+
+
+def _slide(value: Value) -> Reading | None:
+    """The last T - S positions of a cache of T, then S new ones."""
+    if len(value.args) != 2 or value.args[0].op != "slice":
+        return None
+    (kept, rows), axis = value.args, value.attrs[0]
+    cache, size = kept.arg, value.shape[axis]
+    slid = kept.attrs == (axis, rows.shape[axis], size, 1) and cache.shape == value.shape
+    return Reading("slide", {"cache": cache, "rows": rows, "axis": axis}) if slid and axis < value.rank - 1 else None
+
+
+READ = ("write", "write_rows", "slice_scatter", "cat", "reshape")
+"""Ops of values that `reading` may read."""
+
+
+def readings(a: Algebra, values: Sequence[Value]) -> Mapping[Value, Reading]:
+    """The writes among `values`."""
+    found = ((value, reading(a, value)) for value in values if value.op in READ)
+    return {value: each for value, each in found if each is not None}

@@ -1,0 +1,248 @@
+"""Stage 6b, reinplace: a cache that is written and copied back over itself is written in place; the copy goes.
+
+    y = write(cache, rows); copy_(cache, y)   →   y = write_(cache, rows)
+
+Only operators that the pass added, only where nothing reads the old cache after the write, and only where the copy
+gives every element its own place back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from fusion._torch import OpOverload, fake_like, schema_of, shares_memory
+from fusion.cost import is_view
+from fusion.graph import dims_of
+from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Link:
+    """Result number `item` of the call `node`: what the call writes into a copy of its argument `cache`."""
+
+    node: fx.Node
+    item: int
+    cache: fx.Node
+    result: fx.Node
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The writes, oldest first, after which `copy` brings the last result back into the input that the first read."""
+
+    copy: fx.Node
+    links: tuple[Link, ...]
+
+
+def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
+    """Write in place what can be; return the names of the `copy_` nodes that are gone.
+
+    `lowering` is the compiler that the graph is meant for: one of `LOWERINGS`, or another that takes every operator.
+    """
+    chains = [chain for copy in _closing_copies(source) if (chain := _chain(copy, lowering)) is not None]
+    while (broken := next((each for each in chains if not _holds(each, chains)), None)) is not None:
+        chains.remove(broken)
+    for node in dict.fromkeys(link.node for chain in chains for link in chain.links):
+        _put_in_place(node)
+    for chain in chains:
+        _drop(chain.copy)
+    for node in list(source.nodes):
+        operator = _functional(node)
+        if operator is not None and lowering in LOWERINGS and lowering not in operator.lowerings:
+            _on_copies(node, operator)
+    return tuple(chain.copy.name for chain in chains)
+
+
+def _closing_copies(source: fx.Graph) -> list[fx.Node]:
+    """The `copy_` nodes over inputs with which the graph ends, one per input."""
+    found: dict[Any, fx.Node] = {}
+    for node in reversed(source.nodes):
+        if node.op == "output":
+            continue
+        if node.target is not aten.copy_.default:
+            break
+        found.setdefault(node.args[0], node)
+    return [node for place, node in found.items() if isinstance(place, fx.Node) and place.op == "placeholder"][::-1]
+
+
+def _functional(node: fx.Node) -> Operator | None:
+    """The operator of a call that the pass added, if it has an in-place form."""
+    if "fusion" not in node.meta or not isinstance(node.target, OpOverload):
+        return None
+    operator = operator_of(node.target)
+    return operator if operator is not None and operator.in_place else None
+
+
+def _takes(operator: Operator, lowering: str) -> bool:
+    return lowering not in LOWERINGS or lowering in OPERATORS[operator.in_place].lowerings
+
+
+def _chain(copy: fx.Node, lowering: str) -> Chain | None:
+    """The writes that `copy` brings back, None where it brings back anything else."""
+    links: list[Link] = []
+    place, value = copy.args[:2]
+    steps: list[fx.Node] = []
+    while value is not place:
+        views, made = _below_views(value)
+        link = _link(made, lowering)
+        if link is None:
+            return None
+        links.append(link)
+        steps = [*views, *steps]
+        views, value = _below_views(link.cache)
+        steps = [*views, *steps]
+        if _functional(_call(value)) is None:
+            break
+    return Chain(copy, tuple(reversed(links))) if links and value is place and _restores(place, steps) else None
+
+
+def _call(value: fx.Node) -> fx.Node:
+    """The call whose result, or one of whose results, a node is."""
+    source = value.args[0] if getattr(value.target, "__name__", "") == "getitem" else value
+    return source if isinstance(source, fx.Node) else value
+
+
+def _link(result: fx.Node, lowering: str) -> Link | None:
+    node = _call(result)
+    operator = _functional(node)
+    if operator is None or not _takes(operator, lowering):
+        return None
+    item: Any = 0 if node is result else result.args[1]
+    cache = _written(node, operator)[item]
+    same = dims_of(result.meta["val"].stride()) == dims_of(cache.meta["val"].stride())
+    return Link(node, item, cache, result) if same else None
+
+
+def _written(node: fx.Node, operator: Operator) -> list[fx.Node]:
+    values = operator.bind(node.args, node.kwargs)
+    return [values[name] for name in OPERATORS[operator.in_place].written]
+
+
+def _below_views(value: Any) -> tuple[list[fx.Node], Any]:
+    """The views through which `value` is seen, the outermost last, and what they are views of."""
+    views: list[fx.Node] = []
+    while isinstance(value, fx.Node) and _is_alias(value) and _call(value) is value:
+        views.insert(0, value)
+        value = value.args[0]
+    return views, value
+
+
+def _is_alias(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_view(node.target) and bool(node.all_input_nodes)
+
+
+def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
+    """Whether these views, one after the other, give every element of `place` its own place back."""
+    start = place.meta["val"]
+    value = start
+    with torch.no_grad():
+        for node in steps:
+            args, kwargs = map_arg((node.args[1:], node.kwargs), lambda each: each.meta["val"])
+            value = node.target(value, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+    layouts = [(dims_of(each.shape), dims_of(each.stride()), each.storage_offset()) for each in (start, value)]
+    return layouts[0] == layouts[1] and start.dtype == value.dtype and shares_memory(start, value)
+
+
+# what may stand where ----------------------------------------------------------------------------------------------
+
+
+def _holds(chain: Chain, chains: Sequence[Chain]) -> bool:
+    """Whether every write of the chain may be in place, given that the other chains are."""
+    linked = {(link.node, link.item) for each in chains for link in each.links}
+    olds = [chain.copy.args[0], *(link.result for link in chain.links[:-1])]
+    for old, link in zip(olds, chain.links, strict=True):
+        operator = _functional(link.node)
+        count = len(OPERATORS[operator.in_place].written) if operator else 0
+        if any((link.node, item) not in linked for item in range(count)):
+            return False
+        if not all(_stands_before(reader, link) for reader in _readers(old) if reader is not chain.copy):
+            return False
+    return not any(reader.op == "output" for reader in _readers(chain.links[-1].result))
+
+
+def _readers(value: Any) -> Iterator[fx.Node]:
+    """The nodes that read `value`, itself or through views."""
+    for user in list(value.users):
+        if _is_alias(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _stands_before(reader: fx.Node, link: Link) -> bool:
+    """Whether `reader` sees the old cache: it stands before the write, or can be put there."""
+    if reader is link.node:  # the write itself may read the cache as nothing but the cache
+        return sum(_seen(each) is _seen(link.cache) for each in reader.all_input_nodes) == 1
+    if reader < link.node:
+        return True
+    movable = reader.op == "call_function" and not _is_write(reader)
+    if not movable or not all(each < link.node for each in reader.all_input_nodes):
+        return False
+    link.node.prepend(reader)
+    return True
+
+
+def _seen(value: fx.Node) -> Any:
+    return _below_views(value)[1]
+
+
+def _is_write(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
+
+
+# changes -----------------------------------------------------------------------------------------------------------
+
+
+def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
+    """Put the in-place form in the place of `node`; its results are the caches (or these copies of them)."""
+    operator = _functional(node)
+    assert operator is not None
+    places = _written(node, operator)
+    changed = dict(zip(places, caches, strict=True)) if caches else {}
+    form = OPERATORS[operator.in_place]
+    with node.graph.inserting_before(node):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda each: changed.get(each, each))
+        new = node.graph.call_function(form.overload(), args, kwargs)
+    new.meta = dict(node.meta)
+    if isinstance(node.meta["val"], torch.Tensor):
+        new.meta["val"] = fake_like(node.meta["val"])
+        node.replace_all_uses_with(new)
+    else:
+        new.meta["val"] = None
+        for item in list(node.users):
+            number: Any = item.args[1]
+            cache: Any = places[number]
+            kept: Any = changed.get(cache, cache)
+            item.replace_all_uses_with(kept)
+            node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def _on_copies(node: fx.Node, operator: Operator) -> None:
+    """The in-place form on copies of the caches, where the functional form cannot run."""
+    copies: list[fx.Node] = []
+    with node.graph.inserting_before(node):
+        for cache in _written(node, operator):
+            copies.append(node.graph.call_function(aten.clone.default, (cache,)))
+            copies[-1].meta = {**node.meta, "val": fake_like(cache.meta["val"])}
+    _put_in_place(node, copies)
+
+
+def _drop(copy: fx.Node) -> None:
+    """Remove `copy`, and the views that nothing else reads."""
+    place, value = copy.args[:2]
+    assert isinstance(place, fx.Node)
+    copy.replace_all_uses_with(place)
+    copy.graph.erase_node(copy)
+    while isinstance(value, fx.Node) and not value.users and _is_alias(value):
+        source = value.args[0]
+        value.graph.erase_node(value)
+        value = source

@@ -1,0 +1,89 @@
+"""What a graph computes from Parameters alone: the same at every call, so that it can be prepared once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion._torch import OpOverload, is_wrapper, schema_of, tree_leaves
+from fusion.cost import is_view
+from fusion.graph import dims_of
+
+Mark = tuple[tuple[Any, ...], torch.dtype]
+_PURE = ("aten", "prims")  # a call of the user's to another library may talk to other processes
+
+
+def marks(inputs: Sequence[Any]) -> tuple[Mark | None, ...]:
+    """Shape and dtype of each input of Dynamo's graph that is a Parameter, None for the others.
+
+    Empty where an input is a tensor that wraps others: AOT autograd passes on those inside it.
+    """
+    if any(is_wrapper(each) for each in inputs):
+        return ()
+    return tuple(_mark(each) if isinstance(each, torch.nn.Parameter) else None for each in inputs)
+
+
+def parameter_inputs(source: fx.Graph, marked: Sequence[Mark | None]) -> frozenset[str]:
+    """Names of the inputs that hold Parameters and that the graph does not write to.
+
+    AOT autograd keeps Dynamo's inputs in their order, unless one that is written to shares its memory with another: it
+    joins them to one. Then nothing is said of any.
+    """
+    placeholders = source.find_nodes(op="placeholder")
+    if len(placeholders) != len(marked):
+        return frozenset()
+    pairs = [(node, mark) for node, mark in zip(placeholders, marked, strict=True) if mark is not None]
+    return frozenset(node.name for node, mark in pairs if mark == _mark(node.meta["val"]) and not is_written(node))
+
+
+def derived(source: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
+    """These inputs, and every node that is computed from them and constants alone, by pure and deterministic calls."""
+    found: set[fx.Node] = set()
+    constant: set[fx.Node] = set()
+    for node in source.nodes:
+        if node.op == "placeholder" and node.name in parameters and not is_written(node):
+            found.add(node)
+        if node.op != "call_function" or not _is_repeatable(node):
+            continue
+        if all(each in found or each in constant for each in node.all_input_nodes):
+            (found if any(each in found for each in node.all_input_nodes) else constant).add(node)
+    return found
+
+
+def _mark(tensor: torch.Tensor) -> Mark:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether some call of the graph writes to the memory of this node."""
+    return any(node in _written_by(user) for user in node.users)
+
+
+def _written_by(call: fx.Node) -> list[Any]:
+    if not isinstance(call.target, OpOverload) or not schema_of(call.target).is_mutable:
+        return []
+    declared = schema_of(call.target).arguments
+    given = [*zip(declared, call.args, strict=False), *((each, call.kwargs.get(each.name)) for each in declared)]
+    return tree_leaves([value for each, value in given if each.alias_info is not None and each.alias_info.is_write])
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether a call gives the same tensors, of fixed shapes, each time that its inputs are the same."""
+    results = tree_leaves(node.meta.get("val"))
+    if not results or not all(isinstance(each, torch.Tensor) and _is_fixed(each) for each in results):
+        return False
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags or (is_view(node.target) and not node.all_input_nodes):
+        return False  # random, or memory that nobody has written yet
+    return node.target.namespace in _PURE or "fusion" in node.meta
+
+
+def _is_fixed(tensor: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in dims_of(tensor.shape))

@@ -1,0 +1,152 @@
+"""How attention is put to the operators: layouts, lengths and masks, as they are read where the tensors lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import require
+
+BAND = 2048  # the mask of the orders 2, 3 and 4 is fixed: what it holds is not read for a larger one
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What queries see, in words; see `Attention.written`."""
+
+    order: str = "full"
+    window: int | None = None
+    known: int | None = None
+    length: Tensor | None = None
+
+    def arguments(self, device: torch.device, queries: Any) -> dict[str, Any]:
+        """Sparse mode with what belongs to it; a single query needs none."""
+        if self.order == "full" or queries == 1:
+            return {}
+        triangle = torch.ones(BAND, BAND, dtype=torch.bool, device=device).triu(1)
+        if self.window is not None:
+            return dict(sparse_mode=4, pre_tokens=self.window, next_tokens=0, atten_mask=triangle)
+        return dict(sparse_mode=2 if self.order == "left" else 3, atten_mask=triangle)
+
+
+def finished(y: Tensor, finish: Any) -> Tensor:
+    """[B, N, S, E] in the arrangement of the model."""
+    for op, how in finish:
+        y = y.reshape(how) if op == "reshape" else y.permute(how)
+    return y
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator for lengths as numbers, or for lengths in a tensor."""
+    operator = torch.ops.npu.npu_fused_infer_attention_score_v2
+    overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
+    return overload(q, k, v, actual_seq_kvlen=lengths, **arguments)
+
+
+def heads_last(x: Tensor) -> bool:
+    """Whether x [B, N, S, D] lies in memory as [B, S, N, D]."""
+    return x.stride(1) < x.stride(2)
+
+
+def batched(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = Seen(), mask: Tensor | None = None, lse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One sequence beside the other; the order of heads and positions is that of the memory."""
+    width: Any = v.shape[3]
+    queries = q.shape[2]
+    if k.shape[3] != width:
+        require(isinstance(width, int) and width < k.shape[3], "values are wider than keys")
+        v = torch.nn.functional.pad(v, (0, k.shape[3] - width))
+    arguments: dict[str, Any] = dict(num_query_heads=q.shape[1], num_key_value_heads=k.shape[1], softmax_scale=scale)
+    arguments |= seen.arguments(q.device, queries) if mask is None else dict(atten_mask=mask, sparse_mode=1)
+    if mask is not None and queries != 1:
+        arguments |= dict(inner_precise=2)  # queries that see nothing give 0
+    if lse:
+        arguments |= dict(return_softmax_lse=True)
+    lengths = seen.length if seen.known is None else [seen.known]  # one number for every sequence
+    last = heads_last(k) and heads_last(v)
+    if last:
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    mixed = not last and queries != 1 and heads_last(q)
+    layout = "BSND" if last else "BNSD_BSND" if mixed else "BNSD"
+    y, total = fused(q, k, v, lengths, input_layout=layout, **arguments)
+    y = y.transpose(1, 2) if last or mixed else y
+    return y[..., :width], total
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, seen: Seen) -> Tensor:
+    """One sequence after the other, [T, N, D], told where each ends."""
+    batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
+    require(seen.length is None and seen.known is None, "only a part of the keys is seen")
+    require(seen.order != "left" or queries == keys, "packed sequences are causal towards their last key")
+    rows = [each.transpose(1, 2).flatten(0, 1) for each in (q, k, v)]
+    order = "right" if seen.order == "left" else seen.order
+    ends = _ends(batch, keys, q.device)
+    return _in_sequence(rows[0], rows[1], rows[2], q, k, ends, sink, scale, Seen(order, seen.window))
+
+
+def paged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, seen: Seen) -> Tensor:
+    """Keys [B, M, T, D] as B pages of T keys, one for each sequence; queries packed."""
+    batch: Any = q.shape[0]
+    queries, keys = q.shape[2], k.shape[2]
+    require(not heads_last(k) and not heads_last(v), "the keys of a head do not lie together, as they do in a page")
+    table = torch.arange(batch, dtype=torch.int32, device=q.device).unsqueeze(1)
+    last = queries if seen.order == "left" else keys
+    known = [seen.known or last] * batch if isinstance(batch, int) else torch.full((batch,), seen.known or last)
+    order = "right" if seen.order == "left" else seen.order
+    lengths = known if seen.length is None else seen.length
+    pages = dict(block_table=table, block_size=keys)
+    rows = q.transpose(1, 2).flatten(0, 1)
+    return _in_sequence(rows, k, v, q, k, lengths, sink, scale, Seen(order, seen.window), **pages)
+
+
+def _ends(batch: Any, size: Any, device: torch.device) -> Any:
+    """Where each sequence ends: numbers, or a tensor if the number of sequences is symbolic."""
+    if isinstance(batch, int):
+        return [size * (number + 1) for number in range(batch)]
+    return torch.arange(1, batch + 1, device=device) * size
+
+
+def _in_sequence(
+    rows: Tensor, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, lengths: Any, sink: Tensor | None, scale: float,
+    seen: Seen, **pages: Any,
+) -> Tensor:  # fmt: skip
+    batch: Any = q.shape[0]
+    heads, queries = q.shape[1:3]
+    ends = _ends(batch, queries, q.device)
+    if isinstance(lengths, Tensor) and isinstance(batch, int):
+        ends = torch.arange(1, batch + 1, device=q.device) * queries
+    y, _ = fused(
+        rows, keys, values, lengths, actual_seq_qlen=ends, input_layout="TND", learnable_sink=sink,
+        num_query_heads=heads, num_key_value_heads=k.shape[1], softmax_scale=scale,
+        **seen.arguments(q.device, queries), **pages,
+    )  # fmt: skip
+    return y.unflatten(0, (batch, queries)).transpose(1, 2)
+
+
+def encoder(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """A whole sequence that attends to itself."""
+    last = heads_last(q) and heads_last(k) and heads_last(v)
+    if last:
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    heads = q.shape[2 if last else 1]
+    y = torch.ops.npu.npu_fusion_attention(
+        q, k, v, heads, "BSND" if last else "BNSD", atten_mask=mask, scale=scale, sparse_mode=0 if mask is None else 1
+    )[0]
+    return y.transpose(1, 2) if last else y
+
+
+def mean_where_empty(y: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """The mean of all values for a query that sees no key, as a softmax of equal scores gives it."""
+    groups = y.shape[1] // v.shape[1]
+    mean = v.mean(2, keepdim=True).unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
+    return torch.where(mask.all(-1, keepdim=True), mean, y)
+
+
+def beside_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """y · exp(lse) / (exp(lse) + exp(sink)): y [B, N, S, E], lse [B, N, S, 1], sink [N]."""
+    share = torch.sigmoid(lse - sink.to(lse.dtype).reshape(-1, 1, 1))
+    return (y * share).to(y.dtype)

@@ -1,0 +1,47 @@
+"""What a compiler makes of a write in place: no buffer as large as the cache."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+ROOM = 64
+
+
+def step(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    cache.index_copy_(2, start + torch.arange(rows.shape[2]), rows)
+    return cache.sum(-1)
+
+
+def paged(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    cache.view(-1, 16)[start + torch.arange(rows.shape[0])] = rows
+    return cache.sum(-1)
+
+
+def inputs(form) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, ROOM, 16), (2, 3, 4, 16)] if form is step else [(4, ROOM, 16), (5, 16)]
+    return [*(torch.randn(*shape, generator=generator) for shape in shapes), torch.tensor(7)]
+
+
+@pytest.mark.parametrize("form", [step, paged])
+def test_inductor_allocates_no_cache(form):
+    torch.compiler.reset()
+    options = {"target": "host", "lower": "inductor"}
+    compiled = torch.compile(form, backend="cann_fusion", options=options, dynamic=False)
+    plain, fused = inputs(form), inputs(form)
+    expected, place = form(*plain), fused[0].data_ptr()
+    with torch.no_grad():
+        got, code = run_and_get_code(compiled, *fused)
+    torch.testing.assert_close(got, expected)
+    assert torch.equal(fused[0], plain[0])
+    assert fused[0].data_ptr() == place
+    sizes = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", "\n".join(code))
+    assert sizes, "the code was not looked at"
+    numbers = [torch.Size(int(each) for each in size.split(",") if each.strip()).numel() for size in sizes]
+    assert max(numbers) < fused[0].numel()
+    assert "npu" not in "\n".join(code).replace("input", "")
