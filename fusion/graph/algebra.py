@@ -108,7 +108,18 @@ class Algebra:
         kept = [axis for axis in order if x.shape[axis] != 1]
         if kept == sorted(kept):
             return self.reshape(x, shape)
+        if x.op == "reshape" and _but_ones(x.shape) == _but_ones(x.arg.shape):
+            moved = self._permute_below(x, kept)
+            return self.reshape(moved, shape)
         return self.make("permute", (x,), order, shape, x.dtype)
+
+    def _permute_below(self, opened: Value, kept: Sequence[int]) -> Value:
+        """The dims other than 1 in the order `kept`, in the value to which `opened` has given dims of size 1."""
+        places = [axis for axis, size in enumerate(opened.shape) if size != 1]
+        below = [axis for axis, size in enumerate(opened.arg.shape) if size != 1]
+        wanted = iter(below[places.index(axis)] for axis in kept)
+        order = [next(wanted) if size != 1 else axis for axis, size in enumerate(opened.arg.shape)]
+        return self.permute(opened.arg, order)
 
     def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value | None:
         """Every `step`-th entry of [start, stop) along `axis`; None where a symbolic size leaves the bounds open."""
@@ -300,6 +311,10 @@ class Algebra:
         if not all(isinstance(size, int) for size in sizes):
             return None
         return self.scale(self.mean(x, axes), math.prod(int(size) for size in sizes))
+
+
+def _but_ones(shape: Sequence[Dim]) -> list[Dim]:
+    return [size for size in shape if size != 1]
 
 
 def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
@@ -57,12 +56,12 @@ class Attention(Rule):
         )  # fmt: skip
 
     @lowering
-    def encoder(self, q, k, v, mask, sink, scale, order, known, length, finish):
-        """Every query sees every key, or what the mask shows it."""
+    def encoder(self, q, k, v, sink, scale, order, known, length, finish):
+        """Every query sees every key."""
         require(q.shape[2] != 1 and known is None and length is None, "not a whole sequence attends to itself")
-        require(order == "full" or (order == "mask" and q.dtype == torch.float32), "the order of keys matters")
+        require(order == "full", "a query does not see every key")
         require(sink is None, "the operator for encoders takes no sink")
-        return calls.finished(calls.encoder(q, k, v, mask if order == "mask" else None, scale), finish)
+        return calls.finished(calls.encoder(q, k, v, scale), finish)
 
     @lowering
     def told(self, q, k, v, length, sink, scale, order, window, known, finish):

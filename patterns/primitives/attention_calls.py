@@ -127,15 +127,13 @@ def _in_sequence(
     return y.unflatten(0, (batch, queries)).transpose(1, 2)
 
 
-def encoder(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """A whole sequence that attends to itself."""
     last = heads_last(q) and heads_last(k) and heads_last(v)
     if last:
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     heads = q.shape[2 if last else 1]
-    y = torch.ops.npu.npu_fusion_attention(
-        q, k, v, heads, "BSND" if last else "BNSD", atten_mask=mask, scale=scale, sparse_mode=0 if mask is None else 1
-    )[0]
+    y = torch.ops.npu.npu_fusion_attention(q, k, v, heads, "BSND" if last else "BNSD", scale=scale)[0]
     return y.transpose(1, 2) if last else y
 
 

@@ -15,31 +15,32 @@ import torch
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
+from fusion.stages.canonicalise.arrangement import Arrangement, Step, arrangement, carried
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.logic import either
 from fusion.stages.canonicalise.masks import MASKED, is_lowest, limits, visible, whole
 from fusion.stages.canonicalise.positions import Affine, Positions
 
-Finish = tuple[tuple[str, tuple[Any, ...]], ...]
+Finish = tuple[Step, ...]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """softmax(..), and how the weights that multiply v are arranged: reshaped to `lead`, then permuted by `order`."""
+    """softmax(..), how its rows are arranged where they multiply v, and whether a sink is cut off."""
 
     softmax: Value
-    lead: tuple[Any, ...]
-    order: tuple[int, ...]
+    rows: Arrangement
     cut: bool
 
 
 @dataclass(frozen=True)
 class Scores:
-    """scale · product, masked by `terms`, with a sink beside it; `odd` says what else was found on the way."""
+    """scale · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was on the way."""
 
     product: Value | None = None
     scale: float = 1.0
+    steps: tuple[Step, ...] = ()
     terms: tuple[tuple[str, Value], ...] = ()
     sink: Value | None = None
     odd: str = ""
@@ -79,21 +80,25 @@ def _stripped(root: Value) -> tuple[Value, Finish]:
 
 
 def _weights(p: Value) -> Weights | None:
-    order, lead, cut = tuple(range(p.rank)), None, False
+    steps, cut = (), False
     while p.op != "softmax":
-        match p.op:
-            case "cast":
-                pass
-            case "permute" if lead is None and p.attrs[-1] == p.rank - 1:
-                order = tuple(p.attrs[axis] for axis in order)
-            case "reshape" if lead is None and p.shape[-1] == p.arg.shape[-1]:
-                lead = p.shape[:-1]
-            case "slice" if p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
-                cut = True
-            case _:
-                return None
+        step = _step(p)
+        if step is not None:
+            steps = (step, *steps)
+        elif p.op == "slice" and p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
+            cut = True
+        elif p.op != "cast":
+            return None
         p = p.arg
-    return Weights(p, lead or p.shape[:-1], order, cut)
+    rows = arrangement(p.shape[:-1], steps)
+    return None if rows is None else Weights(p, rows, cut)
+
+
+def _step(x: Value) -> Step | None:
+    """What a reshape or a permute does to all dims but the last, if it leaves that alone."""
+    if x.op == "reshape" and x.rank and x.arg.rank and x.shape[-1] == x.arg.shape[-1]:
+        return "reshape", x.shape[:-1]
+    return ("permute", x.attrs[:-1]) if x.op == "permute" and x.attrs[-1] == x.rank - 1 else None
 
 
 # scores ------------------------------------------------------------------------------------------------------------
@@ -106,12 +111,13 @@ def _scores(found: Scores, z: Value) -> Scores:
             return replace(found, product=z)
         case "cast":
             return _scores(found, z.arg)
-        case "reshape" if z.shape[-1] == z.arg.shape[-1] and not found.terms:
-            return _scores(found, z.arg)
+        case "reshape" | "permute":
+            step = _step(z)
+            return found if step is None else _scores(replace(found, steps=(step, *found.steps)), z.arg)
         case "scale":
             return _scores(replace(found, scale=found.scale * z.attrs[0]), z.arg)
         case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
-            if found.scale != 1 or found.terms or found.sink is not None:
+            if found.scale != 1 or found.terms or found.steps or found.sink is not None:
                 return replace(found, odd="a sink is scaled or masked like a score")
             return _scores(replace(found, sink=z.args[1]), z.arg)
         case "add":
@@ -132,6 +138,8 @@ def _added(found: Scores, z: Value) -> Scores:
             continue
         if other.shape[-1:] == (1,) and z.shape[-1] != 1 and found.sink is None and not found.terms:
             return _scores(found, scores)  # the same for a whole row: the softmax does not see it
+        if found.steps:
+            return replace(found, odd="the scores are masked before they are arranged otherwise")
         term = ("add", other)
         return _scores(replace(found, terms=(*found.terms, term)), scores)
     return found
@@ -141,14 +149,14 @@ def _chosen(found: Scores, z: Value) -> Scores:
     condition, yes, no = z.args
     for how, scores, fill in (("keep", yes, no), ("drop", no, yes)):
         if _holds_product(scores):
-            if fill.op != "full" or fill.attrs[0] > MASKED:
+            if found.steps or fill.op != "full" or fill.attrs[0] > MASKED:
                 return replace(found, odd="scores are replaced by something else than a number of at most -1e4")
             return _scores(replace(found, terms=(*found.terms, (how, condition))), scores)
     return found
 
 
 def _holds_product(z: Value) -> bool:
-    while z.op in ("cast", "scale", "reshape", "tanh") or (z.op == "cat" and z.attrs == (z.rank - 1,)):
+    while z.op in ("cast", "scale", "reshape", "permute", "tanh") or (z.op == "cat" and z.attrs == (z.rank - 1,)):
         z = z.arg
     if z.op in ("add", "where", "mul"):
         return any(_holds_product(each) for each in z.args[-2:])
@@ -165,12 +173,12 @@ def _reading(
     if not 2 <= len(shape) <= 4 or scores.product is None:
         return "scores of more than five dims"
     batch, heads, queries = _bns(shape)
-    q = a.expand(scores.product.arg, (*scores.product.shape[:-1], scores.product.arg.shape[-1]))
-    q = a.reshape(q, (batch, heads, queries, q.shape[-1]))
-    k = _heads(a, swapped(a, scores.product.args[1]), (batch, heads))
-    v = _heads(a, _as_scored(a, product.args[1], weights), (batch, heads))
+    q = _queries(a, scores)
+    k, v = _keys(a, scores), _values(a, product, weights)
+    k, v = (None if each is None else _heads(a, each, (batch, heads)) for each in (k, v))
     if k is None or v is None:
         return "keys or values are not the same for the queries of one head"
+    q = a.reshape(q, (batch, heads, queries, q.shape[-1]))
     shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
     if not _divides(k.shape[1], shared):
         return "keys and values are shared by other groups of heads"
@@ -199,16 +207,36 @@ def _bns(shape: Sequence[Any]) -> tuple[Any, Any, Any]:
     return shape[0], prod(shape[1:-1]), shape[-1]
 
 
-def _as_scored(a: Algebra, v: Value, weights: Weights) -> Value:
-    """The values with their batch dims in the order in which the weights were before they were permuted."""
-    if weights.order == tuple(range(len(weights.order))):
-        return v
-    rank = len(weights.order)
-    v = a.reshape(v, (*(1,) * (rank - v.rank), *v.shape))
-    opened = a.reshape(v, (*v.shape[:-2], 1, *v.shape[-2:]))
-    back = [weights.order.index(axis) for axis in range(rank - 1)]
-    placed = a.permute(opened, (*back, rank - 1, rank))
-    return a.reshape(placed, (*placed.shape[: rank - 2], *placed.shape[-2:])) if placed.shape[rank - 2] == 1 else placed
+def _queries(a: Algebra, scores: Scores) -> Value:
+    """The queries [*rows, D], arranged as the scores are."""
+    assert scores.product is not None
+    x = scores.product.arg
+    q = a.expand(x, (*scores.product.shape[:-1], x.shape[-1]))
+    for op, how in scores.steps:
+        q = a.reshape(q, (*how, q.shape[-1])) if op == "reshape" else a.permute(q, (*how, q.rank - 1))
+    return q
+
+
+def _keys(a: Algebra, scores: Scores) -> Value | None:
+    """The keys [.., T, D] with the batch dims that the scores have in the softmax."""
+    assert scores.product is not None
+    k, lead = swapped(a, scores.product.args[1]), scores.product.shape[:-1]
+    rows = arrangement(lead, scores.steps)
+    if rows is None or rows.identity:
+        return None if rows is None else k
+    return carried(a, _opened(a, k, len(lead)), rows, rows.before, rows.after)
+
+
+def _values(a: Algebra, product: Value, weights: Weights) -> Value | None:
+    """The values [.., T, E] with the batch dims that the weights have in the softmax."""
+    v, rows = product.args[1], weights.rows
+    return v if rows.identity else carried(a, _opened(a, v, len(rows.after)), rows, rows.after, rows.before)
+
+
+def _opened(a: Algebra, kv: Value, rank: int) -> Value:
+    """With a dim of size 1 for the rows, and for batch dims that it broadcasts to: [*rank dims, T, E]."""
+    lead = kv.shape[:-2]
+    return a.reshape(kv, (*(1,) * (rank - 1 - len(lead)), *lead, 1, *kv.shape[-2:]))
 
 
 def _heads(a: Algebra, kv: Value, wanted: tuple[Any, Any]) -> Value | None:
@@ -286,14 +314,22 @@ def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Valu
 
 def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:
     """How [B, N, S, E] becomes the result; a symbolic size is -1."""
-    steps: list[tuple[str, tuple[Any, ...]]] = []
-    if weights.lead != rows:
-        steps.append(("reshape", (*weights.lead, width)))
-    rank = len(weights.order)
-    if weights.order != tuple(range(rank)):
-        steps.append(("permute", (*weights.order[:-1], rank - 1)))
+    steps: list[Step] = []
+    placed = weights.rows
+    if not placed.identity:
+        order = [atom for run in placed.before for atom in run]
+        wanted = [atom for run in placed.after for atom in run]
+        wanted += [atom for atom in order if atom not in wanted]  # those of size 1
+        sizes = placed.sizes
+        steps.append(("reshape", (*(sizes[atom] for atom in order), width)))
+        steps.append(("permute", (*(order.index(atom) for atom in wanted), len(order))))
+        steps.append(("reshape", (*(prod(sizes[atom] for atom in run) for run in placed.after), width)))
+    elif weights.softmax.shape[:-1] != rows:
+        steps.append(("reshape", (*weights.softmax.shape[:-1], width)))
     kept: list[tuple[str, tuple[Any, ...]]] = []
     for op, of in (*steps, *finish):
+        if op == "permute" and of == tuple(range(len(of))):
+            continue
         if op == "reshape" and kept and kept[-1][0] == "reshape":
             kept.pop()
         if (op, of) != ("reshape", (*rows, width)) or kept:

@@ -7,6 +7,7 @@ masked_fill(x, c, v)            → where(c, v, x)                       softmax
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,10 @@ def compare(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
 
 
 def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype | None) -> Value | None:
-    """x where the condition holds, else y."""
+    """x where the condition holds, else y; a softmax with rows of -inf replaced by 0 is one that gives 0 there."""
+    replaced = x.op == "full" and x.attrs == (0,) and y.op == "softmax" and y.attrs == (-1, "nan")
+    if replaced and _sees_nothing(condition, y.arg):
+        return softmax(a, y.arg, -1, "zero")
     return _pointwise(a, "where", (condition, x, y), (), dtype)
 
 
@@ -141,6 +145,27 @@ def _not(a: Algebra, out: Out, x: Value) -> Translated:
     if out.dtype is not torch.bool:
         return None
     return x.arg if x.op == "not" else a.make("not", (a.cast(x, torch.bool),), (), x.shape, torch.bool)
+
+
+def _sees_nothing(condition: Value, scores: Value) -> bool:
+    """Whether a condition says of each row that all its scores are -inf."""
+    if condition.op != "not" or condition.arg.op != "any" or condition.arg.attrs != (condition.rank - 1,):
+        return False
+    seen = condition.arg.arg
+    lowest = seen.arg if seen.op == "not" else seen
+    if lowest.op != "compare" or lowest.attrs != ("eq" if seen.op == "not" else "ne",):
+        return False
+    tested, bound = lowest.args
+    while scores.op == "cast" and tested is not scores:
+        scores = scores.arg
+    return tested is scores and bound.op == "full" and bound.attrs == (-math.inf,)
+
+
+@translates("aten.any.dim")
+def _any(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
+    axis = dim % x.rank
+    kept = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    return a.reshape(a.make("any", (a.cast(x, torch.bool),), (axis,), kept, torch.bool), out.shape)
 
 
 @translates("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")

@@ -67,5 +67,5 @@ def _flash_for_cpu(
     a: Algebra, out: Out, q: Value, k: Value, v: Value, dropout: float = 0.0, is_causal: bool = False,
     *, attn_mask: Value | None = None, scale: float | None = None,
 ) -> Translated:  # fmt: skip
-    y = attention(a, Out(q.shape, q.dtype), q, k, v, attn_mask, dropout, is_causal, scale=scale)
+    y = attention(a, Out(q.shape, q.dtype), q, k, v, attn_mask, dropout, is_causal, scale=scale, enable_gqa=True)
     return (y, None) if isinstance(y, Value) else None

@@ -1,0 +1,99 @@
+"""Arrangement: how the rows of scores or weights come out of reshapes and permutes, dim by dim.
+
+Every dim is a run of atoms, row-major. A reshape splits and joins runs, a permute exchanges dims; so a tensor that
+belongs to one side, but is shared along some dims, can be carried over to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from fusion.graph import Algebra, Value
+
+Step = tuple[str, tuple[Any, ...]]
+Atom = int
+Dims = tuple[tuple[Atom, ...], ...]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Sizes of the atoms, and the dims before and after the steps as runs of atoms."""
+
+    sizes: tuple[Any, ...]
+    before: Dims
+    after: Dims
+
+    @property
+    def identity(self) -> bool:
+        """Whether nothing changes."""
+        return self.before == self.after
+
+
+def arrangement(shape: Sequence[Any], steps: Sequence[Step]) -> Arrangement | None:
+    """Follow `steps` (first one first) over rows of `shape`; None where a reshape breaks dims in other places."""
+    found = Arrangement(tuple(shape), *(2 * (tuple((place,) for place in range(len(shape))),)))
+    for op, how in steps:
+        if op == "permute":
+            found = Arrangement(found.sizes, found.before, tuple(found.after[axis] for axis in how))
+            continue
+        reshaped = _reshaped(found, how)
+        if reshaped is None:
+            return None
+        found = reshaped
+    return found
+
+
+def _reshaped(found: Arrangement, shape: Sequence[Any]) -> Arrangement | None:
+    """The same atoms, some of them split, in the runs that `shape` asks for; atoms of size 1 are in none."""
+    sizes, before = list(found.sizes), found.before
+    waiting = [atom for run in found.after for atom in run if sizes[atom] != 1]
+    after: list[tuple[Atom, ...]] = []
+    for left in shape:
+        run: list[Atom] = []
+        while left != 1:
+            taken = _taken(sizes[waiting[0]], left) if waiting else None
+            if taken is None:
+                return None
+            atom = waiting.pop(0)
+            if taken != sizes[atom]:
+                inner = len(sizes)
+                sizes.append(sizes[atom] // taken)
+                sizes[atom] = taken
+                waiting.insert(0, inner)
+                before = tuple(_split(row, atom, inner) for row in before)
+            run.append(atom)
+            left = 1 if left == taken else left // taken
+        after.append(tuple(run))
+    return None if waiting else Arrangement(tuple(sizes), before, tuple(after))
+
+
+def _split(run: tuple[Atom, ...], atom: Atom, inner: Atom) -> tuple[Atom, ...]:
+    return tuple(each for old in run for each in ((old, inner) if old == atom else (old,)))
+
+
+def _taken(size: Any, left: Any) -> Any:
+    """How much of an atom goes into a dim of which `left` is still open; None where they do not fit."""
+    if size == left:
+        return size
+    if not (isinstance(size, int) and isinstance(left, int)):
+        return None
+    return size if left % size == 0 else left if size % left == 0 else None
+
+
+def carried(a: Algebra, x: Value, found: Arrangement, source: Dims, target: Dims) -> Value | None:
+    """`x` [*source dims, T, E], each of them whole or 1, as [*atoms in the order of `target`, T, E]."""
+    lead, rows = x.shape[:-2], x.shape[-2:]
+    wholes = [prod(found.sizes[atom] for atom in run) for run in source]
+    if len(lead) != len(source) or any(size not in (1, whole) for size, whole in zip(lead, wholes, strict=True)):
+        return None
+    order = [atom for run in source for atom in run]
+    opened = [found.sizes[atom] if size != 1 else 1 for size, run in zip(lead, source, strict=True) for atom in run]
+    wide = a.reshape(x, (*opened, *rows))
+    wanted = [atom for run in target for atom in run]
+    places = [order.index(atom) for atom in wanted if atom in order]
+    moved = a.permute(wide, (*places, len(order), len(order) + 1))
+    sizes = dict(zip(order, opened, strict=True))
+    return a.reshape(moved, (*(sizes.get(atom, 1) for atom in wanted), *rows))
