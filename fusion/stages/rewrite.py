@@ -170,9 +170,11 @@ class _Editor:
         return node
 
     def finish(self, dying: set[fx.Node]) -> None:
-        """Drop what the rewrites left without a user, and restore the order where several results were joined."""
-        for node in sorted(dying, key=self._order.__getitem__, reverse=True):
-            if not node.users:
+        """Drop what one rewrite or several left without a user; restore the order where results were joined."""
+        dead = set(dying)
+        for node in sorted(self._order, key=self._order.__getitem__, reverse=True):
+            if node in dead and not node.users:
+                dead.update(each for each in node.all_input_nodes if _is_pure(each))
                 self._source.erase_node(node)
         if self._unordered:
             _sort(self._source)
@@ -199,6 +201,10 @@ class _Editor:
             if isinstance(val, torch.Tensor) and not _same_strides(node.meta["val"], val):
                 self._moved.add(node)
                 node.meta["val"] = val
+
+
+def _is_pure(node: fx.Node) -> bool:
+    return node.op == "call_function" and not node.is_impure()
 
 
 def _frozen(argument: Any) -> Any:

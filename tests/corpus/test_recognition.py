@@ -32,12 +32,7 @@ LAWS = (
 # Not recognised yet: (entry, level or None for all) and what it would take.
 MISSED = {
     ("rope_half/partial_one_cat", None): "two partial rotations of one cat each are not paired: two calls, not one",
-    ("rope_half/rolled", "core"): "core aten writes roll as an index of arange, which is not evaluated",
 }
-UNTOLD = {
-    ("rope_half/not/quarter_shift", "core"): "core aten writes roll as an index of arange, which is not evaluated",
-}
-
 Setting = tuple[Any, Level, torch.dtype, tuple[int, int]]
 
 
@@ -101,7 +96,7 @@ def test_spelling_is_recognised_in_every_setting(spelling, level, dtype, shape):
             for number, entry in enumerate(LOOKALIKES)
             for position, level in enumerate(LEVELS)
         ),
-        UNTOLD,
+        {},
     ),
 )
 def test_look_alike_is_refused_with_its_reason(look_alike, level, dtype, shape):
