@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from fusion import operators
 from fusion.facts import Facts
+from fusion.graph import Graph
 from fusion.language import Rule
 from fusion.options import Options
 from fusion.recording import Fakes
@@ -77,12 +78,12 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     verify(source, before, [node for each in done for node in each.added], names)
     in_place = reinplace(source, plan_lower(options, target))
     verify(source, before, [], names)
-    return Outcome(tuple(chosen), tuple(refusals), counted, relied_on(chosen, facts), in_place, prepared)
+    return Outcome(tuple(chosen), tuple(refusals), counted, _relied_on(graph), in_place, prepared)
 
 
-def relied_on(chosen: Sequence[Candidate], facts: Facts) -> frozenset[str]:
-    """The inputs whose assumption the chosen rewrites rely on: as none says which, all of them where any was made."""
-    return frozenset(facts.assumed) if chosen else frozenset()
+def _relied_on(graph: Graph) -> frozenset[str]:
+    """The inputs whose assumption something was read by, whether or not a rewrite came of it."""
+    return frozenset(name for reading in graph.readings.values() for name in reading.relies)
 
 
 def plan_lower(options: Options, target: Target) -> str:

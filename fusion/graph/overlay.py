@@ -19,10 +19,11 @@ Held = Value | tuple["Value | None", ...]
 
 @dataclass(frozen=True)
 class Reading:
-    """One thing that a value means: a semantic op and what it is applied to."""
+    """One thing that a value means: a semantic op, what it is applied to, and the inputs assumed to be what is said."""
 
     op: str
     captures: Mapping[str, Any]
+    relies: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "real": lambda value, sizes, z: torch.view_as_real(z).select(-1, 0),
         "imag": lambda value, sizes, z: torch.view_as_real(z).select(-1, 1),
         "at_most": lambda value, sizes, x: x.clamp(0, value.attrs[0]),
+        "count": lambda value, sizes, x: x.sum(-1),
         "below": lambda value, sizes, x: x < value.attrs[0],
         "not": lambda value, sizes, x: x.logical_not(),
         "or": lambda value, sizes, x, y: x | y,

@@ -41,6 +41,8 @@ def finished(y: Tensor, finish: Any) -> Tensor:
 
 def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, **arguments: Any) -> tuple[Tensor, Tensor]:
     """The operator for lengths as numbers, or for lengths in a tensor."""
+    known = isinstance(arguments["num_query_heads"], int) and isinstance(arguments["num_key_value_heads"], int)
+    require(known, "the number of heads is not known before")
     operator = torch.ops.npu.npu_fused_infer_attention_score_v2
     overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
     return overload(q, k, v, actual_seq_kvlen=lengths, **arguments)
@@ -91,7 +93,9 @@ def packed(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, s
 def paged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, seen: Seen) -> Tensor:
     """Keys [B, M, T, D] as B pages of T keys, one for each sequence; queries packed."""
     batch: Any = q.shape[0]
-    queries, keys = q.shape[2], k.shape[2]
+    queries: Any = q.shape[2]
+    keys: Any = k.shape[2]
+    require(isinstance(keys, int), "pages have a size that is known before")
     require(not heads_last(k) and not heads_last(v), "the keys of a head do not lie together, as they do in a page")
     table = torch.arange(batch, dtype=torch.int32, device=q.device).unsqueeze(1)
     last = queries if seen.order == "left" else keys
@@ -132,7 +136,8 @@ def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     last = heads_last(q) and heads_last(k) and heads_last(v)
     if last:
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    heads = q.shape[2 if last else 1]
+    heads: Any = q.shape[2 if last else 1]
+    require(isinstance(heads, int), "the number of heads is not known before")
     y = torch.ops.npu.npu_fusion_attention(q, k, v, heads, "BSND" if last else "BNSD", scale=scale)[0]
     return y.transpose(1, 2) if last else y
 

@@ -25,6 +25,7 @@ from fusion.stages.canonicalise import (
     shapes,
     writes,
 )
+from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.attention import attention, contraction
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.rotation import rotation
@@ -43,7 +44,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     for node in source.nodes:
         walk.visit(node)
     readings, misses = _rotations(walk)
-    _attentions(walk, readings, misses)
+    _attentions(walk, facts, readings, misses)
     readings = {**writes.readings(walk.algebra, list(walk.places)), **readings}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
@@ -68,12 +69,14 @@ def _rotations(walk: _Walk) -> tuple[dict[Value, Reading], dict[Value, tuple[str
     return readings, misses
 
 
-def _attentions(walk: _Walk, readings: dict[Value, Reading], misses: dict[Value, tuple[str, str]]) -> None:
-    folder = Folder()
+def _attentions(
+    walk: _Walk, facts: Facts, readings: dict[Value, Reading], misses: dict[Value, tuple[str, str]]
+) -> None:
+    folder, assumed = Folder(), Assumed(walk.algebra, facts.assumed)
     for value in list(walk.places):
         if value.op not in ("matmul", "cast", "reshape", "permute") or _only_arranges(walk, value):
             continue
-        outcome = attention(walk.algebra, folder, value)
+        outcome = attention(walk.algebra, folder, assumed, value)
         if isinstance(outcome, str):
             misses[value] = ("softmax_attention", outcome)
         elif outcome is not None:

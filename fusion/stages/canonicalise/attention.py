@@ -16,10 +16,11 @@ import torch
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
 from fusion.stages.canonicalise.arrangement import Arrangement, Step, arrangement, carried
+from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.logic import either
-from fusion.stages.canonicalise.masks import MASKED, is_lowest, limits, visible, whole
+from fusion.stages.canonicalise.masks import MASKED, hidden, is_lowest, limits, visible, whole
 from fusion.stages.canonicalise.positions import Affine, Positions
 
 Finish = tuple[Step, ...]
@@ -46,7 +47,7 @@ class Scores:
     odd: str = ""
 
 
-def attention(a: Algebra, folder: Folder, root: Value) -> Reading | str | None:
+def attention(a: Algebra, folder: Folder, assumed: Assumed, root: Value) -> Reading | str | None:
     """What `root` is if it is attention; the reason if it looks like it; None if it does not."""
     value, finish = _stripped(root)
     if value.op != "matmul":
@@ -61,7 +62,7 @@ def attention(a: Algebra, folder: Folder, root: Value) -> Reading | str | None:
         return scores.odd or None
     if weights.cut != (scores.sink is not None):
         return "the weights are cut, but not from a sink that stands last"
-    return _reading(a, folder, root, value, weights, scores, finish)
+    return _reading(a, folder, assumed, root, value, weights, scores, finish)
 
 
 def contraction(value: Value) -> Value:
@@ -167,7 +168,14 @@ def _holds_product(z: Value) -> bool:
 
 
 def _reading(
-    a: Algebra, folder: Folder, root: Value, product: Value, weights: Weights, scores: Scores, finish: Finish
+    a: Algebra,
+    folder: Folder,
+    assumed: Assumed,
+    root: Value,
+    product: Value,
+    weights: Weights,
+    scores: Scores,
+    finish: Finish,
 ) -> Reading | str | None:
     shape = weights.softmax.shape[:-1]
     if not 2 <= len(shape) <= 4 or scores.product is None:
@@ -196,8 +204,11 @@ def _reading(
         if sink is None:
             return "the sink is not one number for each head"
         captures["sink"] = sink
-    told = _mask(a, folder, weights.softmax, scores, shape, (batch, heads, queries, k.shape[2]))
-    return told if isinstance(told, str) else Reading("softmax_attention", captures | told)
+    positions = Positions((*shape, k.shape[2]), folder, assumed.visible)
+    told = _mask(a, positions, weights.softmax, scores, shape, (batch, heads, queries, k.shape[2]))
+    if isinstance(told, str):
+        return told
+    return Reading("softmax_attention", captures | told, frozenset(each.attrs[0] for each in positions.relied))
 
 
 def _bns(shape: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -341,13 +352,17 @@ def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Fi
 
 
 def _mask(
-    a: Algebra, folder: Folder, softmax: Value, scores: Scores, shape: Sequence[Any], sizes: tuple[Any, Any, Any, Any]
+    a: Algebra,
+    positions: Positions,
+    softmax: Value,
+    scores: Scores,
+    shape: Sequence[Any],
+    sizes: tuple[Any, Any, Any, Any],
 ) -> dict[str, Any] | str:
     """What the operator is told about the mask: `order` and `window`, up to which key, and the mask as it is."""
-    queries, keys = sizes[2:]
+    queries = sizes[2]
     if not scores.terms:
         return {"order": "full", "window": None, "known": None, "empty": "zero"}
-    positions = Positions((*shape, keys), folder)
     formula = visible(positions, scores.terms)
     if isinstance(formula, str):
         return formula
@@ -398,12 +413,12 @@ def _clamped(a: Algebra, length: Value, most: int) -> Value:
 
 def _explicit(a: Algebra, scores: Scores, shape: Sequence[Any], sizes: tuple[Any, Any, Any, Any]) -> Value | None:
     """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; None where it differs between heads."""
-    hidden: Value | None = None
+    joined: Value | None = None
     for each in _hidden(a, scores.terms):
-        hidden = each if hidden is None else either(a, hidden, each)
-    if hidden is None:
+        joined = each if joined is None else either(a, joined, each)
+    if joined is None:
         return None
-    wide = hidden.arg if hidden.op == "expand" else hidden
+    wide = joined.arg if joined.op == "expand" else joined
     lead = (*(1,) * (len(shape) + 1 - wide.rank), *wide.shape)
     batch, _, queries, keys = sizes
     if any(size != 1 for size in lead[1:-2]):
@@ -419,4 +434,4 @@ def _hidden(a: Algebra, terms: Sequence[tuple[str, Value]]) -> Iterator[Value]:
         elif how == "keep":
             yield mask.arg if mask.op == "not" else a.make("not", (mask,), (), mask.shape, torch.bool)
         else:
-            yield a.make("below", (mask,), (MASKED / 2,), mask.shape, torch.bool)
+            yield hidden(a, mask)

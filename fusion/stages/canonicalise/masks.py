@@ -125,3 +125,8 @@ def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
         else:
             return None
     return a.reshape(value, (size,))
+
+
+def hidden(a: Algebra, mask: Value) -> Value:
+    """Where a mask that is added to scores hides a key: it holds 0 or at most `MASKED`."""
+    return a.make("below", (mask,), (MASKED / 2,), mask.shape, torch.bool)

@@ -7,6 +7,7 @@ the formula of where it stands. What cannot be followed is a leaf: a tensor read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -125,6 +126,10 @@ def negation(formula: Formula) -> Formula:
             return ("not", formula)
 
 
+Assumption = Callable[[Value, "Sequence[Affine]"], Formula | None]
+"""Where a mask that is passed in shows a key, if anything is assumed of it."""
+
+
 def conjuncts(formula: Formula) -> tuple[Formula, ...]:
     """The parts that must all hold."""
     if formula is True:
@@ -135,8 +140,9 @@ def conjuncts(formula: Formula) -> tuple[Formula, ...]:
 class Positions:
     """Evaluates values at the positions of one mask, whose dims have these sizes."""
 
-    def __init__(self, shape: Sequence[Any], folder: Folder) -> None:
-        self.shape, self._folder = tuple(shape), folder
+    def __init__(self, shape: Sequence[Any], folder: Folder, assumed: Assumption = lambda mask, at: None) -> None:
+        self.shape, self._folder, self._assumed = tuple(shape), folder, assumed
+        self.relied: set[Value] = set()  # inputs of which something was assumed
         self.origin = tuple(self.axis(place) for place in range(len(shape)))
 
     def axis(self, place: int) -> Affine:
@@ -237,6 +243,10 @@ class Positions:
         known = self._triangle(x, at)
         if known is not None:
             return known
+        mask = x.arg if x.op == "cast" else x
+        said = self._said(mask, at) if mask.dtype is torch.bool or _whole_numbers(mask) else None
+        if said is not None:
+            return said
         match x.op:
             case "full":
                 return bool(x.attrs[0])
@@ -261,6 +271,13 @@ class Positions:
                 return self._nonzero(x, at)
             case _:
                 return ("is", Leaf(x, tuple(at)))
+
+    def _said(self, mask: Value, at: Sequence[Affine]) -> Formula | None:
+        """Where a mask that is passed in shows a key, if something is assumed of it; noted, to be checked."""
+        formula = self._assumed(mask, at)
+        if formula is not None:
+            self.relied.add(mask)
+        return formula
 
     def _triangle(self, x: Value, at: Sequence[Affine]) -> Formula | None:
         """Booleans that depend on no input: the same everywhere, or keys within bounds that move with the query."""
@@ -314,6 +331,9 @@ class Positions:
         below = self._view(x, at)
         if below is not None:
             return self.constants(*below)
+        said = self._said(x, at)
+        if said is not None:
+            return {0.0: said, -math.inf: negation(said)}
         match x.op:
             case "full":
                 return {float(x.attrs[0]): True}
