@@ -127,6 +127,7 @@ class FusionBackend:
             partial(handed_on, by=route(self.options.lower)),
             {facts.arguments.get(name, name): facts.assumed[name] for name in sorted(outcome.assumed)},
             outcome.prepared,
+            outcome.host_reads,
         )
         log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
         return report

@@ -31,7 +31,7 @@ class Options:
         assume: what the attention masks among the arguments are: {"attention_mask": "causal"}, "padding" or
             "window:n" (n keys, the query's own among them). Checked at every call; where it does not hold, the
             unfused graph runs. A mask inside an argument has a path: "attention_mask.full_attention", "masks[0]".
-        lengths: "host" allows one wait for the device a step, to hand operators lengths as lists of integers; "auto"
+        lengths: "host" allows eager launches to wait for the device, once a step, to read lengths as integers; "auto"
             uses what needs none.
         fuel: at most so many rewrites, to find the guilty one; None for all.
         verify: compare the first call of every fused graph with the original graph.

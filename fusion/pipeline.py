@@ -19,6 +19,7 @@ from fusion.recording import Fakes
 from fusion.records import Candidate, Prepared, Refusal
 from fusion.report import Tally, tally
 from fusion.stages.canonicalise import canonicalise
+from fusion.stages.host_reads import read_on_host
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
 from fusion.stages.prepare import prepare
@@ -42,6 +43,7 @@ class Outcome:
         assumed: inputs whose assumption a rewrite relies on: without a check of each call, the graph must not run.
         in_place: names of the `copy_` nodes that in-place writes have made needless.
         prepared: the further inputs of the rewritten graph, computed from Parameters once.
+        host_reads: how often a call waits for the device, to read lengths on the host.
     """
 
     chosen: tuple[Candidate, ...] = field(default_factory=tuple)
@@ -50,6 +52,7 @@ class Outcome:
     assumed: frozenset[str] = frozenset()
     in_place: tuple[str, ...] = ()
     prepared: tuple[Prepared, ...] = ()
+    host_reads: int = 0
 
 
 def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts: Facts = Facts()) -> Outcome:
@@ -64,7 +67,8 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     elsewhere = [] if target.is_npu else [Target.named(REFERENCE)]
     graph = canonicalise(source, facts)
     found = match(graph, rules, options.unsafe)
-    planner = Planner(graph, Fakes(graph), target, plan_lower(options, target), elsewhere)
+    lowering = plan_lower(options, target)
+    planner = Planner(graph, Fakes(graph), target, lowering, elsewhere, options.lengths == "host")
     candidates = planner.candidates(found.matches)
     chosen = select(candidates, graph, options.fuel)
     refusals = _worth_telling([*found.refusals, *planner.refusals], chosen, rules)
@@ -76,9 +80,10 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     prepared = prepare(source, facts, options.prepack)
     names = [each.name for each in prepared]
     verify(source, before, [node for each in done for node in each.added], names)
-    in_place = reinplace(source, plan_lower(options, target))
+    in_place = reinplace(source, lowering)
+    copies = read_on_host(source, lowering) if target.is_npu else 0
     verify(source, before, [], names)
-    return Outcome(tuple(chosen), tuple(refusals), counted, _relied_on(graph), in_place, prepared)
+    return Outcome(tuple(chosen), tuple(refusals), counted, _relied_on(graph), in_place, prepared, copies)
 
 
 def _relied_on(graph: Graph) -> frozenset[str]:
@@ -87,9 +92,12 @@ def _relied_on(graph: Graph) -> frozenset[str]:
 
 
 def plan_lower(options: Options, target: Target) -> str:
-    """The compiler that fusions are planned for: torchair on an Ascend target unless the user says otherwise."""
+    """The compiler that fusions are planned for: torchair on an Ascend target unless the user says otherwise.
+
+    Inductor launches the vendor's operators as an interpreter does.
+    """
     if options.plan_lower and options.plan_lower != "auto":
-        return options.plan_lower
+        return "eager" if options.plan_lower == "inductor" and target.is_npu else options.plan_lower
     return "torchair" if target.is_npu else options.lower
 
 

@@ -76,6 +76,7 @@ class GraphReport:
         hand_on: gives the graph as it is handed to the compiler that runs it.
         assumptions: what the rewrites rely on: the kind of mask by the path of the argument.
         prepared: the further inputs of the graph, computed from Parameters once.
+        host_reads: how often a call waits for the device, to read lengths on the host (option `lengths`).
     """
 
     graph: fx.GraphModule
@@ -86,6 +87,7 @@ class GraphReport:
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
     assumptions: Mapping[str, str] = field(default_factory=dict)
     prepared: tuple[Prepared, ...] = ()
+    host_reads: int = 0
 
     @property
     def prepared_bytes(self) -> int:
@@ -236,7 +238,10 @@ class Report:
         return [*found, self._refused()] if self.refusals else found
 
     def _operators(self, title: str) -> Table:
-        table = Table(title=title, title_justify="left", min_width=len(title))
+        waits = sum(part.host_reads for part in self.parts)
+        times = f"{waits} times" if waits > 1 else "once"
+        caption = f"each step waits {times} for the device, to read lengths (lengths='host')" if waits else None
+        table = Table(title=title, title_justify="left", min_width=len(title), caption=caption, caption_justify="left")
         table.add_column("operator")
         table.add_column("calls", justify="right")
         for name, count in sorted(self.ops.items()):

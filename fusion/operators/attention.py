@@ -172,6 +172,7 @@ def _declared(
         dtypes=limits.dtypes(names),
         limits=limits.limits(names, in_tensors=".tensor_lengths" in schema),
         lowerings=frozenset(lowerings),
+        on_host=frozenset({names.query_lengths, names.key_lengths}) if lowerings == {"torchair"} else frozenset(),
         source=f"op-plugin: torch_npu.{page}; GE: FusedInferAttentionScore",
         summary=_SUMMARY,
     )

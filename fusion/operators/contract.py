@@ -80,13 +80,17 @@ class Operator:
     """Arguments that the eager kernel writes into although the schema does not say so: they must be dead afterwards."""
     in_place: str = ""
     """Name of the operator that computes the same into the tensors that this one copies, "" where there is none."""
+    on_host: frozenset[str] = field(default_factory=frozenset[str])
+    """Tensors that a launch outside `lowerings` reads on the host: with those there, "eager" takes the operator too."""
 
     def __post_init__(self) -> None:
         """Refuse a declaration that speaks of unknown chips, lowerings, arguments or dims."""
         known = frozenset(self.arguments)
         self._require(set(self.limits) - {HOST, *CHIPS}, "chips", (HOST, *CHIPS))
         self._require(self.lowerings - set(LOWERINGS), "lowerings", LOWERINGS)
-        self._require((set(self.dims) | set(self.dtypes) | self.overwrites) - known, "arguments", tuple(known))
+        self._require(
+            (set(self.dims) | set(self.dtypes) | self.overwrites | self.on_host) - known, "arguments", tuple(known)
+        )
         sizes = frozenset[str]().union(*(named_dims.names(text) for text in self.dims.values()))
         for limit in (limit for chip in self.limits for limit in _limits(self, chip)):
             spoken = predicates.names(f"({limit.text}) and ({limit.when or True})")
@@ -178,12 +182,18 @@ def _parsed(schema: str) -> Any:
 
 
 def refusal(
-    op: Operator, chip: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], lowering: str | None = None
+    op: Operator,
+    chip: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    lowering: str | None = None,
+    host_reads: bool = False,
 ) -> str | None:
     """Why `chip` would not take the call `op(*args, **kwargs)`, in one sentence, or None if it would.
 
     Tensors may be fake or meta, sizes symbolic; a limit that is not proven for a symbolic size is a refusal too.
-    `chip` is one of `CHIPS` or `"host"`; `lowering`, if given, one of `LOWERINGS`.
+    `chip` is one of `CHIPS` or `"host"`; `lowering`, if given, one of `LOWERINGS`; `host_reads` says whether a launch
+    may read tensors on the host.
     """
     _known(chip, (HOST, *CHIPS), "chip")
     values = op.bind(args, kwargs)
@@ -193,7 +203,10 @@ def refusal(
     if chip != HOST and chip not in op.limits:
         return f"{op.short} does not exist on {chip}; it does on {', '.join(sorted(set(op.limits) & set(CHIPS)))}"
     if lowering is not None and _known(lowering, LOWERINGS, "lowering") not in op.lowerings:
-        return f"{op.short} cannot be lowered by {lowering}; it can by {', '.join(sorted(op.lowerings))}"
+        readable = bool(op.on_host) and lowering == "eager"
+        if not (readable and host_reads):
+            allowed = ", or with the option lengths='host', which waits for the device" if readable else ""
+            return f"{op.short} cannot be lowered by {lowering}; it can by {', '.join(sorted(op.lowerings))}{allowed}"
     return _dtype_refusal(op, chip, values) or _limit_refusal(op, chip, values | bound, lowering)
 
 

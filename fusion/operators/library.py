@@ -14,6 +14,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import ModuleSpec
 from threading import RLock
 from types import MappingProxyType, ModuleType
@@ -23,6 +24,7 @@ import torch
 from torch.library import Library, register_fake
 
 from fusion._torch import OpOverload, has_kernel, schema_of
+from fusion.errors import OperatorError
 from fusion.operators import activation, attention, cache, format, fusion_attention, norm, rope, routing
 from fusion.operators.contract import Operator
 
@@ -152,8 +154,32 @@ def _add_kernels(operator: Operator) -> None:
     for device in _DEVICES:
         if not has_kernel(operator.name, device):
             library.impl(operator.short, operator.fallback, device)
+    if operator.on_host and not has_kernel(operator.name, "PrivateUse1"):
+        library.impl(operator.short, partial(told_in_numbers, operator), "PrivateUse1")
     if not has_kernel(operator.name, "Meta"):
         register_fake(operator.name, operator.meta, lib=library)
+
+
+def told_in_numbers(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+    """torch_npu's own overload of an operator, which takes numbers for what `operator` takes in tensors on the host.
+
+    Raises `OperatorError` for a tensor on the device: to read it would wait for the device, unseen.
+    """
+    given = operator.bind(args, kwargs)
+    for name in operator.on_host:
+        if isinstance(given[name], torch.Tensor):
+            given[name] = _numbers(operator, name, given[name])
+    packet = getattr(getattr(torch.ops, operator.namespace), operator.short.partition(".")[0])
+    return packet.default(**given)
+
+
+def _numbers(operator: Operator, name: str, value: torch.Tensor) -> list[int]:
+    if value.device.type != "cpu":
+        raise OperatorError(
+            f"launching {operator.name}, with {name} on {value.device}: to read it there would wait for the device. "
+            "Lower the graph to torchair, or plan it for eager with the option lengths='host'"
+        )
+    return value.tolist()
 
 
 def _add_meta(operator: Operator) -> None:

@@ -29,11 +29,17 @@ class Planner:
     """Plans the matches of one graph for one target."""
 
     def __init__(
-        self, graph: Graph, fakes: Fakes, target: Target, plan_lower: str, elsewhere: Sequence[Target] = ()
+        self,
+        graph: Graph,
+        fakes: Fakes,
+        target: Target,
+        plan_lower: str,
+        elsewhere: Sequence[Target] = (),
+        host_reads: bool = False,
     ) -> None:
         self.graph, self.fakes, self.target = graph, fakes, target
         self.refusals: list[Refusal] = []
-        self._plan_lower, self._elsewhere = plan_lower, elsewhere
+        self._plan_lower, self._elsewhere, self._host_reads = plan_lower, elsewhere, host_reads
         self._plans: dict[Any, Mapping[str, Plan | Refused]] = {}
         self._derived = derived(graph.source, graph.facts.parameters)
 
@@ -219,7 +225,7 @@ class Planner:
         lowering = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
         if operator.in_place and lowering is not None and lowering not in operator.lowerings:
             operator = OPERATORS[operator.in_place]  # which replaces it there
-        return refusal(operator, target.name, args, kwargs, lowering)
+        return refusal(operator, target.name, args, kwargs, lowering, self._host_reads)
 
 
 def _is_input(value: Value) -> bool:
