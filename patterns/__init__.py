@@ -2,7 +2,9 @@
 
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
+from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.rope_pair import RopePair
+from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.primitives.attention import Attention
 from patterns.primitives.cache_write import CacheWrite
 from patterns.primitives.layer_norm import LayerNorm
@@ -23,6 +25,8 @@ def library() -> tuple[Rule, ...]:
         PartialRope(),
         RopePair(),
         Swiglu(),
+        SwigluProjections(),
+        JoinedProjections(),
         Attention(),
         CacheWrite(),
         SlidingWrite(),

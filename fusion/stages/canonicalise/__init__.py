@@ -20,6 +20,7 @@ from fusion.stages.canonicalise import (
     complex_numbers,
     contractions,
     logic,
+    projections,
     reductions,
     sdpa,
     shapes,
@@ -29,6 +30,7 @@ from fusion.stages.canonicalise.attention import attention, contraction
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
+from fusion.weights import derived
 
 __all__ = ["canonicalise"]
 
@@ -45,6 +47,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     readings, misses = _rotations(walk)
     _attentions(walk, readings, misses)
     readings = {**writes.readings(walk.algebra, list(walk.places)), **readings}
+    readings = {**_linears(walk, readings, facts), **readings}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, facts,
@@ -80,6 +83,11 @@ def _attentions(walk: _Walk, readings: dict[Value, Reading], misses: dict[Value,
             readings[value] = outcome
 
 
+def _linears(walk: _Walk, readings: Mapping[Value, Reading], facts: Facts) -> dict[Value, Reading]:
+    attended = [value for value, reading in readings.items() if reading.op == "softmax_attention"]
+    return projections.readings(walk.algebra, walk.places, attended, derived(walk.source, facts.parameters))
+
+
 def _only_arranges(walk: _Walk, value: Value) -> bool:
     """Whether a node only passes on a contraction that the node before it holds, in another arrangement."""
     product = contraction(value)
@@ -101,6 +109,7 @@ class _Walk:
     """One pass over the nodes."""
 
     def __init__(self, source: fx.Graph) -> None:
+        self.source = source
         self.algebra = Algebra()
         self.held: dict[fx.Node, Held] = {}
         self.places: dict[Value, list[fx.Node]] = {}
