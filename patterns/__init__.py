@@ -7,6 +7,7 @@ from patterns.composites.rope_pair import RopePair
 from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.primitives.attention import Attention
 from patterns.primitives.cache_write import CacheWrite
+from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.layer_norm import LayerNorm
 from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.rms_norm import RMSNorm
@@ -27,6 +28,8 @@ def library() -> tuple[Rule, ...]:
         Swiglu(),
         SwigluProjections(),
         JoinedProjections(),
+        ExpertRouting(),
+        ExpertShares(),
         Attention(),
         CacheWrite(),
         SlidingWrite(),

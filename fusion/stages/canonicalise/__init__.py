@@ -17,6 +17,7 @@ from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
 from fusion.stages.canonicalise import (
     arithmetic,
+    choices,
     complex_numbers,
     contractions,
     logic,
@@ -35,7 +36,7 @@ from fusion.weights import derived
 __all__ = ["canonicalise"]
 
 # Imported for their translators.
-_FAMILIES = (arithmetic, complex_numbers, contractions, logic, reductions, sdpa, shapes, writes)
+_FAMILIES = (arithmetic, choices, complex_numbers, contractions, logic, reductions, sdpa, shapes, writes)
 _UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
