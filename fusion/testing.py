@@ -28,6 +28,7 @@ from fusion._torch import (
     tree_map,
     tree_map_only,
 )
+from fusion.facts import Facts
 from fusion.language import Example, Rule
 from fusion.library import installed
 from fusion.operators import operator_of
@@ -35,6 +36,7 @@ from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.report import tally
 from fusion.verification import relative_error
+from fusion.weights import marks, parameter_inputs
 
 Level = Literal["composite", "decomposed", "core"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -53,6 +55,11 @@ class Captured:
 
     graph: fx.GraphModule
     inputs: tuple[Any, ...]
+
+    @property
+    def facts(self) -> Facts:
+        """Which of the inputs are Parameters."""
+        return Facts(parameter_inputs(self.graph.graph, marks(self.inputs)))
 
 
 class _Stop(Exception):  # noqa: N818 - carries the result out of a compiled function
@@ -169,6 +176,16 @@ class Trial:
         """The rule under test."""
         return self.rules[0]
 
+    def inputs(self, wide: bool = False) -> list[Any]:
+        """What the fused graph takes: copies of the captured inputs, and what is prepared from them."""
+        copies = tree_map(widened, list(self.captured.inputs)) if wide else _copies(self.captured.inputs)
+        names = [node.name for node in self.captured.graph.graph.find_nodes(op="placeholder")]
+        named = dict(zip(names, copies, strict=True))
+        for each in self.outcome.prepared:
+            module = widen(each.module) if wide else each.module
+            copies.append(module(*(named[name] for name in each.sources)))
+        return copies
+
 
 def trial(
     rule: Rule,
@@ -182,7 +199,7 @@ def trial(
     rules = _closure(rule, installed() if library is None else library)
     captured = capture(example.function, example.inputs(dtype), level)
     fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(fused.graph, rules, options)
+    outcome = fuse_graph(fused.graph, rules, options, captured.facts)
     fused.recompile()
     return Trial(rules, captured, fused, outcome)
 
@@ -214,10 +231,11 @@ def means_what_it_says(t: Trial) -> None:
 
     Results and every input that is written to are compared.
     """
-    truth = _run(widen(t.captured.graph), t.captured.inputs, wide=True)
-    algebra = _run(widen(t.fused), t.captured.inputs, wide=True)
-    before = _run(t.captured.graph, t.captured.inputs)
-    after = _run(t.fused, t.captured.inputs)
+    count = len(t.captured.inputs)
+    truth = _run(widen(t.captured.graph), t.inputs(wide=True)[:count], count)
+    algebra = _run(widen(t.fused), t.inputs(wide=True), count)
+    before = _run(t.captured.graph, t.inputs()[:count], count)
+    after = _run(t.fused, t.inputs(), count)
     for number, (exact, same, old, new) in enumerate(zip(truth, algebra, before, after, strict=True)):
         if not isinstance(exact, Tensor):
             assert new == old, f"result {number} is {new}, not {old}"
@@ -241,13 +259,13 @@ def emits_valid_calls(t: Trial) -> None:
             if operator is not None:
                 operator.bind(node.args, node.kwargs)
     t.fused.graph.lint()
-    _Checked(t.fused).run(*_copies(t.captured.inputs))
+    _Checked(t.fused).run(*t.inputs())
 
 
 def idempotent(t: Trial) -> None:
     """The pass finds nothing more to do in its own result."""
     again = copy.deepcopy(t.fused.graph)
-    outcome = fuse_graph(again, t.rules, Options(target="host", lower="eager"))
+    outcome = fuse_graph(again, t.rules, Options(target="host", lower="eager"), t.captured.facts)
     names = [each.match.rule.name for each in outcome.chosen]
     assert not names, f"a second pass fused {names}"
     assert _text(again) == _text(t.fused.graph), "a second pass changed the graph"
@@ -279,7 +297,7 @@ def leaves_the_rest_alone(t: Trial) -> None:
     """Where no rule applies, the graph keeps its nodes: the same objects in the same order with the same arguments."""
     graph = copy.deepcopy(t.captured.graph.graph)
     before, text = list(graph.nodes), _text(graph)
-    outcome = fuse_graph(graph, t.rules, Options(target="host", lower="eager", fuel=0))
+    outcome = fuse_graph(graph, t.rules, Options(target="host", lower="eager", fuel=0), t.captured.facts)
     after = list(graph.nodes)
     assert not outcome.chosen
     assert list(map(id, before)) == list(map(id, after)), "nodes were added, dropped or moved"
@@ -324,11 +342,10 @@ class _Checked(fx.Interpreter):
         return result
 
 
-def _run(gm: fx.GraphModule, inputs: Sequence[Any], wide: bool = False) -> list[Any]:
-    """Results, and the inputs as they are afterwards."""
-    copies = tree_map(widened, list(inputs)) if wide else _copies(inputs)
-    results = gm(*copies)
-    return [*tree_leaves(results), *copies]
+def _run(gm: fx.GraphModule, inputs: Sequence[Any], count: int) -> list[Any]:
+    """Results, and the first `count` inputs as they are afterwards."""
+    results = gm(*inputs)
+    return [*tree_leaves(results), *inputs[:count]]
 
 
 def _copies(inputs: Sequence[Any]) -> list[Any]:

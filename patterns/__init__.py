@@ -2,9 +2,12 @@
 
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
+from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.rope_pair import RopePair
+from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.primitives.attention import Attention
 from patterns.primitives.cache_write import CacheWrite
+from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.layer_norm import LayerNorm
 from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.rms_norm import RMSNorm
@@ -23,6 +26,10 @@ def library() -> tuple[Rule, ...]:
         PartialRope(),
         RopePair(),
         Swiglu(),
+        SwigluProjections(),
+        JoinedProjections(),
+        ExpertRouting(),
+        ExpertShares(),
         Attention(),
         CacheWrite(),
         SlidingWrite(),

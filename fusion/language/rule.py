@@ -91,6 +91,18 @@ class Vocabulary:
         """x · sigmoid(x)."""
         return x * self.sigmoid(x)
 
+    def softmax(self, x: Term) -> Term:
+        """exp(x) / Σ exp(x) over the last dim."""
+        return Apply("softmax", (x,), (-1, "nan"))
+
+    def largest(self, x: Term, count: Any) -> Term:
+        """The largest of the last dim, as many as the parameter takes, in descending order."""
+        return Apply("largest", (x,), (count,))
+
+    def largest_index(self, x: Term, count: Any) -> Term:
+        """Where they are."""
+        return Apply("largest_index", (x,), (count,))
+
     def scale(self, x: Term, factor: Any) -> Term:
         """x · a number that the parameter takes."""
         return Apply("scale", (x,), (factor,))

@@ -20,10 +20,10 @@ def _gating_top_k_softmax(
     renorm: int | None = 0,
     output_softmax: bool | None = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = x.to(compute_dtype(x))
-    shares = wide if renorm else wide.softmax(-1)
+    wide = compute_dtype(x)
+    shares = x if renorm else x.to(wide).softmax(-1)  # a wider dtype would not change what is largest
     best, index = shares.topk(k, dim=-1)
-    y = best.softmax(-1) if renorm else best
+    y = best.to(wide).softmax(-1) if renorm else best
     whole = shares.to(torch.float32) if output_softmax and not renorm else x.new_empty([0], dtype=torch.float32)
     return y.to(x.dtype), index.to(torch.int32), whole.contiguous()
 

@@ -17,6 +17,7 @@ from fusion.records import Match, Refusal
 # Readings that canonicalisation itself adds.
 CANONICAL = frozenset(
     {
+        "linear",
         "rotation",
         "partial_rotation",
         "softmax_attention",

@@ -45,18 +45,23 @@ class Planner:
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`."""
-        reading = {
-            (match.node, value)
+        planned = [
+            (match, name, plan)
             for match in matches
-            for plan in self._plans_of(match).values()
+            for name, plan in self._plans_of(match).items()
             if isinstance(plan, Plan)
-            for value in (*plan.tensors(match).values(), *self._to_build(match, plan))
+        ]
+        building = {(match.node, value) for match, _, plan in planned for value in self._to_build(match, plan)}
+        calling = {
+            (match.node, _shared(match, name, number, names))
+            for match, name, plan in planned
+            for number, (_, names) in enumerate(plan.costs)
         }
-        readers = Counter(value for _, value in reading)
-        planned = (self._best(match, readers) for match in matches)
-        return [each for each in planned if each is not None]
+        readers = Counter(what for _, what in (*building, *calling))
+        found = (self._best(match, readers) for match in matches)
+        return [each for each in found if each is not None]
 
-    def _best(self, match: Match, readers: Mapping[Value, int]) -> Candidate | None:
+    def _best(self, match: Match, readers: Mapping[Any, int]) -> Candidate | None:
         options: list[Candidate] = []
         refused: list[tuple[Refusal, float, frozenset[str]]] = []
         plans = self._plans_of(match)
@@ -92,13 +97,17 @@ class Planner:
                     Refusal(match.rule.name, cause, match.node, target.name) for cause in causes[:1] if cause
                 )
 
-    def _offer(self, match: Match, lowering: str, plan: Plan, readers: Mapping[Value, int]) -> Candidate:
+    def _offer(self, match: Match, lowering: str, plan: Plan, readers: Mapping[Any, int]) -> Candidate:
         """What a match saves if it is run in one way."""
         dying, built = self._dying(match, plan), self._to_build(match, plan)
         kernels = {value: self.fakes.launches(value) for value in built if not self._is_prepared(value)}
         building = sum(self.target.launch * count / readers[value] for value, count in kernels.items())
-        each_call = [(cost, names) for cost, names in plan.costs if not self._are_prepared(names, match)]
-        running = sum(cost / _sharers(names, match, readers) for cost, names in each_call)
+        each_call = [
+            (cost, _shared(match, lowering, number, names))
+            for number, (cost, names) in enumerate(plan.costs)
+            if not self._are_prepared(names, match)
+        ]
+        running = sum(cost / readers[call] for cost, call in each_call)
         saved = sum(node_cost(node, self.target) for node in dying) - building - running
         launches = sum(is_launch(node) for node in dying) - sum(kernels.values()) - len(each_call)
         return Candidate(match, lowering, plan, built, dying, saved, launches)
@@ -267,9 +276,9 @@ def _signature(capture: Any) -> Any:
     return dims_of(capture.shape), dims_of(capture.stride()), capture.dtype, capture.device
 
 
-def _sharers(names: frozenset[str], match: Match, readers: Mapping[Value, int]) -> int:
-    """How many matches share a step that depends on these captures alone: equal calls are made once."""
-    return min((readers[match.captures[name]] for name in names), default=max(readers.values(), default=1))
+def _shared(match: Match, lowering: str, number: int, names: frozenset[str]) -> Any:
+    """A step of a plan and what it depends on: matches for which that is the same share one call."""
+    return match.rule.name, lowering, number, frozenset((name, match.captures[name]) for name in names)
 
 
 def _mismatch(match: Match, plan: Plan) -> Refused | None:

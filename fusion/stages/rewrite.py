@@ -13,7 +13,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, schema_of
+from fusion._torch import OpOverload, schema_of, tree_leaves
 from fusion.errors import VerificationError
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
@@ -36,16 +36,16 @@ def rewrite(graph: Graph, chosen: Sequence[Candidate], fakes: Fakes) -> list[Rew
     """Apply `chosen` to the graph in place and drop what is dead."""
     if not chosen:
         return []
-    editor = _Editor(graph, fakes)
+    editor = _Editor(graph, fakes, chosen)
     done = [editor.apply(candidate) for candidate in sorted(chosen, key=editor.position)]
-    editor.finish({node for candidate in chosen for node in candidate.dying})
+    editor.finish()
     return done
 
 
 class _Editor:
     """The state of one rewrite of one graph."""
 
-    def __init__(self, graph: Graph, fakes: Fakes) -> None:
+    def __init__(self, graph: Graph, fakes: Fakes, chosen: Sequence[Candidate]) -> None:
         self._graph, self._fakes = graph, fakes
         self._source = graph.source
         self._now: dict[Value, fx.Node] = {}
@@ -54,6 +54,7 @@ class _Editor:
         self._order = dict(graph.order)
         self._unordered = False
         self._moved: set[fx.Node] = set()
+        self._dying = {node for candidate in chosen for node in candidate.dying}
 
     def position(self, candidate: Candidate) -> int:
         """Where the candidate's nodes go."""
@@ -85,9 +86,11 @@ class _Editor:
         return Rewritten(candidate, tuple(added))
 
     def _hand_over(self, old: fx.Node, new: fx.Node) -> None:
+        users = list(old.users)
+        old.replace_all_uses_with(new)
         if not _same_strides(old.meta["val"], new.meta["val"]):
             self._moved.add(new)
-        old.replace_all_uses_with(new)
+            self._follow_strides(users)
 
     def _read(self, value: Value, anchor: fx.Node, added: list[fx.Node]) -> fx.Node:
         """The node that holds `value` now; built first where none does."""
@@ -161,46 +164,54 @@ class _Editor:
         key = (target, _frozen(args), _frozen(tuple(sorted(kwargs.items()))))
         if key in self._made:
             return self._made[key]
-        node = self._source.call_function(target, args, kwargs)
-        node.meta["val"] = self._fakes.like(val)
+        moved = any(each in self._moved for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Node))
+        run, now = self._run(target, args, kwargs) if moved else (target, val)
+        node = self._source.call_function(run, args, kwargs)
+        node.meta["val"] = self._fakes.like(now)
+        if moved and not _same_strides(val, now):
+            self._moved.add(node)
         inherit(node, anchor)
         self._order[node] = self._order[anchor]
         self._made[key] = node
         added.append(node)
         return node
 
-    def finish(self, dying: set[fx.Node]) -> None:
+    def finish(self) -> None:
         """Drop what one rewrite or several left without a user; restore the order where results were joined."""
-        dead = set(dying)
+        dead = set(self._dying)
         for node in sorted(self._order, key=self._order.__getitem__, reverse=True):
             if node in dead and not node.users:
                 dead.update(each for each in node.all_input_nodes if _is_pure(each))
                 self._source.erase_node(node)
         if self._unordered:
             _sort(self._source)
-        if self._moved:
-            self._follow_strides()
 
-    def _follow_strides(self) -> None:
-        """Bring the fakes of the user's nodes up to date where a result now lies differently in memory.
+    def _follow_strides(self, waiting: list[fx.Node]) -> None:
+        """Bring the fakes of nodes up to date whose inputs now lie differently in memory.
 
         A view that the new strides do not allow becomes a reshape: the one change that a node outside a cover can see.
         """
-        for node in self._source.nodes:
-            if node.op != "call_function" or "fusion" in node.meta or not self._moved & set(node.all_input_nodes):
+        while waiting:
+            node = waiting.pop()
+            if node.op != "call_function" or node in self._dying:
                 continue
-            args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-            val, failed = self._fakes.run(node.target, args, kwargs)
-            if failed and node.target in _STRICT_VIEWS:
-                node.target = _STRICT_VIEWS[node.target]
-                val, failed = self._fakes.run(node.target, args, kwargs)
-            if failed:
-                raise VerificationError(
-                    f"following strides: {node.format_node()} does not accept its new inputs: {failed}"
-                )
-            if isinstance(val, torch.Tensor) and not _same_strides(node.meta["val"], val):
+            target, val = self._run(node.target, node.args, node.kwargs)
+            node.target = target
+            if not _same_strides(node.meta["val"], val):
                 self._moved.add(node)
                 node.meta["val"] = val
+                waiting.extend(node.users)
+
+    def _run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What a call gives for its inputs as they lie now, and by what operator."""
+        vals = map_arg((args, kwargs), lambda each: each.meta["val"])
+        val, failed = self._fakes.run(target, *vals)
+        if failed and target in _STRICT_VIEWS:
+            target = _STRICT_VIEWS[target]
+            val, failed = self._fakes.run(target, *vals)
+        if failed:
+            raise VerificationError(f"following strides: {target}{args} does not accept its new inputs: {failed}")
+        return target, val
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -213,8 +224,10 @@ def _frozen(argument: Any) -> Any:
     return argument
 
 
-def _same_strides(old: torch.Tensor, new: torch.Tensor) -> bool:
-    return dims_of(old.stride()) == dims_of(new.stride())
+def _same_strides(old: Any, new: Any) -> bool:
+    """Whether tensors, or those of a tuple, lie alike in memory."""
+    pairs = zip(tree_leaves(old), tree_leaves(new), strict=True)
+    return all(dims_of(a.stride()) == dims_of(b.stride()) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
 def _undone(target: Any, args: tuple[Any, ...]) -> fx.Node | None:

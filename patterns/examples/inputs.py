@@ -34,3 +34,14 @@ def rotated(*shapes: tuple[int, ...], table: tuple[int, ...]) -> Inputs:
         return *tensors(*shapes)(dtype), angles.cos().to(dtype), angles.sin().to(dtype)
 
     return make
+
+
+def with_parameters(*shapes: tuple[int, ...], leading: int = 1) -> Inputs:
+    """One tensor of each shape; those behind the `leading` ones are Parameters."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        values = tensors(*shapes)(dtype)
+        weights = (torch.nn.Parameter(each / 8, requires_grad=False) for each in values[leading:])
+        return *values[:leading], *weights
+
+    return make

@@ -59,7 +59,7 @@ def fused(entry: Spelling | LookAlike, level: Level, dtype: torch.dtype, shape: 
     form, args = entry.make(dtype, *shape)
     captured = capture(form, args, level)
     graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), HOST)
+    outcome = fuse_graph(graph.graph, installed(), HOST, captured.facts)
     graph.recompile()
     return Trial(installed(), captured, graph, outcome)
 

@@ -17,9 +17,11 @@ from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
 from fusion.stages.canonicalise import (
     arithmetic,
+    choices,
     complex_numbers,
     contractions,
     logic,
+    projections,
     reductions,
     sdpa,
     shapes,
@@ -30,11 +32,12 @@ from fusion.stages.canonicalise.attention import attention, contraction
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
+from fusion.weights import derived
 
 __all__ = ["canonicalise"]
 
 # Imported for their translators.
-_FAMILIES = (arithmetic, complex_numbers, contractions, logic, reductions, sdpa, shapes, writes)
+_FAMILIES = (arithmetic, choices, complex_numbers, contractions, logic, reductions, sdpa, shapes, writes)
 _UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
@@ -46,6 +49,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     readings, misses = _rotations(walk)
     _attentions(walk, facts, readings, misses)
     readings = {**writes.readings(walk.algebra, list(walk.places)), **readings}
+    readings = {**_linears(walk, readings, facts), **readings}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, facts,
@@ -83,6 +87,11 @@ def _attentions(
             readings[value] = outcome
 
 
+def _linears(walk: _Walk, readings: Mapping[Value, Reading], facts: Facts) -> dict[Value, Reading]:
+    attended = [value for value, reading in readings.items() if reading.op == "softmax_attention"]
+    return projections.readings(walk.algebra, walk.places, attended, derived(walk.source, facts.parameters))
+
+
 def _only_arranges(walk: _Walk, value: Value) -> bool:
     """Whether a node only passes on a contraction that the node before it holds, in another arrangement."""
     product = contraction(value)
@@ -104,6 +113,7 @@ class _Walk:
     """One pass over the nodes."""
 
     def __init__(self, source: fx.Graph) -> None:
+        self.source = source
         self.algebra = Algebra()
         self.held: dict[fx.Node, Held] = {}
         self.places: dict[Value, list[fx.Node]] = {}

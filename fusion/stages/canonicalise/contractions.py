@@ -120,11 +120,14 @@ def _einsum(a: Algebra, out: Out, equation: str, operands: Sequence[Value]) -> T
 def _contract(a: Algebra, out: Out, operands: Sequence[Value], labels: tuple[str, str, str], summed: str) -> Translated:
     """The last label of the result that only one operand has is its row (or column), all others are batch dims."""
     left, right, result = labels
+    if not set(left) & (set(right) - {summed}) and len(left) == 2 < len(right):  # the matrix for all rows comes second
+        return _contract(a, out, operands[::-1], (right, left, result), summed)
     row = next((label for label in reversed(result) if label not in right), "")
     column = next((label for label in reversed(result) if label not in left), "")
     batch = [label for label in result if label not in (row, column)]
     x = _arranged(a, operands[0], left, [*batch, row, summed])
-    y = _arranged(a, operands[1], right, [*batch, summed, column])
+    shared = batch if any(label in right for label in batch) else []
+    y = _arranged(a, operands[1], right, [*shared, summed, column])
     product = matmul(a, x, y)
     if product is None:
         return None

@@ -1,0 +1,99 @@
+"""Routers of mixture-of-experts models, over logits of which no two of a token are equal."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion import Example
+from patterns.examples.inputs import Inputs
+
+Routed = tuple[Tensor, Tensor]
+TOKENS, EXPERTS = 6, 16
+
+
+def _logits(*lead: int) -> Inputs:
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(5)
+        rows = [torch.randperm(EXPERTS, generator=generator) for _ in range(TOKENS)]
+        return ((torch.stack(rows).to(dtype) / 4 - 2).reshape(*lead, EXPERTS),)
+
+    return make
+
+
+FLAT = _logits(TOKENS)
+
+
+def _chosen_first(x: Tensor) -> Routed:
+    values, experts = torch.topk(x, 4, dim=-1)
+    return F.softmax(values, dim=1, dtype=values.dtype), experts
+
+
+def _chosen_first_in_float(x: Tensor) -> Routed:
+    values, experts = x.float().topk(4, dim=-1)
+    return torch.softmax(values, dim=-1).type_as(x), experts
+
+
+def _divided(x: Tensor) -> Routed:
+    shares, experts = torch.topk(F.softmax(x.float(), dim=-1), 4, dim=-1)
+    shares /= shares.sum(dim=-1, keepdim=True)
+    return shares.to(x.dtype), experts
+
+
+def _divided_in_batches(x: Tensor) -> Tensor:
+    shares, experts = F.softmax(x, dim=-1, dtype=torch.float32).topk(4, sorted=False)
+    return torch.zeros_like(x).float().scatter(-1, experts, shares / shares.sum(dim=-1, keepdim=True))
+
+
+def _along_tokens(x: Tensor) -> Routed:
+    values, experts = x.topk(4, dim=-1)
+    return values.softmax(0), experts
+
+
+def _sigmoids(x: Tensor) -> Routed:
+    return x.sigmoid().topk(4, dim=-1)
+
+
+def _divided_by_twice_their_sum(x: Tensor) -> Routed:
+    shares, experts = torch.topk(F.softmax(x.float(), dim=-1), 4, dim=-1)
+    return (shares / (2 * shares.sum(dim=-1, keepdim=True))).to(x.dtype), experts
+
+
+def _shares(x: Tensor) -> Routed:
+    shares, experts = F.softmax(x.float(), dim=-1).topk(4, dim=-1)
+    return shares.to(x.dtype), experts
+
+
+def _shares_in_float(x: Tensor) -> Tensor:
+    shares, experts = torch.topk(F.softmax(x, dim=-1, dtype=torch.float32), 4, sorted=False)
+    return torch.zeros_like(x).float().scatter(-1, experts, shares)
+
+
+def _shares_along_tokens(x: Tensor) -> Routed:
+    return x.softmax(0).topk(4, dim=-1)
+
+
+def _too_many_dims(x: Tensor) -> Routed:
+    return x.softmax(-1).topk(4, dim=-1)
+
+
+EXAMPLES = (
+    Example("softmax over the chosen", _chosen_first, FLAT),
+    Example("the same in float32", _chosen_first_in_float, FLAT),
+    Example("divided by their sum", _divided, FLAT),
+    Example("in batches, unsorted", _divided_in_batches, _logits(2, 3)),
+)
+REJECTS = (
+    Example("softmax over tokens", _along_tokens, FLAT, "runs along another dim"),
+    Example("sigmoid scores", _sigmoids, FLAT, "by their sigmoids"),
+    Example("divided by twice their sum", _divided_by_twice_their_sum, FLAT, "something else than their sum"),
+)
+SHARE_EXAMPLES = (
+    Example("largest of a softmax", _shares, FLAT),
+    Example("in float32, unsorted", _shares_in_float, FLAT),
+)
+SHARE_REJECTS = (
+    Example("softmax over tokens", _shares_along_tokens, FLAT, "along another dim than the choice"),
+    Example("four dims", _too_many_dims, _logits(1, 2, 3), "rank(x) in (2, 3)"),
+)
