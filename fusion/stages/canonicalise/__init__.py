@@ -20,9 +20,11 @@ from fusion.stages.canonicalise import (
     complex_numbers,
     contractions,
     logic,
+    ranges,
     reductions,
     sdpa,
     shapes,
+    write_readings,
     writes,
 )
 from fusion.stages.canonicalise.attention import attention, contraction
@@ -33,7 +35,7 @@ from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 __all__ = ["canonicalise"]
 
 # Imported for their translators.
-_FAMILIES = (arithmetic, complex_numbers, contractions, logic, reductions, sdpa, shapes, writes)
+_FAMILIES = (arithmetic, complex_numbers, contractions, logic, ranges, reductions, sdpa, shapes, writes)
 _UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
@@ -44,7 +46,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
         walk.visit(node)
     readings, misses = _rotations(walk)
     _attentions(walk, readings, misses)
-    readings = {**writes.readings(walk.algebra, list(walk.places)), **readings}
+    readings = {**write_readings.readings(walk.algebra, list(walk.places)), **readings}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, facts,
