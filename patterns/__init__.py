@@ -2,6 +2,7 @@
 
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
+from patterns.composites.paged_write import PagedWrite
 from patterns.composites.rope_pair import RopePair
 from patterns.primitives.attention import Attention
 from patterns.primitives.cache_write import CacheWrite
@@ -25,5 +26,6 @@ def library() -> tuple[Rule, ...]:
         Swiglu(),
         Attention(),
         CacheWrite(),
+        PagedWrite(),
         SlidingWrite(),
     )

@@ -46,7 +46,10 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
         walk.visit(node)
     readings, misses = _rotations(walk)
     _attentions(walk, readings, misses)
-    readings = {**write_readings.readings(walk.algebra, list(walk.places)), **readings}
+    found = write_readings.Writes(walk.algebra, walk.written())
+    for value in list(walk.places):
+        found.visit(value)
+    readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, facts,
@@ -119,6 +122,11 @@ class _Walk:
             self._hold(node, self._call(node))
             if is_write(node) and node not in self._closing:
                 self._region += 1
+
+    def written(self) -> frozenset[Value]:
+        """The inputs that the closing writes change."""
+        places = [self.held.get(each) for node in self._closing for each in node.args[:1] if isinstance(each, fx.Node)]
+        return frozenset(each for each in places if isinstance(each, Value) and each.op == "input")
 
     def _hold(self, node: fx.Node, held: Held | None) -> None:
         if held is None:

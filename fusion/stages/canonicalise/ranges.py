@@ -28,6 +28,9 @@ def bounds(x: Value) -> Range:
             return min(x.attrs[0], default=0), max(x.attrs[0], default=0)
         case "full":
             return x.attrs[0], x.attrs[0]
+        case "number":
+            size = x.attrs[0]
+            return (size, size) if isinstance(size, int) else (0, math.inf) if size.is_nonnegative else _ANY
         case "arange":
             return _counted(x)
         case "reshape" | "expand" | "permute" | "slice" | "index":

@@ -110,27 +110,25 @@ def _one_index(a: Algebra, cache: Value, index: Value, rows: Value, axis: int) -
 
 
 def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
-    """cache[arange(B), .., positions] = rows [B, (S), ..]."""
+    """cache[arange(b), .., positions] = rows [b, (S), ..], for all sequences or the first ones."""
     batch, positions = found
-    size = cache.shape[0]
+    count = batch.shape[0] if batch.rank else 1
     shape = broadcast(batch.shape, positions.shape)
-    if (
-        shape is None
-        or math.prod(batch.shape) != size
-        or shape[:1] != (size,)
-        or len(shape) > 2
-        or batch.shape[0] != size
-    ):
+    if shape is None or math.prod(batch.shape) != count or shape[:1] != (count,) or len(shape) > 2:
         return None
-    counted = run(a, a.reshape(batch, (size,)))
-    if counted != Run(None, 0):
+    if run(a, a.reshape(batch, (count,))) != Run(None, 0) or not _may_fit(count, cache.shape[0]):
         return None
     length = shape[1] if len(shape) == 2 else 1
     others = (*cache.shape[1:axis], *cache.shape[axis + 1 :])
-    rows = a.reshape(a.expand(rows, (*shape, *others)), (size, length, *others))
+    rows = a.reshape(a.expand(rows, (*shape, *others)), (count, length, *others))
     order = (0, *range(2, axis + 1), 1, *range(axis + 1, cache.rank))
     positions = a.reshape(positions, (positions.shape[0], 1)) if len(shape) == 1 else positions
     return _write(a, cache, a.permute(rows, order), positions, axis, wraps=True)
+
+
+def _may_fit(count: Dim, size: Dim) -> bool:
+    """Whether so many rows are not too many for what is known; too many are an error, in eager and in the operator."""
+    return count <= size if isinstance(count, int) and isinstance(size, int) else True
 
 
 def _two_indices(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
@@ -191,31 +189,49 @@ def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, ind
 
 
 def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, wraps: bool) -> Value | None:
-    """`rows` at `positions` [S], or [B, S] for a position of every batch row; `rows` lies like `cache`."""
+    """`rows` at `positions` [S], or [B, S] for a position of every batch row; `rows` lies like `cache`.
+
+    Of rows with such positions there may be fewer sequences than in the cache: the first ones.
+    """
     length, size = positions.shape[-1], cache.shape[axis]
-    if rows.dtype != cache.dtype or rows.shape != (*cache.shape[:axis], length, *cache.shape[axis + 1 :]):
+    batch = rows.shape[:1] if positions.rank == 2 and axis else cache.shape[:1]
+    lead = (*batch, *cache.shape[1:axis]) if axis else ()
+    if rows.dtype != cache.dtype or rows.shape != (*lead, length, *cache.shape[axis + 1 :]):
         return None
-    found = run(a, positions)
-    if found is None and length == 1:
-        found = Run(a.reshape(positions, tuple(each for each in positions.shape[:-1] if each != 1)), 0)
-    if found is not None and found.start is None:
-        known = _known(a, cache, rows, found.offset, axis, wraps)
+    start = _start(a, cache, positions, axis)
+    if isinstance(start, int):
+        known = _known(a, cache, rows, start, axis, wraps)
         if known is not None:
             return known
-    if found is not None and found.start is not None and (axis > 0 or not found.start.rank):
-        start = a.shift(found.start, found.offset) if found.offset else found.start
-        if not wraps or length == 1 or bounds(start)[0] >= 0:
-            start = wrapped(a, start, size) if wraps else start
-            return a.make("write", (cache, rows, start), (axis,), cache.shape, cache.dtype)
+        start = shapes.number(a, start, cache) if start >= 0 and _is_open(cache, rows, axis) else None
+    if start is not None and (not wraps or length == 1 or bounds(start)[0] >= 0):
+        start = wrapped(a, start, size) if wraps else start
+        return a.make("write", (cache, rows, start), (axis,), cache.shape, cache.dtype)
     if positions.rank != 1:
         return None
     index = wrapped(a, positions, size) if wraps else positions
     return a.make("write_rows", (cache, rows, index), (axis,), cache.shape, cache.dtype)
 
 
+def _start(a: Algebra, cache: Value, positions: Value, axis: int) -> Value | int | None:
+    """The first of consecutive positions, a number where the graph says which; None where they are not consecutive."""
+    found = run(a, positions)
+    if found is None and positions.shape[-1] == 1:
+        found = Run(a.reshape(positions, tuple(each for each in positions.shape[:-1] if each != 1)), 0)
+    if found is None or (axis == 0 and found.start is not None and found.start.rank):
+        return None
+    return found.offset if found.start is None else a.shift(found.start, found.offset)
+
+
+def _is_open(cache: Value, rows: Value, axis: int) -> bool:
+    """Whether a known position may be inside for all that is known, because sizes are symbolic or rows are few."""
+    sizes = (cache.shape[axis], rows.shape[axis])
+    return not all(isinstance(size, int) for size in sizes) or rows.shape[:1] != cache.shape[:1]
+
+
 def _known(a: Algebra, cache: Value, rows: Value, first: int, axis: int, wraps: bool) -> Value | None:
     size, length = cache.shape[axis], rows.shape[axis]
-    if not (isinstance(size, int) and isinstance(length, int)):
+    if (_is_open(cache, rows, axis) and axis) or not (isinstance(size, int) and isinstance(length, int)):
         return None
     if wraps and first < 0 and first + length <= 0:
         first += size
