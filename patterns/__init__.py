@@ -3,6 +3,7 @@
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.joined_projections import JoinedProjections
+from patterns.composites.paged_write import PagedWrite
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.primitives.attention import Attention
@@ -32,5 +33,6 @@ def library() -> tuple[Rule, ...]:
         ExpertShares(),
         Attention(),
         CacheWrite(),
+        PagedWrite(),
         SlidingWrite(),
     )

@@ -2,7 +2,7 @@
 
 from fusion.graph.algebra import Algebra
 from fusion.graph.dims import Dim, broadcast, dim_of, dims_of
-from fusion.graph.overlay import Graph, Reading
+from fusion.graph.overlay import Graph, Reading, unviewed
 from fusion.graph.value import Value
 
-__all__ = ["Algebra", "Dim", "Graph", "Reading", "Value", "broadcast", "dim_of", "dims_of"]
+__all__ = ["Algebra", "Dim", "Graph", "Reading", "Value", "broadcast", "dim_of", "dims_of", "unviewed"]

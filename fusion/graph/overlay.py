@@ -17,6 +17,16 @@ from fusion.graph.value import Value
 Held = Value | tuple["Value | None", ...]
 
 
+_VIEWS = ("reshape", "permute")
+
+
+def unviewed(value: Value) -> Value:
+    """What `value` is seen from through reshapes and permutes."""
+    while value.op in _VIEWS:
+        value = value.arg
+    return value
+
+
 @dataclass(frozen=True)
 class Reading:
     """One thing that a value means: a semantic op, what it is applied to, and the inputs assumed to be what is said."""
@@ -88,6 +98,34 @@ class Graph:
                 found.setdefault(each, nodes[0])
                 waiting.extend(arg for arg in each.args if arg not in self.places and arg not in found)
         return found
+
+    @cached_property
+    def overwritten(self) -> Mapping[Value, Value]:
+        """For every write that a `copy_` brings back over the input it was written to: what it writes over.
+
+        A write is there by the value it makes and by the views of that value; a cache written twice is there twice.
+        """
+        found: dict[Value, Value] = {}
+        for node in self.source.nodes:
+            if node.target is torch.ops.aten.copy_.default:
+                place, made = (self.held.get(each) for each in node.args[:2])
+                found.update(self._writes_between(place, made))
+        return found
+
+    def _writes_between(self, place: Held | None, made: Held | None) -> Mapping[Value, Value]:
+        """The writes by which `made` came from `place`; none where anything else did it."""
+        found: dict[Value, Value] = {}
+        while isinstance(made, Value) and unviewed(made) is not place:
+            reading = self.readings.get(unviewed(made))
+            if reading is None or not reading.op.startswith("write"):
+                return {}
+            cache = unviewed(reading.captures["cache"])
+            while made.op in _VIEWS:
+                found[made] = cache
+                made = made.arg
+            found[made] = cache
+            made = cache
+        return found if isinstance(made, Value) else {}
 
     @cached_property
     def order(self) -> Mapping[fx.Node, int]:

@@ -38,6 +38,11 @@ def _wrap(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return torch.where(x < 0, x + end, x)
 
 
+def _from_size(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
+    size: Any = sizes(value.attrs[0])
+    return torch.full((), size, dtype=value.dtype, device=x.device)
+
+
 def _power(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     exponent = value.attrs[0]
     named = {-0.5: torch.rsqrt, 0.5: torch.sqrt, -1.0: torch.reciprocal}
@@ -57,6 +62,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "slice": _slice,
         "power": _power,
         "wrap": _wrap,
+        "number": _from_size,
         "flip": lambda value, sizes, x: x.flip(value.attrs),
         "permute": lambda value, sizes, x: x.permute(value.attrs),
         "cat": lambda value, sizes, *pieces: torch.cat(pieces, value.attrs[0]),

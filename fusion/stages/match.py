@@ -26,6 +26,7 @@ CANONICAL = frozenset(
         "write_places",
         "write_slice",
         "write_pages",
+        "write_inside",
         "slide",
     }
 )

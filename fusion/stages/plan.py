@@ -16,7 +16,7 @@ import torch.fx as fx
 
 from fusion._torch import tree_leaves
 from fusion.cost import call_cost, is_data, is_launch, is_view, node_cost
-from fusion.graph import Graph, Value, dims_of
+from fusion.graph import Graph, Value, dims_of, unviewed
 from fusion.language import Refused, call
 from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.recording import Fakes, substitute
@@ -159,12 +159,18 @@ class Planner:
             captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
         except Refused as refused:
             return dict.fromkeys(lowerings, refused)
-        owned = frozenset(name for name, each in match.captures.items() if isinstance(each, Value) and _is_input(each))
+        owned = self._written_back(match)
         signature = tuple((name, _signature(each), name in owned) for name, each in captures.items())
         key = (match.rule.name, len(match.results), signature)
         if key not in self._plans:
             self._plans[key] = {each: self._record_plan(match, each, captures, owned) for each in lowerings}
         return self._plans[key]
+
+    def _written_back(self, match: Match) -> frozenset[str]:
+        """The captures that a result of the match is copied back over, so that it can be written in place."""
+        olds = {self.graph.overwritten[each] for each in match.results if each in self.graph.overwritten}
+        tensors = {name: each for name, each in match.captures.items() if isinstance(each, Value)}
+        return frozenset(name for name, each in tensors.items() if unviewed(each) in olds)
 
     def _given(self, capture: Any, optional: bool) -> Any:
         """What a lowering is given for a capture: a fake for a value, None for an optional one that has no recipe."""
@@ -196,7 +202,7 @@ class Planner:
     def _costs(
         self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], owned: frozenset[str]
     ) -> tuple[tuple[float, frozenset[str]], ...]:
-        """What each kernel costs; a write into an input is priced without the copy, for it will be in place."""
+        """What each kernel costs; writes into what is `owned` are priced without the copy: they will be in place."""
         sources: list[frozenset[str]] = []
         costs: list[tuple[float, frozenset[str]]] = []
         for step in steps:
@@ -206,7 +212,8 @@ class Planner:
             operands = [_lookup(each, steps, inputs) for each in leaves]
             if not is_view(step.target) and is_data((step.result, operands)):
                 moved, result = operands, step.result
-                if sources[-1] & owned and (written := _overwritten(step)):
+                written = _overwritten(step)
+                if written and all(_origin(each, sources) & owned for each in written):
                     moved = [each for leaf, each in zip(leaves, operands, strict=True) if leaf not in written]
                     result = None
                 costs.append((call_cost(step.target, moved, result, self.target), sources[-1]))
@@ -237,11 +244,6 @@ class Planner:
         return refusal(operator, target.name, args, kwargs, lowering, self._host_reads)
 
 
-def _is_input(value: Value) -> bool:
-    """Whether a value is a whole input of the graph, in any view."""
-    return _is_input(value.arg) if value.op in ("reshape", "permute") else value.op == "input"
-
-
 def _overwritten(step: Step) -> list[Any]:
     """The arguments of a step that its in-place form writes into."""
     operator = operator_of(step.target)
@@ -249,6 +251,10 @@ def _overwritten(step: Step) -> list[Any]:
         return []
     values = operator.bind(step.args, step.kwargs)
     return [values[name] for name in OPERATORS[operator.in_place].written]
+
+
+def _origin(reference: Input | Output, sources: Sequence[frozenset[str]]) -> frozenset[str]:
+    return frozenset((reference.name,)) if isinstance(reference, Input) else sources[reference.step]
 
 
 def _operators(plan: Plan) -> frozenset[str]:

@@ -47,6 +47,8 @@ def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
 
     `lowering` is the compiler that the graph is meant for: one of `LOWERINGS`, or another that takes every operator.
     """
+    for copy in _closing_copies(source):
+        _shorten(copy)
     chains = [chain for copy in _closing_copies(source) if (chain := _chain(copy, lowering)) is not None]
     while (broken := next((each for each in chains if not _holds(each, chains)), None)) is not None:
         chains.remove(broken)
@@ -102,6 +104,29 @@ def _chain(copy: fx.Node, lowering: str) -> Chain | None:
         if _functional(_call(value)) is None:
             break
     return Chain(copy, tuple(reversed(links))) if links and value is place and _restores(place, steps) else None
+
+
+def _shorten(copy: fx.Node) -> None:
+    """Read a write of ours itself, not a buffer that it fills from end to end, as symbolic sizes leave them."""
+    value: Any = copy.args[1]
+    fills: list[fx.Node] = []
+    while isinstance(value, fx.Node) and _fills(value):
+        fills.append(value)
+        value = value.args[1]
+    if not isinstance(value, fx.Node) or _functional(_call(value)) is None:
+        return
+    for node in fills:
+        node.replace_all_uses_with(value)
+        node.graph.erase_node(node)
+
+
+def _fills(node: fx.Node) -> bool:
+    """Whether a `slice_scatter` leaves nothing of its first argument, and its result lies like what it takes."""
+    if node.target is not aten.slice_scatter.default or len(node.args) < 5 or node.args[3] != 0:
+        return False
+    x, source = (each.meta["val"] for each in node.args[:2] if isinstance(each, fx.Node))
+    whole = dims_of(x.shape) == dims_of(source.shape) and node.args[5:] in ((), (1,))
+    return whole and dims_of(x.stride()) == dims_of(source.stride())
 
 
 def _call(value: fx.Node) -> fx.Node:

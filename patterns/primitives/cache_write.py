@@ -56,10 +56,16 @@ class CacheWrite(Rule):
 
     @pattern
     def at_places(
-        self, p, cache=tensor("*C"), rows=tensor("*R"), index=tensor("S"), inner=tensor("S"), axis=attribute()
-    ):
+        self, p, cache=tensor("*C"), rows=tensor("*R"), index=tensor("S"), inner=tensor("S"),
+        slots=tensor("S", optional=True), axis=attribute(),
+    ):  # fmt: skip
         """At any places of pages."""
-        return p.write_places(cache=cache, rows=rows, index=index, inner=inner, axis=axis)
+        return p.write_places(cache=cache, rows=rows, index=index, inner=inner, slots=slots, axis=axis)
+
+    @pattern
+    def chosen(self, p, cache=tensor("*C"), rows=tensor("*R"), position=tensor("*S"), axis=attribute()):
+        """One row of every sequence, chosen by comparing positions: nothing is written where none is equal."""
+        return p.write_inside(cache=cache, rows=rows, position=position, axis=axis)
 
     @lookalike("its rows are added to what the cache holds, or chosen by a mask: the operator replaces numbered rows")
     def accumulated(self, p, cache=tensor("*C"), index=tensor("*I"), rows=tensor("*R")):
@@ -71,14 +77,26 @@ class CacheWrite(Rule):
         """Consecutive positions of every sequence."""
         require(start is not None, "the positions are not proven to be consecutive")
         require(axis != 0, "the positions count rows of the batch, which the operator takes one by one")
-        return torch.ops.npu.scatter_update(cache, _starts(cache, start), rows, axis)
+        return torch.ops.npu.scatter_update(cache, _starts(rows, start), rows, axis)
+
+    @lowering
+    def kept_outside(self, cache: Tensor, rows: Tensor, position: Any, axis: int):
+        """One position of every sequence; where it lies outside, the row that is written is the one that was there."""
+        require(position is not None, "the positions are not chosen by a comparison")
+        require(axis != 0, "the positions count rows of the batch, which the operator takes one by one")
+        starts, size = _starts(rows, position), cache.shape[axis]
+        places = starts.clamp(0, size - 1)
+        wide = [-1] + [1] * (cache.dim() - 1)
+        old = cache.gather(axis, places.reshape(wide).expand(rows.shape))
+        rows = torch.where((places == starts).reshape(wide), rows, old)
+        return torch.ops.npu.scatter_update(cache, places, rows, axis)
 
     @lowering
     def row_by_row(self, cache: Tensor, rows: Tensor, index: Any, inner: Any, start: Any, axis: int):
         """Any positions, by coordinates."""
-        if start is not None:
-            require(axis == 0, "the positions are consecutive in every sequence")
-            index = _starts(cache, start)[:1] + torch.arange(rows.shape[0], device=cache.device)
+        if index is None:
+            require(start is not None and axis == 0, "the positions are given for every sequence")
+            index = _starts(rows, start)[:1] + torch.arange(rows.shape[0], device=cache.device)
         places = coordinates(cache, index, axis) if inner is None else torch.stack((index, inner), dim=-1)
         rows = rows.reshape(-1, *cache.shape[places.shape[-1] :])
         return torch.ops.npu.npu_scatter_nd_update(cache, places.reshape(-1, places.shape[-1]), rows)
@@ -92,8 +110,8 @@ class CacheWrite(Rule):
         return iter(cache_write.REJECTS)
 
 
-def _starts(cache: Tensor, start: Tensor | int) -> Tensor:
+def _starts(rows: Tensor, start: Any) -> Tensor:
     """A position for every row of the batch [B]."""
     if not isinstance(start, Tensor):
-        return torch.full((cache.shape[0],), start, dtype=torch.int64, device=cache.device)
-    return start if start.dim() else start.expand(cache.shape[0])
+        return torch.full((rows.shape[0],), start, dtype=torch.int64, device=rows.device)
+    return start if start.dim() else start.expand(rows.shape[0])

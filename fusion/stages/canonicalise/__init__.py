@@ -22,9 +22,11 @@ from fusion.stages.canonicalise import (
     contractions,
     logic,
     projections,
+    ranges,
     reductions,
     sdpa,
     shapes,
+    write_readings,
     writes,
 )
 from fusion.stages.canonicalise.assumed import Assumed
@@ -37,7 +39,7 @@ from fusion.weights import derived
 __all__ = ["canonicalise"]
 
 # Imported for their translators.
-_FAMILIES = (arithmetic, choices, complex_numbers, contractions, logic, reductions, sdpa, shapes, writes)
+_FAMILIES = (arithmetic, choices, complex_numbers, contractions, logic, ranges, reductions, sdpa, shapes, writes)
 _UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
@@ -48,7 +50,10 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
         walk.visit(node)
     readings, misses = _rotations(walk)
     _attentions(walk, facts, readings, misses)
-    readings = {**writes.readings(walk.algebra, list(walk.places)), **readings}
+    found = write_readings.Writes(walk.algebra, walk.written())
+    for value in list(walk.places):
+        found.visit(value)
+    readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
     readings = {**_linears(walk, readings, facts), **readings}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
@@ -130,6 +135,11 @@ class _Walk:
             self._hold(node, self._call(node))
             if is_write(node) and node not in self._closing:
                 self._region += 1
+
+    def written(self) -> frozenset[Value]:
+        """The inputs that the closing writes change."""
+        places = [self.held.get(each) for node in self._closing for each in node.args[:1] if isinstance(each, fx.Node)]
+        return frozenset(each for each in places if isinstance(each, Value) and each.op == "input")
 
     def _hold(self, node: fx.Node, held: Held | None) -> None:
         if held is None:

@@ -206,7 +206,7 @@ def _slice_scatter(
     size = out.shape[dim]
     start, end = 0 if start is None else start, MAX_STOP if end is None else end
     if not all(isinstance(each, int) for each in (size, start, end)):
-        return None
+        return _placed(a, x, source, dim % x.rank, start, end) if step == 1 else None
     start, stop, step = slice(start, end, step).indices(int(size))
     if len(range(start, stop, step)) == size:
         return source
@@ -214,6 +214,24 @@ def _slice_scatter(
         return sliced(a, x, source, dim % x.rank, start, stop)
     written = a.make("slice_scatter", (x, source), (dim % x.rank, start, stop, step), out.shape, out.dtype)
     return _covered(a, written) or written
+
+
+def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any) -> Value | None:
+    """A slice where sizes are symbolic; with as many rows as `end` - `start` says, neither was cut off."""
+    size = x.shape[axis]
+    if start == 0 and (end == size or (isinstance(end, int) and end >= MAX_STOP)):
+        return source
+    if end - start != source.shape[axis]:
+        return None
+    place = number(a, start, x)
+    known = isinstance(start, int) and start >= 0
+    place = place if known else a.make("wrap", (place,), (size,), (), place.dtype)
+    return a.make("write", (x, source, place), (axis,), x.shape, x.dtype)
+
+
+def number(a: Algebra, size: Any, beside: Value) -> Value:
+    """A size, symbolic or not, as a tensor [] of int64 on the device of another."""
+    return a.make("number", (beside,), (size,), (), torch.int64)
 
 
 def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value:

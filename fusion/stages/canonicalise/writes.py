@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fusion.graph import Algebra, Dim, Reading, Value
+from fusion.graph import Algebra, Dim, Value
 from fusion.graph.dims import broadcast
 from fusion.stages.canonicalise import shapes
+from fusion.stages.canonicalise.ranges import bounds
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 _INTEGERS = {torch.int32, torch.int64}
@@ -72,17 +73,7 @@ def _from(a: Algebra, counted: Value, start: Value, total: Value) -> Run | None:
 
 def wrapped(a: Algebra, x: Value, size: Dim) -> Value:
     """Positions of which negative ones count from the end."""
-    return x if _never_negative(x) else a.make("wrap", (x,), (size,), x.shape, x.dtype)
-
-
-def _never_negative(x: Value) -> bool:
-    if x.op in ("reshape", "expand", "cast"):
-        return _never_negative(x.arg)
-    if x.op in ("remainder", "constant") or (x.rank == 1 and iota(x) is not None):
-        return x.op == "remainder" or (iota(x) or 0) >= 0 if x.op != "constant" else min(x.attrs[0], default=0) >= 0
-    if x.op == "add":
-        return all(map(_never_negative, x.args))
-    return x.op == "shift" and x.attrs[0] >= 0 and _never_negative(x.arg)
+    return x if bounds(x)[0] >= 0 else a.make("wrap", (x,), (size,), x.shape, x.dtype)
 
 
 # translators -------------------------------------------------------------------------------------------------------
@@ -119,27 +110,25 @@ def _one_index(a: Algebra, cache: Value, index: Value, rows: Value, axis: int) -
 
 
 def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
-    """cache[arange(B), .., positions] = rows [B, (S), ..]."""
+    """cache[arange(b), .., positions] = rows [b, (S), ..], for all sequences or the first ones."""
     batch, positions = found
-    size = cache.shape[0]
+    count = batch.shape[0] if batch.rank else 1
     shape = broadcast(batch.shape, positions.shape)
-    if (
-        shape is None
-        or math.prod(batch.shape) != size
-        or shape[:1] != (size,)
-        or len(shape) > 2
-        or batch.shape[0] != size
-    ):
+    if shape is None or math.prod(batch.shape) != count or shape[:1] != (count,) or len(shape) > 2:
         return None
-    counted = run(a, a.reshape(batch, (size,)))
-    if counted != Run(None, 0):
+    if run(a, a.reshape(batch, (count,))) != Run(None, 0) or not _may_fit(count, cache.shape[0]):
         return None
     length = shape[1] if len(shape) == 2 else 1
     others = (*cache.shape[1:axis], *cache.shape[axis + 1 :])
-    rows = a.reshape(a.expand(rows, (*shape, *others)), (size, length, *others))
+    rows = a.reshape(a.expand(rows, (*shape, *others)), (count, length, *others))
     order = (0, *range(2, axis + 1), 1, *range(axis + 1, cache.rank))
     positions = a.reshape(positions, (positions.shape[0], 1)) if len(shape) == 1 else positions
     return _write(a, cache, a.permute(rows, order), positions, axis, wraps=True)
+
+
+def _may_fit(count: Dim, size: Dim) -> bool:
+    """Whether so many rows are not too many for what is known; too many are an error, in eager and in the operator."""
+    return count <= size if isinstance(count, int) and isinstance(size, int) else True
 
 
 def _two_indices(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
@@ -200,93 +189,50 @@ def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, ind
 
 
 def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, wraps: bool) -> Value | None:
-    """`rows` at `positions` [S], or [B, S] for a position of every batch row; `rows` lies like `cache`."""
+    """`rows` at `positions` [S], or [B, S] for a position of every batch row; `rows` lies like `cache`.
+
+    Of rows with such positions there may be fewer sequences than in the cache: the first ones.
+    """
     length, size = positions.shape[-1], cache.shape[axis]
-    if rows.dtype != cache.dtype or rows.shape != (*cache.shape[:axis], length, *cache.shape[axis + 1 :]):
+    batch = rows.shape[:1] if positions.rank == 2 and axis else cache.shape[:1]
+    lead = (*batch, *cache.shape[1:axis]) if axis else ()
+    if rows.dtype != cache.dtype or rows.shape != (*lead, length, *cache.shape[axis + 1 :]):
         return None
-    found = run(a, positions)
-    if found is None and length == 1:
-        found = Run(a.reshape(positions, tuple(each for each in positions.shape[:-1] if each != 1)), 0)
-    if found is not None and found.start is None:
-        known = _known(a, cache, rows, found.offset, axis, wraps)
+    start = _start(a, cache, positions, axis)
+    if isinstance(start, int):
+        known = _known(a, cache, rows, start, axis, wraps)
         if known is not None:
             return known
-    if found is not None and found.start is not None and (axis > 0 or not found.start.rank):
-        start = a.shift(found.start, found.offset) if found.offset else found.start
-        if not wraps or length == 1 or _never_negative(start):
-            start = wrapped(a, start, size) if wraps else start
-            return a.make("write", (cache, rows, start), (axis,), cache.shape, cache.dtype)
+        start = shapes.number(a, start, cache) if start >= 0 and _is_open(cache, rows, axis) else None
+    if start is not None and (not wraps or length == 1 or bounds(start)[0] >= 0):
+        start = wrapped(a, start, size) if wraps else start
+        return a.make("write", (cache, rows, start), (axis,), cache.shape, cache.dtype)
     if positions.rank != 1:
         return None
     index = wrapped(a, positions, size) if wraps else positions
     return a.make("write_rows", (cache, rows, index), (axis,), cache.shape, cache.dtype)
 
 
+def _start(a: Algebra, cache: Value, positions: Value, axis: int) -> Value | int | None:
+    """The first of consecutive positions, a number where the graph says which; None where they are not consecutive."""
+    found = run(a, positions)
+    if found is None and positions.shape[-1] == 1:
+        found = Run(a.reshape(positions, tuple(each for each in positions.shape[:-1] if each != 1)), 0)
+    if found is None or (axis == 0 and found.start is not None and found.start.rank):
+        return None
+    return found.offset if found.start is None else a.shift(found.start, found.offset)
+
+
+def _is_open(cache: Value, rows: Value, axis: int) -> bool:
+    """Whether a known position may be inside for all that is known, because sizes are symbolic or rows are few."""
+    sizes = (cache.shape[axis], rows.shape[axis])
+    return not all(isinstance(size, int) for size in sizes) or rows.shape[:1] != cache.shape[:1]
+
+
 def _known(a: Algebra, cache: Value, rows: Value, first: int, axis: int, wraps: bool) -> Value | None:
     size, length = cache.shape[axis], rows.shape[axis]
-    if not (isinstance(size, int) and isinstance(length, int)):
+    if (_is_open(cache, rows, axis) and axis) or not (isinstance(size, int) and isinstance(length, int)):
         return None
     if wraps and first < 0 and first + length <= 0:
         first += size
     return shapes.sliced(a, cache, rows, axis, first, first + length) if 0 <= first <= size - length else None
-
-
-# readings ----------------------------------------------------------------------------------------------------------
-
-
-def reading(a: Algebra, value: Value) -> Reading | None:
-    """The write that a value is, in the words of rules; None for anything else."""
-    match value.op:
-        case "write":
-            cache, rows, start = value.args
-            return Reading("write", {"cache": cache, "rows": rows, "start": start, "axis": value.attrs[0]})
-        case "write_rows":
-            return _rows(value)
-        case "slice_scatter":
-            axis, start, _, step = value.attrs
-            if step != 1 or axis in (0, value.rank - 1):
-                return None
-            return Reading("write_slice", {"cache": value.arg, "rows": value.args[1], "start": start, "axis": axis})
-        case "cat":
-            return _slide(value)
-        case "reshape":
-            return _pages(value)
-        case _:
-            return None
-
-
-def _rows(value: Value) -> Reading:
-    names = ("cache", "rows", "index", "inner")
-    captures: dict[str, Any] = dict(zip(names, value.args, strict=False))
-    return Reading("write_places" if "inner" in captures else "write_rows", captures | {"axis": value.attrs[0]})
-
-
-def _pages(value: Value) -> Reading | None:
-    """cache.view(-1, N, D)[slots] = rows, viewed as [Block, Size, N, D] again."""
-    flat = value.arg
-    if flat.op not in ("write_rows", "write") or flat.attrs != (0,) or len(flat.args) != 3:
-        return None
-    cache, rows, slots = flat.args
-    merged = cache.op == "reshape" and cache.arg.shape == value.shape and cache.shape[1:] == value.shape[2:]
-    slots = slots if flat.op == "write_rows" else None
-    return Reading("write_pages", {"pages": cache.arg, "rows": rows, "slots": slots}) if merged and slots else None
-
-
-def _slide(value: Value) -> Reading | None:
-    """The last T - S positions of a cache of T, then S new ones."""
-    if len(value.args) != 2 or value.args[0].op != "slice":
-        return None
-    (kept, rows), axis = value.args, value.attrs[0]
-    cache, size = kept.arg, value.shape[axis]
-    slid = kept.attrs == (axis, rows.shape[axis], size, 1) and cache.shape == value.shape
-    return Reading("slide", {"cache": cache, "rows": rows, "axis": axis}) if slid and axis < value.rank - 1 else None
-
-
-READ = ("write", "write_rows", "slice_scatter", "cat", "reshape")
-"""Ops of values that `reading` may read."""
-
-
-def readings(a: Algebra, values: Sequence[Value]) -> Mapping[Value, Reading]:
-    """The writes among `values`."""
-    found = ((value, reading(a, value)) for value in values if value.op in READ)
-    return {value: each for value, each in found if each is not None}

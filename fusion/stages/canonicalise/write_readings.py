@@ -1,0 +1,224 @@
+"""Readings of writes: which values are a cache with new rows, in the words of rules.
+
+    write(cache, rows, start; axis)          write_rows(cache, rows, index; axis)      write_slice(…; start, axis)
+    write_places(…, index, inner, slots)     write_pages(cache, rows, slots)           slide(cache, rows; axis)
+    write_inside(cache, rows, position; axis): where(arange == position, rows, cache), nothing where it is outside
+
+A slot counts the rows of all pages [Block, Size, …]. Look-alikes of writes into an input are told with their reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Reading, Value, unviewed
+from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.positions import Affine, Formula, Leaf, Positions, negation
+from fusion.stages.canonicalise.ranges import bounds
+from fusion.stages.canonicalise.writes import wrapped
+
+_UNREAD = (
+    "aten.index_copy.default", "aten.index_put.default", "aten._unsafe_index_put.default", "aten.slice_scatter.default",
+    "aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.index_add.default",
+    "aten.masked_scatter.default",
+)  # fmt: skip
+READ = ("write", "write_rows", "slice_scatter", "cat", "reshape", "where", "add", *_UNREAD)
+"""Ops of values that may be writes, or look like one."""
+
+Outcome = Reading | str | None
+
+_STEP = "the rows go to every position in {step}; the operator replaces neighbours"
+_MULTIPLIED = "what it replaces is multiplied by 0, which keeps infinities and NaN; select with torch.where"
+_NO_FORM = "its rows are not proven to go, one by one, to places of their own along one axis or in pages"
+_SEVERAL = "it selects by something other than one position for every sequence: {why}"
+
+
+class Writes:
+    """The writes among the values of one graph, and why others are none."""
+
+    def __init__(self, a: Algebra, written: Collection[Value]) -> None:
+        """`written` are the inputs that the graph changes."""
+        self.readings: dict[Value, Reading] = {}
+        self.misses: dict[Value, tuple[str, str]] = {}
+        self._algebra, self._folder, self._written = a, Folder(), written
+
+    def visit(self, value: Value) -> None:
+        """Read a value, after those that it is computed from."""
+        outcome = self._read(value) if value.op in READ else None
+        if isinstance(outcome, Reading):
+            self.readings[value] = outcome
+        elif outcome is not None:
+            self.misses[value] = ("cache_write", outcome)
+
+    def _read(self, value: Value) -> Outcome:
+        match value.op:
+            case "write":
+                cache, rows, start = value.args
+                return _at_start(cache, rows, start, value.attrs[0])
+            case "write_rows":
+                return self._rows(value)
+            case "slice_scatter":
+                return self._slice(value)
+            case "cat":
+                return _slide(value)
+            case "reshape":
+                return self._pages(value)
+            case "where":
+                return self._chosen(value)
+            case "add":
+                return self._blended(value)
+            case _:
+                return _NO_FORM if value.args and self._is_cache(value.args[0]) else None
+
+    def _is_cache(self, value: Value) -> bool:
+        """Whether a value is, whole, an input that the graph changes, as it was or after a write."""
+        source = unviewed(value)
+        return source in self._written or (source in self.readings and self.readings[source].op != "slide")
+
+    def _rows(self, value: Value) -> Reading:
+        cache, rows, index, *inner = value.args
+        captures: dict[str, Any] = {"cache": cache, "rows": rows, "index": index, "axis": value.attrs[0]}
+        if not inner:
+            return Reading("write_rows", captures)
+        slots = _slots(self._algebra, cache, index, inner[0])
+        known = {} if slots is None else {"slots": slots}
+        return Reading("write_places", captures | {"inner": inner[0]} | known)
+
+    def _slice(self, value: Value) -> Outcome:
+        cache, rows = value.args
+        axis, start, _, step = value.attrs
+        if axis in (0, value.rank - 1) and not self._is_cache(cache):
+            return None  # a buffer that is filled part by part
+        if step != 1:
+            return _STEP.format(step=step) if self._is_cache(cache) else None
+        return Reading("write_slice", {"cache": cache, "rows": rows, "start": start, "axis": axis})
+
+    def _pages(self, value: Value) -> Reading | None:
+        """cache.view(-1, N, D)[slots] = rows, viewed as [Block, Size, N, D] again."""
+        flat = value.arg
+        if flat.op not in ("write_rows", "write") or flat.attrs != (0,) or len(flat.args) != 3:
+            return None
+        cache, rows, index = flat.args
+        if cache.op != "reshape" or cache.arg.shape != value.shape or cache.shape[1:] != value.shape[2:]:
+            return None
+        if flat.op == "write" and rows.shape[0] != 1:
+            return None
+        slots = self._algebra.reshape(index, rows.shape[:1])
+        return Reading("write_pages", {"cache": cache.arg, "rows": rows, "slots": slots})
+
+    # choices ---------------------------------------------------------------------------------------------------
+
+    def _chosen(self, value: Value) -> Outcome:
+        """where(positions == position, rows, cache), or the other way round."""
+        condition, rows, cache = value.args
+        if not self._is_cache(cache) or cache.shape != value.shape:
+            condition, rows, cache = value.args[0], cache, rows
+            if not self._is_cache(cache) or cache.shape != value.shape:
+                return None
+        condition = _truth(self._algebra, condition) or condition
+        places = Positions(value.shape, self._folder)
+        formula = places.truth(condition, places.of(condition))
+        formula = formula if cache is value.args[2] else negation(formula)
+        found = self._position(value, formula)
+        if isinstance(found, str):
+            return _SEVERAL.format(why=found)
+        position, axis = found
+        rows = rows.arg if rows.op == "expand" else rows
+        one = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
+        if rows.rank > value.rank or (1,) * (value.rank - rows.rank) + rows.shape != _limited(rows, value, one):
+            return _SEVERAL.format(why="there are rows for every position")
+        rows = self._algebra.expand(rows, one)
+        low, high = bounds(position)
+        size = value.shape[axis]
+        if low >= 0 and isinstance(size, int) and high < size:
+            return _at_start(cache, rows, position, axis)
+        return Reading("write_inside", {"cache": cache, "rows": rows, "position": position, "axis": axis})
+
+    def _position(self, value: Value, formula: Formula) -> tuple[Value, int] | str:
+        """Where `formula` says "this axis is at this position", or what else it says."""
+        if isinstance(formula, bool) or formula[0] != "eq":
+            return "not an equality of positions"
+        terms = formula[1].terms
+        axes = [each for each in terms if isinstance(each, int)]
+        leaves = [each for each in terms if isinstance(each, Leaf)]
+        if len(axes) != 1 or len(leaves) != 1 or len(terms) != 2 or terms[axes[0]] != -terms[leaves[0]]:
+            return "not the difference of a position and an axis"
+        if abs(terms[axes[0]]) != 1:
+            return "positions are multiples"
+        (axis,), (leaf,) = axes, leaves
+        position = self._of_batch(leaf, value)
+        if position is None or (axis == 0 and position.rank):
+            return "the position differs along more than the batch"
+        offset = formula[1].constant * terms[axis]
+        return self._algebra.shift(position, -offset), axis
+
+    def _of_batch(self, leaf: Leaf, value: Value) -> Value | None:
+        """The tensor of a leaf as [] or [B]."""
+        batch = Affine({0: 1})
+        count = math.prod(leaf.value.shape)
+        if count == 1:
+            return self._algebra.reshape(leaf.value, ())
+        varying = [each for each in leaf.index if each.terms]
+        return self._algebra.reshape(leaf.value, (count,)) if count == value.shape[0] and varying == [batch] else None
+
+    def _blended(self, value: Value) -> str | None:
+        """cache · (1 - onehot) + rows · onehot."""
+        factors = [each for product in value.args if product.op == "mul" for each in product.args]
+        if len(factors) != 4 or not any(self._is_cache(each) and each.shape == value.shape for each in factors):
+            return None
+        masks = sum(_is_mask(self._algebra, each) for each in factors)
+        return _MULTIPLIED if masks == 2 else None
+
+
+def _truth(a: Algebra, x: Value) -> Value | None:
+    """The booleans that `x` gives as numbers, of which one may have made booleans again; None for other numbers."""
+    if x.op not in ("cast", "reshape", "expand"):
+        return x if x.dtype is torch.bool else None
+    below = _truth(a, x.arg)
+    if below is None or x.op == "cast":
+        return below
+    return a.reshape(below, x.shape) if x.op == "reshape" else a.expand(below, x.shape)
+
+
+def _is_mask(a: Algebra, x: Value) -> bool:
+    """Whether `x` holds booleans as numbers, or 1 without them."""
+    while x.op in ("shift", "scale"):
+        x = x.arg
+    return x.op == "cast" and _truth(a, x) is not None
+
+
+def _limited(rows: Value, value: Value, one: Sequence[Any]) -> tuple[Any, ...]:
+    """The shape that `rows` has if it broadcasts to `one`, dims of size 1 where it has them."""
+    shape = (1,) * (value.rank - rows.rank) + rows.shape
+    return tuple(1 if have == 1 else want for have, want in zip(shape, one, strict=True))
+
+
+def _at_start(cache: Value, rows: Value, start: Value, axis: int) -> Reading:
+    return Reading("write", {"cache": cache, "rows": rows, "start": start, "axis": axis})
+
+
+def _slots(a: Algebra, cache: Value, block: Value, place: Value) -> Value | None:
+    """block · Size + place [T], if every place is proven to lie in its page; of slot // Size, slot % Size the slot."""
+    blocks, size = cache.shape[:2]
+    if not isinstance(size, int) or not 0 <= bounds(place)[0] <= bounds(place)[1] < size:
+        return None
+    source = unviewed(block.arg if block.op == "wrap" else block)
+    rest = unviewed(place)
+    parts = (source.op, rest.op) == ("floor_divide", "remainder") and source.attrs == rest.attrs == (size,)
+    if parts and source.arg is rest.arg:
+        return wrapped(a, a.reshape(source.arg, block.shape), blocks * size)
+    return a.add(a.scale(block, size), place)
+
+
+def _slide(value: Value) -> Reading | None:
+    """The last T - S positions of a cache of T, then S new ones."""
+    if len(value.args) != 2 or value.args[0].op != "slice":
+        return None
+    (kept, rows), axis = value.args, value.attrs[0]
+    cache, size = kept.arg, value.shape[axis]
+    slid = kept.attrs == (axis, rows.shape[axis], size, 1) and cache.shape == value.shape
+    return Reading("slide", {"cache": cache, "rows": rows, "axis": axis}) if slid and axis < value.rank - 1 else None

@@ -1,0 +1,68 @@
+"""keys[slot // Size, slot % Size] = key; values[slot // Size, slot % Size] = value, in one call.
+
+*Matches* two writes to pages [Block, Size, N, D] at the same slots. *Replaces with* `npu_scatter_pa_kv_cache`, whose
+slots are never negative here: what counts from the end has been made explicit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Example, Rule, attribute, lowering, pattern, require, tensor
+from patterns.examples import paged_write
+
+
+@dataclass(frozen=True)
+class PagedWrite(Rule):
+    """New keys and values of a paged cache."""
+
+    def reference(
+        self, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The meaning: caches [Block, Size, N, D|E], key [T, N, D], value [T, N, E], slots [T] of all pages."""
+        key_cache, value_cache = key_cache.clone(), value_cache.clone()
+        for cache, rows in ((key_cache, key), (value_cache, value)):
+            cache.flatten(0, 1).index_copy_(0, slots, rows)
+        return key_cache, value_cache
+
+    @pattern
+    def through_a_view(
+        self, p, key_cache=tensor("Block Size N D"), key=tensor("T N D"), slots=tensor("T"),
+        value_cache=tensor("Block Size N E"), value=tensor("T N E"),
+    ):  # fmt: skip
+        """Rows of all pages by their number."""
+        keys = p.write_pages(cache=key_cache, rows=key, slots=slots)
+        return keys, p.write_pages(cache=value_cache, rows=value, slots=slots)
+
+    @pattern
+    def by_block(
+        self, p, key_cache=tensor("Block Size N D"), key=tensor("T N D"), slots=tensor("T", optional=True),
+        value_cache=tensor("Block Size N E"), value=tensor("T N E"), block=tensor("T"), place=tensor("T"),
+        axis=attribute(),
+    ):  # fmt: skip
+        """A block and a place in it."""
+        at = dict(index=block, inner=place, slots=slots, axis=axis)
+        return p.write_places(cache=key_cache, rows=key, **at), p.write_places(cache=value_cache, rows=value, **at)
+
+    def guard(self, slots: Any):
+        """A place beyond the end of a page is an error for the model, and another page for the operator."""
+        require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
+
+    @lowering
+    def run(self, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor):
+        """One call for both."""
+        write = torch.ops.npu.npu_scatter_pa_kv_cache_functional
+        return write(key, value, key_cache, value_cache, slots, cache_mode="Norm")
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(paged_write.EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(paged_write.REJECTS)
