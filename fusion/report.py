@@ -266,7 +266,7 @@ class Report:
         return table
 
     def _prepared(self) -> Table:
-        title = f"prepared from Parameters, once: {self.prepared_bytes:,} bytes beside them"
+        title = f"prepared, once: {self.prepared_bytes:,} bytes beside the Parameters"
         table = Table(title=title, title_justify="left", min_width=len(title))
         for name in ("held as", "tensors", "bytes"):
             table.add_column(name, justify="left" if name == "held as" else "right")

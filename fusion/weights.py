@@ -40,8 +40,11 @@ def parameter_inputs(source: fx.Graph, marked: Sequence[Mark | None]) -> frozens
     return frozenset(node.name for node, mark in pairs if mark == _mark(node.meta["val"]) and not is_written(node))
 
 
-def derived(source: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
-    """These inputs, and every node that is computed from them and constants alone, by pure and deterministic calls."""
+def derived(source: fx.Graph, parameters: Collection[str], constants: bool = False) -> set[fx.Node]:
+    """These inputs, and every node that is computed from them and constants alone, by pure and deterministic calls.
+
+    With `constants` also what is computed from no input at all.
+    """
     found: set[fx.Node] = set()
     constant: set[fx.Node] = set()
     for node in source.nodes:
@@ -51,7 +54,7 @@ def derived(source: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
             continue
         if all(each in found or each in constant for each in node.all_input_nodes):
             (found if any(each in found for each in node.all_input_nodes) else constant).add(node)
-    return found
+    return found | constant if constants else found
 
 
 def _mark(tensor: torch.Tensor) -> Mark:

@@ -1,4 +1,4 @@
-"""Stage 7, prepare: what a rewrite computes from Parameters alone leaves the graph and comes back as an input."""
+"""Stage 7, prepare: what a rewrite computes from Parameters or constants alone leaves the graph, to be an input."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ ALIGNMENT = 64  # bytes: where kernels like a tensor to begin, also one that lie
 
 
 def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...]:
-    """Cut out of a rewritten graph, in place, what its new nodes compute from Parameters alone.
+    """Cut out of a rewritten graph, in place, what its new nodes compute from Parameters or constants alone.
 
     Each value that the rest of the graph needs becomes a placeholder behind the others. Views of Parameters stay: they
     cost nothing. With `prepack` "replace", a concatenation of Parameters along dim 0 is to take their place.
     """
-    found = derived(source, facts.parameters)
+    if not facts.parameters:  # whoever hands over no Parameters may not be able to hand over what is prepared, either
+        return ()
+    found = derived(source, facts.parameters, constants=True)
     wanted = _frontier(source, found)
     recipes = [_extract(node, prepack == "replace") for node in wanted]
     left = {each for node in wanted for each in _closure(node)}

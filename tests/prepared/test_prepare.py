@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.functional import conv1d, silu
 
 import fusion
@@ -124,6 +125,26 @@ def test_memory_that_the_caller_gets_is_never_shared():
     assert not outcome.prepared, "a view of it is the same memory"
     _, outcome = prepared(lambda x, w: scaled(x, w)[0].mT.sin(), X, A, rule=DoubleExp())
     assert len(outcome.prepared) == 1
+
+
+def test_a_constant_that_a_rewrite_needs_is_made_once_for_all_layers():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.project = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = F.scaled_dot_product_attention(self.project(x), x, x, is_causal=True)
+            return x
+
+    report = fusion.explain(Block(), numbers(2, 4, 8, 64), options={"target": "host", "lower": "eager"})
+    (graph,) = report.graphs
+    (triangle,) = report.prepared
+    assert not triangle.sources
+    assert triangle.bytes == 2048 * 2048
+    assert not [name for name in names(graph) if "triu" in name or "ones" in name]
+    assert torch.equal(triangle.module(), torch.ones(2048, 2048, dtype=torch.bool).triu(1))
 
 
 def test_random_numbers_writes_and_other_inputs_are_not_of_parameters_alone():
