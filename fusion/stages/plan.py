@@ -7,12 +7,14 @@ one plan.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 
 from fusion._torch import tree_leaves
 from fusion.cost import call_cost, is_data, is_launch, is_view, node_cost
@@ -108,9 +110,28 @@ class Planner:
             if not self._are_prepared(names, match)
         ]
         running = sum(cost / readers[call] for cost, call in each_call)
-        saved = sum(node_cost(node, self.target) for node in dying) - building - running
-        launches = sum(is_launch(node) for node in dying) - sum(kernels.values()) - len(each_call)
+        copying = self._copies(match, plan, dying)
+        saved = sum(node_cost(node, self.target) for node in dying) - building - running - sum(copying)
+        launches = sum(is_launch(node) for node in dying) - sum(kernels.values()) - len(each_call) - len(copying)
         return Candidate(match, lowering, plan, built, dying, saved, launches)
+
+    def _copies(self, match: Match, plan: Plan, dying: frozenset[fx.Node]) -> list[float]:
+        """What it costs that the user's own views of the results no longer fit them: each must be given a copy."""
+        costs: list[float] = []
+        lies = {node: fake for makers, fake in zip(match.roots, plan.fakes, strict=True) for node in makers}
+        waiting = [node for node, fake in lies.items() if dims_of(fake.stride()) != dims_of(node.meta["val"].stride())]
+        while waiting:
+            node = waiting.pop()
+            for user in node.users:
+                if user in dying or user.target is operator.getitem or not is_view(user.target):
+                    continue
+                args, kwargs = map_arg((user.args, user.kwargs), lambda each: lies.get(each, each.meta["val"]))
+                lies[user], failed = self.fakes.run(user.target, args, kwargs)
+                if failed:
+                    costs.append(call_cost(torch.ops.aten.clone.default, [lies[node]], lies[node], self.target))
+                elif isinstance(lies[user], torch.Tensor):
+                    waiting.append(user)
+        return costs
 
     def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
         """Whether a step that reads these captures alone is computed once, outside the graph."""

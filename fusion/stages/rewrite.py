@@ -21,7 +21,8 @@ from fusion.origin import inherit
 from fusion.recording import Fakes, SizeNodes, substitute
 from fusion.records import Candidate, Input, Output, Step
 
-_STRICT_VIEWS = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+_STRICT_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+_CLONE = torch.ops.aten.clone.default
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,8 @@ class _Editor:
         if key in self._made:
             return self._made[key]
         moved = any(each in self._moved for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Node))
-        run, now = self._run(target, args, kwargs) if moved else (target, val)
-        node = self._source.call_function(run, args, kwargs)
+        args, now = self._run(target, args, kwargs, anchor) if moved else (args, val)
+        node = self._source.call_function(target, args, kwargs)
         node.meta["val"] = self._fakes.like(now)
         if moved and not _same_strides(val, now):
             self._moved.add(node)
@@ -189,29 +190,36 @@ class _Editor:
     def _follow_strides(self, waiting: list[fx.Node]) -> None:
         """Bring the fakes of nodes up to date whose inputs now lie differently in memory.
 
-        A view that the new strides do not allow becomes a reshape: the one change that a node outside a cover can see.
+        A view that the new strides do not allow gets a copy to look at: the one change outside a cover.
         """
         while waiting:
             node = waiting.pop()
             if node.op != "call_function" or node in self._dying:
                 continue
-            target, val = self._run(node.target, node.args, node.kwargs)
-            node.target = target
+            with self._source.inserting_before(node):
+                node.args, val = self._run(node.target, node.args, node.kwargs, node)
             if not _same_strides(node.meta["val"], val):
                 self._moved.add(node)
                 node.meta["val"] = val
                 waiting.extend(node.users)
 
-    def _run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What a call gives for its inputs as they lie now, and by what operator."""
-        vals = map_arg((args, kwargs), lambda each: each.meta["val"])
-        val, failed = self._fakes.run(target, *vals)
+    def _run(self, target: Any, args: Any, kwargs: Any, anchor: fx.Node) -> tuple[Any, Any]:
+        """What a call gives for its inputs as they lie now, and its arguments, with a copy where it needs one."""
+        val, failed = self._fakes.run(target, *map_arg((args, kwargs), lambda each: each.meta["val"]))
         if failed and target in _STRICT_VIEWS:
-            target = _STRICT_VIEWS[target]
-            val, failed = self._fakes.run(target, *vals)
+            args = (self._copy(args[0], anchor), *args[1:])
+            val, failed = self._fakes.run(target, *map_arg((args, kwargs), lambda each: each.meta["val"]))
         if failed:
             raise VerificationError(f"following strides: {target}{args} does not accept its new inputs: {failed}")
-        return target, val
+        return args, val
+
+    def _copy(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
+        """A contiguous copy, at the graph's insertion point."""
+        copy = self._source.call_function(_CLONE, (node,), {"memory_format": torch.contiguous_format})
+        copy.meta["val"], _ = self._fakes.run(_CLONE, (node.meta["val"],), copy.kwargs)
+        inherit(copy, anchor)
+        self._order[copy] = self._order[anchor]
+        return copy
 
 
 def _is_pure(node: fx.Node) -> bool:

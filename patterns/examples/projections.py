@@ -48,6 +48,10 @@ def _not_transposed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (x @ a).exp() + (x @ b).sin()
 
 
+def _flat_heads(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return F.linear(x, q).view(-1, 32).exp(), F.linear(x, k).exp(), F.linear(x, v).exp()
+
+
 def _four(x: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
     y = x.reshape(-1, x.shape[-1])
     return tuple(F.linear(y, each).exp() for each in (a, b, c, d))
@@ -82,6 +86,7 @@ EXAMPLES = (
     Example("queries, keys and values", _qkv, QKV),
     Example("with biases", _qkv_biased, QKV_BIASED),
     Example("cut into heads", _heads, QKV),
+    Example("one that is viewed as no part of a row can be", _flat_heads, QKV),
     Example("matmul", _by_matmul, PAIR),
     Example("einsum", _by_einsum, PAIR),
     Example("biases added", _added_bias, PAIR_BIASED),

@@ -85,7 +85,7 @@ def test_a_value_inside_that_is_read_outside_stays():
     assert "aten.rsqrt.default" in names(gm)
 
 
-def test_a_view_that_new_strides_do_not_allow_becomes_a_reshape():
+def test_views_fit_the_new_strides():
     def form(x, cos, sin):
         x1, x2 = x.chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).view(2, 4, 192)
