@@ -48,8 +48,8 @@ class Attention(Rule):
 
         `mask` is true where a key is hidden; `length` [B] or `known` say how many keys are seen; `order` is "full",
         "left" (key j ≤ query i), "right" (the last query sees the last key) or "mask" (as the mask says); `window` is
-        how many keys before its own a query sees; `empty` is what a query without keys gives: "zero", "mean" (of all values) or "nan"; "zero" if there is
-        none, and unless `order` is "mask".
+        how many keys before its own a query sees; `empty` is what a query without keys gives: "zero", "mean" (of all
+        values) or "nan"; always "zero" where every query is known to see a key.
         """
         return p.softmax_attention(
             q=q, k=k, v=v, mask=mask, length=length, sink=sink, scale=scale, order=order, window=window, known=known,

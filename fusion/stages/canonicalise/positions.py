@@ -365,8 +365,8 @@ class Positions:
 def _merged(pairs: Sequence[tuple[float, Formula]], dtype: torch.dtype | None) -> dict[float, Formula] | None:
     """One formula for each constant, beyond the largest number of the dtype infinite; None where one is NaN (0 · ∞)."""
     found: dict[float, Formula] = {}
-    floats = dtype is not None and dtype.is_floating_point
-    most = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4) if floats else torch.inf
+    limits = torch.finfo(dtype) if dtype is not None and dtype.is_floating_point else None
+    most = torch.inf if limits is None else limits.max * (1 + limits.eps / 4)
     for value, formula in pairs:
         value = value if abs(value) < most else math.copysign(torch.inf, value)
         if formula is not False and math.isnan(value):
