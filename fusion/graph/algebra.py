@@ -207,7 +207,7 @@ class Algebra:
             return self.expand(self.scale(x.arg, factor), x.shape)
         if x.op == "scale":
             x, factor = x.arg, factor * x.attrs[0]
-        nearest = round(factor)
+        nearest = round(factor) if math.isfinite(factor) else 0
         factor = float(nearest) if nearest and math.isclose(factor, nearest, rel_tol=1e-12) else float(factor)
         return x if factor == 1 else self.make("scale", (x,), (factor,), x.shape, x.dtype)
 

@@ -48,7 +48,8 @@ class Attention(Rule):
 
         `mask` is true where a key is hidden; `length` [B] or `known` say how many keys are seen; `order` is "full",
         "left" (key j ≤ query i), "right" (the last query sees the last key) or "mask" (as the mask says); `window` is
-        how many keys before its own a query sees; `empty` is what a query without keys gives: "zero" or "mean".
+        how many keys before its own a query sees; `empty` is what a query without keys gives: "zero", "mean" (of all
+        values) or "nan"; always "zero" where every query is known to see a key.
         """
         return p.softmax_attention(
             q=q, k=k, v=v, mask=mask, length=length, sink=sink, scale=scale, order=order, window=window, known=known,
@@ -89,7 +90,9 @@ class Attention(Rule):
         require(mask is not None, "there is no mask")
         require(sink is None, "with a sink the operator reads packed sequences")
         y = calls.batched(q, k, v, scale, mask=mask)[0]
-        return calls.finished(calls.mean_where_empty(y, v, mask) if empty == "mean" else y, finish)
+        if empty == "mean":
+            y = calls.mean_where_empty(y, v, mask)
+        return calls.finished(calls.nan_where_empty(y, mask) if empty == "nan" else y, finish)
 
     @lowering
     def told_beside_sink(self, q, k, v, length, sink, scale, order, window, known, finish):

@@ -149,6 +149,11 @@ def mean_where_empty(y: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.all(-1, keepdim=True), mean, y)
 
 
+def nan_where_empty(y: Tensor, mask: Tensor) -> Tensor:
+    """NaN for a query that sees no key, as a softmax of -inf gives it."""
+    return torch.where(mask.all(-1, keepdim=True), torch.nan, y)
+
+
 def beside_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """y · exp(lse) / (exp(lse) + exp(sink)): y [B, N, S, E], lse [B, N, S, 1], sink [N]."""
     share = torch.sigmoid(lse - sink.to(lse.dtype).reshape(-1, 1, 1))

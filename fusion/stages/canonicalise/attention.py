@@ -15,13 +15,13 @@ import torch
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.arrangement import Arrangement, Step, arrangement, carried
+from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement, carried
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.logic import either
-from fusion.stages.canonicalise.masks import MASKED, hidden, is_lowest, limits, visible, whole
-from fusion.stages.canonicalise.positions import Affine, Positions
+from fusion.stages.canonicalise.masks import MASKED, Limits, Term, hidden, limits, sees_some, unseen, visible, whole
+from fusion.stages.canonicalise.positions import Positions
 
 Finish = tuple[Step, ...]
 
@@ -42,7 +42,7 @@ class Scores:
     product: Value | None = None
     scale: float = 1.0
     steps: tuple[Step, ...] = ()
-    terms: tuple[tuple[str, Value], ...] = ()
+    terms: tuple[Term, ...] = ()
     sink: Value | None = None
     odd: str = ""
 
@@ -52,9 +52,9 @@ def attention(a: Algebra, folder: Folder, assumed: Assumed, root: Value) -> Read
     value, finish = _stripped(root)
     if value.op != "matmul":
         return None
-    weights = _weights(value.arg)
+    weights = _weights(a, value.arg)
     if weights is None:
-        return None
+        return "some of the weights are dropped at random" if _dropped(value.arg) else None
     if weights.softmax.attrs[0] != -1:
         return "the softmax is taken over the queries, not over the keys"
     scores = _scores(Scores(), weights.softmax.arg)
@@ -80,7 +80,14 @@ def _stripped(root: Value) -> tuple[Value, Finish]:
     return value, tuple(reversed(finish))
 
 
-def _weights(p: Value) -> Weights | None:
+def _dropped(p: Value) -> bool:
+    """Whether what multiplies the values went through dropout."""
+    while p.op in ("cast", "reshape", "permute", "getitem") or (p.op.endswith("getitem>") and p.args):
+        p = p.arg
+    return "dropout" in p.op and any(each.op == "softmax" for each in p.args)
+
+
+def _weights(a: Algebra, p: Value) -> Weights | None:
     steps, cut = (), False
     while p.op != "softmax":
         step = _step(p)
@@ -91,8 +98,32 @@ def _weights(p: Value) -> Weights | None:
         elif p.op != "cast":
             return None
         p = p.arg
+    p, order = _turned(a, p)
+    steps = (("permute", order), *steps) if order else steps
     rows = arrangement(p.shape[:-1], steps)
     return None if rows is None else Weights(p, rows, cut)
+
+
+def _turned(a: Algebra, softmax: Value) -> tuple[Value, tuple[int, ...]]:
+    """The softmax of scores whose rows stand in the order of the product, and the order in which they stood."""
+    scores = _scores(Scores(), softmax.arg)
+    lead = () if scores.product is None else scores.product.shape[:-1]
+    rows = arrangement(lead, scores.steps) if lead and softmax.attrs[0] == -1 else None
+    if rows is None or rows.identity or sorted(rows.before) != sorted(rows.after):
+        return softmax, ()
+    back = tuple(rows.after.index(run) for run in rows.before)
+    z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
+    order = tuple(rows.before.index(run) for run in rows.after)
+    return a.make("softmax", (z,), softmax.attrs, z.shape, z.dtype), order
+
+
+def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:
+    """`z` permuted, below all that is done to single scores."""
+    if z.op in ("cast", "scale", "add", "where", "cat"):
+        rank = len(order)
+        args = [_permuted(a, a.reshape(each, (*(1,) * (rank - each.rank), *each.shape)), order) for each in z.args]
+        return a.make(z.op, args, z.attrs, tuple(z.shape[axis] for axis in order), z.dtype)
+    return a.permute(z, order)
 
 
 def _step(x: Value) -> Step | None:
@@ -127,21 +158,35 @@ def _scores(found: Scores, z: Value) -> Scores:
             return _chosen(found, z)
         case "tanh":
             return replace(found, odd="the scores are capped softly by tanh, which the operator does not do")
-        case "mul" if any(_holds_product(each) for each in z.args):
+        case "mul" if _number(z.args[0]) or _number(z.args[1]):
+            scores, factor = z.args if _number(z.args[1]) else z.args[::-1]
+            return _scores(replace(found, scale=found.scale * _number(factor)), scores)
+        case "mul" if _product_in(z) is not None:
             return replace(found, odd="the scores are scaled by a tensor, where the operator takes a number")
         case _:
             return found
 
 
+def _number(x: Value) -> float:
+    """The number of which a tensor consists, 0 where it has others."""
+    if x.op == "full":
+        return float(x.attrs[0])
+    if x.op in ("cast", "expand", "reshape"):
+        return _number(x.arg)
+    return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
+
+
 def _added(found: Scores, z: Value) -> Scores:
     for scores, other in (z.args, z.args[::-1]):
-        if not _holds_product(scores):
+        product = _product_in(scores)
+        if product is None:
             continue
-        if other.shape[-1:] == (1,) and z.shape[-1] != 1 and found.sink is None and not found.terms:
-            return _scores(found, scores)  # the same for a whole row: the softmax does not see it
+        of_rows = other.shape[-1:] == (1,) and z.shape[-1] != 1
+        if of_rows and found.sink is None and not found.terms and _computed_from(other, product):
+            return _scores(found, scores)  # the same for a whole row, as its maximum: the softmax does not see it
         if found.steps:
             return replace(found, odd="the scores are masked before they are arranged otherwise")
-        term = ("add", other)
+        term = Term("add", other, found.scale)
         return _scores(replace(found, terms=(*found.terms, term)), scores)
     return found
 
@@ -149,19 +194,31 @@ def _added(found: Scores, z: Value) -> Scores:
 def _chosen(found: Scores, z: Value) -> Scores:
     condition, yes, no = z.args
     for how, scores, fill in (("keep", yes, no), ("drop", no, yes)):
-        if _holds_product(scores):
-            if found.steps or fill.op != "full" or fill.attrs[0] > MASKED:
+        if _product_in(scores) is not None:
+            if found.steps or fill.op != "full" or fill.attrs[0] * found.scale > MASKED:
                 return replace(found, odd="scores are replaced by something else than a number of at most -1e4")
-            return _scores(replace(found, terms=(*found.terms, (how, condition))), scores)
+            term = Term(how, condition, fill=fill.attrs[0] * found.scale)
+            return _scores(replace(found, terms=(*found.terms, term)), scores)
     return found
 
 
-def _holds_product(z: Value) -> bool:
+def _computed_from(x: Value, source: Value) -> bool:
+    """Whether `source` is among what `x` is computed from."""
+    seen, waiting = {x}, [x]
+    while waiting:
+        new = {each for each in waiting.pop().args if each.id >= source.id} - seen
+        seen |= new
+        waiting.extend(new)
+    return source in seen
+
+
+def _product_in(z: Value) -> Value | None:
+    """The product of queries and keys of which `z` consists of scores."""
     while z.op in ("cast", "scale", "reshape", "permute", "tanh") or (z.op == "cat" and z.attrs == (z.rank - 1,)):
         z = z.arg
     if z.op in ("add", "where", "mul"):
-        return any(_holds_product(each) for each in z.args[-2:])
-    return z.op == "matmul"
+        return next((each for each in map(_product_in, z.args[-2:]) if each is not None), None)
+    return z if z.op == "matmul" else None
 
 
 # the reading -------------------------------------------------------------------------------------------------------
@@ -183,7 +240,6 @@ def _reading(
     batch, heads, queries = _bns(shape)
     q = _queries(a, scores)
     k, v = _keys(a, scores), _values(a, product, weights)
-    k, v = (None if each is None else _heads(a, each, (batch, heads)) for each in (k, v))
     if k is None or v is None:
         return "keys or values are not the same for the queries of one head"
     q = a.reshape(q, (batch, heads, queries, q.shape[-1]))
@@ -229,43 +285,46 @@ def _queries(a: Algebra, scores: Scores) -> Value:
 
 
 def _keys(a: Algebra, scores: Scores) -> Value | None:
-    """The keys [.., T, D] with the batch dims that the scores have in the softmax."""
+    """The keys [B, M, T, D] for the batch dims that the scores have in the softmax."""
     assert scores.product is not None
-    k, lead = swapped(a, scores.product.args[1]), scores.product.shape[:-1]
-    rows = arrangement(lead, scores.steps)
-    if rows is None or rows.identity:
-        return None if rows is None else k
-    return carried(a, _opened(a, k, len(lead)), rows, rows.before, rows.after)
+    rows = arrangement(scores.product.shape[:-1], scores.steps)
+    k = swapped(a, scores.product.args[1])
+    return None if rows is None else _heads(a, k, rows, rows.before, rows.after)
 
 
 def _values(a: Algebra, product: Value, weights: Weights) -> Value | None:
-    """The values [.., T, E] with the batch dims that the weights have in the softmax."""
-    v, rows = product.args[1], weights.rows
-    return v if rows.identity else carried(a, _opened(a, v, len(rows.after)), rows, rows.after, rows.before)
+    """The values [B, M, T, E] for the batch dims that the weights have in the softmax."""
+    rows = weights.rows
+    return _heads(a, product.args[1], rows, rows.after, rows.before)
+
+
+def _heads(a: Algebra, kv: Value, rows: Arrangement, own: Dims, wanted: Dims) -> Value | None:
+    """Keys or values with the batch dims `own` as [B, M, T, D], each of the M heads once, however often repeated."""
+    placed = carried(a, _opened(a, kv, len(own)), rows, own, wanted)
+    if placed is None:
+        return None
+    ends = [len(wanted[0]), sum(map(len, wanted[:-1]))]
+    full = [rows.sizes[atom] for run in wanted for atom in run]
+    lead, last = list(placed.shape[:-2]), placed.shape[-2:]
+    if any(size != 1 for size in lead[ends[1] :]):
+        return None
+    batch = _common(lead[: ends[0]], full[: ends[0]])
+    heads = _common(lead[ends[0] : ends[1]], full[ends[0] : ends[1]])
+    open_ = a.expand(placed, (*batch, *heads, *lead[ends[1] :], *last))
+    kv = _once(a, a.reshape(open_, (prod(batch), prod(heads), *last)))
+    return a.expand(kv, (prod(full[: ends[0]]), *kv.shape[1:]))
+
+
+def _common(lead: Sequence[Any], full: Sequence[Any]) -> list[Any]:
+    """The sizes of dims of which only the last may be shared, so that neighbours share: others are repeated."""
+    own = next((place for place in reversed(range(len(lead))) if lead[place] != 1), -1)
+    return [*full[: own + 1], *lead[own + 1 :]]
 
 
 def _opened(a: Algebra, kv: Value, rank: int) -> Value:
     """With a dim of size 1 for the rows, and for batch dims that it broadcasts to: [*rank dims, T, E]."""
     lead = kv.shape[:-2]
     return a.reshape(kv, (*(1,) * (rank - 1 - len(lead)), *lead, 1, *kv.shape[-2:]))
-
-
-def _heads(a: Algebra, kv: Value, wanted: tuple[Any, Any]) -> Value | None:
-    """Keys or values as [B, M, T, D], each of the M heads once, however often the model repeats it."""
-    batch, heads = wanted
-    rows = kv.shape[-2:]
-    kv = _once(a, kv)
-    lead = kv.shape[:-2]
-    while len(lead) > 2 and lead[-1] == 1:
-        lead = lead[:-1]
-    if len(lead) > 2:
-        lead = (lead[0], prod(lead[1:]))
-    if len(lead) == 1:
-        lead = (batch, heads) if lead[0] == batch * heads else (lead[0], 1)
-    if not lead or lead[0] not in (1, batch) or not _divides(lead[1], heads):
-        return None
-    kv = _once(a, a.reshape(kv, (*lead, *rows)))
-    return kv if kv.shape[0] == batch else a.expand(kv, (batch, *kv.shape[1:]))
 
 
 def _divides(part: Any, whole: Any) -> bool:
@@ -360,7 +419,7 @@ def _mask(
     sizes: tuple[Any, Any, Any, Any],
 ) -> dict[str, Any] | str:
     """What the operator is told about the mask: `order` and `window`, up to which key, and the mask as it is."""
-    queries = sizes[2]
+    queries, keys = sizes[2:]
     if not scores.terms:
         return {"order": "full", "window": None, "known": None, "empty": "zero"}
     formula = visible(positions, scores.terms)
@@ -368,42 +427,46 @@ def _mask(
         return formula
     if formula is True:
         return {"order": "full", "window": None, "known": None, "empty": "zero"}
-    empty = "mean" if is_lowest(scores.terms, positions) else softmax.attrs[1]
-    empty = "zero" if scores.sink is not None else empty
+    bounds = limits(formula, len(shape) + 1)
+    some = sees_some(bounds, queries, keys)
+    certain = some or scores.sink is not None
+    empty = "zero" if certain else unseen(positions, scores.terms, softmax.attrs[1])
+    if not empty:
+        return "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"
     told: dict[str, Any] = {"order": "mask", "window": None, "known": None, "empty": empty}
     mask = _explicit(a, scores, shape, sizes)
     if mask is not None:
         told["mask"] = mask
-    bounds = limits(formula, len(shape) + 1)
-    if bounds.rest or bounds.high is None or (queries != 1 and bounds.low is not None and not bounds.moving):
-        return told if mask is not None else "the mask differs from head to head"
-    return told | _bounded(a, bounds.high, bounds.low, bounds.moving, sizes)
+    told_in_words = some or (empty == "zero" and not bounds.moving)
+    words = _bounded(a, bounds, sizes) if told_in_words else {}
+    return told | words if mask is not None or words else "the mask differs from head to head"
 
 
-def _bounded(
-    a: Algebra, high: Affine, low: Affine | None, moving: bool, sizes: tuple[Any, Any, Any, Any]
-) -> dict[str, Any]:
+def _bounded(a: Algebra, bounds: Limits, sizes: tuple[Any, Any, Any, Any]) -> dict[str, Any]:
     """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers."""
     batch, _, queries, keys = sizes
+    high, low, moving = bounds.high, bounds.low, bounds.moving
+    if bounds.rest or high is None or (low is not None and (queries == 1 or not moving)):
+        return {}
     window: Any = None
     if low is not None:
         span = high + low.times(-1)
-        if span.terms or not isinstance(span.constant, int) or queries == 1:
+        if span.terms or not isinstance(span.constant, int):
             return {}
         window = span.constant
     order = "right" if moving and queries != 1 else "full"
     if moving and not high.terms and high.constant == 0 and window is None:
-        return {"order": "left", "empty": "zero"}
+        return {"order": "left"}
     seen = high.plus(queries if moving or queries == 1 else 1)
     if not seen.terms:
         if seen.constant == keys:
-            return {"order": order, "window": window, "empty": "zero"}
+            return {"order": order, "window": window}
         within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
-        return {"order": order, "window": window, "known": seen.constant, "empty": "zero"} if within else {}
+        return {"order": order, "window": window, "known": seen.constant} if within else {}
     length = whole(a, seen, batch)
     if length is None or not isinstance(keys, int):
         return {}
-    return {"order": order, "window": window, "length": _clamped(a, length, keys), "empty": "zero"}
+    return {"order": order, "window": window, "length": _clamped(a, length, keys)}
 
 
 def _clamped(a: Algebra, length: Value, most: int) -> Value:
@@ -427,11 +490,12 @@ def _explicit(a: Algebra, scores: Scores, shape: Sequence[Any], sizes: tuple[Any
     return a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
 
 
-def _hidden(a: Algebra, terms: Sequence[tuple[str, Value]]) -> Iterator[Value]:
-    for how, mask in terms:
-        if how == "drop":
+def _hidden(a: Algebra, terms: Sequence[Term]) -> Iterator[Value]:
+    for each in terms:
+        mask = each.mask
+        if each.how == "drop":
             yield mask
-        elif how == "keep":
+        elif each.how == "keep":
             yield mask.arg if mask.op == "not" else a.make("not", (mask,), (), mask.shape, torch.bool)
         else:
-            yield hidden(a, mask)
+            yield hidden(a, mask, each.factor)

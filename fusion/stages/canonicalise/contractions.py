@@ -9,6 +9,7 @@ a row with a row                → the sum of their elementwise product
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,7 +98,8 @@ def _addmm(a: Algebra, out: Out, bias: Value, x: Value, y: Value, beta: Any = 1,
     product = matmul(a, x, y)
     if product is None or not is_number(beta) or not is_number(alpha):
         return None
-    return a.add(a.scale(product, alpha), a.scale(bias, beta))
+    product = a.scale(product, alpha)
+    return product if beta == 0 else a.add(product, a.scale(bias, beta))
 
 
 @translates("aten.einsum.default")
@@ -109,12 +111,23 @@ def _einsum(a: Algebra, out: Out, equation: str, operands: Sequence[Value]) -> T
     left, right = terms.split(",")
     if left == right and left[:-1] == result:
         return _row_product(a, out, *operands)
-    if "." in equation or any(len(set(labels)) < len(labels) for labels in (left, right, result)):
+    left, right, result = _spelled_out((left, right, result), [each.rank for each in operands])
+    if any("." in labels or len(set(labels)) < len(labels) for labels in (left, right, result)):
         return None
     summed = [label for label in left if label in right and label not in result]
     if len(summed) != 1 or set(left) ^ set(right) != set(result) - (set(left) & set(right)):
         return None
     return _contract(a, out, operands, (left, right, result), summed[0])
+
+
+def _spelled_out(terms: tuple[str, str, str], ranks: Sequence[int]) -> tuple[str, str, str]:
+    """Labels for the dims behind "...", if both operands have as many of them."""
+    behind = {rank - len(term) + 3 for term, rank in zip(terms, ranks, strict=False)}
+    if not all("..." in term for term in terms) or len(behind) != 1:
+        return terms
+    free = [label for label in string.ascii_letters if label not in "".join(terms)][: behind.pop()]
+    left, right, result = (term.replace("...", "".join(free)) for term in terms)
+    return left, right, result
 
 
 def _contract(a: Algebra, out: Out, operands: Sequence[Value], labels: tuple[str, str, str], summed: str) -> Translated:

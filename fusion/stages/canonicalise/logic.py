@@ -40,7 +40,7 @@ def compare(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
 def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype | None) -> Value | None:
     """x where the condition holds, else y; a softmax with rows of -inf replaced by 0 is one that gives 0 there."""
     replaced = x.op == "full" and x.attrs == (0,) and y.op == "softmax" and y.attrs == (-1, "nan")
-    if replaced and _sees_nothing(condition, y.arg):
+    if replaced and (_sees_nothing(condition, y.arg) or _is_nan(condition, y) or _is_hidden(condition, y.arg)):
         return softmax(a, y.arg, -1, "zero")
     return _pointwise(a, "where", (condition, x, y), (), dtype)
 
@@ -60,7 +60,8 @@ def _pointwise(
 def _operand(a: Algebra, x: Any, like: Value) -> Value | None:
     if isinstance(x, Value):
         return x
-    return constant(a, x, (), like.dtype) if isinstance(x, (int, float)) else None
+    whole = isinstance(x, int) or like.dtype is None or like.dtype.is_floating_point
+    return constant(a, x, (), like.dtype if whole else torch.float32) if isinstance(x, (int, float)) else None
 
 
 @translates("aten.arange.default")
@@ -159,6 +160,33 @@ def _sees_nothing(condition: Value, scores: Value) -> bool:
     while scores.op == "cast" and tested is not scores:
         scores = scores.arg
     return tested is scores and bound.op == "full" and bound.attrs == (-math.inf,)
+
+
+def _is_nan(condition: Value, x: Value) -> bool:
+    """Whether a condition holds where `x` is NaN."""
+    unequal = condition.op == "compare" and condition.attrs == ("ne",) and condition.args == (x, x)
+    return unequal or (condition.op == "isnan" and condition.arg is x)
+
+
+def _is_hidden(condition: Value, scores: Value) -> bool:
+    """Whether a condition holds where scores have been replaced by -inf."""
+    while scores.op == "cast":
+        scores = scores.arg
+    filled = scores.op == "where" and scores.args[0] is condition and scores.args[1].op == "full"
+    return filled and scores.args[1].attrs == (-math.inf,)
+
+
+@translates("aten.isnan.default")
+def _isnan(a: Algebra, out: Out, x: Value) -> Translated:
+    return a.make("isnan", (x,), (), x.shape, torch.bool)
+
+
+@translates("aten.nan_to_num.default")
+def _nan_to_num(a: Algebra, out: Out, x: Value, nan: Any = None, *args: Any) -> Translated:
+    """Of a softmax, which is infinite nowhere."""
+    if x.op != "softmax" or nan not in (None, 0):
+        return None
+    return where(a, a.make("isnan", (x,), (), x.shape, torch.bool), constant(a, 0, (), x.dtype), x, x.dtype)
 
 
 @translates("aten.any.dim")

@@ -13,7 +13,25 @@ from fusion.stages.canonicalise.positions import Affine, Formula, Leaf, Position
 
 MASKED = -1e4  # a score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are all in use
 
+LOST = -1e30  # a finite number that swallows any score it is added to
 UNPROVEN = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One mask of the scores.
+
+    Attributes:
+        how: "add" (to the scores), "keep" (booleans, true where a key is seen) or "drop" (the contrary).
+        mask: the mask.
+        factor: what the scores are multiplied by after it.
+        fill: what a hidden score is replaced by, for "keep" and "drop"; `factor` is in it.
+    """
+
+    how: str
+    mask: Value
+    factor: float = 1.0
+    fill: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -33,19 +51,15 @@ class Limits:
     rest: tuple[Formula, ...]
 
 
-def visible(positions: Positions, terms: Sequence[tuple[str, Value]]) -> Formula | str:
-    """Where all masks of one score let it through, or why it cannot be said.
-
-    `terms` are masks with how they work: "add" (to the scores), "keep" or "drop" (booleans).
-    """
+def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
+    """Where all masks of one score let it through, or why it cannot be said."""
     parts: list[Formula] = []
-    for how, mask in terms:
-        at = positions.of(mask)
-        if how != "add":
-            seen = positions.truth(mask, at)
-            parts.append(seen if how == "keep" else negation(seen))
+    for each in terms:
+        if each.how != "add":
+            seen = positions.truth(each.mask, positions.of(each.mask))
+            parts.append(seen if each.how == "keep" else negation(seen))
             continue
-        constants = positions.constants(mask, at)
+        constants = _added(positions, each)
         if constants is None:
             return UNPROVEN
         if any(value > MASKED and value != 0 for value in constants):
@@ -54,14 +68,47 @@ def visible(positions: Positions, terms: Sequence[tuple[str, Value]]) -> Formula
     return conjunction(*parts)
 
 
-def is_lowest(terms: Sequence[tuple[str, Value]], positions: Positions) -> bool:
-    """Whether a masked score is a finite number, so that a row without keys is the mean of all values."""
-    for how, mask in terms:
-        if how == "add":
-            constants = positions.constants(mask, positions.of(mask)) or {}
-            if any(value <= MASKED and value != -torch.inf for value in constants):
-                return True
-    return False
+def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
+    """What a mask adds to the scores that the softmax sees."""
+    constants = positions.constants(term.mask, positions.of(term.mask))
+    return None if constants is None else {value * term.factor if value else 0.0: f for value, f in constants.items()}
+
+
+def unseen(positions: Positions, terms: Sequence[Term], softmax: str) -> str:
+    """What a query gives that sees no key: "mean" (of all values), what `softmax` makes of a row of -inf, or "".
+
+    "" where it depends on the scores: a number that only hides a key beside others hides none where all are lowered.
+    """
+    numbers = [
+        number
+        for each in terms
+        for number in ((each.fill,) if each.how != "add" else _added(positions, each) or ())
+        if number != 0
+    ]
+    finite = {number for number in numbers if number != -torch.inf}
+    if not finite:
+        return softmax
+    replaced = all(each.how != "add" for each in terms)
+    alone = len(terms) == 1 and max(finite) <= LOST
+    return "mean" if (replaced or alone) and len(set(numbers)) == 1 else ""
+
+
+def sees_some(bounds: Limits, queries: Any, keys: Any) -> bool:
+    """Whether every query sees a key, where positions that are read from tensors are not negative."""
+    high, low = bounds.high, bounds.low
+    if bounds.rest or high is None or not isinstance(high.constant, int):
+        return False
+    if any(not isinstance(term, Leaf) or factor != 1 for term, factor in high.terms.items()):
+        return False
+    counted = sum(isinstance(term, Leaf) and term.value.op == "count" for term in high.terms)  # at least one key each
+    if high.constant + counted < 0:
+        return False
+    if low is None:
+        return True
+    span = high + low.times(-1)
+    last = low.plus(queries - 1 if bounds.moving else 0).plus(-keys)
+    within = last.terms or (isinstance(last.constant, int) and last.constant < 0)
+    return bool(within) and not span.terms and isinstance(span.constant, int) and span.constant >= 0
 
 
 def limits(formula: Formula, rank: int) -> Limits:
@@ -127,6 +174,6 @@ def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
     return a.reshape(value, (size,))
 
 
-def hidden(a: Algebra, mask: Value) -> Value:
-    """Where a mask that is added to scores hides a key: it holds 0 or at most `MASKED`."""
-    return a.make("below", (mask,), (MASKED / 2,), mask.shape, torch.bool)
+def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
+    """Where a mask that is added to scores, times a positive factor, hides a key: it holds 0 or at most `MASKED`."""
+    return a.make("below", (mask,), (MASKED / 2 / factor,), mask.shape, torch.bool)

@@ -162,9 +162,9 @@ class Positions:
         for place, factor in atom[1].terms.items():
             last = (self.shape[place] - 1) * factor
             low, high = (low + last, high) if factor < 0 else (low, high + last)
-        if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
-            return atom
-        return True if high <= 0 else False if low > 0 else atom
+        if isinstance(high, (int, float)) and high <= 0:
+            return True
+        return False if isinstance(low, (int, float)) and low > 0 else atom
 
     # whole numbers ---------------------------------------------------------------------------------------------
 
@@ -227,11 +227,15 @@ class Positions:
                 return None
 
     def _gathered(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]] | None:
-        """x[i, j] with one index for every dim of x, as masks read padding."""
+        """x[i, j] with one index for every dim of x, none of which counts from the end, as masks read padding."""
         source, indices = x.arg, x.args[1:]
         if x.attrs != tuple(range(source.rank)):
             return None
-        return source, tuple(self.whole(each, _spread(each, x, at)) for each in indices)
+        found = tuple(self.whole(each, _spread(each, x, at)) for each in indices)
+        return (source, found) if all(map(self._not_negative, found)) else None
+
+    def _not_negative(self, expression: Affine) -> bool:
+        return self.decided(("le", expression.times(-1))) is True
 
     # truths ----------------------------------------------------------------------------------------------------
 
@@ -341,7 +345,8 @@ class Positions:
                 formula = self.truth(x.arg, at)
                 return _known({1.0: formula, 0.0: negation(formula)})
             case "cast" if x.arg.dtype is not None and x.arg.dtype.is_floating_point:
-                return self.constants(x.arg, at)
+                inner = self.constants(x.arg, at)
+                return None if inner is None else _merged(list(inner.items()), x.dtype)
             case "scale" | "shift":
                 return self._mapped(x, at)
             case "add" | "mul":
@@ -355,19 +360,16 @@ class Positions:
         inner, change = self.constants(x.arg, at), x.attrs[0]
         if inner is None:
             return None
-        pairs = [(value * change if x.op == "scale" and value else value, f) for value, f in inner.items()]
-        return _merged([(value + change if x.op == "shift" else value, f) for value, f in pairs])
+        pairs = [(value * change if x.op == "scale" else value + change, f) for value, f in inner.items()]
+        return _merged(pairs, x.dtype)
 
     def _paired(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
         left, right = (self.constants(each, _spread(each, x, at)) for each in x.args)
         if left is None or right is None:
             return None
         return _merged(
-            [
-                (u + v if x.op == "add" else u * v if u and v else 0.0, conjunction(f, g))
-                for u, f in left.items()
-                for v, g in right.items()
-            ]
+            [(u + v if x.op == "add" else u * v, conjunction(f, g)) for u, f in left.items() for v, g in right.items()],
+            x.dtype,
         )
 
     def _chosen(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
@@ -376,12 +378,18 @@ class Positions:
         if yes is None or no is None:
             return None
         pairs = [(value, conjunction(condition, f)) for value, f in yes.items()]
-        return _merged(pairs + [(value, conjunction(negation(condition), f)) for value, f in no.items()])
+        return _merged(pairs + [(value, conjunction(negation(condition), f)) for value, f in no.items()], x.dtype)
 
 
-def _merged(pairs: Sequence[tuple[float, Formula]]) -> dict[float, Formula] | None:
+def _merged(pairs: Sequence[tuple[float, Formula]], dtype: torch.dtype | None) -> dict[float, Formula] | None:
+    """One formula for each constant, beyond the largest number of the dtype infinite; None where one is NaN (0 · ∞)."""
     found: dict[float, Formula] = {}
+    limits = torch.finfo(dtype) if dtype is not None and dtype.is_floating_point else None
+    most = torch.inf if limits is None else limits.max * (1 + limits.eps / 4)
     for value, formula in pairs:
+        value = value if abs(value) < most else math.copysign(torch.inf, value)
+        if formula is not False and math.isnan(value):
+            return None
         found[value] = disjunction(found.get(value, False), formula)
     return _known(found)
 

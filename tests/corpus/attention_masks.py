@@ -1,0 +1,286 @@
+"""Masks of attention, as people write them: causal, windows, padding, blocks and caches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .attention import causal_seen
+from .attention_base import B, D, Entry, M, S, T, lowest, repeat, tensors
+
+SCALE = D**-0.5
+MOST = 16
+
+
+def scores_of(q, k):
+    return q @ k.transpose(-2, -1) * SCALE
+
+
+# causal --------------------------------------------------------------------------------------------------------------
+
+
+def filled_triu(q, k, v):
+    hidden = torch.triu(torch.ones(S, S, dtype=torch.bool), diagonal=1)
+    return scores_of(q, k).masked_fill(hidden, -math.inf).softmax(-1) @ v
+
+
+def filled_lowest(q, k, v):
+    seen = torch.tril(torch.ones(S, S))
+    return scores_of(q, k).masked_fill(seen == 0, lowest(q)).softmax(-1) @ v
+
+
+def filled_billion(q, k, v):
+    seen = torch.ones(S, S).tril().view(1, 1, S, S)
+    return scores_of(q, k).masked_fill(seen == 0, -1e9).softmax(-1) @ v
+
+
+def added_infinity(q, k, v):
+    hidden = torch.full((S, S), -math.inf, dtype=q.dtype).triu(1)
+    return (hidden + scores_of(q, k)).softmax(-1) @ v
+
+
+def added_lowest_of_one_minus(q, k, v):
+    seen = torch.ones(S, S, dtype=q.dtype).tril()
+    return (scores_of(q, k) + (1.0 - seen) * lowest(q)).softmax(-1) @ v
+
+
+def added_times_ten_thousand(q, k, v):
+    hidden = (torch.arange(S)[None, :] > torch.arange(S)[:, None]).to(q.dtype)
+    return (scores_of(q, k) - 10000.0 * hidden).softmax(-1) @ v
+
+
+def where_compared(q, k, v):
+    i = torch.arange(S)
+    return torch.where(i[:, None] >= i[None], scores_of(q, k), -math.inf).softmax(-1) @ v
+
+
+def where_full(q, k, v):
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+    scores = scores_of(q, k)
+    return torch.where(seen, scores, torch.full_like(scores, lowest(q))).softmax(-1) @ v
+
+
+def sdpa_mask(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril())
+
+
+def sdpa_added(q, k, v):
+    hidden = torch.zeros(S, S, dtype=q.dtype).masked_fill(~torch.ones(S, S, dtype=torch.bool).tril(), -math.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=hidden[None, None])
+
+
+def transposed_triu(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).triu().mT)
+
+
+def cumulative(q, k, v):
+    i = torch.ones(B, S, dtype=torch.int64).cumsum(-1) - 1
+    seen = i[:, None, :, None] >= i[:, None, None, :]
+    return scores_of(q, k).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+def ends_aligned(q, k, v):
+    seen = torch.ones(S, T, dtype=torch.bool).tril(diagonal=T - S)
+    return scores_of(q, k).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+class Buffered(nn.Module):
+    """A triangle that is registered once, for more positions than there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.tril(torch.ones(MOST, MOST)).view(1, 1, MOST, MOST), persistent=False)
+
+    def forward(self, q, k, v):
+        scores = scores_of(q, k)
+        past = k.shape[-2]
+        return scores.masked_fill(self.bias[:, :, past - S : past, :past] == 0, -math.inf).softmax(-1) @ v
+
+
+# windows -------------------------------------------------------------------------------------------------------------
+
+
+def window_of_triangles(q, k, v):
+    ones = torch.ones(S, S, dtype=torch.bool)
+    seen = ones.tril() & ~ones.tril(-3)
+    return scores_of(q, k).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+def window_of_tril_triu(q, k, v):
+    seen = torch.tril(torch.ones(S, S, dtype=torch.bool)).triu(-2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def window_of_distance(q, k, v):
+    distance = torch.arange(S)[:, None] - torch.arange(S)[None]
+    hidden = torch.zeros(S, S, dtype=q.dtype).masked_fill_((distance < 0) | (distance >= 3), lowest(q))
+    return (scores_of(q, k) + hidden).softmax(-1) @ v
+
+
+def window_on_both_sides(q, k, v):
+    distance = (torch.arange(S)[:, None] - torch.arange(S)[None]).abs()
+    return scores_of(q, k).masked_fill(distance > 1, -math.inf).softmax(-1) @ v
+
+
+def chunked_blocks(q, k, v):
+    i = torch.arange(S)
+    seen = (i[:, None] // 2 == i[None] // 2) & (i[:, None] >= i[None])
+    return scores_of(q, k).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+# padding and blocks --------------------------------------------------------------------------------------------------
+
+
+def padded_keys(q, k, v, padding):
+    hidden = (1.0 - padding[:, None, None, :].to(q.dtype)) * lowest(q)
+    return (scores_of(q, k) + hidden).softmax(-1) @ v
+
+
+def padded_and_causal(q, k, v, padding):
+    seen = torch.ones(S, S, dtype=torch.bool).tril() & padding[:, None, None, :].bool()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def padded_and_causal_twice(q, k, v, padding):
+    scores = scores_of(q, k).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
+    return scores.masked_fill(padding[:, None, None, :] == 0, -math.inf).softmax(-1) @ v
+
+
+def lengths(q, k, v, length):
+    seen = (torch.arange(S)[None] < length[:, None])[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def segments(q, k, v, segment):
+    seen = segment[:, :, None] == segment[:, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
+
+
+def packed_causal(q, k, v, segment):
+    same = segment[:, None, :, None] == segment[:, None, None, :]
+    seen = same & torch.ones(S, S, dtype=torch.bool).tril()
+    return scores_of(q, k).masked_fill(~seen, -math.inf).softmax(-1) @ v
+
+
+def prefix(q, k, v, length):
+    i = torch.arange(S)
+    seen = (i[:, None] >= i[None]) | (i[None] < length[:, None, None])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
+
+
+def any_boolean(q, k, v, seen):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+# caches --------------------------------------------------------------------------------------------------------------
+
+
+def decode_over_filled(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def decode_at_position(q, k, v, position):
+    seen = torch.arange(T)[None] <= position[:, None]
+    return F.scaled_dot_product_attention(q, repeat(k), repeat(v), attn_mask=seen[None, None])
+
+
+def decode_by_lengths(q, k, v, length):
+    hidden = torch.arange(T)[None] >= length[:, None]
+    scores = scores_of(q, repeat(k)).masked_fill(hidden[:, None, None], -math.inf)
+    weights = torch.where(hidden[:, None, None], 0.0, scores.softmax(-1))
+    return weights @ repeat(v)
+
+
+def decode_sliced(q, k, v):
+    k, v = k[:, :, :7], v[:, :, :7]
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def chunk_at_position(q, k, v, position):
+    hidden = torch.arange(T)[None] > position[:, None]
+    mask = torch.zeros(S, T, dtype=q.dtype).masked_fill(hidden, lowest(q))
+    return ((scores_of(q, repeat(k)) + mask).softmax(-1)) @ repeat(v)
+
+
+def chunk_from_start(q, k, v, start):
+    seen = torch.arange(T) <= (torch.arange(S) + start)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
+def windowed_chunk_from_start(q, k, v, start):
+    i, j = (torch.arange(S) + start)[:, None], torch.arange(T)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(j <= i) & (j > i - 3), enable_gqa=True)
+
+
+left_padded = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+right_padded = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+segment = torch.tensor([[0, 0, 1, 1, 1, 2], [3, 3, 3, 4, 4, 4]])
+scattered = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(5)) < 0.6
+length = torch.tensor([4, 6])
+
+
+def both_seen(padding):
+    return lambda b, i, j: j <= i and bool(padding[b, j])
+
+
+def near_seen(b, i, j):
+    return i - 2 <= j <= i
+
+
+SPELLINGS = (
+    Entry(filled_triu, "left", seen=causal_seen),
+    Entry(filled_lowest, "left", seen=causal_seen),
+    Entry(filled_billion, "left", seen=causal_seen),
+    Entry(added_infinity, "left", seen=causal_seen),
+    Entry(added_lowest_of_one_minus, "left", seen=causal_seen),
+    Entry(added_times_ten_thousand, "left", seen=causal_seen),
+    Entry(where_compared, "left", seen=causal_seen),
+    Entry(where_full, "left", seen=causal_seen),
+    Entry(sdpa_mask, "left", seen=causal_seen),
+    Entry(sdpa_added, "left", seen=causal_seen),
+    Entry(transposed_triu, "left", seen=causal_seen),
+    Entry(cumulative, "left", seen=causal_seen),
+    Entry(ends_aligned, "right", seen=lambda b, i, j: j <= i + T - S, keys=T),
+    Entry(Buffered(), "mask", seen=lambda b, i, j: j <= i + T - S, keys=T),
+    Entry(window_of_triangles, "right window 2", seen=near_seen),
+    Entry(window_of_tril_triu, "right window 2", seen=near_seen),
+    Entry(window_of_distance, "right window 2", seen=near_seen),
+    Entry(window_on_both_sides, "mask", seen=lambda b, i, j: abs(i - j) <= 1),
+    Entry(chunked_blocks, "mask", seen=lambda b, i, j: j <= i and i // 2 == j // 2),
+    Entry(
+        padded_keys, "mask", seen=lambda b, i, j: bool(left_padded[b, j]), more=tensors(left_padded.bool())
+    ),
+    Entry(padded_and_causal, "mask", seen=both_seen(left_padded), more=tensors(left_padded)),
+    Entry(padded_and_causal_twice, "mask", seen=both_seen(right_padded), more=tensors(right_padded)),
+    Entry(lengths, "full length", seen=lambda b, i, j: j < length[b], more=tensors(length)),
+    Entry(segments, "mask", seen=lambda b, i, j: segment[b, i] == segment[b, j], more=tensors(segment)),
+    Entry(
+        packed_causal, "mask", seen=lambda b, i, j: j <= i and segment[b, i] == segment[b, j], more=tensors(segment)
+    ),
+    Entry(prefix, "mask", seen=lambda b, i, j: j <= i or j < length[b], more=tensors(length)),
+    Entry(any_boolean, "mask", seen=lambda b, i, j: bool(scattered[b, 0, i, j]), more=tensors(scattered)),
+    Entry(decode_over_filled, heads=M, queries=1, keys=T),
+    Entry(
+        decode_at_position, "full length", seen=lambda b, i, j: j <= 6, heads=M, queries=1, keys=T,
+        more=tensors(torch.tensor([6])),
+    ),
+    Entry(
+        decode_by_lengths, "full length", seen=lambda b, i, j: j < length[b], heads=M, queries=1, keys=T,
+        more=tensors(length),
+    ),
+    Entry(decode_sliced, seen=lambda b, i, j: j < 7, heads=M, queries=1, keys=T),
+    Entry(
+        chunk_at_position, "mask", seen=lambda b, i, j: j <= i + 3, heads=M, keys=T, more=tensors(torch.arange(S) + 3)
+    ),
+    Entry(
+        chunk_from_start, "right length", seen=lambda b, i, j: j <= i + 3, heads=M, keys=T,
+        more=tensors(torch.tensor(3)),
+    ),
+    Entry(
+        windowed_chunk_from_start, "right window 2 length", seen=lambda b, i, j: i + 1 <= j <= i + 3, heads=M, keys=T,
+        more=tensors(torch.tensor(3)),
+    ),
+)  # fmt: skip

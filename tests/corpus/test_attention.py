@@ -1,0 +1,94 @@
+"""Attention in every ordinary spelling is fused with the right words; what only resembles it is not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fusion import testing
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.testing import LEVELS, Trial, capture
+
+from . import attention, attention_masks
+from .attention_base import Entry
+from .lookalikes_attention import LOOKALIKES
+
+HOST = Options(target="host", lower="eager")
+SPELLINGS = (*attention.SPELLINGS, *attention_masks.SPELLINGS)
+
+# Not recognised yet, or refused without its reason: (entry, level or None for all) and what it would take.
+MISSED = {
+    ("normalised_last", None): "the division by the sum stands behind the product with the values",
+    ("by_log_softmax", None): "exp(log_softmax(x)) is not read as a softmax",
+    ("by_logsumexp", None): "exp(x - logsumexp(x)) is not read as a softmax",
+    ("nan_to_num", "core"): "core aten also replaces infinities, which a softmax has not",
+    ("tiled_by_einsum", "decomposed"): "the keys of tiled heads are flattened with the batch",
+    ("tiled_by_einsum", "core"): "the keys of tiled heads are flattened with the batch",
+    ("sdpa_dropped", "composite"): "sdpa with dropout is not taken apart, so that nothing looks like attention",
+}
+
+
+def settings(entries: tuple[Entry, ...], levels: int) -> Any:
+    """Every entry at some levels, so that each has its turn at each level, and at all of them every night."""
+
+    def one(number: int, entry: Entry, place: int) -> Any:
+        level = LEVELS[(number + place) % len(LEVELS)]
+        reason = MISSED.get((entry.name, level)) or MISSED.get((entry.name, None))
+        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        marks += [pytest.mark.nightly] if place >= levels else []
+        return pytest.param(entry, level, id=f"{entry.name}-{level}", marks=marks)
+
+    chosen = [one(number, each, place) for number, each in enumerate(entries) for place in range(len(LEVELS))]
+    return pytest.mark.parametrize(("entry", "level"), chosen)
+
+
+def tried(entry: Entry, dtype: torch.dtype, level: testing.Level) -> Trial:
+    """The entry before and after the pass with the whole library."""
+    captured = capture(entry.form, entry.inputs(dtype), level)
+    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    outcome = fuse_graph(graph.graph, installed(), HOST)
+    graph.recompile()
+    return Trial(installed(), captured, graph, outcome)
+
+
+def told(t: Trial) -> str:
+    """What the attention operators of a fused graph are told."""
+    said = []
+    for each in t.outcome.chosen:
+        if each.match.rule.name == "attention":
+            captures = each.match.captures
+            words = [captures["order"]]
+            words += [f"{name} {captures[name]}" for name in ("window", "known") if captures[name] is not None]
+            words += ["length"] if captures.get("length") is not None else []
+            said.append(" ".join(words))
+    return ", ".join(said)
+
+
+@pytest.mark.parametrize("entry", SPELLINGS, ids=lambda each: each.name)
+def test_spelling_is_attention(entry: Entry):
+    actual = entry.form(*entry.inputs(torch.float64))
+    torch.testing.assert_close(actual, entry.expected(), rtol=0, atol=2e-6, check_dtype=False)
+
+
+@settings(SPELLINGS, 2)
+def test_spelling_is_fused_and_told_what_is_seen(entry: Entry, level: testing.Level):
+    t = tried(entry, torch.bfloat16 if level == "composite" else torch.float32, level)
+    assert told(t) == entry.told, "\n".join(map(str, t.outcome.refusals))
+    testing.means_what_it_says(t)
+    testing.emits_valid_calls(t)
+
+
+@settings(LOOKALIKES, 1)
+def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, level: testing.Level):
+    t = tried(entry, torch.float32, level)
+    assert told(t) == entry.told, "\n".join(map(str, t.outcome.refusals))
+    reasons = [str(each.reason) for each in t.outcome.refusals if each.rule in ("attention", "softmax_attention")]
+    assert not entry.reason or any(entry.reason in each for each in reasons), reasons
+    if t.outcome.chosen:
+        testing.means_what_it_says(t)

@@ -1,0 +1,287 @@
+"""What is read out of a mask is true of every element of it, for masks that are put together at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.graph.dims import dims_of
+from fusion.stages.canonicalise import logic
+from fusion.stages.canonicalise.attention import attention
+from fusion.stages.canonicalise.contractions import matmul, swapped
+from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.masks import Term, visible
+from fusion.stages.canonicalise.positions import Affine, Leaf, Positions
+from fusion.stages.canonicalise.translate import TRANSLATORS, Out
+
+aten = torch.ops.aten
+D = 4
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A canonical value and the tensor that it stands for."""
+
+    value: Value
+    tensor: Tensor
+
+
+@dataclass
+class Twins:
+    """Computes with canonical values and with real tensors at once."""
+
+    draw: Any
+    a: Algebra = field(default_factory=Algebra)
+    real: dict[Value, Tensor] = field(default_factory=dict)
+
+    def input(self, tensor: Tensor) -> Twin:
+        value = self.a.make("input", (), (f"x{len(self.real)}", 0), dims_of(tensor.shape), tensor.dtype)
+        return self._kept(value, tensor)
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Twin:
+        """The operator on tensors, and its translation on values; what has none is an input."""
+        plain = [_each(one, "tensor") for one in args]
+        tensor = op(*plain, **kwargs)
+        translator = TRANSLATORS.get(op)
+        values = [_each(one, "value") for one in args]
+        out = Out(dims_of(tensor.shape), tensor.dtype)
+        value = None if translator is None else translator(self.a, out, *values, **kwargs)
+        right = isinstance(value, Value) and (value.shape, value.dtype) == (out.shape, out.dtype)
+        return self._kept(value, tensor) if right else self.input(tensor)
+
+    def _kept(self, value: Value, tensor: Tensor) -> Twin:
+        self.real.setdefault(value, tensor)
+        same = torch.allclose(self.real[value].double(), tensor.double(), rtol=0, atol=0, equal_nan=True)
+        assert same, f"{value} stands for two tensors"
+        return Twin(value, tensor)
+
+
+def _each(x: Any, side: str) -> Any:
+    if isinstance(x, list):
+        return [_each(each, side) for each in x]
+    return getattr(x, side) if isinstance(x, Twin) else x
+
+
+# random masks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Masks:
+    """Draws masks that broadcast to scores [B, 1, S, T]."""
+
+    t: Twins
+    batch: int
+    queries: int
+    keys: int
+
+    def pick(self, *choices: Any) -> Any:
+        return self.t.draw(st.sampled_from(choices))
+
+    def small(self) -> int:
+        return self.t.draw(st.integers(-3, 4))
+
+    def line(self, size: int) -> Twin:
+        """Whole numbers [size]."""
+        t, call = self.t, self.t.call
+        match self.pick("arange", "start", "cumsum", "sliced", "scaled", "gathered", "input"):
+            case "start":
+                start = self.small()
+                return call(aten.arange.start, start, start + size)
+            case "cumsum":
+                return call(aten.cumsum.default, call(aten.ones.default, [size], dtype=torch.int64), 0)
+            case "sliced":
+                return call(aten.slice.Tensor, call(aten.arange.default, size + 3), 0, 2, size + 2)
+            case "scaled":
+                return call(aten.mul.Tensor, call(aten.arange.default, size), self.pick(2, -1))
+            case "gathered":
+                places = call(aten.add.Tensor, call(aten.arange.default, size), self.pick(-2, 0, 1))
+                source = call(aten.arange.default, size + 1)
+                return call(aten.index.Tensor, source, [places])
+            case "input":
+                numbers = t.draw(st.lists(st.integers(-2, 6), min_size=size, max_size=size))
+                return t.input(torch.tensor(numbers))
+            case _:
+                return call(aten.arange.default, size)
+
+    def whole(self) -> Twin:
+        """Whole numbers that broadcast to the mask."""
+        t, call = self.t, self.t.call
+        match self.pick("query", "key", "query", "key", "batch", "number", "sum"):
+            case "query":
+                number = call(aten.reshape.default, self.line(self.queries), [1, 1, self.queries, 1])
+            case "key":
+                number = call(aten.reshape.default, self.line(self.keys), [1, 1, 1, self.keys])
+            case "batch":
+                drawn = t.draw(st.lists(st.integers(0, 6), min_size=self.batch, max_size=self.batch))
+                number = call(aten.reshape.default, t.input(torch.tensor(drawn)), [self.batch, 1, 1, 1])
+            case "number":
+                number = t.input(torch.tensor(self.small()))
+            case _:
+                number = call(self.pick(aten.add.Tensor, aten.sub.Tensor), self.whole(), self.whole())
+        return call(aten.add.Tensor, number, self.small()) if self.pick(True, False) else number
+
+    def truth(self, depth: int) -> Twin:
+        """Booleans that broadcast to the mask."""
+        t, call = self.t, self.t.call
+        kinds = ("compare", "compare", "bound", "triangle", "padding")
+        match self.pick(*kinds, *(("and", "or", "not", "where", "float") if depth else ())):
+            case "bound":
+                op = self.pick(aten.le.Scalar, aten.lt.Scalar, aten.ge.Scalar, aten.gt.Scalar, aten.eq.Scalar)
+                return call(op, self.whole(), self.pick(0, 1, -2, 0.5, 2.5))
+            case "triangle":
+                op = self.pick(aten.tril.default, aten.triu.default)
+                ones = call(aten.ones.default, [self.queries, self.keys], dtype=torch.bool)
+                return call(op, ones, self.small())
+            case "padding":
+                count = self.batch * self.keys
+                drawn = t.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+                return t.input(torch.tensor(drawn).reshape(self.batch, 1, 1, self.keys))
+            case "and" | "or" as word:
+                op = aten.bitwise_and.Tensor if word == "and" else aten.bitwise_or.Tensor
+                return call(op, self.truth(depth - 1), self.truth(depth - 1))
+            case "not":
+                return call(aten.bitwise_not.default, self.truth(depth - 1))
+            case "where":
+                return call(aten.where.self, *(self.truth(depth - 1) for _ in range(3)))
+            case "float":
+                return call(aten.eq.Scalar, self.floats(depth - 1), 0)
+            case _:
+                op = self.pick(aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.eq.Tensor)
+                return call(op, self.whole(), self.whole())
+
+    def floats(self, depth: int) -> Twin:
+        """Numbers that are added to scores."""
+        call, size = self.t.call, [self.batch, 1, self.queries, self.keys]
+        low = self.pick(-torch.inf, -1e9, torch.finfo(torch.float32).min)
+        match self.pick("filled", "where", "triangle", "times", "sum"):
+            case "where":
+                numbers = [call(aten.scalar_tensor.default, each, dtype=torch.float32) for each in (low, 0.0)]
+                return call(aten.where.self, self.truth(depth), *numbers)
+            case "triangle":
+                full = call(aten.full.default, [self.queries, self.keys], low, dtype=torch.float32)
+                return call(aten.triu.default, full, self.small())
+            case "times":
+                seen = call(aten._to_copy.default, self.truth(depth), dtype=torch.float32)
+                return call(aten.mul.Tensor, call(aten.rsub.Scalar, seen, 1.0), low)
+            case "sum" if depth:
+                return call(aten.add.Tensor, self.floats(depth - 1), self.floats(depth - 1))
+            case _:
+                zeros = call(aten.zeros.default, size, dtype=torch.float32)
+                return call(aten.masked_fill.Scalar, zeros, self.truth(depth), low)
+
+
+# brute force ---------------------------------------------------------------------------------------------------------
+
+
+def holds(formula: Any, t: Twins, at: tuple[int, ...]) -> bool:
+    """A formula at one position."""
+    if isinstance(formula, bool):
+        return formula
+    op, content = formula
+    match op:
+        case "le":
+            return number(content, t, at) <= 0
+        case "eq":
+            return number(content, t, at) == 0
+        case "is":
+            return bool(read(content, t, at))
+        case "not":
+            return not holds(content, t, at)
+        case "and":
+            return all(holds(each, t, at) for each in content)
+        case _:
+            return any(holds(each, t, at) for each in content)
+
+
+def number(expression: Affine, t: Twins, at: tuple[int, ...]) -> float:
+    total = expression.constant
+    for term, factor in expression.terms.items():
+        total += factor * (at[term] if isinstance(term, int) else read(term, t, at))
+    return total
+
+
+def read(leaf: Leaf, t: Twins, at: tuple[int, ...]) -> Any:
+    places = tuple(number(each, t, at) for each in leaf.index)
+    tensor = tensor_of(leaf.value, t)
+    assert all(0 <= place < size for place, size in zip(places, tensor.shape, strict=True)), "read beyond a tensor"
+    return tensor[places].item()
+
+
+def tensor_of(value: Value, t: Twins) -> Tensor:
+    """The tensor of a value, by torch where a node held it, by folding its arguments where none did."""
+    if value not in t.real:
+        folder = Folder()
+        folder._known.update({each: tensor.numpy() for each, tensor in t.real.items()})
+        found = folder.fold(value)
+        assert found is not None, f"{value} is unknown"
+        t.real[value] = torch.from_numpy(np.ascontiguousarray(found))
+    return t.real[value]
+
+
+def sizes(draw: Any) -> tuple[int, int, int]:
+    return draw(st.integers(1, 2)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+
+
+def broadcast(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return mask.expand(shape)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_a_formula_holds_exactly_where_the_mask_does(data):
+    t = Twins(data.draw)
+    batch, queries, keys = sizes(data.draw)
+    masks = Masks(t, batch, queries, keys)
+    how = data.draw(st.sampled_from(("keep", "drop", "add")))
+    mask = masks.floats(2) if how == "add" else masks.truth(2)
+    shape = (batch, 1, queries, keys)
+    formula = visible(Positions(shape, Folder()), [Term(how, mask.value)])
+    if isinstance(formula, str):
+        return
+    wide = broadcast(mask.tensor, shape)
+    seen = wide if how == "keep" else ~wide if how == "drop" else wide == 0
+    for at in np.ndindex(*shape):
+        assert holds(formula, t, at) == seen[at].item(), (formula, at)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_attention_is_told_what_the_mask_shows(data):
+    t = Twins(data.draw)
+    batch, queries, keys = sizes(data.draw)
+    mask = Masks(t, batch, queries, keys).truth(2)
+    q, k, v = (t.input(torch.zeros(batch, 2, size, D)).value for size in (queries, keys, keys))
+    scores = matmul(t.a, q, swapped(t.a, k))
+    masked = logic.where(t.a, mask.value, scores, logic.constant(t.a, -torch.inf, (), torch.float32), torch.float32)
+    root = matmul(t.a, logic.softmax(t.a, masked, -1, data.draw(st.sampled_from(("nan", "zero")))), v)
+    reading = attention(t.a, Folder(), root)
+    assert isinstance(reading, Reading), reading
+    seen = broadcast(mask.tensor, (batch, 1, queries, keys))
+    assert torch.equal(claimed(reading.captures, t, seen.shape), seen), reading.captures
+    if reading.captures["empty"] == "zero" and root.arg.attrs[1] == "nan":
+        assert seen.any(-1).all(), "a query that sees no key gives NaN"
+
+
+def claimed(told: dict[str, Any], t: Twins, shape: tuple[int, ...]) -> Tensor:
+    """What the words of a reading let through."""
+    batch, _, queries, keys = shape
+    if told["order"] == "mask":
+        return ~tensor_of(told["mask"], t).bool().expand(shape)
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
+    length = torch.full((batch,), keys if told["known"] is None else told["known"])
+    if told.get("length") is not None:
+        length = tensor_of(told["length"].arg, t).clamp(max=keys)
+    length = length.reshape(-1, 1, 1, 1)
+    last = i if told["order"] == "left" else i + length - queries
+    seen = (j < length).expand(shape)
+    if told["order"] == "full" or queries == 1:
+        return seen
+    seen = seen & (j <= last)
+    return seen if told["window"] is None else seen & (j >= last - told["window"])
