@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     add_rms_norm,
+    expert_routing,
     layer_norm,
     lookalikes,
     rms_norm,
@@ -12,6 +13,7 @@ from . import (
     rope_interleaved,
     rope_interleaved_to_half,
     swiglu,
+    swiglu_projections,
 )
 from .base import LookAlike, Spelling
 
@@ -24,6 +26,8 @@ SPELLINGS: tuple[Spelling, ...] = (
     *rope_interleaved.SPELLINGS,
     *rope_interleaved_to_half.SPELLINGS,
     *swiglu.SPELLINGS,
+    *swiglu_projections.SPELLINGS,
+    *expert_routing.SPELLINGS,
 )
 LOOKALIKES: tuple[LookAlike, ...] = lookalikes.LOOKALIKES
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from . import lookalikes_norm, lookalikes_rms_norm, lookalikes_rope, lookalikes_swiglu
+from . import (
+    expert_routing,
+    lookalikes_norm,
+    lookalikes_rms_norm,
+    lookalikes_rope,
+    lookalikes_swiglu,
+    swiglu_projections,
+)
 
 LOOKALIKES = (
     *lookalikes_rms_norm.LOOKALIKES,
     *lookalikes_norm.LOOKALIKES,
     *lookalikes_rope.LOOKALIKES,
     *lookalikes_swiglu.LOOKALIKES,
+    *swiglu_projections.LOOKALIKES,
+    *expert_routing.LOOKALIKES,
 )

@@ -31,6 +31,8 @@ MINIMUM = {
     "rope_interleaved": 11,
     "rope_interleaved_to_half": 5,
     "swiglu": 6,
+    "swiglu_projections": 8,
+    "expert_routing": 8,
 }
 
 every_spelling = pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
