@@ -13,7 +13,7 @@ import torch.fx as fx
 from fusion import operators
 from fusion.facts import Facts
 from fusion.graph import Graph
-from fusion.language import Rule
+from fusion.language import Refused, Rule
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Prepared, Refusal
@@ -25,7 +25,7 @@ from fusion.stages.plan import Planner
 from fusion.stages.prepare import prepare
 from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
-from fusion.stages.select import select
+from fusion.stages.select import LEAST, select
 from fusion.stages.verify import contract, verify
 from fusion.target import Target
 
@@ -71,7 +71,7 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     planner = Planner(graph, Fakes(graph), target, lowering, elsewhere, options.lengths == "host")
     candidates = planner.candidates(found.matches)
     chosen = select(candidates, graph, options.fuel)
-    refusals = _worth_telling([*found.refusals, *planner.refusals], chosen, rules)
+    refusals = _worth_telling([*found.refusals, *planner.refusals, *_useless(candidates)], chosen, rules)
     counted = tally(source, chosen)
     if not chosen:
         return Outcome((), tuple(refusals), counted)
@@ -99,6 +99,17 @@ def plan_lower(options: Options, target: Target) -> str:
     if options.plan_lower and options.plan_lower != "auto":
         return "eager" if options.plan_lower == "inductor" and target.is_npu else options.plan_lower
     return "torchair" if target.is_npu else options.lower
+
+
+def _useless(candidates: Sequence[Candidate]) -> list[Refusal]:
+    """The matches that the target could run otherwise, but not faster."""
+    template = "by {lowering} it would take about {lost:.1f} us more, not less"
+    return [
+        Refusal(match.rule.name, Refused(template, {"lowering": each.lowering, "lost": -each.benefit}), match.node)
+        for each in candidates
+        if each.benefit <= LEAST
+        for match in (each.match,)
+    ]
 
 
 def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
