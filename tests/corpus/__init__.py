@@ -1,9 +1,10 @@
-"""How people write norms, residual adds, rotary embeddings and gates; what resembles them and is something else."""
+"""How people write norms, residual adds, rotary embeddings, gates and caches; what resembles them."""
 
 from __future__ import annotations
 
 from . import (
     add_rms_norm,
+    cache_write,
     layer_norm,
     lookalikes,
     rms_norm,
@@ -24,6 +25,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *rope_interleaved.SPELLINGS,
     *rope_interleaved_to_half.SPELLINGS,
     *swiglu.SPELLINGS,
+    *cache_write.SPELLINGS,
 )
 LOOKALIKES: tuple[LookAlike, ...] = lookalikes.LOOKALIKES
 
