@@ -107,10 +107,20 @@ class Graph:
         """
         found: dict[Value, Value] = {}
         for node in self.source.nodes:
-            if node.target is torch.ops.aten.copy_.default:
+            if node.target is torch.ops.aten.copy_.default and not self._is_cloned(node.args[1]):
                 place, made = (self.held.get(each) for each in node.args[:2])
                 found.update(self._writes_between(place, made))
         return found
+
+    def _is_cloned(self, node: Any) -> bool:
+        """Whether a node passes on a copy of what was computed: then a write below it cannot be in place."""
+        while isinstance(node, fx.Node) and node.target is not torch.ops.aten.clone.default:
+            value, source = self.held.get(node), node.args[0] if node.args else None
+            below = self.held.get(source) if isinstance(source, fx.Node) else None
+            if not (isinstance(value, Value) and isinstance(below, Value)) or unviewed(value) is not unviewed(below):
+                return False
+            node = source
+        return isinstance(node, fx.Node)
 
     def _writes_between(self, place: Held | None, made: Held | None) -> Mapping[Value, Value]:
         """The writes by which `made` came from `place`; none where anything else did it."""

@@ -47,7 +47,7 @@ class PagedWrite(Rule):
     ):  # fmt: skip
         """A block and a place in it."""
         at = dict(index=block, inner=place, slots=slots, axis=axis)
-        return p.write_places(cache=key_cache, rows=key, **at), p.write_places(cache=value_cache, rows=value, **at)
+        return p.cache_write(cache=key_cache, rows=key, **at), p.cache_write(cache=value_cache, rows=value, **at)
 
     def guard(self, slots: Any):
         """A place beyond the end of a page is an error for the model, and another page for the operator."""

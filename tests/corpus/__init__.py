@@ -1,9 +1,10 @@
-"""How people write norms, residual adds, rotary embeddings and gates; what resembles them and is something else."""
+"""How people write norms, residual adds, rotary embeddings, gates and caches; what resembles them."""
 
 from __future__ import annotations
 
 from . import (
     add_rms_norm,
+    cache_write,
     expert_routing,
     layer_norm,
     lookalikes,
@@ -28,6 +29,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *swiglu.SPELLINGS,
     *swiglu_projections.SPELLINGS,
     *expert_routing.SPELLINGS,
+    *cache_write.SPELLINGS,
 )
 LOOKALIKES: tuple[LookAlike, ...] = lookalikes.LOOKALIKES
 

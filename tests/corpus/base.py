@@ -25,6 +25,9 @@ ROTARY_MUL = "npu::npu_rotary_mul"
 APPLY_ROTARY = "npu::npu_apply_rotary_pos_emb"
 INTERLEAVE_ROPE = "npu::npu_interleave_rope"
 SWIGLU = "npu::npu_swiglu"
+SCATTER_RUN = "npu::scatter_update_"
+SCATTER_ND = "npu::npu_scatter_nd_update_"
+PAGED_WRITE = "npu::npu_scatter_pa_kv_cache"
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,9 @@ class Spelling:
 
     `make(dtype, B, S)` gives the code and its arguments, the same at every call. `expect` counts the operators that a
     rewrite for target "host" emits, `expect_narrow` for 16-bit dtypes where that differs, `as_good`
-    another outcome where sizes alone decide. `reference(dtype, B, S)` is what `make` must return, computed in float64
-    by independent code; dtype only matters where a default epsilon follows it.
+    another outcome where sizes alone decide; `writes` says that the code changes its arguments.
+    `reference(dtype, B, S)` is what `make` must return, computed in float64 by independent code; dtype only matters
+    where a default epsilon follows it.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Spelling:
     expect_narrow: Mapping[str, int] | None = None
 
     as_good: Mapping[str, int] | None = None
+    writes: bool = False
 
     def expected(self, dtype: torch.dtype) -> list[Mapping[str, int]]:
         """What may be emitted for inputs of `dtype`."""
@@ -112,7 +117,7 @@ def look_alike(
     """`form` takes the float64 `inputs` in the dtype; `meaning` is the fused operator on the same inputs."""
 
     def make(dtype: torch.dtype, B: int, S: int):
-        return form, tuple(t.to(dtype) for t in inputs(B, S))
+        return form, tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs(B, S))
 
     def fused(dtype: torch.dtype, B: int, S: int) -> tuple[Tensor, ...]:
         assert meaning is not None

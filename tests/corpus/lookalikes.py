@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     expert_routing,
+    lookalikes_cache_write,
     lookalikes_norm,
     lookalikes_rms_norm,
     lookalikes_rope,
@@ -18,4 +19,5 @@ LOOKALIKES = (
     *lookalikes_swiglu.LOOKALIKES,
     *swiglu_projections.LOOKALIKES,
     *expert_routing.LOOKALIKES,
+    *lookalikes_cache_write.LOOKALIKES,
 )

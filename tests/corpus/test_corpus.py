@@ -33,6 +33,7 @@ MINIMUM = {
     "swiglu": 6,
     "swiglu_projections": 8,
     "expert_routing": 8,
+    "cache_write": 20,
 }
 
 every_spelling = pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
@@ -107,7 +108,8 @@ def test_spelling_runs_in_every_dtype_and_shape(spelling, dtype):
             actual = tree_flatten(form(*args))[0]
         assert all(a.dtype is dtype for a in actual)
         assert distance(actual, spelling.reference(dtype, *shape)) < TOLERANCE[dtype]
-        assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True)), "an argument was changed"
+        same = all(torch.equal(a, b) for a, b in zip(args, before, strict=True))
+        assert same or spelling.writes, "an argument was changed"
 
 
 @every_different

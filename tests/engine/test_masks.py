@@ -14,6 +14,7 @@ from torch import Tensor
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.dims import dims_of
 from fusion.stages.canonicalise import logic
+from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.attention import attention
 from fusion.stages.canonicalise.contractions import matmul, swapped
 from fusion.stages.canonicalise.folding import Folder
@@ -261,7 +262,7 @@ def test_attention_is_told_what_the_mask_shows(data):
     scores = matmul(t.a, q, swapped(t.a, k))
     masked = logic.where(t.a, mask.value, scores, logic.constant(t.a, -torch.inf, (), torch.float32), torch.float32)
     root = matmul(t.a, logic.softmax(t.a, masked, -1, data.draw(st.sampled_from(("nan", "zero")))), v)
-    reading = attention(t.a, Folder(), root)
+    reading = attention(t.a, Folder(), Assumed(t.a), root)
     assert isinstance(reading, Reading), reading
     seen = broadcast(mask.tensor, (batch, 1, queries, keys))
     assert torch.equal(claimed(reading.captures, t, seen.shape), seen), reading.captures

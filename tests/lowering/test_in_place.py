@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+
+from tests.support import torch_npu_host
+from tests.support.torch_npu_host import requires_torch_npu
 
 ROOM = 64
 
@@ -45,3 +49,15 @@ def test_inductor_allocates_no_cache(form):
     numbers = [torch.Size(int(each) for each in size.split(",") if each.strip()).numel() for size in sizes]
     assert max(numbers) < fused[0].numel()
     assert "npu" not in "\n".join(code).replace("input", "")
+
+
+@requires_torch_npu
+def test_npugraph_ex_runs_the_writes_in_place():
+    done = torch_npu_host.run("from tests.lowering import cache_child\ncache_child.main()")
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["results"]
+    assert told["caches"]
+    assert told["in_place"]
+    assert {"npu.scatter_update_.default", "npu.npu_scatter_pa_kv_cache.default"} <= set(told["operators"])
+    assert not any(name.startswith(("aten.copy_", "aten.clone", "aten.index_put")) for name in told["operators"])

@@ -64,3 +64,50 @@ def test_static_caches_are_eagers(family: str):
             now = [each.data_ptr() for each in caches(ours)]
             assert places in (None, now), "a cache has moved"
             places = now
+
+
+@pytest.mark.parametrize("rules", [WRITES["rules"], frozenset()], ids=["writes", "every rule"])
+def test_growing_caches_are_eagers(rules):
+    """A DynamicCache is joined, not written to: the first call joins to an empty tensor."""
+    built = build("Qwen3", torch.float32)
+    fused = torch.compile(built.model, backend="cann_fusion", options={**WRITES, "rules": rules})
+    exact = {"rtol": 0, "atol": 0} if rules else {"rtol": 1e-4, "atol": 1e-5}
+    with torch.no_grad():
+        for plain, ours in zip(calls(built, "prefill_dynamic", 9), calls(built, "prefill_dynamic", 9), strict=True):
+            expected, got = built.model(**plain).logits, fused(**ours).logits
+            torch.testing.assert_close(got, expected, **exact)
+            for have, want in zip(caches(ours), caches(plain), strict=True):
+                torch.testing.assert_close(have, want, **exact)
+    assert caches(ours)[0].shape[2] == 9 + STEPS
+
+
+def beyond(cache: torch.Tensor, rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    cache.index_copy_(2, start + torch.arange(rows.shape[2]), rows)
+    return cache.sum(-1)
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("start", [6, 8, -1])
+def test_a_full_cache_is_an_error_and_no_other_row_is_written(lower: str, start: int):
+    """As in eager, whose index_copy_ raises; the rows of the next sequence and of the next head stay."""
+    compiled = torch.compile(beyond, backend="cann_fusion", options={**WRITES, "lower": lower}, dynamic=False)
+    cache, rows = torch.zeros(2, 3, 8, 4), torch.ones(2, 3, 3, 4)
+    with pytest.raises((IndexError, RuntimeError)):
+        beyond(cache.clone(), rows, torch.tensor(start))
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(cache, rows, torch.tensor(start))
+    asked = [place for place in range(start, start + 3) if 0 <= place < 8]
+    others = [place for place in range(8) if place not in asked]
+    assert not cache[:, :, others].any()
+
+
+def test_a_static_cache_that_is_full_raises():
+    built = build("Qwen3", torch.float32)
+    fused = torch.compile(built.model, backend="cann_fusion", options=WRITES, dynamic=False)
+    call = built.step("prefill_static", tokens=48)
+    with torch.no_grad():
+        fused(**call)
+        before = [each.clone() for each in caches(call)]
+        with pytest.raises((IndexError, RuntimeError)):
+            fused(**dict(call, input_ids=torch.full((2, 1), 5)))
+    assert all(map(torch.equal, caches(call), before))

@@ -44,7 +44,7 @@ def bounds(x: Value) -> Range:
             return _scaled(bounds(x.arg), x.attrs[0])
         case "add":
             (low, high), (least, most) = map(bounds, x.args)
-            return low + least, high + most
+            return low + least, high + most  # a lower bound is never +inf, an upper one never -inf: no NaN
         case "where":
             (low, high), (least, most) = map(bounds, x.args[1:])
             return min(low, least), max(high, most)

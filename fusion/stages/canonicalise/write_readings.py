@@ -127,29 +127,36 @@ class Writes:
         if isinstance(found, str):
             return _SEVERAL.format(why=found)
         position, axis = found
+        size = value.shape[axis]
         rows = rows.arg if rows.op == "expand" else rows
         one = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
         if rows.rank > value.rank or (1,) * (value.rank - rows.rank) + rows.shape != _limited(rows, value, one):
             return _SEVERAL.format(why="there are rows for every position")
         rows = self._algebra.expand(rows, one)
+        if isinstance(position, int):
+            inside = position >= 0 and isinstance(size, int) and position < size
+            captures = {"cache": cache, "rows": rows, "start": position, "axis": axis}
+            return Reading("write_slice", captures) if inside else None
         low, high = bounds(position)
-        size = value.shape[axis]
         if low >= 0 and isinstance(size, int) and high < size:
             return _at_start(cache, rows, position, axis)
         return Reading("write_inside", {"cache": cache, "rows": rows, "position": position, "axis": axis})
 
-    def _position(self, value: Value, formula: Formula) -> tuple[Value, int] | str:
+    def _position(self, value: Value, formula: Formula) -> tuple[Value | int, int] | str:
         """Where `formula` says "this axis is at this position", or what else it says."""
         if isinstance(formula, bool) or formula[0] != "eq":
             return "not an equality of positions"
         terms = formula[1].terms
         axes = [each for each in terms if isinstance(each, int)]
         leaves = [each for each in terms if isinstance(each, Leaf)]
-        if len(axes) != 1 or len(leaves) != 1 or len(terms) != 2 or terms[axes[0]] != -terms[leaves[0]]:
-            return "not the difference of a position and an axis"
-        if abs(terms[axes[0]]) != 1:
-            return "positions are multiples"
-        (axis,), (leaf,) = axes, leaves
+        if len(axes) != 1 or abs(terms[axes[0]]) != 1:
+            return "not an equality of positions along one axis"
+        (axis,) = axes
+        if not leaves:
+            return int(-formula[1].constant * terms[axis]), axis
+        leaf = leaves[0]
+        if len(leaves) != 1 or terms[axis] != -terms[leaf]:
+            return "not the difference of a position and one number"
         position = self._of_batch(leaf, value)
         if position is None or (axis == 0 and position.rank):
             return "the position differs along more than the batch"
@@ -176,11 +183,13 @@ class Writes:
 
 def _truth(a: Algebra, x: Value) -> Value | None:
     """The booleans that `x` gives as numbers, of which one may have made booleans again; None for other numbers."""
-    if x.op not in ("cast", "reshape", "expand"):
+    if x.op not in ("cast", "reshape", "expand", "not"):
         return x if x.dtype is torch.bool else None
     below = _truth(a, x.arg)
     if below is None or x.op == "cast":
         return below
+    if x.op == "not":
+        return a.make("not", (below,), (), x.shape, torch.bool)
     return a.reshape(below, x.shape) if x.op == "reshape" else a.expand(below, x.shape)
 
 
