@@ -33,9 +33,10 @@ class Seen:
 
 
 def finished(y: Tensor, finish: Any) -> Tensor:
-    """[B, N, S, E] in the arrangement of the model."""
+    """[B, N, S, E] in the arrangement of the model, whose symbolic sizes are named."""
+    sizes: dict[Any, Any] = {"B": y.shape[0], "S": y.shape[2]}
     for op, how in finish:
-        y = y.reshape(how) if op == "reshape" else y.permute(how)
+        y = y.reshape([sizes.get(each, each) for each in how]) if op == "reshape" else y.permute(how)
     return y
 
 

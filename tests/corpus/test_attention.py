@@ -48,9 +48,9 @@ def settings(entries: tuple[Entry, ...], levels: int) -> Any:
     return pytest.mark.parametrize(("entry", "level"), chosen)
 
 
-def tried(entry: Entry, dtype: torch.dtype, level: testing.Level) -> Trial:
-    """The entry before and after the pass with the whole library."""
-    captured = capture(entry.form, entry.inputs(dtype), level)
+def tried(form: Any, args: tuple[Any, ...], level: testing.Level, *, dynamic: bool = False) -> Trial:
+    """The code before and after the pass with the whole library."""
+    captured = capture(form, args, level, dynamic=dynamic)
     graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
     outcome = fuse_graph(graph.graph, installed(), HOST)
     graph.recompile()
@@ -76,9 +76,10 @@ def test_spelling_is_attention(entry: Entry):
     torch.testing.assert_close(actual, entry.expected(), rtol=0, atol=2e-6, check_dtype=False)
 
 
-@settings(SPELLINGS, 2)
+@settings(SPELLINGS, 1)
 def test_spelling_is_fused_and_told_what_is_seen(entry: Entry, level: testing.Level):
-    t = tried(entry, torch.bfloat16 if level == "composite" else torch.float32, level)
+    dtype = torch.bfloat16 if level == "composite" else torch.float32
+    t = tried(entry.form, entry.inputs(dtype), level)
     assert told(t) == entry.told, "\n".join(map(str, t.outcome.refusals))
     testing.means_what_it_says(t)
     testing.emits_valid_calls(t)
@@ -86,7 +87,7 @@ def test_spelling_is_fused_and_told_what_is_seen(entry: Entry, level: testing.Le
 
 @settings(LOOKALIKES, 1)
 def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, level: testing.Level):
-    t = tried(entry, torch.float32, level)
+    t = tried(entry.form, entry.inputs(torch.float32), level)
     assert told(t) == entry.told, "\n".join(map(str, t.outcome.refusals))
     reasons = [str(each.reason) for each in t.outcome.refusals if each.rule in ("attention", "softmax_attention")]
     assert not entry.reason or any(entry.reason in each for each in reasons), reasons

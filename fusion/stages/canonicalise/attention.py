@@ -383,7 +383,8 @@ def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Valu
 
 
 def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:
-    """How [B, N, S, E] becomes the result; a symbolic size is -1."""
+    """How [B, N, S, E] becomes the result; a symbolic size is "B", "S" or -1."""
+    names = {rows[2]: "S", rows[0]: "B"}
     steps: list[Step] = []
     placed = weights.rows
     if not placed.identity:
@@ -403,7 +404,7 @@ def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Fi
         if op == "reshape" and kept and kept[-1][0] == "reshape":
             kept.pop()
         if (op, of) != ("reshape", (*rows, width)) or kept:
-            kept.append((op, tuple(each if isinstance(each, int) else -1 for each in of)))
+            kept.append((op, tuple(each if isinstance(each, int) else names.get(each, -1) for each in of)))
     return None if any(op == "reshape" and of.count(-1) > 1 for op, of in kept) else tuple(kept)
 
 

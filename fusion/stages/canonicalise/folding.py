@@ -25,8 +25,20 @@ def _kind(value: Value) -> Any:
     return np.float64 if value.dtype is None or value.dtype.is_floating_point else _KINDS.get(value.dtype, np.int64)
 
 
-def _index(value: Value, x: Array, *indices: Array) -> Array:
-    return x[tuple(indices)] if value.attrs == tuple(range(x.ndim)) else np.take(x, indices[0], value.attrs[0])
+def _index(value: Value, x: Array, *indices: Array) -> Array | None:
+    if value.attrs == tuple(range(x.ndim)):
+        return x[tuple(indices)]
+    return np.take(x, indices[0], value.attrs[0]) if len(indices) == 1 else None
+
+
+def _exact(value: Value, x: Array) -> bool:
+    """Whether the dtype of a value holds these numbers as they are, so that nothing was rounded."""
+    if value.dtype is torch.float16:
+        return bool((x.astype(np.float16) == x).all())
+    narrow = x.astype(np.float32)
+    if value.dtype is torch.bfloat16 and (narrow.view(np.int32) & 0xFFFF).any():
+        return False
+    return value.dtype is torch.float64 or bool((narrow == x).all())
 
 
 def _slice(value: Value, x: Array) -> Array:
@@ -82,7 +94,11 @@ class Folder:
         if any(each is None for each in args):
             return None
         with np.errstate(all="ignore"):
-            return np.asarray(_FOLDS[value.op](value, *args)).astype(_kind(value))
+            found = _FOLDS[value.op](value, *args)
+            if found is None:
+                return None
+            numbers = np.asarray(found).astype(_kind(value))
+            return numbers if numbers.dtype != np.float64 or _exact(value, numbers) else None
 
     def steps(self, value: Value) -> tuple[int, tuple[int, ...]] | None:
         """First number and step per dim of whole numbers that grow evenly along every dim."""
