@@ -19,8 +19,9 @@ from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.attention import attention
 from fusion.stages.canonicalise.contractions import matmul, swapped
 from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.formulas import Affine, Leaf
 from fusion.stages.canonicalise.masks import Term, visible
-from fusion.stages.canonicalise.positions import Affine, Leaf, Positions
+from fusion.stages.canonicalise.positions import Positions
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out
 
 aten = torch.ops.aten

@@ -15,8 +15,8 @@ import torch
 
 from fusion.facts import window
 from fusion.graph import Algebra, Value
+from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction
 from fusion.stages.canonicalise.masks import hidden
-from fusion.stages.canonicalise.positions import Affine, Formula, Leaf, conjunction
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.positions import Affine, Formula, Leaf, Positions, conjunction, conjuncts, negation
+from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction, conjuncts, negation
+from fusion.stages.canonicalise.logic import either
+from fusion.stages.canonicalise.positions import Positions
 
 MASKED = -1e4  # a score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are all in use
 
 LOST = -1e30  # a finite number that swallows any score it is added to
+Sizes = tuple[Any, Any, Any, Any]
 UNPROVEN = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
 
 
@@ -177,3 +180,96 @@ def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
 def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
     """Where a mask that is added to scores, times a positive factor, hides a key: it holds 0 or at most `MASKED`."""
     return a.make("below", (mask,), (MASKED / 2 / factor,), mask.shape, torch.bool)
+
+
+def told(
+    a: Algebra, positions: Positions, terms: Sequence[Term], empty: str, shape: Sequence[Any], sizes: Sizes
+) -> dict[str, Any] | str:
+    """What the operator is told about the mask: `order` and `window`, up to which key, and the mask as it is.
+
+    Args:
+        a: the values of the graph.
+        positions: the positions of the scores [*shape, T].
+        terms: the masks.
+        empty: what the softmax makes of a row of -inf.
+        shape: the rows of the scores.
+        sizes: B, N, S and T.
+    """
+    queries, keys = sizes[2:]
+    if not terms:
+        return {"order": "full", "window": None, "known": None, "empty": "zero"}
+    formula = visible(positions, terms)
+    if isinstance(formula, str):
+        return formula
+    if formula is True:
+        return {"order": "full", "window": None, "known": None, "empty": "zero"}
+    bounds = limits(formula, len(shape) + 1)
+    some = sees_some(bounds, queries, keys)
+    empty = "zero" if some else unseen(positions, terms, empty)
+    if not empty:
+        return "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"
+    found: dict[str, Any] = {"order": "mask", "window": None, "known": None, "empty": empty}
+    mask = _explicit(a, terms, shape, sizes)
+    if mask is not None:
+        found["mask"] = mask
+    words = _bounded(a, bounds, sizes) if some or (empty == "zero" and not bounds.moving) else {}
+    return found | words if mask is not None or words else "the mask differs from head to head"
+
+
+def _bounded(a: Algebra, bounds: Limits, sizes: Sizes) -> dict[str, Any]:
+    """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers."""
+    batch, _, queries, keys = sizes
+    high, low, moving = bounds.high, bounds.low, bounds.moving
+    if bounds.rest or high is None or (low is not None and (queries == 1 or not moving)):
+        return {}
+    window: Any = None
+    if low is not None:
+        span = high + low.times(-1)
+        if span.terms or not isinstance(span.constant, int):
+            return {}
+        window = span.constant
+    order = "right" if moving and queries != 1 else "full"
+    if moving and not high.terms and high.constant == 0 and window is None:
+        return {"order": "left"}
+    seen = high.plus(queries if moving or queries == 1 else 1)
+    if not seen.terms:
+        if seen.constant == keys:
+            return {"order": order, "window": window}
+        within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
+        return {"order": order, "window": window, "known": seen.constant} if within else {}
+    length = whole(a, seen, batch)
+    if length is None or not isinstance(keys, int):
+        return {}
+    return {"order": order, "window": window, "length": _clamped(a, length, keys)}
+
+
+def _clamped(a: Algebra, length: Value, most: int) -> Value:
+    """At most as many keys as there are: the operator would read beyond them."""
+    return a.make("at_most", (length,), (most,), length.shape, length.dtype)
+
+
+def _explicit(a: Algebra, terms: Sequence[Term], shape: Sequence[Any], sizes: Sizes) -> Value | None:
+    """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; None where it differs between heads."""
+    joined: Value | None = None
+    for each in _hidden(a, terms):
+        joined = each if joined is None else either(a, joined, each)
+    if joined is None:
+        return None
+    wide = joined.arg if joined.op == "expand" else joined
+    lead = (*(1,) * (len(shape) + 1 - wide.rank), *wide.shape)
+    batch, _, queries, keys = sizes
+    if any(size != 1 for size in lead[1:-2]):
+        return None
+    flat = a.reshape(wide, (lead[0], 1, *lead[-2:]))
+    return a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
+
+
+def _hidden(a: Algebra, terms: Sequence[Term]) -> Iterator[Value]:
+    for each in terms:
+        mask = each.mask
+        if each.how == "drop":
+            yield mask
+        elif each.how == "keep":
+            yield mask.arg if mask.op == "not" else a.make("not", (mask,), (), mask.shape, torch.bool)
+        else:
+            yield hidden(a, mask, each.factor)

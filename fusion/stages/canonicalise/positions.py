@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
@@ -18,123 +17,13 @@ import torch
 
 from fusion.graph import Value
 from fusion.stages.canonicalise.folding import Folder, band
+from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction, disjunction, negation, number
 
 MOST = 8  # different constants that a mask of floats may have
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One element of a tensor, at positions that are expressions themselves."""
-
-    value: Value
-    index: tuple[Affine, ...]
-
-    def axes(self) -> frozenset[int]:
-        """The axes of the mask on which the element depends."""
-        return frozenset().union(*(each.axes() for each in self.index))
-
-
-@dataclass(frozen=True)
-class Affine:
-    """Σ coefficient · term + constant; a term is an axis of the mask (an int) or a `Leaf`."""
-
-    terms: Mapping[int | Leaf, Any] = field(default_factory=lambda: MappingProxyType({}))
-    constant: Any = 0
-
-    def key(self) -> tuple[Any, ...]:
-        """Equal for equal expressions."""
-        return frozenset(self.terms.items()), self.constant
-
-    def __hash__(self) -> int:
-        return hash(self.key())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Affine) and self.key() == other.key()
-
-    def __add__(self, other: Affine) -> Affine:
-        terms = dict(self.terms)
-        for term, factor in other.terms.items():
-            terms[term] = terms.get(term, 0) + factor
-        kept = {term: factor for term, factor in terms.items() if factor != 0}
-        return Affine(MappingProxyType(kept), self.constant + other.constant)
-
-    def times(self, factor: Any) -> Affine:
-        """The expression · a number."""
-        kept = {term: factor * each for term, each in self.terms.items() if factor != 0}
-        return Affine(MappingProxyType(kept), self.constant * factor)
-
-    def plus(self, number: Any) -> Affine:
-        """The expression + a number."""
-        return Affine(self.terms, self.constant + number)
-
-    def axes(self) -> frozenset[int]:
-        """The axes of the mask that it depends on."""
-        found = frozenset(term for term in self.terms if isinstance(term, int))
-        return found.union(*(term.axes() for term in self.terms if isinstance(term, Leaf)))
-
-    def without(self, *axes: int) -> Affine:
-        """The expression without what it has of these axes themselves."""
-        return Affine(MappingProxyType({t: f for t, f in self.terms.items() if t not in axes}), self.constant)
-
-
-def number(value: Any) -> Affine:
-    """A constant expression."""
-    return Affine(constant=value)
-
-
-# A formula: True, False, ("le", affine), ("eq", affine), ("is", leaf), ("not", f), ("and", fs), ("or", fs).
-Formula = Any
-
-
-def conjunction(*parts: Formula) -> Formula:
-    """All of them."""
-    return _joined("and", parts, neutral=True)
-
-
-def disjunction(*parts: Formula) -> Formula:
-    """At least one of them."""
-    return _joined("or", parts, neutral=False)
-
-
-def _joined(op: str, parts: Sequence[Formula], neutral: bool) -> Formula:
-    flat: dict[Formula, None] = {}
-    for part in parts:
-        if part is (not neutral):
-            return part
-        if part is not neutral:
-            flat.update(dict.fromkeys(part[1] if part[0] == op else (part,)))
-    if not flat:
-        return neutral
-    return next(iter(flat)) if len(flat) == 1 else (op, tuple(flat))
-
-
-def negation(formula: Formula) -> Formula:
-    """Where it does not hold; whole numbers make a comparison of a negated one."""
-    if isinstance(formula, bool):
-        return not formula
-    op, content = formula
-    match op:
-        case "not":
-            return content
-        case "le":
-            return ("le", content.times(-1).plus(1))
-        case "and":
-            return disjunction(*map(negation, content))
-        case "or":
-            return conjunction(*map(negation, content))
-        case _:
-            return ("not", formula)
-
-
 Assumption = Callable[[Value, "Sequence[Affine]"], Formula | None]
 """Where a mask that is passed in shows a key, if anything is assumed of it."""
-
-
-def conjuncts(formula: Formula) -> tuple[Formula, ...]:
-    """The parts that must all hold."""
-    if formula is True:
-        return ()
-    return tuple(formula[1]) if not isinstance(formula, bool) and formula[0] == "and" else (formula,)
 
 
 class Positions:
@@ -411,16 +300,3 @@ def _whole_numbers(x: Value) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return float(value).is_integer()
-
-
-def leaves(formula: Formula) -> frozenset[Value]:
-    """The tensors that a formula reads."""
-    if isinstance(formula, bool):
-        return frozenset()
-    op, content = formula
-    if op == "is":
-        return frozenset((content.value,))
-    if op in ("le", "eq"):
-        return frozenset(term.value for term in content.terms if isinstance(term, Leaf))
-    parts = content if op in ("and", "or") else (content,)
-    return reduce(frozenset.union, map(leaves, parts), frozenset[Value]())

@@ -1,0 +1,177 @@
+"""Scores and weights: from what multiplies the values down to the product of queries and keys.
+
+The weights may be grouped by key heads, permuted, cast or cut from a softmax with a sink; factors may stand on the
+scores; masks may be added, chosen or filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fusion.graph import Algebra, Value
+from fusion.stages.canonicalise.arrangement import Arrangement, Step, arrangement
+from fusion.stages.canonicalise.masks import MASKED, Term
+
+
+@dataclass(frozen=True)
+class Weights:
+    """softmax(..), how its rows are arranged where they multiply v, and whether a sink is cut off."""
+
+    softmax: Value
+    rows: Arrangement
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Scores:
+    """scale · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was on the way."""
+
+    product: Value | None = None
+    scale: float = 1.0
+    steps: tuple[Step, ...] = ()
+    terms: tuple[Term, ...] = ()
+    sink: Value | None = None
+    odd: str = ""
+
+
+def dropped(p: Value) -> bool:
+    """Whether what multiplies the values went through dropout."""
+    while p.op in ("cast", "reshape", "permute", "getitem") or (p.op.endswith("getitem>") and p.args):
+        p = p.arg
+    return "dropout" in p.op and any(each.op == "softmax" for each in p.args)
+
+
+def weights_of(a: Algebra, p: Value) -> Weights | None:
+    """The softmax that `p`, which multiplies the values, is computed from; None where it is something else."""
+    steps, cut = (), False
+    while p.op != "softmax":
+        step = _step(p)
+        if step is not None:
+            steps = (step, *steps)
+        elif p.op == "slice" and p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
+            cut = True
+        elif p.op != "cast":
+            return None
+        p = p.arg
+    p, order = _turned(a, p)
+    steps = (("permute", order), *steps) if order else steps
+    rows = arrangement(p.shape[:-1], steps)
+    return None if rows is None else Weights(p, rows, cut)
+
+
+def _turned(a: Algebra, softmax: Value) -> tuple[Value, tuple[int, ...]]:
+    """The softmax of scores whose rows stand in the order of the product, and the order in which they stood."""
+    scores = scores_of(Scores(), softmax.arg)
+    lead = () if scores.product is None else scores.product.shape[:-1]
+    rows = arrangement(lead, scores.steps) if lead and softmax.attrs[0] == -1 else None
+    if rows is None or rows.identity or sorted(rows.before) != sorted(rows.after):
+        return softmax, ()
+    back = tuple(rows.after.index(run) for run in rows.before)
+    z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
+    order = tuple(rows.before.index(run) for run in rows.after)
+    return a.make("softmax", (z,), softmax.attrs, z.shape, z.dtype), order
+
+
+def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:
+    """`z` permuted, below all that is done to single scores."""
+    if z.op in ("cast", "scale", "add", "where", "cat"):
+        rank = len(order)
+        args = [_permuted(a, a.reshape(each, (*(1,) * (rank - each.rank), *each.shape)), order) for each in z.args]
+        return a.make(z.op, args, z.attrs, tuple(z.shape[axis] for axis in order), z.dtype)
+    return a.permute(z, order)
+
+
+def _step(x: Value) -> Step | None:
+    """What a reshape or a permute does to all dims but the last, if it leaves that alone."""
+    if x.op == "reshape" and x.rank and x.arg.rank and x.shape[-1] == x.arg.shape[-1]:
+        return "reshape", x.shape[:-1]
+    return ("permute", x.attrs[:-1]) if x.op == "permute" and x.attrs[-1] == x.rank - 1 else None
+
+
+# scores ------------------------------------------------------------------------------------------------------------
+
+
+def scores_of(found: Scores, z: Value) -> Scores:
+    """Walk down from the argument of the softmax to the product of queries and keys."""
+    match z.op:
+        case "matmul":
+            return replace(found, product=z)
+        case "cast":
+            return scores_of(found, z.arg)
+        case "reshape" | "permute":
+            step = _step(z)
+            return found if step is None else scores_of(replace(found, steps=(step, *found.steps)), z.arg)
+        case "scale":
+            return scores_of(replace(found, scale=found.scale * z.attrs[0]), z.arg)
+        case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
+            if found.scale != 1 or found.terms or found.steps or found.sink is not None:
+                return replace(found, odd="a sink is scaled or masked like a score")
+            return scores_of(replace(found, sink=z.args[1]), z.arg)
+        case "add":
+            return _added(found, z)
+        case "where":
+            return _chosen(found, z)
+        case "tanh":
+            return replace(found, odd="the scores are capped softly by tanh, which the operator does not do")
+        case "mul" if _number(z.args[0]) or _number(z.args[1]):
+            scores, factor = z.args if _number(z.args[1]) else z.args[::-1]
+            return scores_of(replace(found, scale=found.scale * _number(factor)), scores)
+        case "mul" if _product_in(z) is not None:
+            return replace(found, odd="the scores are scaled by a tensor, where the operator takes a number")
+        case _:
+            return found
+
+
+def _number(x: Value) -> float:
+    """The number of which a tensor consists, 0 where it has others."""
+    if x.op == "full":
+        return float(x.attrs[0])
+    if x.op in ("cast", "expand", "reshape"):
+        return _number(x.arg)
+    return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
+
+
+def _added(found: Scores, z: Value) -> Scores:
+    for scores, other in (z.args, z.args[::-1]):
+        product = _product_in(scores)
+        if product is None:
+            continue
+        of_rows = other.shape[-1:] == (1,) and z.shape[-1] != 1
+        if of_rows and found.sink is None and not found.terms and _computed_from(other, product):
+            return scores_of(found, scores)  # the same for a whole row, as its maximum: the softmax does not see it
+        if found.steps:
+            return replace(found, odd="the scores are masked before they are arranged otherwise")
+        term = Term("add", other, found.scale)
+        return scores_of(replace(found, terms=(*found.terms, term)), scores)
+    return found
+
+
+def _chosen(found: Scores, z: Value) -> Scores:
+    condition, yes, no = z.args
+    for how, scores, fill in (("keep", yes, no), ("drop", no, yes)):
+        if _product_in(scores) is not None:
+            if found.steps or fill.op != "full" or fill.attrs[0] * found.scale > MASKED:
+                return replace(found, odd="scores are replaced by something else than a number of at most -1e4")
+            term = Term(how, condition, fill=fill.attrs[0] * found.scale)
+            return scores_of(replace(found, terms=(*found.terms, term)), scores)
+    return found
+
+
+def _computed_from(x: Value, source: Value) -> bool:
+    """Whether `source` is among what `x` is computed from."""
+    seen, waiting = {x}, [x]
+    while waiting:
+        new = {each for each in waiting.pop().args if each.id >= source.id} - seen
+        seen |= new
+        waiting.extend(new)
+    return source in seen
+
+
+def _product_in(z: Value) -> Value | None:
+    """The product of queries and keys of which `z` consists of scores."""
+    while z.op in ("cast", "scale", "reshape", "permute", "tanh") or (z.op == "cat" and z.attrs == (z.rank - 1,)):
+        z = z.arg
+    if z.op in ("add", "where", "mul"):
+        return next((each for each in map(_product_in, z.args[-2:]) if each is not None), None)
+    return z if z.op == "matmul" else None
