@@ -62,7 +62,7 @@ def narrowed(cache: Tensor, rows: Tensor, start: int) -> Tensor:
 
 @pytest.mark.parametrize("form", [from_number, from_tensor, at_the_beginning, narrowed])
 @pytest.mark.parametrize("marked", [True, False], ids=["mark_dynamic", "dynamic=True"])
-def test_one_graph_writes_for_every_length_and_start(form, marked: bool):
+def test_every_length_and_start_is_written_as_in_eager(form, marked: bool):
     torch.compiler.reset()
     options = {"target": "host", "lower": "eager", "rules": {"cache_write"}}
     compiled = torch.compile(form, backend="cann_fusion", options=options, dynamic=None if marked else True)
