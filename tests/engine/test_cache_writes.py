@@ -152,13 +152,14 @@ def test_both_writes_into_one_cache_count():
     assert outcome.in_place
 
 
-def test_a_choice_outside_writes_what_was_there():
+@pytest.mark.parametrize("whole", [torch.int32, torch.int64], ids=str)
+def test_a_choice_outside_writes_what_was_there(whole: torch.dtype):
     def chosen(cache, rows, start):
         cache.copy_(torch.where(torch.arange(cache.shape[2])[:, None] == start, rows, cache))
         return cache * 2
 
     for start in (-1, 0, 255, 256):
-        args = (numbers(2, 3, 256, 64), numbers(2, 3, 1, 64, seed=1), torch.tensor(start))
+        args = (numbers(2, 3, 256, 64), numbers(2, 3, 1, 64, seed=1), torch.tensor(start, dtype=whole))
         captured = capture(chosen, args)
         assert fuse(captured.graph).in_place
         got = [each.clone() for each in captured.inputs]
