@@ -92,6 +92,13 @@ def chunk(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
     return eager(q, k, v, lowest(hidden, q.dtype)[None, None])
 
 
+def written_chunk(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    """The same, with keys and values of its own written there before: positions beyond the end are an error."""
+    places = torch.arange(S) + at
+    fresh = q[:, :M]
+    return chunk(q, k.index_copy(2, places, fresh), v.index_copy(2, places, fresh), at)
+
+
 def cached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A prompt over a cache that is longer."""
     seen = torch.arange(T)[None, :] <= torch.arange(S)[:, None]
@@ -172,6 +179,7 @@ EXAMPLES = [
     Example("causal by a mask", causal_by_mask, qkv()),
     Example("one step over a cache", step, qkv(1, T, M, position)),
     Example("a chunk over a cache", chunk, qkv(S, T, M, position)),
+    Example("a chunk written into a cache", written_chunk, qkv(S, T, M, position)),
     Example("a prompt over a cache", cached, qkv(S, T)),
     Example("padded", padded, qkv(S, S, M, padding)),
     Example("padded with the least number", padded_by_hand, qkv(S, S, M, padding)),

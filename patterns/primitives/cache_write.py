@@ -87,7 +87,7 @@ class CacheWrite(Rule):
         starts, size = _starts(rows, position), cache.shape[axis]
         places = starts.clamp(0, size - 1)
         wide = [-1] + [1] * (cache.dim() - 1)
-        old = cache.gather(axis, places.reshape(wide).expand(rows.shape))
+        old = cache.gather(axis, places.long().reshape(wide).expand(rows.shape))
         rows = torch.where((places == starts).reshape(wide), rows, old)
         return torch.ops.npu.scatter_update(cache, places, rows, axis)
 

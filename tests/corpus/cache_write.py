@@ -105,6 +105,11 @@ def cast(cache, rows, start):
     return cache * 2
 
 
+def first_sequences(cache, rows, start):
+    cache[: rows.shape[0], :, FIRST : FIRST + rows.shape[2]] = rows
+    return cache * 2
+
+
 def narrowed(cache, rows, start):
     cache.narrow(2, FIRST, rows.shape[2]).copy_(rows)
     return cache * 2
@@ -201,6 +206,11 @@ def long(B: int, S: int) -> tuple[Tensor, ...]:
     return step(max(B, 2), 1, LONG, 64)
 
 
+def wide(B: int, S: int) -> tuple[Tensor, ...]:
+    """A cache with room for another sequence."""
+    return activations(61, B + 1, HEADS, ROOM, DIM), *step(B, S)[1:]
+
+
 def pages(B: int, S: int) -> tuple[Tensor, ...]:
     """Pages [Block, Size, N, D], rows [T, N, D], slots [T]."""
     count = B * S
@@ -219,6 +229,10 @@ def window(B: int, S: int) -> tuple[Tensor, ...]:
 
 def _step(cache: Tensor, rows: Tensor, start: Tensor) -> tuple[Tensor, ...]:
     return (written(cache, rows),)
+
+
+def _first(cache: Tensor, rows: Tensor, start: Tensor) -> tuple[Tensor, ...]:
+    return (torch.cat([written(cache[: len(rows)], rows), 2 * cache[len(rows) :]]),)
 
 
 def _last(cache: Tensor, rows: Tensor, start: Tensor) -> tuple[Tensor, ...]:
@@ -269,6 +283,7 @@ SPELLINGS = (
     _spelling(where_anywhere, "a comparison, the position unknown: what was there is kept", _RUN, long),
     _spelling(one_hot, "one_hot as a mask", _RUN, long),
     _spelling(sliced, "a slice that is assigned", _RUN),
+    _spelling(first_sequences, "Llama: a cache for more sequences than there are", _RUN, wide, _first),
     _spelling(cast, "rows of another dtype: the assignment casts", _RUN),
     _spelling(narrowed, "narrow and copy_", _RUN),
     _spelling(slice_scatter, "slice_scatter, copied back", _RUN),

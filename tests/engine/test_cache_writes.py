@@ -62,7 +62,7 @@ def narrowed(cache: Tensor, rows: Tensor, start: int) -> Tensor:
 
 @pytest.mark.parametrize("form", [from_number, from_tensor, at_the_beginning, narrowed])
 @pytest.mark.parametrize("marked", [True, False], ids=["mark_dynamic", "dynamic=True"])
-def test_one_graph_writes_for_every_length_and_start(form, marked: bool):
+def test_every_length_and_start_is_written_as_in_eager(form, marked: bool):
     torch.compiler.reset()
     options = {"target": "host", "lower": "eager", "rules": {"cache_write"}}
     compiled = torch.compile(form, backend="cann_fusion", options=options, dynamic=None if marked else True)
@@ -152,13 +152,14 @@ def test_both_writes_into_one_cache_count():
     assert outcome.in_place
 
 
-def test_a_choice_outside_writes_what_was_there():
+@pytest.mark.parametrize("whole", [torch.int32, torch.int64], ids=str)
+def test_a_choice_outside_writes_what_was_there(whole: torch.dtype):
     def chosen(cache, rows, start):
         cache.copy_(torch.where(torch.arange(cache.shape[2])[:, None] == start, rows, cache))
         return cache * 2
 
     for start in (-1, 0, 255, 256):
-        args = (numbers(2, 3, 256, 64), numbers(2, 3, 1, 64, seed=1), torch.tensor(start))
+        args = (numbers(2, 3, 256, 64), numbers(2, 3, 1, 64, seed=1), torch.tensor(start, dtype=whole))
         captured = capture(chosen, args)
         assert fuse(captured.graph).in_place
         got = [each.clone() for each in captured.inputs]

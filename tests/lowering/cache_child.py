@@ -1,4 +1,4 @@
-"""Runs in a child process behind the stubs: caches written by a model compiled for npugraph_ex, and its final graph."""
+"""Runs in a child process behind the stubs: caches written by a step compiled for npugraph_ex and for torchair."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch_npu  # noqa: F401  (registers the operators)
 from torch import Tensor, fx
 
 from fusion.routes import vendor
+from tests.support import ge
 
 SHAPES = {"cache": (2, 2, 16, 8), "rows": (2, 2, 3, 8), "keys": (5, 4, 2, 8), "key": (3, 2, 8)}
 
@@ -31,8 +32,22 @@ def inputs() -> list[Tensor]:
     return [*tensors, torch.tensor(5), torch.tensor([7, -1, 0])]
 
 
-def main() -> None:
-    """Print, as one line of JSON, the operators that npugraph_ex runs, and whether caches are eager's, in place."""
+def through(**options: Any) -> dict[str, bool]:
+    """Whether results and caches of the compiled step are eager's, and the caches where they were."""
+    compiled = torch.compile(step, backend="cann_fusion", options={"target": "ascend910_93", **options}, dynamic=False)
+    plain, ours = inputs(), inputs()
+    places = [each.data_ptr() for each in ours[:3]]
+    with torch.no_grad():
+        expected, got = step(*plain), compiled(*ours)
+    return {
+        "results": all(map(torch.equal, got, expected)),
+        "caches": all(map(torch.equal, ours[:3], plain[:3])),
+        "in_place": [each.data_ptr() for each in ours[:3]] == places,
+    }
+
+
+def npugraph_ex() -> None:
+    """Print, as one line of JSON, also the operators that npugraph_ex runs."""
     final: list[fx.GraphModule] = []
     inner = vendor.npugraph_ex
 
@@ -41,16 +56,13 @@ def main() -> None:
         return inner(gm, values, options={"force_eager": True})
 
     vendor.npugraph_ex = forced
-    options = {"target": "ascend910_93", "lower": "npugraph_ex", "plan_lower": "npugraph_ex"}
-    compiled = torch.compile(step, backend="cann_fusion", options=options, dynamic=False)
-    plain, ours = inputs(), inputs()
-    places = [each.data_ptr() for each in ours[:3]]
-    with torch.no_grad():
-        expected, got = step(*plain), compiled(*ours)
-    report = {
-        "operators": [str(node.target) for gm in final for node in gm.graph.nodes if node.op == "call_function"],
-        "results": all(map(torch.equal, got, expected)),
-        "caches": all(map(torch.equal, ours[:3], plain[:3])),
-        "in_place": [each.data_ptr() for each in ours[:3]] == places,
-    }
-    print(json.dumps(report))
+    told = through(lower="npugraph_ex", plan_lower="npugraph_ex")
+    operators = [str(node.target) for gm in final for node in gm.graph.nodes if node.op == "call_function"]
+    print(json.dumps(told | {"operators": operators}))
+
+
+def torchair() -> None:
+    """Print, as one line of JSON, also the GE operators after torchair's own passes."""
+    ge.install()
+    told = through(lower="torchair")
+    print(json.dumps(told | {"operators": [name for graph in ge.converted() for name in graph.after]}))

@@ -51,13 +51,21 @@ def test_inductor_allocates_no_cache(form):
     assert "npu" not in "\n".join(code).replace("input", "")
 
 
+VENDORS = [
+    ("npugraph_ex", {"npu.scatter_update_.default", "npu.npu_scatter_pa_kv_cache.default"}),
+    ("torchair", {"Scatter", "ScatterPaKvCache"}),
+]
+COPIES = ("aten.copy_", "aten.clone", "aten.index_put", "TensorMove", "Assign")
+
+
 @requires_torch_npu
-def test_npugraph_ex_runs_the_writes_in_place():
-    done = torch_npu_host.run("from tests.lowering import cache_child\ncache_child.main()")
+@pytest.mark.parametrize(("route", "expected"), VENDORS)
+def test_vendors_write_in_place(route: str, expected: set[str]):
+    done = torch_npu_host.run(f"from tests.lowering import cache_child\ncache_child.{route}()")
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["results"]
     assert told["caches"]
     assert told["in_place"]
-    assert {"npu.scatter_update_.default", "npu.npu_scatter_pa_kv_cache.default"} <= set(told["operators"])
-    assert not any(name.startswith(("aten.copy_", "aten.clone", "aten.index_put")) for name in told["operators"])
+    assert expected <= set(told["operators"])
+    assert not any(name.startswith(COPIES) for name in told["operators"])

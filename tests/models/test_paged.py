@@ -95,13 +95,15 @@ def test_torchair_gets_the_form_that_it_converts():
     assert explained(viewed, "ascend910_93", "torchair").ops["npu::npu_scatter_pa_kv_cache_functional"] == LAYERS
 
 
-@pytest.mark.parametrize("write", [viewed, copied, by_block])
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+SETTINGS = [
+    *((write, "eager", dtype) for write in (viewed, copied, by_block) for dtype in (torch.bfloat16, torch.float32)),
+    (viewed, "inductor", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("write", "lower", "dtype"), SETTINGS)
 def test_caches_are_eagers(write: Write, lower: str, dtype: torch.dtype):
     """Also where a slot is -1: eager counts it from the end, so the last row is written."""
-    if lower == "inductor" and (write is not viewed or dtype is not torch.float32):
-        pytest.skip("one setting is enough for the slow compiler")
     torch.compiler.reset()
     model = Model(write).to(dtype).eval().requires_grad_(False)
     options = {"target": "host", "lower": lower, "rules": RULES}

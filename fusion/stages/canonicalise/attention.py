@@ -15,6 +15,7 @@ from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arra
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.formulas import Affine, number
 from fusion.stages.canonicalise.masks import told
 from fusion.stages.canonicalise.positions import Positions
 from fusion.stages.canonicalise.scores import Scores, Weights, dropped, scores_of, weights_of
@@ -94,10 +95,20 @@ def _reading(
     sizes = (batch, heads, queries, k.shape[2])
     positions = Positions((*shape, k.shape[2]), folder, assumed.visible)
     empty = "zero" if scores.sink is not None else weights.softmax.attrs[1]
-    mask = told(a, positions, scores.terms, empty, shape, sizes)
+    mask = told(a, positions, scores.terms, empty, shape, sizes, _begins(positions, k, queries))
     if isinstance(mask, str):
         return mask
     return Reading("softmax_attention", captures | mask, frozenset(each.attrs[0] for each in positions.relied))
+
+
+def _begins(positions: Positions, k: Value, queries: Any) -> Affine | None:
+    """Where as many keys begin as there are queries, if the model has just written them: none is beyond the end."""
+    while k.op in ("cast", "expand", "reshape", "permute"):
+        k = k.arg
+    if k.op != "write" or k.args[1].shape[k.attrs[0]] != queries or k.args[2].rank > 1:
+        return None
+    start = k.args[2]
+    return positions.whole(start, [number(0) if size == 1 else positions.axis(0) for size in start.shape])
 
 
 def _bns(shape: Sequence[Any]) -> tuple[Any, Any, Any]:

@@ -103,7 +103,7 @@ def sees_some(bounds: Limits, queries: Any, keys: Any) -> bool:
         return False
     if any(not isinstance(term, Leaf) or factor != 1 for term, factor in high.terms.items()):
         return False
-    counted = sum(isinstance(term, Leaf) and term.value.op == "count" for term in high.terms)  # at least one key each
+    counted = sum(map(_is_counted, high.terms))  # at least one key each
     if high.constant + counted < 0:
         return False
     if low is None:
@@ -112,6 +112,11 @@ def sees_some(bounds: Limits, queries: Any, keys: Any) -> bool:
     last = low.plus(queries - 1 if bounds.moving else 0).plus(-keys)
     within = last.terms or (isinstance(last.constant, int) and last.constant < 0)
     return bool(within) and not span.terms and isinstance(span.constant, int) and span.constant >= 0
+
+
+def _is_counted(term: int | Leaf) -> bool:
+    """Whether a term is the number of keys that a mask shows to the first query, checked to be one at least."""
+    return isinstance(term, Leaf) and term.value.op == "count"
 
 
 def limits(formula: Formula, rank: int) -> Limits:
@@ -183,7 +188,13 @@ def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
 
 
 def told(
-    a: Algebra, positions: Positions, terms: Sequence[Term], empty: str, shape: Sequence[Any], sizes: Sizes
+    a: Algebra,
+    positions: Positions,
+    terms: Sequence[Term],
+    empty: str,
+    shape: Sequence[Any],
+    sizes: Sizes,
+    begins: Affine | None,
 ) -> dict[str, Any] | str:
     """What the operator is told about the mask: `order` and `window`, up to which key, and the mask as it is.
 
@@ -194,6 +205,7 @@ def told(
         empty: what the softmax makes of a row of -inf.
         shape: the rows of the scores.
         sizes: B, N, S and T.
+        begins: where keys begin that the model has just written, one for each query, all of them inside.
     """
     queries, keys = sizes[2:]
     if not terms:
@@ -212,12 +224,16 @@ def told(
     mask = _explicit(a, terms, shape, sizes)
     if mask is not None:
         found["mask"] = mask
-    words = _bounded(a, bounds, sizes) if some or (empty == "zero" and not bounds.moving) else {}
+    words = _bounded(a, bounds, sizes, begins) if some or (empty == "zero" and not bounds.moving) else {}
     return found | words if mask is not None or words else "the mask differs from head to head"
 
 
-def _bounded(a: Algebra, bounds: Limits, sizes: Sizes) -> dict[str, Any]:
-    """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers."""
+def _bounded(a: Algebra, bounds: Limits, sizes: Sizes, begins: Affine | None) -> dict[str, Any]:
+    """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers.
+
+    Several queries of which the last could stand beyond the keys are not told by a length: cut to the keys that there
+    are, it would move all of them.
+    """
     batch, _, queries, keys = sizes
     high, low, moving = bounds.high, bounds.low, bounds.moving
     if bounds.rest or high is None or (low is not None and (queries == 1 or not moving)):
@@ -237,7 +253,8 @@ def _bounded(a: Algebra, bounds: Limits, sizes: Sizes) -> dict[str, Any]:
             return {"order": order, "window": window}
         within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
         return {"order": order, "window": window, "known": seen.constant} if within else {}
-    length = whole(a, seen, batch)
+    inside = queries == 1 or not moving or high == begins or all(_is_counted(term) for term in high.terms)
+    length = whole(a, seen, batch) if inside else None
     if length is None or not isinstance(keys, int):
         return {}
     return {"order": order, "window": window, "length": _clamped(a, length, keys)}

@@ -239,6 +239,9 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     size = int(x.shape[axis])
     if stop - start == size:
         return source
+    first = _first_sequences(a, x, source, stop) if axis == start == 0 else None
+    if first is not None:
+        return first
     around = [a.slice(x, axis, *bounds) for bounds in ((0, start), (stop, size)) if bounds[0] < bounds[1]]
     if x.op == "cat" and all(each is not None and not (each.op == "slice" and each.arg is x) for each in around):
         before = [each for each in around[: 1 if start else 0] if each is not None]
@@ -246,6 +249,17 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
         return a.cat([*before, source, *after], axis)
     written = a.make("slice_scatter", (x, source), (axis, start, stop, 1), x.shape, x.dtype)
     return _covered(a, written) or written
+
+
+def _first_sequences(a: Algebra, x: Value, source: Value, stop: int) -> Value | None:
+    """x[:b][.., start:stop] = rows: one write of as many sequences as there are rows for."""
+    if source.op not in ("write", "slice_scatter") or source.arg is not a.slice(x, 0, 0, stop):
+        return None
+    axis, placed = source.attrs[0], source.op == "slice_scatter"
+    if axis == 0 or (placed and source.attrs[3] != 1):
+        return None
+    start = number(a, source.attrs[1], x) if placed else source.args[2]
+    return a.make("write", (x, source.args[1], start), (axis,), x.shape, x.dtype)
 
 
 def _covered(a: Algebra, last: Value) -> Value | None:
