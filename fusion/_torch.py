@@ -10,6 +10,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -426,8 +427,9 @@ def unwrapped(error: Exception) -> Exception:
     return getattr(error, "inner_exception", error)
 
 
+@cache
 def core_table() -> dict[OpOverload, Callable[..., Any]]:
-    """The decompositions to core aten. Private: `torch._decomp.core_aten_decompositions`."""
+    """The decompositions to core aten, not to be changed. Private: `torch._decomp.core_aten_decompositions`."""
     from torch._decomp import core_aten_decompositions
 
     return dict(core_aten_decompositions())  # pyright: ignore[reportReturnType]
