@@ -12,7 +12,6 @@ import torch.fx as fx
 
 from fusion import operators
 from fusion.facts import Facts
-from fusion.graph import Graph
 from fusion.language import Refused, Rule
 from fusion.options import Options
 from fusion.recording import Fakes
@@ -83,12 +82,8 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     in_place = reinplace(source, lowering)
     copies = read_on_host(source, lowering) if target.is_npu else 0
     verify(source, before, [], names)
-    return Outcome(tuple(chosen), tuple(refusals), counted, _relied_on(graph), in_place, prepared, copies)
-
-
-def _relied_on(graph: Graph) -> frozenset[str]:
-    """The inputs whose assumption something was read by, whether or not a rewrite came of it."""
-    return frozenset(name for reading in graph.readings.values() for name in reading.relies)
+    relied = frozenset(name for each in chosen for name in each.match.relies)
+    return Outcome(tuple(chosen), tuple(refusals), counted, relied, in_place, prepared, copies)
 
 
 def plan_lower(options: Options, target: Target) -> str:

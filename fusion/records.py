@@ -67,6 +67,7 @@ class Match:
         captures: what the pattern took, tensors as values.
         results: the values that it replaces.
         roots: for each result, the user's nodes that compute it.
+        relies: the inputs of which something was assumed.
     """
 
     rule: Rule
@@ -74,6 +75,7 @@ class Match:
     captures: Mapping[str, Any]
     results: tuple[Value, ...]
     roots: tuple[tuple[fx.Node, ...], ...]
+    relies: frozenset[str] = frozenset()
 
     @property
     def optional(self) -> frozenset[str]:

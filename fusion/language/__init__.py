@@ -15,7 +15,7 @@ from fusion.language.rule import (
     scalar,
     tensor,
 )
-from fusion.language.terms import Bindings, Capture, Term
+from fusion.language.terms import Bindings, Capture, Term, relied
 
 __all__ = [
     "Bindings",
@@ -31,6 +31,7 @@ __all__ = [
     "lookalike",
     "lowering",
     "pattern",
+    "relied",
     "require",
     "scalar",
     "tensor",

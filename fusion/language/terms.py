@@ -14,7 +14,13 @@ import torch
 
 from fusion.graph import Dim, Graph, Reading, Value
 
-Bindings = Mapping[Any, Any]  # term → value; "D" → size of a named dim
+Bindings = Mapping[Any, Any]  # term → value; "D" → size of a named dim; RELIES → names of inputs
+RELIES = "inputs of which something is assumed"
+
+
+def relied(bound: Bindings) -> frozenset[str]:
+    """The inputs of which something was assumed where these bindings were read."""
+    return bound.get(RELIES, frozenset())
 
 
 class Context(Protocol):
@@ -343,7 +349,8 @@ class Meaning(Tensorial):
         for reading in cx.readings(value, self.op):
             if not set(reading.captures) <= set(self.captures):
                 continue  # a gain, a mask or a bias that the pattern does not speak of may not get lost
-            yield from self._take(list(self.captures.items()), reading, bound, cx)
+            relies = {RELIES: relied(bound) | reading.relies} if reading.relies else {}
+            yield from self._take(list(self.captures.items()), reading, {**bound, **relies}, cx)
 
     def _take(
         self, wanted: Sequence[tuple[str, Any]], reading: Reading, bound: Bindings, cx: Context

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from fusion.errors import RuleError
 from fusion.graph import Graph, Reading, Value
-from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured
+from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, relied
 from fusion.records import Match, Refusal
 
 # Readings that canonicalisation itself adds.
@@ -114,7 +114,7 @@ class _Search:
                 if matched is not None:
                     taken.add(value)
                     self.found.matches.append(matched)
-                    self._read(value, Reading(rule.name, matched.captures))
+                    self._read(value, Reading(rule.name, matched.captures, matched.relies))
 
     def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
         refused: Refused | None = None
@@ -131,7 +131,7 @@ class _Search:
                 refused = refused or reason
                 self._explain(rule, value, captures)
                 continue
-            return Match(rule, form.name, captures, results, roots)
+            return Match(rule, form.name, captures, results, roots, relied(bound))
         if refused is not None:
             self._refuse(rule.name, refused, value)
         return None

@@ -144,6 +144,11 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
     return _sunk(scores, sink) @ repeated(v)
 
 
+def all_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    """Every query sees every key, and the sink."""
+    return _sunk(q @ repeated(k).transpose(-2, -1) * D**-0.5, sink) @ repeated(v)
+
+
 def with_sink_padded(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
     """The same without the padding."""
     scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
@@ -187,6 +192,7 @@ EXAMPLES = [
     Example("groups by einsum", grouped, qkv()),
     Example("positions before heads", positions_first, qkv()),
     Example("a sink", with_sink, qkv(S, S, M, sinks)),
+    Example("a sink and every key", all_with_sink, qkv(S, S, M, sinks)),
     Example("a sink and padding", with_sink_padded, qkv(S, S, M, sinks, padding)),
     Example("a sink over a cache", step_with_sink, qkv(1, T, M, sinks, position)),
     Example("values narrower than keys", narrow_values, qkv()),

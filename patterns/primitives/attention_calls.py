@@ -42,8 +42,6 @@ def finished(y: Tensor, finish: Any) -> Tensor:
 
 def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, **arguments: Any) -> tuple[Tensor, Tensor]:
     """The operator for lengths as numbers, or for lengths in a tensor."""
-    known = isinstance(arguments["num_query_heads"], int) and isinstance(arguments["num_key_value_heads"], int)
-    require(known, "the number of heads is not known before")
     operator = torch.ops.npu.npu_fused_infer_attention_score_v2
     overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
     return overload(q, k, v, actual_seq_kvlen=lengths, **arguments)
@@ -96,8 +94,8 @@ def paged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, se
     batch: Any = q.shape[0]
     queries: Any = q.shape[2]
     keys: Any = k.shape[2]
-    require(isinstance(keys, int), "pages have a size that is known before")
-    require(not heads_last(k) and not heads_last(v), "the keys of a head do not lie together, as they do in a page")
+    together = isinstance(keys, int) and not heads_last(k) and not heads_last(v)
+    require(together, "the keys of a head are no page: as many as are known before, lying together")
     table = torch.arange(batch, dtype=torch.int32, device=q.device).unsqueeze(1)
     last = queries if seen.order == "left" else keys
     known = [seen.known or last] * batch if isinstance(batch, int) else torch.full((batch,), seen.known or last)
@@ -137,8 +135,7 @@ def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     last = heads_last(q) and heads_last(k) and heads_last(v)
     if last:
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    heads: Any = q.shape[2 if last else 1]
-    require(isinstance(heads, int), "the number of heads is not known before")
+    heads = q.shape[2 if last else 1]
     y = torch.ops.npu.npu_fusion_attention(q, k, v, heads, "BSND" if last else "BNSD", scale=scale)[0]
     return y.transpose(1, 2) if last else y
 

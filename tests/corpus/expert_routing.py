@@ -73,11 +73,6 @@ def softmax_over_tokens_first(logits):
     return _dense(logits, experts, shares)
 
 
-def divided_by_the_largest(logits):
-    shares, experts = logits.float().softmax(-1).topk(CHOSEN, dim=-1)
-    return _dense(logits, experts, 0.5 * shares / shares.sum(-1, keepdim=True))
-
-
 def _logits(B: int, S: int) -> tuple[Tensor, ...]:
     rows = [torch.randperm(EXPERTS, generator=generator(31 + row)) for row in range(B * S)]
     return (torch.stack(rows).to(torch.float64) / 4 - 2,)
@@ -122,5 +117,4 @@ LOOKALIKES = (
     _other(sigmoid_scores, "sigmoid"),
     _other(softmax_over_tokens, "another dim"),
     _other(softmax_over_tokens_first, "another dim", plain),
-    _other(divided_by_the_largest, "something else than their sum"),
 )

@@ -23,6 +23,7 @@ EXPECTED = {
     "DeepseekV32": LATENT + Counter({"npu::npu_interleave_rope": 2 * LAYERS, "npu::npu_apply_rotary_pos_emb": LAYERS}),
     "GlmMoeDsa": LATENT + Counter({"npu::npu_interleave_rope": 4 * LAYERS}),
 }
+ATTENTION = {"npu::npu_fused_infer_attention_score_v2": LAYERS}
 PAIRS = [("sdpa", torch.bfloat16, "ascend910_93"), ("eager", torch.float32, "host")]
 OTHERS = [("eager", torch.bfloat16, "ascend910_93"), ("sdpa", torch.float32, "host")]
 
@@ -33,8 +34,9 @@ def check(family: str, mode: str, attention: str, dtype: torch.dtype, target: st
     options = {"target": target, "lower": lower}
     report = fusion.explain(built.model, **built.step(mode), options=options)
     writes = {name: count for name, count in report.ops.items() if "scatter" in name}
-    attention = {name: count for name, count in report.ops.items() if "attention" in name}
-    assert Counter(report.ops) - Counter(writes) - Counter(attention) == EXPECTED[family], report
+    attended = {name: count for name, count in report.ops.items() if "attention" in name}
+    assert Counter(report.ops) - Counter(writes) - Counter(attended) == EXPECTED[family], report
+    assert attended == ATTENTION or (target == "host" and not attended), "where padding values costs more than it saves"
     if mode == "decode_static":
         assert writes == {"npu::scatter_update_": len(caches(built.step(mode)))}
     assert report.launches[1] < report.launches[0]
@@ -86,7 +88,15 @@ def test_through_inductor():
 @pytest.mark.parametrize(
     ("family", "operators"),
     [
-        ("Mistral", {"npu::npu_rms_norm": 1, "npu::npu_add_rms_norm": 4, "npu::npu_apply_rotary_pos_emb": 2}),
+        (
+            "Mistral",
+            {
+                "npu::npu_rms_norm": 1,
+                "npu::npu_add_rms_norm": 4,
+                "npu::npu_apply_rotary_pos_emb": 2,
+                "npu::npu_swiglu": 2,
+            },
+        ),
         ("Gemma", {"npu::npu_gemma_rms_norm": 5, "npu::npu_apply_rotary_pos_emb": 2}),
         (
             "Phi3",
@@ -106,7 +116,7 @@ def test_through_inductor():
 def test_other_families_fuse_as_well(family, operators):
     built = build(family, torch.bfloat16)
     report = fusion.explain(built.model, **built.step("prefill"), options={"target": "host"})
-    assert dict(report.ops) == operators
+    assert dict(report.ops) == operators | ATTENTION
 
 
 def test_many_layers_share_the_plans():

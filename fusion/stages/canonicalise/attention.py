@@ -94,8 +94,8 @@ def _reading(
         captures["sink"] = sink
     sizes = (batch, heads, queries, k.shape[2])
     positions = Positions((*shape, k.shape[2]), folder, assumed.visible)
-    empty = "zero" if scores.sink is not None else weights.softmax.attrs[1]
-    mask = told(a, positions, scores.terms, empty, shape, sizes, _begins(positions, k, queries))
+    begins, sunk = _begins(positions, k, queries), scores.sink is not None
+    mask = told(a, positions, scores.terms, weights.softmax.attrs[1], shape, sizes, begins, sunk)
     if isinstance(mask, str):
         return mask
     return Reading("softmax_attention", captures | mask, frozenset(each.attrs[0] for each in positions.relied))

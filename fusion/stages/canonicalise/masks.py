@@ -195,6 +195,7 @@ def told(
     shape: Sequence[Any],
     sizes: Sizes,
     begins: Affine | None,
+    sunk: bool,
 ) -> dict[str, Any] | str:
     """What the operator is told about the mask: `order` and `window`, up to which key, and the mask as it is.
 
@@ -206,6 +207,7 @@ def told(
         shape: the rows of the scores.
         sizes: B, N, S and T.
         begins: where keys begin that the model has just written, one for each query, all of them inside.
+        sunk: whether there is a sink, which takes all of a query that sees no key.
     """
     queries, keys = sizes[2:]
     if not terms:
@@ -217,7 +219,7 @@ def told(
         return {"order": "full", "window": None, "known": None, "empty": "zero"}
     bounds = limits(formula, len(shape) + 1)
     some = sees_some(bounds, queries, keys)
-    empty = "zero" if some else unseen(positions, terms, empty)
+    empty = "zero" if some or sunk else unseen(positions, terms, empty)
     if not empty:
         return "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"
     found: dict[str, Any] = {"order": "mask", "window": None, "known": None, "empty": empty}
