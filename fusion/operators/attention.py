@@ -54,7 +54,7 @@ class Attention:
 
 
 def computed(call: Attention) -> tuple[Tensor, Tensor]:
-    """The output in its layout and the log-sum-exp in float32, empty unless asked for."""
+    """The output in its layout and the log-sum-exp, in float32 at least, empty unless asked for."""
     query = heads_first(call.query, call.layout, call.heads)
     key, value = call.heads_of(call.key), call.heads_of(call.value)
     pairs = [(query, key)]
@@ -83,7 +83,8 @@ def promised(call: Attention) -> tuple[Tensor, Tensor]:
     width = value_width(call.value, call.layout, call.kv_heads, call.table is not None)
     out = call.query.new_empty(output_shape(call.query, call.layout, call.heads, width))
     sizes = lse_shape(call.query, call.layout, call.heads) if call.lse else [0]
-    return out, call.query.new_empty(sizes, dtype=torch.float32)
+    wide = torch.promote_types(call.query.dtype, torch.float32) if call.lse else torch.float32
+    return out, call.query.new_empty(sizes, dtype=wide)
 
 
 def _v1(given: Mapping[str, Any]) -> Attention:

@@ -276,11 +276,13 @@ SPELLINGS = (
         chunk_at_position, "mask", seen=lambda b, i, j: j <= i + 3, heads=M, keys=T, more=tensors(torch.arange(S) + 3)
     ),
     Entry(
-        chunk_from_start, "right length", seen=lambda b, i, j: j <= i + 3, heads=M, keys=T,
+        chunk_from_start, "mask",  # nothing says that the last query stands before the end of the keys
+        seen=lambda b, i, j: j <= i + 3, heads=M, keys=T,
         more=tensors(torch.tensor(3)),
     ),
     Entry(
-        windowed_chunk_from_start, "right window 2 length", seen=lambda b, i, j: i + 1 <= j <= i + 3, heads=M, keys=T,
+        windowed_chunk_from_start, "mask",
+        seen=lambda b, i, j: i + 1 <= j <= i + 3, heads=M, keys=T,
         more=tensors(torch.tensor(3)),
     ),
 )  # fmt: skip

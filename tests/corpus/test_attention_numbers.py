@@ -213,6 +213,6 @@ def test_symbolic_sizes(mask, words, level):
     assert told(t) == words, "\n".join(map(str, t.outcome.refusals))
     testing.means_what_it_says(t)
     run = compiled(form, dynamic=True) if level == "composite" else None
-    for x, there in inputs if run else ():
+    for x, there in inputs if run is not None else ():
         exact = copy.deepcopy(form).double()(x.double(), there)
         assert relative_error(run(x, there), exact) <= CAP[torch.float32]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,14 @@ def test_rule_is_tried(rule: Rule):
 
 
 @pytest.mark.parametrize("rule", installed(), ids=lambda rule: rule.name)
-def test_every_form_and_every_lowering_is_used_by_an_example(rule: Rule):
-    used: set[str] = set()
-    for example in rule.examples():
-        for dtype in DTYPES:
-            t = testing.trial(rule, example, dtype)
-            used |= {name for each in t.outcome.chosen for name in (each.match.form, each.lowering)}
+def test_every_form_is_used_by_an_example(rule: Rule):
     declared = {form.name for form in rule.patterns()}
+    used: set[str] = set()
+    for dtype, example in product(DTYPES, rule.examples()):
+        if declared <= used:
+            break
+        t = testing.trial(rule, example, dtype)
+        used |= {name for each in t.outcome.chosen for name in (each.match.form, each.lowering)}
     assert declared <= used, f"no example is written as {sorted(declared - used)}"
 
 

