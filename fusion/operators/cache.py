@@ -291,7 +291,40 @@ def _reshape_and_cache_meta(
     return None
 
 
+def _reshape_and_cache_functional(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
+) -> tuple[Tensor, Tensor]:
+    key_cache, value_cache = key_cache.clone(), value_cache.clone()
+    _reshape_and_cache(key, value, key_cache, value_cache, slot_indices)
+    return key_cache, value_cache
+
+
+def _reshape_and_cache_functional_meta(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(key_cache), torch.empty_like(value_cache)
+
+
+_RESHAPE_DIMS = {
+    "slot_indices": "T",
+    "key": "T N D",
+    "value": "T N E",
+    "key_cache": "Blocks Size N D",
+    "value_cache": "Blocks Size N E",
+}
+_RESHAPE_DTYPES = {
+    "key": _PAGED,
+    "value": _PAGED,
+    "key_cache": _PAGED,
+    "value_cache": _PAGED,
+    "slot_indices": frozenset({torch.int32}),
+}
 _RESHAPE_SAME = ("dtype(key_cache) == dtype(key)", "dtype(value_cache) == dtype(value)")
+_RESHAPE_LIMITS = {"ascend910b": _RESHAPE_SAME, "ascend910_93": _RESHAPE_SAME, "ascend950": _RESHAPE_SAME}
+_RESHAPE_SOURCE = (
+    "op-plugin: test_atb_reshape_and_cache.py (ND golden), ops/atb/ReshapeAndCachAtb.cpp; no Meta in 2.13.0"
+)
+_RESHAPE_FORMULA = "[slot // Size, slot % Size] = key[t], value[t]; a negative slot is skipped"
 
 RESHAPE_AND_CACHE = Operator(
     schema=(
@@ -300,22 +333,25 @@ RESHAPE_AND_CACHE = Operator(
     ),
     fallback=_reshape_and_cache,
     meta=_reshape_and_cache_meta,
-    dims={
-        "slot_indices": "T",
-        "key": "T N D",
-        "value": "T N E",
-        "key_cache": "Blocks Size N D",
-        "value_cache": "Blocks Size N E",
-    },
-    dtypes={
-        "key": _PAGED,
-        "value": _PAGED,
-        "key_cache": _PAGED,
-        "value_cache": _PAGED,
-        "slot_indices": frozenset({torch.int32}),
-    },
-    limits={"ascend910b": _RESHAPE_SAME, "ascend910_93": _RESHAPE_SAME, "ascend950": _RESHAPE_SAME},
+    dims=_RESHAPE_DIMS,
+    dtypes=_RESHAPE_DTYPES,
+    limits=_RESHAPE_LIMITS,
     lowerings=frozenset({"eager", "npugraph_ex"}),
-    source="op-plugin: test_atb_reshape_and_cache.py (ND golden), ops/atb/ReshapeAndCachAtb.cpp; no Meta in 2.13.0",
-    summary="both caches[slot // Size, slot % Size] = key[t], value[t]; a negative slot is skipped",
+    source=_RESHAPE_SOURCE,
+    summary=f"both caches{_RESHAPE_FORMULA}",
+)
+RESHAPE_AND_CACHE_FUNCTIONAL = Operator(
+    schema=(
+        "atb::_npu_reshape_and_cache.functional(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, "
+        "Tensor slot_indices) -> (Tensor, Tensor)"
+    ),
+    fallback=_reshape_and_cache_functional,
+    meta=_reshape_and_cache_functional_meta,
+    dims=_RESHAPE_DIMS,
+    dtypes=_RESHAPE_DTYPES,
+    limits=_RESHAPE_LIMITS,
+    lowerings=frozenset(),  # an overload of ours: what runs is always the form in place
+    source=_RESHAPE_SOURCE,
+    summary=f"copies of the caches with {_RESHAPE_FORMULA}",
+    in_place="atb::_npu_reshape_and_cache",
 )

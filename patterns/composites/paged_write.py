@@ -1,7 +1,8 @@
 """keys[slot // Size, slot % Size] = key; values[slot // Size, slot % Size] = value, in one call.
 
-*Matches* two writes to pages [Block, Size, N, D] at the same slots. *Replaces with* `npu_scatter_pa_kv_cache`, whose
-slots are never negative here: what counts from the end has been made explicit.
+*Matches* two writes to pages [Block, Size, N, D] at the same slots. *Replaces with* atb's `_npu_reshape_and_cache`
+where calls are launched one by one, with `npu_scatter_pa_kv_cache` for GE. Slots are never negative here: what counts
+from the end has been made explicit.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ class PagedWrite(Rule):
     def guard(self, slots: Any):
         """A place beyond the end of a page is an error for the model, and another page for the operator."""
         require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
+
+    @lowering
+    def by_atb(self, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor):
+        """One call for both, of the transformer library."""
+        return torch.ops.atb._npu_reshape_and_cache.functional(key, value, key_cache, value_cache, slots.int())
 
     @lowering
     def run(self, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor):

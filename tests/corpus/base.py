@@ -27,7 +27,7 @@ INTERLEAVE_ROPE = "npu::npu_interleave_rope"
 SWIGLU = "npu::npu_swiglu"
 SCATTER_RUN = "npu::scatter_update_"
 SCATTER_ND = "npu::npu_scatter_nd_update_"
-PAGED_WRITE = "npu::npu_scatter_pa_kv_cache"
+PAGED_WRITE = "atb::_npu_reshape_and_cache"
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_inductor_allocates_no_cache(form):
 
 
 VENDORS = [
-    ("npugraph_ex", {"npu.scatter_update_.default", "npu.npu_scatter_pa_kv_cache.default"}),
+    ("npugraph_ex", {"npu.scatter_update_.default", "atb._npu_reshape_and_cache.default"}),
     ("torchair", {"Scatter", "ScatterPaKvCache"}),
 ]
 COPIES = ("aten.copy_", "aten.clone", "aten.index_put", "TensorMove", "Assign")

@@ -174,6 +174,7 @@ def _both(names: tuple[str, ...], label: str, make: Callable[[torch.dtype], dict
 _ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 _RUN = ("scatter_update", "scatter_update_")
 _PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
+_ATB = ("atb::_npu_reshape_and_cache", "atb::_npu_reshape_and_cache.functional")
 
 CASES = (
     Case("npu_rms_norm", "batch 1", _norm(1, 5, 64)),
@@ -246,9 +247,9 @@ CASES = (
     *_both(_PA, "one token", _pages((7,))),
     *_both(_PA, "NZ", _pages((5, 0, 11), mode="PA_NZ")),
     *_both(_PA, "no token", _pages(())),
-    Case("atb::_npu_reshape_and_cache", "tokens", _atb_pages(5, 0, 11)),
-    Case("atb::_npu_reshape_and_cache", "padding", _atb_pages(-1, 5, -1, 0)),
-    Case("atb::_npu_reshape_and_cache", "padding alone", _atb_pages(-1, -1)),
+    *_both(_ATB, "tokens", _atb_pages(5, 0, 11)),
+    *_both(_ATB, "padding", _atb_pages(-1, 5, -1, 0)),
+    *_both(_ATB, "padding alone", _atb_pages(-1, -1)),
 )
 
 

@@ -141,5 +141,6 @@ REFERENCES = {
     "npu_scatter_pa_kv_cache": pages,
     "npu_scatter_pa_kv_cache_functional": pages,
     "atb::_npu_reshape_and_cache": reshape_and_cache,
+    "atb::_npu_reshape_and_cache.functional": reshape_and_cache,
 }
 """Of an in-place operator: what its written arguments hold afterwards."""

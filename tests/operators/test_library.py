@@ -124,9 +124,9 @@ told(found=found, first=first, untouched=untouched, errors=errors, last=shown(en
 
 TAKEN_OVER = """
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-theirs = [name for name in operators() if not name.endswith(".tensor_lengths")]
+theirs = [name for name in operators() if not name.endswith((".tensor_lengths", ".functional"))]
 kernels = {name: [has(name, key) for key in ("CPU", "PrivateUse1", "Meta")] for name in theirs}
-lengths = {name: [has(name, key) for key in ("CPU", "Meta")] for name in set(operators()) - set(theirs)}
+own = {name: [has(name, key) for key in ("CPU", "Meta")] for name in set(operators()) - set(theirs)}
 packet = torch.ops.npu.npu_fused_infer_attention_score_v2
 overloads = sorted(packet.overloads())
 attended = packet.tensor_lengths(
@@ -136,10 +136,10 @@ y, rstd = torch.ops.npu.npu_rms_norm(x.half().to("meta"), gamma.half().to("meta"
 """
 
 
-def assert_lengths_in_tensors(facts: dict[str, Any]) -> None:
+def assert_own_overloads(facts: dict[str, Any]) -> None:
     """Our overloads stand beside the ones of torch_npu, and run."""
-    assert len(facts["lengths"]) == 2
-    assert set(map(tuple, facts["lengths"].values())) == {(True, True)}
+    assert len(facts["own"]) == 3
+    assert set(map(tuple, facts["own"].values())) == {(True, True)}
     assert facts["overloads"] == ["default", "out", "tensor_lengths"]
     assert facts["attended"] == [2, 3, 8]
 
@@ -164,7 +164,7 @@ old = [run(x, gamma) for run in (graph, compiled, lambda *a: packet(*a)[0], lamb
 torch._dynamo.reset()
 {TAKEN_OVER}
 told(first=first, last=shown(ensure()), renewed=theirs is not ours, runs=runs(),
-     kernels=kernels, lengths=lengths, overloads=overloads, attended=attended,
+     kernels=kernels, own=own, overloads=overloads, attended=attended,
      old=[torch.equal(got, expected) for got in old], recompiled=torch.equal(compiled(x, gamma), expected),
      finders=sum("Handover" in type(f).__name__ for f in sys.meta_path))
 """)
@@ -176,7 +176,7 @@ told(first=first, last=shown(ensure()), renewed=theirs is not ours, runs=runs(),
     assert facts["recompiled"]
     assert set(map(tuple, facts["kernels"].values())) == {(True, True, True)}
     assert facts["finders"] == 0
-    assert_lengths_in_tensors(facts)
+    assert_own_overloads(facts)
 
 
 @requires_torch_npu
@@ -189,13 +189,13 @@ import torch
 origin = ensure()
 {TAKEN_OVER}
 told(origin=shown(origin), runs=runs(),
-     kernels=kernels, lengths=lengths, overloads=overloads, attended=attended, table=len(decompositions()))
+     kernels=kernels, own=own, overloads=overloads, attended=attended, table=len(decompositions()))
 """)
     assert facts["origin"] == {"source": "torch_npu", "reason": "torch_npu is imported", "version": "2.13.0"}
     assert facts["runs"]
     assert set(map(tuple, facts["kernels"].values())) == {(True, True, True)}
-    assert facts["table"] == len(facts["kernels"]) + len(facts["lengths"])
-    assert_lengths_in_tensors(facts)
+    assert facts["table"] == len(facts["kernels"]) + len(facts["own"])
+    assert_own_overloads(facts)
 
 
 @requires_torch_npu

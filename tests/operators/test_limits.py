@@ -100,7 +100,7 @@ def atb_pages(**more: Any) -> dict[str, Any]:
 LENS = {name: t(5, dtype=torch.int32) for name in ("compress_lens", "compress_seq_offsets", "seq_lens")}
 ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 RUN = ("scatter_update", "scatter_update_")
-ATB = "atb::_npu_reshape_and_cache"
+ATB = ("atb::_npu_reshape_and_cache", "atb::_npu_reshape_and_cache.functional")
 PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
 EDGES = [
     # npu_rms_norm
@@ -369,9 +369,18 @@ EDGES = [
         for name in PA
     ),
     # _npu_reshape_and_cache
-    (ATB, CHIPS, atb_pages(), atb_pages(key=t(5, 2, 32, dtype=F16)), "dtype(key_cache) == dtype(key)"),
-    (ATB, CHIPS, atb_pages(), atb_pages(value=t(5, 2, 32, dtype=F16)), "dtype(value_cache) == dtype(value)"),
-    (ATB, CHIPS, atb_pages(), atb_pages(slot_indices=t(5, dtype=torch.int64)), "needs slot_indices in int32"),
+    *(
+        (name, CHIPS, atb_pages(), atb_pages(key=t(5, 2, 32, dtype=F16)), "dtype(key_cache) == dtype(key)")
+        for name in ATB
+    ),
+    *(
+        (name, CHIPS, atb_pages(), atb_pages(value=t(5, 2, 32, dtype=F16)), "dtype(value_cache) == dtype(value)")
+        for name in ATB
+    ),
+    *(
+        (name, CHIPS, atb_pages(), atb_pages(slot_indices=t(5, dtype=torch.int64)), "needs slot_indices in int32")
+        for name in ATB
+    ),
 ]
 
 
