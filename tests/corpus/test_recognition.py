@@ -109,6 +109,7 @@ def test_look_alike_is_refused_with_its_reason(look_alike, level, dtype, shape):
         law(t)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("look_alike", "level", "dtype", "shape"), parameters(covering(LOOKALIKES), {}))
 def test_look_alike_keeps_its_numbers(look_alike, level, dtype, shape):
     testing.means_what_it_says(fused(look_alike, level, dtype, shape))
