@@ -69,7 +69,9 @@ def root(
 def explain(
     model: Annotated[str, typer.Argument(help="hf:<model type>, or package.module:factory.", show_default=False)],
     target: Annotated[str, typer.Option(help="Chip to plan for.")] = "ascend910_93",
-    disable: Annotated[list[str] | None, typer.Option(help="Do without this rule; may be repeated.")] = None,
+    disable: Annotated[
+        list[str] | None, typer.Option(help="Do without this rule or operator; may be repeated.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     dump: Annotated[str, typer.Option(help="Folder for the graphs before and after, as text.")] = "",
     full: Annotated[

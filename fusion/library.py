@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 
 from fusion.errors import NoRulesError, RuleError
 from fusion.language import Rule
+from fusion.operators import OPERATORS
 from fusion.options import Options, check_names
 
 GROUP = "fusion.patterns"
@@ -41,15 +42,20 @@ def _provided(provider: object) -> Iterable[Rule]:
     return provider() if callable(provider) else provider  # type: ignore[return-value]
 
 
+def operator_names() -> frozenset[str]:
+    """What the operators that can be emitted are called, without their overloads."""
+    return frozenset(operator.short.partition(".")[0] for operator in OPERATORS.values())
+
+
 def rules_for(options: Options, given: Iterable[Rule] | None = None) -> tuple[Rule, ...]:
     """The rules that these options leave.
 
     Raises:
-        OptionError: an option names a rule that does not exist.
+        OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator).
     """
     rules = tuple(given) if given is not None else installed()
     known = [rule.name for rule in rules]
-    for names in (options.rules, options.disable, options.unsafe):
+    for names in (options.rules, options.disable - operator_names(), options.unsafe):
         check_names("rule", names, known)
     kept = options.rules or frozenset(known)
     return tuple(rule for rule in rules if rule.name in kept and rule.name not in options.disable)

@@ -26,7 +26,7 @@ class Options:
         lower: who runs the fused graph here: "auto", "eager", "inductor", "torchair" or "npugraph_ex".
         plan_lower: who would run it on the target; "" for torchair on an Ascend target, else for `lower`.
         rules: names of the only rules to use; empty for all.
-        disable: names of rules not to use.
+        disable: names of rules and of operators not to use, e.g. {"rope_pair", "npu_swiglu"}.
         unsafe: names of rules whose guard is not asked (limits of operators still are).
         assume: what the attention masks among the arguments are: {"attention_mask": "causal"}, "padding" or
             "window:n" (n keys, the query's own among them). Checked at every call; where it does not hold, the

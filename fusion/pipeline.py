@@ -67,7 +67,7 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     graph = canonicalise(source, facts)
     found = match(graph, rules, options.unsafe)
     lowering = plan_lower(options, target)
-    planner = Planner(graph, Fakes(graph), target, lowering, elsewhere, options.lengths == "host")
+    planner = Planner(graph, Fakes(graph), target, lowering, elsewhere, options)
     candidates = planner.candidates(found.matches)
     chosen = select(candidates, graph, options.fuel)
     refusals = _worth_telling([*found.refusals, *planner.refusals, *_useless(candidates)], chosen, rules)

@@ -21,6 +21,7 @@ from fusion.cost import call_cost, is_data, is_launch, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of, unviewed
 from fusion.language import Refused, call
 from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
+from fusion.options import Options
 from fusion.recording import Fakes, substitute
 from fusion.records import Candidate, Input, Match, Output, Plan, Refusal, Step
 from fusion.target import Target
@@ -37,11 +38,12 @@ class Planner:
         target: Target,
         plan_lower: str,
         elsewhere: Sequence[Target] = (),
-        host_reads: bool = False,
+        options: Options = Options(),
     ) -> None:
         self.graph, self.fakes, self.target = graph, fakes, target
         self.refusals: list[Refusal] = []
-        self._plan_lower, self._elsewhere, self._host_reads = plan_lower, elsewhere, host_reads
+        self._plan_lower, self._elsewhere = plan_lower, elsewhere
+        self._host_reads, self._disabled = options.lengths == "host", options.disable
         self._plans: dict[Any, Mapping[str, Plan | Refused]] = {}
         self._derived = derived(graph.source, graph.facts.parameters)
 
@@ -262,6 +264,8 @@ class Planner:
         lowering = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
         if operator.in_place and lowering is not None and lowering not in operator.lowerings:
             operator = OPERATORS[operator.in_place]  # which replaces it there
+        if operator.short.partition(".")[0] in self._disabled:
+            return f"{operator.short} is left out by the option disable"
         return refusal(operator, target.name, args, kwargs, lowering, self._host_reads)
 
 

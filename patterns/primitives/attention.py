@@ -2,8 +2,8 @@
 
 *Matches* attention in every layout and spelling that the canonicaliser reads: sdpa, matmuls around a softmax, grouped
 heads, masks that are added, chosen or filled in, windows, sinks. *Replaces with* `npu_fused_infer_attention_score_v2`,
-told in words what the mask lets through where that is proven, with the mask itself where it is not; or with
-`npu_fusion_attention` for an encoder.
+told in words what the mask lets through where that is proven, with the mask itself where it is not; with its first
+version where the second is left out; or with `npu_fusion_attention` for an encoder.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ class Attention(Rule):
         require(mask is not None, "there is no mask")
         require(sink is None, "with a sink the operator reads packed sequences")
         y = calls.batched(q, k, v, scale, mask=mask)[0]
-        if empty == "mean":
-            y = calls.mean_where_empty(y, v, mask)
-        return calls.finished(calls.nan_where_empty(y, mask) if empty == "nan" else y, finish)
+        return calls.finished(calls.where_empty(y, v, mask, empty), finish)
 
     @lowering
     def told_beside_sink(self, q, k, v, length, sink, scale, order, window, known, finish):
@@ -109,6 +107,30 @@ class Attention(Rule):
         require(mask is not None, "there is no mask")
         y, lse = calls.batched(q, k, v, scale, mask=mask, lse=True)
         return calls.finished(calls.beside_sink(y, lse, sink), finish)
+
+    @lowering
+    def told_v1(self, q, k, v, length, sink, scale, order, window, known, finish):
+        """`told`, for whom the second version of the operator is left out."""
+        require(order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
+        require(sink is None, "the first version of the operator takes no sink")
+        seen = calls.Seen(order, window, known, length)
+        return calls.finished(calls.batched(q, k, v, scale, seen, version=1)[0], finish)
+
+    @lowering
+    def shown_v1(self, q, k, v, mask, sink, scale, empty, finish):
+        """`shown`, likewise."""
+        require(mask is not None, "there is no mask")
+        require(sink is None, "the first version of the operator takes no sink")
+        y = calls.batched(q, k, v, scale, mask=mask, version=1)[0]
+        return calls.finished(calls.where_empty(y, v, mask, empty), finish)
+
+    @lowering
+    def packed_v1(self, q, k, v, length, sink, scale, order, window, known, finish):
+        """`packed`, likewise."""
+        require(order != "mask", "packed sequences take no mask")
+        require(sink is None, "the first version of the operator takes no sink")
+        seen = calls.Seen(order, window, known, length)
+        return calls.finished(calls.packed(q, k, v, None, scale, seen, version=1), finish)
 
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""

@@ -13,6 +13,17 @@ from fusion import require
 BAND = 2048  # the mask of the orders 2, 3 and 4 is fixed: what it holds is not read for a larger one
 
 
+KEYS = "actual_seq_kvlen"
+FIRST_NAMES = {
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+    "actual_seq_qlen": "actual_seq_lengths",
+    KEYS: "actual_seq_lengths_kv",
+    "return_softmax_lse": "softmax_lse_flag",
+}
+"""What the first version of the operator calls the arguments of the second."""
+
+
 @dataclass(frozen=True)
 class Seen:
     """What queries see, in words; see `Attention.written`."""
@@ -40,11 +51,14 @@ def finished(y: Tensor, finish: Any) -> Tensor:
     return y
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """The operator for lengths as numbers, or for lengths in a tensor."""
+def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, version: int, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator of this version, for lengths as numbers or in a tensor."""
     operator = torch.ops.npu.npu_fused_infer_attention_score_v2
+    if version == 1:
+        operator = torch.ops.npu.npu_fused_infer_attention_score
+        arguments = {FIRST_NAMES.get(name, name): value for name, value in arguments.items()}
     overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
-    return overload(q, k, v, actual_seq_kvlen=lengths, **arguments)
+    return overload(q, k, v, **{FIRST_NAMES[KEYS] if version == 1 else KEYS: lengths}, **arguments)
 
 
 def heads_last(x: Tensor) -> bool:
@@ -53,7 +67,14 @@ def heads_last(x: Tensor) -> bool:
 
 
 def batched(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen = Seen(), mask: Tensor | None = None, lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    seen: Seen = Seen(),
+    mask: Tensor | None = None,
+    lse: bool = False,
+    version: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """One sequence beside the other; the order of heads and positions is that of the memory."""
     width: Any = v.shape[3]
@@ -73,12 +94,12 @@ def batched(
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     mixed = not last and queries != 1 and heads_last(q)
     layout = "BSND" if last else "BNSD_BSND" if mixed else "BNSD"
-    y, total = fused(q, k, v, lengths, input_layout=layout, **arguments)
+    y, total = fused(q, k, v, lengths, version, input_layout=layout, **arguments)
     y = y.transpose(1, 2) if last or mixed else y
     return y[..., :width], total
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, seen: Seen) -> Tensor:
+def packed(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, seen: Seen, version: int = 2) -> Tensor:
     """One sequence after the other, [T, N, D], told where each ends."""
     batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
     require(seen.length is None and seen.known is None, "only a part of the keys is seen")
@@ -86,7 +107,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, s
     rows = [each.transpose(1, 2).flatten(0, 1) for each in (q, k, v)]
     order = "right" if seen.order == "left" else seen.order
     ends = _ends(batch, keys, q.device)
-    return _in_sequence(rows[0], rows[1], rows[2], q, k, ends, sink, scale, Seen(order, seen.window))
+    return _in_sequence(rows[0], rows[1], rows[2], q, k, ends, sink, scale, Seen(order, seen.window), version)
 
 
 def paged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, seen: Seen) -> Tensor:
@@ -103,7 +124,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, se
     lengths = known if seen.length is None else seen.length
     pages = dict(block_table=table, block_size=keys)
     rows = q.transpose(1, 2).flatten(0, 1)
-    return _in_sequence(rows, k, v, q, k, lengths, sink, scale, Seen(order, seen.window), **pages)
+    return _in_sequence(rows, k, v, q, k, lengths, sink, scale, Seen(order, seen.window), 2, **pages)
 
 
 def _ends(batch: Any, size: Any, device: torch.device) -> Any:
@@ -115,15 +136,16 @@ def _ends(batch: Any, size: Any, device: torch.device) -> Any:
 
 def _in_sequence(
     rows: Tensor, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, lengths: Any, sink: Tensor | None, scale: float,
-    seen: Seen, **pages: Any,
+    seen: Seen, version: int, **pages: Any,
 ) -> Tensor:  # fmt: skip
     batch: Any = q.shape[0]
     heads, queries = q.shape[1:3]
     ends = _ends(batch, queries, q.device)
     if isinstance(lengths, Tensor) and isinstance(batch, int):
         ends = torch.arange(1, batch + 1, device=q.device) * queries
+    beside = {} if sink is None else dict(learnable_sink=sink)
     y, _ = fused(
-        rows, keys, values, lengths, actual_seq_qlen=ends, input_layout="TND", learnable_sink=sink,
+        rows, keys, values, lengths, version, actual_seq_qlen=ends, input_layout="TND", **beside,
         num_query_heads=heads, num_key_value_heads=k.shape[1], softmax_scale=scale,
         **seen.arguments(q.device, queries), **pages,
     )  # fmt: skip
@@ -140,16 +162,19 @@ def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return y.transpose(1, 2) if last else y
 
 
-def mean_where_empty(y: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """The mean of all values for a query that sees no key, as a softmax of equal scores gives it."""
+def where_empty(y: Tensor, v: Tensor, mask: Tensor, empty: str) -> Tensor:
+    """`y`, which is 0 for a query that sees no key, with what plain attention gives there.
+
+    "mean": of all values, as a softmax of equal scores gives it; "nan", as a softmax of -inf does; "zero".
+    """
+    if empty == "zero":
+        return y
+    nothing = mask.all(-1, keepdim=True)
+    if empty == "nan":
+        return torch.where(nothing, torch.nan, y)
     groups = y.shape[1] // v.shape[1]
     mean = v.mean(2, keepdim=True).unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
-    return torch.where(mask.all(-1, keepdim=True), mean, y)
-
-
-def nan_where_empty(y: Tensor, mask: Tensor) -> Tensor:
-    """NaN for a query that sees no key, as a softmax of -inf gives it."""
-    return torch.where(mask.all(-1, keepdim=True), torch.nan, y)
+    return torch.where(nothing, mean, y)
 
 
 def beside_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
