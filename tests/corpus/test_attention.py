@@ -30,7 +30,6 @@ MISSED = {
     ("nan_to_num", "core"): "core aten also replaces infinities, which a softmax has not",
     ("tiled_by_einsum", "decomposed"): "the keys of tiled heads are flattened with the batch",
     ("tiled_by_einsum", "core"): "the keys of tiled heads are flattened with the batch",
-    ("sdpa_dropped", "composite"): "sdpa with dropout is not taken apart, so that nothing looks like attention",
 }
 
 

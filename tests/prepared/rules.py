@@ -65,6 +65,17 @@ class TurnedGate(JoinedGate):
         return silu(left) * right
 
 
+@dataclass(frozen=True)
+class FractalGate(JoinedGate):
+    """The same with the joined weights in the format of the matrix unit."""
+
+    @lowering
+    def one(self, x: Tensor, gate: Tensor, up: Tensor):
+        """Joined, and cast to NZ."""
+        left, right = conv1d(x, torch.ops.npu.npu_format_cast(torch.cat([gate, up]), 29)).chunk(2, 1)
+        return silu(left) * right
+
+
 class Gate(nn.Module):
     def __init__(self, k: int = 16, n: int = 32, factor: float = 1.0):
         super().__init__()

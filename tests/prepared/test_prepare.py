@@ -21,7 +21,7 @@ from fusion.weights import derived, marks, parameter_inputs
 
 from ..engine.graphs import HOST, names, numbers, traced
 from ..engine.rules import DoubleExp
-from .rules import RAN, CountedGate, Gate, JoinedGate, Layers, TurnedGate, close
+from .rules import RAN, CountedGate, FractalGate, Gate, JoinedGate, Layers, TurnedGate, close
 
 X = numbers(2, 16, 3)
 A, B, C, D = (nn.Parameter(numbers(32, 16, 1, seed=seed)) for seed in range(1, 5))
@@ -201,6 +201,14 @@ def test_a_concatenation_of_parameters_can_take_their_place(shapes, joined):
     assert (each.bytes == 0) is joined
     _, other = prepared(lambda x, a, b: gated(x, a * 2, b), x, a, b, prepack="replace")
     assert not other.prepared[0].joined, "what was computed is not a view of anything"
+
+
+def test_a_cast_to_the_format_of_a_chip_is_a_step_that_other_machines_skip():
+    gm, outcome = prepared(gated, X, A, B, rule=FractalGate())
+    (each,) = outcome.prepared
+    assert "npu.npu_format_cast.default" in names(each.module)
+    assert "npu.npu_format_cast.default" not in names(gm)
+    assert torch.equal(each.module(A, B), torch.cat([A, B]))
 
 
 def explain(model, rule=CountedGate(), **options):

@@ -83,6 +83,8 @@ def _attentions(
 ) -> None:
     folder, assumed = Folder(), Assumed(walk.algebra, facts.assumed)
     for value in list(walk.places):
+        if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
+            misses[value] = ("softmax_attention", sdpa.left_whole(walk.places[value][0]))
         if value.op not in ("matmul", "cast", "reshape", "permute") or _only_arranges(walk, value):
             continue
         outcome = attention(walk.algebra, folder, assumed, value)
