@@ -43,10 +43,10 @@ check: setup  ## format, lint, types, imports
 	$(BIN)/lint-imports
 
 test: check  ## check, and all tests but the nightly ones
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 nightly: check  ## check, and every test
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'nightly or not nightly'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'nightly or not nightly'
 
 demo: $(VENV)/.installed  ## a Hugging Face model before and after, with its numbers checked
 	$(BIN)/python examples/demo.py
