@@ -41,6 +41,8 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     pages, _ = npu.npu_scatter_pa_kv_cache_functional(
         k[0], k[0], pages, pages, torch.arange(k.shape[1]), cache_mode="Norm"
     )
+    slots = torch.arange(k.shape[1], dtype=torch.int32)
+    pages, _ = torch.ops.atb._npu_reshape_and_cache.functional(k[0], k[0], pages, pages, slots)
     return out, k, pages, residual, attended(heads), *npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
 
 
@@ -67,10 +69,10 @@ def inputs(batch: int = 2, tokens: int = 3, dtype: torch.dtype = torch.float32) 
 
 
 def counted(seen: list[set[str]], **options: Any) -> Callable[..., Any]:
-    """An AOT backend that notes which `npu` operators reach the compiler."""
+    """An AOT backend that notes which fused operators reach the compiler."""
 
     def compiler(graph: torch.fx.GraphModule, example: Any) -> Any:
-        seen.append({str(node.target) for node in graph.graph.nodes if str(node.target).startswith("npu.")})
+        seen.append({str(node.target) for node in graph.graph.nodes if str(node.target).startswith(("npu.", "atb."))})
         return graph
 
     return aot_autograd(fw_compiler=compiler, **options)
