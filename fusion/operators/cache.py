@@ -271,18 +271,23 @@ SCATTER_PA_KV_CACHE = Operator(
 )
 
 
-def _reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
-) -> None:
-    """A negative slot is skipped: its token repeats the first one that is stored, or what the first row holds."""
+def _stored(cache: Tensor, rows: Tensor, slot_indices: Tensor) -> tuple[Places, Tensor]:
+    """Where rows go, and what is written there; every slot has an entry, so that nothing depends on their values.
+
+    A negative slot is skipped: its token repeats the first one that is stored, or what the first row holds.
+    """
     stored = slot_indices >= 0
     tokens = torch.arange(slot_indices.shape[0], device=slot_indices.device)
     source = torch.where(stored, tokens, stored.long().argmax())
-    slots = slot_indices[source].clamp(min=0)
-    kept = stored[source][:, None, None]
+    places, rows = _paged(cache, slot_indices[source].clamp(min=0), rows[source], "Norm")
+    return places, torch.where(stored[source][:, None, None], rows, torch.ops.aten.index.Tensor(cache, list(places)))
+
+
+def _reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
+) -> None:
     for cache, rows in ((key_cache, key), (value_cache, value)):
-        places, rows = _paged(cache, slots, rows[source], "Norm")
-        _write(cache, places, torch.where(kept, rows, torch.ops.aten.index.Tensor(cache, list(places))))
+        _write(cache, *_stored(cache, rows, slot_indices))
 
 
 def _reshape_and_cache_meta(
@@ -294,9 +299,9 @@ def _reshape_and_cache_meta(
 def _reshape_and_cache_functional(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    key_cache, value_cache = key_cache.clone(), value_cache.clone()
-    _reshape_and_cache(key, value, key_cache, value_cache, slot_indices)
-    return key_cache, value_cache
+    pairs = ((key_cache, key), (value_cache, value))
+    keys, values = (_written(cache, *_stored(cache, rows, slot_indices)) for cache, rows in pairs)
+    return keys, values
 
 
 def _reshape_and_cache_functional_meta(
