@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 
 from fusion._torch import OpOverload, schema_of, tree_leaves
+from fusion.mutation import is_write
 from fusion.target import Target
 
 _VIEWS = {
@@ -61,9 +62,8 @@ def is_call(node: fx.Node) -> bool:
     """Whether a node is live and does more than view memory or compute a size."""
     if node.op not in ("call_function", "call_method", "call_module") or is_view(node.target):
         return False
-    writes = isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
     scalar = isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-    return bool(node.users or writes) and not scalar
+    return bool(node.users or is_write(node)) and not scalar
 
 
 def call_cost(target: Any, inputs: Iterable[Any], result: Any, machine: Target) -> float:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import OpOverload, is_wrapper, schema_of, tree_leaves
+from fusion._torch import OpOverload, is_wrapper, tree_leaves
 from fusion.cost import is_view
 from fusion.graph import dims_of
+from fusion.mutation import is_write, written_by
 
 Mark = tuple[tuple[Any, ...], torch.dtype]
 _PURE = ("aten", "prims")  # a call of the user's to another library may talk to other processes
@@ -63,15 +64,7 @@ def _mark(tensor: torch.Tensor) -> Mark:
 
 def is_written(node: fx.Node) -> bool:
     """Whether some call of the graph writes to the memory of this node."""
-    return any(node in _written_by(user) for user in node.users)
-
-
-def _written_by(call: fx.Node) -> list[Any]:
-    if not isinstance(call.target, OpOverload) or not schema_of(call.target).is_mutable:
-        return []
-    declared = schema_of(call.target).arguments
-    given = [*zip(declared, call.args, strict=False), *((each, call.kwargs.get(each.name)) for each in declared)]
-    return tree_leaves([value for each, value in given if each.alias_info is not None and each.alias_info.is_write])
+    return any(node in written_by(user) for user in node.users)
 
 
 def _is_repeatable(node: fx.Node) -> bool:
@@ -81,7 +74,7 @@ def _is_repeatable(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable:
+    if not isinstance(node.target, OpOverload) or is_write(node):
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags or (is_view(node.target) and not node.all_input_nodes):
         return False  # random, or memory that nobody has written yet

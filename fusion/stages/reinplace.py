@@ -16,9 +16,10 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, fake_like, schema_of, shares_memory
+from fusion._torch import OpOverload, fake_like, shares_memory
 from fusion.cost import is_view
 from fusion.graph import dims_of
+from fusion.mutation import is_write
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of
 
 aten = torch.ops.aten
@@ -208,7 +209,7 @@ def _stands_before(reader: fx.Node, link: Link) -> bool:
         return sum(_seen(each) is _seen(link.cache) for each in reader.all_input_nodes) == 1
     if reader < link.node:
         return True
-    movable = reader.op == "call_function" and not _is_write(reader)
+    movable = reader.op == "call_function" and not is_write(reader)
     if not movable or not all(each < link.node for each in reader.all_input_nodes):
         return False
     link.node.prepend(reader)
@@ -217,10 +218,6 @@ def _stands_before(reader: fx.Node, link: Link) -> bool:
 
 def _seen(value: fx.Node) -> Any:
     return _below_views(value)[1]
-
-
-def _is_write(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
 
 
 # changes -----------------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, schema_of, tree_leaves
+from fusion._torch import tree_leaves
 from fusion.errors import VerificationError
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
+from fusion.mutation import is_write
 from fusion.origin import inherit
 from fusion.recording import Fakes, SizeNodes, substitute
 from fusion.records import Candidate, Input, Output, Step
@@ -254,7 +255,7 @@ def _sort(source: fx.Graph) -> None:
     place = {node: position for position, node in enumerate(source.nodes)}
     waiting: dict[fx.Node, int] = {}
     followers: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in place}
-    writes = [node for node in place if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable]
+    writes = [node for node in place if is_write(node)]
     for first, second in pairwise(writes):
         followers[first].append(second)
     for users in followers.values():

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, schema_of
 from fusion.cost import is_view
 from fusion.errors import VerificationError
 from fusion.graph import dims_of
+from fusion.mutation import closing_writes, is_write, written_by
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ def contract(source: fx.Graph) -> Contract:
     """Inputs by name, outputs by shape and dtype, and the inputs that are written to."""
     inputs = tuple(node.name for node in source.nodes if node.op == "placeholder")
     output = next(node for node in source.nodes if node.op == "output")
-    writes = [node for node in source.nodes if _is_write(node)]
-    closing = _closing(source)
+    writes = [node for node in source.nodes if is_write(node)]
+    closing = closing_writes(source)
     own = [node for node in writes if node not in closing and "fusion" not in node.meta]
     named = {name for node in writes for name in _targets(node)}
     outputs: list[Any] = []
@@ -49,29 +48,15 @@ def contract(source: fx.Graph) -> Contract:
     )
 
 
-def _is_write(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
-
-
-def _closing(source: fx.Graph) -> set[fx.Node]:
-    """The writes with which a graph ends."""
-    nodes = (node for node in reversed(source.nodes) if node.op != "output")
-    return set(takewhile(_is_write, nodes))
-
-
 def _targets(node: fx.Node) -> list[str]:
     """The inputs, or other nodes, whose memory a call writes into."""
-    target: Any = node.target
-    arguments = schema_of(target).arguments
-    given = {**{each.name: arg for each, arg in zip(arguments, node.args, strict=False)}, **node.kwargs}
-    written = [given.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [_root(each).name for each in written if isinstance(each, fx.Node)]
+    return [_root(each).name for each in written_by(node)]
 
 
 def _root(node: fx.Node) -> fx.Node:
     """The node whose memory a view, or the result of a write, is."""
     source = node.args[0] if node.args else None
-    aliases = node.op == "call_function" and (is_view(node.target) or _is_write(node))
+    aliases = node.op == "call_function" and (is_view(node.target) or is_write(node))
     return _root(source) if aliases and isinstance(source, fx.Node) else node
 
 

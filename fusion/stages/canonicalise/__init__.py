@@ -15,6 +15,7 @@ from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Reading, Value, dims_of
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
+from fusion.mutation import closing_writes, is_write
 from fusion.stages.canonicalise import (
     arithmetic,
     choices,
@@ -126,7 +127,7 @@ class _Walk:
         self.places: dict[Value, list[fx.Node]] = {}
         self.regions: dict[fx.Node, int] = {}
         self._region = 0
-        self._closing = _closing_writes(source)
+        self._closing = closing_writes(source)
 
     def visit(self, node: fx.Node) -> None:
         """Give `node` its value and its region."""
@@ -245,23 +246,6 @@ class _Walk:
         shape, dtype = (dims_of(val.shape), val.dtype) if isinstance(val, torch.Tensor) else ((), None)
         attrs = (repr(spec), node.name if stateful else "")
         return self.algebra.make(str(node.target), args, attrs, shape, dtype)
-
-
-def is_write(node: fx.Node) -> bool:
-    """Whether a node changes memory that others may read."""
-    return isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
-
-
-def _closing_writes(source: fx.Graph) -> set[fx.Node]:
-    """The `copy_` nodes at the end of a functional graph: nothing is computed after them."""
-    closing: set[fx.Node] = set()
-    for node in reversed(source.nodes):
-        if node.op == "output":
-            continue
-        if not is_write(node):
-            break
-        closing.add(node)
-    return closing
 
 
 def _moves(node: fx.Node) -> bool:
