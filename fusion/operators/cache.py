@@ -6,12 +6,11 @@ in-place forms touch nothing but the rows that are written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from fusion.operators.contract import Limit, Operator
+from fusion.operators.pages import Places, inside, paged, stored, write, written
 
 _STORED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int64, torch.bool})
 _PAGED = frozenset({torch.float16, torch.bfloat16, torch.int8})
@@ -19,32 +18,16 @@ _INDEX = frozenset({torch.int32, torch.int64})
 _SAME = ("dtype(updates) == dtype(input)",)
 _EVERYWHERE = frozenset({"eager", "torchair", "npugraph_ex"})
 
-Places = Sequence[Tensor | None]
-
-
-def _inside(positions: Tensor, size: int) -> Tensor:
-    """Positions as int64; a negative one lies beyond the end instead of counting from it."""
-    positions = positions.long()
-    return positions.masked_fill(positions < 0, size)
-
-
-def _written(cache: Tensor, places: Places, rows: Tensor) -> Tensor:
-    return torch.ops.aten.index_put.default(cache, list(places), rows)
-
-
-def _write(cache: Tensor, places: Places, rows: Tensor) -> Tensor:
-    return torch.ops.aten.index_put_.default(cache, list(places), rows)
-
 
 # coordinates -----------------------------------------------------------------------------------------------------
 
 
 def _coordinates(input: Tensor, indices: Tensor) -> list[Tensor]:
-    return [_inside(index, size) for index, size in zip(indices.unbind(-1), input.shape, strict=False)]
+    return [inside(index, size) for index, size in zip(indices.unbind(-1), input.shape, strict=False)]
 
 
 def _scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return _written(input, _coordinates(input, indices), updates)
+    return written(input, _coordinates(input, indices), updates)
 
 
 def _scatter_nd_update_meta(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
@@ -52,7 +35,7 @@ def _scatter_nd_update_meta(input: Tensor, indices: Tensor, updates: Tensor) -> 
 
 
 def _scatter_nd_update_in_place(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return _write(input, _coordinates(input, indices), updates)
+    return write(input, _coordinates(input, indices), updates)
 
 
 def _scatter_nd_update_in_place_meta(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
@@ -97,14 +80,14 @@ def _runs(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> tuple[P
     axis %= input.ndim
     batch, starts = torch.arange(updates.shape[0], device=input.device), indices
     if indices.ndim == 2:
-        batch, starts = (_inside(column, size) for column, size in zip(indices.unbind(-1), input.shape, strict=False))
+        batch, starts = (inside(column, size) for column, size in zip(indices.unbind(-1), input.shape, strict=False))
     positions = starts.long()[:, None] + torch.arange(updates.shape[axis], device=input.device)
     between = [None] * (axis - 1)
-    return [batch[:, None], *between, _inside(positions, input.shape[axis])], updates.movedim(axis, 1)
+    return [batch[:, None], *between, inside(positions, input.shape[axis])], updates.movedim(axis, 1)
 
 
 def _scatter_update(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
-    return _written(input, *_runs(input, indices, updates, axis))
+    return written(input, *_runs(input, indices, updates, axis))
 
 
 def _scatter_update_meta(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
@@ -112,7 +95,7 @@ def _scatter_update_meta(input: Tensor, indices: Tensor, updates: Tensor, axis: 
 
 
 def _scatter_update_in_place(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
-    return _write(input, *_runs(input, indices, updates, axis))
+    return write(input, *_runs(input, indices, updates, axis))
 
 
 def _scatter_update_in_place_meta(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
@@ -161,23 +144,13 @@ SCATTER_UPDATE_ = Operator(
 # pages -------------------------------------------------------------------------------------------------------------
 
 
-def _paged(cache: Tensor, slots: Tensor, rows: Tensor, mode: str | None) -> tuple[Places, Tensor]:
-    """Where tokens [T, N, D] go in pages [Block, Size, N, D], or as "PA_NZ" in [Block, N·D/L, Size, L]."""
-    size = cache.shape[2 if mode == "PA_NZ" else 1]
-    slots = slots.long()
-    block = _inside(slots.div(size, rounding_mode="floor"), cache.shape[0])
-    if mode == "PA_NZ":
-        return [block, None, slots % size], rows.reshape(-1, cache.shape[1], cache.shape[3])
-    return [block, slots % size], rows
-
-
 def _pa_functional(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
     compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None, seq_lens: Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pairs = ((key_cache, key), (value_cache, value))
-    keys, values = (_written(cache, *_paged(cache, slot_mapping, rows, cache_mode)) for cache, rows in pairs)
+    keys, values = (written(cache, *paged(cache, slot_mapping, rows, cache_mode)) for cache, rows in pairs)
     return keys, values
 
 
@@ -195,7 +168,7 @@ def _pa(
     cache_mode: str | None = "PA_NZ",
 ) -> None:  # fmt: skip
     for cache, rows in ((key_cache, key), (value_cache, value)):
-        _write(cache, *_paged(cache, slot_mapping, rows, cache_mode))
+        write(cache, *paged(cache, slot_mapping, rows, cache_mode))
 
 
 def _pa_meta(
@@ -271,23 +244,11 @@ SCATTER_PA_KV_CACHE = Operator(
 )
 
 
-def _stored(cache: Tensor, rows: Tensor, slot_indices: Tensor) -> tuple[Places, Tensor]:
-    """Where rows go, and what is written there; every slot has an entry, so that nothing depends on their values.
-
-    A negative slot is skipped: its token repeats the first one that is stored, or what the first row holds.
-    """
-    stored = slot_indices >= 0
-    tokens = torch.arange(slot_indices.shape[0], device=slot_indices.device)
-    source = torch.where(stored, tokens, stored.long().argmax())
-    places, rows = _paged(cache, slot_indices[source].clamp(min=0), rows[source], "Norm")
-    return places, torch.where(stored[source][:, None, None], rows, torch.ops.aten.index.Tensor(cache, list(places)))
-
-
 def _reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
 ) -> None:
     for cache, rows in ((key_cache, key), (value_cache, value)):
-        _write(cache, *_stored(cache, rows, slot_indices))
+        write(cache, *stored(cache, rows, slot_indices))
 
 
 def _reshape_and_cache_meta(
@@ -300,7 +261,7 @@ def _reshape_and_cache_functional(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
 ) -> tuple[Tensor, Tensor]:
     pairs = ((key_cache, key), (value_cache, value))
-    keys, values = (_written(cache, *_stored(cache, rows, slot_indices)) for cache, rows in pairs)
+    keys, values = (written(cache, *stored(cache, rows, slot_indices)) for cache, rows in pairs)
     return keys, values
 
 

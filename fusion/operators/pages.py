@@ -1,0 +1,60 @@
+"""Where tokens stand in caches of pages, and writes there: cache[place] = rows, as a new tensor or in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+Places = Sequence[Tensor | None]
+"""Indices of the leading dims of a cache; None takes a whole dim."""
+
+
+def written(cache: Tensor, places: Places, rows: Tensor) -> Tensor:
+    """A copy of `cache` with `rows` at `places`."""
+    return torch.ops.aten.index_put.default(cache, list(places), rows)
+
+
+def write(cache: Tensor, places: Places, rows: Tensor) -> Tensor:
+    """`cache` itself, with `rows` at `places`."""
+    return torch.ops.aten.index_put_.default(cache, list(places), rows)
+
+
+def inside(positions: Tensor, size: int) -> Tensor:
+    """Positions as int64; a negative one lies beyond the end instead of counting from it."""
+    positions = positions.long()
+    return positions.masked_fill(positions < 0, size)
+
+
+def paged(cache: Tensor, slots: Tensor, rows: Tensor, mode: str | None) -> tuple[Places, Tensor]:
+    """Where tokens [T, N, D] go in pages [Block, Size, N, D], or as "PA_NZ" in [Block, N·D/L, Size, L]."""
+    size = cache.shape[2 if mode == "PA_NZ" else 1]
+    slots = slots.long()
+    block = inside(slots.div(size, rounding_mode="floor"), cache.shape[0])
+    if mode == "PA_NZ":
+        return [block, None, slots % size], rows.reshape(-1, cache.shape[1], cache.shape[3])
+    return [block, slots % size], rows
+
+
+def stored(cache: Tensor, rows: Tensor, slots: Tensor, mode: str | None = "Norm") -> tuple[Places, Tensor]:
+    """Where rows [T, N, D] go, and what is written there; every slot has an entry: nothing depends on their values.
+
+    A negative slot is skipped: its token repeats the first one that is stored, or what the first row holds.
+    """
+    used = slots >= 0
+    tokens = torch.arange(slots.shape[0], device=slots.device)
+    source = torch.where(used, tokens, pad(used, (0, 1)).long().argmax())  # padded: there may be no token at all
+    places, rows = paged(cache, slots[source].clamp(min=0), rows[source], mode)
+    return places, torch.where(used[source][:, None, None], rows, torch.ops.aten.index.Tensor(cache, list(places)))
+
+
+def pages_of(cache: Tensor, table: Tensor) -> Tensor:
+    """The pages [R, M · Size, D] that `table` [R, M] names, of a cache [Blocks, Size, 1, D], in the order of the table.
+
+    What the table holds for pages that no sequence reaches may be anything.
+    """
+    blocks = table.long().clamp(0, cache.shape[0] - 1)
+    pages = cache.select(-2, 0).index_select(0, blocks.flatten())
+    return pages.reshape(table.shape[0], table.shape[1] * cache.shape[1], cache.shape[-1])
