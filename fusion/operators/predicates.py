@@ -157,8 +157,8 @@ def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, values: Mapping[st
 
 
 def same(a: Any, b: Any, decide: Decide = proven) -> bool | None:
-    """Whether two sizes, attributes or shapes are equal; None when not proven."""
-    if isinstance(a, tuple) and isinstance(b, tuple):
+    """Whether two sizes, attributes, shapes or lists are equal; None when not proven."""
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and _every(same(x, y, decide) for x, y in zip(a, b, strict=True))
     return decide(a == b)
 

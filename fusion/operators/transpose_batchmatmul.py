@@ -1,0 +1,70 @@
+"""One product per head with the heads turned back behind the tokens: y[m, b] = x1[b, m] · w[b]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusion.operators.contract import Limit, Operator
+from fusion.operators.dtypes import FLOATS
+
+
+def _transpose_batchmatmul(
+    input: Tensor, weight: Tensor, *, bias: Tensor | None = None, scale: Tensor | None = None,
+    perm_x1: Sequence[int] | None = None, perm_x2: Sequence[int] | None = None, perm_y: Sequence[int] | None = None,
+    batch_split_factor: int | None = 1,
+) -> Tensor:  # fmt: skip
+    x1, x2 = (x.permute(list(perm or (0, 1, 2))) for x, perm in ((input, perm_x1), (weight, perm_x2)))
+    return torch.bmm(x1, x2).transpose(0, 1).contiguous()
+
+
+def _transpose_batchmatmul_meta(
+    input: Tensor, weight: Tensor, *, bias: Tensor | None = None, scale: Tensor | None = None,
+    perm_x1: Sequence[int] | None = None, perm_x2: Sequence[int] | None = None, perm_y: Sequence[int] | None = None,
+    batch_split_factor: int | None = 1,
+) -> Tensor:  # fmt: skip
+    x1, x2 = (x.permute(list(perm or (0, 1, 2))) for x, perm in ((input, perm_x1), (weight, perm_x2)))
+    return input.new_empty(x1.shape[1], x1.shape[0], x2.shape[2])
+
+
+_TURNED_1 = "perm_x1 == (1, 0, 2)"
+_TURNED_2 = "perm_x2 == (0, 2, 1)"
+_A2 = (
+    "dtype(weight) == dtype(input)",
+    "K % 16 == 0",
+    Limit("V % 16 == 0 and V < 65536", when=f"not {_TURNED_2}"),
+    Limit("U % 16 == 0 and U < 65536", when=_TURNED_2),
+    Limit("K * W < 65536", when=_TURNED_1, because="the kernel reads the heads of one token as one row"),
+)
+
+TRANSPOSE_BATCHMATMUL = Operator(
+    schema=(
+        "npu::npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, "
+        "int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor"
+    ),
+    fallback=_transpose_batchmatmul,
+    meta=_transpose_batchmatmul_meta,
+    dims={"input": "I J K", "weight": "W U V"},
+    dtypes={"input": FLOATS, "weight": FLOATS},
+    limits={
+        "host": (
+            Limit("perm_x1 in ((0, 1, 2), (1, 0, 2))", when="given(perm_x1)"),
+            Limit("perm_x2 in ((0, 1, 2), (0, 2, 1))", when="given(perm_x2)"),
+            Limit("perm_y == (1, 0, 2)", when="given(perm_y)"),
+            Limit("not given(bias)", because="the operator has no bias"),
+            Limit("not given(scale)", because="quantised results are not decomposed"),
+            Limit("batch_split_factor == 1", because="split batches are not decomposed"),
+            Limit("I == W", when=f"not {_TURNED_1}", because="each matrix of the weight has its own rows of the input"),
+            Limit("J == W", when=_TURNED_1, because="each matrix of the weight has its own rows of the input"),
+            Limit("K == U", when=f"not {_TURNED_2}"),
+            Limit("K == V", when=_TURNED_2),
+        ),
+        "ascend910b": _A2,
+        "ascend910_93": _A2,
+    },
+    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
+    source="op-plugin: torch_npu.npu_transpose_batchmatmul (A2 and A3; perm_x2 [0, 2, 1] from CANN 8.5)",
+    summary="y[m, b] = round(x1[b, m] · w[b]), x1 = input.permute(perm_x1), w = weight.permute(perm_x2), in float32",
+)
