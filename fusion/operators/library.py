@@ -25,7 +25,20 @@ from torch.library import Library, register_fake
 
 from fusion._torch import OpOverload, has_kernel, schema_of
 from fusion.errors import OperatorError
-from fusion.operators import activation, attention, cache, format, fusion_attention, norm, rope, routing
+from fusion.operators import (
+    activation,
+    attention,
+    cache,
+    format,
+    fusion_attention,
+    lightning_indexer,
+    mla_prolog,
+    norm,
+    rope,
+    routing,
+    sparse_flash_attention,
+    transpose_batchmatmul,
+)
 from fusion.operators.contract import Operator
 
 _VENDOR = "torch_npu"
@@ -39,7 +52,18 @@ def _declared(*modules: ModuleType) -> Mapping[str, Operator]:
 
 
 OPERATORS: Mapping[str, Operator] = _declared(
-    activation, attention, cache, format, fusion_attention, norm, rope, routing
+    activation,
+    attention,
+    cache,
+    format,
+    fusion_attention,
+    lightning_indexer,
+    mla_prolog,
+    norm,
+    rope,
+    routing,
+    sparse_flash_attention,
+    transpose_batchmatmul,
 )
 """Qualified name -> operator, for every `Operator` that the modules above declare."""
 

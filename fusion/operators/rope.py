@@ -40,7 +40,7 @@ def _quarter(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _half(*halves).flatten(-2)
 
 
-def _interleave_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def interleave_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs (2i, 2i + 1), which go to (i, i + D/2)."""
     a, b = x[..., 0::2], x[..., 1::2]
     (cos_a, cos_b), (sin_a, sin_b) = cos.chunk(2, -1), sin.chunk(2, -1)
@@ -56,7 +56,7 @@ _MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "half": _half,
     "interleave": _interleave,
     "quarter": _quarter,
-    "interleave-half": _interleave_half,
+    "interleave-half": interleave_half,
 }
 
 
@@ -241,7 +241,7 @@ APPLY_ROTARY_POS_EMB = Operator(
 
 def _interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     compute = compute_dtype(x)
-    return _like(x.to(compute), _interleave_half, cos.to(compute), sin.to(compute)).to(x.dtype)
+    return _like(x.to(compute), interleave_half, cos.to(compute), sin.to(compute)).to(x.dtype)
 
 
 def _interleave_rope_meta(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

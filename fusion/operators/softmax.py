@@ -55,6 +55,21 @@ def written_softmax(
     return out.to(value.dtype), (top + total.log()).masked_fill(blind, math.inf)
 
 
+def rounded_softmax(
+    pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, visible: Visible, scale: float, stored: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, largest score, sum of exp(score - largest)), as kernels that round the weights before they divide.
+
+    Shapes are those of `written_softmax`, without a batch if heads share no keys. The weights exp(score - largest) are
+    rounded to `stored` before they meet the values, their sum is not. A row that sees no key is 0 in all three.
+    """
+    scores = _scores(pairs, visible, scale)
+    top, weights, total = _weighted(scores, None)
+    blind = total == 0
+    out = shared_matmul(weights.to(stored).to(scores.dtype), value.to(scores.dtype)) / total
+    return out.masked_fill(blind, 0.0).to(stored), top.masked_fill(blind, 0.0), total
+
+
 def softmax_statistics(
     pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,77 @@
+"""Which sequence each row of a query is of, and how many of its keys it sees, from lengths in tensors.
+
+`layout` "BSND" has a batch of sequences, one length for each; "TND" has them one after the other in one dim of tokens,
+told by the prefix sums of their lengths; "PA_BSND" (keys only) has pages, one length for each sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of the rows [B, S] or [T] of a query, int64: number of the sequence; how many of its first keys are seen.
+
+    `first` is where packed keys of the sequence begin, 0 where they are not packed. A row past its sequence sees none.
+    """
+
+    sequence: Tensor
+    seen: Tensor
+    first: Tensor
+
+
+def rows_of(
+    query: Tensor,
+    key: Tensor,
+    layouts: tuple[str, str],
+    lengths: tuple[Tensor | None, Tensor | None],
+    *,
+    causal: bool,
+) -> Rows:
+    """The rows of a query [B, S, N, D] or [T, N, D] against a key in the second of `layouts`.
+
+    Each row sees the whole sequence of keys; if `causal`, the last row of a sequence does, and every row before it one
+    key less than the next.
+    """
+    of_query, of_key = lengths
+    sequence, position, size = _packed(query, of_query) if layouts[0] == "TND" else _batched(query, of_query)
+    held = (position >= 0) & (position < size)
+    length, first = _keys(key, layouts[1], of_key, sequence)
+    seen = length - size + position + 1 if causal else length
+    return Rows(sequence, torch.where(held, seen, 0).clamp(min=0), first)
+
+
+def _batched(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Sequence and position of every row [B, S], and the number of rows of its sequence."""
+    batch, size = query.shape[:2]
+    sequence = torch.arange(batch, device=query.device)[:, None].expand(batch, size)
+    position = torch.arange(size, device=query.device).expand(batch, size)
+    return sequence, position, torch.full_like(sequence, size) if given is None else given.long()[sequence]
+
+
+def _packed(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of every row [T]; a row past all sequences gets a position before the first one."""
+    assert given is not None
+    ends = given.long()
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    token = torch.arange(query.shape[0], device=query.device)
+    passed = (token[:, None] >= ends).sum(-1)
+    sequence = passed.clamp(max=ends.shape[0] - 1)
+    position = torch.where(passed == sequence, token - (ends - sizes)[sequence], -1)
+    return sequence, position, sizes[sequence]
+
+
+def _keys(key: Tensor, layout: str, given: Tensor | None, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """Length of the keys of each row's sequence, and where they begin."""
+    start = torch.zeros_like(sequence)
+    if given is None:
+        return torch.full_like(sequence, key.shape[1]), start
+    if layout != "TND":
+        return given.long()[sequence], start
+    ends = given.long()
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    return sizes[sequence], (ends - sizes)[sequence]

@@ -1,0 +1,179 @@
+"""Attention over selected keys that are their own values: out[i] = softmax(scale · (q kᵀ + q_rope k_ropeᵀ)) k.
+
+Each row reads the keys that its list of indices names, and nothing else of the cache.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.operators import sparse_limits
+from fusion.operators.contract import Limit, Operator, by_schema
+from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.sequences import Rows, rows_of
+from fusion.operators.softmax import Visible, rounded_softmax
+
+_PART = 1 << 26
+"""Elements of gathered keys (256 MiB in float32) beyond which a prefill is computed in parts."""
+
+
+def _sparse_flash_attention(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    query, rope = given["query"], given["query_rope"]
+    layouts = given["layout_query"], given["layout_kv"]
+    lengths = given["actual_seq_lengths_query"], given["actual_seq_lengths_kv"]
+    rows = rows_of(query, given["key"], layouts, lengths, causal=given["sparse_mode"] == 3)
+    tokens, used = _tokens(given["sparse_indices"].squeeze(-2), given["sparse_block_size"], rows)
+    lists = [*_places(given, rows, tokens), used]
+    queries = [each.flatten(0, -3) for each in (query, rope) if each is not None]
+    size = _part(tokens, given)
+    parts = zip(*(each.split(size) for each in (*(each.flatten(0, -2) for each in lists), *queries)), strict=True)
+    found = [_attended(given, part[: len(lists)], part[len(lists) :]) for part in parts]
+    out, top, total = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
+    return out.reshape(query.shape), *_statistics(given, top, total)
+
+
+def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The tokens that each row's list [*rows, K] of blocks of `size` tokens names, and which of them it uses.
+
+    The list ends before its first negative entry, and tokens that the row may not see are left out: token 0, which
+    every row that sees anything has, stands where they stood.
+    """
+    listed = (indices < 0).cumsum(-1) == 0
+    tokens = indices.long()[..., None] * size + torch.arange(size, device=indices.device)
+    used = (listed[..., None] & (tokens < rows.seen[..., None, None])).flatten(-2)
+    return torch.where(used, tokens.flatten(-2), 0), used
+
+
+def _places(given: Mapping[str, Any], rows: Rows, tokens: Tensor) -> list[Tensor]:
+    """Where the tokens stand in the leading dims of the keys."""
+    sequence, layout, key = rows.sequence[..., None], given["layout_kv"], given["key"]
+    if layout == "TND":
+        return [(rows.first[..., None] + tokens).clamp(max=key.shape[0] - 1)]
+    if layout == "BSND":
+        return [sequence.expand_as(tokens), tokens]
+    size = key.shape[1]
+    blocks = given["block_table"][sequence, tokens.div(size, rounding_mode="floor")].long()
+    return [blocks.clamp(0, key.shape[0] - 1), tokens % size]  # the table of an empty sequence may hold anything
+
+
+def _part(tokens: Tensor, given: Mapping[str, Any]) -> int:
+    """Rows that are computed at once: all of them where their number is a symbol."""
+    count, width = given["query"].shape[:-2].numel(), given["key"].shape[-1]
+    sizes = (count, tokens.shape[-1], width)
+    if any(isinstance(size, torch.SymInt) for size in sizes):
+        return count
+    return min(max(_PART // max(tokens.shape[-1] * width, 1), 1), max(count, 1))
+
+
+def _attended(
+    given: Mapping[str, Any], lists: tuple[Tensor, ...], queries: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [R, N, D], largest score and sum [R, N, 1] of some rows."""
+    *places, used = lists
+    key, value, key_rope = given["key"], given["value"], given["key_rope"]
+    wide = compute_dtype(queries[0])
+
+    def taken(cache: Tensor) -> Tensor:
+        return torch.ops.aten.index.Tensor(cache.select(-2, 0), places).to(wide)
+
+    keys = taken(key)
+    values = keys if value is None or value is key else taken(value)
+    every = [keys] if key_rope is None else [keys, taken(key_rope)]
+    pairs = [(query.to(wide), each) for query, each in zip(queries, every, strict=True)]
+    return rounded_softmax(pairs, values, Visible(used[:, None]), given["scale_value"], given["query"].dtype)
+
+
+def _statistics(given: Mapping[str, Any], top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest score and sum of every row, [B, 1, S, N] or [1, T, N], empty unless asked for."""
+    if not given["return_softmax_lse"]:
+        return _nothing(given), _nothing(given)
+    lead = given["query"].shape[:-1]
+    largest, sums = (each.reshape(lead).unsqueeze(-3) for each in (top, total))
+    return largest, sums
+
+
+def _nothing(given: Mapping[str, Any]) -> Tensor:
+    return given["query"].new_empty([0], dtype=torch.float32)
+
+
+def _sparse_flash_attention_meta(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    query = given["query"]
+    if not given["return_softmax_lse"]:
+        return query.new_empty(query.shape), _nothing(given), _nothing(given)
+    *batch, tokens, heads, _ = query.shape
+    sizes, wide = [*batch, 1, tokens, heads], torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(sizes, dtype=wide), query.new_empty(sizes, dtype=wide)
+
+
+_NAMES = sparse_limits.Names("layout_kv", "actual_seq_lengths_kv")
+_SCHEMA = (
+    "npu::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
+    "float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
+    "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
+    'str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3, int pre_tokens=9223372036854775807, '
+    "int next_tokens=9223372036854775807, int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+_NO_GRAPH = "graphs return no statistics of the softmax"
+_KERNEL = (
+    *sparse_limits.kernel(_NAMES),
+    Limit("given(value)", because="CANN takes calls without a value from 9.2 on; pass the key"),
+    "dtype(value) == dtype(query)",
+    "given(query_rope) and given(key_rope)",
+    "dtype(query_rope) == dtype(query) and dtype(key_rope) == dtype(query)",
+    "D == 512",
+    "Dr == 64",
+    Limit("return_softmax_lse == False", lowering="torchair", because=_NO_GRAPH),
+    Limit("return_softmax_lse == False", lowering="npugraph_ex", because=_NO_GRAPH),
+)
+_A2 = (
+    *_KERNEL,
+    f"N in {_BLOCKS}",
+    f"sparse_block_size in {_BLOCKS}",
+    Limit("Size % sparse_block_size == 0", when="layout_kv == 'PA_BSND'"),
+)
+
+SPARSE_FLASH_ATTENTION = Operator(
+    schema=_SCHEMA,
+    fallback=by_schema(_SCHEMA, _sparse_flash_attention),
+    meta=by_schema(_SCHEMA, _sparse_flash_attention_meta),
+    dims={
+        "query": sparse_limits.by_layout("B S N D", "T N D"),
+        "query_rope": sparse_limits.by_layout("B S N Dr", "T N Dr"),
+        "sparse_indices": sparse_limits.by_layout("B S 1 K", "T 1 K"),
+        **sparse_limits.dims(_NAMES, ("key", "value"), rope="key_rope"),
+    },
+    dtypes={
+        **dict.fromkeys(("query", "key", "value", "query_rope", "key_rope"), HALVES),
+        "sparse_indices": frozenset({torch.int32}),
+        **sparse_limits.dtypes(_NAMES),
+    },
+    limits={
+        "host": (
+            *sparse_limits.host(_NAMES),
+            Limit("attention_mode == 2", because="there is no other mode, not even the default"),
+            Limit("not given(sinks)", because="sinks are not decomposed"),
+            "sparse_block_size >= 1",
+            "given(query_rope) and given(key_rope) or not given(query_rope) and not given(key_rope)",
+            Limit("return_softmax_lse == False", when="layout_kv == 'PA_BSND'", because="its Meta kernel is wrong"),
+        ),
+        "ascend910b": _A2,
+        "ascend910_93": _A2,
+        "ascend950": (*_KERNEL, "N <= 128", "sparse_block_size == 1"),
+    },
+    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
+    source="op-plugin: torch_npu.npu_sparse_flash_attention; kernel: ops-transformer sparse_flash_attention",
+    summary=(
+        "out = round(round(p) k / Σ p), p = exp(s - max s), s = scale_value · (q kᵀ + q_rope k_ropeᵀ) over the listed "
+        "keys, in float32; value must be the key itself; a list ends before its first negative entry, causal rows "
+        "(sparse_mode 3) skip later tokens, and a row without keys is 0"
+    ),
+)
