@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.operators import attention_cases as attention
+from tests.operators import sparse_cases as sparse
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -174,6 +175,7 @@ def _both(names: tuple[str, ...], label: str, make: Callable[[torch.dtype], dict
 _ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 _RUN = ("scatter_update", "scatter_update_")
 _PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
+_PROLOG = ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional")
 _ATB = ("atb::_npu_reshape_and_cache", "atb::_npu_reshape_and_cache.functional")
 
 CASES = (
@@ -250,6 +252,11 @@ CASES = (
     *_both(_ATB, "tokens", _atb_pages(5, 0, 11)),
     *_both(_ATB, "padding", _atb_pages(-1, 5, -1, 0)),
     *_both(_ATB, "padding alone", _atb_pages(-1, -1)),
+    *_both(_ATB, "no token", _atb_pages()),
+    *(case for label, make in sparse.PROLOG for case in _both(_PROLOG, label, make)),
+    *(Case("npu_transpose_batchmatmul", label, make) for label, make in (*sparse.PRODUCTS, sparse.TURNED_WEIGHT)),
+    *(Case("npu_lightning_indexer", label, make) for label, make in sparse.INDEXER),
+    *(Case("npu_sparse_flash_attention", label, make) for label, make in sparse.ATTENTION),
 )
 
 
@@ -262,6 +269,8 @@ def flat(result: Any) -> tuple[Tensor, ...]:
 
 
 def described(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]:
-    """Shape, dtype and strides; the stride of a dim of size 1 moves nothing and counts as 0."""
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    """Shape, dtype and strides; the stride of a dim of size 1, or of an empty tensor, moves nothing and counts as 0."""
+    still = tensor.numel() == 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = tuple(0 if still or size == 1 else stride for size, stride in pairs)
     return tuple(tensor.shape), tensor.dtype, strides

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.operators import attention_references as attention
+from tests.operators import sparse_references as sparse
 
 
 def norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6, *, plus: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -142,5 +143,10 @@ REFERENCES = {
     "npu_scatter_pa_kv_cache_functional": pages,
     "atb::_npu_reshape_and_cache": reshape_and_cache,
     "atb::_npu_reshape_and_cache.functional": reshape_and_cache,
+    "npu_mla_prolog_v3": sparse.prolog,
+    "npu_mla_prolog_v3_functional": sparse.prolog,
+    "npu_transpose_batchmatmul": sparse.product,
+    "npu_lightning_indexer": sparse.indexer,
+    "npu_sparse_flash_attention": sparse.attention,
 }
-"""Of an in-place operator: what its written arguments hold afterwards."""
+"""Of an in-place operator: its results, and what its written arguments hold afterwards."""

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.operators import operator, operators
+from fusion.operators import Operator, operator, operators
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
 from tests.operators.references import REFERENCES
 
 # Root mean square of the error over that of the result: one or two roundings of the dtype's last bit.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-7, torch.float64: 1e-14}
+# Times that: four roundings, one after the other, weigh as much as two that are independent.
+CHAINS = {"npu_mla_prolog_v3": 2, "npu_mla_prolog_v3_functional": 2}
 
 
 def widened(arguments: dict) -> dict:
@@ -22,6 +24,11 @@ def widened(arguments: dict) -> dict:
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return {name: wide(value) for name, value in arguments.items()}
+
+
+def new(result: tuple[Tensor, ...], op: Operator, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The results that are no written arguments."""
+    return tuple(each for each in result if not any(each is arguments[name] for name in op.written))
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -39,12 +46,12 @@ def test_means_what_the_operator_means(case: Case, dtype: torch.dtype):
     before = [value.clone() for value in kept]
     expected = flat(REFERENCES[case.operator](**widened(arguments)))
     result = flat(op.fallback(**arguments))
-    got = tuple(arguments[name] for name in op.written) or result
-    assert all(any(each is one for one in got) for each in result), "a result that is no written argument"
+    got = (*new(result, op, arguments), *(arguments[name] for name in op.written))
     assert len(got) == len(expected)
+    chain = CHAINS.get(case.operator, 1)
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.shape == b.shape
-        assert relative(a, b) <= max(TOLERANCE[dtype], TOLERANCE.get(a.dtype, 0.0)), f"output {index}"
+        assert relative(a, b) <= chain * max(TOLERANCE[dtype], TOLERANCE.get(a.dtype, 0.0)), f"output {index}"
     assert all(map(torch.equal, before, kept))
 
 
@@ -146,6 +153,7 @@ def test_the_in_place_form_takes_the_same_and_writes_what_the_other_returns(name
         if case.name == name:
             arguments = case.arguments(torch.float32)
             expected = flat(functional.fallback(**arguments))
-            in_place.fallback(**arguments)
-            assert all(map(torch.equal, (arguments[each] for each in in_place.written), expected))
-            assert len(in_place.written) == len(expected)
+            results = new(flat(in_place.fallback(**arguments)), in_place, arguments)
+            got = (*results, *(arguments[each] for each in in_place.written))
+            assert len(got) == len(expected)
+            assert all(map(torch.equal, got, expected))
