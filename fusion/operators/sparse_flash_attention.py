@@ -8,6 +8,7 @@ Each row reads the keys that its list of indices names, and nothing else of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ def _places(given: Mapping[str, Any], rows: Rows, tokens: Tensor) -> list[Tensor
 
 def _part(tokens: Tensor, given: Mapping[str, Any]) -> int:
     """Rows that are computed at once: all of them where their number is a symbol."""
-    count, width = given["query"].shape[:-2].numel(), given["key"].shape[-1]
+    count, width = math.prod(given["query"].shape[:-2]), given["key"].shape[-1]
     sizes = (count, tokens.shape[-1], width)
     if any(isinstance(size, torch.SymInt) for size in sizes):
         return count

@@ -14,6 +14,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fusion.errors import OperatorError
 from fusion.operators import CHIPS, HOST, Limit, Operator, operator, operators, refusal
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
+from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
+from tests.operators.sparse_limits_cases import attention as listed
+from tests.operators.sparse_limits_cases import indexer, prolog
 
 A2, A3, A5 = CHIPS
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -381,6 +384,7 @@ EDGES = [
         (name, CHIPS, atb_pages(), atb_pages(slot_indices=t(5, dtype=torch.int64)), "needs slot_indices in int32")
         for name in ATB
     ),
+    *SPARSE_EDGES,
 ]
 
 
@@ -438,6 +442,28 @@ def test_what_a_lowering_cannot_take():
     assert "under torchair needs rotary_mode == 'half'" in str(refusal(mul, A2, (), paired, lowering="torchair"))
     assert refusal(mul, A2, (), rotary(*HALF), lowering="torchair") is None
     assert refusal(mul, A5, (), paired, lowering="torchair") is None
+
+
+@pytest.mark.parametrize("lowering", ["torchair", "npugraph_ex"])
+def test_graphs_take_no_values_of_the_indexer_and_no_statistics_of_attention(lowering: str):
+    index, attention = operator("npu::npu_lightning_indexer"), operator("npu::npu_sparse_flash_attention")
+    values, statistics = indexer(return_value=True), listed("TND", "TND", return_softmax_lse=True)
+    assert f"under {lowering} needs return_value == False" in str(refusal(index, A2, (), values, lowering))
+    assert refusal(index, A5, (), values, lowering) is None
+    assert refusal(index, A2, (), values, "eager") is None
+    for chip in CHIPS:
+        assert "return_softmax_lse == False" in str(refusal(attention, chip, (), statistics, lowering))
+        assert refusal(attention, chip, (), statistics, "eager") is None
+        assert refusal(attention, chip, (), listed(), lowering) is None
+
+
+def test_the_prolog_is_functional_in_converted_graphs_alone():
+    in_place, functional = operator("npu::npu_mla_prolog_v3"), operator("npu::npu_mla_prolog_v3_functional")
+    for lowering in ("eager", "npugraph_ex"):
+        assert refusal(in_place, A3, (), prolog(), lowering) is None
+        assert f"cannot be lowered by {lowering}" in str(refusal(functional, A3, (), prolog(), lowering))
+    assert refusal(functional, A3, (), prolog(), "torchair") is None
+    assert "cannot be lowered by torchair" in str(refusal(in_place, A3, (), prolog(), "torchair"))
 
 
 def test_positional_arguments_and_defaults_count():

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.operators import decompositions, ensure, operator
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
+from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
 
 
 def moved(arguments: dict[str, Any], to: Any) -> dict[str, Any]:
@@ -63,6 +64,22 @@ def test_attention_is_inlined_without_a_mask_or_keys_per_head():
     made = [node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     assert not [tuple(x.shape) for x in made if x.dtype == torch.bool and x.numel() > b * s * t]
     assert not [tuple(x.shape) for x in made if x.shape[-2:] == (t, d) and x.numel() > b * m * t * d]
+
+
+def made(make: Any) -> dict[str, Any]:
+    return make(torch.float32)
+
+
+def decoding(b: int, s: int) -> Sparse:
+    return Sparse(("TND", "PA_BSND"), rows=(1,) * b, keys=tuple(4 * s - n for n in range(b)))
+
+
+def prefilling(b: int, s: int) -> Sparse:
+    return Sparse(("TND", "PA_BSND"), rows=(s * 9,) * b, keys=(s * 9,) * b)
+
+
+def batched(b: int, s: int) -> Sparse:
+    return Sparse(rows=(s,) * b, keys=(s + 4,) * b)
 
 
 # Two sizes of one call: a graph traced with the first must serve the second.
@@ -132,10 +149,23 @@ GROWING = [
             "updates": torch.randn(1, 8),
         },
     ),
+    ("npu_mla_prolog_v3_functional", lambda b, s: made(prolog(b, slots=range(b), query_norm_flag=True))),
+    ("npu_mla_prolog_v3_functional", lambda b, s: made(prolog(b, 2, slots=torch.arange(b * 2).view(b, 2).tolist()))),
+    ("npu_mla_prolog_v3_functional", lambda b, s: made(prolog(b, s, mode="BSND"))),
+    ("npu_transpose_batchmatmul", lambda b, s: {"input": torch.randn(4, s, 8), "weight": torch.randn(4, 8, 16)}),
+    *(
+        ("npu_lightning_indexer", lambda b, s, shape=shape, count=count: made(indexer(shape(b, s), count=count)))
+        for shape in (decoding, prefilling, batched)
+        for count in (2, 40)
+    ),
+    *(
+        ("npu_sparse_flash_attention", lambda b, s, shape=shape: made(attention(shape(b, s))))
+        for shape in (decoding, prefilling, batched)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "make"), GROWING, ids=[name for name, _ in GROWING])
+@pytest.mark.parametrize(("name", "make"), GROWING, ids=[f"{name} {index}" for index, (name, _) in enumerate(GROWING)])
 def test_one_symbolic_graph_serves_other_sizes(name: str, make: Any):
     ensure()
     op = operator(f"npu::{name}")

@@ -1,0 +1,237 @@
+"""Both sides of the limits of the latent prolog, products per head, the indexer and attention over listed keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.operators import CHIPS, HOST
+
+Edge = tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any], str]
+A2, A3, A5 = CHIPS
+EVERY = (HOST, *CHIPS)
+F16, F32, INT, LONG = torch.float16, torch.float32, torch.int32, torch.int64
+
+
+def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# the latent prolog -------------------------------------------------------------------------------------------------
+
+
+def prolog(
+    *tokens: int, he: int = 7168, hcq: int = 1536, n: int = 8, d: int = 128, dr: int = 64, hckv: int = 512,
+    size: int = 128, mode: str = "PA_BSND", dtype: torch.dtype = torch.bfloat16, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    tokens = tokens or (5,)
+    caches = tokens if mode in ("BSND", "TND") else (9, size)
+    shapes = {
+        "token_x": (*tokens, he), "weight_dq": (he, hcq), "weight_uq_qr": (hcq, n * (d + dr)),
+        "weight_uk": (n, d, hckv), "weight_dkv_kr": (he, hckv + dr), "rmsnorm_gamma_cq": (hcq,),
+        "rmsnorm_gamma_ckv": (hckv,), "rope_sin": (*tokens, dr), "rope_cos": (*tokens, dr),
+        "kv_cache": (*caches, 1, hckv), "kr_cache": (*caches, 1, dr),
+    }  # fmt: skip
+    call: dict[str, Any] = {name: t(*shape, dtype=dtype) for name, shape in shapes.items()} | {"cache_mode": mode}
+    index = {"cache_index": t(*tokens, dtype=LONG)} if caches == (9, size) else {}
+    return call | index | more
+
+
+def quantised() -> list[tuple[dict[str, Any], str]]:
+    modes = ("weight_quant_mode", "kv_cache_quant_mode", "query_quant_mode", "ckvkr_repo_mode", "quant_scale_repo_mode")
+    scales = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr",
+              "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq", "k_nope_clip_alpha")  # fmt: skip
+    return [
+        *((prolog(**{mode: 1}), f"{mode} == 0") for mode in modes),
+        *((prolog(**{scale: t(1, dtype=F32)}), f"not given({scale})") for scale in scales),
+    ]
+
+
+_PROLOG: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    *((EVERY, prolog(), illegal, text) for illegal, text in quantised()),
+    (EVERY, prolog(), prolog(mode="PA_BLK_BSND"), "cache_mode in"),
+    (EVERY, prolog(2, 3), prolog(2, 3, mode="PA_BLK_NZ"), "indices of whole blocks are not decomposed"),
+    (EVERY, prolog(), prolog(mode="Norm"), "needs cache_mode='BSND' or"),
+    (EVERY, prolog(), prolog(actual_seq_len=t(1, dtype=INT)), "not given(actual_seq_len)"),
+    (EVERY, prolog(), prolog(cache_index=None), "given(cache_index)"),
+    (EVERY, prolog(2, 3), prolog(2, 3, cache_index=t(2, 4, dtype=LONG)), "needs cache_index as [B S]"),
+    (EVERY, prolog(mode="TND"), prolog(mode="TND", cache_index=t(5, dtype=LONG)), "not given(cache_index)"),
+    (EVERY, prolog(2, 3, mode="BSND"), prolog(2, 3, mode="BSND", kv_cache=t(2, 4, 1, 512)), "needs kv_cache as [B S"),
+    (EVERY, prolog(mode="PA_NZ"), prolog(kv_cache=t(9, 128, 2, 512)), "needs kv_cache as [Blocks Size 1 Hckv]"),
+    (EVERY, prolog(), prolog(rope_sin=t(4, 64)), "needs rope_sin as [T Dr]"),
+    (EVERY, prolog(), prolog(weight_uq_qr=t(1536, 8 * 128)), "Huq == N * (D + Dr)"),
+    (EVERY, prolog(), prolog(weight_dkv_kr=t(7168, 512)), "Hkv == Hckv + Dr"),
+    ((HOST,), prolog(dr=2), prolog(dr=3), "Dr % 2 == 0"),
+    (CHIPS, prolog(), prolog(dr=63), "Dr % 2 == 0"),
+    ((HOST,), prolog(mode="PA_NZ", dr=32), prolog(mode="PA_NZ", dr=40), "Hckv % 16 == 0 and Dr % 16 == 0"),
+    (CHIPS, prolog(mode="PA_NZ"), prolog(mode="PA_NZ", hckv=520), "Hckv % 16 == 0 and Dr % 16 == 0"),
+    (CHIPS, prolog(he=5120), prolog(he=5248), "He in"),
+    (CHIPS, prolog(hcq=2048), prolog(hcq=1024), "Hcq in"),
+    (CHIPS, prolog(n=128), prolog(n=96), "N in"),
+    (CHIPS, prolog(), prolog(hckv=256), "Hckv == 512"),
+    (CHIPS, prolog(d=192), prolog(d=64), "D in (128, 192)"),
+    (CHIPS, prolog(), prolog(dr=32), "Dr == 64"),
+    (CHIPS, prolog(size=1024), prolog(size=1040), "Size % 16 == 0 and Size <= 1024"),
+    (CHIPS, prolog(size=16, mode="PA_NZ"), prolog(size=24, mode="PA_NZ"), "Size % 16 == 0 and Size <= 1024"),
+    (CHIPS, prolog(65536, 1), prolog(65537, 1), "B <= 65536"),
+    (CHIPS, prolog(), prolog(dtype=F16), "needs token_x in bfloat16"),
+    (CHIPS, prolog(), prolog(cache_index=t(5, dtype=INT)), "needs cache_index in int64"),
+]
+
+
+# products per head -------------------------------------------------------------------------------------------------
+
+
+def product(x1: tuple[int, ...] = (4, 5, 32), weight: tuple[int, ...] = (4, 32, 16), **more: Any) -> dict[str, Any]:
+    return {"input": t(*x1), "weight": t(*weight)} | more
+
+
+_ON_ALL = (HOST, A2, A3)
+_FIRST, _TURNED = [1, 0, 2], [0, 2, 1]
+_PRODUCT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    (_ON_ALL, product(), product(perm_x1=[2, 1, 0]), "perm_x1 in"),
+    (_ON_ALL, product(), product(perm_x2=[1, 0, 2]), "perm_x2 in"),
+    (_ON_ALL, product(perm_y=[1, 0, 2]), product(perm_y=[0, 1, 2]), "perm_y == (1, 0, 2)"),
+    (_ON_ALL, product(), product(bias=t(16)), "not given(bias)"),
+    (_ON_ALL, product(), product(scale=t(64)), "not given(scale)"),
+    (_ON_ALL, product(), product(batch_split_factor=2), "batch_split_factor == 1"),
+    (_ON_ALL, product(), product((5, 4, 32)), "I == W"),
+    (_ON_ALL, product((5, 4, 32), perm_x1=_FIRST), product(perm_x1=_FIRST), "J == W"),
+    (_ON_ALL, product(), product(weight=(4, 16, 32)), "K == U"),
+    (_ON_ALL, product(weight=(4, 16, 32), perm_x2=_TURNED), product(perm_x2=_TURNED), "K == V"),
+    ((A2, A3), product(), product((4, 5, 24), (4, 24, 16)), "K % 16 == 0"),
+    ((A2, A3), product(weight=(4, 32, 65520)), product(weight=(4, 32, 65536)), "V % 16 == 0 and V < 65536"),
+    (
+        (A2, A3),
+        product(weight=(4, 16, 32), perm_x2=_TURNED),
+        product(weight=(4, 24, 32), perm_x2=_TURNED),
+        "U % 16 == 0 and U < 65536",
+    ),
+    (
+        (A2, A3),
+        product((5, 127, 512), (127, 512, 16), perm_x1=_FIRST),
+        product((5, 128, 512), (128, 512, 16), perm_x1=_FIRST),
+        "K * W < 65536",
+    ),
+    ((A2, A3), product(), product() | {"weight": t(4, 32, 16, dtype=F16)}, "dtype(weight) == dtype(input)"),
+]
+
+
+# sequences ---------------------------------------------------------------------------------------------------------
+
+
+def lead(layout: str) -> tuple[int, ...]:
+    return (9,) if layout == "TND" else (2, 5)
+
+
+def about(query: str, keys: str, name: str) -> dict[str, Any]:
+    lengths = t(2, dtype=INT)
+    call: dict[str, Any] = {"layout_query": query, f"layout_{name}": keys}
+    table = {"block_table": t(2, 3, dtype=INT)} if keys == "PA_BSND" else {}
+    return call | table | {"actual_seq_lengths_query": lengths, f"actual_seq_lengths_{name}": lengths}
+
+
+def cache(keys: str, width: int, size: int = 128) -> Tensor:
+    return t(*{"TND": (11,), "BSND": (2, 7), "PA_BSND": (9, size)}[keys], 1, width)
+
+
+def indexer(
+    query: str = "TND", keys: str = "PA_BSND", n: int = 8, d: int = 128, size: int = 128, **more: Any
+) -> dict[str, Any]:
+    tensors = {"query": t(*lead(query), n, d), "key": cache(keys, d, size), "weights": t(*lead(query), n)}
+    return tensors | about(query, keys, "key") | more
+
+
+def attention(
+    query: str = "TND", keys: str = "PA_BSND", n: int = 8, d: int = 512, dr: int = 64, size: int = 128, **more: Any
+) -> dict[str, Any]:
+    tensors = {"query": t(*lead(query), n, d), "key": cache(keys, d, size), "value": cache(keys, d, size)}
+    ropes = {"query_rope": t(*lead(query), n, dr), "key_rope": cache(keys, dr, size)}
+    lists = {"sparse_indices": t(*lead(query), 1, 16, dtype=INT), "scale_value": 0.1, "attention_mode": 2}
+    return tensors | ropes | lists | about(query, keys, "kv") | more
+
+
+def both(make: Any, name: str) -> list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]]:
+    """Edges that the indexer and attention have in common."""
+    told = f"actual_seq_lengths_{name}"
+    plain = make("BSND", "BSND")
+    return [
+        (EVERY, make(sparse_mode=0), make(sparse_mode=2), "sparse_mode in (0, 3)"),
+        (EVERY, make(), make(pre_tokens=8), "pre_tokens == 9223372036854775807"),
+        (EVERY, make(), make(next_tokens=0), "next_tokens == 9223372036854775807"),
+        (EVERY, make(), make(block_table=None), "given(block_table)"),
+        (EVERY, plain, plain | {"block_table": t(2, 3, dtype=INT)}, "not given(block_table)"),
+        (
+            EVERY,
+            plain | {"actual_seq_lengths_query": None},
+            make(actual_seq_lengths_query=None),
+            "given(actual_seq_lengths_query)",
+        ),
+        (EVERY, plain | {told: None}, make(**{told: None}), f"given({told})"),
+        (EVERY, make("TND", "TND"), make("TND", "TND", **{told: None}), f"given({told})"),
+        (EVERY, make("BSND"), make("BSND") | {f"layout_{name}": "TND"}, "needs layout_query='BSND' or"),
+        (EVERY, make(), make() | {"layout_query": "BNSD"}, "needs layout_query='BSND' or"),
+        (EVERY, make(), make(key=t(9, 128, 2, make()["key"].shape[-1])), "needs key as [Blocks Size 1 D]"),
+        (EVERY, make(), make(**{told: t(3, dtype=INT)}), f"needs {told} as [B]"),
+        (CHIPS, make(), make(key=make()["key"].half()), "dtype(key) == dtype(query)"),
+        (CHIPS, make(size=1024), make(size=1040), "Size % 16 == 0 and Size <= 1024"),
+        (CHIPS, make(), make(block_table=t(2, 3, dtype=LONG)), "needs block_table in int32"),
+        (CHIPS, make(), make(**{told: t(2, dtype=LONG)}), f"needs {told} in int32"),
+    ]
+
+
+_INDEXER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    *both(indexer, "key"),
+    (EVERY, indexer(sparse_count=1), indexer(sparse_count=0), "sparse_count > 0"),
+    (CHIPS, indexer(), indexer(d=64), "D == 128"),
+    (CHIPS, indexer(sparse_count=2048), indexer(sparse_count=2049), "sparse_count <= 2048 or sparse_count in"),
+    (CHIPS, indexer(sparse_count=8192), indexer(sparse_count=9216), "sparse_count <= 2048 or sparse_count in"),
+    ((A2, A3), indexer(n=64), indexer(n=65), "N <= 64"),
+    ((A5,), indexer(n=24), indexer(n=40), "N in (8, 16, 24, 32, 64)"),
+    ((A2, A3), indexer(weights=t(9, 8, dtype=F32)), indexer(weights=t(9, 8, dtype=F16)), "dtype(weights) in"),
+    ((A5,), indexer(), indexer(weights=t(9, 8, dtype=F32)), "dtype(weights) == dtype(query)"),
+]
+_BARE = {"query_rope": None, "key_rope": None}
+_ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    *both(attention, "kv"),
+    (EVERY, attention(), attention(attention_mode=0), "attention_mode == 2"),
+    (EVERY, attention(), attention(sinks=t(8, dtype=F32)), "not given(sinks)"),
+    (EVERY, attention(), attention(sparse_block_size=0), "sparse_block_size >= 1"),
+    (EVERY, attention(), attention(key_rope=None), "given(query_rope) and given(key_rope) or not"),
+    (
+        EVERY,
+        attention("TND", "TND", return_softmax_lse=True),
+        attention(return_softmax_lse=True),
+        "return_softmax_lse == False",
+    ),
+    (EVERY, attention(), attention(sparse_indices=t(9, 2, 16, dtype=INT)), "needs sparse_indices as [T 1 K]"),
+    (CHIPS, attention(), attention(value=None), "given(value)"),
+    (CHIPS, attention(), attention(value=attention()["value"].half()), "dtype(value) == dtype(query)"),
+    (CHIPS, attention(), attention(**_BARE), "given(query_rope) and given(key_rope)"),
+    (
+        CHIPS,
+        attention(),
+        attention(query_rope=t(9, 8, 64, dtype=F16)),
+        "dtype(query_rope) == dtype(query) and dtype(key_rope) == dtype(query)",
+    ),
+    (CHIPS, attention(), attention(d=256), "D == 512"),
+    (CHIPS, attention(), attention(dr=32), "Dr == 64"),
+    ((A2, A3), attention(n=64), attention(n=48), "N in (1, 2, 4, 8, 16, 32, 64, 128)"),
+    ((A5,), attention(n=48), attention(n=129), "N <= 128"),
+    ((A2, A3), attention(sparse_block_size=16), attention(sparse_block_size=6), "sparse_block_size in"),
+    (
+        (A2, A3),
+        attention(sparse_block_size=16, size=48),
+        attention(sparse_block_size=32, size=48),
+        "Size % sparse_block_size == 0",
+    ),
+    ((A5,), attention(), attention(sparse_block_size=2), "sparse_block_size == 1"),
+]
+EDGES: list[Edge] = [
+    *((name, *edge) for name in ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional") for edge in _PROLOG),
+    *(("npu_transpose_batchmatmul", *edge) for edge in _PRODUCT),
+    *(("npu_lightning_indexer", *edge) for edge in _INDEXER),
+    *(("npu_sparse_flash_attention", *edge) for edge in _ATTENTION),
+]
