@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion._torch import known_true
 from fusion.operators import sparse_limits
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
@@ -81,14 +82,23 @@ def _attended(
     key, value, key_rope = given["key"], given["value"], given["key_rope"]
     wide = compute_dtype(queries[0])
 
-    def taken(cache: Tensor) -> Tensor:
-        return torch.ops.aten.index.Tensor(cache.select(-2, 0), places).to(wide)
-
-    keys = taken(key)
-    values = keys if value is None or value is key else taken(value)
-    every = [keys] if key_rope is None else [keys, taken(key_rope)]
+    keys = _taken(key, places).to(wide)
+    values = keys if value is None or value is key else _taken(value, places).to(wide)
+    every = [keys] if key_rope is None else [keys, _taken(key_rope, places).to(wide)]
     pairs = [(query.to(wide), each) for query, each in zip(queries, every, strict=True)]
     return rounded_softmax(pairs, values, Visible(used[:, None]), given["scale_value"], given["query"].dtype)
+
+
+def _taken(cache: Tensor, places: list[Tensor]) -> Tensor:
+    """Rows [R, K, D] of a cache [.., 1, D]; a cache whose leading dims cannot be one is not copied for that."""
+    rows = cache.select(-2, 0)
+    if len(places) == 2 and known_true(rows.stride(0) == rows.shape[1] * rows.stride(1)):
+        first, second = places
+        rows, places = rows.flatten(0, 1), [first * rows.shape[1] + second]
+    if len(places) == 2:
+        return torch.ops.aten.index.Tensor(rows, places)
+    (place,) = places
+    return rows.index_select(0, place.flatten()).reshape(*place.shape, rows.shape[-1])  # index is slower on a CPU
 
 
 def _statistics(given: Mapping[str, Any], top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:

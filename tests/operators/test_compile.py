@@ -43,7 +43,29 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     )
     slots = torch.arange(k.shape[1], dtype=torch.int32)
     pages, _ = torch.ops.atb._npu_reshape_and_cache.functional(k[0], k[0], pages, pages, slots)
-    return out, k, pages, residual, attended(heads), *npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+    return out, k, pages, residual, attended(heads), *latent(x), *npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+
+
+def latent(x: Tensor) -> tuple[Tensor, ...]:
+    """[B, S, 128] through the prolog, the indexer, attention over listed keys, and products per head; its cache."""
+    npu = torch.ops.npu
+    b, s, width = x.shape
+    weights = [x.new_ones(shape).cumsum(0).sin() for shape in ((width, 32), (32, 4 * 32), (4, 16, 64), (width, 80))]
+    gammas, angle = (x.new_ones(32), x.new_ones(64)), x[..., :16]
+    caches = x.new_zeros(b + 1, 16, 1, 64), x.new_zeros(b + 1, 16, 1, 16)
+    slots = torch.arange(b * s, device=x.device).view(b, s) + 16
+    query, rope, _, _, _, keys, ropes = npu.npu_mla_prolog_v3_functional(
+        x, *weights, *gammas, angle.sin(), angle.cos(), *caches, cache_index=slots
+    )
+    table = torch.arange(b, device=x.device, dtype=torch.int32)[:, None] + 1
+    lengths = torch.full((b,), s, device=x.device, dtype=torch.int32)
+    of = {"actual_seq_lengths_query": lengths, "layout_query": "BSND", "block_table": table}
+    indices, _ = npu.npu_lightning_indexer(
+        query, keys, query[..., 0], actual_seq_lengths_key=lengths, layout_key="PA_BSND", sparse_count=3, **of
+    )
+    call = {"actual_seq_lengths_kv": lengths, "layout_kv": "PA_BSND", "query_rope": rope, "key_rope": ropes}
+    out, _, _ = npu.npu_sparse_flash_attention(query, keys, keys, indices, 0.1, attention_mode=2, **of, **call)
+    return npu.npu_transpose_batchmatmul(out.flatten(0, 1), weights[2].mT, perm_x1=[1, 0, 2]), keys
 
 
 def attended(x: Tensor) -> Tensor:
