@@ -155,17 +155,24 @@ def test_sparse_attention_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(operator(ATTENTION).fallback(**call), whole)
 
 
-def test_sparse_attention_reads_no_row_that_is_not_listed():
-    call = made(attention(Sparse(("TND", "TND"), rows=(4,), keys=(40,)), count=3))
-    sizes = []
+@pytest.mark.parametrize("apart", [False, True], ids=["one cache", "pages of two caches in turn"])
+def test_sparse_attention_reads_no_row_that_is_not_listed(apart: bool):
+    call = made(attention(Sparse(("TND", "PA_BSND"), rows=(4,), keys=(40,)), count=3))
+    expected = operator(ATTENTION).fallback(**call)
+    if apart:
+        between = torch.stack([call["key"], torch.zeros_like(call["key"])], dim=1)
+        call["key"] = call["value"] = between[:, 0]  # no view gives these pages one dim of tokens
+    given = {each.untyped_storage().data_ptr() for each in call.values() if isinstance(each, Tensor)}
+    sizes: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and not result._is_view():
+            if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
                 sizes.append(result.numel())
             return result
 
     with Watch():
-        operator(ATTENTION).fallback(**call)
+        got = operator(ATTENTION).fallback(**call)
+    assert all(map(torch.equal, got, expected))
     assert max(sizes) <= 4 * 3 * 16 + 4 * 8 * 16, "the listed keys, or the queries"
