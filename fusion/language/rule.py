@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ import torch
 
 from fusion.errors import RuleError
 from fusion.language.terms import Apply, Capture, Cast, Meaning, Parameter, Part, Term
+from fusion.language.views import Lanes, Reshaped, Squeezed
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -114,6 +115,18 @@ class Vocabulary:
     def part(self, x: Term, number: int, of: int) -> Term:
         """The `number`-th of `of` equal runs of the last dim."""
         return Part(x, number, of)
+
+    def lanes(self, x: Term, start: Any, stop: Any) -> Term:
+        """Lanes start … stop of the last dim, numbers or parameters."""
+        return Lanes(x, start, stop)
+
+    def reshaped(self, x: Term) -> Term:
+        """`x`, or its elements in the same order with other dims."""
+        return Reshaped(x)
+
+    def squeezed(self, x: Term) -> Term:
+        """`x`, taken without the dims of size 1 that a value has before its last one."""
+        return Squeezed(x)
 
     def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
         """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
@@ -271,14 +284,7 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any]) -> Pattern:
 
 def _meanings(term: Term) -> set[str]:
     found = {term.op} if isinstance(term, Meaning) else set[str]()
-    children: Sequence[Any] = getattr(term, "args", ())
-    if isinstance(term, Cast):
-        children = (term.inner,)
-    elif isinstance(term, Part):
-        children = (term.whole,)
-    elif isinstance(term, Meaning):
-        children = tuple(term.captures.values())
-    for child in children:
+    for child in term.below():
         if isinstance(child, Term):
             found |= _meanings(child)
     return found

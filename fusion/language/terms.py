@@ -45,6 +45,10 @@ class Term:
         """Canonical ops that a value may have for this term to match at all."""
         raise NotImplementedError
 
+    def below(self) -> tuple[Any, ...]:
+        """The terms, and other things, of which this one consists."""
+        return ()
+
     def follows(self, bound: Bindings) -> bool:
         """Whether this term is computed from a term that is bound already."""
         return False
@@ -140,6 +144,10 @@ class Apply(Tensorial):
     args: tuple[Term, ...]
     attrs: tuple[Any, ...] | None = ()
 
+    def below(self) -> tuple[Any, ...]:
+        """Its parts."""
+        return self.args
+
     def heads(self) -> frozenset[str]:
         """Its own ops."""
         return frozenset((self.op,) if isinstance(self.op, str) else self.op)
@@ -185,6 +193,10 @@ class Sum(Tensorial):
 
     args: tuple[Term, Term]
 
+    def below(self) -> tuple[Any, ...]:
+        """Its parts."""
+        return self.args
+
     def heads(self) -> frozenset[str]:
         """An addition."""
         return frozenset(("add",))
@@ -208,6 +220,10 @@ class Cast(Tensorial):
     inner: Term
     dtype: torch.dtype | Capture
     always: bool
+
+    def below(self) -> tuple[Any, ...]:
+        """What is cast."""
+        return (self.inner,)
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -242,6 +258,10 @@ class Product(Tensorial):
     """A product of any association and order; the last capture without a value takes all factors that are left."""
 
     args: tuple[Term, Term]
+
+    def below(self) -> tuple[Any, ...]:
+        """Its parts."""
+        return self.args
 
     def heads(self) -> frozenset[str]:
         """A multiplication."""
@@ -319,6 +339,10 @@ class Part(Tensorial):
     number: int
     count: int
 
+    def below(self) -> tuple[Any, ...]:
+        """Its parts."""
+        return (self.whole,)
+
     def heads(self) -> frozenset[str]:
         """A slice."""
         return frozenset(("slice",))
@@ -341,9 +365,17 @@ class Meaning(Tensorial):
     op: str
     captures: Mapping[str, Any]
 
+    def below(self) -> tuple[Any, ...]:
+        """Its parts."""
+        return tuple(self.captures.values())
+
     def heads(self) -> frozenset[str]:
         """Any op: found by its reading."""
         return frozenset((f"reading:{self.op}",))
+
+    def follows(self, bound: Bindings) -> bool:
+        """Whether something below what it is applied to is bound already; to share a table is not to follow."""
+        return any(_holds(each, bound) for each in self.captures.values() if not isinstance(each, Capture))
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         for reading in cx.readings(value, self.op):
@@ -369,3 +401,8 @@ class Meaning(Tensorial):
             known = _attributes((term,), (have,), bound)
             if known is not None:
                 yield from self._take(rest, reading, known, cx)
+
+
+def _holds(term: Any, bound: Bindings) -> bool:
+    """Whether a term, or one below it, is bound."""
+    return isinstance(term, Term) and (term in bound or any(_holds(each, bound) for each in term.below()))

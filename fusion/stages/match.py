@@ -21,6 +21,13 @@ CANONICAL = frozenset(
         "rotation",
         "partial_rotation",
         "softmax_attention",
+        "latent_queries",
+        "latent_keys",
+        "latent_values",
+        "absorbed_query",
+        "head_lanes",
+        "chosen_keys",
+        "index_selection",
         "write",
         "write_rows",
         "write_places",
@@ -122,7 +129,7 @@ class _Search:
             captures = captured(form, bound)
             results = tuple(bound[term] for term in form.results)
             roots = tuple(self.graph.makers(each) for each in results)
-            if not all(roots) or self._circular(captures, roots):
+            if not all(map(self._may_replace, results)) or self._circular(captures, roots):
                 continue
             try:
                 if rule.name not in self._unsafe:
@@ -135,6 +142,10 @@ class _Search:
         if refused is not None:
             self._refuse(rule.name, refused, value)
         return None
+
+    def _may_replace(self, value: Value) -> bool:
+        """Whether nodes compute a value from something else; or none holds it, and only other matches read it."""
+        return bool(self.graph.makers(value)) or value not in self.graph.places
 
     def _explain(self, rule: Rule, value: Value, captures: Mapping[str, Any]) -> None:
         """Remember that the guard says why of everything from `value` down to what was captured."""
@@ -168,9 +179,9 @@ class _Search:
         anywhere = missing[0].follows(bound)  # else the first of two alike comes first, so that a pair is found once
         for value in self._candidates(missing[0]):
             makers = self.graph.makers(value)
-            if value is first or not makers:
+            if value is first or not self._may_replace(value):
                 continue
-            if not anywhere and (order[makers[0]] < order[start] or self.graph.depends(makers[0], start)):
+            if makers and not anywhere and (order[makers[0]] < order[start] or self.graph.depends(makers[0], start)):
                 continue
             for found in missing[0].match(value, bound, self):
                 yield from self._join(missing[1:], first, found)
