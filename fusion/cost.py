@@ -36,6 +36,12 @@ def is_view(target: Any) -> bool:
     return isinstance(target, OpOverload) and schema_of(target).name.split("::")[-1].rstrip("_") in _VIEWS
 
 
+def is_contiguous_copy(node: fx.Node) -> bool:
+    """Whether a node copies a tensor to make it contiguous."""
+    wanted = node.kwargs.get("memory_format") is torch.contiguous_format
+    return node.target is torch.ops.aten.clone.default and wanted
+
+
 def is_data(val: Any) -> bool:
     """Whether a result holds floating-point or quantised numbers (not positions, masks or counts)."""
     for each in tree_leaves(val):

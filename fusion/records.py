@@ -66,7 +66,7 @@ class Match:
         form: name of its pattern.
         captures: what the pattern took, tensors as values.
         results: the values that it replaces.
-        roots: for each result, the user's nodes that compute it.
+        roots: for each result, the user's nodes that compute it; none for one that only other matches read.
         relies: the inputs of which something was assumed.
     """
 
@@ -87,7 +87,12 @@ class Match:
     @property
     def node(self) -> fx.Node:
         """The first root: the node by which this match is named."""
-        return self.roots[0][0]
+        return self.firsts[0]
+
+    @property
+    def firsts(self) -> list[fx.Node]:
+        """For each result that nodes compute, the first of them."""
+        return [makers[0] for makers in self.roots if makers]
 
 
 @dataclass(frozen=True)
@@ -173,6 +178,8 @@ class Candidate:
         dying: the nodes that nothing needs once the match is rewritten (its roots among them).
         benefit: predicted microseconds saved on the target.
         launches: launches saved, if it shares none of what it builds with other matches.
+        needs: the one that reads what no node holds and only this one gives: both are chosen, or this one is not. Then
+            `dying`, `benefit` and `launches` are what comes on top of those of `needs`.
     """
 
     match: Match
@@ -182,3 +189,4 @@ class Candidate:
     dying: frozenset[fx.Node]
     benefit: float
     launches: int
+    needs: Candidate | None = None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
+
+import torch.fx as fx
 
 from fusion.graph import Graph
 from fusion.records import Candidate
@@ -17,24 +20,52 @@ TIE = 0.25  # microseconds below which two covers cost the same: the cost model 
 EXACT = 10  # candidates in one group up to which every cover is tried
 
 
+@dataclass(frozen=True, eq=False)
+class _Option:
+    """Candidates that are chosen together: one, or one with the other that it needs."""
+
+    members: tuple[Candidate, ...]
+    roots: frozenset[fx.Node]
+    dying: frozenset[fx.Node]
+    benefit: float
+
+
 def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = None) -> list[Candidate]:
     """Return the chosen candidates in the order of the graph; `fuel` limits how many."""
-    useful = [each for each in candidates if each.benefit > LEAST]
+    options = [_option(each) for each in candidates]
+    useful = [each for each in options if all(member.benefit > LEAST for member in each.members)]
     chosen = _best(useful)
     while (waiting := _in_circle(chosen, graph)) is not None:
-        useful.remove(waiting)
+        useful = [each for each in useful if waiting not in each.members]
         chosen = _best(useful)
-    return chosen if fuel is None else chosen[:fuel]
+    return chosen if fuel is None else _fuelled(chosen, fuel)
 
 
-def _best(useful: Sequence[Candidate]) -> list[Candidate]:
+def _option(candidate: Candidate) -> _Option:
+    members = (candidate,) if candidate.needs is None else (candidate.needs, candidate)
+    return _Option(
+        members,
+        frozenset(node for each in members for makers in each.match.roots for node in makers),
+        frozenset[fx.Node]().union(*(each.dying for each in members)),
+        sum(each.benefit for each in members),
+    )
+
+
+def _fuelled(chosen: Sequence[Candidate], fuel: int) -> list[Candidate]:
+    """The first so many, none without what it needs."""
+    first = list(chosen[:fuel])
+    return [each for each in first if each.needs is None or each.needs in first]
+
+
+def _best(useful: Sequence[_Option]) -> list[Candidate]:
     import networkx as nx
 
     overlaps: nx.Graph[int] = nx.Graph()
     overlaps.add_nodes_from(range(len(useful)))
     overlaps.add_edges_from(_overlapping(useful))
     covers = [_cover(group, useful, overlaps) for group in nx.connected_components(overlaps)]
-    return [useful[number] for number in sorted(number for cover in covers for number in cover)]
+    numbers = sorted(number for cover in covers for number in cover)
+    return [member for number in numbers for member in useful[number].members]
 
 
 def _in_circle(chosen: Sequence[Candidate], graph: Graph) -> Candidate | None:
@@ -73,52 +104,51 @@ def _interleaved(chosen: Sequence[Candidate], graph: Graph) -> list[tuple[int, i
 
 
 def _waits(candidate: Candidate, other: Candidate, graph: Graph) -> bool:
-    return any(graph.depends(makers[0], first[0]) for makers in candidate.match.roots for first in other.match.roots)
+    return any(graph.depends(one, another) for one in candidate.match.firsts for another in other.match.firsts)
 
 
-def _overlapping(candidates: Sequence[Candidate]) -> list[tuple[int, int]]:
+def _overlapping(options: Sequence[_Option]) -> list[tuple[int, int]]:
     """Pairs of which one replaces a node that the other replaces or needs no more."""
     by_node: dict[object, list[int]] = {}
-    roots = [{node for makers in each.match.roots for node in makers} for each in candidates]
-    for number, each in enumerate(candidates):
+    for number, each in enumerate(options):
         for node in each.dying:
             by_node.setdefault(node, []).append(number)
     pairs: set[tuple[int, int]] = set()
-    for number, own in enumerate(roots):
-        for node in own:
+    for number, each in enumerate(options):
+        for node in each.roots:
             pairs |= {(min(number, other), max(number, other)) for other in by_node[node] if other != number}
     return sorted(pairs)
 
 
-def _worth(cover: Sequence[int], candidates: Sequence[Candidate]) -> float:
-    return sum(candidates[number].benefit for number in cover)
+def _worth(cover: Sequence[int], options: Sequence[_Option]) -> float:
+    return sum(options[number].benefit for number in cover)
 
 
-def _size(cover: Sequence[int], candidates: Sequence[Candidate]) -> int:
+def _size(cover: Sequence[int], options: Sequence[_Option]) -> int:
     """How many user's calls each new one stands for: among covers that save the same the larger fusion wins."""
-    return sum(len(candidates[number].dying) - 1 for number in cover)
+    return sum(len(options[number].dying) - 1 for number in cover)
 
 
-def _cover(group: set[int], candidates: Sequence[Candidate], overlaps: nx.Graph[int]) -> list[int]:
+def _cover(group: set[int], options: Sequence[_Option], overlaps: nx.Graph[int]) -> list[int]:
     members = sorted(group)
     if len(members) == 1:
         return members
     if len(members) > EXACT:
-        return _greedy(members, candidates, overlaps)
+        return _greedy(members, options, overlaps)
     covers = [
         cover
         for count in range(1, len(members) + 1)
         for cover in combinations(members, count)
         if not any(overlaps.has_edge(*pair) for pair in combinations(cover, 2))
     ]
-    best = max(_worth(cover, candidates) for cover in covers)
-    good = [cover for cover in covers if _worth(cover, candidates) >= best - TIE]
-    return list(max(good, key=lambda cover: (_size(cover, candidates), _worth(cover, candidates))))
+    best = max(_worth(cover, options) for cover in covers)
+    good = [cover for cover in covers if _worth(cover, options) >= best - TIE]
+    return list(max(good, key=lambda cover: (_size(cover, options), _worth(cover, options))))
 
 
-def _greedy(members: Sequence[int], candidates: Sequence[Candidate], overlaps: nx.Graph[int]) -> list[int]:
+def _greedy(members: Sequence[int], options: Sequence[_Option], overlaps: nx.Graph[int]) -> list[int]:
     chosen: list[int] = []
-    for number in sorted(members, key=lambda each: candidates[each].benefit, reverse=True):
+    for number in sorted(members, key=lambda each: options[each].benefit, reverse=True):
         if not any(overlaps.has_edge(number, other) for other in chosen):
             chosen.append(number)
     return chosen

@@ -1,0 +1,283 @@
+"""Stage 4, plan: what each match would run, whether the target allows it, and what it saves.
+
+A lowering is executed once per distinct signature of its inputs, on fake tensors, and recorded; 61 equal layers share
+one plan.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from fusion.cost import call_cost, is_contiguous_copy, is_launch, is_view, node_cost
+from fusion.graph import Graph, Value, dims_of
+from fusion.language import Refused
+from fusion.operators import operator_of
+from fusion.options import Options
+from fusion.recording import Fakes
+from fusion.records import Candidate, Match, Plan, Refusal
+from fusion.stages.plan.recorded import PlanBook, Plans
+from fusion.target import Target
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """How many matches would read a value that must be built; and which would make the same call, with their plans."""
+
+    readers: Mapping[Value, int]
+    calls: Mapping[Any, Sequence[tuple[Match, Plan]]]
+
+
+class Planner:
+    """Plans the matches of one graph for one target."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        fakes: Fakes,
+        target: Target,
+        plan_lower: str,
+        elsewhere: Sequence[Target] = (),
+        options: Options = Options(),
+    ) -> None:
+        self.graph, self.fakes, self.target = graph, fakes, target
+        self.refusals: list[Refusal] = []
+        self._elsewhere = elsewhere
+        self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options)
+
+    def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
+        """The best legal way to run each match; refusals are collected in `refusals`.
+
+        A match that gives a value which no node holds is offered together with a match that reads it.
+        """
+        plans = {match: self._book.of(match) for match in matches}
+        shared = self._sharing(plans)
+        offers = {match: self._offers(match, plans[match], shared) for match in matches}
+        found: list[Candidate] = []
+        for match in matches:
+            made = {value for value, makers in zip(match.results, match.roots, strict=True) if not makers}
+            if made:
+                offers[match] = self._beside(offers[match], made, offers, shared)
+            best = self._best(match, plans[match], offers[match])
+            found.extend(() if best is None else (best,))
+        return found
+
+    def _sharing(self, plans: Mapping[Match, Plans]) -> _Sharing:
+        """What several matches would build or call together."""
+        building: set[tuple[fx.Node, Any]] = set()
+        calling: dict[Any, dict[fx.Node, tuple[Match, Plan]]] = {}
+        for match, found in plans.items():
+            for name, plan in found.items():
+                if not isinstance(plan, Plan):
+                    continue
+                building.update((match.node, value) for value in self._to_build(plan.tensors(match).values()))
+                for number, (_, names) in enumerate(plan.costs):
+                    calling.setdefault(_shared(match, name, number, names), {})[match.node] = match, plan
+        readers = Counter(what for _, what in building)
+        return _Sharing(readers, {call: tuple(sharers.values()) for call, sharers in calling.items()})
+
+    def _offers(self, match: Match, plans: Plans, shared: _Sharing) -> list[Candidate]:
+        return [
+            self._offer(match, lowering, plan, shared) for lowering, plan in plans.items() if isinstance(plan, Plan)
+        ]
+
+    def _beside(
+        self,
+        offers: Sequence[Candidate],
+        made: set[Value],
+        others: Mapping[Match, Sequence[Candidate]],
+        shared: _Sharing,
+    ) -> list[Candidate]:
+        """Each offer with the best other match that reads one of the values `made`, which else it would build."""
+        waiting = [
+            each
+            for found in others.values()
+            for each in found
+            if made.intersection(each.built) and self._cause(each) is None
+        ]
+        pairs = [self._offer(one.match, one.lowering, one.plan, shared, each) for one in offers for each in waiting]
+        best: dict[str, Candidate] = {}
+        for each in sorted(pairs, key=_together):
+            best[each.lowering] = each
+        return list(best.values())
+
+    def _best(self, match: Match, plans: Plans, offers: Sequence[Candidate]) -> Candidate | None:
+        options: list[Candidate] = []
+        refused = [
+            (Refusal(match.rule.name, plan, match.node), -math.inf, frozenset[str]())
+            for plan in plans.values()
+            if isinstance(plan, Refused)
+        ]
+        for offer in offers:
+            cause = self._cause(offer)
+            if cause is None:
+                options.append(offer)
+                continue
+            on = self.target.name if isinstance(cause, str) and self.target.is_npu else ""
+            refused.append((Refusal(match.rule.name, cause, match.node, on), offer.benefit, _operators(offer.plan)))
+        best = max(options, key=_together, default=None)
+        missed = [
+            (refusal, benefit)
+            for refusal, benefit, operators in refused
+            if best is None or (benefit > best.benefit and operators != _operators(best.plan))
+        ]
+        if missed:
+            self.refusals.append(max(missed, key=lambda each: each[1])[0])
+        if best is not None:
+            self._note_elsewhere(match, list(plans.values()))
+        return best
+
+    def _cause(self, offer: Candidate) -> Refused | str | None:
+        """Why the target cannot run it."""
+        return offer.plan.refusals.get(self.target.name) or _mismatch(offer.match, offer.plan)
+
+    def _note_elsewhere(self, match: Match, plans: Sequence[Plan | Refused]) -> None:
+        """What another target would refuse although this one does not."""
+        for target in self._elsewhere:
+            causes = [None if isinstance(plan, Refused) else plan.refusals.get(target.name, "") for plan in plans]
+            if "" not in causes:
+                self.refusals.extend(
+                    Refusal(match.rule.name, cause, match.node, target.name) for cause in causes[:1] if cause
+                )
+
+    def _offer(
+        self,
+        match: Match,
+        lowering: str,
+        plan: Plan,
+        shared: _Sharing,
+        needs: Candidate | None = None,
+    ) -> Candidate:
+        """What a match saves if it is run in one way; beside another, what both save more than the other alone."""
+        members = ((match, plan), *(((needs.match, needs.plan),) if needs else ()))
+        given = {value for value, makers in zip(match.results, match.roots, strict=True) if not makers}
+        read = {value for of, each in members for value in each.tensors(of).values()} - given
+        alone, built_alone = (needs.dying, needs.built) if needs else (frozenset[fx.Node](), ())
+        dying, built = self._dying([of for of, _ in members], read) | alone, self._to_build(read)
+        beside = self._dying_together(match, lowering, plan, shared) - dying
+        building, kernels = (
+            new - old for new, old in zip(self._built(built, shared), self._built(built_alone, shared), strict=True)
+        )
+        each_call = [
+            (cost, _shared(match, lowering, number, names))
+            for number, (cost, names) in enumerate(plan.costs)
+            if not self._are_prepared(names, match)
+        ]
+        sharers = [len(shared.calls[call]) for _, call in each_call]
+        running = sum(cost / count for (cost, _), count in zip(each_call, sharers, strict=True))
+        copying = self._copies(match, plan, dying)
+        saved = self._worth(dying - alone) + self._worth(beside) / max(sharers, default=1)
+        launches = sum(map(is_launch, dying - alone)) - int(kernels) - len(each_call)
+        launches -= sum(1 if cost > 0 else -1 for cost in copying)
+        saved -= building + running + sum(copying)
+        return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, needs)
+
+    def _worth(self, nodes: Iterable[fx.Node]) -> float:
+        """What it costs to run nodes of the model."""
+        return sum(node_cost(node, self.target) for node in nodes)
+
+    def _dying_together(self, match: Match, lowering: str, plan: Plan, shared: _Sharing) -> frozenset[fx.Node]:
+        """What nothing needs any more once all matches that share a call of this one are rewritten like it."""
+        calls = [_shared(match, lowering, number, names) for number, (_, names) in enumerate(plan.costs)]
+        sharers = {each: of for call in calls for each, of in shared.calls[call]}
+        if len(sharers) < 2:
+            return frozenset()
+        read = {value for each, of in sharers.items() for value in of.tensors(each).values()}
+        alone = (self._dying([each], set(of.tensors(each).values())) for each, of in sharers.items())
+        return self._dying(list(sharers), read) - frozenset[fx.Node]().union(*alone)
+
+    def _built(self, built: Sequence[Value], shared: _Sharing) -> tuple[float, float]:
+        """What it costs to build values for one of those that read them, and by how many launches."""
+        kernels = {value: self.fakes.launches(value) for value in built if not self._book.is_prepared(value)}
+        return sum(self.target.launch * n / shared.readers[value] for value, n in kernels.items()), sum(
+            kernels.values()
+        )
+
+    def _copies(self, match: Match, plan: Plan, dying: frozenset[fx.Node]) -> list[float]:
+        """What it costs that results lie otherwise: a copy for a view that no longer fits, less for one not needed."""
+        costs: list[float] = []
+        lies = {node: fake for makers, fake in zip(match.roots, plan.fakes, strict=True) for node in makers}
+        waiting = [node for node, fake in lies.items() if dims_of(fake.stride()) != dims_of(node.meta["val"].stride())]
+        while waiting:
+            node = waiting.pop()
+            for user in node.users:
+                if user in dying or user.target is operator.getitem:
+                    continue
+                if is_contiguous_copy(user) and lies[node].is_contiguous():
+                    costs.append(-node_cost(user, self.target))
+                if not is_view(user.target):
+                    continue
+                args, kwargs = map_arg((user.args, user.kwargs), lambda each: lies.get(each, each.meta["val"]))
+                lies[user], failed = self.fakes.run(user.target, args, kwargs)
+                if failed:
+                    costs.append(call_cost(torch.ops.aten.clone.default, [lies[node]], lies[node], self.target))
+                elif isinstance(lies[user], torch.Tensor):
+                    waiting.append(user)
+        return costs
+
+    def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
+        """Whether a step that reads these captures alone is computed once, outside the graph."""
+        return bool(names) and all(self._book.is_prepared(match.captures[name]) for name in names)
+
+    def _dying(self, matches: Sequence[Match], read: Collection[Value]) -> frozenset[fx.Node]:
+        """Roots, and the nodes below that only they need; never what the plans themselves read."""
+        kept = {node for value in read for node in self.graph.reads(value)}
+        roots = [node for match in matches for makers in match.roots for node in makers]
+        dying: set[fx.Node] = set(roots)
+        waiting = [source for root in roots for source in root.all_input_nodes]
+        while waiting:
+            node = waiting.pop()
+            if node in dying or node in kept or node.op != "call_function":
+                continue
+            if all(user in dying for user in node.users):
+                dying.add(node)
+                waiting.extend(node.all_input_nodes)
+        return frozenset(dying)
+
+    def _to_build(self, read: Iterable[Value]) -> tuple[Value, ...]:
+        """Values that a plan reads, and arguments of theirs, that no node holds."""
+        found: dict[Value, None] = {}
+
+        def visit(value: Value) -> None:
+            if self.graph.node(value) is None and value not in found:
+                for arg in value.args:
+                    visit(arg)
+                found[value] = None
+
+        for value in read:
+            visit(value)
+        return tuple(found)
+
+
+def _operators(plan: Plan) -> frozenset[str]:
+    found = (operator_of(step.target) for step in plan.steps)
+    return frozenset(operator.name for operator in found if operator is not None)
+
+
+def _shared(match: Match, lowering: str, number: int, names: frozenset[str]) -> Any:
+    """A step of a plan and what it depends on: matches for which that is the same share one call."""
+    return match.rule.name, lowering, number, frozenset((name, match.captures[name]) for name in names)
+
+
+def _mismatch(match: Match, plan: Plan) -> Refused | None:
+    """A plan must give exactly the shape and dtype of what it replaces."""
+    for result, fake in zip(match.results, plan.fakes, strict=True):
+        if (dims_of(fake.shape), fake.dtype) != (result.shape, result.dtype):
+            return Refused(
+                "it would give {have} where the model has {want}",
+                {"have": f"{fake.dtype}{list(fake.shape)}", "want": f"{result.dtype}{list(result.shape)}"},
+            )
+    return None
+
+
+def _together(offer: Candidate) -> float:
+    """What an offer saves with the other that it is made beside."""
+    return offer.benefit + (offer.needs.benefit if offer.needs else 0.0)
