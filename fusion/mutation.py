@@ -9,6 +9,13 @@ import torch.fx as fx
 
 from fusion._torch import OpOverload, schema_of, tree_leaves
 
+_RESERVING = {"empty", "new_empty", "empty_like", "empty_strided"}
+
+
+def reserves(target: Any) -> bool:
+    """Whether each call of an operator gives memory of its own, with nothing defined in it."""
+    return isinstance(target, OpOverload) and schema_of(target).name.split("::")[-1] in _RESERVING
+
 
 def is_write(node: fx.Node) -> bool:
     """Whether a call changes memory that others may read."""

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, fake_like, shares_memory
+from fusion._torch import OpOverload, fake_like, schema_of, shares_memory
 from fusion.cost import is_view
 from fusion.graph import dims_of
 from fusion.mutation import is_write
@@ -59,7 +59,11 @@ def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
         _drop(chain.copy)
     for node in list(source.nodes):
         operator = _functional(node)
-        if operator is not None and lowering in LOWERINGS and lowering not in operator.lowerings:
+        if operator is None:
+            continue
+        if _takes(operator, lowering) and all(_is_fresh(each, node) for each in _written(node, operator)):
+            _put_in_place(node)
+        elif lowering in LOWERINGS and lowering not in operator.lowerings:
             _on_copies(node, operator)
     return tuple(chain.copy.name for chain in chains)
 
@@ -141,10 +145,24 @@ def _link(result: fx.Node, lowering: str) -> Link | None:
     operator = _functional(node)
     if operator is None or not _takes(operator, lowering):
         return None
-    item: Any = 0 if node is result else result.args[1]
+    item: Any = 0 if node is result else result.args[1] - _beside(operator)
+    if item < 0:
+        return None
     cache = _written(node, operator)[item]
     same = dims_of(result.meta["val"].stride()) == dims_of(cache.meta["val"].stride())
     return Link(node, item, cache, result) if same else None
+
+
+def _beside(operator: Operator) -> int:
+    """How many results a functional form has before the new caches."""
+    return len(schema_of(operator.overload()).returns) - len(OPERATORS[operator.in_place].written)
+
+
+def _is_fresh(cache: Any, reader: fx.Node) -> bool:
+    """Whether a cache is, whole or as a view, memory that the graph makes and nothing but `reader` reads."""
+    base = _seen(cache)
+    made = isinstance(base, fx.Node) and base.op == "call_function" and isinstance(base.target, OpOverload)
+    return made and not schema_of(base.target).is_mutable and list(_readers(base)) == [reader]
 
 
 def _written(node: fx.Node, operator: Operator) -> list[fx.Node]:
@@ -238,10 +256,14 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
         new.meta["val"] = fake_like(node.meta["val"])
         node.replace_all_uses_with(new)
     else:
-        new.meta["val"] = None
+        before = _beside(operator)
+        new.meta["val"] = tuple(node.meta["val"][:before]) or None
         for item in list(node.users):
             number: Any = item.args[1]
-            cache: Any = places[number]
+            if number < before:
+                item.replace_input_with(node, new)
+                continue
+            cache: Any = places[number - before]
             kept: Any = changed.get(cache, cache)
             item.replace_all_uses_with(kept)
             node.graph.erase_node(item)

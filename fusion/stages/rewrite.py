@@ -14,10 +14,11 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch import tree_leaves
+from fusion.cost import is_contiguous_copy, is_view
 from fusion.errors import VerificationError
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
-from fusion.mutation import is_write
+from fusion.mutation import is_write, reserves
 from fusion.origin import inherit
 from fusion.recording import Fakes, SizeNodes, substitute
 from fusion.records import Candidate, Input, Output, Step
@@ -64,7 +65,7 @@ class _Editor:
 
     def _anchor(self, candidate: Candidate) -> fx.Node:
         """The first result if everything that the candidate reads stands before it, else the last."""
-        roots = sorted((makers[0] for makers in candidate.match.roots), key=self._order.__getitem__)
+        roots = sorted(candidate.match.firsts, key=self._order.__getitem__)
         values = candidate.plan.tensors(candidate.match).values()
         reads = [node for value in values for node in self._graph.reads(value)]
         ready = all(self._order[node] < self._order[roots[0]] for node in reads)
@@ -76,7 +77,7 @@ class _Editor:
         added: list[fx.Node] = []
         with self._source.inserting_before(anchor):
             tensors = candidate.plan.tensors(match)
-            inputs = {name: self._read(each, anchor, added) for name, each in tensors.items()}
+            inputs = {name: self._read(each, candidate, anchor, added) for name, each in tensors.items()}
             results = self._replay(candidate, inputs, anchor, added)
         for value, makers, new in zip(match.results, match.roots, results, strict=True):
             for old in makers:
@@ -94,14 +95,18 @@ class _Editor:
             self._moved.add(new)
             self._follow_strides(users)
 
-    def _read(self, value: Value, anchor: fx.Node, added: list[fx.Node]) -> fx.Node:
-        """The node that holds `value` now; built first where none does."""
+    def _read(self, value: Value, candidate: Candidate, anchor: fx.Node, added: list[fx.Node]) -> fx.Node:
+        """The node that holds `value` now; built first where none does.
+
+        Of several nodes it is the one that what dies has read: two caches of zeros are equal, and are two.
+        """
         if value in self._now:
             return self._now[value]
-        node = self._graph.node(value)
-        if node is not None:
-            return node
-        args = [self._read(arg, anchor, added) for arg in value.args]
+        places = self._graph.places.get(value, ())
+        if places:
+            read = (node for node in places if not candidate.dying.isdisjoint(node.users))
+            return next(read, places[0])
+        args = [self._read(arg, candidate, anchor, added) for arg in value.args]
         fakes = {str(number): arg.meta["val"].detach() for number, arg in enumerate(args)}
         recorder, result = self._fakes.record(lambda: build(value, self._fakes.size, *fakes.values()), fakes)
         nodes = self._emit(recorder.steps, dict(zip(fakes, args, strict=True)), anchor, added)
@@ -114,7 +119,7 @@ class _Editor:
         nodes = self._emit(candidate.plan.steps, inputs, anchor, added)
         results = [self._at(each, nodes, inputs, anchor, added) for each in candidate.plan.results]
         for node, makers in zip(results, candidate.match.roots, strict=True):
-            inherit(node, makers[0])
+            inherit(node, makers[0] if makers else candidate.match.node)
         return results
 
     def _emit(
@@ -164,7 +169,7 @@ class _Editor:
         if undone is not None:
             return undone
         key = (target, _frozen(args), _frozen(tuple(sorted(kwargs.items()))))
-        if key in self._made:
+        if key in self._made and not reserves(target):
             return self._made[key]
         moved = any(each in self._moved for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Node))
         args, now = self._run(target, args, kwargs, anchor) if moved else (args, val)
@@ -197,6 +202,12 @@ class _Editor:
             node = waiting.pop()
             if node.op != "call_function" or node in self._dying:
                 continue
+            if _is_needless(node):
+                waiting.extend(node.users)
+                self._moved.update(node.all_input_nodes)
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                self._source.erase_node(node)
+                continue
             with self._source.inserting_before(node):
                 node.args, val = self._run(node.target, node.args, node.kwargs, node)
             if not _same_strides(node.meta["val"], val):
@@ -221,6 +232,18 @@ class _Editor:
         inherit(copy, anchor)
         self._order[copy] = self._order[anchor]
         return copy
+
+
+def _is_needless(copy: fx.Node) -> bool:
+    """Whether a copy that makes a tensor contiguous is of one that is, and nobody else gets hold of it."""
+    return is_contiguous_copy(copy) and copy.all_input_nodes[0].meta["val"].is_contiguous() and _is_only_read(copy)
+
+
+def _is_only_read(node: fx.Node) -> bool:
+    """Whether nothing writes to a tensor, nor returns it."""
+    views = (user for user in node.users if is_view(user.target))
+    kept = any(user.op == "output" or is_write(user) for user in node.users)
+    return not kept and all(map(_is_only_read, views))
 
 
 def _is_pure(node: fx.Node) -> bool:
