@@ -135,24 +135,33 @@ class Algebra:
             stop = first + (start + len(range(start, stop, step)) * step - step) * stride + 1
             return self.slice(x.arg, axis, first + start * stride, stop, stride * step)
         if x.op == "cat" and x.attrs[0] == axis:
-            piece = self._piece(x, axis, start, stop)
-            if piece is not None:
-                return self.slice(piece[0], axis, start - piece[1], stop - piece[1], step)
+            pieces = self._pieces(x, axis, start, stop)
+            if len(pieces) == 1:
+                return self.slice(pieces[0][0], axis, start - pieces[0][1], stop - pieces[0][1], step)
+            if step == 1 and pieces:
+                return self._joined_pieces(pieces, axis, start, stop)
         stop = start + (len(range(start, stop, step)) - 1) * step + 1 if start < stop else start
         shape = (*x.shape[:axis], len(range(start, stop, step)), *x.shape[axis + 1 :])
         return self.make("slice", (x,), (axis, start, stop, step), shape, x.dtype)
 
     @staticmethod
-    def _piece(cat: Value, axis: int, start: int, stop: int) -> tuple[Value, int] | None:
+    def _pieces(cat: Value, axis: int, start: int, stop: int) -> list[tuple[Value, int]]:
+        """What of a joined value lies in [start, stop), each piece with its place; none where a size is symbolic."""
+        found: list[tuple[Value, int]] = []
         offset = 0
         for piece in cat.args:
             size = piece.shape[axis]
             if not isinstance(size, int):
-                return None
-            if offset <= start and stop <= offset + size:
-                return piece, offset
+                return []
+            if offset < stop and start < offset + size:
+                found.append((piece, offset))
             offset += size
-        return None
+        return found
+
+    def _joined_pieces(self, pieces: Sequence[tuple[Value, int]], axis: int, start: int, stop: int) -> Value | None:
+        cut = [self.slice(each, axis, max(start - at, 0), stop - at) for each, at in pieces]
+        kept = [each for each in cut if each is not None]
+        return self.cat(kept, axis) if len(kept) == len(cut) else None
 
     def expand(self, x: Value, shape: Sequence[Dim]) -> Value:
         """Repeat dims of size 1 (and new leading dims) to `shape`."""

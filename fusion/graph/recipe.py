@@ -49,6 +49,13 @@ def _power(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return named[exponent](x) if exponent in named else torch.pow(x, exponent)
 
 
+def _matmul(value: Value, sizes: Sizes, x: Tensor, y: Tensor) -> Tensor:
+    if (x.dim(), y.dim()) != (4, 3):
+        return torch.matmul(x, y)
+    rows = x.transpose(0, 1).flatten(1, 2)  # of a head, for all of the batch: the matrices need not be repeated
+    return torch.bmm(rows, y).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)
+
+
 def _number(value: Value) -> float:
     """The attribute of a scaled or shifted value, whole for whole numbers: they must not become floats."""
     number = value.attrs[0]
@@ -61,6 +68,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "expand": _expand,
         "slice": _slice,
         "power": _power,
+        "matmul": _matmul,
         "wrap": _wrap,
         "number": _from_size,
         "flip": lambda value, sizes, x: x.flip(value.attrs),

@@ -310,7 +310,9 @@ def test_attention_is_told_what_the_mask_shows(data):
     scores = matmul(t.a, q, swapped(t.a, k))
     masked = logic.where(t.a, mask.value, scores, logic.constant(t.a, -torch.inf, (), torch.float32), torch.float32)
     root = matmul(t.a, logic.softmax(t.a, masked, -1, data.draw(st.sampled_from(("nan", "zero")))), v)
-    reading = attention(t.a, Folder(), Assumed(t.a), root)
+    outcome = attention(t.a, Folder(), Assumed(t.a), (), root)
+    assert isinstance(outcome, dict), outcome
+    reading = outcome[root]
     assert isinstance(reading, Reading), reading
     assume(within(reading.captures, t, queries, keys))
     seen = broadcast(mask.tensor, (batch, 1, queries, keys))

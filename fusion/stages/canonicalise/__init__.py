@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, constant_numbers, schema_of
+from fusion._torch import OpOverload, constant_numbers
 from fusion.errors import FusionError
 from fusion.facts import Facts
-from fusion.graph import Algebra, Graph, Reading, Value, dims_of
+from fusion.graph import Algebra, Graph, Reading, Value, dims_of, unviewed
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
-from fusion.mutation import closing_writes, is_write
+from fusion.mutation import closing_writes, is_write, reserves
 from fusion.stages.canonicalise import (
     arithmetic,
     choices,
@@ -31,8 +31,10 @@ from fusion.stages.canonicalise import (
     writes,
 )
 from fusion.stages.canonicalise.assumed import Assumed
-from fusion.stages.canonicalise.attention import attention, contraction
+from fusion.stages.canonicalise.attention import Outcome, attention, contraction
 from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.indexer import index_selection
+from fusion.stages.canonicalise.latents import latents
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 from fusion.weights import derived
@@ -41,7 +43,6 @@ __all__ = ["canonicalise"]
 
 # Imported for their translators.
 _FAMILIES = (arithmetic, choices, complex_numbers, contractions, logic, ranges, reductions, sdpa, shapes, writes)
-_UNIQUE = {"empty", "new_empty", "empty_like", "empty_strided"}  # each holds its own, undefined, memory
 
 
 def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
@@ -83,16 +84,41 @@ def _attentions(
     walk: _Walk, facts: Facts, readings: dict[Value, Reading], misses: dict[Value, tuple[str, str]]
 ) -> None:
     folder, assumed = Folder(), Assumed(walk.algebra, facts.assumed)
+    written = [value for value in walk.places if value.op == "write"]
     for value in list(walk.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
             misses[value] = ("softmax_attention", sdpa.left_whole(walk.places[value][0]))
         if value.op not in ("matmul", "cast", "reshape", "permute") or _only_arranges(walk, value):
             continue
-        outcome = attention(walk.algebra, folder, assumed, value)
+        outcome = attention(walk.algebra, folder, assumed, written, value)
         if isinstance(outcome, str):
             misses[value] = ("softmax_attention", outcome)
         elif outcome is not None:
-            readings[value] = outcome
+            found = _beside(walk, folder, assumed, written, readings, value, outcome)
+            readings.update({each: what for each, what in found.items() if isinstance(what, Reading)})
+            misses.update({each: ("sparse_attention", why) for each, why in found.items() if isinstance(why, str)})
+
+
+def _beside(
+    walk: _Walk,
+    folder: Folder,
+    assumed: Assumed,
+    written: Sequence[Value],
+    readings: Mapping[Value, Reading],
+    root: Value,
+    outcome: Outcome,
+) -> Outcome:
+    """An attention with what its mask, its queries, keys and values are; reasons stand where the attention does."""
+    found: Outcome = {}
+    for value, reading in outcome.items():
+        found[value] = reading
+        if isinstance(reading, Reading) and reading.op == "chosen_keys":
+            places = reading.captures["places"]
+            found[places] = index_selection(walk.algebra, folder, assumed, written, unviewed(places))
+        elif isinstance(reading, Reading):
+            parts = latents(walk.algebra, readings, reading)
+            found |= parts if isinstance(parts, dict) else {}
+    return found
 
 
 def _linears(walk: _Walk, readings: Mapping[Value, Reading], facts: Facts) -> dict[Value, Reading]:
@@ -239,9 +265,7 @@ class _Walk:
 
         spec = map_arg((node.args, node.kwargs), slot)
         stateful = isinstance(node.target, OpOverload) and (
-            is_write(node)
-            or torch.Tag.nondeterministic_seeded in node.target.tags
-            or schema_of(node.target).name.split("::")[-1] in _UNIQUE
+            is_write(node) or torch.Tag.nondeterministic_seeded in node.target.tags or reserves(node.target)
         )
         shape, dtype = (dims_of(val.shape), val.dtype) if isinstance(val, torch.Tensor) else ((), None)
         attrs = (repr(spec), node.name if stateful else "")

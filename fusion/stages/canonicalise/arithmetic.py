@@ -96,8 +96,16 @@ def _function(op: str) -> Any:
     return translate
 
 
-for _name in ("exp", "sigmoid", "cos", "sin", "relu", "tanh", "log"):
+for _name in ("exp", "sigmoid", "cos", "sin", "tanh", "log"):
     translates(f"aten.{_name}.default")(_function(_name))
+
+
+@translates("aten.relu.default")
+def relu(a: Algebra, out: Out, x: Value) -> Translated:
+    """max(x, 0), with a positive factor outside."""
+    if x.op == "scale" and x.attrs[0] > 0:
+        return a.scale(a.unary("relu", x.arg), x.attrs[0])
+    return a.unary("relu", x)
 
 
 @translates("aten.silu.default")

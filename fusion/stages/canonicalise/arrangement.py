@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Value
+from fusion.graph.algebra import widens
 
 Step = tuple[str, tuple[Any, ...]]
 Atom = int
@@ -97,3 +98,32 @@ def carried(a: Algebra, x: Value, found: Arrangement, source: Dims, target: Dims
     moved = a.permute(wide, (*places, len(order), len(order) + 1))
     sizes = dict(zip(order, opened, strict=True))
     return a.reshape(moved, (*(sizes.get(atom, 1) for atom in wanted), *rows))
+
+
+def once(a: Algebra, kv: Value) -> Value:
+    """Keys or values [B, N, T, D] without the repetition of heads: expanded, or expanded and joined with their dim."""
+    if kv.op == "cast":
+        return a.cast(once(a, kv.arg), kv.dtype)
+    if kv.op == "slice" and kv.attrs[0] >= kv.rank - 2:
+        cut = once(a, kv.arg)
+        return a.slice(cut, kv.attrs[0] - kv.rank, *kv.attrs[1:]) or kv
+    if kv.op == "permute" and kv.attrs[-2:] == (kv.rank - 1, kv.rank - 2):
+        return a.permute(once(a, kv.arg), (*range(kv.rank - 2), kv.rank - 1, kv.rank - 2))
+    if kv.op == "expand" and kv.rank > 3:
+        lead = tuple(old if place else new for place, (old, new) in enumerate(zip(kv.arg.shape, kv.shape, strict=True)))
+        return a.expand(kv.arg, (*lead[:-2], *kv.shape[-2:]))
+    if kv.op != "reshape" or kv.arg.op != "expand" or kv.rank != 4:
+        return kv
+    wide, base = kv.arg.shape, kv.arg.arg.shape
+    grouped = len(wide) == 5 and wide == (kv.shape[0], base[1], wide[2], *kv.shape[2:]) and base[2] == 1
+    return a.reshape(kv.arg.arg, (*base[:2], *base[3:])) if grouped and base[0] == wide[0] else kv
+
+
+def uncast(a: Algebra, x: Value, dtype: Any) -> Value:
+    """`x` before it was widened from `dtype`."""
+    if x.op == "cast" and widens(x.arg.dtype, x.dtype) and x.arg.dtype == dtype:
+        return x.arg
+    if x.op in ("permute", "expand"):
+        inner = uncast(a, x.arg, dtype)
+        return a.permute(inner, x.attrs) if x.op == "permute" else a.expand(inner, x.shape)
+    return x

@@ -10,21 +10,27 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
-from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement, carried
+from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement, carried, once, uncast
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.formulas import Affine, number
+from fusion.stages.canonicalise.indexer import begins, chosen_keys
 from fusion.stages.canonicalise.masks import told
 from fusion.stages.canonicalise.positions import Positions
 from fusion.stages.canonicalise.scores import Scores, Weights, dropped, scores_of, weights_of
 
 Finish = tuple[Step, ...]
+Outcome = dict[Value, Reading | str]
+"""Readings by value; for what only looks like one, the reason."""
 
 
-def attention(a: Algebra, folder: Folder, assumed: Assumed, root: Value) -> Reading | str | None:
-    """What `root` is if it is attention; the reason if it looks like it; None if it does not."""
+def attention(
+    a: Algebra, folder: Folder, assumed: Assumed, written: Sequence[Value], root: Value
+) -> Outcome | str | None:
+    """What `root` is if it is attention, and its mask if that lists keys; why it is none; None if it is not like it.
+
+    `written` are the writes of consecutive rows that the graph makes.
+    """
     value, finish = _stripped(root)
     if value.op != "matmul":
         return None
@@ -38,7 +44,7 @@ def attention(a: Algebra, folder: Folder, assumed: Assumed, root: Value) -> Read
         return scores.odd or None
     if weights.cut != (scores.sink is not None):
         return "the weights are cut, but not from a sink that stands last"
-    return _reading(a, folder, assumed, root, value, weights, scores, finish)
+    return _reading(a, folder, assumed, written, root, value, weights, scores, finish)
 
 
 def contraction(value: Value) -> Value:
@@ -60,12 +66,13 @@ def _reading(
     a: Algebra,
     folder: Folder,
     assumed: Assumed,
+    written: Sequence[Value],
     root: Value,
     product: Value,
     weights: Weights,
     scores: Scores,
     finish: Finish,
-) -> Reading | str | None:
+) -> Outcome | str | None:
     shape = weights.softmax.shape[:-1]
     if not 2 <= len(shape) <= 4 or scores.product is None:
         return "scores of more than five dims"
@@ -94,21 +101,16 @@ def _reading(
         captures["sink"] = sink
     sizes = (batch, heads, queries, k.shape[2])
     positions = Positions((*shape, k.shape[2]), folder, assumed.visible)
-    begins, sunk = _begins(positions, k, queries), scores.sink is not None
-    mask = told(a, positions, scores.terms, weights.softmax.attrs[1], shape, sizes, begins, sunk)
+    inside, sunk = begins(positions, written, queries, k.shape[2]), scores.sink is not None
+    mask = told(a, positions, scores.terms, weights.softmax.attrs[1], shape, sizes, inside, sunk)
     if isinstance(mask, str):
         return mask
-    return Reading("softmax_attention", captures | mask, frozenset(each.attrs[0] for each in positions.relied))
-
-
-def _begins(positions: Positions, k: Value, queries: Any) -> Affine | None:
-    """Where as many keys begin as there are queries, if the model has just written them: none is beyond the end."""
-    while k.op in ("cast", "expand", "reshape", "permute"):
-        k = k.arg
-    if k.op != "write" or k.args[1].shape[k.attrs[0]] != queries or k.args[2].rank > 1:
-        return None
-    start = k.args[2]
-    return positions.whole(start, [number(0) if size == 1 else positions.axis(0) for size in start.shape])
+    found: Outcome = {root: Reading("softmax_attention", captures | mask, positions.names())}
+    if "mask" in mask:
+        lists = Positions(positions.shape, folder, assumed.visible, keep_lists=True)
+        chosen = chosen_keys(a, lists, scores.terms, sizes, inside)
+        found |= {mask["mask"]: chosen} if chosen is not None else {}
+    return found
 
 
 def _bns(shape: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -155,7 +157,7 @@ def _heads(a: Algebra, kv: Value, rows: Arrangement, own: Dims, wanted: Dims) ->
     batch = _common(lead[: ends[0]], full[: ends[0]])
     heads = _common(lead[ends[0] : ends[1]], full[ends[0] : ends[1]])
     open_ = a.expand(placed, (*batch, *heads, *lead[ends[1] :], *last))
-    kv = _once(a, a.reshape(open_, (prod(batch), prod(heads), *last)))
+    kv = once(a, a.reshape(open_, (prod(batch), prod(heads), *last)))
     return a.expand(kv, (prod(full[: ends[0]]), *kv.shape[1:]))
 
 
@@ -175,25 +177,6 @@ def _divides(part: Any, whole: Any) -> bool:
     return part == whole or (isinstance(part, int) and isinstance(whole, int) and part > 0 and whole % part == 0)
 
 
-def _once(a: Algebra, kv: Value) -> Value:
-    """Without the repetition of heads: an expanded head dim, or one that was expanded and joined with it."""
-    if kv.op == "cast":
-        return a.cast(_once(a, kv.arg), kv.dtype)
-    if kv.op == "slice" and kv.attrs[0] >= kv.rank - 2:
-        cut = _once(a, kv.arg)
-        return a.slice(cut, kv.attrs[0] - kv.rank, *kv.attrs[1:]) or kv
-    if kv.op == "permute" and kv.attrs[-2:] == (kv.rank - 1, kv.rank - 2):
-        return swapped(a, _once(a, kv.arg))
-    if kv.op == "expand" and kv.rank > 3:
-        lead = tuple(old if place else new for place, (old, new) in enumerate(zip(kv.arg.shape, kv.shape, strict=True)))
-        return a.expand(kv.arg, (*lead[:-2], *kv.shape[-2:]))
-    if kv.op != "reshape" or kv.arg.op != "expand" or kv.rank != 4:
-        return kv
-    wide, base = kv.arg.shape, kv.arg.arg.shape
-    grouped = len(wide) == 5 and wide == (kv.shape[0], base[1], wide[2], *kv.shape[2:]) and base[2] == 1
-    return a.reshape(kv.arg.arg, (*base[:2], *base[3:])) if grouped and base[0] == wide[0] else kv
-
-
 def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
     """[B, M, T, D] with each head as often as it takes to have so many."""
     batch, own, *rows = kv.shape
@@ -205,17 +188,8 @@ def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
 
 def _narrow(a: Algebra, dtype: Any, *tensors: Value) -> list[Value]:
     """The operands before they were widened, if the result is as narrow."""
-    narrowed = [_uncast(a, each, dtype) for each in tensors]
+    narrowed = [uncast(a, each, dtype) for each in tensors]
     return narrowed if all(each.dtype == dtype for each in narrowed) else list(tensors)
-
-
-def _uncast(a: Algebra, x: Value, dtype: Any) -> Value:
-    if x.op == "cast" and widens(x.arg.dtype, x.dtype) and x.arg.dtype == dtype:
-        return x.arg
-    if x.op in ("permute", "expand"):
-        inner = _uncast(a, x.arg, dtype)
-        return a.permute(inner, x.attrs) if x.op == "permute" else a.expand(inner, x.shape)
-    return x
 
 
 def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Value | None:

@@ -1,7 +1,9 @@
-"""The k largest of a row: values "largest" and places "largest_index", which share x and k.
+"""The k largest of a row: values "largest" and places "largest_index", which share x and k; and masks made of places.
 
 Sorted or not: where a model asks for no order, descending is one of those that it may get. Which of equal values are
 chosen, and in what order they stand, torch leaves open as well.
+
+    x.scatter(-1, places, value)    → where(chosen(places), value, x)      chosen: true at the places that a row lists
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from typing import Any
 
 import torch
 
-from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.translate import Out, Translated, translates
+from fusion.graph import Algebra, Value, unviewed
+from fusion.stages.canonicalise.logic import constant, where
+from fusion.stages.canonicalise.translate import WHOLE, Out, Translated, is_number, translates
 
 
 @translates("aten.topk.default")
@@ -22,3 +25,27 @@ def _topk(
         return None
     shape = (*x.shape[:-1], k)
     return a.make("largest", (x,), (k,), shape, x.dtype), a.make("largest_index", (x,), (k,), shape, torch.int64)
+
+
+@translates("aten.scatter.value")
+def _scatter_value(a: Algebra, out: Out, x: Value, dim: int, places: Value, number: Any) -> Translated:
+    if not is_number(number) and not isinstance(number, bool):
+        return None
+    return marked(a, x, dim, places, constant(a, number, (), x.dtype))
+
+
+def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Value | None:
+    """`x`, which the graph computes, with another number (a value full of it) at the places that each row lists."""
+    rows = x.rank and places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and places.dtype in WHOLE
+    if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input":
+        return None
+    while places.op == "cast" and places.arg.dtype in WHOLE:
+        places = places.arg
+    chosen = a.make("chosen", (places,), (), x.shape, torch.bool)
+    return where(a, chosen, constant(a, number.attrs[0], (), x.dtype), x, x.dtype)
+
+
+def lists_all(chosen: Value) -> bool:
+    """Whether the places are all that there are: as many, and no two the same."""
+    places, size = chosen.arg, chosen.shape[-1]
+    return places.op == "largest_index" and places.attrs == (size,)

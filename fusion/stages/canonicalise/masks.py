@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,7 +194,7 @@ def told(
     empty: str,
     shape: Sequence[Any],
     sizes: Sizes,
-    begins: Affine | None,
+    begins: Collection[Affine],
     sunk: bool,
 ) -> dict[str, Any] | str:
     """What the operator is told about the mask: `order` and `window`, up to which key, and the mask as it is.
@@ -206,7 +206,7 @@ def told(
         empty: what the softmax makes of a row of -inf.
         shape: the rows of the scores.
         sizes: B, N, S and T.
-        begins: where keys begin that the model has just written, one for each query, all of them inside.
+        begins: where the model writes as many keys as there are queries, all of them inside.
         sunk: whether there is a sink, which takes all of a query that sees no key.
     """
     queries, keys = sizes[2:]
@@ -216,7 +216,8 @@ def told(
     if isinstance(formula, str):
         return formula
     if formula is True:
-        return {"order": "full", "window": None, "known": None, "empty": "zero"}
+        shown = _explicit(a, terms, shape, sizes) if positions.lists_all else None
+        return {"order": "full", "window": None, "known": None, "empty": "zero"} | _given(shown)
     bounds = limits(formula, len(shape) + 1)
     some = sees_some(bounds, queries, keys)
     empty = "zero" if some or sunk else unseen(positions, terms, empty)
@@ -224,13 +225,16 @@ def told(
         return "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"
     found: dict[str, Any] = {"order": "mask", "window": None, "known": None, "empty": empty}
     mask = _explicit(a, terms, shape, sizes)
-    if mask is not None:
-        found["mask"] = mask
-    words = _bounded(a, bounds, sizes, begins) if some or (empty == "zero" and not bounds.moving) else {}
+    found |= _given(mask)
+    words = bounded(a, bounds, sizes, begins) if some or (empty == "zero" and not bounds.moving) else {}
     return found | words if mask is not None or words else "the mask differs from head to head"
 
 
-def _bounded(a: Algebra, bounds: Limits, sizes: Sizes, begins: Affine | None) -> dict[str, Any]:
+def _given(mask: Value | None) -> dict[str, Any]:
+    return {} if mask is None else {"mask": mask}
+
+
+def bounded(a: Algebra, bounds: Limits, sizes: Sizes, begins: Collection[Affine]) -> dict[str, Any]:
     """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers.
 
     Several queries of which the last could stand beyond the keys are not told by a length: cut to the keys that there
@@ -255,7 +259,7 @@ def _bounded(a: Algebra, bounds: Limits, sizes: Sizes, begins: Affine | None) ->
             return {"order": order, "window": window}
         within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
         return {"order": order, "window": window, "known": seen.constant} if within else {}
-    inside = queries == 1 or not moving or high == begins or all(_is_counted(term) for term in high.terms)
+    inside = queries == 1 or not moving or high in begins or all(_is_counted(term) for term in high.terms)
     length = whole(a, seen, batch) if inside else None
     if length is None or not isinstance(keys, int):
         return {}

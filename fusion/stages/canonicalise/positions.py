@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fusion.graph import Value
+from fusion.stages.canonicalise.choices import lists_all
 from fusion.stages.canonicalise.folding import Folder, band
 from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction, disjunction, negation, number
 
@@ -29,10 +30,22 @@ Assumption = Callable[[Value, "Sequence[Affine]"], Formula | None]
 class Positions:
     """Evaluates values at the positions of one mask, whose dims have these sizes."""
 
-    def __init__(self, shape: Sequence[Any], folder: Folder, assumed: Assumption = lambda mask, at: None) -> None:
-        self.shape, self._folder, self._assumed = tuple(shape), folder, assumed
+    def __init__(
+        self,
+        shape: Sequence[Any],
+        folder: Folder,
+        assumed: Assumption = lambda mask, at: None,
+        keep_lists: bool = False,
+    ) -> None:
+        """`keep_lists`: a list of all places stays a list, for those who look for one."""
+        self.shape, self._folder, self._assumed, self._keep_lists = tuple(shape), folder, assumed, keep_lists
         self.relied: set[Value] = set()  # inputs of which something was assumed
+        self.lists_all = False  # whether a list of all places was among what was evaluated
         self.origin = tuple(self.axis(place) for place in range(len(shape)))
+
+    def names(self) -> frozenset[str]:
+        """Names of the inputs of which something was assumed."""
+        return frozenset(each.attrs[0] for each in self.relied)
 
     def axis(self, place: int) -> Affine:
         """The position along one axis; a dim of size 1 has only position 0."""
@@ -143,6 +156,9 @@ class Positions:
         match x.op:
             case "full":
                 return bool(x.attrs[0])
+            case "chosen" if lists_all(x) and not self._keep_lists:
+                self.lists_all = True
+                return True
             case "compare" if all(map(_whole_numbers, x.args)):
                 left, right = (self.whole(each, _spread(each, x, at)) for each in x.args)
                 return self._compared(x.attrs[0], left + right.times(-1))

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
+from fusion.stages.canonicalise.arithmetic import relu
+from fusion.stages.canonicalise.translate import WHOLE, Out, Translated, is_number, translates
 
-_WHOLE = {torch.int32, torch.int64}
 _ANY = (-math.inf, math.inf)
 
 Range = tuple[float, float]
@@ -36,7 +36,7 @@ def bounds(x: Value) -> Range:
         case "reshape" | "expand" | "permute" | "slice" | "index":
             return bounds(x.arg)
         case "cast":
-            return _within(bounds(x.arg), x.dtype) if {x.arg.dtype, x.dtype} <= _WHOLE else _ANY
+            return _within(bounds(x.arg), x.dtype) if {x.arg.dtype, x.dtype} <= WHOLE else _ANY
         case "shift":
             low, high = bounds(x.arg)
             return low + x.attrs[0], high + x.attrs[0]
@@ -85,7 +85,7 @@ def _counted(x: Value) -> Range:
 
 
 def _is_whole(x: Any, out: Out) -> bool:
-    return isinstance(x, Value) and x.dtype in _WHOLE and out.dtype == x.dtype
+    return isinstance(x, Value) and x.dtype in WHOLE and out.dtype == x.dtype
 
 
 @translates("aten.remainder.Scalar")
@@ -108,7 +108,9 @@ def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str 
 
 @translates("aten.clamp.default")
 def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) -> Translated:
-    """Whole numbers between two others; infinite where there is no bound."""
+    """Whole numbers between two others, infinite where there is no bound; others cut off below 0."""
+    if low == 0 and high is None and x.dtype == out.dtype and x.dtype not in WHOLE:
+        return relu(a, out, x)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
     fits = _is_whole(x, out) and all(map(is_number, limits))
     return a.make("clamp", (x,), limits, x.shape, x.dtype) if fits else None

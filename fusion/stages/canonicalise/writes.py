@@ -14,15 +14,11 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from fusion.graph import Algebra, Dim, Value
 from fusion.graph.dims import broadcast
-from fusion.stages.canonicalise import shapes
+from fusion.stages.canonicalise import choices, shapes
 from fusion.stages.canonicalise.ranges import bounds
-from fusion.stages.canonicalise.translate import Out, Translated, translates
-
-_INTEGERS = {torch.int32, torch.int64}
+from fusion.stages.canonicalise.translate import WHOLE, Out, Translated, translates
 
 
 class Run(NamedTuple):
@@ -46,7 +42,7 @@ def run(a: Algebra, x: Value) -> Run | None:
     """The run that `x` [.., S] is along its last dim; its start has the dims before, without those of size 1."""
     if x.op in ("reshape", "expand") and x.arg.shape[-1:] == x.shape[-1:] and math.prod(x.shape[:-1]) == 1:
         return run(a, x.arg)
-    if x.op == "cast" and x.arg.dtype in _INTEGERS and x.dtype in _INTEGERS:
+    if x.op == "cast" and x.arg.dtype in WHOLE and x.dtype in WHOLE:
         return run(a, x.arg)
     if x.op == "shift":
         below = run(a, x.arg)
@@ -93,7 +89,7 @@ def _index_put(
 ) -> Translated:
     given = [axis for axis, index in enumerate(indices) if index is not None]
     found = [index for index in indices if index is not None]
-    if accumulate or not found or any(index.dtype not in _INTEGERS for index in found):
+    if accumulate or not found or any(index.dtype not in WHOLE for index in found):
         return None
     if len(found) == 1:
         return _one_index(a, cache, found[0], rows, given[0])
@@ -149,8 +145,11 @@ def _two_indices(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, 
 @translates("aten.scatter.src")
 def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: Value) -> Translated:
     """cache.scatter(dim, positions repeated over the other dims, rows)."""
+    mask = choices.marked(a, cache, dim, index, rows) if rows.op == "full" else None
+    if mask is not None:
+        return mask
     axis = dim % max(cache.rank, 1)
-    if index.shape != rows.shape or index.dtype not in _INTEGERS:
+    if index.shape != rows.shape or index.dtype not in WHOLE:
         return None
     if any(
         have != want for place, (have, want) in enumerate(zip(rows.shape, cache.shape, strict=True)) if place != axis

@@ -1,0 +1,229 @@
+"""The lightning indexer: which keys a query attends to (DeepSeek-V3.2, 2025).
+
+    places = top-k over j of Σ_n w[i, n] · relu(q[i, n] · k[j]), of the keys j that a mask lets through
+
+Positive factors that all scores have are left out: they change no order.
+
+    chosen_keys(places; order, window, known, length, some)       a mask of attention that lists keys
+    index_selection(query [B, S, N, D], key [B, T, D], weights [B, S, N], places; count, order, …)       what lists them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.graph.algebra import widens
+from fusion.stages.canonicalise.arrangement import Step
+from fusion.stages.canonicalise.assumed import Assumed
+from fusion.stages.canonicalise.contractions import swapped
+from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.formulas import Affine, number
+from fusion.stages.canonicalise.masks import MASKED, Limits, Sizes, Term, bounded, limits, sees_some, visible
+from fusion.stages.canonicalise.positions import Positions
+
+_MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
+_SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
+_SIGN = "scores are multiplied by a number that is not positive, which changes their order"
+
+
+def chosen_keys(
+    a: Algebra, positions: Positions, terms: Sequence[Term], sizes: Sizes, begins: frozenset[Affine]
+) -> Reading | str | None:
+    """A reading of a mask that lets through what each row lists, within bounds; None where it lists nothing."""
+    formula = visible(positions, terms)
+    rank = len(positions.shape)
+    bounds = limits(formula, rank) if not isinstance(formula, str) else Limits(None, None, False, ())
+    lists = [part[1] for part in bounds.rest if part[0] == "is" and part[1].value.op == "chosen"]
+    if not lists:
+        return None
+    if len(bounds.rest) > 1:
+        return "beside the keys that are listed, the mask asks for more than a causal order or a length"
+    at, places = lists[0].index, lists[0].value.arg
+    rows = (positions.axis(rank - 2), positions.axis(rank - 1))
+    if at[-2:] != rows or any(each not in (number(0), positions.axis(0)) for each in at[:-2]):
+        return "the keys that are listed differ from head to head"
+    words = _words(a, replace(bounds, rest=()), sizes, begins)
+    if words is None:
+        return "beside the keys that are listed, the mask is not proven to be a causal order or a length"
+    batch, _, queries, _ = sizes
+    count = places.shape[-1]
+    listed = a.expand(a.reshape(places, (places.shape[0], queries, count)), (batch, queries, count))
+    return Reading("chosen_keys", {"places": listed, **words}, positions.names())
+
+
+def _words(a: Algebra, bounds: Limits, sizes: Sizes, begins: frozenset[Affine]) -> dict[str, Any] | None:
+    """The bounds in words, and whether every query is known to see a key."""
+    found = {"order": "full", "window": None, "known": None}
+    if bounds == Limits(None, None, False, ()):
+        return {**found, "some": True}
+    words = bounded(a, bounds, sizes, begins)
+    return {**found, **words, "some": sees_some(bounds, *sizes[2:])} if words else None
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What is chosen from: a sum over heads, below masks that are added or filled in."""
+
+    total: Value
+    shape: tuple[Any, ...]
+    terms: tuple[Term, ...]
+
+
+def index_selection(
+    a: Algebra, folder: Folder, assumed: Assumed, written: Sequence[Value], places: Value
+) -> Reading | str:
+    """What lists the keys, if it is a lightning indexer; why it is none."""
+    if places.op != "largest_index":
+        return "the keys that are listed are not the largest of a row of scores"
+    found = _unmasked(_Scores(places.arg, places.arg.shape, ()))
+    if isinstance(found, str):
+        return found
+    parts = _parts(a, found.total)
+    if isinstance(parts, str):
+        return parts
+    query, key, weights = parts
+    batch, queries, _, _ = query.shape
+    keys = key.shape[1]
+    if len(found.shape) < 2 or found.shape[-2:] != (queries, keys) or places.shape[-2] != queries:
+        return _SUM
+    positions = Positions(found.shape, folder, assumed.visible)
+    formula = visible(positions, found.terms)
+    if isinstance(formula, str):
+        return formula
+    inside = begins(positions, written, queries, keys)
+    words = _words(a, limits(formula, len(found.shape)), (batch, 1, queries, keys), inside)
+    if words is None:
+        return _MASK
+    count = places.attrs[0]
+    listed = a.reshape(places, (batch, queries, count))
+    captures = {"query": query, "key": key, "weights": weights, "places": listed, "count": count}
+    return Reading("index_selection", captures | words, positions.names())
+
+
+def begins(positions: Positions, written: Sequence[Value], queries: Any, keys: Any) -> frozenset[Affine]:
+    """Where the model writes as many rows as there are queries, into no more places than there are keys.
+
+    A write beyond the end is an error for the model: so these rows, and queries that stand where they do, are inside.
+    """
+    if queries == 1 or not isinstance(keys, int):
+        return frozenset()
+    starts = [
+        write.args[2]
+        for write in written
+        for size in (write.shape[write.attrs[0]],)
+        if write.args[1].shape[write.attrs[0]] == queries and isinstance(size, int) and size <= keys
+    ]
+    places = {start: [number(0) if size == 1 else positions.axis(0) for size in start.shape] for start in starts}
+    return frozenset(positions.whole(start, at) for start, at in places.items())
+
+
+def _unmasked(found: _Scores) -> _Scores | str:
+    """Take masks, casts and positive factors off the scores."""
+    z = found.total
+    match z.op:
+        case "scale":
+            return _unmasked(replace(found, total=z.arg)) if z.attrs[0] > 0 else _SIGN
+        case "cast" | "reshape":
+            return _unmasked(replace(found, total=z.arg))
+        case "add":
+            scores, mask = z.args if _is_scores(z.arg) else z.args[::-1]
+            return _unmasked(_Scores(scores, z.shape, (*found.terms, Term("add", mask))))
+        case "where":
+            condition, yes, no = z.args
+            how, scores, fill = ("keep", yes, no) if _is_scores(yes) else ("drop", no, yes)
+            if fill.op != "full" or fill.attrs[0] > MASKED:
+                return "scores are replaced by something else than a number of at most -1e4"
+            return _unmasked(_Scores(scores, z.shape, (*found.terms, Term(how, condition, fill=fill.attrs[0]))))
+        case _:
+            return found
+
+
+def _is_scores(z: Value) -> bool:
+    """Whether a sum over heads stands below."""
+    while z.op in ("scale", "cast", "reshape", "permute"):
+        z = z.arg
+    return z.op in ("matmul", "mean") or (z.op in ("add", "where") and any(map(_is_scores, z.args[-2:])))
+
+
+def _parts(a: Algebra, total: Value) -> tuple[Value, Value, Value] | str:
+    """Query [B, S, N, D], key [B, T, D] and weights [B, S, N] of a sum over heads."""
+    for weights, rectified, order in _products(a, total):
+        if rectified.rank != 4 or weights.rank != 4:
+            continue
+        products = _below_relu(rectified)
+        scores = None if products is None else _query_and_key(a, *products, order)
+        if scores is None:
+            continue
+        query, key = scores
+        weights = _plain(a, a.reshape(a.permute(weights, order), query.shape[:3]))
+        return (query, key, weights) if isinstance(weights, Value) else weights
+    return _SUM
+
+
+def _products(a: Algebra, total: Value) -> list[tuple[Value, Value, tuple[int, ...]]]:
+    """Weights and rectified products, with the order that makes them [B, S, N, 1] and [B, S, N, T]."""
+    as_is, turned = (0, 1, 2, 3), (0, 2, 1, 3)
+    if total.op == "matmul":
+        x, y = total.args
+        return [(swapped(a, x), y, as_is), (y, swapped(a, x), as_is)]
+    if total.op != "mean" or total.arg.op != "mul" or total.attrs not in ((-2,), (-3,)):
+        return []
+    order = as_is if total.attrs == (-2,) else turned
+    x, y = total.arg.args
+    return [(x, y, order), (y, x, order)]
+
+
+def _below_relu(value: Value) -> tuple[Value, tuple[Step, ...]] | None:
+    """The product of queries and keys of which `value` holds the positive part, and how its rows are arranged."""
+    steps: list[Step] = []
+    seen = False
+    while value.op != "matmul":
+        if value.op == "relu":
+            seen = True
+        elif value.op == "reshape" and value.shape[-1:] == value.arg.shape[-1:]:
+            steps.append(("reshape", value.shape[:-1]))
+        elif value.op == "permute" and value.attrs[-1] == value.rank - 1:
+            steps.append(("permute", value.attrs[:-1]))
+        elif not (value.op == "cast" or (value.op == "scale" and value.attrs[0] > 0)):
+            return None
+        value = value.arg
+    return (value, tuple(reversed(steps))) if seen else None
+
+
+def _query_and_key(
+    a: Algebra, product: Value, steps: tuple[Step, ...], order: tuple[int, ...]
+) -> tuple[Value, Value] | None:
+    """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence."""
+    x, y = (_unwidened(a, each) for each in product.args)
+    if x.rank < 2 or y.rank < 3 or any(size != 1 for size in y.shape[1:-2]):
+        return None
+    query = a.expand(x, (*product.shape[:-1], x.shape[-1]))
+    for op, how in steps:
+        query = a.reshape(query, (*how, x.shape[-1])) if op == "reshape" else a.permute(query, (*how, query.rank - 1))
+    query = a.permute(query, order) if query.rank == 4 else query
+    key = a.reshape(swapped(a, y), (y.shape[0], y.shape[-1], y.shape[-2]))
+    return (query, key) if query.rank == 4 and query.shape[0] == key.shape[0] else None
+
+
+def _unwidened(a: Algebra, x: Value) -> Value:
+    """`x` before it was widened."""
+    if x.op == "cast" and widens(x.arg.dtype, x.dtype):
+        return x.arg
+    if x.op not in ("permute", "expand", "reshape"):
+        return x
+    inner = _unwidened(a, x.arg)
+    if x.op == "permute":
+        return a.permute(inner, x.attrs)
+    return a.expand(inner, x.shape) if x.op == "expand" else a.reshape(inner, x.shape)
+
+
+def _plain(a: Algebra, weights: Value) -> Value | str:
+    """The weights without a positive factor and before they were widened."""
+    while weights.op == "scale" or (weights.op == "cast" and widens(weights.arg.dtype, weights.dtype)):
+        if weights.op == "scale" and weights.attrs[0] <= 0:
+            return _SIGN
+        weights = weights.arg
+    return weights

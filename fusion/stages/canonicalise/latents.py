@@ -1,0 +1,156 @@
+"""Latent attention: keys and values of all heads that are projected from one latent, and what may be absorbed.
+
+    k[b, n, t] = [W_K[n] c[b, t], r[b, t]]      v[b, n, t] = c[b, t] W_V[n]
+    q · k = (q_nope W_K) · c + q_rope · r        Σ p v = (Σ p c) W_V
+
+Both lines on the right hold for every c, so that neither keys nor values need be computed (DeepSeek-V2, 2024, §2.1).
+Every form is proven by building it: a value is a projection of heads if it is what the algebra makes of one.
+
+    latent_queries(nope, rope, absorbed)    latent_keys(latent, rope, up)        latent_values(latent, up)
+    absorbed_query(x, weight, width, start, up)         head_lanes(x, weight, width, start, heads_first)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.stages.canonicalise.arrangement import once
+from fusion.stages.canonicalise.contractions import matmul, swapped
+
+Readings = dict[Value, Reading]
+
+
+@dataclass(frozen=True)
+class HeadProjection:
+    """Lanes start … start + d of each head of x Wᵀ, for x [B, S, K], W [N · width, K]."""
+
+    x: Value
+    weight: Value
+    heads: Any
+    width: Any
+    start: int
+    heads_first: bool
+
+    def lanes(self, a: Algebra, count: Any) -> Value:
+        """The rows of the weight that make `count` lanes of each head [N, count, K]."""
+        opened = a.reshape(self.weight, (self.heads, self.width, self.weight.shape[1]))
+        return a.slice(opened, 1, self.start, self.start + count) or opened
+
+    def captures(self) -> dict[str, Any]:
+        """What a reading says of it."""
+        return {"x": self.x, "weight": self.weight, "width": self.width, "start": self.start}
+
+
+def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
+    """The linear layer of which `value` [B, N, S, D] or [B, S, N, D] holds some lanes of every head."""
+    count = value.shape[-1] if value.rank == 4 else None
+    if not isinstance(count, int) or not isinstance(heads, int):
+        return None
+    below = list(_below(value))
+    starts = sorted({0, *(each.attrs[1] for each in below if each.op == "slice")})
+    for layer in below:
+        parts = _layer(a, layer)
+        if parts is None or not isinstance(layer.shape[-1], int) or layer.shape[-1] % heads:
+            continue
+        x, weight = parts
+        width = layer.shape[-1] // heads
+        opened = a.reshape(layer, (value.shape[0], rows, heads, width))
+        tokens = a.reshape(x, (value.shape[0], rows, x.shape[-1]))
+        for start in (each for each in starts if each + count <= width):
+            forms = _forms(a, opened, start, count)
+            if value in forms:
+                return HeadProjection(tokens, weight, heads, width, start, value is not forms[0])
+    return None
+
+
+def _below(value: Value) -> Iterator[Value]:
+    yield value
+    while value.op in ("slice", "permute", "reshape"):
+        value = value.arg
+        yield value
+
+
+def _layer(a: Algebra, value: Value) -> tuple[Value, Value] | None:
+    """x and W of a linear layer, or of some of its outputs."""
+    cut: tuple[int, ...] = ()
+    if value.op == "slice" and value.attrs[0] == value.rank - 1 and value.attrs[3] == 1:
+        cut, value = value.attrs[1:3], value.arg
+    if value.op != "matmul" or value.args[1].rank != 2:
+        return None
+    weight = swapped(a, value.args[1])
+    part = a.slice(weight, 0, *cut) if cut else weight
+    return None if part is None else (value.arg, part)
+
+
+def _forms(a: Algebra, opened: Value, start: int, count: int) -> tuple[Value | None, ...]:
+    """Lanes of every head of [B, S, N, width], heads before or behind positions, cut before or after they move."""
+    cut = a.slice(opened, -1, start, start + count)
+    moved = a.slice(a.permute(opened, (0, 2, 1, 3)), -1, start, start + count)
+    return cut, moved, None if cut is None else a.permute(cut, (0, 2, 1, 3))
+
+
+def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> Readings | str | None:
+    """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it."""
+    q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
+    heads, keys = q.shape[1], k.shape[2]
+    values = head_projection(a, v, heads, keys)
+    if values is None:
+        return None
+    parts = _parts(k)
+    projected = [(start, each, p) for start, each in parts if (p := head_projection(a, each, heads, keys)) is not None]
+    shared = [(start, each) for start, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
+    if not projected:
+        return None
+    if len(projected) != 1 or len(shared) != 1 or len(parts) != 2:
+        return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
+    (start, part, up), (offset, rope) = projected[0], shared[0]
+    width, rest = part.shape[-1], rope.shape[-1]
+    if up.x is not values.x:
+        return "keys and values are projected from different latents"
+    if not isinstance(width, int) or not isinstance(rest, int):
+        return "the parts of the keys have symbolic widths"
+    nope, rotated = a.slice(q, -1, start, start + width), a.slice(q, -1, offset, offset + rest)
+    up_key, up_value = up.lanes(a, width), swapped(a, values.lanes(a, v.shape[-1]))
+    absorbed = None if nope is None else matmul(a, nope, up_key)
+    if nope is None or rotated is None or absorbed is None:
+        return "the queries cannot be cut into the parts of the keys"
+    rope = a.reshape(rope, (rope.shape[0], keys, rope.shape[-1]))
+    return {
+        q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed}),
+        k: Reading("latent_keys", {"latent": up.x, "rope": rope, "up": up_key}),
+        v: Reading("latent_values", {"latent": up.x, "up": up_value}),
+        **_query_sources(a, found, nope, rotated, absorbed, up_key),
+    }
+
+
+def _parts(k: Value) -> list[tuple[int, Value]]:
+    """What keys are joined from, each with its first lane."""
+    if k.op != "cat" or k.attrs != (k.rank - 1,):
+        return [(0, k)]
+    found: list[tuple[int, Value]] = []
+    start: Any = 0
+    for each in k.args:
+        found.append((start, each))
+        start += each.shape[-1]
+    return found
+
+
+def _query_sources(
+    a: Algebra, found: Mapping[Value, Reading], nope: Value, rotated: Value, absorbed: Value, up_key: Value
+) -> Readings:
+    """Where both parts of the queries come from, if one linear layer gives them."""
+    _, heads, rows, _ = nope.shape
+    sources: Readings = {}
+    query = head_projection(a, nope, heads, rows)
+    if query is not None:
+        sources[absorbed] = Reading("absorbed_query", {**query.captures(), "up": up_key})
+    rotation = found.get(rotated)
+    if rotation is not None and rotation.op == "rotation":
+        x = rotation.captures["x"]
+        lanes = head_projection(a, x, heads, rows)
+        if lanes is not None:
+            sources[x] = Reading("head_lanes", {**lanes.captures(), "heads_first": lanes.heads_first})
+    return sources
