@@ -3,8 +3,10 @@
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.joined_projections import JoinedProjections
+from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.rope_pair import RopePair
+from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.primitives.attention import Attention
 from patterns.primitives.cache_write import CacheWrite
@@ -32,6 +34,9 @@ def library() -> tuple[Rule, ...]:
         ExpertRouting(),
         ExpertShares(),
         Attention(),
+        SparseAttention(),
+        MlaProlog(),
+        MlaPrologRows(),
         CacheWrite(),
         PagedWrite(),
         SlidingWrite(),

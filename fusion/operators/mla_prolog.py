@@ -192,7 +192,7 @@ _DTYPES = {**dict.fromkeys(_ROWS, frozenset({torch.bfloat16})), "cache_index": f
 _LIMITS = {"host": _HOST, "ascend910b": _KERNEL, "ascend910_93": _KERNEL, "ascend950": _KERNEL}
 _SOURCE = (
     "op-plugin: torch_npu.npu_mla_prolog_v3; kernel: ops-transformer mla_prolog (a negative slot is skipped; every "
-    "product is rounded); weight_dq, weight_uq_qr, weight_dkv_kr in FRACTAL_NZ; GE takes the functional form only"
+    "product is rounded); weight_dq, weight_uq_qr, weight_dkv_kr in FRACTAL_NZ"
 )
 _SUMMARY = (
     "c = round(norm(x W_dq) · qc_qr_scale), [q ‖ qr] = c W_uq_qr, [k ‖ kr] = x W_dkv_kr; query = q W_uk, "
@@ -207,7 +207,7 @@ MLA_PROLOG_V3 = Operator(
     dims=_DIMS,
     dtypes=_DTYPES,
     limits=_LIMITS,
-    lowerings=frozenset({"eager", "npugraph_ex"}),  # GE's converter of this form has two results too many
+    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source=_SOURCE,
     summary=_SUMMARY,
 )

@@ -1,0 +1,152 @@
+"""Queries and latents of multi-head latent attention, from the hidden states to the cache, in one operator.
+
+    c = norm(x W_dq)      [q, q_r] = c W_uq, per head      query = q W_uk        query_rope = rope(q_r)
+    [k, k_r] = x W_dkv    latent = norm(k)                 key_rope = rope(k_r)
+
+*Matches* the projections of both latents, their norms, the rotation of pairs to halves, and (in `MlaProlog`) the writes
+of consecutive rows into contiguous caches, beside an attention that reads absorbed queries (DeepSeek-V2, 2024).
+*Replaces with* `npu_mla_prolog_v3`; a contiguous cache is read as pages in their own order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from patterns.examples import mla_prolog
+from patterns.primitives import latent_calls
+
+NZ = 29  # the storage format in which the operator reads its large weights
+
+
+def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, first, heads_first, dtype, fixed, beside):
+    """Rotated queries, absorbed queries, and the latent that both come from."""
+    latent = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
+    lanes = p.head_lanes(x=p.reshaped(latent), weight=uq, width=width, start=first, heads_first=heads_first)
+    rotated = _rotated(p, lanes, cos, sin, dtype)
+    return rotated, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=0, up=up), latent
+
+
+def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
+    """The rows of both caches."""
+    both = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside)
+    latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
+    return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype)
+
+
+def _rotated(p, x, cos, sin, dtype):
+    tables = dict(cos=p.squeezed(cos), sin=p.squeezed(sin))
+    return p.rotation(x=x, source="interleaved", result="half", dtype=dtype, **tables)
+
+
+def prolog(
+    x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor, cos: Tensor,
+    sin: Tensor, eps_cq: float, eps_ckv: float, heads_first: bool, caches: tuple[Tensor, Tensor], **how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Rotated queries, absorbed queries [B, N, S, C], their latent [B, S, Q], and both caches with new rows."""
+    require(x.dim() == 3, "the tokens of all sequences are packed")
+    weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
+    tables = [latent_calls.by_tokens(each, *x.shape[:2]) for each in (sin, cos)]
+    query, q_rope, _, latent, _, *written = torch.ops.npu.npu_mla_prolog_v3_functional(
+        x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables, *caches,
+        rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, query_norm_flag=True, **how,
+    )  # fmt: skip
+    return q_rope.transpose(1, 2) if heads_first else q_rope, query.transpose(1, 2), latent, *written
+
+
+class _Prolog(Rule):
+    """What both rules share."""
+
+    def reference(
+        self, x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The meaning without rotation: absorbed queries [B, N, S, C], their latent, rows [B, S, C]."""
+        heads, width, rank = up.shape
+        c = torch.nn.functional.rms_norm(x @ dq.T, gamma_cq.shape, gamma_cq)
+        q = (c @ uq.T).unflatten(-1, (heads, -1))[..., :width].transpose(1, 2)
+        return q @ up, c, torch.nn.functional.rms_norm((x @ dkv.T)[..., :rank], gamma_ckv.shape, gamma_ckv)
+
+    def guard(self, up: Any, dkv: Any, width: int, first: int, split: int, end: int):
+        """How the weights are laid out."""
+        require(first == up.shape[1], "the lanes that are rotated do not follow those that are not")
+        require(split == up.shape[2] and end == dkv.shape[0], "latent and rotated key do not make up one projection")
+        require(width == first + end - split, "the heads have more lanes than both parts of the queries")
+
+
+@dataclass(frozen=True)
+class MlaProlog(_Prolog):
+    """The prolog with the writes into both caches."""
+
+    @pattern
+    def written(
+        self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
+        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("*T Dr"),
+        sin=tensor("*U Dr"), kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), start=tensor("*S"),
+        beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True), eps_cq=scalar(), eps_ckv=scalar(),
+        width=attribute(), first=attribute(), split=attribute(), end=attribute(), heads_first=attribute(),
+        dtype=attribute(), fixed=attribute(), axis=attribute(),
+    ):  # fmt: skip
+        """Rows go to consecutive positions of every sequence."""
+        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, width, first, heads_first, dtype, fixed, beside_q)
+        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype, fixed, beside_kv)
+        caches = zip((kv_cache, kr_cache), kv, strict=True)
+        return *q, *(p.write(cache=c, rows=p.reshaped(row), start=start, axis=axis) for c, row in caches)
+
+    @lowering
+    def paged(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, kv_cache, kr_cache,
+              start, axis):  # fmt: skip
+        """One call, that writes to pages."""
+        pages = (latent_calls.pages(kv_cache, axis), latent_calls.pages(kr_cache, axis))
+        size = kv_cache.shape[axis]
+        require(kr_cache.shape[axis] == size, "the caches hold different numbers of positions")
+        slots = latent_calls.slots(start, x.shape[0], x.shape[1], size, x.device)
+        *found, kv, kr = prolog(
+            x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, pages,
+            cache_mode="PA_BSND", cache_index=slots,
+        )  # fmt: skip
+        return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(mla_prolog.EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(mla_prolog.REJECTS)
+
+
+@dataclass(frozen=True)
+class MlaPrologRows(_Prolog):
+    """The prolog whose rows the model itself joins, writes or attends to."""
+
+    @pattern
+    def fresh(
+        self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
+        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("*T Dr"),
+        sin=tensor("*U Dr"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
+        eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), first=attribute(), split=attribute(), end=attribute(),
+        heads_first=attribute(), dtype=attribute(), fixed=attribute(),
+    ):  # fmt: skip
+        """Rows as they are."""
+        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, width, first, heads_first, dtype, fixed, beside_q)
+        return *q, *rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype, fixed, beside_kv)
+
+    @lowering
+    def fresh_rows(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, split, end):
+        """One call, into memory of its own."""
+        require(x.dim() == 3, "the tokens of all sequences are packed")
+        made = dict(dtype=x.dtype, device=x.device)
+        buffers = tuple(torch.empty((*x.shape[:2], 1, width), **made) for width in (split, end - split))
+        *found, kv, kr = prolog(
+            x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, buffers, cache_mode="BSND"
+        )
+        return *found, kv, kr
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(mla_prolog.ROW_EXAMPLES)

@@ -1,0 +1,5 @@
+"""Prologs of latent attention."""
+
+EXAMPLES = ()
+ROW_EXAMPLES = ()
+REJECTS = ()

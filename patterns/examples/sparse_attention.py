@@ -1,0 +1,4 @@
+"""Sparse attention."""
+
+EXAMPLES = ()
+REJECTS = ()

@@ -1,0 +1,73 @@
+"""How attention over a latent is put to the operators: lengths, places in a cache, and values of all heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import require
+
+PAGES = (128, 64, 32, 16)
+"""Sizes of pages as which a contiguous cache is read, the first that divides it."""
+
+
+def lengths(keys: Tensor, queries: Any, order: str, known: Any, length: Tensor | None) -> tuple[int, Tensor | None]:
+    """Sparse mode, and how many of keys [B, T, ..] are there for each sequence, [B] in int32, None for all.
+
+    In mode 3 the last query sees the last of these keys; in mode 0 every query sees all of them.
+    """
+    mode = 0 if order == "full" else 3
+    if length is not None:
+        return mode, length.to(torch.int32)
+    count = queries if order == "left" else keys.shape[1] if known is None else known
+    if isinstance(count, int) and count == keys.shape[1]:
+        return mode, None
+    return mode, torch.full((keys.shape[0],), count, dtype=torch.int32, device=keys.device)
+
+
+def pages(cache: Tensor, axis: int) -> Tensor:
+    """A contiguous cache [B, .., T, .., D] of one head as pages [Block, Size, 1, D], T along `axis`."""
+    size: Any = cache.shape[axis]
+    others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
+    require(all(each == 1 for each in others), "the cache holds several heads: as pages they would alias each other")
+    require(cache.is_contiguous(), "the cache is not contiguous, so that it cannot be read as pages")
+    page = next((each for each in PAGES if isinstance(size, int) and size % each == 0), None)
+    require(page is not None, "the cache holds {size} positions, which no size of a page divides", size=size)
+    return cache.reshape(-1, page, 1, cache.shape[-1])
+
+
+def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) -> Tensor:
+    """Where `rows` tokens of every sequence go among all places of the pages, [B, S]; -1 for what is beyond the end.
+
+    `start` is one position or one for each sequence. The table of all places is a constant, made once.
+    """
+    places = torch.arange(batch * size, device=device).reshape(batch, size)
+    table = torch.cat((places, torch.full((batch, rows), -1, device=device)), dim=1)
+    if not isinstance(start, Tensor):
+        return table[:, start : start + rows]
+    first = start.clamp(max=size).reshape(-1, 1)
+    index = first if rows == 1 else first + torch.arange(rows, device=device)
+    return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
+
+
+def by_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:
+    """A table [D], [S, D], [B, D] (of one token each) or [B, S, D] for every token, [B, S, D]."""
+    if table.dim() == 2:
+        table = table.unsqueeze(1) if rows == 1 else table.unsqueeze(0)
+    return table.expand(batch, rows, table.shape[-1]).contiguous()
+
+
+def by_transpose(y: Tensor, up: Tensor) -> Tensor:
+    """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E], by the operator that turns heads back."""
+    rows = torch.ops.npu.npu_transpose_batchmatmul(
+        y.flatten(0, 1), up.contiguous(), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
+    )
+    return rows.unflatten(0, y.shape[:2]).transpose(1, 2)
+
+
+def by_matmul(y: Tensor, up: Tensor) -> Tensor:
+    """The same by a batched product, for sizes that the other operator does not take."""
+    rows = torch.bmm(y.flatten(0, 1).transpose(0, 1), up.contiguous())
+    return rows.unflatten(1, y.shape[:2]).transpose(0, 1)
