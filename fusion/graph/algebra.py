@@ -134,6 +134,9 @@ class Algebra:
             _, first, _, stride = x.attrs
             stop = first + (start + len(range(start, stop, step)) * step - step) * stride + 1
             return self.slice(x.arg, axis, first + start * stride, stop, stride * step)
+        if x.op == "permute" and x.arg.op == "cat" and x.arg.attrs == (x.attrs[axis],):
+            below = self.slice(x.arg, x.attrs[axis], start, stop, step)
+            return None if below is None else self.permute(below, x.attrs)
         if x.op == "cat" and x.attrs[0] == axis:
             pieces = self._pieces(x, axis, start, stop)
             if len(pieces) == 1:

@@ -53,7 +53,7 @@ class Reshaped(Tensorial):
         return inner | {"reshape"} if inner else inner
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        for each in dict.fromkeys(_forms(value, cx)):
+        for each in _forms(value, cx):
             yield from self.inner.match(each, bound, cx)
 
 
@@ -75,16 +75,26 @@ class Squeezed(Tensorial):
         yield from self.inner.match(_squeezed(value, cx), bound, cx)
 
 
-def _forms(value: Value, cx: Context) -> Iterator[Value]:
-    """`value`, and what the model reshapes to it."""
-    yield value
+def _forms(value: Value, cx: Context) -> list[Value]:
+    """`value`, and what the model reshapes to it: there and back again, perhaps."""
+    found = {value: None}
+    waiting = [value]
+    while waiting:
+        new = dict.fromkeys(each for each in _sources(waiting.pop(0), cx) if each not in found)
+        found |= new
+        waiting.extend(new)
+    return list(found)
+
+
+def _sources(value: Value, cx: Context) -> Iterator[Value]:
+    """What `value` is a reshape of, as a value or as the model's own node."""
     if value.op == "reshape":
-        yield from _forms(value.arg, cx)
+        yield value.arg
     for node in cx.graph.places.get(value, ()):
         for source in node.all_input_nodes:
             below = cx.graph.held.get(source)
-            if isinstance(below, Value) and below is not value and _is_reshaped(below, value, cx):
-                yield from _forms(below, cx)
+            if isinstance(below, Value) and _is_reshaped(below, value, cx):
+                yield below
 
 
 def _is_reshaped(source: Value, value: Value, cx: Context) -> bool:

@@ -16,13 +16,14 @@ from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.arrangement import Step
+from fusion.stages.canonicalise.arrangement import Step, once
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.formulas import Affine, number
 from fusion.stages.canonicalise.masks import MASKED, Limits, Sizes, Term, bounded, limits, sees_some, visible
 from fusion.stages.canonicalise.positions import Positions
+from fusion.stages.canonicalise.writes import run
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
 _SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
@@ -93,7 +94,7 @@ def index_selection(
     formula = visible(positions, found.terms)
     if isinstance(formula, str):
         return formula
-    inside = begins(positions, written, queries, keys)
+    inside = begins(a, positions, written, queries, keys)
     words = _words(a, limits(formula, len(found.shape)), (batch, 1, queries, keys), inside)
     if words is None:
         return _MASK
@@ -103,21 +104,31 @@ def index_selection(
     return Reading("index_selection", captures | words, positions.names())
 
 
-def begins(positions: Positions, written: Sequence[Value], queries: Any, keys: Any) -> frozenset[Affine]:
+def begins(
+    a: Algebra, positions: Positions, written: Sequence[Value], queries: Any, keys: Any
+) -> frozenset[Affine]:
     """Where the model writes as many rows as there are queries, into no more places than there are keys.
 
     A write beyond the end is an error for the model: so these rows, and queries that stand where they do, are inside.
     """
     if queries == 1 or not isinstance(keys, int):
         return frozenset()
-    starts = [
-        write.args[2]
-        for write in written
-        for size in (write.shape[write.attrs[0]],)
-        if write.args[1].shape[write.attrs[0]] == queries and isinstance(size, int) and size <= keys
-    ]
-    places = {start: [number(0) if size == 1 else positions.axis(0) for size in start.shape] for start in starts}
-    return frozenset(positions.whole(start, at) for start, at in places.items())
+    starts: dict[Value, list[Affine]] = {}
+    for write in written:
+        size, rows = (each.shape[write.attrs[0]] for each in write.args[:2])
+        start = _start(a, write) if rows == queries and isinstance(size, int) and size <= keys else None
+        if start is not None:
+            starts[start] = [number(0) if size == 1 else positions.axis(0) for size in start.shape]
+    return frozenset(positions.whole(start, at) for start, at in starts.items())
+
+
+def _start(a: Algebra, write: Value) -> Value | None:
+    """Where consecutive rows are written, if they are."""
+    if write.op == "write":
+        return write.args[2]
+    index = write.args[2]
+    found = run(a, index.arg if index.op == "wrap" else index) if len(write.args) == 3 else None
+    return None if found is None or found.start is None else a.shift(found.start, found.offset)
 
 
 def _unmasked(found: _Scores) -> _Scores | str:
@@ -198,6 +209,7 @@ def _query_and_key(
 ) -> tuple[Value, Value] | None:
     """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence."""
     x, y = (_unwidened(a, each) for each in product.args)
+    y = once(a, y)
     if x.rank < 2 or y.rank < 3 or any(size != 1 for size in y.shape[1:-2]):
         return None
     query = a.expand(x, (*product.shape[:-1], x.shape[-1]))

@@ -147,10 +147,15 @@ def _query_sources(
     query = head_projection(a, nope, heads, rows)
     if query is not None:
         sources[absorbed] = Reading("absorbed_query", {**query.captures(), "up": up_key})
-    rotation = found.get(rotated)
-    if rotation is not None and rotation.op == "rotation":
+    for rotation in _rotations(a, found, rotated):
         x = rotation.captures["x"]
         lanes = head_projection(a, x, heads, rows)
         if lanes is not None:
             sources[x] = Reading("head_lanes", {**lanes.captures(), "heads_first": lanes.heads_first})
     return sources
+
+
+def _rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
+    """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions."""
+    forms = (rotated, a.permute(rotated, (0, 2, 1, 3)))
+    return [each for form in forms if (each := found.get(form)) is not None and each.op == "rotation"]
