@@ -105,13 +105,24 @@ class Algebra:
         if x.op == "permute":
             order, x = tuple(x.attrs[axis] for axis in order), x.arg
         shape = tuple(x.shape[axis] for axis in order)
+        if x.op == "expand" and x.rank == x.arg.rank:
+            return self.expand(self.permute(x.arg, order), shape)
         kept = [axis for axis in order if x.shape[axis] != 1]
         if kept == sorted(kept):
             return self.reshape(x, shape)
         if x.op == "reshape" and _but_ones(x.shape) == _but_ones(x.arg.shape):
             moved = self._permute_below(x, kept)
             return self.reshape(moved, shape)
-        return self.make("permute", (x,), order, shape, x.dtype)
+        if x.op == "reshape" and any(shape[place] == 1 != x.shape[place] for place in range(x.rank)):
+            squeezed = self.reshape(x.arg, _but_ones(x.shape))
+            return self.reshape(self.permute(squeezed, [sorted(kept).index(axis) for axis in kept]), shape)
+        if x.op == "slice":
+            cut, *bounds = x.attrs
+            return self.slice(self.permute(x.arg, order), order.index(cut), *bounds) or self._moved(x, order)
+        return self._moved(x, order)
+
+    def _moved(self, x: Value, order: tuple[int, ...]) -> Value:
+        return self.make("permute", (x,), order, tuple(x.shape[axis] for axis in order), x.dtype)
 
     def _permute_below(self, opened: Value, kept: Sequence[int]) -> Value:
         """The dims other than 1 in the order `kept`, in the value to which `opened` has given dims of size 1."""

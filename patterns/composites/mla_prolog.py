@@ -40,8 +40,8 @@ def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
 
 
 def _rotated(p, x, cos, sin, dtype):
-    tables = dict(cos=p.squeezed(cos), sin=p.squeezed(sin))
-    return p.rotation(x=x, source="interleaved", result="half", dtype=dtype, **tables)
+    tables = {name: p.squeezed(p.maybe_cast(each, to=torch.float32)) for name, each in (("cos", cos), ("sin", sin))}
+    return p.rotation(x=p.maybe_cast(x, to=torch.float32), source="interleaved", result="half", dtype=dtype, **tables)
 
 
 def prolog(
