@@ -28,7 +28,7 @@ def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, first, heads_first, d
     """Rotated queries, absorbed queries, and the latent that both come from."""
     latent = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(latent), weight=uq, width=width, start=first, heads_first=heads_first)
-    rotated = _rotated(p, lanes, cos, sin, dtype)
+    rotated = _rotated(p, lanes, cos, sin, dtype, x)
     return rotated, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=0, up=up), latent
 
 
@@ -36,12 +36,15 @@ def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
     """The rows of both caches."""
     both = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside)
     latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
-    return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype)
+    return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
 
 
-def _rotated(p, x, cos, sin, dtype):
+def _rotated(p, x, cos, sin, dtype, like):
+    """Computed in float32, as by the operator, or in the dtype of the model."""
     tables = {name: p.squeezed(p.maybe_cast(each, to=torch.float32)) for name, each in (("cos", cos), ("sin", sin))}
-    return p.rotation(x=p.maybe_cast(x, to=torch.float32), source="interleaved", result="half", dtype=dtype, **tables)
+    x = p.maybe_cast(x, to=torch.float32)
+    turned = p.rotation(x=x, source="interleaved", result="half", dtype=dtype, **tables)
+    return p.as_dtype(turned, like)
 
 
 def prolog(
@@ -89,11 +92,11 @@ class MlaProlog(_Prolog):
         sin=tensor("*U Dr"), kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), start=tensor("*S"),
         beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True), eps_cq=scalar(), eps_ckv=scalar(),
         width=attribute(), first=attribute(), split=attribute(), end=attribute(), heads_first=attribute(),
-        dtype=attribute(), fixed=attribute(), axis=attribute(),
+        dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(),
     ):  # fmt: skip
         """Rows go to consecutive positions of every sequence."""
-        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, width, first, heads_first, dtype, fixed, beside_q)
-        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype, fixed, beside_kv)
+        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, width, first, heads_first, dtype_q, fixed, beside_q)
+        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
         caches = zip((kv_cache, kr_cache), kv, strict=True)
         return *q, *(p.write(cache=c, rows=p.reshaped(row), start=start, axis=axis) for c, row in caches)
 
@@ -130,11 +133,11 @@ class MlaPrologRows(_Prolog):
         dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("*T Dr"),
         sin=tensor("*U Dr"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
         eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), first=attribute(), split=attribute(), end=attribute(),
-        heads_first=attribute(), dtype=attribute(), fixed=attribute(),
+        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
     ):  # fmt: skip
         """Rows as they are."""
-        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, width, first, heads_first, dtype, fixed, beside_q)
-        return *q, *rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype, fixed, beside_kv)
+        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, width, first, heads_first, dtype_q, fixed, beside_q)
+        return *q, *rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
 
     @lowering
     def fresh_rows(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, split, end):

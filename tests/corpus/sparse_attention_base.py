@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .base import activations, weights
 
-B, S, T, P, N, D, R, E = 2, 6, 20, 9, 4, 16, 8, 12
+B, S, T, P, N, D, R, E = 2, 6, 32, 9, 4, 16, 8, 12
 HIDDEN, Q, C, HEADS, X, K = 40, 28, 24, 3, 16, 4
 START = 5
 EPS = 1e-6

@@ -115,20 +115,24 @@ def begins(
         return frozenset()
     starts: dict[Value, list[Affine]] = {}
     for write in written:
-        size, rows = (each.shape[write.attrs[0]] for each in write.args[:2])
-        start = _start(a, write) if rows == queries and isinstance(size, int) and size <= keys else None
-        if start is not None:
+        start, axis = _start(a, write, queries)
+        size = write.shape[axis]
+        if start is not None and isinstance(size, int) and size <= keys:
             starts[start] = [number(0) if size == 1 else positions.axis(0) for size in start.shape]
     return frozenset(positions.whole(start, at) for start, at in starts.items())
 
 
-def _start(a: Algebra, write: Value) -> Value | None:
-    """Where consecutive rows are written, if they are."""
+def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
+    """Where so many consecutive rows of every sequence are written, and along which axis."""
+    _, source, index, *inner = write.args
+    axis = 1 if inner else write.attrs[0]
     if write.op == "write":
-        return write.args[2]
-    index = write.args[2]
-    found = run(a, index.arg if index.op == "wrap" else index) if len(write.args) == 3 else None
-    return None if found is None or found.start is None else a.shift(found.start, found.offset)
+        return index if source.shape[axis] == rows else None, axis
+    places = inner[0] if inner else index
+    while places.op == "wrap" or (places.op in ("reshape", "expand") and places.shape[-1:] != (rows,)):
+        places = places.arg
+    found = run(a, places) if places.shape[-1:] == (rows,) else None
+    return None if found is None or found.start is None else a.shift(found.start, found.offset), axis
 
 
 def _unmasked(found: _Scores) -> _Scores | str:

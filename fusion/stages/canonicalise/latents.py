@@ -183,4 +183,5 @@ def _query_sources(
 def _rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
     """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions."""
     forms = (rotated, a.permute(rotated, (0, 2, 1, 3)))
-    return [each for form in forms if (each := found.get(form)) is not None and each.op == "rotation"]
+    turned = [each for form in forms for each in (found.get(form), form.op == "cast" and found.get(form.arg)) if each]
+    return [each for each in turned if each.op == "rotation"]
