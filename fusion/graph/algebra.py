@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -113,12 +114,17 @@ class Algebra:
         if x.op == "reshape" and _but_ones(x.shape) == _but_ones(x.arg.shape):
             moved = self._permute_below(x, kept)
             return self.reshape(moved, shape)
-        if x.op == "reshape" and any(shape[place] == 1 != x.shape[place] for place in range(x.rank)):
-            squeezed = self.reshape(x.arg, _but_ones(x.shape))
+        if any(shape[place] == 1 != x.shape[place] for place in range(x.rank)):
+            squeezed = self.reshape(x, _but_ones(x.shape))
             return self.reshape(self.permute(squeezed, [sorted(kept).index(axis) for axis in kept]), shape)
         if x.op == "slice":
             cut, *bounds = x.attrs
             return self.slice(self.permute(x.arg, order), order.index(cut), *bounds) or self._moved(x, order)
+        same = _alike_behind(x.shape, x.arg.shape) if x.op == "reshape" else 0
+        if same and order[: x.rank - same] == tuple(range(x.rank - same)):
+            more = x.arg.rank - x.rank
+            below = (*range(x.arg.rank - same), *(axis + more for axis in order[x.rank - same :]))
+            return self.reshape(self.permute(x.arg, below), shape)
         return self._moved(x, order)
 
     def _moved(self, x: Value, order: tuple[int, ...]) -> Value:
@@ -338,6 +344,12 @@ class Algebra:
 
 def _but_ones(shape: Sequence[Dim]) -> list[Dim]:
     return [size for size in shape if size != 1]
+
+
+def _alike_behind(shape: Sequence[Dim], other: Sequence[Dim]) -> int:
+    """How many dims are the same, counted from the last one."""
+    pairs = zip(reversed(shape), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:
