@@ -24,7 +24,7 @@ from fusion.stages.plan import Planner
 from fusion.stages.prepare import prepare
 from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
-from fusion.stages.select import LEAST, select
+from fusion.stages.select import TIE, select
 from fusion.stages.verify import contract, verify
 from fusion.target import Target
 
@@ -102,7 +102,7 @@ def _useless(candidates: Sequence[Candidate]) -> list[Refusal]:
     return [
         Refusal(match.rule.name, Refused(template, {"lowering": each.lowering, "lost": -each.benefit}), match.node)
         for each in candidates
-        if each.benefit < -LEAST
+        if each.benefit < -TIE
         for match in (each.match,)
     ]
 
