@@ -16,7 +16,7 @@ from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.arrangement import Step
+from fusion.stages.canonicalise.arrangement import Step, once
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
@@ -198,6 +198,7 @@ def _query_and_key(
 ) -> tuple[Value, Value] | None:
     """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence."""
     x, y = (_unwidened(a, each) for each in product.args)
+    y = once(a, y)
     if x.rank < 2 or y.rank < 3 or any(size != 1 for size in y.shape[1:-2]):
         return None
     query = a.expand(x, (*product.shape[:-1], x.shape[-1]))
