@@ -243,6 +243,10 @@ class Rule:
         """Names of the methods that run the rule, in order of declaration."""
         return tuple(name for name, _ in _marked(type(self), "lowering"))
 
+    def beside(self) -> frozenset[str]:
+        """Names of rules that read what this one gives and no node holds: it is offered together with one of them."""
+        return frozenset()
+
     def uses(self) -> frozenset[str]:
         """The semantic ops that its patterns mention."""
         found: set[str] = set()

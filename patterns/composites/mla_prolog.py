@@ -62,6 +62,10 @@ def prolog(
 class _Prolog(Rule):
     """What both rules share."""
 
+    def beside(self) -> frozenset[str]:
+        """The attention that reads absorbed queries."""
+        return frozenset({"sparse_attention"})
+
     def reference(
         self, x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

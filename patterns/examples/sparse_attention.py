@@ -17,7 +17,7 @@ SCALE = (D + DR) ** -0.5
 
 
 def latents(queries: int = S, keys: int = S) -> Inputs:
-    """Queries [B, N, S, D + Dr], latents [B, T, C], the keys that all heads share [B, T, Dr], the projection of both."""
+    """Queries [B, N, S, D + Dr], latents [B, T, C], keys that all heads share [B, T, Dr], the projection of latents."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         shapes = (B, N, queries, D + DR), (B, keys, C), (B, keys, DR), (N * (D + E), C)
@@ -141,8 +141,9 @@ def step(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) ->
 
 
 def chunk(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
-    """Several tokens that are written into a cache first."""
+    """Several tokens that are written into a cache first, at a position that does not count from its end."""
     query, key, weights, at = index
+    at = at.clamp(min=0)
     places = torch.arange(S) + at
     latent = latent.index_copy(1, places, q[:, 0, :, :1] * up[0])
     mask = hidden(causal(S, T, at), q.dtype)
