@@ -53,7 +53,7 @@ class Reshaped(Tensorial):
         return inner | {"reshape"} if inner else inner
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        for each in dict.fromkeys(_forms(value, cx)):
+        for each in _forms(value, cx):
             yield from self.inner.match(each, bound, cx)
 
 
@@ -76,15 +76,26 @@ class Squeezed(Tensorial):
 
 
 def _forms(value: Value, cx: Context) -> Iterator[Value]:
-    """`value`, and what the model reshapes to it."""
-    yield value
+    """`value`, and what the model reshapes to it, each once: what is flattened and opened again is itself."""
+    found = {value: None}
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        new = [below for below in _sources(each, cx) if below not in found]
+        found |= dict.fromkeys(new)
+        waiting.extend(reversed(new))
+
+
+def _sources(value: Value, cx: Context) -> Iterator[Value]:
+    """What is reshaped to `value` in one step."""
     if value.op == "reshape":
-        yield from _forms(value.arg, cx)
+        yield value.arg
     for node in cx.graph.places.get(value, ()):
         for source in node.all_input_nodes:
             below = cx.graph.held.get(source)
             if isinstance(below, Value) and below is not value and _is_reshaped(below, value, cx):
-                yield from _forms(below, cx)
+                yield below
 
 
 def _is_reshaped(source: Value, value: Value, cx: Context) -> bool:

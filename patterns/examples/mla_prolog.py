@@ -58,16 +58,15 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
 
 
-def queries_of(x: Tensor, dq: Tensor, uq: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[B, N, S, D + Dr]."""
-    q = linear(norm(linear(x, dq), gain), uq).unflatten(-1, (N, -1)).transpose(1, 2)
+def rope_last(q: Tensor, *table: Tensor) -> Tensor:
+    """Queries [B, N, S, D + Dr] whose last lanes are rotated."""
     nope, rope = q.split((D, DR), dim=-1)
-    return torch.cat((nope, turned(rope, cos.unsqueeze(1), sin.unsqueeze(1))), dim=-1)
+    return torch.cat((nope, turned(rope, *table)), dim=-1)
 
 
 def rows_of(x: Tensor, dkv: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Latents [B, S, C] and rotated keys [B, S, Dr]."""
-    latent, rope = linear(x, dkv).split((C, DR), dim=-1)
+    latent, rope = linear(x, dkv)[..., : C + DR].split((C, DR), dim=-1)
     return norm(latent, gain), turned(rope, cos, sin)
 
 
@@ -75,21 +74,22 @@ def attended(q: Tensor, latent: Tensor, rope: Tensor, ukv: Tensor, places: Tenso
     """Attention over the keys that are listed."""
     nope, values = linear(latent, ukv).unflatten(-1, (N, D + E)).transpose(1, 2).split((D, E), dim=-1)
     keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, N, -1, -1)), dim=-1)
-    seen = torch.zeros(B, q.shape[2], latent.shape[1], dtype=torch.bool).scatter(-1, places, True)
+    seen = torch.zeros(*places.shape[:2], latent.shape[1], dtype=torch.bool).scatter(-1, places, True)
     return scaled_dot_product_attention(q, keys, values, attn_mask=seen.unsqueeze(1))
 
 
 Joined = Callable[..., tuple[Tensor, Tensor]]
 
 
-def model(join: Joined) -> Callable[..., Tensor]:
-    """A function that joins new rows with caches by `join(latent, rope, at, *caches)`."""
+def model(join: Joined, rotate: Callable[..., Tensor] = rope_last) -> Callable[..., Tensor]:
+    """A function whose queries `rotate` turns, and whose rows `join` writes: `join(latent, rope, at, *caches)`."""
 
     def forward(
         x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor, cos: Tensor,
         sin: Tensor, places: Tensor, at: Tensor, *caches: Tensor,
     ) -> Tensor:  # fmt: skip
-        q = queries_of(x, dq, uq, gain_q, cos, sin)
+        q = linear(norm(linear(x, dq), gain_q), uq).reshape(*places.shape[:2], N, -1).transpose(1, 2)
+        q = rotate(q, cos.unsqueeze(-3), sin.unsqueeze(-3))
         latent, rope = join(*rows_of(x, dkv, gain_kv, cos, sin), at, *caches)
         return attended(q, latent, rope, ukv, places)
 
@@ -107,14 +107,14 @@ def joined(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Ten
 
 
 def copied(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows at consecutive positions of [B, T, ..]."""
-    places = torch.arange(latent.shape[1]) + at
+    """Rows at consecutive positions of [B, T, ..], none of which counts from the end."""
+    places = torch.arange(latent.shape[1]) + at.clamp(min=0)
     return latents.index_copy_(1, places, latent), ropes.index_copy_(1, places, rope)
 
 
 def single(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
     """Rows at consecutive positions of [B, 1, T, ..]."""
-    places = torch.arange(latent.shape[1]) + at
+    places = torch.arange(latent.shape[1]) + at.clamp(min=0)
     latents.index_copy_(2, places, latent.unsqueeze(1))
     ropes.index_copy_(2, places, rope.unsqueeze(1))
     return latents.squeeze(1), ropes.squeeze(1)
@@ -147,4 +147,67 @@ ROW_EXAMPLES = (
     Example("rows that the model writes to a slice", model(sliced), prolog(S, T, *CACHES)),
     Example("rows joined", model(joined), prolog(S, 5 + S, (B, 5, C), (B, 5, DR))),
 )
-REJECTS = ()
+
+
+def rope_first(q: Tensor, *table: Tensor) -> Tensor:
+    """Queries whose first lanes are rotated."""
+    rope, nope = q.split((DR, D), dim=-1)
+    return torch.cat((nope, turned(rope, *table)), dim=-1)
+
+
+def more_lanes(q: Tensor, *table: Tensor) -> Tensor:
+    """Queries of which some lanes are not used."""
+    nope, rope, _ = q.split((D, DR, q.shape[-1] - D - DR), dim=-1)
+    return torch.cat((nope, turned(rope, *table)), dim=-1)
+
+
+def two_halves(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
+    """One half of the tokens behind those of each half of [B, 2, T, ..]."""
+    places = torch.arange(latent.shape[1] // 2) + at.clamp(min=0)
+    for cache, rows in ((latents, latent), (ropes, rope)):
+        cache.index_copy_(2, places, rows.unflatten(1, (2, -1)))
+    return latents.flatten(1, 2), ropes.flatten(1, 2)
+
+
+def half_sequences(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
+    """One half of the tokens behind those of each half of [2 · B, T, ..]."""
+    places = torch.arange(latent.shape[1] // 2) + at.clamp(min=0)
+    for cache, rows in ((latents, latent), (ropes, rope)):
+        cache.index_copy_(1, places, rows.reshape(2 * B, -1, rows.shape[-1]))
+    return latents.reshape(B, -1, C), ropes.reshape(B, -1, DR)
+
+
+def turned_caches(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Caches that lie in memory as [T, B, ..]."""
+    *given, latents, ropes = prolog(S, T, (T, B, C), (T, B, DR))(dtype)
+    return *given, latents.transpose(0, 1), ropes.transpose(0, 1)
+
+
+def unpacked(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [T, ..] of one sequence."""
+    return copied(latent.unsqueeze(0), rope.unsqueeze(0), at, latents, ropes)
+
+
+def packed(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The first sequence alone, its hidden states and tables without a dim for it."""
+    x, *given, cos, sin, places, at, latents, ropes = prolog(S, T, *CACHES)(dtype)
+    return x[0], *given, cos[0], sin[0], places[:1], at, latents[:1], ropes[:1]
+
+
+REJECTS = (
+    Example(
+        "rotated lanes first", model(copied, rope_first), prolog(S, T, *CACHES), "do not follow those that are not"
+    ),
+    Example("more lanes", model(copied, more_lanes), prolog(S, T, *CACHES, head=D + DR + 8), "more lanes than both"),
+    Example("a third part", model(copied), prolog(S, T, *CACHES, line=C + DR + 8), "do not make up one projection"),
+    Example("caches of two halves", model(two_halves), prolog(4, 2 * T, (B, 2, T, C), (B, 2, T, DR)), "several heads"),
+    Example(
+        "halves as sequences",
+        model(half_sequences),
+        prolog(4, 2 * T, (2 * B, T, C), (2 * B, T, DR)),
+        "other sequences than",
+    ),
+    Example("caches that lie otherwise", model(copied), turned_caches, "is not contiguous"),
+    Example("packed tokens", model(unpacked), packed, "are packed"),
+    Example("an odd length", model(copied), prolog(S, 20, (B, 20, C), (B, 20, DR)), "no size of a page divides"),
+)
