@@ -28,7 +28,7 @@ def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, begin, first, heads_f
     """Rotated queries, absorbed queries, and the latent that both come from."""
     latent = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(latent), weight=uq, width=width, start=first, heads_first=heads_first)
-    rotated = _rotated(p, lanes, cos, sin, dtype)
+    rotated = _rotated(p, lanes, cos, sin, dtype, heads_first)
     return rotated, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
 
 
@@ -39,8 +39,8 @@ def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
     return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype)
 
 
-def _rotated(p, x, cos, sin, dtype):
-    tables = dict(cos=p.squeezed(cos), sin=p.squeezed(sin))
+def _rotated(p, x, cos, sin, dtype, heads_first=None):
+    tables = dict(cos=p.per_token(cos, x, heads_first), sin=p.per_token(sin, x, heads_first))
     return p.rotation(x=x, source="interleaved", result="half", dtype=dtype, **tables)
 
 
@@ -50,7 +50,7 @@ def prolog(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotated queries, absorbed queries [B, N, S, C], their latent [B, S, Q], and both caches with new rows."""
     weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
-    tables = [latent_calls.by_tokens(each, *x.shape[:2]) for each in (sin, cos)]
+    tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
     query, q_rope, _, latent, _, *written = torch.ops.npu.npu_mla_prolog_v3_functional(
         x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables, *caches,
         rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, query_norm_flag=True, **how,
@@ -101,8 +101,8 @@ class MlaProlog(_Prolog):
     @pattern
     def written(
         self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
-        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("*T Dr"),
-        sin=tensor("*U Dr"), kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), start=tensor("*S"),
+        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
+        sin=tensor("T U Dr"), kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), start=tensor("*S"),
         beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True), eps_cq=scalar(), eps_ckv=scalar(),
         width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
         heads_first=attribute(), dtype=attribute(), fixed=attribute(), axis=attribute(),
@@ -142,8 +142,8 @@ class MlaPrologRows(_Prolog):
     @pattern
     def fresh(
         self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
-        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("*T Dr"),
-        sin=tensor("*U Dr"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
+        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
+        sin=tensor("T U Dr"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
         eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
         end=attribute(), heads_first=attribute(), dtype=attribute(), fixed=attribute(),
     ):  # fmt: skip

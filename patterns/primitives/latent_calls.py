@@ -52,13 +52,6 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
     return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
 
 
-def by_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:
-    """A table [D], [S, D], [B, D] (of one token each) or [B, S, D] for every token, [B, S, D]."""
-    if table.dim() == 2:
-        table = table.unsqueeze(1) if rows == 1 else table.unsqueeze(0)
-    return table.expand(batch, rows, table.shape[-1]).contiguous()
-
-
 def by_transpose(y: Tensor, up: Tensor) -> Tensor:
     """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E], by the operator that turns heads back."""
     rows = torch.ops.npu.npu_transpose_batchmatmul(
