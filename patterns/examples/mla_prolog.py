@@ -34,11 +34,13 @@ def listed(queries: int, keys: int) -> Tensor:
     return torch.rand(B, queries, keys, generator=torch.Generator().manual_seed(7)).argsort(-1)[..., :LISTED]
 
 
-def prolog(queries: int = S, keys: int = S, *caches: tuple[int, ...], **sizes: int) -> Inputs:
+def prolog(
+    queries: int = S, keys: int = S, *caches: tuple[int, ...], table: tuple[int, ...] = (), **sizes: int
+) -> Inputs:  # fmt: skip
     """Hidden states [B, S, He], weights, tables, a list of keys, a position, and caches of these shapes."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        given = [normal(8, B, queries, HE), *weights(**sizes), *tables((B, queries))]
+        given = [normal(8, B, queries, HE), *weights(**sizes), *tables(table or (B, queries))]
         held = (normal(9 + seed, *shape).to(dtype) for seed, shape in enumerate(caches))
         return *(each.to(dtype) for each in given), listed(queries, keys), torch.tensor(5), *held
 
@@ -143,6 +145,8 @@ EXAMPLES = (
     Example("a length for each sequence", model(lengths), prolog(1, T, *CACHES)),
 )
 ROW_EXAMPLES = (
+    Example("the same positions in all sequences", model(fresh), prolog(table=(1, S))),
+    Example("one position in a sequence", model(fresh), prolog(B, B, table=(B, 1))),
     Example("no cache", model(fresh), prolog()),
     Example("rows that the model writes to a slice", model(sliced), prolog(S, T, *CACHES)),
     Example("rows joined", model(joined), prolog(S, 5 + S, (B, 5, C), (B, 5, DR))),
@@ -177,6 +181,12 @@ def half_sequences(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ro
     return latents.reshape(B, -1, C), ropes.reshape(B, -1, DR)
 
 
+def positions_first(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches that are copied before they are read."""
+    latents, ropes = copied(latent, rope, at, latents, ropes)
+    return latents.contiguous(), ropes.contiguous()
+
+
 def turned_caches(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Caches that lie in memory as [T, B, ..]."""
     *given, latents, ropes = prolog(S, T, (T, B, C), (T, B, DR))(dtype)
@@ -207,7 +217,7 @@ REJECTS = (
         prolog(4, 2 * T, (2 * B, T, C), (2 * B, T, DR)),
         "other sequences than",
     ),
-    Example("caches that lie otherwise", model(copied), turned_caches, "is not contiguous"),
+    Example("caches that lie otherwise", model(positions_first), turned_caches, "is not contiguous"),
     Example("packed tokens", model(unpacked), packed, "are packed"),
     Example("an odd length", model(copied), prolog(S, 20, (B, 20, C), (B, 20, DR)), "no size of a page divides"),
 )

@@ -173,4 +173,77 @@ EXAMPLES = (
     Example("an encoder", encoder, indexed()),
     Example("a list from elsewhere", absorbed, listed()),
 )
-REJECTS = ()
+
+
+def nothing_left(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, places: Tensor) -> Tensor:
+    """A list that may hold nothing but keys behind the query, which then gives the mean."""
+    seen = causal(S, S)
+    listed = torch.zeros(B, S, S, dtype=torch.bool).scatter(-1, places, True) & seen
+    k, v = keys_values(latent, rope, up)
+    scores = (q @ k.transpose(-2, -1) * SCALE).masked_fill(~listed.unsqueeze(1), torch.finfo(q.dtype).min)
+    return softmax(scores, dim=-1) @ v
+
+
+def scored(score: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A prompt whose keys are chosen by other scores."""
+
+    def forward(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
+        seen = causal(S, S)
+        listed = chosen(score(*index).masked_fill(~seen, -torch.inf)) & seen
+        return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
+
+    return forward
+
+
+def not_rectified(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """Scores that may be negative."""
+    return torch.einsum("bsht,bsh->bst", torch.einsum("bshd,btd->bsht", query, key), weights)
+
+
+def worst_first(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """The keys with the least scores."""
+    return -by_einsum(query, key, weights)
+
+
+def worst_weights(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """Weights with the other sign."""
+    return by_einsum(query, key, weights * -0.5)
+
+
+def any_mask(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
+    """Beside the list, a mask that may be anything."""
+    *index, seen = index
+    listed = chosen(by_einsum(*index).masked_fill(~seen, -torch.inf)) & seen
+    return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
+
+
+def chosen_unmasked(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
+    """Keys are chosen among all, then those behind the query are hidden, so that none may be left."""
+    listed = chosen(by_einsum(*index)) & causal(S, S)
+    return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
+
+
+def lists_of_heads(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *places: Tensor) -> Tensor:
+    """A list of its own for every head."""
+    of_heads = torch.stack([places[0], places[0] + 1, places[0] + 2, places[0] + 3], dim=1) % S
+    listed = torch.zeros(B, N, S, S, dtype=torch.bool).scatter(-1, of_heads, True)
+    return scaled_dot_product_attention(q, *keys_values(latent, rope, up), attn_mask=listed)
+
+
+def anything() -> Tensor:
+    """Booleans, true for a query and itself at least."""
+    some = torch.rand(B, S, S, generator=torch.Generator().manual_seed(3)) > 0.5
+    return some | torch.eye(S, dtype=torch.bool)
+
+
+NOT_A_SUM = "not the sum over heads"
+NO_KEY = "no key is left"
+REJECTS = (
+    Example("nothing left", nothing_left, listed(), NO_KEY),
+    Example("scores that are not rectified", scored(not_rectified), indexed(), NOT_A_SUM),
+    Example("the worst keys", scored(worst_first), indexed(), "not positive"),
+    Example("negative weights", scored(worst_weights), indexed(), "not positive"),
+    Example("any mask", any_mask, indexed(S, S, anything), "the mask asks for more"),
+    Example("chosen without the mask", chosen_unmasked, indexed(), NO_KEY),
+    Example("a list for every head", lists_of_heads, listed(), "differ from head to head"),
+)
