@@ -97,12 +97,12 @@ def plan_lower(options: Options, target: Target) -> str:
 
 
 def _useless(candidates: Sequence[Candidate]) -> list[Refusal]:
-    """The matches that the target could run otherwise, but not faster."""
+    """The matches that the target could run otherwise, but slower; what takes as long is left as it is."""
     template = "by {lowering} it would take about {lost:.1f} us more, not less"
     return [
         Refusal(match.rule.name, Refused(template, {"lowering": each.lowering, "lost": -each.benefit}), match.node)
         for each in candidates
-        if each.benefit <= LEAST
+        if each.benefit < -LEAST
         for match in (each.match,)
     ]
 

@@ -36,7 +36,8 @@ def chosen_keys(
     formula = visible(positions, terms)
     rank = len(positions.shape)
     bounds = limits(formula, rank) if not isinstance(formula, str) else Limits(None, None, False, ())
-    lists = [part[1] for part in bounds.rest if part[0] == "is" and part[1].value.op == "chosen"]
+    leaves = [part[1] for part in bounds.rest if not isinstance(part, bool) and part[0] == "is"]
+    lists = [leaf for leaf in leaves if leaf.value.op == "chosen"]
     if not lists:
         return None
     if len(bounds.rest) > 1:
