@@ -156,7 +156,8 @@ class MlaPrologRows(_Prolog):
     def fresh_rows(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, split, end):
         """One call, into memory of its own."""
         made = dict(dtype=x.dtype, device=x.device)
-        buffers = tuple(torch.empty((*x.shape[:2], 1, width), **made) for width in (split, end - split))
+        rows = (*x.shape[:2], 1)
+        buffers = (torch.empty((*rows, split), **made), torch.empty((*rows, end - split), **made))
         *found, kv, kr = prolog(
             x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, buffers, cache_mode="BSND"
         )

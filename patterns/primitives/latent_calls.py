@@ -33,8 +33,8 @@ def pages(cache: Tensor, axis: int) -> Tensor:
     others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
     require(all(each == 1 for each in others), "the cache holds several heads: as pages they would alias each other")
     require(cache.is_contiguous(), "the cache is not contiguous, so that it cannot be read as pages")
-    page = next((each for each in PAGES if isinstance(size, int) and size % each == 0), None)
-    require(page is not None, "the cache holds {size} positions, which no size of a page divides", size=size)
+    page = next((each for each in PAGES if isinstance(size, int) and size % each == 0), 0)
+    require(page, "the cache holds {size} positions, which no size of a page divides", size=size)
     return cache.reshape(-1, page, 1, cache.shape[-1])
 
 
