@@ -24,7 +24,7 @@ from fusion.stages.plan import Planner
 from fusion.stages.prepare import prepare
 from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
-from fusion.stages.select import LEAST, select
+from fusion.stages.select import TIE, select
 from fusion.stages.verify import contract, verify
 from fusion.target import Target
 
@@ -97,14 +97,11 @@ def plan_lower(options: Options, target: Target) -> str:
 
 
 def _useless(candidates: Sequence[Candidate]) -> list[Refusal]:
-    """The matches that the target could run otherwise, but not faster."""
+    """The matches that the target could run otherwise, but slower; what takes as long is left as it is."""
     template = "by {lowering} it would take about {lost:.1f} us more, not less"
-    return [
-        Refusal(match.rule.name, Refused(template, {"lowering": each.lowering, "lost": -each.benefit}), match.node)
-        for each in candidates
-        if each.benefit <= LEAST
-        for match in (each.match,)
-    ]
+    slower = [each for each in candidates if each.benefit < -TIE]
+    causes = [Refused(template, {"lowering": each.lowering, "lost": -each.benefit}) for each in slower]
+    return [Refusal(each.match.rule.name, cause, each.match.node) for each, cause in zip(slower, causes, strict=True)]
 
 
 def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:

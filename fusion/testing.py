@@ -160,7 +160,7 @@ class Trial:
     """A captured function before and after the pass.
 
     Attributes:
-        rules: what took part: the rule under test first, then those that it is built from.
+        rules: what took part: the rule under test first, then those that it is built from or offered beside.
         captured: the graph as it came, and its inputs.
         fused: a copy of the graph after the pass.
         outcome: what the pass did.
@@ -195,7 +195,10 @@ def trial(
     options: Options = Options(target="host", lower="eager"),
     library: Iterable[Rule] | None = None,
 ) -> Trial:
-    """Capture `example` and fuse it by `rule` and what it is built from in `library` (by default the installed one)."""
+    """Capture `example` and fuse it by `rule` and what it needs in `library` (by default the installed one).
+
+    That is what its patterns are built from, and the rules beside which it is offered.
+    """
     rules = _closure(rule, installed() if library is None else library)
     captured = capture(example.function, example.inputs(dtype), level)
     fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
@@ -209,7 +212,8 @@ def _closure(rule: Rule, library: Iterable[Rule]) -> tuple[Rule, ...]:
     found = {rule.name: rule}
     waiting = [rule]
     while waiting:
-        for name in sorted(waiting.pop().uses()):
+        each = waiting.pop()
+        for name in sorted(each.uses() | each.beside()):
             if name in by_name and name not in found:
                 found[name] = by_name[name]
                 waiting.append(by_name[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -48,6 +48,7 @@ class Graph:
         region: for each node, how many writes to memory stand before it (the closing `copy_` of inputs not counted).
         readings: what canonicalisation itself recognised (rotations of lanes).
         misses: values that look like such a thing but are not, with its name and why.
+        fixed: the nodes that are computed from Parameters alone.
         facts: what is known of the inputs.
     """
 
@@ -58,6 +59,7 @@ class Graph:
     region: Mapping[fx.Node, int]
     readings: Mapping[Value, Reading]
     misses: Mapping[Value, tuple[str, str]]
+    fixed: Set[fx.Node] = frozenset()
     facts: Facts = field(default_factory=Facts)
     _masks: dict[fx.Node, int] = field(default_factory=dict, repr=False)
 

@@ -13,7 +13,7 @@ import torch
 
 from fusion.errors import RuleError
 from fusion.language.terms import Apply, Capture, Cast, Meaning, Parameter, Part, Term
-from fusion.language.views import Lanes, Reshaped, Squeezed
+from fusion.language.views import Lanes, PerToken, Reshaped
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -124,9 +124,9 @@ class Vocabulary:
         """`x`, or its elements in the same order with other dims."""
         return Reshaped(x)
 
-    def squeezed(self, x: Term) -> Term:
-        """`x`, taken without the dims of size 1 that a value has before its last one."""
-        return Squeezed(x)
+    def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
+        """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""
+        return PerToken(table, of, heads_first)
 
     def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
         """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
@@ -242,6 +242,10 @@ class Rule:
     def lowerings(self) -> tuple[str, ...]:
         """Names of the methods that run the rule, in order of declaration."""
         return tuple(name for name, _ in _marked(type(self), "lowering"))
+
+    def beside(self) -> frozenset[str]:
+        """Names of rules that read what this one gives and no node holds: it is offered together with one of them."""
+        return frozenset()
 
     def uses(self) -> frozenset[str]:
         """The semantic ops that its patterns mention."""

@@ -1,8 +1,8 @@
-"""Terms that look through views: some lanes of a tensor, or its elements with other dims."""
+"""Terms that look through views: some lanes of a tensor, its elements with other dims, or a table that broadcasts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -58,42 +58,51 @@ class Reshaped(Tensorial):
 
 
 @dataclass(frozen=True, eq=False)
-class Squeezed(Tensorial):
-    """A value without its dims of size 1, the last dim excepted: what two tables have in common that broadcast."""
+class PerToken(Tensorial):
+    """A table that `of` is multiplied by, taken as [B or 1, S or 1, D].
+
+    `of`, which is bound before, is [B, S, D], [S, D] or has heads before or behind S: `heads_first` says where, None
+    for a single head.
+    """
 
     inner: Term
+    of: Term
+    heads_first: Any
 
     def below(self) -> tuple[Any, ...]:
-        """What it shows."""
+        """The table."""
         return (self.inner,)
 
     def heads(self) -> frozenset[str]:
-        """Those of what is left."""
+        """Those of the table."""
         return self.inner.heads()
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        yield from self.inner.match(_squeezed(value, cx), bound, cx)
+        table = _per_token(value, bound[self.of].shape[:-1], bound.get(self.heads_first), cx)
+        if table is not None:
+            yield from self.inner.match(table, bound, cx)
 
 
-def _forms(value: Value, cx: Context) -> list[Value]:
-    """`value`, and what the model reshapes to it: there and back again, perhaps."""
+def _forms(value: Value, cx: Context) -> Iterator[Value]:
+    """`value`, and what the model reshapes to it, each once: what is flattened and opened again is itself."""
     found = {value: None}
     waiting = [value]
     while waiting:
-        new = dict.fromkeys(each for each in _sources(waiting.pop(0), cx) if each not in found)
-        found |= new
-        waiting.extend(new)
-    return list(found)
+        each = waiting.pop()
+        yield each
+        new = [below for below in _sources(each, cx) if below not in found]
+        found |= dict.fromkeys(new)
+        waiting.extend(reversed(new))
 
 
 def _sources(value: Value, cx: Context) -> Iterator[Value]:
-    """What `value` is a reshape of, as a value or as the model's own node."""
+    """What is reshaped to `value` in one step."""
     if value.op == "reshape":
         yield value.arg
     for node in cx.graph.places.get(value, ()):
         for source in node.all_input_nodes:
             below = cx.graph.held.get(source)
-            if isinstance(below, Value) and _is_reshaped(below, value, cx):
+            if isinstance(below, Value) and below is not value and _is_reshaped(below, value, cx):
                 yield below
 
 
@@ -102,6 +111,14 @@ def _is_reshaped(source: Value, value: Value, cx: Context) -> bool:
     return same and cx.graph.algebra.reshape(source, value.shape) is value
 
 
-def _squeezed(value: Value, cx: Context) -> Value:
-    kept = (*(size for size in value.shape[:-1] if size != 1), *value.shape[-1:])
-    return cx.graph.algebra.reshape(value, kept)
+def _per_token(table: Value, rows: Sequence[Any], heads_first: bool | None, cx: Context) -> Value | None:
+    """A table that broadcasts to `rows`, which are all dims but the last, without the dim of heads."""
+    lead = (*(1,) * (len(rows) + 1 - table.rank), *table.shape[:-1])
+    if len(rows) == 3:
+        first = rows[1] == 1 if heads_first is None else heads_first
+        heads = 1 if first else 2
+        if lead[heads] != 1 or (heads_first is None and rows[heads] != 1):
+            return None
+        lead = (*lead[:heads], *lead[heads + 1 :])
+    lead = (*(1,) * (2 - len(lead)), *lead)
+    return cx.graph.algebra.reshape(table, (*lead, table.shape[-1])) if len(lead) == 2 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fusion.operators import ensure
 from fusion.routes.expand import expand
 
 aten = torch.ops.aten
+_PROLOG_RESULTS = 5
 
 
 def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any = None) -> Boxed:
@@ -26,6 +28,7 @@ def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any =
     """
     vendor = _vendor("torchair", "converting a fused graph to a GE graph")
     expanded = expand(gm, _forms_with_converter())
+    _mend_prolog(vendor.register_fx_node_ge_converter)
     # The converter takes its fake mode from the tracing context, and would make another one outside of any.
     with tracing_apart(fake_mode_of(gm)):
         return boxed(vendor.get_compiler(config or vendor.CompilerConfig())(expanded, list(example_inputs)))
@@ -71,6 +74,22 @@ def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
         torch.ops.npu.npu_gemma_rms_norm.default: _gemma_rms_norm,
         torch.ops.npu.npu_rotary_mul.default: _rotary_mul,
     }
+
+
+def _mend_prolog(register: Callable[..., Any]) -> None:
+    """Let npu_mla_prolog_v3 be converted to its five results: torchair 2.13.0 gives seven, the caches among them."""
+    prolog: Any = torch.ops.npu.npu_mla_prolog_v3.default
+    theirs = getattr(prolog, "_ge_converter", None)
+    if theirs is None or hasattr(theirs, "mended"):
+        return
+
+    @wraps(theirs)
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        results = theirs(*args, **kwargs)
+        return results if len(results) == _PROLOG_RESULTS else (*results[:2], *results[4:])
+
+    register(prolog)(converted)
+    prolog._ge_converter.mended = True
 
 
 def _with_tensor_lengths(name: str) -> Callable[..., Any]:

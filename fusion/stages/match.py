@@ -197,13 +197,19 @@ class _Search:
         """Say why what looks like the rule is something else, in a node or inside one (a division holds a power)."""
         for form in rule.lookalikes():
             for value in (*self._candidates(form.results[0]), *self._inside(form.results[0])):
-                if self.readings(value, rule.name) or (rule.name, value) in self._explained:
+                if self.readings(value, rule.name) or (rule.name, value) in self._explained or self._is_within(value):
                     continue
                 for bound in form.results[0].match(value, {}, self):
                     captures = captured(form, bound)
                     if len({captures[name] for name in form.apart}) == len(form.apart):
                         self._refuse(rule.name, Refused(form.reason, captures), value)
                         break
+
+    def _is_within(self, value: Value) -> bool:
+        """Whether one node computes a value on the way to something that was recognised."""
+        owner = None if value in self.graph.places else self.graph.owners.get(value)
+        held = None if owner is None else self.graph.held.get(owner)
+        return isinstance(held, Value) and bool(self._readings.get(held))
 
     def _inside(self, term: Term) -> list[Value]:
         """Values that a node is built from without holding them."""

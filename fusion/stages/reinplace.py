@@ -1,4 +1,4 @@
-"""Stage 6b, reinplace: a cache that is written and copied back over itself is written in place; the copy goes.
+"""Stage 8, reinplace: a cache that is written and copied back over itself is written in place; the copy goes.
 
     y = write(cache, rows); copy_(cache, y)   →   y = write_(cache, rows)
 
@@ -145,7 +145,8 @@ def _link(result: fx.Node, lowering: str) -> Link | None:
     operator = _functional(node)
     if operator is None or not _takes(operator, lowering):
         return None
-    item: Any = 0 if node is result else result.args[1] - _beside(operator)
+    number: Any = 0 if node is result else result.args[1]
+    item = number - _beside(operator)
     if item < 0:
         return None
     cache = _written(node, operator)[item]
@@ -161,8 +162,10 @@ def _beside(operator: Operator) -> int:
 def _is_fresh(cache: Any, reader: fx.Node) -> bool:
     """Whether a cache is, whole or as a view, memory that the graph makes and nothing but `reader` reads."""
     base = _seen(cache)
-    made = isinstance(base, fx.Node) and base.op == "call_function" and isinstance(base.target, OpOverload)
-    return made and not schema_of(base.target).is_mutable and list(_readers(base)) == [reader]
+    target: Any = base.target if isinstance(base, fx.Node) else None
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
+        return False
+    return list(_readers(base)) == [reader]
 
 
 def _written(node: fx.Node, operator: Operator) -> list[fx.Node]:

@@ -56,6 +56,7 @@ class _Editor:
         self._sizes = SizeNodes(graph.source)
         self._order = dict(graph.order)
         self._unordered = False
+        self._origin: fx.Node | None = None  # whose module and line new nodes have
         self._moved: set[fx.Node] = set()
         self._dying = {node for candidate in chosen for node in candidate.dying}
 
@@ -74,6 +75,7 @@ class _Editor:
     def apply(self, candidate: Candidate) -> Rewritten:
         """Insert the nodes of one candidate and move the users of its roots over to them."""
         match, anchor = candidate.match, self._anchor(candidate)
+        self._origin = match.node
         added: list[fx.Node] = []
         with self._source.inserting_before(anchor):
             tensors = candidate.plan.tensors(match)
@@ -177,7 +179,7 @@ class _Editor:
         node.meta["val"] = self._fakes.like(now)
         if moved and not _same_strides(val, now):
             self._moved.add(node)
-        inherit(node, anchor)
+        inherit(node, self._origin or anchor)
         self._order[node] = self._order[anchor]
         self._made[key] = node
         added.append(node)

@@ -24,12 +24,12 @@ from patterns.primitives import latent_calls
 NZ = 29  # the storage format in which the operator reads its large weights
 
 
-def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, first, heads_first, dtype, fixed, beside):
+def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, begin, first, heads_first, dtype, fixed, beside):
     """Rotated queries, absorbed queries, and the latent that both come from."""
     latent = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(latent), weight=uq, width=width, start=first, heads_first=heads_first)
-    rotated = _rotated(p, lanes, cos, sin, dtype, x)
-    return rotated, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=0, up=up), latent
+    rotated = _rotated(p, lanes, cos, sin, dtype, x, heads_first)
+    return rotated, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
 
 
 def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
@@ -39,12 +39,11 @@ def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
     return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
 
 
-def _rotated(p, x, cos, sin, dtype, like):
+def _rotated(p, x, cos, sin, dtype, like, heads_first=None):
     """Computed in float32, as by the operator, or in the dtype of the model."""
-    tables = {name: p.squeezed(p.maybe_cast(each, to=torch.float32)) for name, each in (("cos", cos), ("sin", sin))}
-    x = p.maybe_cast(x, to=torch.float32)
-    turned = p.rotation(x=x, source="interleaved", result="half", dtype=dtype, **tables)
-    return p.as_dtype(turned, like)
+    cos, sin = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
+    wide = p.maybe_cast(x, to=torch.float32)
+    return p.as_dtype(p.rotation(x=wide, cos=cos, sin=sin, source="interleaved", result="half", dtype=dtype), like)
 
 
 def prolog(
@@ -52,9 +51,8 @@ def prolog(
     sin: Tensor, eps_cq: float, eps_ckv: float, heads_first: bool, caches: tuple[Tensor, Tensor], **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotated queries, absorbed queries [B, N, S, C], their latent [B, S, Q], and both caches with new rows."""
-    require(x.dim() == 3, "the tokens of all sequences are packed")
     weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
-    tables = [latent_calls.by_tokens(each, *x.shape[:2]) for each in (sin, cos)]
+    tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
     query, q_rope, _, latent, _, *written = torch.ops.npu.npu_mla_prolog_v3_functional(
         x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables, *caches,
         rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, query_norm_flag=True, **how,
@@ -65,6 +63,10 @@ def prolog(
 class _Prolog(Rule):
     """What both rules share."""
 
+    def beside(self) -> frozenset[str]:
+        """The attention that reads absorbed queries."""
+        return frozenset({"sparse_attention"})
+
     def reference(
         self, x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,11 +76,24 @@ class _Prolog(Rule):
         q = (c @ uq.T).unflatten(-1, (heads, -1))[..., :width].transpose(1, 2)
         return q @ up, c, torch.nn.functional.rms_norm((x @ dkv.T)[..., :rank], gamma_ckv.shape, gamma_ckv)
 
-    def guard(self, up: Any, dkv: Any, width: int, first: int, split: int, end: int):
-        """How the weights are laid out."""
-        require(first == up.shape[1], "the lanes that are rotated do not follow those that are not")
+    def guard(
+        self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
+        start: Any, axis: int,
+    ):  # fmt: skip
+        """How the tokens, the weights and the caches are laid out."""
+        require(len(x.shape) == 3, "the tokens of all sequences are packed")
+        require(begin == 0 and first == up.shape[1], "the lanes that are rotated do not follow those that are not")
         require(split == up.shape[2] and end == dkv.shape[0], "latent and rotated key do not make up one projection")
         require(width == first + end - split, "the heads have more lanes than both parts of the queries")
+        written = kv_cache is None or x.shape[0] == _sequences(kv_cache, start, axis)
+        require(written, "the caches hold other sequences than the hidden states")
+
+
+def _sequences(cache: Any, start: Any, axis: int) -> Any:
+    """How many sequences of a cache rows are written to along `axis`: those that have a start, or all."""
+    if start.shape:
+        return start.shape[0]
+    return cache.shape[0] if axis else 1
 
 
 @dataclass(frozen=True)
@@ -88,14 +103,15 @@ class MlaProlog(_Prolog):
     @pattern
     def written(
         self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
-        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("*T Dr"),
-        sin=tensor("*U Dr"), kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), start=tensor("*S"),
+        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
+        sin=tensor("T U Dr"), kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), start=tensor("*S"),
         beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True), eps_cq=scalar(), eps_ckv=scalar(),
-        width=attribute(), first=attribute(), split=attribute(), end=attribute(), heads_first=attribute(),
-        dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(),
+        width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
+        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(),
     ):  # fmt: skip
         """Rows go to consecutive positions of every sequence."""
-        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, width, first, heads_first, dtype_q, fixed, beside_q)
+        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype)
+        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, fixed=fixed, beside=beside_q, **how)
         kv = rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
         caches = zip((kv_cache, kr_cache), kv, strict=True)
         return *q, *(p.write(cache=c, rows=p.reshaped(row), start=start, axis=axis) for c, row in caches)
@@ -105,9 +121,7 @@ class MlaProlog(_Prolog):
               start, axis):  # fmt: skip
         """One call, that writes to pages."""
         pages = (latent_calls.pages(kv_cache, axis), latent_calls.pages(kr_cache, axis))
-        size = kv_cache.shape[axis]
-        require(kr_cache.shape[axis] == size, "the caches hold different numbers of positions")
-        slots = latent_calls.slots(start, x.shape[0], x.shape[1], size, x.device)
+        slots = latent_calls.slots(start, x.shape[0], x.shape[1], kv_cache.shape[axis], x.device)
         *found, kv, kr = prolog(
             x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, pages,
             cache_mode="PA_BSND", cache_index=slots,
@@ -130,21 +144,22 @@ class MlaPrologRows(_Prolog):
     @pattern
     def fresh(
         self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
-        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("*T Dr"),
-        sin=tensor("*U Dr"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
-        eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), first=attribute(), split=attribute(), end=attribute(),
-        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
+        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
+        sin=tensor("T U Dr"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
+        eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
+        end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
     ):  # fmt: skip
         """Rows as they are."""
-        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, width, first, heads_first, dtype_q, fixed, beside_q)
+        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype)
+        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, fixed=fixed, beside=beside_q, **how)
         return *q, *rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
 
     @lowering
     def fresh_rows(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, split, end):
         """One call, into memory of its own."""
-        require(x.dim() == 3, "the tokens of all sequences are packed")
         made = dict(dtype=x.dtype, device=x.device)
-        buffers = tuple(torch.empty((*x.shape[:2], 1, width), **made) for width in (split, end - split))
+        rows = (*x.shape[:2], 1)
+        buffers = (torch.empty((*rows, split), **made), torch.empty((*rows, end - split), **made))
         *found, kv, kr = prolog(
             x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, buffers, cache_mode="BSND"
         )

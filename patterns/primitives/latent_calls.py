@@ -33,8 +33,8 @@ def pages(cache: Tensor, axis: int) -> Tensor:
     others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
     require(all(each == 1 for each in others), "the cache holds several heads: as pages they would alias each other")
     require(cache.is_contiguous(), "the cache is not contiguous, so that it cannot be read as pages")
-    page = next((each for each in PAGES if isinstance(size, int) and size % each == 0), None)
-    require(page is not None, "the cache holds {size} positions, which no size of a page divides", size=size)
+    page = next((each for each in PAGES if isinstance(size, int) and size % each == 0), 0)
+    require(page, "the cache holds {size} positions, which no size of a page divides", size=size)
     return cache.reshape(-1, page, 1, cache.shape[-1])
 
 
@@ -50,13 +50,6 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
     first = start.clamp(max=size).reshape(-1, 1)
     index = first if rows == 1 else first + torch.arange(rows, device=device)
     return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
-
-
-def by_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:
-    """A table [D], [S, D], [B, D] (of one token each) or [B, S, D] for every token, [B, S, D]."""
-    if table.dim() == 2:
-        table = table.unsqueeze(1) if rows == 1 else table.unsqueeze(0)
-    return table.expand(batch, rows, table.shape[-1]).contiguous()
 
 
 def by_transpose(y: Tensor, up: Tensor) -> Tensor:

@@ -20,10 +20,14 @@ def select(candidates: list[Any], fuel: int | None = None, graph: Any = GRAPH) -
     return stage.select(candidates, graph, fuel)
 
 
+def _match(roots: tuple[tuple[Any, ...], ...]) -> Any:
+    return SimpleNamespace(roots=roots, firsts=[makers[0] for makers in roots if makers])
+
+
 def candidate(benefit: float, roots: set[int], dying: set[int] | None = None) -> Any:
     own = tuple(NODES[each] for each in sorted(roots))
     below = frozenset(NODES[each] for each in roots | (dying or set()))
-    return SimpleNamespace(benefit=benefit, dying=below, match=SimpleNamespace(roots=(own,)))
+    return SimpleNamespace(benefit=benefit, dying=below, needs=None, match=_match((own,)))
 
 
 def overlap(left: Any, right: Any) -> bool:
@@ -66,7 +70,7 @@ def test_calls_that_would_wait_for_each_other_are_not_made_together():
 
     def pair(benefit: float, *results: int) -> Any:
         whole = candidate(benefit, set(results))
-        whole.match.roots = tuple((NODES[each],) for each in results)
+        whole.match = _match(tuple((NODES[each],) for each in results))
         return whole
 
     needed = {(2, 0), (3, 1)}
@@ -98,3 +102,16 @@ def test_groups_too_large_for_every_cover_still_get_a_disjoint_one():
     chosen = select(chain)
     assert chosen
     assert not any(overlap(*pair) for pair in combinations(chosen, 2))
+
+
+def test_what_needs_another_is_chosen_with_it_or_not_at_all():
+    """A small fusion beside one that only pays with it, against what pays alone."""
+    first, rival = candidate(3, {0}), candidate(5, {1})
+    beside = candidate(4, {1})
+    beside.needs = first
+    assert select([first, beside, rival]) == [first, rival]
+    beside.benefit = 6
+    assert select([first, beside, rival]) == [first, beside]
+    assert select([first, beside], fuel=1) == [first]
+    other = candidate(9, {0})
+    assert select([first, beside, rival, other]) == [rival, other]

@@ -16,6 +16,7 @@ import patterns
 from fusion import Example, Rule, testing
 from fusion.language import Refused
 from fusion.library import installed
+from fusion.options import Options
 from fusion.testing import DTYPES, LEVELS, cases
 
 LIBRARY = Path(inspect.getfile(patterns)).parent
@@ -60,6 +61,21 @@ def test_every_form_is_used_by_an_example(rule: Rule):
         t = testing.trial(rule, example, dtype)
         used |= {name for each in t.outcome.chosen for name in (each.match.form, each.lowering)}
     assert declared <= used, f"no example is written as {sorted(declared - used)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "lowerings"),
+    [("sparse_attention", "npu_transpose_batchmatmul", {"indexed_with_matmul", "listed_with_matmul"})],
+)
+def test_what_runs_where_an_operator_is_left_out_means_the_same(name: str, operator: str, lowerings: set[str]):
+    rule = next(each for each in installed() if each.name == name)
+    options = Options(target="host", lower="eager", disable=frozenset({operator}))
+    used: set[str] = set()
+    for example in rule.examples():
+        t = testing.trial(rule, example, torch.bfloat16, options=options)
+        testing.means_what_it_says(t)
+        used |= {each.lowering for each in t.outcome.chosen}
+    assert lowerings <= used
 
 
 def refusing_texts(source: str) -> set[str]:

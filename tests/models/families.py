@@ -30,16 +30,18 @@ _DENSE_FIRST = dict(_LATENT, first_k_dense_replace=LAYERS)
 _INDEXED = dict(_LATENT, mlp_layer_types=["dense"] * LAYERS, index_head_dim=128, index_n_heads=4, index_topk=16)
 
 CONFIGS: dict[str, Any] = {
-    "Qwen3": lambda: transformers.Qwen3Config(**_GROUPED),
-    "Llama": lambda: transformers.LlamaConfig(**_GROUPED),
-    "DeepseekV2": lambda: transformers.DeepseekV2Config(**_DENSE_FIRST),
-    "DeepseekV3": lambda: transformers.DeepseekV3Config(**_DENSE_FIRST),
-    "DeepseekV32": lambda: transformers.DeepseekV32Config(**_INDEXED),
-    "GlmMoeDsa": lambda: transformers.GlmMoeDsaConfig(**dict(_INDEXED, qk_nope_head_dim=192, v_head_dim=256)),
-    "Mistral": lambda: transformers.MistralConfig(**_GROUPED),
-    "Gemma": lambda: transformers.GemmaConfig(**_GROUPED),
-    "Phi3": lambda: transformers.Phi3Config(**{k: v for k, v in _GROUPED.items() if k != "head_dim"}),
-    "Glm4": lambda: transformers.Glm4Config(**_GROUPED),
+    "Qwen3": lambda **sizes: transformers.Qwen3Config(**_GROUPED | sizes),
+    "Llama": lambda **sizes: transformers.LlamaConfig(**_GROUPED | sizes),
+    "DeepseekV2": lambda **sizes: transformers.DeepseekV2Config(**_DENSE_FIRST | sizes),
+    "DeepseekV3": lambda **sizes: transformers.DeepseekV3Config(**_DENSE_FIRST | sizes),
+    "DeepseekV32": lambda **sizes: transformers.DeepseekV32Config(**_INDEXED | sizes),
+    "GlmMoeDsa": lambda **sizes: transformers.GlmMoeDsaConfig(
+        **dict(_INDEXED, qk_nope_head_dim=192, v_head_dim=256) | sizes
+    ),
+    "Mistral": lambda **sizes: transformers.MistralConfig(**_GROUPED | sizes),
+    "Gemma": lambda **sizes: transformers.GemmaConfig(**_GROUPED | sizes),
+    "Phi3": lambda **sizes: transformers.Phi3Config(**{k: v for k, v in _GROUPED.items() if k != "head_dim"} | sizes),
+    "Glm4": lambda **sizes: transformers.Glm4Config(**_GROUPED | sizes),
 }
 
 
@@ -73,9 +75,9 @@ class Built:
         return transformers.DynamicCache(config=self.config)
 
 
-def build(family: str, dtype: torch.dtype, attention: str = "sdpa") -> Built:
+def build(family: str, dtype: torch.dtype, attention: str = "sdpa", **sizes: Any) -> Built:
     torch.manual_seed(3)
-    config = CONFIGS[family]()
+    config = CONFIGS[family](**sizes)
     config._attn_implementation = attention
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     with torch.no_grad():  # gains other than one, so that a gain that is lost or exchanged shows

@@ -50,16 +50,17 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     walk = _Walk(source)
     for node in source.nodes:
         walk.visit(node)
+    folder, fixed = Folder(), derived(source, facts.parameters)
     readings, misses = _rotations(walk)
-    _attentions(walk, facts, readings, misses)
-    found = write_readings.Writes(walk.algebra, walk.written())
+    _attentions(walk, folder, facts, readings, misses)
+    found = write_readings.Writes(walk.algebra, folder, walk.written())
     for value in list(walk.places):
         found.visit(value)
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
-    readings = {**_linears(walk, readings, facts), **readings}
+    readings = {**_linears(walk, readings, fixed), **readings}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
-        readings, misses, facts,
+        readings, misses, fixed, facts,
     )  # fmt: skip
 
 
@@ -81,9 +82,9 @@ def _rotations(walk: _Walk) -> tuple[dict[Value, Reading], dict[Value, tuple[str
 
 
 def _attentions(
-    walk: _Walk, facts: Facts, readings: dict[Value, Reading], misses: dict[Value, tuple[str, str]]
+    walk: _Walk, folder: Folder, facts: Facts, readings: dict[Value, Reading], misses: dict[Value, tuple[str, str]]
 ) -> None:
-    folder, assumed = Folder(), Assumed(walk.algebra, facts.assumed)
+    assumed = Assumed(walk.algebra, facts.assumed)
     written = [value for value in walk.places if value.op in ("write", "write_rows")]
     for value in list(walk.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
@@ -121,9 +122,9 @@ def _beside(
     return found
 
 
-def _linears(walk: _Walk, readings: Mapping[Value, Reading], facts: Facts) -> dict[Value, Reading]:
+def _linears(walk: _Walk, readings: Mapping[Value, Reading], fixed: set[fx.Node]) -> dict[Value, Reading]:
     attended = [value for value, reading in readings.items() if reading.op == "softmax_attention"]
-    return projections.readings(walk.algebra, walk.places, attended, derived(walk.source, facts.parameters))
+    return projections.readings(walk.algebra, walk.places, attended, fixed)
 
 
 def _only_arranges(walk: _Walk, value: Value) -> bool:

@@ -108,8 +108,7 @@ def _reading(
     found: Outcome = {root: Reading("softmax_attention", captures | mask, positions.names())}
     if "mask" in mask:
         lists = Positions(positions.shape, folder, assumed.visible, keep_lists=True)
-        chosen = chosen_keys(a, lists, scores.terms, sizes, inside)
-        found |= {mask["mask"]: chosen} if chosen is not None else {}
+        found |= chosen_keys(a, lists, scores.terms, sizes, inside, mask["mask"])
     return found
 
 

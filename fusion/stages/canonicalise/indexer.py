@@ -31,28 +31,29 @@ _SIGN = "scores are multiplied by a number that is not positive, which changes t
 
 
 def chosen_keys(
-    a: Algebra, positions: Positions, terms: Sequence[Term], sizes: Sizes, begins: frozenset[Affine]
-) -> Reading | str | None:
-    """A reading of a mask that lets through what each row lists, within bounds; None where it lists nothing."""
+    a: Algebra, positions: Positions, terms: Sequence[Term], sizes: Sizes, begins: frozenset[Affine], mask: Value
+) -> dict[Value, Reading | str]:
+    """A reading of `mask`, if it lets through what each row lists, within bounds; why it is none, by the list."""
     formula = visible(positions, terms)
     rank = len(positions.shape)
     bounds = limits(formula, rank) if not isinstance(formula, str) else Limits(None, None, False, ())
-    lists = [part[1] for part in bounds.rest if part[0] == "is" and part[1].value.op == "chosen"]
+    leaves = [part[1] for part in bounds.rest if not isinstance(part, bool) and part[0] == "is"]
+    lists = [leaf for leaf in leaves if leaf.value.op == "chosen"]
     if not lists:
-        return None
-    if len(bounds.rest) > 1:
-        return "beside the keys that are listed, the mask asks for more than a causal order or a length"
+        return {}
     at, places = lists[0].index, lists[0].value.arg
+    if len(bounds.rest) > 1:
+        return {places: "beside the keys that are listed, the mask asks for more than a causal order or a length"}
     rows = (positions.axis(rank - 2), positions.axis(rank - 1))
     if at[-2:] != rows or any(each not in (number(0), positions.axis(0)) for each in at[:-2]):
-        return "the keys that are listed differ from head to head"
+        return {places: "the keys that are listed differ from head to head"}
     words = _words(a, replace(bounds, rest=()), sizes, begins)
     if words is None:
-        return "beside the keys that are listed, the mask is not proven to be a causal order or a length"
+        return {places: "beside the keys that are listed, the mask is not proven to be a causal order or a length"}
     batch, _, queries, _ = sizes
     count = places.shape[-1]
     listed = a.expand(a.reshape(places, (places.shape[0], queries, count)), (batch, queries, count))
-    return Reading("chosen_keys", {"places": listed, **words}, positions.names())
+    return {mask: Reading("chosen_keys", {"places": listed, **words}, positions.names())}
 
 
 def _words(a: Algebra, bounds: Limits, sizes: Sizes, begins: frozenset[Affine]) -> dict[str, Any] | None:
@@ -104,9 +105,7 @@ def index_selection(
     return Reading("index_selection", captures | words, positions.names())
 
 
-def begins(
-    a: Algebra, positions: Positions, written: Sequence[Value], queries: Any, keys: Any
-) -> frozenset[Affine]:
+def begins(a: Algebra, positions: Positions, written: Sequence[Value], queries: Any, keys: Any) -> frozenset[Affine]:
     """Where the model writes as many rows as there are queries, into no more places than there are keys.
 
     A write beyond the end is an error for the model: so these rows, and queries that stand where they do, are inside.

@@ -64,7 +64,9 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
             forms = _forms(a, opened, start, count)
             if value in forms:
                 return HeadProjection(tokens, weight, heads, width, start, value is not forms[0])
-    return next((found for each in below if (found := _by_heads(a, value, each, heads, rows, starts)) is not None), None)
+    return next(
+        (found for each in below if (found := _by_heads(a, value, each, heads, rows, starts)) is not None), None
+    )
 
 
 def _by_heads(

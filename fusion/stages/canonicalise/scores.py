@@ -78,7 +78,9 @@ def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
 
     Rows that a reshape alone has moved stay where they are, unless queries and the heads of keys have changed places.
     """
-    before, after = ([tuple(e for e in run if rows.sizes[e] != 1) for run in runs] for runs in (rows.before, rows.after))
+    before, after = (
+        [tuple(e for e in run if rows.sizes[e] != 1) for run in runs] for runs in (rows.before, rows.after)
+    )
     if sorted(before) != sorted(after):
         return None
     free = list(range(len(after)))

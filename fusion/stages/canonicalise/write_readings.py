@@ -40,11 +40,11 @@ _SEVERAL = "it selects by something other than one position for every sequence: 
 class Writes:
     """The writes among the values of one graph, and why others are none."""
 
-    def __init__(self, a: Algebra, written: Collection[Value]) -> None:
+    def __init__(self, a: Algebra, folder: Folder, written: Collection[Value]) -> None:
         """`written` are the inputs that the graph changes."""
         self.readings: dict[Value, Reading] = {}
         self.misses: dict[Value, tuple[str, str]] = {}
-        self._algebra, self._folder, self._written = a, Folder(), written
+        self._algebra, self._folder, self._written = a, folder, written
 
     def visit(self, value: Value) -> None:
         """Read a value, after those that it is computed from."""

@@ -16,7 +16,6 @@ from fusion.options import Options
 from fusion.recording import Fakes, substitute
 from fusion.records import Input, Match, Output, Plan, Step
 from fusion.target import Target
-from fusion.weights import derived
 
 Plans = Mapping[str, Plan | Refused]
 
@@ -41,7 +40,6 @@ class PlanBook:
         self._graph, self._fakes, self._targets = graph, fakes, targets
         self._plan_lower, self._disabled = plan_lower, options.disable
         self._host_reads = options.lengths == "host"
-        self._derived = derived(graph.source, graph.facts.parameters)
         self._plans: dict[Any, Plans] = {}
 
     def of(self, match: Match) -> Plans:
@@ -63,7 +61,7 @@ class PlanBook:
         """Whether a value is, or is built from, Parameters alone."""
         nodes = self._graph.reads(value)
         fixed = all(isinstance(size, int) for size in value.shape)
-        return bool(nodes) and fixed and self._derived.issuperset(nodes)
+        return bool(nodes) and fixed and self._graph.fixed >= set(nodes)
 
     def _prepared_in(self, match: Match) -> frozenset[str]:
         tensors = {name: each for name, each in match.captures.items() if isinstance(each, Value)}

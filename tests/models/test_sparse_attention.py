@@ -1,0 +1,203 @@
+"""DeepSeek-V3.2 and GLM-5 of transformers, untouched: prolog, indexer and sparse attention, with lists that cross k."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, fx
+
+import fusion
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.testing import capture, widen, widened
+from fusion.verification import relative_error
+
+from .families import LAYERS, Built, build, caches
+
+TARGET = "ascend910_93"
+PROMPT, STEPS, ROOM = 40, 4, 96
+SIZES = dict(hidden_size=1024, q_lora_rank=1536, index_topk=24)
+FAMILIES = {
+    "DeepseekV32": SIZES,
+    "GlmMoeDsa": dict(SIZES, q_lora_rank=2048),
+    "GlmMoeDsa, shared": dict(SIZES, q_lora_rank=2048, indexer_types=["full", "shared"]),
+}
+SPARSE = {
+    "npu::npu_mla_prolog_v3": LAYERS,
+    "npu::npu_lightning_indexer": LAYERS,
+    "npu::npu_sparse_flash_attention": LAYERS,
+    "npu::npu_transpose_batchmatmul": LAYERS,
+    "npu::npu_add_rms_norm": 2 * LAYERS,
+    "npu::npu_rms_norm": 1,
+}
+GONE = ("topk", "softmax", "scaled_dot_product_attention", "scatter.value", "slice_scatter", "masked_fill", "where")
+
+
+def built(family: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa", **sizes: Any) -> Built:
+    return build(family.partition(",")[0], dtype, attention, **{**FAMILIES[family], **sizes})
+
+
+def call(of: Built, mode: str, tokens: int = PROMPT) -> dict[str, Any]:
+    """One step over a cache that is there before the graph is captured, filled where the step decodes."""
+    ids = torch.randint(3, 90, (2, tokens + 1), generator=torch.Generator().manual_seed(7))
+    if mode.endswith("dynamic"):
+        cache: Any = transformers.DynamicCache(config=of.config)
+    else:
+        cache = transformers.StaticCache(config=of.config, max_cache_len=ROOM)
+        with torch.no_grad():
+            of.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+        cache.reset()
+    if mode.startswith("decode"):
+        with torch.no_grad():
+            of.model(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True)
+        return dict(input_ids=ids[:, tokens:], past_key_values=cache, use_cache=True)
+    return dict(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True)
+
+
+def operators(report: fusion.Report) -> Counter[str]:
+    return Counter({name: count for name, count in report.ops.items() if name in SPARSE})
+
+
+def named(report: fusion.Report) -> str:
+    return " ".join(str(node.target) for graph in report.graphs for node in graph.graph.nodes)
+
+
+def combinations() -> Iterator[Any]:
+    """Every family, mode and attention; a third of them for each push."""
+    modes = ("prefill_static", "decode_static", "prefill_dynamic", "decode_dynamic")
+    for number, each in enumerate(product(FAMILIES, modes, ("sdpa", "eager"))):
+        yield pytest.param(*each, marks=[pytest.mark.nightly] if number % 3 else [])
+
+
+@pytest.mark.parametrize(("family", "mode", "attention"), combinations())
+def test_the_experts_sequence(family, mode, attention):
+    of = built(family, attention=attention)
+    report = fusion.explain(of.model, **call(of, mode), options={"target": TARGET})
+    lists = LAYERS - ("shared" in family)  # layers that share a list share the call that makes it
+    assert operators(report) == SPARSE | {"npu::npu_lightning_indexer": lists}, report
+    left = named(report)
+    assert not [name for name in GONE if name in left], left
+    blocks = {path: layer.after for path, layer in report.layers.items() if ".1." in path and "mlp" not in path}
+    assert sum(each.launches for each in blocks.values()) <= 15 + 3 * mode.endswith("dynamic")
+    if mode == "decode_static":
+        assert sum(each.bookkeeping for path, each in blocks.items() if not path.endswith("self_attn")) <= 2
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [("DeepseekV32", "prefill_static"), ("GlmMoeDsa, shared", "decode_static")]
+)
+def test_the_formulas_are_the_same_in_float64(family, mode):
+    of = built(family)
+    captured = capture(of.model, (), **call(of, mode))
+    fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    options = Options(target=TARGET, lower="eager", plan_lower="eager")
+    outcome = fuse_graph(fused.graph, installed(), options)
+    assert {"sparse_attention", "mla_prolog"} <= {each.match.rule.name for each in outcome.chosen}
+    results = []
+    for graph in (captured.graph, fused):
+        inputs = [widened(each) for each in captured.inputs]
+        outputs = widen(graph)(*inputs)
+        results.append([each for each in (*outputs, *inputs) if isinstance(each, Tensor) and each.is_floating_point()])
+    errors = [relative_error(have, want) for want, have in zip(*results, strict=True)]
+    assert max(errors) < 1e-12, errors
+
+
+def steps(model: Any, run: Any, config: Any) -> tuple[list[Tensor], Any]:
+    """A prompt and some steps of given tokens; logits, and the cache."""
+    ids = torch.randint(3, 90, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(5))
+    state = call(Built(model, config), "prefill_static")["past_key_values"]
+    pieces = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
+    with torch.no_grad():
+        logits = [run(input_ids=each.contiguous(), past_key_values=state, use_cache=True).logits for each in pieces]
+    return logits, state
+
+
+@pytest.mark.parametrize(("family", "attention"), [("DeepseekV32", "eager"), ("GlmMoeDsa", "sdpa")])
+def test_where_every_key_is_listed_rounding_is_the_only_difference(family, attention):
+    """Lists of all keys are equal, however their scores are rounded."""
+    of = built(family, attention=attention, index_topk=ROOM)
+    exact = built(family, torch.float64, attention, index_topk=ROOM)
+    torch._dynamo.reset()
+    compiled = torch.compile(of.model, backend="cann_fusion", options={"target": TARGET, "lower": "eager"})
+    truth, kept = steps(exact.model, exact.model, exact.config)
+    plain, before = steps(of.model, of.model, of.config)
+    fused, after = steps(of.model, compiled, of.config)
+    for want, own, have in zip(truth, plain, fused, strict=True):
+        assert relative_error(have, want) <= 1.5 * relative_error(own, want) + torch.finfo(torch.bfloat16).eps
+    tensors = [caches(dict(past_key_values=each)) for each in (kept, before, after)]
+    for want, own, have in zip(*tensors, strict=True):
+        assert relative_error(have, want) <= 1.5 * relative_error(own, want) + torch.finfo(torch.bfloat16).eps
+
+
+def test_the_lists_hold_the_keys_of_the_highest_scores():
+    """Compared as sets: what only one of two lists holds differs in score by rounding alone."""
+    of = built("DeepseekV32")
+    captured = capture(of.model, (), **call(of, "prefill_static"))
+    fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    fuse_graph(fused.graph, installed(), Options(target=TARGET, lower="eager", plan_lower="eager"))
+    plain = _first(captured.graph, "aten.topk.default", captured.inputs)
+    scores, (_, places) = plain[0][0], plain[1]
+    listed = _first(fused, "npu.npu_lightning_indexer.default", captured.inputs)[1][0].squeeze(2).long()
+    for row, ours, theirs in zip(scores.flatten(0, 1), listed.flatten(0, 1), places.flatten(0, 1), strict=True):
+        seen = theirs[row[theirs] > -torch.inf]
+        ours = ours[ours >= 0]
+        assert len(set(ours.tolist())) == len(ours) == len(seen)
+        least = row[seen].min()
+        assert (row[ours] >= least - 2e-2 * row[seen].abs().max()).all()
+
+
+def _first(graph: fx.GraphModule, name: str, inputs: Any) -> tuple[Any, Any]:
+    """Arguments and result of the first call of an operator."""
+    found: list[tuple[Any, Any]] = []
+
+    class Watch(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            result = super().call_function(target, args, kwargs)
+            found.extend([(args, result)] if str(target) == name and not found else [])
+            return result
+
+    Watch(graph).run(*(each.clone() if isinstance(each, Tensor) else each for each in inputs))
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected", "limit"),
+    [
+        (
+            dict(hidden_size=256),
+            {"npu::npu_lightning_indexer": LAYERS, "npu::npu_sparse_flash_attention": LAYERS},
+            "He",
+        ),
+        (dict(index_head_dim=96), {"npu::npu_mla_prolog_v3": LAYERS, "npu::npu_sparse_flash_attention": LAYERS}, "D"),
+        (dict(kv_lora_rank=256), {"npu::npu_fused_infer_attention_score_v2": LAYERS}, "D"),
+    ],
+)
+def test_illegal_sizes_fall_to_the_next_best_cover(sizes, expected, limit):
+    of = built("DeepseekV32", **sizes)
+    report = fusion.explain(of.model, **call(of, "decode_static"), options={"target": TARGET})
+    wanted = (*SPARSE, "npu::npu_fused_infer_attention_score_v2")
+    have = {
+        name: count for name, count in report.ops.items() if name in wanted and name in (*expected, *list(SPARSE)[:3])
+    }
+    assert have == expected, report
+    reasons = [each for each in report.refusals if each.rule in ("mla_prolog", "sparse_attention")]
+    assert any(limit in each.reason for each in reasons), [str(each) for each in report.refusals]
+
+
+def test_greedy_tokens_are_the_same():
+    of = built("DeepseekV32", torch.float32)
+    prompt = torch.randint(3, 90, (2, PROMPT), generator=torch.Generator().manual_seed(2))
+    arguments = dict(max_new_tokens=12, do_sample=False, cache_implementation="static", disable_compile=True)
+    with torch.no_grad():
+        plain = of.model.generate(prompt, **arguments)
+        torch._dynamo.reset()
+        of.model.forward = torch.compile(of.model.forward, backend="cann_fusion", options={"target": "host"})
+        assert torch.equal(of.model.generate(prompt, **arguments), plain)
