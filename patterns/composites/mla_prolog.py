@@ -110,7 +110,7 @@ class MlaProlog(_Prolog):
         heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(),
     ):  # fmt: skip
         """Rows go to consecutive positions of every sequence."""
-        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype)
+        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
         q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, fixed=fixed, beside=beside_q, **how)
         kv = rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
         caches = zip((kv_cache, kr_cache), kv, strict=True)
@@ -150,7 +150,7 @@ class MlaPrologRows(_Prolog):
         end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
     ):  # fmt: skip
         """Rows as they are."""
-        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype)
+        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
         q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, fixed=fixed, beside=beside_q, **how)
         return *q, *rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
 

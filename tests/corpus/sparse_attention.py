@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
-from .attention_base import lowest
-from .sparse_attention_base import EPS, HEADS, K, SCALE, C, D, E, N, R, X, entry, halves
+from .sparse_attention_base import EPS, C, D, E, N, R, X, entry, halves
 
 KEPT = ("chunk", "step")
 
