@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from .base import activations, weights
 
 B, S, T, P, N, D, R, E = 2, 6, 32, 9, 4, 16, 8, 12
-HIDDEN, Q, C, HEADS, X, K = 40, 28, 24, 3, 16, 4
+HIDDEN, Q, C, HEADS, X, K = 40, 28, 24, 8, 16, 4
 START = 5
 EPS = 1e-6
 SCALE = (D + R) ** -0.5
@@ -27,7 +28,7 @@ SHAPES = {
 }  # fmt: skip
 
 
-# parts, as they are where nothing else is tried ------------------------------------------------------------------------
+# parts, as they are where nothing else is tried ----------------------------------------------------------------------
 
 
 def norm(x, gain):
@@ -223,6 +224,63 @@ class Entry:
             return tuple(each.to(dtype) for each in (*base, *kept))
         caches = (self.parts.cache(each.to(dtype)).contiguous() for each in kept)
         return (*(each.to(dtype) for each in base), *caches, self.start(first))
+
+
+def reference(block: Block, x: Tensor, cos: Tensor, sin: Tensor, *state: Any) -> tuple[Tensor, ...]:
+    """The result and all that is kept, in float64, one query after the other."""
+    turn = partial(rotated, cos=cos[..., None, : R // 2], sin=sin[..., None, : R // 2])
+    c = normed(x @ block.q_a.T) * block.q_norm
+    q = (c @ block.q_b.T).unflatten(-1, (N, D + R))
+    both = x @ block.kv_a.T
+    latent = normed(both[..., :C]) * block.kv_norm
+    q_rope = turn(q[..., D::2], q[..., D + 1 :: 2])
+    rope = turn(both[..., None, C::2], both[..., None, C + 1 :: 2]).squeeze(2)
+    iq = (c @ block.iq.T).unflatten(-1, (HEADS, X))
+    key = x @ block.ik.T
+    key = F.layer_norm(key, (X,), block.ik_gain, block.ik_bias, EPS)[..., None, :]
+    iq, key = (
+        torch.cat((turn(each[..., : R // 2], each[..., R // 2 : R]), each[..., R:]), -1) for each in (iq, key)
+    )
+    rows = (latent, rope, key.squeeze(2))
+    kept, first = _kept(block.mode, rows, state)
+    weights = x @ block.iw.T
+    out = torch.zeros(*x.shape[:2], N * E, dtype=x.dtype)
+    up_k, up_v = block.kv_b.unflatten(0, (N, D + E)).split((D, E), 1)
+    for b in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            seen = int(first[b]) + i + 1
+            latent, rope, key = (each[b, :seen] for each in kept)
+            listed = (weights[b, i] @ (iq[b, i] @ key.T).relu()).topk(min(K, seen)).indices
+            k, v = (torch.einsum("tc,ndc->ntd", latent[listed], up) for up in (up_k, up_v))
+            scores = (k @ q[b, i, :, :D, None]).squeeze(-1) + q_rope[b, i] @ rope[listed].T
+            out[b, i] = ((scores * SCALE).softmax(-1)[:, None] @ v).flatten()
+    return (out @ block.o.T, *kept)
+
+
+def normed(x: Tensor) -> Tensor:
+    """x over the root of its mean square."""
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def rotated(left: Tensor, right: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs (left, right) [.., R / 2], rotated, one after the other."""
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+
+
+def _kept(mode: str, rows: tuple[Tensor, ...], state: tuple[Any, ...]) -> tuple[list[Tensor], Tensor]:
+    """All that is there of former and new tokens [B, T, W], and the position of the first new one [B]."""
+    batch, count = rows[0].shape[:2]
+    if mode == "prefill":
+        return list(rows), torch.zeros(batch)
+    if mode == "grow":
+        return [torch.cat(each, 1) for each in zip(state, rows, strict=True)], torch.full((batch,), P)
+    *caches, start = state
+    first = torch.as_tensor(start).expand(batch)
+    whole = [cache.reshape(batch, T, -1).clone() for cache in caches]
+    for cache, new in zip(whole, rows, strict=True):
+        for b in range(batch):
+            cache[b, int(first[b]) : int(first[b]) + count] = new[b]
+    return whole, first
 
 
 def tables(first: int, tokens: int) -> tuple[Tensor, Tensor]:

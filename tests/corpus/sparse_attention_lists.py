@@ -144,7 +144,7 @@ def filled(places, seen, x):
 
 def hidden_then_lowest(places, seen, x):
     hidden = torch.ones(*places.shape[:2], seen.shape[-1], dtype=torch.bool).scatter(-1, places.long(), False)
-    causal = torch.where(seen, 0.0, lowest(x)).to(x.dtype)
+    causal = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, lowest(x))
     return causal.masked_fill(hidden, lowest(x)).unsqueeze(1)
 
 
