@@ -190,6 +190,7 @@ class Entry:
         reason: text of the refusal, where less is fused.
         means: whether it means the same as the reference.
         start: what the code is told of the first position of new tokens.
+        tokens: how many of them there are, where there are several.
     """
 
     name: str
@@ -202,6 +203,7 @@ class Entry:
     reason: str = ""
     means: bool = True
     start: Callable[[int], Any] = torch.tensor
+    tokens: int = S
 
     def expected(self, dtype: torch.dtype) -> tuple[int, int, int]:
         """How often prolog, indexer and sparse attention are called."""
@@ -213,7 +215,7 @@ class Entry:
 
     def inputs(self, mode: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Its arguments, with caches of their own."""
-        tokens = 1 if mode in ("step", "grow") else S
+        tokens = 1 if mode in ("step", "grow") else self.tokens
         first = {"prefill": 0, "grow": P}.get(mode, START)
         base = (activations(40, B, tokens, HIDDEN), *tables(first, tokens))
         if mode == "prefill":

@@ -77,7 +77,8 @@ def _by_heads(
         return None
     x, y = product.args
     width, batch, count = y.shape[-1], value.shape[0], value.shape[-1]
-    if prod(x.shape[:-1]) != batch * rows or not isinstance(width, int) or x.shape[-3:-2] not in ((), (1,)):
+    own = (*(1,) * (4 - x.rank), *x.shape[:-1])
+    if own != (batch, 1, rows) or not isinstance(width, int):
         return None
     opened = a.reshape(product, (batch, heads, rows, width))
     weight = a.reshape(swapped(a, a.reshape(y, y.shape[-3:])), (heads * width, y.shape[-2]))
