@@ -78,6 +78,7 @@ def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
 
 def _mend_prolog(register: Callable[..., Any]) -> None:
     """Let npu_mla_prolog_v3 be converted to its five results: torchair 2.13.0 gives seven, the caches among them."""
+    importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom")  # else torchair does it later
     prolog: Any = torch.ops.npu.npu_mla_prolog_v3.default
     theirs = getattr(prolog, "_ge_converter", None)
     if theirs is None or hasattr(theirs, "mended"):

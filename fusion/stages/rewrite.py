@@ -100,14 +100,15 @@ class _Editor:
     def _read(self, value: Value, candidate: Candidate, anchor: fx.Node, added: list[fx.Node]) -> fx.Node:
         """The node that holds `value` now; built first where none does.
 
-        Of several nodes it is the one that what dies has read: two caches of zeros are equal, and are two.
+        Of several nodes it is the first, so that equal calls are made once. Of constants it is the one that what dies
+        has read: two caches of zeros are equal, and are two.
         """
         if value in self._now:
             return self._now[value]
         places = self._graph.places.get(value, ())
         if places:
             read = (node for node in places if not candidate.dying.isdisjoint(node.users))
-            return next(read, places[0])
+            return places[0] if value.args else next(read, places[0])
         args = [self._read(arg, candidate, anchor, added) for arg in value.args]
         fakes = {str(number): arg.meta["val"].detach() for number, arg in enumerate(args)}
         recorder, result = self._fakes.record(lambda: build(value, self._fakes.size, *fakes.values()), fakes)

@@ -12,7 +12,7 @@ from fusion import Example
 from patterns.examples.inputs import Inputs, normal
 
 B, N, S, T, D, DR, C, E = 2, 4, 6, 16, 16, 8, 32, 16
-H, LISTED = 4, 4
+H, LISTED, FEW = 4, 4, 5
 SCALE = (D + DR) ** -0.5
 
 
@@ -231,6 +231,13 @@ def unproven(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor
     return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
 
 
+def short(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
+    """Fewer keys than queries, of which the last ones see all."""
+    seen = causal(S, FEW)
+    listed = chosen(by_einsum(*index).masked_fill(~seen, -torch.inf)) & seen
+    return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
+
+
 def anything() -> Tensor:
     """Booleans, true for a query and itself at least."""
     some = torch.rand(B, S, S, generator=torch.Generator().manual_seed(3)) > 0.5
@@ -246,5 +253,6 @@ REJECTS = (
     Example("negative weights", scored(worst_weights), indexed(), "not positive"),
     Example("any mask", any_mask, indexed(S, S, anything), "the mask asks for more"),
     Example("chosen without the mask", chosen_unmasked, indexed(), NO_KEY),
+    Example("fewer keys than queries", short, indexed(S, FEW), "fewer keys than queries"),
     Example("positions that may be outside", unproven, indexed(S, T, position), "is not proven to be a causal order"),
 )

@@ -21,8 +21,11 @@ def lengths(keys: Tensor, queries: Any, order: str, known: Any, length: Tensor |
     mode = 0 if order == "full" else 3
     if length is not None:
         return mode, length.to(torch.int32)
-    count = queries if order == "left" else keys.shape[1] if known is None else known
-    if isinstance(count, int) and count == keys.shape[1]:
+    size: Any = keys.shape[1]
+    short = isinstance(queries, int) and isinstance(size, int) and queries > size
+    require(order != "left" or not short, "there are fewer keys than queries, which stand in line from the first on")
+    count = queries if order == "left" else size if known is None else known
+    if isinstance(count, int) and count == size:
         return mode, None
     return mode, torch.full((keys.shape[0],), count, dtype=torch.int32, device=keys.device)
 

@@ -95,7 +95,7 @@ def _attentions(
         if isinstance(outcome, str):
             misses[value] = ("softmax_attention", outcome)
         elif outcome is not None:
-            found = _beside(walk, folder, assumed, written, readings, value, outcome)
+            found = _beside(walk, folder, assumed, written, readings, outcome)
             readings.update({each: what for each, what in found.items() if isinstance(what, Reading)})
             misses.update({each: ("sparse_attention", why) for each, why in found.items() if isinstance(why, str)})
 
@@ -106,19 +106,20 @@ def _beside(
     assumed: Assumed,
     written: Sequence[Value],
     readings: Mapping[Value, Reading],
-    root: Value,
     outcome: Outcome,
 ) -> Outcome:
-    """An attention with what its mask, its queries, keys and values are; reasons stand where the attention does."""
-    found: Outcome = {}
-    for value, reading in outcome.items():
-        found[value] = reading
-        if isinstance(reading, Reading) and reading.op == "chosen_keys":
-            places = reading.captures["places"]
-            found[places] = index_selection(walk.algebra, folder, assumed, written, unviewed(places))
-        elif isinstance(reading, Reading):
-            parts = latents(walk.algebra, readings, reading)
-            found |= parts if isinstance(parts, dict) else {}
+    """An attention with what its queries, keys and values are, and what lists the keys that its mask shows."""
+    found = dict(outcome)
+    known = [each for each in outcome.values() if isinstance(each, Reading)]
+    lists = [each for each in known if each.op == "chosen_keys"]
+    for each in lists:
+        places = each.captures["places"]
+        found[places] = index_selection(walk.algebra, folder, assumed, written, unviewed(places))
+    for each in known:
+        parts = None if each in lists else latents(walk.algebra, readings, each)
+        if isinstance(parts, str) and lists:
+            found[each.captures["k"]] = parts
+        found |= parts if isinstance(parts, dict) else {}
     return found
 
 
