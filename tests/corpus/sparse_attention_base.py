@@ -149,7 +149,12 @@ class Block(nn.Module):
         places = self.places(x, c, key, cos, sin, seen)
         y = self.attended(q, latent, rope, p.hide(places, seen, x))
         out = F.linear(y.transpose(1, 2).reshape(b, s, N * E), self.o)
-        return (out, latent, rope, key) if self.mode == "grow" else out
+        results = (out, *((latent, rope, key) if self.mode == "grow" else ()), *self.beside())
+        return results if len(results) > 1 else out
+
+    def beside(self):
+        """Further results."""
+        return ()
 
     def query_latent(self, x):
         return self.parts.norm(F.linear(x, self.q_a), self.q_norm)
@@ -188,9 +193,9 @@ class Entry:
         modes: in which modes this makes a difference.
         block: the module, where more than its parts is different.
         reason: text of the refusal, where less is fused.
-        means: whether it means the same as the reference.
         start: what the code is told of the first position of new tokens.
         tokens: how many of them there are, where there are several.
+        batch: how many sequences.
     """
 
     name: str
@@ -201,9 +206,9 @@ class Entry:
     modes: tuple[str, ...] = MODES
     block: type[Block] = Block
     reason: str = ""
-    means: bool = True
     start: Callable[[int], Any] = torch.tensor
     tokens: int = S
+    batch: int = B
 
     def expected(self, dtype: torch.dtype) -> tuple[int, int, int]:
         """How often prolog, indexer and sparse attention are called."""
@@ -217,11 +222,11 @@ class Entry:
         """Its arguments, with caches of their own."""
         tokens = 1 if mode in ("step", "grow") else self.tokens
         first = {"prefill": 0, "grow": P}.get(mode, START)
-        base = (activations(40, B, tokens, HIDDEN), *tables(first, tokens))
+        base = (activations(40, self.batch, tokens, HIDDEN), *tables(self.batch, first, tokens))
         if mode == "prefill":
             return tuple(each.to(dtype) for each in base)
         size = P if mode == "grow" else T
-        kept = tuple(activations(41 + number, B, size, width) for number, width in enumerate((C, R, X)))
+        kept = tuple(activations(41 + number, self.batch, size, width) for number, width in enumerate((C, R, X)))
         if mode == "grow":
             return tuple(each.to(dtype) for each in (*base, *kept))
         caches = (self.parts.cache(each.to(dtype)).contiguous() for each in kept)
@@ -240,9 +245,7 @@ def reference(block: Block, x: Tensor, cos: Tensor, sin: Tensor, *state: Any) ->
     iq = (c @ block.iq.T).unflatten(-1, (HEADS, X))
     key = x @ block.ik.T
     key = F.layer_norm(key, (X,), block.ik_gain, block.ik_bias, EPS)[..., None, :]
-    iq, key = (
-        torch.cat((turn(each[..., : R // 2], each[..., R // 2 : R]), each[..., R:]), -1) for each in (iq, key)
-    )
+    iq, key = (torch.cat((turn(each[..., : R // 2], each[..., R // 2 : R]), each[..., R:]), -1) for each in (iq, key))
     rows = (latent, rope, key.squeeze(2))
     kept, first = _kept(block.mode, rows, state)
     weights = x @ block.iw.T
@@ -285,11 +288,14 @@ def _kept(mode: str, rows: tuple[Tensor, ...], state: tuple[Any, ...]) -> tuple[
     return whole, first
 
 
-def tables(first: int, tokens: int) -> tuple[Tensor, Tensor]:
+def tables(batch: int, first: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, S, R] of consecutive positions in float64, rounded to what bfloat16 holds."""
     angles = torch.arange(first, first + tokens)[:, None] / 30.0 ** (torch.arange(R // 2) * 2 / R)
-    twice = torch.cat((angles, angles), -1).expand(B, -1, -1)
+    twice = torch.cat((angles, angles), -1).expand(batch, -1, -1)
     return twice.cos().bfloat16().double().contiguous(), twice.sin().bfloat16().double().contiguous()
+
+
+UNFUSED = {"prolog": 0, "indexer": 0, "sparse": 0}
 
 
 def entry(name: str, modes: tuple[str, ...] = MODES, **parts: Any) -> Entry:
