@@ -31,8 +31,8 @@ class SparseAttention(Rule):
 
     @pattern
     def by_indexer(
-        self, p, nope=tensor("B N S D"), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"), latent=tensor("B T C"),
-        k_rope=tensor("B T Dr"), up_key=tensor("N D C"), up_value=tensor("N C E"), query=tensor("B S H Di"),
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"), latent=tensor("B T C"),
+        k_rope=tensor("B T Dr"), up_key=tensor("N D C", optional=True), up_value=tensor("N C E", optional=True), query=tensor("B S H Di"),
         key=tensor("B T Di"), weights=tensor("B S H"), places=tensor("B S K"), mask_length=tensor("B", optional=True),
         length=tensor("B", optional=True), count=attribute(), some=attribute(), scale=scalar(), order=attribute(),
         known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(), empty=attribute(),
@@ -50,8 +50,8 @@ class SparseAttention(Rule):
 
     @pattern
     def by_places(
-        self, p, nope=tensor("B N S D"), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"), latent=tensor("B T C"),
-        k_rope=tensor("B T Dr"), up_key=tensor("N D C"), up_value=tensor("N C E"), places=tensor("B S K"),
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"), latent=tensor("B T C"),
+        k_rope=tensor("B T Dr"), up_key=tensor("N D C", optional=True), up_value=tensor("N C E", optional=True), places=tensor("B S K"),
         mask_length=tensor("B", optional=True), length=tensor("B", optional=True), some=attribute(), scale=scalar(),
         order=attribute(), known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(),
         empty=attribute(), finish=attribute(), distinct=attribute(),
@@ -89,9 +89,7 @@ class SparseAttention(Rule):
         return attention_calls.finished(latent_calls.by_matmul(y, up_value), finish)
 
     @lowering
-    def listed(
-        self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish, distinct
-    ):
+    def listed(self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish, distinct):
         """Sparse attention over the model's own list."""
         y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
         return attention_calls.finished(latent_calls.by_transpose(y, up_value), finish)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from .attention_base import lowest
 from .sparse_attention_base import HEADS, UNFUSED, K, X, choose, entry, hide, score
 
+SEVERAL = ("prefill", "chunk")
 SUM = "what is chosen from is not the sum over heads"
 SIGN = "scores are multiplied by a number that is not positive"
 
@@ -283,7 +284,7 @@ LOOKALIKES = (
     entry("moved", choose=moved, indexer=0),
     entry("wrapped", choose=wrapped, indexer=0),
     entry("windowed_list", choose=windowed_list, indexer=0),
-    entry("all_but_the_last", choose=all_but_the_last, indexer=0),
+    entry("all_but_the_last", choose=all_but_the_last),
     entry("all_but_the_first", ("chunk", "step", "grow"), choose=all_but_the_first, indexer=0),
     entry("only_listed", ("prefill", "chunk", "step"), hide=only_listed, indexer=0),
     entry("all_but_listed", hide=all_but_listed, **UNFUSED),
@@ -298,9 +299,9 @@ LOOKALIKES = (
     entry("counted_from_the_end", hide=counted_from_the_end, **UNFUSED),
     entry("for_other_queries", hide=for_other_queries, **UNFUSED),
     entry("for_other_sequences", hide=for_other_sequences, indexer=0),
-    entry("lowered_twice", hide=lowered_twice),
-    entry("keys_of_queries", ("prefill", "chunk"), score=keys_of_queries, tokens=2, indexer=0, reason=SUM),
-    entry("keys_of_queries_turned", ("prefill", "chunk"), score=keys_of_queries_turned, tokens=2, indexer=0, reason=SUM),
+    entry("lowered_twice", ("prefill", "chunk", "step"), hide=lowered_twice, **UNFUSED, reason="lowered least"),
+    entry("keys_of_queries", SEVERAL, score=keys_of_queries, tokens=2, indexer=0, reason=SUM),
+    entry("keys_of_queries_turned", SEVERAL, score=keys_of_queries_turned, tokens=2, indexer=0, reason=SUM),
     entry("one_weight", score=one_weight),
     entry("one_weight_with_matmul", score=one_weight_with_matmul),
     entry("weights_of_keys", score=weights_of_keys, indexer=0, reason=SUM),

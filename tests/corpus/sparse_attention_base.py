@@ -140,7 +140,7 @@ class Block(nn.Module):
         c = self.query_latent(x)
         q = F.linear(c, self.q_b).view(b, s, N, D + R)
         q = torch.cat((q[..., :D], p.rope(q[..., D:], cos, sin)), -1).transpose(1, 2)
-        latent, rope = F.linear(x, self.kv_a).split((C, R), -1)
+        latent, rope = self.key_latent(x)
         latent, rope = p.norm(latent, self.kv_norm), p.rope(rope.unsqueeze(2), cos, sin).squeeze(2)
         key = p.layer_norm(F.linear(x, self.ik), self.ik_gain, self.ik_bias)
         key = self.index_turned(key.unsqueeze(2), cos, sin).squeeze(2)
@@ -159,6 +159,9 @@ class Block(nn.Module):
     def query_latent(self, x):
         return self.parts.norm(F.linear(x, self.q_a), self.q_norm)
 
+    def key_latent(self, x):
+        return F.linear(x, self.kv_a).split((C, R), -1)
+
     def index_turned(self, x, cos, sin):
         return torch.cat((self.parts.index_rope(x[..., :R], cos, sin), x[..., R:]), -1)
 
@@ -167,7 +170,7 @@ class Block(nn.Module):
         if self.mode == "prefill":
             return *rows, 0
         if self.mode == "grow":
-            return *(torch.cat((old, new), 1) for old, new in zip(state, rows, strict=True)), P
+            return *(torch.cat((old, new), 1) for old, new in zip(state, rows, strict=True)), state[0].shape[1]
         *caches, start = state
         return *(self.parts.write(old, new, start) for old, new in zip(caches, rows, strict=True)), start
 
@@ -278,7 +281,7 @@ def _kept(mode: str, rows: tuple[Tensor, ...], state: tuple[Any, ...]) -> tuple[
     if mode == "prefill":
         return list(rows), torch.zeros(batch)
     if mode == "grow":
-        return [torch.cat(each, 1) for each in zip(state, rows, strict=True)], torch.full((batch,), P)
+        return [torch.cat(each, 1) for each in zip(state, rows, strict=True)], torch.full((batch,), state[0].shape[1])
     *caches, start = state
     first = torch.as_tensor(start).expand(batch)
     whole = [cache.reshape(batch, T, -1).clone() for cache in caches]
