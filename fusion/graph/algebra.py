@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -105,13 +106,29 @@ class Algebra:
         if x.op == "permute":
             order, x = tuple(x.attrs[axis] for axis in order), x.arg
         shape = tuple(x.shape[axis] for axis in order)
+        if x.op == "expand" and x.rank == x.arg.rank:
+            return self.expand(self.permute(x.arg, order), shape)
         kept = [axis for axis in order if x.shape[axis] != 1]
         if kept == sorted(kept):
             return self.reshape(x, shape)
         if x.op == "reshape" and _but_ones(x.shape) == _but_ones(x.arg.shape):
             moved = self._permute_below(x, kept)
             return self.reshape(moved, shape)
-        return self.make("permute", (x,), order, shape, x.dtype)
+        if any(shape[place] == 1 != x.shape[place] for place in range(x.rank)):
+            squeezed = self.reshape(x, _but_ones(x.shape))
+            return self.reshape(self.permute(squeezed, [sorted(kept).index(axis) for axis in kept]), shape)
+        if x.op == "slice":
+            cut, *bounds = x.attrs
+            return self.slice(self.permute(x.arg, order), order.index(cut), *bounds) or self._moved(x, order)
+        same = _alike_behind(x.shape, x.arg.shape) if x.op == "reshape" else 0
+        if same and order[: x.rank - same] == tuple(range(x.rank - same)):
+            more = x.arg.rank - x.rank
+            below = (*range(x.arg.rank - same), *(axis + more for axis in order[x.rank - same :]))
+            return self.reshape(self.permute(x.arg, below), shape)
+        return self._moved(x, order)
+
+    def _moved(self, x: Value, order: tuple[int, ...]) -> Value:
+        return self.make("permute", (x,), order, tuple(x.shape[axis] for axis in order), x.dtype)
 
     def _permute_below(self, opened: Value, kept: Sequence[int]) -> Value:
         """The dims other than 1 in the order `kept`, in the value to which `opened` has given dims of size 1."""
@@ -134,6 +151,9 @@ class Algebra:
             _, first, _, stride = x.attrs
             stop = first + (start + len(range(start, stop, step)) * step - step) * stride + 1
             return self.slice(x.arg, axis, first + start * stride, stop, stride * step)
+        if x.op == "permute" and x.arg.op == "cat" and x.arg.attrs == (x.attrs[axis],):
+            below = self.slice(x.arg, x.attrs[axis], start, stop, step)
+            return None if below is None else self.permute(below, x.attrs)
         if x.op == "cat" and x.attrs[0] == axis:
             pieces = self._pieces(x, axis, start, stop)
             if len(pieces) == 1:
@@ -324,6 +344,12 @@ class Algebra:
 
 def _but_ones(shape: Sequence[Dim]) -> list[Dim]:
     return [size for size in shape if size != 1]
+
+
+def _alike_behind(shape: Sequence[Dim], other: Sequence[Dim]) -> int:
+    """How many dims are the same, counted from the last one."""
+    pairs = zip(reversed(shape), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:

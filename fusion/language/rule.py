@@ -295,8 +295,9 @@ def _meanings(term: Term) -> set[str]:
 
 
 def captured(pattern: Pattern, bound: Mapping[Any, Any]) -> dict[str, Any]:
-    """The captures of a match by name; tensors as values."""
-    return {name: bound[term] for name, term in pattern.captures.items() if term in bound}
+    """The captures of a match by name; tensors as values, without optional ones that the meanings lack."""
+    lacking = {term for term in pattern.captures.values() if isinstance(term, Capture) and bound.get(term) is None}
+    return {name: bound[term] for name, term in pattern.captures.items() if term in bound and term not in lacking}
 
 
 def call(method: Callable[..., Any], captures: Mapping[str, Any]) -> Any:

@@ -393,7 +393,8 @@ class Meaning(Tensorial):
         (name, term), rest = wanted[0], wanted[1:]
         have = reading.captures.get(name)
         if have is None and isinstance(term, Capture) and term.optional:
-            yield from self._take(rest, reading, bound, cx)
+            if bound.get(term) is None:  # bound to nothing, so that no other meaning can have it
+                yield from self._take(rest, reading, {**bound, term: None}, cx)
         elif isinstance(term, Term) and isinstance(have, Value):
             for found in term.match(have, bound, cx):
                 yield from self._take(rest, reading, found, cx)

@@ -28,7 +28,7 @@ def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, begin, first, heads_f
     """Rotated queries, absorbed queries, and the latent that both come from."""
     latent = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(latent), weight=uq, width=width, start=first, heads_first=heads_first)
-    rotated = _rotated(p, lanes, cos, sin, dtype, heads_first)
+    rotated = _rotated(p, lanes, cos, sin, dtype, x, heads_first)
     return rotated, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
 
 
@@ -36,12 +36,14 @@ def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
     """The rows of both caches."""
     both = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside)
     latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
-    return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype)
+    return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
 
 
-def _rotated(p, x, cos, sin, dtype, heads_first=None):
-    tables = dict(cos=p.per_token(cos, x, heads_first), sin=p.per_token(sin, x, heads_first))
-    return p.rotation(x=x, source="interleaved", result="half", dtype=dtype, **tables)
+def _rotated(p, x, cos, sin, dtype, like, heads_first=None):
+    """Computed in float32, as by the operator, or in the dtype of the model."""
+    cos, sin = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
+    wide = p.maybe_cast(x, to=torch.float32)
+    return p.as_dtype(p.rotation(x=wide, cos=cos, sin=sin, source="interleaved", result="half", dtype=dtype), like)
 
 
 def prolog(
@@ -105,12 +107,12 @@ class MlaProlog(_Prolog):
         sin=tensor("T U Dr"), kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), start=tensor("*S"),
         beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True), eps_cq=scalar(), eps_ckv=scalar(),
         width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
-        heads_first=attribute(), dtype=attribute(), fixed=attribute(), axis=attribute(),
+        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(),
     ):  # fmt: skip
         """Rows go to consecutive positions of every sequence."""
-        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype)
+        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
         q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, fixed=fixed, beside=beside_q, **how)
-        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype, fixed, beside_kv)
+        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
         caches = zip((kv_cache, kr_cache), kv, strict=True)
         return *q, *(p.write(cache=c, rows=p.reshaped(row), start=start, axis=axis) for c, row in caches)
 
@@ -145,12 +147,12 @@ class MlaPrologRows(_Prolog):
         dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
         sin=tensor("T U Dr"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
         eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
-        end=attribute(), heads_first=attribute(), dtype=attribute(), fixed=attribute(),
+        end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
     ):  # fmt: skip
         """Rows as they are."""
-        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype)
+        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
         q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, cos, sin, fixed=fixed, beside=beside_q, **how)
-        return *q, *rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype, fixed, beside_kv)
+        return *q, *rows(p, x, dkv, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
 
     @lowering
     def fresh_rows(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, split, end):

@@ -36,7 +36,7 @@ class SparseAttention(Rule):
         key=tensor("B T Di"), weights=tensor("B S H"), places=tensor("B S K"), mask_length=tensor("B", optional=True),
         length=tensor("B", optional=True), count=attribute(), some=attribute(), scale=scalar(), order=attribute(),
         known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(), empty=attribute(),
-        finish=attribute(),
+        finish=attribute(), distinct=attribute(),
     ):  # fmt: skip
         """The keys are what an indexer finds behind the same mask."""
         seen = dict(order=order, window=None, known=known, length=length, some=some)
@@ -44,8 +44,8 @@ class SparseAttention(Rule):
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
             k=p.latent_keys(latent=latent, rope=k_rope, up=up_key), v=p.latent_values(latent=latent, up=up_value),
-            mask=p.chosen_keys(places=listed, **seen), order=mask_order, window=mask_window, known=mask_known,
-            length=mask_length, scale=scale, empty=empty, finish=finish,
+            mask=p.chosen_keys(places=listed, distinct=distinct, **seen), order=mask_order, window=mask_window,
+            known=mask_known, length=mask_length, scale=scale, empty=empty, finish=finish,
         )  # fmt: skip
 
     @pattern
@@ -54,13 +54,15 @@ class SparseAttention(Rule):
         k_rope=tensor("B T Dr"), up_key=tensor("N D C"), up_value=tensor("N C E"), places=tensor("B S K"),
         mask_length=tensor("B", optional=True), length=tensor("B", optional=True), some=attribute(), scale=scalar(),
         order=attribute(), known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(),
-        empty=attribute(), finish=attribute(),
+        empty=attribute(), finish=attribute(), distinct=attribute(),
     ):  # fmt: skip
         """The keys are listed in whatever way."""
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
             k=p.latent_keys(latent=latent, rope=k_rope, up=up_key), v=p.latent_values(latent=latent, up=up_value),
-            mask=p.chosen_keys(places=places, order=order, window=None, known=known, length=length, some=some),
+            mask=p.chosen_keys(
+                places=places, distinct=distinct, order=order, window=None, known=known, length=length, some=some
+            ),
             order=mask_order, window=mask_window, known=mask_known, length=mask_length, scale=scale, empty=empty,
             finish=finish,
         )  # fmt: skip
@@ -87,17 +89,17 @@ class SparseAttention(Rule):
         return attention_calls.finished(latent_calls.by_matmul(y, up_value), finish)
 
     @lowering
-    def listed(self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish):
+    def listed(self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish, distinct):
         """Sparse attention over the model's own list."""
-        y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places), scale, order, known, length)
+        y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
         return attention_calls.finished(latent_calls.by_transpose(y, up_value), finish)
 
     @lowering
     def listed_with_matmul(
-        self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish
+        self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish, distinct
     ):
         """The same with a batched product behind it."""
-        y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places), scale, order, known, length)
+        y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
         return attention_calls.finished(latent_calls.by_matmul(y, up_value), finish)
 
     def examples(self) -> Iterator[Example]:
@@ -109,9 +111,17 @@ class SparseAttention(Rule):
         return iter(sparse_attention.REJECTS)
 
 
-def _as_list(places: Tensor) -> Tensor:
-    """Places [B, S, K] as the operator takes them, [B, S, 1, K]; it leaves out what lies behind the mask itself."""
-    return places.to(torch.int32).unsqueeze(2)
+def _as_list(places: Tensor, distinct: bool) -> Tensor:
+    """Places [B, S, K] as the operator takes them, [B, S, 1, K]: each once, then -1.
+
+    It leaves out what lies behind the mask itself.
+    """
+    places = places.to(torch.int32)
+    if not distinct:
+        ordered = places.sort(dim=-1).values
+        again = ordered.diff(dim=-1, prepend=ordered[..., :1] - 1) == 0
+        places = ordered.masked_fill(again, -1).sort(dim=-1, descending=True).values
+    return places.unsqueeze(2)
 
 
 def _listed(

@@ -85,7 +85,7 @@ def _attentions(
     walk: _Walk, folder: Folder, facts: Facts, readings: dict[Value, Reading], misses: dict[Value, tuple[str, str]]
 ) -> None:
     assumed = Assumed(walk.algebra, facts.assumed)
-    written = [value for value in walk.places if value.op == "write"]
+    written = [value for value in walk.places if value.op in ("write", "write_rows")]
     for value in list(walk.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
             misses[value] = ("softmax_attention", sdpa.left_whole(walk.places[value][0]))

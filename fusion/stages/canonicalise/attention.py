@@ -29,7 +29,7 @@ def attention(
 ) -> Outcome | str | None:
     """What `root` is if it is attention, and its mask if that lists keys; why it is none; None if it is not like it.
 
-    `written` are the writes of consecutive rows that the graph makes.
+    `written` are the writes of rows that the graph makes.
     """
     value, finish = _stripped(root)
     if value.op != "matmul":
@@ -101,7 +101,7 @@ def _reading(
         captures["sink"] = sink
     sizes = (batch, heads, queries, k.shape[2])
     positions = Positions((*shape, k.shape[2]), folder, assumed.visible)
-    inside, sunk = begins(positions, written, queries, k.shape[2]), scores.sink is not None
+    inside, sunk = begins(a, positions, written, queries, k.shape[2]), scores.sink is not None
     mask = told(a, positions, scores.terms, weights.softmax.attrs[1], shape, sizes, inside, sunk)
     if isinstance(mask, str):
         return mask

@@ -63,10 +63,17 @@ def _of_batches(a: Algebra, x: Value, y: Value) -> Value | None:
 
 def _product(a: Algebra, x: Value, y: Value) -> Value | None:
     batch = broadcast(x.shape[:-2], y.shape[:-2])
+    x, y = _once(x, y.shape[:-2], batch), _once(y, x.shape[:-2], batch)
     if batch is None or x.shape[-1:] != y.shape[-2:-1]:
         return None
     rows = x.shape[-2:-1] if y.rank > 2 or x.rank > 1 else ()
     return a.make("matmul", (x, y), (), (*batch, *rows, y.shape[-1]), x.dtype)
+
+
+def _once(x: Value, other: Sequence[Any], batch: Sequence[Any] | None) -> Value:
+    """An operand without the repetition of batch dims that a product does as well."""
+    plain = x.op == "expand" and x.arg.rank == x.rank and x.arg.shape[-2:] == x.shape[-2:]
+    return x.arg if plain and broadcast(x.arg.shape[:-2], other) == batch else x
 
 
 def _row_product(a: Algebra, out: Out, x: Value, y: Value) -> Translated:

@@ -4,7 +4,7 @@
 
 Positive factors that all scores have are left out: they change no order.
 
-    chosen_keys(places; order, window, known, length, some)       a mask of attention that lists keys
+    chosen_keys(places; order, window, known, length, some, distinct)       a mask of attention that lists keys
     index_selection(query [B, S, N, D], key [B, T, D], weights [B, S, N], places; count, order, …)       what lists them
 """
 
@@ -12,17 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
-from fusion.graph import Algebra, Reading, Value
+import torch
+
+from fusion.graph import Algebra, Reading, Value, broadcast
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.arrangement import Step, once
+from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.formulas import Affine, number
 from fusion.stages.canonicalise.masks import MASKED, Limits, Sizes, Term, bounded, limits, sees_some, visible
 from fusion.stages.canonicalise.positions import Positions
+from fusion.stages.canonicalise.writes import run
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
 _SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
@@ -43,16 +47,29 @@ def chosen_keys(
     at, places = lists[0].index, lists[0].value.arg
     if len(bounds.rest) > 1:
         return {places: "beside the keys that are listed, the mask asks for more than a causal order or a length"}
-    rows = (positions.axis(rank - 2), positions.axis(rank - 1))
-    if at[-2:] != rows or any(each not in (number(0), positions.axis(0)) for each in at[:-2]):
-        return {places: "the keys that are listed differ from head to head"}
+    batch, _, queries, _ = sizes
+    rows, lead = (positions.axis(rank - 2), positions.axis(rank - 1)), places.shape[:-2]
+    own = (number(0) if size == 1 else positions.axis(0) for size in lead)
+    if at != (*own, *rows) or prod(lead) not in (1, batch):
+        return {places: "the keys that are listed differ from head to head, or are those of another sequence"}
     words = _words(a, replace(bounds, rest=()), sizes, begins)
     if words is None:
         return {places: "beside the keys that are listed, the mask is not proven to be a causal order or a length"}
-    batch, _, queries, _ = sizes
     count = places.shape[-1]
-    listed = a.expand(a.reshape(places, (places.shape[0], queries, count)), (batch, queries, count))
-    return {mask: Reading("chosen_keys", {"places": listed, **words}, positions.names())}
+    listed = a.expand(a.reshape(places, (prod(lead), queries, count)), (batch, queries, count))
+    captures = {"places": listed, "distinct": _distinct(places), **words}
+    return {mask: Reading("chosen_keys", captures, positions.names())}
+
+
+def _distinct(places: Value) -> bool:
+    """Whether no row of places names one of them twice."""
+    while places.op in ("cast", "reshape", "permute", "expand", "slice"):
+        kept = places.op == "slice" or places.shape[-1:] == places.arg.shape[-1:]
+        moved = places.op == "permute" and places.attrs[-1] != places.rank - 1
+        if not kept or moved or places.dtype not in (torch.int32, torch.int64):
+            return False
+        places = places.arg
+    return places.op == "largest_index"
 
 
 def _words(a: Algebra, bounds: Limits, sizes: Sizes, begins: frozenset[Affine]) -> dict[str, Any] | None:
@@ -88,13 +105,13 @@ def index_selection(
     query, key, weights = parts
     batch, queries, _, _ = query.shape
     keys = key.shape[1]
-    if len(found.shape) < 2 or found.shape[-2:] != (queries, keys) or places.shape[-2] != queries:
+    if found.shape[-2:] != (queries, keys) or prod(found.shape[:-2]) != batch or places.shape[-2:-1] != (queries,):
         return _SUM
     positions = Positions(found.shape, folder, assumed.visible)
     formula = visible(positions, found.terms)
     if isinstance(formula, str):
         return formula
-    inside = begins(positions, written, queries, keys)
+    inside = begins(a, positions, written, queries, keys)
     words = _words(a, limits(formula, len(found.shape)), (batch, 1, queries, keys), inside)
     if words is None:
         return _MASK
@@ -104,21 +121,33 @@ def index_selection(
     return Reading("index_selection", captures | words, positions.names())
 
 
-def begins(positions: Positions, written: Sequence[Value], queries: Any, keys: Any) -> frozenset[Affine]:
+def begins(a: Algebra, positions: Positions, written: Sequence[Value], queries: Any, keys: Any) -> frozenset[Affine]:
     """Where the model writes as many rows as there are queries, into no more places than there are keys.
 
     A write beyond the end is an error for the model: so these rows, and queries that stand where they do, are inside.
     """
     if queries == 1 or not isinstance(keys, int):
         return frozenset()
-    starts = [
-        write.args[2]
-        for write in written
-        for size in (write.shape[write.attrs[0]],)
-        if write.args[1].shape[write.attrs[0]] == queries and isinstance(size, int) and size <= keys
-    ]
-    places = {start: [number(0) if size == 1 else positions.axis(0) for size in start.shape] for start in starts}
-    return frozenset(positions.whole(start, at) for start, at in places.items())
+    starts: dict[Value, list[Affine]] = {}
+    for write in written:
+        start, axis = _start(a, write, queries)
+        size = write.shape[axis]
+        if start is not None and isinstance(size, int) and size <= keys:
+            starts[start] = [number(0) if size == 1 else positions.axis(0) for size in start.shape]
+    return frozenset(positions.whole(start, at) for start, at in starts.items())
+
+
+def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
+    """Where so many consecutive rows of every sequence are written, and along which axis."""
+    _, source, index, *inner = write.args
+    axis = 1 if inner else write.attrs[0]
+    if write.op == "write":
+        return index if source.shape[axis] == rows else None, axis
+    places = inner[0] if inner else index
+    while places.op == "wrap" or (places.op in ("reshape", "expand") and places.shape[-1:] != (rows,)):
+        places = places.arg
+    found = run(a, places) if places.shape[-1:] == (rows,) else None
+    return None if found is None or found.start is None else a.shift(found.start, found.offset), axis
 
 
 def _unmasked(found: _Scores) -> _Scores | str:
@@ -127,8 +156,12 @@ def _unmasked(found: _Scores) -> _Scores | str:
     match z.op:
         case "scale":
             return _unmasked(replace(found, total=z.arg)) if z.attrs[0] > 0 else _SIGN
-        case "cast" | "reshape":
+        case "cast" if _rounds(z):
             return _unmasked(replace(found, total=z.arg))
+        case "reshape":
+            return _unmasked(replace(found, total=z.arg))
+        case "add" | "where" if found.terms and z.shape != found.shape:
+            return "the scores are masked before they are arranged otherwise"
         case "add":
             scores, mask = z.args if _is_scores(z.arg) else z.args[::-1]
             return _unmasked(_Scores(scores, z.shape, (*found.terms, Term("add", mask))))
@@ -152,14 +185,18 @@ def _is_scores(z: Value) -> bool:
 def _parts(a: Algebra, total: Value) -> tuple[Value, Value, Value] | str:
     """Query [B, S, N, D], key [B, T, D] and weights [B, S, N] of a sum over heads."""
     for weights, rectified, order in _products(a, total):
-        if rectified.rank != 4 or weights.rank != 4:
+        if rectified.rank != 4 or weights.rank != 4 or weights.shape[-1] != 1:
             continue
         products = _below_relu(rectified)
         scores = None if products is None else _query_and_key(a, *products, order)
         if scores is None:
             continue
         query, key = scores
-        weights = _plain(a, a.reshape(a.permute(weights, order), query.shape[:3]))
+        rows = (*query.shape[:3], 1)
+        weights = a.permute(weights, order)
+        if broadcast(weights.shape, rows) != rows:
+            return _SUM
+        weights = _plain(a, a.reshape(a.expand(weights, rows), rows[:3]))
         return (query, key, weights) if isinstance(weights, Value) else weights
     return _SUM
 
@@ -188,10 +225,16 @@ def _below_relu(value: Value) -> tuple[Value, tuple[Step, ...]] | None:
             steps.append(("reshape", value.shape[:-1]))
         elif value.op == "permute" and value.attrs[-1] == value.rank - 1:
             steps.append(("permute", value.attrs[:-1]))
-        elif not (value.op == "cast" or (value.op == "scale" and value.attrs[0] > 0)):
+        elif not (_rounds(value) or (value.op == "scale" and value.attrs[0] > 0)):
             return None
         value = value.arg
     return (value, tuple(reversed(steps))) if seen else None
+
+
+def _rounds(z: Value) -> bool:
+    """Whether `z` is rounded, or widened, to another floating dtype of at least 16 bits."""
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return z.op == "cast" and z.dtype in floats and z.arg.dtype in floats
 
 
 def _query_and_key(
@@ -199,15 +242,23 @@ def _query_and_key(
 ) -> tuple[Value, Value] | None:
     """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence."""
     x, y = (_unwidened(a, each) for each in product.args)
-    y = once(a, y)
     if x.rank < 2 or y.rank < 3 or any(size != 1 for size in y.shape[1:-2]):
         return None
+    rows = arrangement(product.shape[:-1], steps)
+    apart = rows is None or _sequence(rows, rows.before) != _sequence(rows, rows.after)
+    if y.shape[0] != 1 and (apart or y.rank != product.rank):
+        return None  # the keys do not differ from sequence to sequence, but from query to query
     query = a.expand(x, (*product.shape[:-1], x.shape[-1]))
     for op, how in steps:
         query = a.reshape(query, (*how, x.shape[-1])) if op == "reshape" else a.permute(query, (*how, query.rank - 1))
     query = a.permute(query, order) if query.rank == 4 else query
     key = a.reshape(swapped(a, y), (y.shape[0], y.shape[-1], y.shape[-2]))
     return (query, key) if query.rank == 4 and query.shape[0] == key.shape[0] else None
+
+
+def _sequence(rows: Arrangement, dims: Dims) -> list[int]:
+    """The first dim, without what is of size 1."""
+    return [atom for atom in dims[0] if rows.sizes[atom] != 1]
 
 
 def _unwidened(a: Algebra, x: Value) -> Value:

@@ -12,12 +12,13 @@ Every form is proven by building it: a value is a projection of heads if it is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.arrangement import once
+from fusion.stages.canonicalise.arrangement import once, uncast
 from fusion.stages.canonicalise.contractions import matmul, swapped
 
 Readings = dict[Value, Reading]
@@ -63,6 +64,29 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
             forms = _forms(a, opened, start, count)
             if value in forms:
                 return HeadProjection(tokens, weight, heads, width, start, value is not forms[0])
+    return next(
+        (found for each in below if (found := _by_heads(a, value, each, heads, rows, starts)) is not None), None
+    )
+
+
+def _by_heads(
+    a: Algebra, value: Value, product: Value, heads: Any, rows: Any, starts: Sequence[int]
+) -> HeadProjection | None:
+    """The same where every head multiplies by a matrix of its own: x [B, 1, S, K] @ y [N, K, width]."""
+    if product.op != "matmul" or product.args[1].shape[-3:-2] != (heads,) or prod(product.args[1].shape[:-3]) != 1:
+        return None
+    x, y = product.args
+    width, batch, count = y.shape[-1], value.shape[0], value.shape[-1]
+    own = (*(1,) * (4 - x.rank), *x.shape[:-1])
+    if own != (batch, 1, rows) or not isinstance(width, int) or not isinstance(count, int):
+        return None
+    opened = a.reshape(product, (batch, heads, rows, width))
+    weight = a.reshape(swapped(a, a.reshape(y, y.shape[-3:])), (heads * width, y.shape[-2]))
+    tokens = a.reshape(x, (batch, rows, x.shape[-1]))
+    for start in (each for each in starts if each + count <= width):
+        forms = _forms(a, a.permute(opened, (0, 2, 1, 3)), start, count)
+        if value in forms:
+            return HeadProjection(tokens, weight, heads, width, start, value is not forms[0])
     return None
 
 
@@ -78,18 +102,16 @@ def _layer(a: Algebra, value: Value) -> tuple[Value, Value] | None:
     cut: tuple[int, ...] = ()
     if value.op == "slice" and value.attrs[0] == value.rank - 1 and value.attrs[3] == 1:
         cut, value = value.attrs[1:3], value.arg
-    if value.op != "matmul" or value.args[1].rank != 2:
+    if value.op != "matmul" or prod(value.args[1].shape[:-2]) != 1:
         return None
-    weight = swapped(a, value.args[1])
+    weight = swapped(a, a.reshape(value.args[1], value.args[1].shape[-2:]))
     part = a.slice(weight, 0, *cut) if cut else weight
     return None if part is None else (value.arg, part)
 
 
 def _forms(a: Algebra, opened: Value, start: int, count: int) -> tuple[Value | None, ...]:
-    """Lanes of every head of [B, S, N, width], heads before or behind positions, cut before or after they move."""
-    cut = a.slice(opened, -1, start, start + count)
-    moved = a.slice(a.permute(opened, (0, 2, 1, 3)), -1, start, start + count)
-    return cut, moved, None if cut is None else a.permute(cut, (0, 2, 1, 3))
+    """Lanes of every head of [B, S, N, width], heads behind or before positions."""
+    return tuple(a.slice(each, -1, start, start + count) for each in (opened, a.permute(opened, (0, 2, 1, 3))))
 
 
 def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> Readings | str | None:
@@ -99,7 +121,7 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
     values = head_projection(a, v, heads, keys)
     if values is None:
         return None
-    parts = _parts(k)
+    parts = _parts(a, k)
     projected = [(start, each, p) for start, each in parts if (p := head_projection(a, each, heads, keys)) is not None]
     shared = [(start, each) for start, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
     if not projected:
@@ -126,15 +148,21 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
     }
 
 
-def _parts(k: Value) -> list[tuple[int, Value]]:
+def _parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
     """What keys are joined from, each with its first lane."""
-    if k.op != "cat" or k.attrs != (k.rank - 1,):
+    joined, axis = k, k.rank - 1
+    while joined.op == "permute":
+        joined, axis = joined.arg, joined.attrs[axis]
+    if joined.op != "cat" or joined.attrs != (axis,):
         return [(0, k)]
     found: list[tuple[int, Value]] = []
     start: Any = 0
-    for each in k.args:
-        found.append((start, each))
-        start += each.shape[-1]
+    for each in joined.args:
+        part = a.slice(k, -1, start, start + each.shape[axis])
+        if part is None:
+            return [(0, k)]
+        found.append((start, part))
+        start += each.shape[axis]
     return found
 
 
@@ -147,10 +175,16 @@ def _query_sources(
     query = head_projection(a, nope, heads, rows)
     if query is not None:
         sources[absorbed] = Reading("absorbed_query", {**query.captures(), "up": up_key})
-    rotation = found.get(rotated)
-    if rotation is not None and rotation.op == "rotation":
-        x = rotation.captures["x"]
+    for rotation in _rotations(a, found, rotated):
+        x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = head_projection(a, x, heads, rows)
         if lanes is not None:
             sources[x] = Reading("head_lanes", {**lanes.captures(), "heads_first": lanes.heads_first})
     return sources
+
+
+def _rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
+    """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions."""
+    forms = (rotated, a.permute(rotated, (0, 2, 1, 3)))
+    turned = [each for form in forms for each in (found.get(form), form.op == "cast" and found.get(form.arg)) if each]
+    return [each for each in turned if each.op == "rotation"]

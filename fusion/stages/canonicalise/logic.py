@@ -53,8 +53,13 @@ def either(a: Algebra, x: Value, y: Value) -> Value | None:
 def _pointwise(
     a: Algebra, op: str, args: Sequence[Value], attrs: tuple[Any, ...], dtype: torch.dtype | None
 ) -> Value | None:
+    """What is repeated in all of them is repeated behind it."""
     shape = broadcast(*(each.shape for each in args))
-    return None if shape is None else a.make(op, args, attrs, shape, dtype)
+    plain = [each.arg if each.op == "expand" else each for each in args]
+    once = broadcast(*(each.shape for each in plain))
+    if shape is None or once is None:
+        return None
+    return a.expand(a.make(op, plain, attrs, once, dtype), shape)
 
 
 def _operand(a: Algebra, x: Any, like: Value) -> Value | None:
@@ -145,7 +150,7 @@ for _op in ("and", "or"):
 def _not(a: Algebra, out: Out, x: Value) -> Translated:
     if out.dtype is not torch.bool:
         return None
-    return x.arg if x.op == "not" else a.make("not", (a.cast(x, torch.bool),), (), x.shape, torch.bool)
+    return x.arg if x.op == "not" else _pointwise(a, "not", (a.cast(x, torch.bool),), (), torch.bool)
 
 
 def _sees_nothing(condition: Value, scores: Value) -> bool:

@@ -65,12 +65,30 @@ def _turned(a: Algebra, softmax: Value) -> tuple[Value, tuple[int, ...]]:
     scores = scores_of(Scores(), softmax.arg)
     lead = () if scores.product is None else scores.product.shape[:-1]
     rows = arrangement(lead, scores.steps) if lead and softmax.attrs[0] == -1 else None
-    if rows is None or rows.identity or sorted(rows.before) != sorted(rows.after):
+    back = None if rows is None or scores.product is None else _places(rows, scores.product)
+    if back is None or back == tuple(range(len(back))):
         return softmax, ()
-    back = tuple(rows.after.index(run) for run in rows.before)
     z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
-    order = tuple(rows.before.index(run) for run in rows.after)
+    order = tuple(back.index(place) for place in range(len(back)))
     return a.make("softmax", (z,), softmax.attrs, z.shape, z.dtype), order
+
+
+def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
+    """Where the dims of a product stand among the rows of its softmax, those of size 1 in their order.
+
+    Rows that a reshape alone has moved stay where they are, unless queries and the heads of keys have changed places.
+    """
+    before, after = (
+        [tuple(e for e in run if rows.sizes[e] != 1) for run in runs] for runs in (rows.before, rows.after)
+    )
+    if sorted(before) != sorted(after):
+        return None
+    free = list(range(len(after)))
+    places = tuple(free.pop(next(n for n, place in enumerate(free) if after[place] == run)) for run in before)
+    keys = (*(1,) * (len(before) + 1 - product.args[1].rank), *product.args[1].shape[:-2])
+    apart = keys[places.index(len(before) - 1) : len(before) - 1] if len(before) - 1 in places[:-1] else ()
+    moved = sorted(rows.before) == sorted(rows.after) or any(size != 1 for size in apart[:1])
+    return places if moved else None
 
 
 def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:

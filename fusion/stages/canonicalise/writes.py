@@ -119,6 +119,8 @@ def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axi
     rows = a.reshape(a.expand(rows, (*shape, *others)), (count, length, *others))
     order = (0, *range(2, axis + 1), 1, *range(axis + 1, cache.rank))
     positions = a.reshape(positions, (positions.shape[0], 1)) if len(shape) == 1 else positions
+    if positions.shape[:-1] == (1,) and count == cache.shape[0]:  # the same for all sequences
+        positions = a.reshape(positions, positions.shape[-1:])
     return _write(a, cache, a.permute(rows, order), positions, axis, wraps=True)
 
 

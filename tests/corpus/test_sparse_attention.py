@@ -1,0 +1,88 @@
+"""Sparse attention over a latent is fused in every ordinary spelling of its parts; what only resembles it is not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fusion import testing
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.testing import LEVELS, Trial, capture
+
+from . import sparse_attention, sparse_attention_lists
+from .lookalikes_sparse_attention import LOOKALIKES
+from .sparse_attention_base import Entry, reference
+
+HOST = Options(target="host", lower="eager")
+SPELLINGS = (*sparse_attention.SPELLINGS, *sparse_attention_lists.SPELLINGS)
+NAMES = ("mla_prolog_v3", "lightning_indexer", "sparse_flash_attention")
+
+MISSED: dict[str, str] = {}
+
+
+def settings(entries: tuple[Entry, ...]) -> Any:
+    """Every entry at one level in one mode, so that all have their turn, and in all of them every night."""
+
+    def one(number: int, entry: Entry, place: int) -> Any:
+        mode, level = entry.modes[(number + place) % len(entry.modes)], LEVELS[(number + place // len(entry.modes)) % 3]
+        reason = MISSED.get(entry.name)
+        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        marks += [pytest.mark.nightly] if place else []
+        return pytest.param(entry, mode, level, id=f"{entry.name}-{mode}-{level}", marks=marks)
+
+    chosen = [
+        one(number, each, place)
+        for number, each in enumerate(entries)
+        for place in range(len(each.modes) * len(LEVELS))
+    ]
+    return pytest.mark.parametrize(("entry", "mode", "level"), chosen)
+
+
+def tried(form: Any, args: tuple[Any, ...], level: testing.Level) -> Trial:
+    """The code before and after the pass with the whole library."""
+    captured = capture(form, args, level)
+    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    outcome = fuse_graph(graph.graph, installed(), HOST, captured.facts)
+    graph.recompile()
+    return Trial(installed(), captured, graph, outcome)
+
+
+def called(t: Trial) -> tuple[int, ...]:
+    """How often prolog, indexer and sparse attention are called."""
+    targets = [str(node.target) for node in t.fused.graph.nodes if "fusion" in node.meta]
+    return tuple(sum(f"npu.npu_{name}" in each for each in targets) for name in NAMES)
+
+
+@pytest.mark.parametrize("entry", SPELLINGS, ids=lambda each: each.name)
+def test_spelling_is_sparse_attention(entry: Entry):
+    for mode in entry.modes:
+        block, args, copies = (entry.make(mode, torch.float64), *(entry.inputs(mode, torch.float64) for _ in range(2)))
+        results = block(*args)
+        exact = reference(block, *copies)
+        have = [*results] if mode == "grow" else [results, *args[3:-1]]
+        for got, want in zip(have, exact, strict=mode != "prefill"):
+            torch.testing.assert_close(got.reshape(want.shape), want, rtol=0, atol=2e-5)
+
+
+@settings(SPELLINGS)
+def test_spelling_is_fused(entry: Entry, mode: str, level: testing.Level):
+    dtype = torch.bfloat16
+    t = tried(entry.make(mode, dtype), entry.inputs(mode, dtype), level)
+    assert called(t) == entry.expected(dtype), "\n".join(map(str, t.outcome.refusals))
+    testing.means_what_it_says(t)
+    testing.emits_valid_calls(t)
+
+
+@settings(LOOKALIKES)
+def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, mode: str, level: testing.Level):
+    t = tried(entry.make(mode, torch.bfloat16), entry.inputs(mode, torch.bfloat16), level)
+    assert called(t) == entry.expected(torch.bfloat16), "\n".join(map(str, t.outcome.refusals))
+    reasons = [each.reason for each in t.outcome.refusals]
+    assert not entry.reason or any(entry.reason in each for each in reasons), reasons
+    testing.means_what_it_says(t)
