@@ -160,6 +160,8 @@ class Algebra:
                 return self.slice(pieces[0][0], axis, start - pieces[0][1], stop - pieces[0][1], step)
             if step == 1 and pieces:
                 return self._joined_pieces(pieces, axis, start, stop)
+        if x.op in ("largest", "largest_index") and (axis, start, step) == (x.rank - 1, 0, 1):
+            return self.make(x.op, x.args, (stop,), (*x.shape[:-1], stop), x.dtype)
         stop = start + (len(range(start, stop, step)) - 1) * step + 1 if start < stop else start
         shape = (*x.shape[:axis], len(range(start, stop, step)), *x.shape[axis + 1 :])
         return self.make("slice", (x,), (axis, start, stop, step), shape, x.dtype)

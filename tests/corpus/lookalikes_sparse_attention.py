@@ -1,4 +1,4 @@
-"""What resembles sparse attention or its prolog: less of it may be fused, and whatever is must mean the same."""
+"""What resembles sparse attention by an indexer: less of it may be fused, and whatever is must mean the same."""
 
 from __future__ import annotations
 
@@ -8,31 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from .attention_base import lowest
-from .sparse_attention_base import (
-    EPS,
-    HEADS,
-    SCALE,
-    Block,
-    D,
-    E,
-    K,
-    N,
-    R,
-    X,
-    choose,
-    entry,
-    expand,
-    halves,
-    hide,
-    norm,
-    pairs,
-    score,
-)
+from .sparse_attention_base import HEADS, UNFUSED, K, X, choose, entry, hide, score
 
-KEPT = ("chunk", "step")
+SEVERAL = ("prefill", "chunk")
 SUM = "what is chosen from is not the sum over heads"
 SIGN = "scores are multiplied by a number that is not positive"
-ONE_LATENT = "different latents"
 
 
 # scores of the indexer -----------------------------------------------------------------------------------------------
@@ -100,6 +80,36 @@ def local_bias(q, k, w):
     return score(q, k, w) + torch.arange(k.shape[1]) * 0.125
 
 
+def keys_of_queries(q, k, w):
+    return (F.relu(q @ k.mT) * w.unsqueeze(-1)).sum(2)
+
+
+def keys_of_queries_turned(q, k, w):
+    products = F.relu(q.transpose(0, 1) @ k.mT.unsqueeze(1)).transpose(0, 1)
+    return (products * w.unsqueeze(-1)).sum(2)
+
+
+def one_weight(q, k, w):
+    return (F.relu(q @ k.mT.unsqueeze(1)) * w[:1, :1].unsqueeze(-1)).sum(2)
+
+
+def one_weight_with_matmul(q, k, w):
+    return (w[:1, :1].unsqueeze(-2) @ F.relu(q @ k.mT.unsqueeze(1))).squeeze(2)
+
+
+def weights_of_keys(q, k, w):
+    return (F.relu(q @ k.mT.unsqueeze(1)) * k[..., :HEADS].mT.unsqueeze(1)).sum(2)
+
+
+def no_weights(q, k, w):
+    return F.relu(q @ k.mT.unsqueeze(1)).sum(2)
+
+
+def whole_products(q, k, w):
+    products = F.relu(q @ k.mT.unsqueeze(1)).to(torch.int32).to(q.dtype)
+    return (products * w.unsqueeze(-1)).sum(2)
+
+
 # lists ---------------------------------------------------------------------------------------------------------------
 
 
@@ -131,10 +141,6 @@ def wrapped(scores, seen):
     return choose(scores, seen) % 4
 
 
-def chosen_queries(scores, seen):
-    return scores.masked_fill(~seen, -math.inf).topk(min(K, scores.shape[1]), dim=1).indices.mT.contiguous()
-
-
 def windowed_list(scores, seen):
     t = scores.shape[-1]
     near = seen & (torch.arange(t) > seen.sum(-1, keepdim=True) - 1 - K)
@@ -147,6 +153,29 @@ def all_but_the_last(scores, seen):
 
 def all_but_the_first(scores, seen):
     return choose(scores, seen)[..., 1:]
+
+
+def whole_scores(scores, seen):
+    return (scores * 4).to(torch.int32).masked_fill(~seen, -100000).topk(min(K, scores.shape[-1]), -1).indices
+
+
+def listed_twice(scores, seen):
+    places = choose(scores, seen)
+    return torch.cat((places, torch.zeros_like(places[..., :1])), -1)
+
+
+def masked_in_two_shapes(scores, seen):
+    t = scores.shape[-1]
+    scores = scores.unsqueeze(1).masked_fill(~seen, -math.inf).squeeze(1)
+    real = torch.arange(t) < (torch.arange(scores.shape[0]) * 2 + 3)[:, None, None]
+    return scores.masked_fill(~real, -math.inf).topk(min(K, t), -1).indices
+
+
+def masked_in_two_other_shapes(scores, seen):
+    t = scores.shape[-1]
+    real = torch.arange(t) < (torch.arange(scores.shape[0]) * 2 + 3)[:, None, None]
+    scores = scores.masked_fill(~real, -math.inf).unsqueeze(1)
+    return scores.masked_fill(~seen, -math.inf).topk(min(K, t), -1).indices.squeeze(1)
 
 
 # masks ---------------------------------------------------------------------------------------------------------------
@@ -218,203 +247,17 @@ def lowered_twice(places, seen, x):
     return (listed + lowest(x) / 4).scatter(-1, places, 0.0).unsqueeze(1) + causal
 
 
-# keys, values and softmax --------------------------------------------------------------------------------------------
+def list_of_one_sequence(places, seen, x):
+    listed = torch.zeros(places.shape[1], seen.shape[-1], dtype=torch.bool).scatter(-1, places[0], True)
+    return (listed & seen)[None, None]
 
 
-def with_bias(block, latent):
-    heads = F.linear(latent, block.kv_b, block.kv_b[:, 0]).view(*latent.shape[:2], N, D + E).transpose(1, 2)
-    return heads.split((D, E), -1)
+def list_of_the_first(places, seen, x):
+    return (only_listed(places, seen, x)[:1] & seen).expand(x.shape[0], -1, -1, -1)
 
 
-def values_of_another(block, latent):
-    return expand(block, latent)[0], expand(block, latent.flip(-1))[1]
-
-
-def values_of_others(block, latent):
-    k, v = expand(block, latent)
-    return k, v.flip(2)
-
-
-def values_of_other_heads(block, latent):
-    k, v = expand(block, latent)
-    return k, v.roll(1, 1)
-
-
-def keys_of_other_heads(block, latent):
-    k, v = expand(block, latent)
-    return k.roll(1, 1), v
-
-
-def activated(block, latent):
-    k, v = expand(block, latent)
-    return F.silu(k), v
-
-
-def interleaved_heads(block, latent):
-    heads = F.linear(latent, block.kv_b).view(*latent.shape[:2], D + E, N).permute(0, 3, 1, 2)
-    return heads.split((D, E), -1)
-
-
-def turned_rope(k, rope):
-    return torch.cat((k, rope.flip(-1).unsqueeze(1).expand(-1, N, -1, -1)), -1)
-
-
-def rope_of_heads(k, rope):
-    gains = 1 + torch.arange(N).to(k.dtype)[:, None, None] / 8
-    return torch.cat((k, rope.unsqueeze(1) * gains), -1)
-
-
-def one_rope_for_two(k, rope):
-    return torch.cat((k, rope.unsqueeze(1).expand(-1, N, -1, -1) * 2), -1)
-
-
-def strange_softmax(q, k, v, mask):
-    scores = (q @ k.mT * SCALE).masked_fill(~mask, -math.inf).float()
-    powers = scores.exp()
-    return (powers / (1 + powers.sum(-1, keepdim=True))).to(q.dtype) @ v
-
-
-def capped(q, k, v, mask):
-    scores = torch.tanh(q @ k.mT * SCALE / 8) * 8
-    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
-
-
-def renormalised(q, k, v, mask):
-    weights = (q @ k.mT * SCALE).softmax(-1) * mask
-    return weights @ v
-
-
-def filled_with_lowest(q, k, v, mask):
-    return (q @ k.mT * SCALE).masked_fill(~mask, lowest(q)).softmax(-1) @ v
-
-
-# rotation and norms --------------------------------------------------------------------------------------------------
-
-
-def pairs_stay_pairs(x, cos, sin):
-    cos, sin = (each[..., : R // 2].unsqueeze(2) for each in (cos, sin))
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
-
-
-def turned_back(x, cos, sin):
-    return pairs(x, cos, -sin)
-
-
-def centred_norm(x, gain):
-    return norm(x - x.mean(-1, keepdim=True), gain)
-
-
-def no_gain(x, gain):
-    return F.rms_norm(x, x.shape[-1:], None, EPS)
-
-
-def no_norm(x, gain):
-    return x
-
-
-def other_gain(x, gain):
-    return norm(x, gain + 1)
-
-
-class Changed(Block):
-    """The block with something else around its parts."""
-
-
-class ListReturned(Changed):
-    """The list is a result as well."""
-
-    def places(self, *args):
-        self.listed = super().places(*args)
-        return self.listed
-
-    def forward(self, *args):
-        out = super().forward(*args)
-        return (*out, self.listed) if isinstance(out, tuple) else (out, self.listed)
-
-
-class BestReturned(Changed):
-    """The values of the best keys are used as well."""
-
-    def places(self, x, c, key, cos, sin, seen):
-        query = self.index_turned(F.linear(c, self.iq).view(*x.shape[:2], HEADS, X), cos, sin)
-        scores = self.parts.score(query, key, F.linear(x, self.iw)).masked_fill(~seen, -math.inf)
-        best = scores.topk(min(K, scores.shape[-1]), dim=-1)
-        self.best = best.values.clamp(min=-8.0)
-        return best.indices
-
-    def forward(self, *args):
-        out = super().forward(*args)
-        return (*out, self.best) if isinstance(out, tuple) else (out, self.best)
-
-
-class WeightsReturned(Changed):
-    """The weights of the softmax are a result as well."""
-
-    def attended(self, q, latent, rope, mask):
-        k, v = self.parts.expand(self, latent)
-        scores = (q @ self.parts.join(k, rope).mT * SCALE).masked_fill(~mask, -math.inf)
-        self.weights = scores.softmax(-1)
-        return self.weights @ v
-
-    def forward(self, *args):
-        out = super().forward(*args)
-        return (*out, self.weights) if isinstance(out, tuple) else (out, self.weights)
-
-
-class LatentReturned(Changed):
-    """The queries' latent is a result as well."""
-
-    def query_latent(self, x):
-        self.latent = super().query_latent(x)
-        return self.latent
-
-    def forward(self, *args):
-        out = super().forward(*args)
-        return (*out, self.latent) if isinstance(out, tuple) else (out, self.latent)
-
-
-class KeysReturned(Changed):
-    """The keys of all heads are a result as well."""
-
-    def attended(self, q, latent, rope, mask):
-        k, v = self.parts.expand(self, latent)
-        self.keys = self.parts.join(k, rope)
-        return self.parts.attend(q, self.keys, v, mask)
-
-    def forward(self, *args):
-        out = super().forward(*args)
-        return (*out, self.keys) if isinstance(out, tuple) else (out, self.keys)
-
-
-class QueriesWithBias(Changed):
-    """The first projection has a bias."""
-
-    def query_latent(self, x):
-        return self.parts.norm(F.linear(x, self.q_a, self.q_norm), self.q_norm)
-
-
-class OneList(Changed):
-    """All sequences use the list of the first one."""
-
-    def places(self, *args):
-        return super().places(*args)[:1].expand(args[0].shape[0], -1, -1)
-
-
-class AnotherKey(Changed):
-    """The indexer reads the keys of other positions."""
-
-    def places(self, x, c, key, *more):
-        return super().places(x, c, key.flip(1), *more)
-
-
-class WrittenLater(Changed):
-    """The attention reads the cache of the latent as it was before this step."""
-
-    def kept(self, rows, state):
-        old = state[0].clone()
-        _, rope, key, start = super().kept(rows, state)
-        return old, rope, key, start
+def list_of_the_last(places, seen, x):
+    return only_listed(places, seen, x)[-1:] & seen
 
 
 LOOKALIKES = (
@@ -435,57 +278,40 @@ LOOKALIKES = (
     entry("local_bias", score=local_bias, indexer=0),
     entry("smallest", choose=smallest, indexer=0),
     entry("smallest_with_infinity", choose=smallest_with_infinity, indexer=0),
-    entry("without_mask", choose=without_mask, hide=listed_or_first, indexer=0, sparse=0, prolog=0),
-    entry("masked_with_zero", choose=masked_with_zero, hide=listed_or_first, indexer=0, sparse=0, prolog=0),
-    entry("softly_masked", choose=softly_masked, hide=listed_or_first, indexer=0, sparse=0, prolog=0),
-    entry("moved", choose=moved, hide=listed_or_first, indexer=0, sparse=0, prolog=0),
-    entry("wrapped", choose=wrapped, hide=listed_or_first, indexer=0, sparse=0, prolog=0),
-    entry("chosen_queries", ("chunk",), choose=chosen_queries, hide=listed_or_first, indexer=0, sparse=0, prolog=0),
+    entry("without_mask", choose=without_mask, hide=listed_or_first, **UNFUSED),
+    entry("masked_with_zero", choose=masked_with_zero, hide=listed_or_first, **UNFUSED),
+    entry("softly_masked", choose=softly_masked, hide=listed_or_first, **UNFUSED),
+    entry("moved", choose=moved, indexer=0),
+    entry("wrapped", choose=wrapped, indexer=0),
     entry("windowed_list", choose=windowed_list, indexer=0),
     entry("all_but_the_last", choose=all_but_the_last, indexer=0),
     entry("all_but_the_first", ("chunk", "step", "grow"), choose=all_but_the_first, indexer=0),
-    entry("only_listed", hide=only_listed, indexer=0),
-    entry("all_but_listed", hide=all_but_listed, indexer=0, sparse=0, prolog=0),
-    entry("listed_or_near", hide=listed_or_near, indexer=0, sparse=0, prolog=0),
-    entry("listed_and_near", hide=listed_and_near, indexer=0, sparse=0, prolog=0),
-    entry("listed_or_first", hide=listed_or_first, indexer=0, sparse=0, prolog=0),
-    entry("padded", ("chunk", "step", "grow"), hide=padded, indexer=0, sparse=0, prolog=0),
-    entry("softly_hidden", hide=softly_hidden, indexer=0, sparse=0, prolog=0),
-    entry("hidden_by_a_hundred", hide=hidden_by_a_hundred, indexer=0, sparse=0, prolog=0),
-    entry("written_twice", hide=written_twice, indexer=0, sparse=0, prolog=0),
-    entry("two_lists", hide=two_lists, indexer=0, sparse=0, prolog=0),
-    entry("counted_from_the_end", hide=counted_from_the_end, indexer=0, sparse=0, prolog=0),
-    entry("for_other_queries", hide=for_other_queries, indexer=0, sparse=0, prolog=0),
+    entry("only_listed", ("prefill", "chunk", "step"), hide=only_listed, indexer=0),
+    entry("all_but_listed", hide=all_but_listed, **UNFUSED),
+    entry("listed_or_near", hide=listed_or_near, **UNFUSED),
+    entry("listed_and_near", hide=listed_and_near, **UNFUSED),
+    entry("listed_or_first", hide=listed_or_first, **UNFUSED),
+    entry("padded", ("chunk", "step", "grow"), hide=padded, **UNFUSED),
+    entry("softly_hidden", hide=softly_hidden, **UNFUSED),
+    entry("hidden_by_a_hundred", hide=hidden_by_a_hundred, **UNFUSED),
+    entry("written_twice", hide=written_twice, **UNFUSED),
+    entry("two_lists", hide=two_lists, **UNFUSED),
+    entry("counted_from_the_end", hide=counted_from_the_end, **UNFUSED),
+    entry("for_other_queries", hide=for_other_queries, **UNFUSED),
     entry("for_other_sequences", hide=for_other_sequences, indexer=0),
-    entry("lowered_twice", hide=lowered_twice, indexer=0, sparse=0, prolog=0),
-    entry("with_bias", expand=with_bias, indexer=0, sparse=0, prolog=0),
-    entry("values_of_another", expand=values_of_another, indexer=0, sparse=0, prolog=0, reason=ONE_LATENT),
-    entry("values_of_others", expand=values_of_others, indexer=0, sparse=0, prolog=0),
-    entry("values_of_other_heads", expand=values_of_other_heads, indexer=0, sparse=0, prolog=0),
-    entry("keys_of_other_heads", expand=keys_of_other_heads, indexer=0, sparse=0, prolog=0),
-    entry("activated", expand=activated, indexer=0, sparse=0, prolog=0),
-    entry("interleaved_heads", expand=interleaved_heads, indexer=0, sparse=0, prolog=0),
-    entry("turned_rope", join=turned_rope),
-    entry("rope_of_heads", join=rope_of_heads, indexer=0, sparse=0, prolog=0),
-    entry("one_rope_for_two", join=one_rope_for_two),
-    entry("strange_softmax", attend=strange_softmax, indexer=0, sparse=0, prolog=0),
-    entry("capped", attend=capped, indexer=0, sparse=0, prolog=0, reason="capped softly"),
-    entry("renormalised", attend=renormalised, indexer=0, sparse=0, prolog=0),
-    entry("filled_with_lowest", attend=filled_with_lowest),
-    entry("pairs_stay_pairs", rope=pairs_stay_pairs, prolog=0),
-    entry("halves_stay_halves", rope=halves, prolog=0),
-    entry("turned_back", rope=turned_back, prolog=0),
-    entry("centred_norm", norm=centred_norm, prolog=0),
-    entry("no_gain", norm=no_gain, prolog=0),
-    entry("no_norm", norm=no_norm, prolog=0),
-    entry("other_gain", norm=other_gain, prolog=0),
-    entry("list_returned", block=ListReturned),
-    entry("best_returned", block=BestReturned),
-    entry("weights_returned", block=WeightsReturned, indexer=0, sparse=0, prolog=0),
-    entry("latent_returned", block=LatentReturned),
-    entry("keys_returned", block=KeysReturned),
-    entry("queries_with_bias", block=QueriesWithBias, prolog=0),
-    entry("one_list", block=OneList, indexer=0),
-    entry("another_key", block=AnotherKey),
-    entry("written_later", KEPT, block=WrittenLater),
-)
+    entry("lowered_twice", ("prefill", "chunk", "step"), hide=lowered_twice, **UNFUSED, reason="lowered least"),
+    entry("keys_of_queries", SEVERAL, score=keys_of_queries, tokens=2, indexer=0, reason=SUM),
+    entry("keys_of_queries_turned", SEVERAL, score=keys_of_queries_turned, tokens=2, indexer=0, reason=SUM),
+    entry("one_weight", score=one_weight),
+    entry("one_weight_with_matmul", score=one_weight_with_matmul),
+    entry("weights_of_keys", score=weights_of_keys, indexer=0, reason=SUM),
+    entry("no_weights", score=no_weights, indexer=0, reason=SUM),
+    entry("whole_products", score=whole_products, indexer=0, reason=SUM),
+    entry("whole_scores", choose=whole_scores, indexer=0),
+    entry("listed_twice", choose=listed_twice, indexer=0),
+    entry("masked_in_two_shapes", choose=masked_in_two_shapes, indexer=0, reason="arranged otherwise"),
+    entry("masked_in_two_other_shapes", choose=masked_in_two_other_shapes, indexer=0, reason="arranged otherwise"),
+    entry("list_of_one_sequence", hide=list_of_one_sequence, indexer=0),
+    entry("list_of_the_first", hide=list_of_the_first, **UNFUSED),
+    entry("list_of_the_last", hide=list_of_the_last, **UNFUSED),
+)  # fmt: skip

@@ -149,7 +149,12 @@ class Block(nn.Module):
         places = self.places(x, c, key, cos, sin, seen)
         y = self.attended(q, latent, rope, p.hide(places, seen, x))
         out = F.linear(y.transpose(1, 2).reshape(b, s, N * E), self.o)
-        return (out, latent, rope, key) if self.mode == "grow" else out
+        results = (out, *((latent, rope, key) if self.mode == "grow" else ()), *self.beside())
+        return results if len(results) > 1 else out
+
+    def beside(self):
+        """Further results."""
+        return ()
 
     def query_latent(self, x):
         return self.parts.norm(F.linear(x, self.q_a), self.q_norm)
@@ -162,7 +167,7 @@ class Block(nn.Module):
         if self.mode == "prefill":
             return *rows, 0
         if self.mode == "grow":
-            return *(torch.cat((old, new), 1) for old, new in zip(state, rows, strict=True)), P
+            return *(torch.cat((old, new), 1) for old, new in zip(state, rows, strict=True)), state[0].shape[1]
         *caches, start = state
         return *(self.parts.write(old, new, start) for old, new in zip(caches, rows, strict=True)), start
 
@@ -188,7 +193,6 @@ class Entry:
         modes: in which modes this makes a difference.
         block: the module, where more than its parts is different.
         reason: text of the refusal, where less is fused.
-        means: whether it means the same as the reference.
         start: what the code is told of the first position of new tokens.
         tokens: how many of them there are, where there are several.
         batch: how many sequences.
@@ -202,7 +206,6 @@ class Entry:
     modes: tuple[str, ...] = MODES
     block: type[Block] = Block
     reason: str = ""
-    means: bool = True
     start: Callable[[int], Any] = torch.tensor
     tokens: int = S
     batch: int = B
@@ -275,7 +278,7 @@ def _kept(mode: str, rows: tuple[Tensor, ...], state: tuple[Any, ...]) -> tuple[
     if mode == "prefill":
         return list(rows), torch.zeros(batch)
     if mode == "grow":
-        return [torch.cat(each, 1) for each in zip(state, rows, strict=True)], torch.full((batch,), P)
+        return [torch.cat(each, 1) for each in zip(state, rows, strict=True)], torch.full((batch,), state[0].shape[1])
     *caches, start = state
     first = torch.as_tensor(start).expand(batch)
     whole = [cache.reshape(batch, T, -1).clone() for cache in caches]
@@ -290,6 +293,9 @@ def tables(batch: int, first: int, tokens: int) -> tuple[Tensor, Tensor]:
     angles = torch.arange(first, first + tokens)[:, None] / 30.0 ** (torch.arange(R // 2) * 2 / R)
     twice = torch.cat((angles, angles), -1).expand(batch, -1, -1)
     return twice.cos().bfloat16().double().contiguous(), twice.sin().bfloat16().double().contiguous()
+
+
+UNFUSED = {"prolog": 0, "indexer": 0, "sparse": 0}
 
 
 def entry(name: str, modes: tuple[str, ...] = MODES, **parts: Any) -> Entry:

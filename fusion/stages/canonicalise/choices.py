@@ -27,6 +27,12 @@ def _topk(
     return a.make("largest", (x,), (k,), shape, x.dtype), a.make("largest_index", (x,), (k,), shape, torch.int64)
 
 
+@translates("aten.sort.default")
+def _sort(a: Algebra, out: Out, x: Value, dim: int = -1, descending: bool = False) -> Translated:
+    """In descending order, all are the largest."""
+    return _topk(a, out, x, x.shape[dim], dim) if descending and x.rank else None
+
+
 @translates("aten.scatter.value")
 def _scatter_value(a: Algebra, out: Out, x: Value, dim: int, places: Value, number: Any) -> Translated:
     if not is_number(number) and not isinstance(number, bool):

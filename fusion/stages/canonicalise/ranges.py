@@ -124,3 +124,11 @@ def _clamp_min(a: Algebra, out: Out, x: Value, low: Any) -> Translated:
 @translates("aten.clamp_max.default")
 def _clamp_max(a: Algebra, out: Out, x: Value, high: Any) -> Translated:
     return _clamp(a, out, x, None, high)
+
+
+@translates("aten.maximum.default")
+def _maximum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
+    """The larger of a tensor and the same number everywhere."""
+    x, y = (y, x) if x.op == "full" else (x, y)
+    bound = y.arg if y.op == "expand" else y
+    return _clamp(a, out, x, bound.attrs[0]) if bound.op == "full" and x.shape == out.shape else None
