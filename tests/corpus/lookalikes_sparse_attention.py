@@ -284,7 +284,7 @@ LOOKALIKES = (
     entry("moved", choose=moved, indexer=0),
     entry("wrapped", choose=wrapped, indexer=0),
     entry("windowed_list", choose=windowed_list, indexer=0),
-    entry("all_but_the_last", choose=all_but_the_last, indexer=0),
+    entry("all_but_the_last", choose=all_but_the_last),
     entry("all_but_the_first", ("chunk", "step", "grow"), choose=all_but_the_first, indexer=0),
     entry("only_listed", ("prefill", "chunk", "step"), hide=only_listed, indexer=0),
     entry("all_but_listed", hide=all_but_listed, **UNFUSED),

@@ -26,9 +26,10 @@ Readings = dict[Value, Reading]
 
 @dataclass(frozen=True)
 class HeadProjection:
-    """Lanes start … start + d of each head of x Wᵀ, for x [B, S, K], W [N · width, K]."""
+    """Lanes start … start + d of each head of x Wᵀ, for x [B, S, K], W [N · width, K]; `source` is x as it lies."""
 
     x: Value
+    source: Value
     weight: Value
     heads: Any
     width: Any
@@ -63,7 +64,7 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
         for start in (each for each in starts if each + count <= width):
             forms = _forms(a, opened, start, count)
             if value in forms:
-                return HeadProjection(tokens, weight, heads, width, start, value is not forms[0])
+                return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
     return next(
         (found for each in below if (found := _by_heads(a, value, each, heads, rows, starts)) is not None), None
     )
@@ -86,7 +87,7 @@ def _by_heads(
     for start in (each for each in starts if each + count <= width):
         forms = _forms(a, a.permute(opened, (0, 2, 1, 3)), start, count)
         if value in forms:
-            return HeadProjection(tokens, weight, heads, width, start, value is not forms[0])
+            return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
     return None
 
 
@@ -130,7 +131,7 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
     (start, part, up), (offset, rope) = projected[0], shared[0]
     width, rest = part.shape[-1], rope.shape[-1]
-    if up.x is not values.x:
+    if up.source is not values.source:
         return "keys and values are projected from different latents"
     if not isinstance(width, int) or not isinstance(rest, int):
         return "the parts of the keys have symbolic widths"
@@ -139,11 +140,10 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
     absorbed = None if nope is None else matmul(a, nope, up_key)
     if nope is None or rotated is None or absorbed is None:
         return "the queries cannot be cut into the parts of the keys"
-    rope = a.reshape(rope, (rope.shape[0], keys, rope.shape[-1]))
     return {
         q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed}),
-        k: Reading("latent_keys", {"latent": up.x, "rope": rope, "up": up_key}),
-        v: Reading("latent_values", {"latent": up.x, "up": up_value}),
+        k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key}),
+        v: Reading("latent_values", {"latent": up.source, "up": up_value}),
         **_query_sources(a, found, nope, rotated, absorbed, up_key),
     }
 
