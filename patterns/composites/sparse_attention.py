@@ -31,8 +31,9 @@ class SparseAttention(Rule):
 
     @pattern
     def by_indexer(
-        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"), latent=tensor("B T C"),
-        k_rope=tensor("B T Dr"), up_key=tensor("N D C", optional=True), up_value=tensor("N C E", optional=True), query=tensor("B S H Di"),
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
+        latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
+        up_value=tensor("N C E", optional=True), query=tensor("B S H Di"),
         key=tensor("B T Di"), weights=tensor("B S H"), places=tensor("B S K"), mask_length=tensor("B", optional=True),
         length=tensor("B", optional=True), count=attribute(), some=attribute(), scale=scalar(), order=attribute(),
         known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(), empty=attribute(),
@@ -44,14 +45,15 @@ class SparseAttention(Rule):
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
             k=p.latent_keys(latent=latent, rope=k_rope, up=up_key), v=p.latent_values(latent=latent, up=up_value),
-            mask=p.chosen_keys(places=listed, distinct=distinct, **seen), order=mask_order, window=mask_window, known=mask_known,
-            length=mask_length, scale=scale, empty=empty, finish=finish,
+            mask=p.chosen_keys(places=listed, distinct=distinct, **seen), order=mask_order, window=mask_window,
+            known=mask_known, length=mask_length, scale=scale, empty=empty, finish=finish,
         )  # fmt: skip
 
     @pattern
     def by_places(
-        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"), latent=tensor("B T C"),
-        k_rope=tensor("B T Dr"), up_key=tensor("N D C", optional=True), up_value=tensor("N C E", optional=True), places=tensor("B S K"),
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
+        latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
+        up_value=tensor("N C E", optional=True), places=tensor("B S K"),
         mask_length=tensor("B", optional=True), length=tensor("B", optional=True), some=attribute(), scale=scalar(),
         order=attribute(), known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(),
         empty=attribute(), finish=attribute(), distinct=attribute(),
@@ -141,7 +143,9 @@ def _attended(
     absorbed: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, listed: Tensor, scale: float, order: str,
     known: Any, length: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Queries [B, N, S, C + Dr] over the listed rows of the latent [B, T, C + Dr], as [B, S, N, C]."""
+    """Queries [B, N, S, C + Dr] over the listed rows of the latent [.., C] and [.., Dr], as [B, S, N, C]."""
+    batch = absorbed.shape[0]
+    latent, k_rope = (each.reshape(batch, -1, each.shape[-1]) for each in (latent, k_rope))
     mode, keys = latent_calls.lengths(latent, absorbed.shape[2], order, known, length)
     rows = latent.unsqueeze(2)
     return torch.ops.npu.npu_sparse_flash_attention(

@@ -71,10 +71,10 @@ def named(report: fusion.Report) -> str:
 
 
 def combinations() -> Iterator[Any]:
-    """Every family, mode and attention; a third of them for each push."""
+    """Every family, mode and attention; a fifth of them for each push."""
     modes = ("prefill_static", "decode_static", "prefill_dynamic", "decode_dynamic")
     for number, each in enumerate(product(FAMILIES, modes, ("sdpa", "eager"))):
-        yield pytest.param(*each, marks=[pytest.mark.nightly] if number % 3 else [])
+        yield pytest.param(*each, marks=[pytest.mark.nightly] if number % 5 else [])
 
 
 @pytest.mark.parametrize(("family", "mode", "attention"), combinations())

@@ -27,9 +27,10 @@ Readings = dict[Value, Reading]
 
 @dataclass(frozen=True)
 class HeadProjection:
-    """Lanes start … start + d of each head of x Wᵀ, for x [B, S, K], W [N · width, K]."""
+    """Lanes start … start + d of each head of x Wᵀ, for x [B, S, K], W [N · width, K]; `source` is x as it lies."""
 
     x: Value
+    source: Value
     weight: Value
     heads: Any
     width: Any
@@ -64,7 +65,7 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
         for start in (each for each in starts if each + count <= width):
             forms = _forms(a, opened, start, count)
             if value in forms:
-                return HeadProjection(tokens, weight, heads, width, start, value is not forms[0])
+                return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
     return next(
         (found for each in below if (found := _by_heads(a, value, each, heads, rows, starts)) is not None), None
     )
@@ -79,15 +80,15 @@ def _by_heads(
     x, y = product.args
     width, batch, count = y.shape[-1], value.shape[0], value.shape[-1]
     own = (*(1,) * (4 - x.rank), *x.shape[:-1])
-    if own != (batch, 1, rows) or not isinstance(width, int):
+    if own != (batch, 1, rows) or not isinstance(width, int) or not isinstance(count, int):
         return None
     opened = a.reshape(product, (batch, heads, rows, width))
     weight = a.reshape(swapped(a, a.reshape(y, y.shape[-3:])), (heads * width, y.shape[-2]))
     tokens = a.reshape(x, (batch, rows, x.shape[-1]))
-    for start in starts:
-        forms = _forms(a, a.permute(opened, (0, 2, 1, 3)), start, count) if start + count <= width else ()
+    for start in (each for each in starts if each + count <= width):
+        forms = _forms(a, a.permute(opened, (0, 2, 1, 3)), start, count)
         if value in forms:
-            return HeadProjection(tokens, weight, heads, width, start, value is not forms[0])
+            return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
     return None
 
 
@@ -142,11 +143,10 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
     absorbed = None if nope is None else matmul(a, nope, up_key)
     if nope is None or rotated is None or absorbed is None:
         return "the queries cannot be cut into the parts of the keys"
-    rope = a.reshape(rope, (rope.shape[0], keys, rope.shape[-1]))
     return {
         q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed}),
-        k: Reading("latent_keys", {"latent": up.x, "rope": rope, "up": up_key}),
-        v: Reading("latent_values", {"latent": up.x, "up": up_value}),
+        k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key}),
+        v: Reading("latent_values", {"latent": up.source, "up": up_value}),
         **_query_sources(a, found, nope, rotated, absorbed, up_key),
     }
 
@@ -158,18 +158,17 @@ def _absorbed(
     start = next((start for start, each in parts if each is v), None)
     if start is None or not isinstance(k.shape[-1], int):
         return None
-    stop, width = start + v.shape[-1], k.shape[-1]
+    stop, width = start + int(v.shape[-1]), int(k.shape[-1])
     others = [bounds for bounds in ((0, start), (stop, width)) if bounds[0] < bounds[1]]
     if len(others) != 1:
         return None
     absorbed, rotated, rope = (a.slice(x, -1, *of) for x, of in ((q, (start, stop)), (q, others[0]), (k, others[0])))
     if absorbed is None or rotated is None or rope is None:
         return None
-    latent, rope = (a.reshape(each, (each.shape[0], *each.shape[2:])) for each in (v, rope))
     readings = {
         q: Reading("latent_queries", {"rope": rotated, "absorbed": absorbed}),
-        k: Reading("latent_keys", {"latent": latent, "rope": rope}),
-        v: Reading("latent_values", {"latent": latent}),
+        k: Reading("latent_keys", {"latent": v, "rope": rope}),
+        v: Reading("latent_values", {"latent": v}),
     }
     up = absorbed.args[1] if absorbed.op == "matmul" else None
     if up is None or absorbed.arg.rank != 4 or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != q.shape[1:2]:
