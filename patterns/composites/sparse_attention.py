@@ -31,8 +31,9 @@ class SparseAttention(Rule):
 
     @pattern
     def by_indexer(
-        self, p, nope=tensor("B N S D"), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"), latent=tensor("*L C"),
-        k_rope=tensor("*R Dr"), up_key=tensor("N D C"), up_value=tensor("N C E"), query=tensor("B S H Di"),
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
+        latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
+        up_value=tensor("N C E", optional=True), query=tensor("B S H Di"),
         key=tensor("B T Di"), weights=tensor("B S H"), places=tensor("B S K"), mask_length=tensor("B", optional=True),
         length=tensor("B", optional=True), count=attribute(), some=attribute(), scale=scalar(), order=attribute(),
         known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(), empty=attribute(),
@@ -50,8 +51,9 @@ class SparseAttention(Rule):
 
     @pattern
     def by_places(
-        self, p, nope=tensor("B N S D"), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"), latent=tensor("*L C"),
-        k_rope=tensor("*R Dr"), up_key=tensor("N D C"), up_value=tensor("N C E"), places=tensor("B S K"),
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
+        latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
+        up_value=tensor("N C E", optional=True), places=tensor("B S K"),
         mask_length=tensor("B", optional=True), length=tensor("B", optional=True), some=attribute(), scale=scalar(),
         order=attribute(), known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(),
         empty=attribute(), finish=attribute(), distinct=attribute(),

@@ -55,15 +55,19 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
     return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
 
 
-def by_transpose(y: Tensor, up: Tensor) -> Tensor:
+def by_transpose(y: Tensor, up: Tensor | None) -> Tensor:
     """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E], by the operator that turns heads back."""
+    require(up is not None, "the model itself expands the result")
+    assert up is not None
     rows = torch.ops.npu.npu_transpose_batchmatmul(
         y.flatten(0, 1), up.contiguous(), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
     )
     return rows.unflatten(0, y.shape[:2]).transpose(1, 2)
 
 
-def by_matmul(y: Tensor, up: Tensor) -> Tensor:
-    """The same by a batched product, for sizes that the other operator does not take."""
+def by_matmul(y: Tensor, up: Tensor | None) -> Tensor:
+    """The same by a batched product, for sizes that the other operator does not take; y itself without `up`."""
+    if up is None:
+        return y.transpose(1, 2)
     rows = torch.bmm(y.flatten(0, 1).transpose(0, 1), up.contiguous())
     return rows.unflatten(1, y.shape[:2]).transpose(0, 1)

@@ -140,7 +140,7 @@ class Block(nn.Module):
         c = self.query_latent(x)
         q = F.linear(c, self.q_b).view(b, s, N, D + R)
         q = torch.cat((q[..., :D], p.rope(q[..., D:], cos, sin)), -1).transpose(1, 2)
-        latent, rope = F.linear(x, self.kv_a).split((C, R), -1)
+        latent, rope = self.key_latent(x)
         latent, rope = p.norm(latent, self.kv_norm), p.rope(rope.unsqueeze(2), cos, sin).squeeze(2)
         key = p.layer_norm(F.linear(x, self.ik), self.ik_gain, self.ik_bias)
         key = self.index_turned(key.unsqueeze(2), cos, sin).squeeze(2)
@@ -158,6 +158,9 @@ class Block(nn.Module):
 
     def query_latent(self, x):
         return self.parts.norm(F.linear(x, self.q_a), self.q_norm)
+
+    def key_latent(self, x):
+        return F.linear(x, self.kv_a).split((C, R), -1)
 
     def index_turned(self, x, cos, sin):
         return torch.cat((self.parts.index_rope(x[..., :R], cos, sin), x[..., R:]), -1)

@@ -39,7 +39,7 @@ def attention(
         return "some of the weights are dropped at random" if dropped(value.arg) else None
     if weights.softmax.attrs[0] != -1:
         return "the softmax is taken over the queries, not over the keys"
-    scores = scores_of(Scores(), weights.softmax.arg)
+    scores = scores_of(a, Scores(), weights.softmax.arg)
     if scores.odd or scores.product is None:
         return scores.odd or None
     if weights.cut != (scores.sink is not None):

@@ -21,7 +21,7 @@ from fusion.stages.canonicalise.translate import WHOLE, Out, Translated, is_numb
 def _topk(
     a: Algebra, out: Out, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Translated:
-    if not isinstance(k, int) or not largest or not x.rank or dim % x.rank != x.rank - 1:
+    if isinstance(k, Value) or not largest or not x.rank or dim % x.rank != x.rank - 1:
         return None
     shape = (*x.shape[:-1], k)
     return a.make("largest", (x,), (k,), shape, x.dtype), a.make("largest_index", (x,), (k,), shape, torch.int64)

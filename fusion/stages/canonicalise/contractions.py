@@ -56,7 +56,7 @@ def _of_batches(a: Algebra, x: Value, y: Value) -> Value | None:
         kept = flat.op == "reshape" and flat.arg.rank > flat.rank and flat.arg.shape[-2:] == flat.shape[-2:]
         if kept and x.shape[:-2] == y.shape[:-2]:
             batch = flat.arg.shape[:-2]
-            whole = _product(a, *(a.reshape(each, (*batch, *each.shape[-2:])) for each in (x, y)))
+            whole = matmul(a, *(a.reshape(each, (*batch, *each.shape[-2:])) for each in (x, y)))
             return None if whole is None else a.reshape(whole, (*x.shape[:-2], *whole.shape[-2:]))
     return _product(a, x, y)
 

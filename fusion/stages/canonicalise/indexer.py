@@ -115,10 +115,20 @@ def index_selection(
     words = _words(a, limits(formula, len(found.shape)), (batch, 1, queries, keys), inside)
     if words is None:
         return _MASK
-    count = places.attrs[0]
-    listed = a.reshape(places, (batch, queries, count))
+    count = _at_most(places.attrs[0])
+    if count is None:
+        return "how many keys are listed is not known"
+    listed = a.reshape(places, (batch, queries, places.attrs[0]))
     captures = {"query": query, "key": key, "weights": weights, "places": listed, "count": count}
     return Reading("index_selection", captures | words, positions.names())
+
+
+def _at_most(count: Any) -> int | None:
+    """The number of keys that are listed where there are so many."""
+    if isinstance(count, int):
+        return count
+    numbers = [int(each) for each in count.args if each.is_Integer] if count.func.__name__ == "Min" else []
+    return numbers[0] if numbers else None
 
 
 def begins(a: Algebra, positions: Positions, written: Sequence[Value], queries: Any, keys: Any) -> frozenset[Affine]:

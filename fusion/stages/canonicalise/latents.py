@@ -7,6 +7,7 @@ Both lines on the right hold for every c, so that neither keys nor values need b
 Every form is proven by building it: a value is a projection of heads if it is what the algebra makes of one.
 
     latent_queries(nope, rope, absorbed)    latent_keys(latent, rope, up)        latent_values(latent, up)
+        (without nope and up where the model itself absorbs them)
     absorbed_query(x, weight, width, start, up)         head_lanes(x, weight, width, start, heads_first)
 """
 
@@ -119,10 +120,12 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
     """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it."""
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
     heads, keys = q.shape[1], k.shape[2]
+    parts = _parts(a, k)
+    if v.shape[1] == k.shape[1] == 1:
+        return _absorbed(a, found, q, k, v, parts)
     values = head_projection(a, v, heads, keys)
     if values is None:
         return None
-    parts = _parts(a, k)
     projected = [(start, each, p) for start, each in parts if (p := head_projection(a, each, heads, keys)) is not None]
     shared = [(start, each) for start, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
     if not projected:
@@ -131,7 +134,7 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
     (start, part, up), (offset, rope) = projected[0], shared[0]
     width, rest = part.shape[-1], rope.shape[-1]
-    if up.source is not values.source:
+    if up.x is not values.x:
         return "keys and values are projected from different latents"
     if not isinstance(width, int) or not isinstance(rest, int):
         return "the parts of the keys have symbolic widths"
@@ -146,6 +149,31 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         v: Reading("latent_values", {"latent": up.source, "up": up_value}),
         **_query_sources(a, found, nope, rotated, absorbed, up_key),
     }
+
+
+def _absorbed(
+    a: Algebra, found: Mapping[Value, Reading], q: Value, k: Value, v: Value, parts: Sequence[tuple[int, Value]]
+) -> Readings | None:
+    """Readings where the model absorbs the projections itself: the values are the latent, the keys latent and rope."""
+    start = next((start for start, each in parts if each is v), None)
+    if start is None or not isinstance(k.shape[-1], int):
+        return None
+    stop, width = start + int(v.shape[-1]), int(k.shape[-1])
+    others = [bounds for bounds in ((0, start), (stop, width)) if bounds[0] < bounds[1]]
+    if len(others) != 1:
+        return None
+    absorbed, rotated, rope = (a.slice(x, -1, *of) for x, of in ((q, (start, stop)), (q, others[0]), (k, others[0])))
+    if absorbed is None or rotated is None or rope is None:
+        return None
+    readings = {
+        q: Reading("latent_queries", {"rope": rotated, "absorbed": absorbed}),
+        k: Reading("latent_keys", {"latent": v, "rope": rope}),
+        v: Reading("latent_values", {"latent": v}),
+    }
+    up = absorbed.args[1] if absorbed.op == "matmul" else None
+    if up is None or absorbed.arg.rank != 4 or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != q.shape[1:2]:
+        return readings
+    return readings | _query_sources(a, found, absorbed.arg, rotated, absorbed, a.reshape(up, up.shape[-3:]))
 
 
 def _parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:

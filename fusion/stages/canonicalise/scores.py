@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from fusion.graph import Algebra, Value
+from fusion.graph import Algebra, Value, broadcast
 from fusion.stages.canonicalise.arrangement import Arrangement, Step, arrangement
+from fusion.stages.canonicalise.contractions import matmul, swapped
 from fusion.stages.canonicalise.masks import MASKED, Term
 
 
@@ -62,15 +64,25 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
 
 def _turned(a: Algebra, softmax: Value) -> tuple[Value, tuple[int, ...]]:
     """The softmax of scores whose rows stand in the order of the product, and the order in which they stood."""
-    scores = scores_of(Scores(), softmax.arg)
+    scores = scores_of(a, Scores(), softmax.arg)
     lead = () if scores.product is None else scores.product.shape[:-1]
     rows = arrangement(lead, scores.steps) if lead and softmax.attrs[0] == -1 else None
     back = None if rows is None or scores.product is None else _places(rows, scores.product)
+    back = (0, 2, 1) if softmax.attrs[0] == -1 and _heads_behind(softmax, scores) else back
     if back is None or back == tuple(range(len(back))):
         return softmax, ()
     z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
     order = tuple(back.index(place) for place in range(len(back)))
     return a.make("softmax", (z,), softmax.attrs, z.shape, z.dtype), order
+
+
+def _heads_behind(softmax: Value, scores: Scores) -> bool:
+    """Whether rows [B, S, N] have heads behind positions: all share the keys, and masks depend on positions alone."""
+    if softmax.rank != 4 or scores.product is None or prod(scores.product.args[1].shape[1:-2]) != 1:
+        return False
+    masks = [(1,) * (4 - each.mask.rank) + each.mask.shape for each in scores.terms]
+    alike = bool(masks) and softmax.shape[2] != 1 and all(shape[2] == 1 for shape in masks)
+    return alike and (softmax.shape[1] == 1 or any(shape[1] != 1 for shape in masks))
 
 
 def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
@@ -110,31 +122,31 @@ def _step(x: Value) -> Step | None:
 # scores ------------------------------------------------------------------------------------------------------------
 
 
-def scores_of(found: Scores, z: Value) -> Scores:
+def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
     """Walk down from the argument of the softmax to the product of queries and keys."""
     match z.op:
         case "matmul":
             return replace(found, product=z)
         case "cast":
-            return scores_of(found, z.arg)
+            return scores_of(a, found, z.arg)
         case "reshape" | "permute":
             step = _step(z)
-            return found if step is None else scores_of(replace(found, steps=(step, *found.steps)), z.arg)
+            return found if step is None else scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
         case "scale":
-            return scores_of(replace(found, scale=found.scale * z.attrs[0]), z.arg)
+            return scores_of(a, replace(found, scale=found.scale * z.attrs[0]), z.arg)
         case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
             if found.scale != 1 or found.terms or found.steps or found.sink is not None:
                 return replace(found, odd="a sink is scaled or masked like a score")
-            return scores_of(replace(found, sink=z.args[1]), z.arg)
+            return scores_of(a, replace(found, sink=z.args[1]), z.arg)
         case "add":
-            return _added(found, z)
+            return _added(a, found, z)
         case "where":
-            return _chosen(found, z)
+            return _chosen(a, found, z)
         case "tanh":
             return replace(found, odd="the scores are capped softly by tanh, which the operator does not do")
         case "mul" if _number(z.args[0]) or _number(z.args[1]):
             scores, factor = z.args if _number(z.args[1]) else z.args[::-1]
-            return scores_of(replace(found, scale=found.scale * _number(factor)), scores)
+            return scores_of(a, replace(found, scale=found.scale * _number(factor)), scores)
         case "mul" if _product_in(z) is not None:
             return replace(found, odd="the scores are scaled by a tensor, where the operator takes a number")
         case _:
@@ -150,29 +162,65 @@ def _number(x: Value) -> float:
     return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
 
 
-def _added(found: Scores, z: Value) -> Scores:
+def _added(a: Algebra, found: Scores, z: Value) -> Scores:
+    whole = _joined(a, *z.args)
+    if whole is not None:
+        return scores_of(a, found, whole)
     for scores, other in (z.args, z.args[::-1]):
         product = _product_in(scores)
         if product is None:
             continue
         of_rows = other.shape[-1:] == (1,) and z.shape[-1] != 1
         if of_rows and found.sink is None and not found.terms and _computed_from(other, product):
-            return scores_of(found, scores)  # the same for a whole row, as its maximum: the softmax does not see it
+            return scores_of(a, found, scores)  # the same for a whole row, as its maximum: the softmax does not see it
         if found.steps:
             return replace(found, odd="the scores are masked before they are arranged otherwise")
         term = Term("add", other, found.scale)
-        return scores_of(replace(found, terms=(*found.terms, term)), scores)
+        return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
     return found
 
 
-def _chosen(found: Scores, z: Value) -> Scores:
+def _joined(a: Algebra, left: Value, right: Value) -> Value | None:
+    """A sum of two products of queries and keys as one: q kᵀ + r sᵀ = [q, r] [k, s]ᵀ; None for other sums."""
+    if (left.op, left.attrs, left.shape) != (right.op, right.attrs, right.shape):
+        return None
+    if left.op == "matmul":
+        (q, k), (r, s) = ((each.arg, swapped(a, each.args[1])) for each in (left, right))
+        whole = [_side_by_side(a, *pair) for pair in ((q, r), (k, s))]
+        return None if whole[0] is None or whole[1] is None else matmul(a, whole[0], swapped(a, whole[1]))
+    inner = _joined(a, left.arg, right.arg) if left.op in ("cast", "scale", "reshape", "permute") else None
+    if inner is None:
+        return None
+    match left.op:
+        case "cast":
+            return a.cast(inner, left.dtype)
+        case "scale":
+            return a.scale(inner, left.attrs[0])
+        case "reshape":
+            return a.reshape(inner, left.shape)
+        case _:
+            return a.permute(inner, left.attrs)
+
+
+def _side_by_side(a: Algebra, left: Value, right: Value) -> Value | None:
+    """Two tensors joined along their last dim, below what widens both; what one has for all heads is repeated."""
+    lead = broadcast(left.shape[:-1], right.shape[:-1])
+    if lead is None or left.dtype != right.dtype:
+        return None
+    if left.op == right.op == "cast" and left.arg.dtype == right.arg.dtype:
+        inner = _side_by_side(a, left.arg, right.arg)
+        return None if inner is None else a.cast(inner, left.dtype)
+    return a.cat([a.expand(each, (*lead, each.shape[-1])) for each in (left, right)], -1)
+
+
+def _chosen(a: Algebra, found: Scores, z: Value) -> Scores:
     condition, yes, no = z.args
     for how, scores, fill in (("keep", yes, no), ("drop", no, yes)):
         if _product_in(scores) is not None:
             if found.steps or fill.op != "full" or fill.attrs[0] * found.scale > MASKED:
                 return replace(found, odd="scores are replaced by something else than a number of at most -1e4")
             term = Term(how, condition, fill=fill.attrs[0] * found.scale)
-            return scores_of(replace(found, terms=(*found.terms, term)), scores)
+            return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
     return found
 
 
