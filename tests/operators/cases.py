@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.operators import attention_cases as attention
+from tests.operators import latent_line_cases as line
 from tests.operators import sparse_cases as sparse
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -254,6 +255,7 @@ CASES = (
     *_both(_ATB, "padding alone", _atb_pages(-1, -1)),
     *_both(_ATB, "no token", _atb_pages()),
     *(case for label, make in sparse.PROLOG for case in _both(_PROLOG, label, make)),
+    *(case for label, make in line.CASES for case in _both(line.NAMES, label, make)),
     *(Case("npu_transpose_batchmatmul", label, make) for label, make in (*sparse.PRODUCTS, sparse.TURNED_WEIGHT)),
     *(Case("npu_lightning_indexer", label, make) for label, make in sparse.INDEXER),
     *(Case("npu_sparse_flash_attention", label, make) for label, make in sparse.ATTENTION),

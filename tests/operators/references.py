@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.operators import attention_references as attention
+from tests.operators import latent_line_cases as line
 from tests.operators import sparse_references as sparse
 
 
@@ -145,6 +146,7 @@ REFERENCES = {
     "atb::_npu_reshape_and_cache.functional": reshape_and_cache,
     "npu_mla_prolog_v3": sparse.prolog,
     "npu_mla_prolog_v3_functional": sparse.prolog,
+    **dict.fromkeys(line.NAMES, line.reference),
     "npu_transpose_batchmatmul": sparse.product,
     "npu_lightning_indexer": sparse.indexer,
     "npu_sparse_flash_attention": sparse.attention,
