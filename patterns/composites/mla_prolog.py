@@ -28,18 +28,18 @@ def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, begin, first, heads_f
     """Rotated queries, absorbed queries, and the latent that both come from."""
     latent = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(latent), weight=uq, width=width, start=first, heads_first=heads_first)
-    rotated = _rotated(p, lanes, cos, sin, dtype, x, heads_first)
-    return rotated, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
+    turned = rotated(p, lanes, cos, sin, dtype, x, heads_first)
+    return turned, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
 
 
 def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
     """The rows of both caches."""
     both = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside)
     latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
-    return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
+    return latent, rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
 
 
-def _rotated(p, x, cos, sin, dtype, like, heads_first=None):
+def rotated(p, x, cos, sin, dtype, like, heads_first=None):
     """Computed in float32, as by the operator, or in the dtype of the model."""
     cos, sin = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
     wide = p.maybe_cast(x, to=torch.float32)
@@ -85,15 +85,8 @@ class _Prolog(Rule):
         require(begin == 0 and first == up.shape[1], "the lanes that are rotated do not follow those that are not")
         require(split == up.shape[2] and end == dkv.shape[0], "latent and rotated key do not make up one projection")
         require(width == first + end - split, "the heads have more lanes than both parts of the queries")
-        written = kv_cache is None or x.shape[0] == _sequences(kv_cache, start, axis)
+        written = kv_cache is None or x.shape[0] == latent_calls.sequences(kv_cache, start, axis)
         require(written, "the caches hold other sequences than the hidden states")
-
-
-def _sequences(cache: Any, start: Any, axis: int) -> Any:
-    """How many sequences of a cache rows are written to along `axis`: those that have a start, or all."""
-    if start.shape:
-        return start.shape[0]
-    return cache.shape[0] if axis else 1
 
 
 @dataclass(frozen=True)
