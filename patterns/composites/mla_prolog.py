@@ -6,6 +6,7 @@
 *Matches* the projections of both latents, their norms, the rotation of pairs to halves, and (in `MlaProlog`) the writes
 of consecutive rows into contiguous caches, beside an attention that reads absorbed queries (DeepSeek-V2, 2024).
 *Replaces with* `npu_mla_prolog_v3`; a contiguous cache is read as pages in their own order.
+Where that is left out, with its older versions, launched one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.examples import mla_prolog
 from patterns.primitives import latent_calls
 
@@ -51,13 +52,21 @@ def prolog(
     sin: Tensor, eps_cq: float, eps_ckv: float, heads_first: bool, caches: tuple[Tensor, Tensor], **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotated queries, absorbed queries [B, N, S, C], their latent [B, S, Q], and both caches with new rows."""
-    weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
-    tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
     query, q_rope, _, latent, _, *written = torch.ops.npu.npu_mla_prolog_v3_functional(
-        x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables, *caches,
+        *_read(x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin), *caches,
         rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, query_norm_flag=True, **how,
     )  # fmt: skip
     return q_rope.transpose(1, 2) if heads_first else q_rope, query.transpose(1, 2), latent, *written
+
+
+def _read(
+    x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor, cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What every version reads first."""
+    weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
+    tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
+    return x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables
 
 
 class _Prolog(Rule):
@@ -119,6 +128,21 @@ class MlaProlog(_Prolog):
             x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, pages,
             cache_mode="PA_BSND", cache_index=slots,
         )  # fmt: skip
+        return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
+
+    @lowering
+    @variants(version=("npu_mla_prolog_v2", "npu_mla_prolog"))
+    def older(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, kv_cache, kr_cache,
+              start, axis, version):  # fmt: skip
+        """The same where the third version is left out: the others keep the latent of the queries for themselves."""
+        slots = latent_calls.slots(start, x.shape[0], x.shape[1], kv_cache.shape[axis], x.device)
+        query, q_rope, kv, kr = getattr(torch.ops.npu, version).functional(
+            *_read(x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin), slots,
+            latent_calls.pages(kv_cache, axis), latent_calls.pages(kr_cache, axis),
+            rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, cache_mode="PA_BSND",
+        )  # fmt: skip
+        latent = torch.ops.npu.npu_rms_norm(torch.nn.functional.linear(x, dq), gamma_cq, eps_cq)[0]
+        found = q_rope.transpose(1, 2) if heads_first else q_rope, query.transpose(1, 2), latent
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 
     def examples(self) -> Iterator[Example]:

@@ -124,7 +124,7 @@ told(found=found, first=first, untouched=untouched, errors=errors, last=shown(en
 
 TAKEN_OVER = """
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-theirs = [name for name in operators() if not name.endswith((".tensor_lengths", ".functional"))]
+theirs = [name for name in operators() if not name.endswith((".tensor_lengths", ".functional", ".in_place"))]
 kernels = {name: [has(name, key) for key in ("CPU", "PrivateUse1", "Meta")] for name in theirs}
 own = {name: [has(name, key) for key in ("CPU", "Meta")] for name in set(operators()) - set(theirs)}
 packet = torch.ops.npu.npu_fused_infer_attention_score_v2
@@ -138,7 +138,7 @@ y, rstd = torch.ops.npu.npu_rms_norm(x.half().to("meta"), gamma.half().to("meta"
 
 def assert_own_overloads(facts: dict[str, Any]) -> None:
     """Our overloads stand beside the ones of torch_npu, and run."""
-    assert len(facts["own"]) == 3
+    assert len(facts["own"]) == 7
     assert set(map(tuple, facts["own"].values())) == {(True, True)}
     assert facts["overloads"] == ["default", "out", "tensor_lengths"]
     assert facts["attended"] == [2, 3, 8]
@@ -217,3 +217,14 @@ def test_the_real_torch_npu_without_its_libraries_is_broken():
     assert facts["origin"]["source"] == "own"
     assert "torch_npu is installed but does not import" in facts["origin"]["reason"]
     assert facts["runs"]
+
+
+def test_a_device_runs_what_hides_its_writes_by_the_vendors_own_overload(monkeypatch: pytest.MonkeyPatch):
+    ensure()
+    op = operator("npu::npu_mla_prolog_v2.in_place")
+    results = tuple(torch.zeros(each) for each in (1, 2, 3, 4, 5))
+    given: list[Any] = []
+    packet = SimpleNamespace(default=lambda *args, **kwargs: given.append((args, kwargs)) or results)
+    monkeypatch.setattr(torch.ops, "npu", SimpleNamespace(npu_mla_prolog_v2=SimpleNamespace(**vars(packet), in_place=op.overload())))
+    assert run_by_default(op, 1, 2, cache_mode="PA_NZ") == results[:2]
+    assert given == [((1, 2), {"cache_mode": "PA_NZ"})]
