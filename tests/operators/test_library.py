@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fusion.operators import ensure, operator
+from fusion.operators.library import run_by_default
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import REPO, requires_torch_npu
 
@@ -219,12 +223,30 @@ def test_the_real_torch_npu_without_its_libraries_is_broken():
     assert facts["runs"]
 
 
-def test_a_device_runs_what_hides_its_writes_by_the_vendors_own_overload(monkeypatch: pytest.MonkeyPatch):
+def test_what_hides_its_writes_is_run_by_the_vendors_own_overload():
     ensure()
-    op = operator("npu::npu_mla_prolog_v2.in_place")
-    results = tuple(torch.zeros(each) for each in (1, 2, 3, 4, 5))
-    given: list[Any] = []
-    packet = SimpleNamespace(default=lambda *args, **kwargs: given.append((args, kwargs)) or results)
-    monkeypatch.setattr(torch.ops, "npu", SimpleNamespace(npu_mla_prolog_v2=SimpleNamespace(**vars(packet), in_place=op.overload())))
-    assert run_by_default(op, 1, 2, cache_mode="PA_NZ") == results[:2]
-    assert given == [((1, 2), {"cache_mode": "PA_NZ"})]
+    older = operator("npu::npu_mla_prolog_v2.in_place")
+    library = torch.library.Library("written_unsaid", "DEF")
+    library.define("twice(Tensor x, Tensor cache) -> (Tensor, Tensor, Tensor)")
+    library.define("twice.in_place(Tensor x, Tensor(a!) cache) -> (Tensor, Tensor)")
+    library.impl("twice", lambda x, cache: (x + 1, x + 2, cache.add_(x)), "CPU")
+    stand_in = replace(
+        older, schema="written_unsaid::twice.in_place(Tensor x, Tensor(a!) cache) -> (Tensor, Tensor)",
+        dims={}, dtypes={}, limits={},
+    )  # fmt: skip
+    cache = torch.ones(2)
+    one, two = run_by_default(stand_in, torch.ones(2), cache=cache)
+    assert [each.tolist() for each in (one, two, cache)] == [[2, 2], [3, 3], [2, 2]]
+
+
+@requires_torch_npu
+def test_a_device_has_a_kernel_for_what_hides_its_writes():
+    facts = with_torch_npu("""
+import torch, torch_npu
+from fusion.operators import ensure, operators
+ensure()
+hidden = [name for name, each in operators().items() if each.hides_writes]
+told(hidden={name: torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1") for name in hidden})
+""")
+    names = ("npu::npu_mla_prolog.in_place", "npu::npu_mla_prolog_v2.in_place")
+    assert facts == {"hidden": dict.fromkeys(names, True)}
