@@ -3,6 +3,7 @@
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.joined_projections import JoinedProjections
+from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.paged_write import PagedWrite
@@ -37,6 +38,8 @@ def library() -> tuple[Rule, ...]:
         Attention(),
         LatentAttention(),
         SparseAttention(),
+        KvRmsnormRopeCache(),
+        KvRmsnormRopeCacheRows(),
         MlaProlog(),
         MlaPrologRows(),
         CacheWrite(),

@@ -30,12 +30,25 @@ def lengths(keys: Tensor, queries: Any, order: str, known: Any, length: Tensor |
     return mode, torch.full((keys.shape[0],), count, dtype=torch.int32, device=keys.device)
 
 
-def pages(cache: Tensor, axis: int) -> Tensor:
-    """A contiguous cache [B, .., T, .., D] of one head as pages [Block, Size, 1, D], T along `axis`."""
-    size: Any = cache.shape[axis]
+def sequences(cache: Any, start: Any, axis: int) -> Any:
+    """How many sequences of a cache rows are written to along `axis`: those that have a start, or all."""
+    if start.shape:
+        return start.shape[0]
+    return cache.shape[0] if axis else 1
+
+
+def of_one_head(cache: Tensor, axis: int) -> Tensor:
+    """A contiguous cache [B, .., T, .., D], T along `axis`, whose other dims have size 1."""
     others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
     require(all(each == 1 for each in others), "the cache holds several heads: as pages they would alias each other")
     require(cache.is_contiguous(), "the cache is not contiguous, so that it cannot be read as pages")
+    return cache
+
+
+def pages(cache: Tensor, axis: int) -> Tensor:
+    """A contiguous cache [B, .., T, .., D] of one head as pages [Block, Size, 1, D], T along `axis`."""
+    cache = of_one_head(cache, axis)
+    size: Any = cache.shape[axis]
     page = next((each for each in PAGES if isinstance(size, int) and size % each == 0), 0)
     require(page, "the cache holds {size} positions, which no size of a page divides", size=size)
     return cache.reshape(-1, page, 1, cache.shape[-1])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.operators import attention_cases as attention
+from tests.operators import latent_line_cases as line
 from tests.operators import sparse_cases as sparse
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -176,6 +177,7 @@ _ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 _RUN = ("scatter_update", "scatter_update_")
 _PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
 _PROLOG = ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional")
+OLDER = tuple(f"npu_mla_prolog{which}.{form}" for which in ("", "_v2") for form in ("in_place", "functional"))
 _ATB = ("atb::_npu_reshape_and_cache", "atb::_npu_reshape_and_cache.functional")
 
 CASES = (
@@ -254,6 +256,8 @@ CASES = (
     *_both(_ATB, "padding alone", _atb_pages(-1, -1)),
     *_both(_ATB, "no token", _atb_pages()),
     *(case for label, make in sparse.PROLOG for case in _both(_PROLOG, label, make)),
+    *(case for label, make in line.CASES for case in _both(line.NAMES, label, make)),
+    *(case for label, make in sparse.OLDER for case in _both(OLDER, label, make)),
     *(Case("npu_transpose_batchmatmul", label, make) for label, make in (*sparse.PRODUCTS, sparse.TURNED_WEIGHT)),
     *(Case("npu_lightning_indexer", label, make) for label, make in sparse.INDEXER),
     *(Case("npu_sparse_flash_attention", label, make) for label, make in sparse.ATTENTION),

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.operators import attention_references as attention
+from tests.operators import latent_line_cases as line
 from tests.operators import sparse_references as sparse
+from tests.operators.cases import OLDER
 
 
 def norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6, *, plus: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -145,6 +147,8 @@ REFERENCES = {
     "atb::_npu_reshape_and_cache.functional": reshape_and_cache,
     "npu_mla_prolog_v3": sparse.prolog,
     "npu_mla_prolog_v3_functional": sparse.prolog,
+    **dict.fromkeys(line.NAMES, line.reference),
+    **dict.fromkeys(OLDER, sparse.older_prolog),
     "npu_transpose_batchmatmul": sparse.product,
     "npu_lightning_indexer": sparse.indexer,
     "npu_sparse_flash_attention": sparse.attention,

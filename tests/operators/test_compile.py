@@ -57,6 +57,12 @@ def latent(x: Tensor) -> tuple[Tensor, ...]:
     query, rope, _, _, _, keys, ropes = npu.npu_mla_prolog_v3_functional(
         x, *weights, *gammas, angle.sin(), angle.cos(), *caches, cache_index=slots
     )
+    wide = x[:, None, :, :80], gammas[1], angle[:, None].cos(), angle[:, None].sin(), slots.flatten()
+    line = dict(cache_mode="PA")
+    _, _, ropes, keys = npu.npu_kv_rmsnorm_rope_cache_v2_functional(*wide, ropes, keys, **line)
+    for older in (npu.npu_mla_prolog, npu.npu_mla_prolog_v2):
+        index = slots, keys, ropes
+        query, rope, keys, ropes = older.functional(x, *weights, *gammas, angle.sin(), angle.cos(), *index)
     table = torch.arange(b, device=x.device, dtype=torch.int32)[:, None] + 1
     lengths = torch.full((b,), s, device=x.device, dtype=torch.int32)
     of = {"actual_seq_lengths_query": lengths, "layout_query": "BSND", "block_table": table}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fusion.operators import Operator, operator, operators
-from tests.operators.cases import CASES, DTYPES, Case, described, flat
+from tests.operators.cases import CASES, DTYPES, OLDER, Case, described, flat
 from tests.operators.references import REFERENCES
 
 # Root mean square of the error over that of the result: one or two roundings of the dtype's last bit.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-7, torch.float64: 1e-14}
 # Times that: four roundings, one after the other, weigh as much as two that are independent.
-CHAINS = {"npu_mla_prolog_v3": 2, "npu_mla_prolog_v3_functional": 2}
+CHAINS = dict.fromkeys(("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional", *OLDER), 2)
 
 
 def widened(arguments: dict) -> dict:

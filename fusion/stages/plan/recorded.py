@@ -181,7 +181,8 @@ class PlanBook:
         args, kwargs = _arguments(step, steps, inputs)
         if operator.in_place and lowering is not None and lowering not in operator.lowerings:
             operator = OPERATORS[operator.in_place]  # which replaces it there
-        if operator.short.partition(".")[0] in self._disabled:
+        forms = (operator.short, operator.in_place.partition("::")[2])  # whichever of them will run
+        if any(form.partition(".")[0] in self._disabled for form in forms):
             return f"{operator.short} is left out by the option disable"
         return refusal(operator, target.name, args, kwargs, lowering, self._host_reads)
 
