@@ -9,6 +9,7 @@ from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.primitives.attention import Attention
+from patterns.primitives.attention_pages import PagedAttention
 from patterns.primitives.cache_write import CacheWrite
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.layer_norm import LayerNorm
@@ -34,6 +35,7 @@ def library() -> tuple[Rule, ...]:
         ExpertRouting(),
         ExpertShares(),
         Attention(),
+        PagedAttention(),
         SparseAttention(),
         MlaProlog(),
         MlaPrologRows(),

@@ -182,7 +182,7 @@ class Planner:
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
         """What it costs to run nodes of the model."""
-        return sum(node_cost(node, self.target) for node in nodes)
+        return math.fsum(node_cost(node, self.target) for node in nodes)  # the same in whatever order
 
     def _dying_together(self, match: Match, lowering: str, plan: Plan, shared: _Sharing) -> frozenset[fx.Node]:
         """What nothing needs any more once all matches that share a call of this one are rewritten like it."""
