@@ -3,6 +3,8 @@
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.joined_projections import JoinedProjections
+from patterns.composites.latent_attention import LatentAttention
+from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.rope_pair import RopePair
@@ -36,6 +38,8 @@ def library() -> tuple[Rule, ...]:
         ExpertShares(),
         Attention(),
         PagedAttention(),
+        LatentAttention(),
+        PagedLatentAttention(),
         SparseAttention(),
         MlaProlog(),
         MlaPrologRows(),

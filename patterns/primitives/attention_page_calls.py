@@ -57,7 +57,8 @@ def batched(
 ) -> Tensor:  # fmt: skip
     """Queries [B, N, S, D] of one sequence beside the other; the result [B, N, S, E]."""
     seen, many = lengths(seen, q, table)
-    told = dict(atten_mask=mask, sparse_mode=1) if mask is not None else seen.arguments(q.device, q.shape[2])
+    told: dict[str, Any] = dict(atten_mask=mask, sparse_mode=1)
+    told = told if mask is not None else seen.arguments(q.device, q.shape[2])
     if mask is not None and q.shape[2] != 1:
         told |= dict(inner_precise=2)  # queries that see nothing give 0
     last = calls.heads_last(q) and k.dim() == 3

@@ -1,8 +1,8 @@
 """out = softmax(scale · q kᵀ, masked) v, of keys and values k[b, p · Size + o] = pages[table[b, p], o].
 
-*Matches* attention over keys and values that are gathered from the pages of a cache (Kwon et al., PagedAttention, 2023).
-*Replaces with* `npu_fused_infer_attention_score_v2`, which reads the pages by the block table, up to the length of each
-sequence: no copy of the cache is made. Where the mask is not proven to be an order or a length, it is passed on.
+*Matches* attention over keys and values that are gathered from the pages of a cache (PagedAttention, Kwon et al.,
+2023). *Replaces with* `npu_fused_infer_attention_score_v2`, which reads the pages by the block table, up to the length
+of each sequence: no copy of the cache is made. A mask that is not proven to be an order or a length is passed on.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PagedAttention(Rule):
             mask=paged.wide(hidden, of, q.shape[0]), num_key_value_heads=k.shape[1], softmax_scale=scale,
         )  # fmt: skip
         nothing = mask.all(-1, keepdim=True) if empty == "nan" else None
-        return calls.finished(y if nothing is None else torch.where(nothing, torch.nan, y), finish)
+        return calls.finished(y if nothing is None else y.masked_fill(nothing, torch.nan), finish)
 
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""
@@ -117,5 +117,5 @@ def _told(
         _table(k, key_pages, table, heads_first), num_key_value_heads=k.shape[1], softmax_scale=scale, **arguments,
     )  # fmt: skip
     if count is not None and empty == "nan":
-        y = torch.where((count <= 0).reshape(-1, 1, 1, 1), torch.nan, y)
+        y = y.masked_fill((count <= 0).reshape(-1, 1, 1, 1), torch.nan)
     return calls.finished(y, finish)

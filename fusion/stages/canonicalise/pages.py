@@ -2,9 +2,9 @@
 
     paged_rows(rows, pages, table; heads_first)     pages [Blocks, Size, N, D], or [Blocks, N, Size, D]; table [B, M]
 
-A page may be taken whole, by its number, or row by row, by `table · Size + o`. Every form is proven by building it. What
-a sequence does not reach of its pages may be cut off behind. A negative number counts pages from the end: `wrap` makes
-that explicit.
+A page may be taken whole, by its number, or row by row, by `table · Size + o`. Every form is proven by building it.
+What a sequence does not reach of its pages may be cut off behind. A negative number counts pages from the end: `wrap`
+makes that explicit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading]) -> dict[Va
     """Readings of the keys, values and latents of attention that are gathered from pages."""
     readings: dict[Value, Reading] = {}
     for attention in [each for each in found.values() if each.op == "softmax_attention"]:
-        batch, heads, keys, _ = attention.captures["k"].shape
+        batch, _, keys, _ = attention.captures["k"].shape
         names = (attention.captures["k"], attention.captures["v"])
         parts = [part for each in names if each in found for part in _latents(found[each])]
         for value, count in (*((each, each.shape[1]) for each in names), *((each, 1) for each in parts)):
