@@ -6,6 +6,7 @@ from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
+from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
@@ -42,6 +43,7 @@ def library() -> tuple[Rule, ...]:
         PagedLatentAttention(),
         SparseAttention(),
         MlaProlog(),
+        MlaPrologPaged(),
         MlaPrologRows(),
         CacheWrite(),
         PagedWrite(),

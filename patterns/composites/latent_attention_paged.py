@@ -37,13 +37,13 @@ class PagedLatentAttention(Rule):
     @pattern
     def counted(
         self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
-        latent=tensor("*L C"), k_rope=tensor("*R Dr"), pages=tensor("Block Size U C"),
-        rope_pages=tensor("Block Size U Dr"), table=tensor("B P"), up_key=tensor("N D C", optional=True),
-        up_value=tensor("N C E", optional=True), mask=tensor("*M S T"), count=tensor("B"), scale=scalar(),
-        order=attribute(), window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
+        latent=tensor("*L C"), k_rope=tensor("*R Dr"), pages=tensor("*P C"),
+        rope_pages=tensor("*P Dr"), table=tensor("B P"), up_key=tensor("N D C", optional=True),
+        up_value=tensor("N C E", optional=True), mask=tensor("*M S T"), count=tensor("B"), size=attribute(),
+        scale=scalar(), order=attribute(), window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
     ):  # fmt: skip
         """A mask up to a length that may be 0: `count` keys are seen."""
-        rows = _gathered(p, latent, k_rope, pages, rope_pages, table)
+        rows = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
             k=p.latent_keys(latent=rows[0], rope=rows[1], up=up_key), v=p.latent_values(latent=rows[0], up=up_value),
@@ -54,14 +54,14 @@ class PagedLatentAttention(Rule):
     @pattern
     def written(
         self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
-        latent=tensor("*L C"), k_rope=tensor("*R Dr"), pages=tensor("Block Size U C"),
-        rope_pages=tensor("Block Size U Dr"), table=tensor("B P"), up_key=tensor("N D C", optional=True),
+        latent=tensor("*L C"), k_rope=tensor("*R Dr"), pages=tensor("*P C"),
+        rope_pages=tensor("*P Dr"), table=tensor("B P"), up_key=tensor("N D C", optional=True),
         up_value=tensor("N C E", optional=True), mask=tensor("*M S T", optional=True),
-        length=tensor("B", optional=True), scale=scalar(), order=attribute(), window=attribute(), known=attribute(),
-        empty=attribute(), finish=attribute(),
+        length=tensor("B", optional=True), size=attribute(), scale=scalar(), order=attribute(),
+        window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
     ):  # fmt: skip
         """Any other mask, as in `Attention.written`."""
-        rows = _gathered(p, latent, k_rope, pages, rope_pages, table)
+        rows = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
             k=p.latent_keys(latent=rows[0], rope=rows[1], up=up_key), v=p.latent_values(latent=rows[0], up=up_value),
@@ -70,36 +70,36 @@ class PagedLatentAttention(Rule):
 
     @lowering
     @variants(**SEVERAL)
-    def told(self, absorbed, q_rope, latent, pages, rope_pages, table, up_value, count, length, scale, order, window,
-             known, empty, finish, values, version):  # fmt: skip
+    def told(self, absorbed, q_rope, latent, pages, rope_pages, table, size, up_value, count, length, scale, order,
+             window, known, empty, finish, values, version):  # fmt: skip
         """What is seen, told in words."""
-        of = _Pages(pages, rope_pages, table, latent, scale, version)
+        of = _Pages(pages, rope_pages, table, size, latent, scale, version)
         return _told(of, absorbed, q_rope, count, calls.Seen(order, window, known, length), empty, up_value, values,
                      finish)  # fmt: skip
 
     @lowering
     @variants(**SEVERAL)
-    def told_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, up_value, count, length, scale,
-                      order, window, known, empty, finish, values, version):  # fmt: skip
+    def told_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, size, up_value, count, length,
+                      scale, order, window, known, empty, finish, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
-        of = _Pages(pages, rope_pages, table, latent, scale, version)
+        of = _Pages(pages, rope_pages, table, size, latent, scale, version)
         return _told(of, latent_calls.absorbed(nope, up_key), q_rope, count, calls.Seen(order, window, known, length),
                      empty, up_value, values, finish)  # fmt: skip
 
     @lowering
     @variants(**SEVERAL)
-    def shown(self, absorbed, q_rope, latent, pages, rope_pages, table, up_value, mask, scale, empty, finish, values,
-              version):  # fmt: skip
+    def shown(self, absorbed, q_rope, latent, pages, rope_pages, table, size, up_value, mask, scale, empty, finish,
+              values, version):  # fmt: skip
         """What is seen, shown by the mask."""
-        of = _Pages(pages, rope_pages, table, latent, scale, version)
+        of = _Pages(pages, rope_pages, table, size, latent, scale, version)
         return _shown(of, absorbed, q_rope, mask, empty, up_value, values, finish)
 
     @lowering
     @variants(**SEVERAL)
-    def shown_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, up_value, mask, scale, empty,
+    def shown_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, size, up_value, mask, scale, empty,
                        finish, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
-        of = _Pages(pages, rope_pages, table, latent, scale, version)
+        of = _Pages(pages, rope_pages, table, size, latent, scale, version)
         return _shown(of, latent_calls.absorbed(nope, up_key), q_rope, mask, empty, up_value, values, finish)
 
     def examples(self) -> Iterator[Example]:
@@ -111,36 +111,34 @@ class PagedLatentAttention(Rule):
         return iter(latent_attention_paged.REJECTS)
 
 
-def _gathered(p: Any, latent: Any, k_rope: Any, pages: Any, rope_pages: Any, table: Any) -> tuple[Any, Any]:
+def _gathered(p, latent, k_rope, pages, rope_pages, table, size):
     """The latent and its rotated lanes as rows of pages."""
-    return tuple(
-        p.reshaped(p.paged_rows(rows=rows, pages=of, table=table, heads_first=False))
-        for rows, of in ((latent, pages), (k_rope, rope_pages))
-    )  # type: ignore[return-value]
+    rows = ((latent, pages), (k_rope, rope_pages))
+    return [p.reshaped(p.paged_rows(rows=x, pages=of, table=table, size=size, heads_first=False)) for x, of in rows]
 
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages [Block, Size, 1, C] and [Block, Size, 1, Dr], and how the operator is called on them."""
+    """Pages of `size` rows [.., C] and [.., Dr], and how the operator is called on them."""
 
     latent: Tensor
     rope: Tensor
     blocks: Tensor
+    size: int
     rows: Tensor
     scale: float
     version: int
 
     def table(self) -> paged.Table:
         """The block table."""
-        return paged.Table(
-            self.blocks, self.latent.shape[1], self.rows.numel() // self.rows.shape[-1] // len(self.blocks)
-        )
+        keys = self.rows.numel() // self.rows.shape[-1] // self.blocks.shape[0]
+        return paged.Table(self.blocks, self.size, keys)
 
     def attended(
         self, absorbed: Tensor, q_rope: Tensor, seen: calls.Seen = calls.Seen(), mask: Tensor | None = None
     ) -> Tensor:
         """Queries [B, N, S, C + Dr] over all pages, as [B, S, N, C]."""
-        latent, rope = (paged.laid(each, heads_first=False) for each in (self.latent, self.rope))
+        latent, rope = (paged.laid(each, self.size) for each in (self.latent, self.rope))
         seen, many = paged.lengths(seen, absorbed, self.table())
         queries = absorbed.shape[2]
         told = seen.arguments(absorbed.device, queries)

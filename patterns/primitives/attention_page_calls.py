@@ -32,10 +32,11 @@ class Table:
         return dict(block_table=self.blocks.int(), block_size=self.size)
 
 
-def laid(pages: Tensor, heads_first: bool) -> Tensor:
-    """Pages [Block, Size, N, D] as [Block, Size, N · D]; those with heads first as they are."""
+def laid(pages: Tensor, size: Any, heads: Any = None) -> Tensor:
+    """Pages of `size` as [Block, Size, N · D]; with heads first, of which there are `heads`, [Block, N, Size, D]."""
     require(pages.is_contiguous(), "the pages do not lie together, so that reading them in place would copy them all")
-    return pages if heads_first else pages.flatten(2)
+    blocks = pages.shape[0]
+    return pages.reshape(blocks, size, -1) if heads is None else pages.reshape(blocks, heads, size, -1)
 
 
 def lengths(seen: calls.Seen, q: Tensor, table: Table) -> tuple[calls.Seen, Any]:

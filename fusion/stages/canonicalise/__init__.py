@@ -124,7 +124,7 @@ def _beside(
             found[each.captures["k"]] = parts
         found |= parts if isinstance(parts, dict) else {}
     readings_found = {each: what for each, what in found.items() if isinstance(what, Reading)}
-    return {**paged(walk.algebra, folder, readings_found), **found}
+    return {**paged(walk.algebra, folder, readings_found, walk.places), **found}
 
 
 def _linears(walk: _Walk, readings: Mapping[Value, Reading], fixed: set[fx.Node]) -> dict[Value, Reading]:

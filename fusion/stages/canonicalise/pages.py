@@ -1,6 +1,7 @@
 """Keys and values that are gathered from pages: rows[b, p · Size + o] = pages[table[b, p], o].
 
-    paged_rows(rows, pages, table; heads_first)     pages [Blocks, Size, N, D], or [Blocks, N, Size, D]; table [B, M]
+    paged_rows(rows, pages, table; size, heads_first)        table [B, M]; pages [Blocks, Size, N, D] or, with heads
+                                                             first, [Blocks, N, Size, D], perhaps with other dims
 
 A page may be taken whole, by its number, or row by row, by `table · Size + o`. Every form is proven by building it.
 What a sequence does not reach of its pages may be cut off behind. A negative number counts pages from the end: `wrap`
@@ -9,7 +10,7 @@ makes that explicit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ class _Gather(NamedTuple):
     size: int
 
 
-def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading]) -> dict[Value, Reading]:
-    """Readings of the keys, values and latents of attention that are gathered from pages."""
+def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading], held: Container[Value]) -> dict[Value, Reading]:
+    """Readings of the keys, values and latents of attention that are gathered from pages, those that a node `held`."""
     readings: dict[Value, Reading] = {}
     for attention in [each for each in found.values() if each.op == "softmax_attention"]:
         batch, _, keys, _ = attention.captures["k"].shape
@@ -37,7 +38,7 @@ def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading]) -> dict[Va
         parts = [part for each in names if each in found for part in _latents(found[each])]
         for value, count in (*((each, each.shape[1]) for each in names), *((each, 1) for each in parts)):
             lies = value.arg if value in found and value.op == "reshape" else value  # one value has one reading
-            reading = _rows(a, folder, lies, (batch, count, keys, value.shape[-1]))
+            reading = _rows(a, folder, lies, (batch, count, keys, value.shape[-1]), held)
             readings |= {} if reading is None else {lies: reading}
     return readings
 
@@ -48,7 +49,9 @@ def _latents(reading: Reading) -> list[Value]:
     return [each for each in shared if isinstance(each, Value)]
 
 
-def _rows(a: Algebra, folder: Folder, value: Value, sizes: tuple[Any, Any, Any, Any]) -> Reading | None:
+def _rows(
+    a: Algebra, folder: Folder, value: Value, sizes: tuple[Any, Any, Any, Any], held: Container[Value]
+) -> Reading | None:
     """`value`, whose elements are [B, N, T, D], as rows of pages."""
     if not all(isinstance(each, int) for each in sizes[1:]) or prod(value.shape) != prod(sizes):
         return None
@@ -58,9 +61,18 @@ def _rows(a: Algebra, folder: Folder, value: Value, sizes: tuple[Any, Any, Any, 
             for heads_first, pages, rows in _forms(a, each, sizes):
                 if _cut_last(a, a.reshape(rows, value.shape)) is wanted:
                     table = wrapped(a, each.table, pages.shape[0])
-                    captures = {"rows": value, "pages": pages, "table": table, "heads_first": heads_first}
+                    size = pages.shape[2 if heads_first else 1]
+                    captures = {"rows": value, "pages": _as_held(a, pages, held), "table": table, "size": size}
+                    captures |= {"heads_first": heads_first}
                     return Reading("paged_rows", captures)
     return None
+
+
+def _as_held(a: Algebra, pages: Value, held: Container[Value]) -> Value:
+    """Pages with the dims that they have in the model: what is read is what is written there."""
+    blocks, size, heads, width = pages.shape
+    joined = a.reshape(pages, (blocks, size, prod((heads, width))))
+    return next((each for each in (pages, joined) if each in held), pages)
 
 
 def _cut_last(a: Algebra, value: Value) -> Value:

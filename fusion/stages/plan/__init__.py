@@ -105,8 +105,8 @@ class Planner:
         ]
         pairs = [self._offer(one.match, one.lowering, one.plan, shared, each) for one in offers for each in waiting]
         best: dict[str, Candidate] = {}
-        for each in sorted(pairs, key=_together):
-            best[each.lowering] = each
+        for each in sorted(pairs, key=_together, reverse=True):  # of those that save the same, the first
+            best.setdefault(each.lowering, each)
         return list(best.values())
 
     def _best(self, match: Match, plans: Plans, offers: Sequence[Candidate]) -> Candidate | None:
