@@ -40,13 +40,15 @@ class PagedLatentAttention(Rule):
         latent=tensor("*L C"), k_rope=tensor("*R Dr"), pages=tensor("*P C"),
         rope_pages=tensor("*P Dr"), table=tensor("B P"), up_key=tensor("N D C", optional=True),
         up_value=tensor("N C E", optional=True), mask=tensor("*M S T"), count=tensor("B"), size=attribute(),
-        scale=scalar(), order=attribute(), window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
+        rows=attribute(), scale=scalar(), order=attribute(), window=attribute(), known=attribute(), empty=attribute(),
+        finish=attribute(),
     ):  # fmt: skip
         """A mask up to a length that may be 0: `count` keys are seen."""
-        rows = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
+        of = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=rows[0], rope=rows[1], up=up_key), v=p.latent_values(latent=rows[0], up=up_value),
+            k=p.latent_keys(latent=of[0], rope=of[1], up=up_key, rows=rows),
+            v=p.latent_values(latent=of[0], up=up_value),
             mask=p.counted_keys(mask=mask, length=count), scale=scale, order=order, window=window, known=known,
             empty=empty, finish=finish,
         )  # fmt: skip
@@ -57,49 +59,50 @@ class PagedLatentAttention(Rule):
         latent=tensor("*L C"), k_rope=tensor("*R Dr"), pages=tensor("*P C"),
         rope_pages=tensor("*P Dr"), table=tensor("B P"), up_key=tensor("N D C", optional=True),
         up_value=tensor("N C E", optional=True), mask=tensor("*M S T", optional=True),
-        length=tensor("B", optional=True), size=attribute(), scale=scalar(), order=attribute(),
+        length=tensor("B", optional=True), size=attribute(), rows=attribute(), scale=scalar(), order=attribute(),
         window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
     ):  # fmt: skip
         """Any other mask, as in `Attention.written`."""
-        rows = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
+        of = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=rows[0], rope=rows[1], up=up_key), v=p.latent_values(latent=rows[0], up=up_value),
+            k=p.latent_keys(latent=of[0], rope=of[1], up=up_key, rows=rows),
+            v=p.latent_values(latent=of[0], up=up_value),
             mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
     @lowering
     @variants(**SEVERAL)
-    def told(self, absorbed, q_rope, latent, pages, rope_pages, table, size, up_value, count, length, scale, order,
-             window, known, empty, finish, values, version):  # fmt: skip
+    def told(self, absorbed, q_rope, latent, pages, rope_pages, table, size, rows, up_value, count, length, scale,
+             order, window, known, empty, finish, values, version):  # fmt: skip
         """What is seen, told in words."""
-        of = _Pages(pages, rope_pages, table, size, latent, scale, version)
+        of = _Pages(pages, rope_pages, table, size, rows, latent, scale, version)
         return _told(of, absorbed, q_rope, count, calls.Seen(order, window, known, length), empty, up_value, values,
                      finish)  # fmt: skip
 
     @lowering
     @variants(**SEVERAL)
-    def told_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, size, up_value, count, length,
+    def told_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, size, rows, up_value, count, length,
                       scale, order, window, known, empty, finish, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
-        of = _Pages(pages, rope_pages, table, size, latent, scale, version)
+        of = _Pages(pages, rope_pages, table, size, rows, latent, scale, version)
         return _told(of, latent_calls.absorbed(nope, up_key), q_rope, count, calls.Seen(order, window, known, length),
                      empty, up_value, values, finish)  # fmt: skip
 
     @lowering
     @variants(**SEVERAL)
-    def shown(self, absorbed, q_rope, latent, pages, rope_pages, table, size, up_value, mask, scale, empty, finish,
-              values, version):  # fmt: skip
+    def shown(self, absorbed, q_rope, latent, pages, rope_pages, table, size, rows, up_value, mask, scale, empty,
+              finish, values, version):  # fmt: skip
         """What is seen, shown by the mask."""
-        of = _Pages(pages, rope_pages, table, size, latent, scale, version)
+        of = _Pages(pages, rope_pages, table, size, rows, latent, scale, version)
         return _shown(of, absorbed, q_rope, mask, empty, up_value, values, finish)
 
     @lowering
     @variants(**SEVERAL)
-    def shown_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, size, up_value, mask, scale, empty,
-                       finish, values, version):  # fmt: skip
+    def shown_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, size, rows, up_value, mask, scale,
+                       empty, finish, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
-        of = _Pages(pages, rope_pages, table, size, latent, scale, version)
+        of = _Pages(pages, rope_pages, table, size, rows, latent, scale, version)
         return _shown(of, latent_calls.absorbed(nope, up_key), q_rope, mask, empty, up_value, values, finish)
 
     def examples(self) -> Iterator[Example]:
@@ -125,14 +128,15 @@ class _Pages:
     rope: Tensor
     blocks: Tensor
     size: int
-    rows: Tensor
+    first: int | None
+    gathered: Tensor
     scale: float
     version: int
 
     def table(self) -> paged.Table:
         """The block table."""
-        keys = self.rows.numel() // self.rows.shape[-1] // self.blocks.shape[0]
-        return paged.Table(self.blocks, self.size, keys)
+        keys = self.gathered.numel() // self.gathered.shape[-1] // self.blocks.shape[0]
+        return paged.Table(self.blocks, self.size, keys if self.first is None else self.first)
 
     def attended(
         self, absorbed: Tensor, q_rope: Tensor, seen: calls.Seen = calls.Seen(), mask: Tensor | None = None

@@ -92,6 +92,12 @@ def whole(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor) ->
     return scaled_dot_product_attention(q, *expanded(latent, rope, table, up), scale=SCALE)
 
 
+def cut(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
+    """Expanded, the first rows of all that the pages hold."""
+    k, v = (each[:, :, :10] for each in expanded(latent, rope, table, up))
+    return scaled_dot_product_attention(q, k, v, ~hidden(lengths)[..., :10], scale=SCALE)
+
+
 EXAMPLES = (
     Example("absorbed", absorbed, inputs(1, LENGTHS)),
     Example("absorbed, a sequence without keys", absorbed, inputs(1, EMPTY)),
@@ -99,6 +105,7 @@ EXAMPLES = (
     Example("expanded, sdpa", by_sdpa, inputs(1, EMPTY)),
     Example("several queries", several, inputs(3, torch.tensor([2, 8]))),
     Example("several queries, absorbed", several_absorbed, inputs(3, torch.tensor([2, 12]))),
+    Example("the first rows", cut, inputs(1, torch.tensor([0, 10]))),
     Example("whole pages", whole, inputs(1)),
 )
 

@@ -36,7 +36,8 @@ def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading], held: Cont
         batch, _, keys, _ = attention.captures["k"].shape
         names = (attention.captures["k"], attention.captures["v"])
         parts = [part for each in names if each in found for part in _latents(found[each])]
-        for value, count in (*((each, each.shape[1]) for each in names), *((each, 1) for each in parts)):
+        heads = [(each, each.shape[1], keys) for each in names]
+        for value, count, keys in (*heads, *((each, 1, prod(each.shape[1:-1])) for each in parts)):
             lies = value.arg if value in found and value.op == "reshape" else value  # one value has one reading
             reading = _rows(a, folder, lies, (batch, count, keys, value.shape[-1]), held)
             readings |= {} if reading is None else {lies: reading}
