@@ -65,7 +65,7 @@ class LatentAttention(Rule):
                        known, empty, finish, by, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
         seen = _Seen(by, order, window, known, length, rows, mask, empty)
-        y = _apart((latent_calls.absorb(nope, up_key), q_rope), (latent, k_rope), seen, scale, version)
+        y = _apart((latent_calls.absorbed(nope, up_key), q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering

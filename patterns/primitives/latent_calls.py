@@ -68,12 +68,12 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
     return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
 
 
-def absorb(nope: Tensor | None, up: Tensor | None) -> Tensor:
-    """Queries nope [B, N, S, D] of every head times up [N, D, C], as [B, N, S, C], heads behind positions in memory."""
+def absorbed(nope: Tensor | None, up: Tensor | None) -> Tensor:
+    """The same where the model has not absorbed the projection itself."""
     require(nope is not None and up is not None, "the model itself absorbs the projection of the keys")
     assert nope is not None
     assert up is not None
-    return _turned(nope.transpose(1, 2), up).transpose(1, 2)
+    return absorb(nope, up)
 
 
 def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:

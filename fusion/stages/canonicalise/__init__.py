@@ -35,6 +35,7 @@ from fusion.stages.canonicalise.attention import Outcome, attention, contraction
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.indexer import index_selection
 from fusion.stages.canonicalise.latents import latents
+from fusion.stages.canonicalise.pages import paged
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 from fusion.weights import derived
@@ -118,11 +119,12 @@ def _beside(
         places = each.captures["places"]
         found[places] = index_selection(walk.algebra, folder, assumed, written, unviewed(places))
     for each in known:
-        parts = None if each in lists else latents(walk.algebra, readings, each)
+        parts = latents(walk.algebra, readings, each) if each.op == "softmax_attention" else None
         if isinstance(parts, str):
             found[each.captures["k"]] = parts
         found |= parts if isinstance(parts, dict) else {}
-    return found
+    readings_found = {each: what for each, what in found.items() if isinstance(what, Reading)}
+    return {**paged(walk.algebra, folder, readings_found, walk.places), **found}
 
 
 def _linears(walk: _Walk, readings: Mapping[Value, Reading], fixed: set[fx.Node]) -> dict[Value, Reading]:
