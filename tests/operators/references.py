@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.operators import attention_references as attention
+from tests.operators import quant_references as quant
 from tests.operators import sparse_references as sparse
 
 
@@ -148,5 +149,6 @@ REFERENCES = {
     "npu_transpose_batchmatmul": sparse.product,
     "npu_lightning_indexer": sparse.indexer,
     "npu_sparse_flash_attention": sparse.attention,
+    **quant.REFERENCES,
 }
 """Of an in-place operator: its results, and what its written arguments hold afterwards."""

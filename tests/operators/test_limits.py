@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fusion.errors import OperatorError
 from fusion.operators import CHIPS, HOST, Limit, Operator, operator, operators, refusal
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
+from tests.operators.quant_limits_cases import EDGES as QUANT_EDGES
 from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
 from tests.operators.sparse_limits_cases import attention as listed
 from tests.operators.sparse_limits_cases import indexer, prolog
@@ -385,6 +386,7 @@ EDGES = [
         for name in ATB
     ),
     *SPARSE_EDGES,
+    *QUANT_EDGES,
 ]
 
 
