@@ -10,9 +10,11 @@ from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.primitives.attention import Attention
 from patterns.primitives.cache_write import CacheWrite
+from patterns.primitives.dynamic_quant import DynamicQuant
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.layer_norm import LayerNorm
 from patterns.primitives.partial_rope import PartialRope
+from patterns.primitives.quant_matmul import QuantMatmul
 from patterns.primitives.rms_norm import RMSNorm
 from patterns.primitives.rope import Rope
 from patterns.primitives.sliding_write import SlidingWrite
@@ -31,6 +33,8 @@ def library() -> tuple[Rule, ...]:
         Swiglu(),
         SwigluProjections(),
         JoinedProjections(),
+        DynamicQuant(),
+        QuantMatmul(),
         ExpertRouting(),
         ExpertShares(),
         Attention(),

@@ -18,6 +18,9 @@ from fusion.records import Match, Refusal
 CANONICAL = frozenset(
     {
         "linear",
+        "whole_linear",
+        "token_quantised",
+        "token_scale",
         "rotation",
         "partial_rotation",
         "softmax_attention",

@@ -23,10 +23,12 @@ from fusion.stages.canonicalise import (
     contractions,
     logic,
     projections,
+    quantisation,
     ranges,
     reductions,
     sdpa,
     shapes,
+    whole_products,
     write_readings,
     writes,
 )
@@ -42,7 +44,19 @@ from fusion.weights import derived
 __all__ = ["canonicalise"]
 
 # Imported for their translators.
-_FAMILIES = (arithmetic, choices, complex_numbers, contractions, logic, ranges, reductions, sdpa, shapes, writes)
+_FAMILIES = (
+    arithmetic,
+    choices,
+    complex_numbers,
+    contractions,
+    logic,
+    quantisation,
+    ranges,
+    reductions,
+    sdpa,
+    shapes,
+    writes,
+)
 
 
 def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
@@ -57,7 +71,10 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     for value in list(walk.places):
         found.visit(value)
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
-    readings = {**_linears(walk, readings, fixed), **readings}
+    rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
+    products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
+    readings = {**_linears(walk, readings, fixed), **readings, **rows, **products}
+    misses = {**misses, **odd_rows, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, fixed, facts,
