@@ -2,6 +2,7 @@
 
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
+from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
 from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
@@ -36,6 +37,7 @@ def library() -> tuple[Rule, ...]:
         JoinedProjections(),
         DynamicQuant(),
         QuantMatmul(),
+        AddRMSNormDynamicQuant(),
         ExpertRouting(),
         ExpertShares(),
         Attention(),

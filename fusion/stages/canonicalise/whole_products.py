@@ -42,6 +42,7 @@ class _Product:
     channels: Value | None = None
     bias: Value | None = None
     factor: float = 1.0
+    odd: str = ""
 
     @property
     def complete(self) -> bool:
@@ -101,15 +102,14 @@ def _further(a: Algebra, found: _Product, value: Value, other: Value | None) -> 
     return _scaled(a, found, other, value) if value.op == "mul" else _biased(a, found, other, value)
 
 
-def _bare(a: Algebra, value: Value) -> _Product | str | None:
+def _bare(a: Algebra, value: Value) -> _Product | None:
     x, y = (_int8(a, each) for each in value.args)
     if x is None or y is None:
         return None
-    if y.rank != 2 and math.prod(y.shape[:-2]) != 1:
-        return "each batch has a weight of its own"
-    if value.dtype not in _SUMS:
-        return "sums of products are computed in float16, which ends at 65504"
-    return _Product(x, swapped(a, a.reshape(y, y.shape[-2:])))
+    if math.prod(y.shape[:-2]) != 1:
+        return None  # a weight for each batch
+    odd = "" if value.dtype in _SUMS else "sums of products are computed in float16, which ends at 65504"
+    return _Product(x, swapped(a, a.reshape(y, y.shape[-2:])), odd=odd)
 
 
 def _with_rows(a: Algebra, found: _Product, value: Value) -> _Product:
@@ -151,6 +151,8 @@ def _biased(a: Algebra, found: _Product, bias: Value, value: Value) -> _Product 
 
 
 def _reading(a: Algebra, places: Places, found: _Product, value: Value, fixed: Any) -> Reading | str:
+    if found.odd:
+        return found.odd
     if found.channels is None:
         return "there is no scale for each output channel"
     tokens = found.tokens
