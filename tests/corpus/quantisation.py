@@ -240,9 +240,9 @@ def _inputs(B: int, S: int) -> tuple[Tensor, ...]:
 
 
 LOOKALIKES: tuple[LookAlike, ...] = (
-    look_alike(_ROWS, asymmetric, "without a scale|proven|lookalike|bounded", (DYNAMIC_QUANT,), _inputs, None),
-    look_alike(_ROWS, signed_maximum, "without a scale", (DYNAMIC_QUANT,), _inputs, _layer),
-    look_alike(_ROWS, along_tokens, "shared by several tokens|same token", (DYNAMIC_QUANT,), _inputs, None),
+    look_alike(_ROWS, asymmetric, "a zero point is added", (DYNAMIC_QUANT,), _inputs, None),
+    look_alike(_ROWS, signed_maximum, "without a scale", (DYNAMIC_QUANT,), _inputs, None),
+    look_alike(_ROWS, along_tokens, "shared by several tokens", (DYNAMIC_QUANT,), _inputs, None),
     look_alike(_ROWS, divided_by_128, "becomes 128, by the operator 127", (DYNAMIC_QUANT,), _inputs, _layer),
     look_alike(_PRODUCT, weights_alone, "", (QUANT_MATMUL,), _inputs, None, note="activations are no whole numbers"),
     look_alike(

@@ -160,6 +160,8 @@ def unscaled(value: Value) -> tuple[Value, float]:
 def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str | None:
     """`value`, of int8, as rows in whole numbers, with their scale; why it is not; None if nothing is like it."""
     below = _rounded(value.arg)
+    if below.quotient.op in ("add", "shift") and any(each.op == "round" for each in below.quotient.args):
+        return "a zero point is added to whole numbers, where those of the operator are symmetric"
     quotient, outside = unscaled(below.quotient)
     if quotient.op != "mul" or (not below.rounded and not _scale_in(quotient)):
         return None
