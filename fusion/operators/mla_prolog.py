@@ -190,8 +190,8 @@ _FUNCTIONAL_SCHEMA = (
 )
 _BF16, _EITHER = frozenset({torch.bfloat16}), frozenset({torch.bfloat16, torch.int8})
 _DTYPES = {
-    **dict.fromkeys(("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"), _BF16),
     **dict.fromkeys(("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr", "kv_cache", "kr_cache"), _EITHER),
+    **dict.fromkeys(("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"), _BF16),
     **dict.fromkeys(("dequant_scale_x", *_SCALES, "quant_scale_ckv"), frozenset({torch.float32})),
     "cache_index": frozenset({torch.int64}),
 }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.operators import attention_cases as attention
+from tests.operators import prolog_quant_cases
 from tests.operators import quant_cases as quant
 from tests.operators import sparse_cases as sparse
 
@@ -255,6 +256,7 @@ CASES = (
     *_both(_ATB, "padding alone", _atb_pages(-1, -1)),
     *_both(_ATB, "no token", _atb_pages()),
     *(case for label, make in sparse.PROLOG for case in _both(_PROLOG, label, make)),
+    *(case for label, make in prolog_quant_cases.PROLOG for case in _both(_PROLOG, label, make)),
     *(Case("npu_transpose_batchmatmul", label, make) for label, make in (*sparse.PRODUCTS, sparse.TURNED_WEIGHT)),
     *(Case("npu_lightning_indexer", label, make) for label, make in sparse.INDEXER),
     *(Case("npu_sparse_flash_attention", label, make) for label, make in sparse.ATTENTION),

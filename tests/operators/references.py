@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.operators import attention_references as attention
+from tests.operators import prolog_quant_references
 from tests.operators import quant_references as quant
 from tests.operators import sparse_references as sparse
 
@@ -144,8 +145,8 @@ REFERENCES = {
     "npu_scatter_pa_kv_cache_functional": pages,
     "atb::_npu_reshape_and_cache": reshape_and_cache,
     "atb::_npu_reshape_and_cache.functional": reshape_and_cache,
-    "npu_mla_prolog_v3": sparse.prolog,
-    "npu_mla_prolog_v3_functional": sparse.prolog,
+    "npu_mla_prolog_v3": prolog_quant_references.prolog,
+    "npu_mla_prolog_v3_functional": prolog_quant_references.prolog,
     "npu_transpose_batchmatmul": sparse.product,
     "npu_lightning_indexer": sparse.indexer,
     "npu_sparse_flash_attention": sparse.attention,

@@ -36,7 +36,8 @@ def new(result: tuple[Tensor, ...], op: Operator, arguments: dict[str, Any]) -> 
 def relative(got: Tensor, expected: Tensor) -> float:
     if not got.numel() or torch.equal(got.double(), expected.double()):
         return 0.0
-    return ((got.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
+    got, expected = got.double(), expected.double()
+    return ((got - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -51,6 +52,8 @@ def test_means_what_the_operator_means(case: Case, dtype: torch.dtype):
     got = (*new(result, op, arguments), *(arguments[name] for name in op.written))
     assert len(got) == len(expected)
     chain = CHAINS.get(case.operator, 1)
+    if arguments.get("weight_quant_mode") and dtype.itemsize == 2:
+        chain *= 4  # what is rounded before it is quantised may become the whole number beside
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.shape == b.shape
         assert relative(a, b) <= chain * max(TOLERANCE[dtype], TOLERANCE.get(a.dtype, 0.0)), f"output {index}"
