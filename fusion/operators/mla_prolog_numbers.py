@@ -105,7 +105,8 @@ def caches(given: Given, *, in_place: bool) -> tuple[Tensor, Tensor]:
     if mode == 3:
         lines = {"kv_cache": packed(norm, turned, given["k_nope_clip_alpha"], given["tile_size"])}
     filled = {name: _cached(given[name], rows.unsqueeze(-2), given, in_place) for name, rows in lines.items()}
-    return filled["kv_cache"], filled.get("kr_cache", given["kr_cache"] if in_place else given["kr_cache"].clone())
+    left: Tensor = given["kr_cache"] if in_place else given["kr_cache"].clone()
+    return filled["kv_cache"], filled.get("kr_cache", left)
 
 
 def _whole(x: Tensor) -> Tensor:
