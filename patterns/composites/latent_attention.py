@@ -10,7 +10,7 @@ projections itself. *Replaces with* `npu_fused_infer_attention_score_v2` on the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -39,49 +39,47 @@ class LatentAttention(Rule):
         latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
         up_value=tensor("N C E", optional=True), mask=tensor("*M S T", optional=True),
         length=tensor("B", optional=True), scale=scalar(), order=attribute(), window=attribute(), known=attribute(),
-        empty=attribute(), finish=attribute(),
+        empty=attribute(), finish=attribute(), rows=attribute(),
     ):  # fmt: skip
         """What the canonicaliser has read; masks as in `Attention.written`."""
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key), v=p.latent_values(latent=latent, up=up_value),
+            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows),
+            v=p.latent_values(latent=latent, up=up_value),
             mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
     @lowering
     @variants(**SEVERAL)
-    def told(self, absorbed, q_rope, latent, k_rope, up_value, length, scale, order, window, known, finish, values,
-             version):  # fmt: skip
+    def told(self, absorbed, q_rope, latent, k_rope, up_value, rows, length, scale, order, window, known, finish,
+             values, version):  # fmt: skip
         """What is seen, told in words."""
-        seen = _seen(order, window, known, length, absorbed)
-        y = _attended(absorbed, q_rope, latent, k_rope, scale, version, seen)
+        seen = _seen(order, window, known, length, rows, absorbed.shape[2])
+        y = _told((absorbed, q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
     @variants(**SEVERAL)
-    def told_of_heads(self, nope, up_key, q_rope, latent, k_rope, up_value, length, scale, order, window, known, finish,
-                      values, version):  # fmt: skip
+    def told_of_heads(self, nope, up_key, q_rope, latent, k_rope, up_value, rows, length, scale, order, window, known,
+                      finish, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
-        absorbed = _absorbed(nope, up_key)
-        seen = _seen(order, window, known, length, absorbed)
-        y = _attended(absorbed, q_rope, latent, k_rope, scale, version, seen)
+        seen = _seen(order, window, known, length, rows, q_rope.shape[2])
+        y = _told((_absorbed(nope, up_key), q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
     @variants(**SEVERAL)
-    def shown(self, absorbed, q_rope, latent, k_rope, up_value, mask, scale, empty, finish, values, version):
+    def shown(self, absorbed, q_rope, latent, k_rope, up_value, rows, mask, scale, empty, finish, values, version):
         """What is seen, shown by the mask."""
-        require(mask is not None, "there is no mask")
-        y = _attended(absorbed, q_rope, latent, k_rope, scale, version, mask=mask, empty=empty)
+        y = _shown((absorbed, q_rope), (latent, k_rope), rows, mask, scale, empty, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
     @variants(**SEVERAL)
-    def shown_of_heads(self, nope, up_key, q_rope, latent, k_rope, up_value, mask, scale, empty, finish, values,
+    def shown_of_heads(self, nope, up_key, q_rope, latent, k_rope, up_value, rows, mask, scale, empty, finish, values,
                        version):  # fmt: skip
         """The same for queries of heads that are projected first."""
-        require(mask is not None, "there is no mask")
-        y = _attended(_absorbed(nope, up_key), q_rope, latent, k_rope, scale, version, mask=mask, empty=empty)
+        y = _shown((_absorbed(nope, up_key), q_rope), (latent, k_rope), rows, mask, scale, empty, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     def examples(self) -> Iterator[Example]:
@@ -100,30 +98,46 @@ def _absorbed(nope: Tensor | None, up_key: Tensor | None) -> Tensor:
     return latent_calls.absorb(nope, up_key)
 
 
-def _seen(order: str, window: int | None, known: Any, length: Tensor | None, q: Tensor) -> calls.Seen:
+def _seen(order: str, window: int | None, known: Any, length: Tensor | None, rows: Any, queries: Any) -> calls.Seen:
     """What the operator is told: its causal order ends at the last key, never begins at the first."""
     require(order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
-    seen = calls.Seen(order, window, known, length)
-    return replace(seen, order="right", known=q.shape[2]) if order == "left" else seen
+    if order == "left":
+        require(rows is None or queries <= rows, "there are fewer keys than queries")
+        return calls.Seen("right", window, queries)
+    return calls.Seen(order, window, rows if known is None and length is None else known, length)
 
 
-def _attended(
-    absorbed: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, scale: float, version: int,
-    seen: calls.Seen = calls.Seen(), mask: Tensor | None = None, empty: str = "",
-) -> Tensor:  # fmt: skip
-    """Queries [B, N, S, C + Dr] over a latent [.., C] and [.., Dr], as [B, S, N, C]."""
-    batch, heads, queries = absorbed.shape[:3]
-    rows, ropes = (each.reshape(batch, -1, 1, each.shape[-1]) for each in (latent, k_rope))
-    require(not seen.known or seen.known <= rows.shape[1], "there are fewer keys than queries")
-    if mask is None:
-        told = seen.arguments(absorbed.device, queries)
-    else:
-        told = dict(atten_mask=mask, **(dict(inner_precise=2) if queries != 1 else {}))
+def _told(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: calls.Seen, scale: float, version: int) -> Tensor:
+    """Queries [B, N, S, C] and [B, N, S, Dr] over a latent [.., C] and [.., Dr], as [B, S, N, C]."""
+    latent, rope = _by_sequence(q[0], kv)
+    require(not seen.known or seen.known <= latent.shape[1], "there are fewer keys than queries")
     lengths = seen.length if seen.known is None else [seen.known]
-    y, _ = calls.fused(
-        absorbed.transpose(1, 2), rows, rows, lengths, version, query_rope=q_rope.transpose(1, 2), key_rope=ropes,
-        num_query_heads=heads, num_key_value_heads=1, softmax_scale=scale, input_layout="BSND", **told,
-    )  # fmt: skip
-    if mask is None:
-        return y
-    return calls.where_empty(y.transpose(1, 2), rows.transpose(1, 2), mask, empty).transpose(1, 2)
+    return _fused(q, latent, rope, lengths, scale, version, **seen.arguments(latent.device, q[0].shape[2]))
+
+
+def _shown(
+    q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], rows: Any, mask: Tensor | None, scale: float, empty: str,
+    version: int,
+) -> Tensor:  # fmt: skip
+    """The same behind a mask [B or 1, 1, S, T], true where a key is hidden."""
+    require(mask is not None, "there is no mask")
+    assert mask is not None
+    latent, rope = (each if rows is None else each[:, :rows] for each in _by_sequence(q[0], kv))
+    precise = {} if q[0].shape[2] == 1 else dict(inner_precise=2)  # queries that see nothing give 0
+    y = _fused(q, latent, rope, None, scale, version, atten_mask=mask, **precise).transpose(1, 2)
+    return calls.where_empty(y, latent.transpose(1, 2), mask, empty).transpose(1, 2)
+
+
+def _by_sequence(q: Tensor, kv: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Latents as [B, T, 1, C] and [B, T, 1, Dr]."""
+    return [each.reshape(q.shape[0], -1, 1, each.shape[-1]) for each in kv]
+
+
+def _fused(
+    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int, **told: Any
+) -> Tensor:
+    query, query_rope = (each.transpose(1, 2) for each in q)
+    return calls.fused(
+        query, latent, latent, lengths, version, query_rope=query_rope, key_rope=rope, num_query_heads=query.shape[2],
+        num_key_value_heads=1, softmax_scale=scale, input_layout="BSND", **told,
+    )[0]  # fmt: skip
