@@ -6,6 +6,7 @@ from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuan
 from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
+from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
@@ -45,6 +46,7 @@ def library() -> tuple[Rule, ...]:
         SparseAttention(),
         MlaProlog(),
         MlaPrologRows(),
+        MlaPrologQuantised(),
         CacheWrite(),
         PagedWrite(),
         SlidingWrite(),

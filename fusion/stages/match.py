@@ -21,6 +21,8 @@ CANONICAL = frozenset(
         "whole_linear",
         "token_quantised",
         "token_scale",
+        "layer_query",
+        "layer_lanes",
         "rotation",
         "partial_rotation",
         "softmax_attention",

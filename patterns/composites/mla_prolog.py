@@ -28,7 +28,7 @@ def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, begin, first, heads_f
     """Rotated queries, absorbed queries, and the latent that both come from."""
     latent = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(latent), weight=uq, width=width, start=first, heads_first=heads_first)
-    rotated = _rotated(p, lanes, cos, sin, dtype, x, heads_first)
+    rotated = rotated_lanes(p, lanes, cos, sin, dtype, x, heads_first)
     return rotated, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
 
 
@@ -36,10 +36,10 @@ def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
     """The rows of both caches."""
     both = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside)
     latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
-    return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
+    return latent, rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
 
 
-def _rotated(p, x, cos, sin, dtype, like, heads_first=None):
+def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None):
     """Computed in float32, as by the operator, or in the dtype of the model."""
     cos, sin = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
     wide = p.maybe_cast(x, to=torch.float32)
@@ -60,7 +60,7 @@ def prolog(
     return q_rope.transpose(1, 2) if heads_first else q_rope, query.transpose(1, 2), latent, *written
 
 
-class _Prolog(Rule):
+class Prolog(Rule):
     """What both rules share."""
 
     def beside(self) -> frozenset[str]:
@@ -97,7 +97,7 @@ def _sequences(cache: Any, start: Any, axis: int) -> Any:
 
 
 @dataclass(frozen=True)
-class MlaProlog(_Prolog):
+class MlaProlog(Prolog):
     """The prolog with the writes into both caches."""
 
     @pattern
@@ -138,7 +138,7 @@ class MlaProlog(_Prolog):
 
 
 @dataclass(frozen=True)
-class MlaPrologRows(_Prolog):
+class MlaPrologRows(Prolog):
     """The prolog whose rows the model itself joins, writes or attends to."""
 
     @pattern

@@ -28,6 +28,7 @@ from fusion.stages.canonicalise import (
     reductions,
     sdpa,
     shapes,
+    whole_heads,
     whole_products,
     write_readings,
     writes,
@@ -55,6 +56,7 @@ _FAMILIES = (
     reductions,
     sdpa,
     shapes,
+    whole_products,
     writes,
 )
 
@@ -74,6 +76,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
     readings = {**_linears(walk, readings, fixed), **readings, **rows, **products}
+    readings |= whole_heads.readings(walk.algebra, readings)
     misses = {**misses, **odd_rows, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,

@@ -24,6 +24,7 @@ from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 _SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
 """Dtypes in which sums of products of int8 are computed; float16 ends at 65504."""
+_RESULTS = frozenset({torch.float16, torch.bfloat16})
 _ENDS = frozenset({"mul", "cast", "add", "scale", "reshape"})
 
 
@@ -93,6 +94,8 @@ def _further(a: Algebra, found: _Product, value: Value, other: Value | None) -> 
         return _with_rows(a, found, value) if value.shape[-1:] == value.arg.shape[-1:] else None
     if value.op == "cast":
         early = value.dtype == torch.float16 and found.channels is None
+        if found.channels is not None and value.arg.dtype in _RESULTS:
+            return None  # what is computed from the result
         whole = value.dtype is None or not value.dtype.is_floating_point
         reason = "sums are cast to float16, which ends at 65504, before their scales are in them"
         return None if whole else reason if early else found
