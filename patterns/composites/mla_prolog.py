@@ -29,7 +29,7 @@ def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, begin, first, heads_f
     """Rotated queries, absorbed queries, and the latent that both come from."""
     latent = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(latent), weight=uq, width=width, start=first, heads_first=heads_first)
-    turned = rotated(p, lanes, cos, sin, dtype, x, heads_first)
+    turned = rotated_lanes(p, lanes, cos, sin, dtype, x, heads_first)
     return turned, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
 
 
@@ -37,10 +37,10 @@ def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
     """The rows of both caches."""
     both = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside)
     latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
-    return latent, rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
+    return latent, rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
 
 
-def rotated(p, x, cos, sin, dtype, like, heads_first=None):
+def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None):
     """Computed in float32, as by the operator, or in the dtype of the model."""
     cos, sin = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
     wide = p.maybe_cast(x, to=torch.float32)
@@ -69,7 +69,7 @@ def _read(
     return x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables
 
 
-class _Prolog(Rule):
+class Prolog(Rule):
     """What both rules share."""
 
     def beside(self) -> frozenset[str]:
@@ -99,7 +99,7 @@ class _Prolog(Rule):
 
 
 @dataclass(frozen=True)
-class MlaProlog(_Prolog):
+class MlaProlog(Prolog):
     """The prolog with the writes into both caches."""
 
     @pattern
@@ -155,7 +155,7 @@ class MlaProlog(_Prolog):
 
 
 @dataclass(frozen=True)
-class MlaPrologRows(_Prolog):
+class MlaPrologRows(Prolog):
     """The prolog whose rows the model itself joins, writes or attends to."""
 
     @pattern

@@ -69,11 +69,11 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
 
 
 def absorbed(nope: Tensor | None, up: Tensor | None) -> Tensor:
-    """The same where the model has not absorbed the projection itself."""
+    """Queries nope [B, N, S, D] of every head times up [N, D, C], as [B, N, S, C], heads behind positions in memory."""
     require(nope is not None and up is not None, "the model itself absorbs the projection of the keys")
     assert nope is not None
     assert up is not None
-    return absorb(nope, up)
+    return _turned(nope.transpose(1, 2), up).transpose(1, 2)
 
 
 def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:

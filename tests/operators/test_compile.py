@@ -43,7 +43,12 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     )
     slots = torch.arange(k.shape[1], dtype=torch.int32)
     pages, _ = torch.ops.atb._npu_reshape_and_cache.functional(k[0], k[0], pages, pages, slots)
-    return out, k, pages, residual, attended(heads), *latent(x), *npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+    rows, _, _, row_scales, _ = npu.npu_add_rms_norm_dynamic_quant(y[0], residual[0], gamma)
+    whole, scales = npu.npu_dynamic_quant(y[0])
+    product = npu.npu_quant_matmul(whole, rows.t(), row_scales, pertoken_scale=scales, output_dtype=15)
+    choice = npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+    # Compilers need not round to bfloat16 in the middle of a kernel, so of the product only signs are compared.
+    return out, k, pages, residual, attended(heads), *latent(x), *choice, product.sign()
 
 
 def latent(x: Tensor) -> tuple[Tensor, ...]:

@@ -16,6 +16,7 @@ from fusion.operators import CHIPS, HOST, Limit, Operator, operator, operators, 
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
 from tests.operators.latent_line_cases import call as line
+from tests.operators.quant_limits_cases import EDGES as QUANT_EDGES
 from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
 from tests.operators.sparse_limits_cases import attention as listed
 from tests.operators.sparse_limits_cases import indexer, prolog
@@ -388,6 +389,7 @@ EDGES = [
     ),
     *SPARSE_EDGES,
     *LINE_EDGES,
+    *QUANT_EDGES,
 ]
 
 

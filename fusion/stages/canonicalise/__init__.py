@@ -23,10 +23,13 @@ from fusion.stages.canonicalise import (
     contractions,
     logic,
     projections,
+    quantisation,
     ranges,
     reductions,
     sdpa,
     shapes,
+    whole_heads,
+    whole_products,
     write_readings,
     writes,
 )
@@ -43,7 +46,20 @@ from fusion.weights import derived
 __all__ = ["canonicalise"]
 
 # Imported for their translators.
-_FAMILIES = (arithmetic, choices, complex_numbers, contractions, logic, ranges, reductions, sdpa, shapes, writes)
+_FAMILIES = (
+    arithmetic,
+    choices,
+    complex_numbers,
+    contractions,
+    logic,
+    quantisation,
+    ranges,
+    reductions,
+    sdpa,
+    shapes,
+    whole_products,
+    writes,
+)
 
 
 def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
@@ -58,7 +74,11 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     for value in list(walk.places):
         found.visit(value)
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
-    readings = {**_linears(walk, readings, fixed), **readings}
+    rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
+    products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
+    readings = {**_linears(walk, readings, fixed), **readings, **rows, **products}
+    readings |= whole_heads.readings(walk.algebra, readings)
+    misses = {**misses, **odd_rows, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, fixed, facts,

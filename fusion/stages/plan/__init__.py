@@ -230,6 +230,8 @@ class Planner:
     def _dying(self, matches: Sequence[Match], read: Collection[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""
         kept = {node for value in read for node in self.graph.reads(value)}
+        views = (node for value in read for node in self.graph.places.get(value, ()) if is_view(node.target))
+        kept.update(views)  # another match may replace the value everywhere
         roots = [node for match in matches for makers in match.roots for node in makers]
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]
