@@ -23,6 +23,8 @@ Parts = tuple[Value, Value, "Value | None"]
 
 def linear(a: Algebra, places: Places, value: Value) -> Parts | None:
     """x, weight and bias of which `value` is the linear layer."""
+    if value.dtype is None or not value.dtype.is_floating_point:
+        return None  # a product of whole numbers
     match value.op:
         case "matmul" if all(size == 1 for size in value.args[1].shape[:-2]) and value.rank == value.arg.rank:
             x, y = value.args

@@ -40,17 +40,13 @@ def _of_query(
     nope, heads = absorbed.arg, absorbed.shape[1]
     of = _lanes(a, nope, heads, nope.shape[2], layers)
     if of is not None:
+        del of["heads_first"]
         yield absorbed, Reading("layer_query", {**of, "up": a.reshape(up, up.shape[-3:])})
     for rotation in rotations(a, found, rotated):
         x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = _lanes(a, x, heads, nope.shape[2], layers)
         if lanes is not None:
-            first = x.shape[1:3] == (heads, nope.shape[2]) and not _is_behind(a, x, lanes, heads)
-            yield x, Reading("layer_lanes", {**lanes, "heads_first": first})
-
-
-def _opened(a: Algebra, value: Value, layer: Value, heads: Any, rows: Any) -> Value:
-    return a.reshape(layer, (value.shape[0], rows, heads, layer.shape[-1] // heads))
+            yield x, Reading("layer_lanes", lanes)
 
 
 def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: list[Value]) -> dict[str, Any] | None:
@@ -63,17 +59,10 @@ def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: list[Value])
         size = layer.shape[-1]
         if not isinstance(size, int) or size % heads or prod(layer.shape[:-1]) != value.shape[0] * rows:
             continue
-        opened = _opened(a, value, layer, heads, rows)
-        for start in (each for each in starts if each + count <= size // heads):
-            if value in lane_forms(a, opened, start, count):
-                return {"layer": layer, "width": size // heads, "start": start}
+        width = size // heads
+        opened = a.reshape(layer, (value.shape[0], rows, heads, width))
+        for start in (each for each in starts if each + count <= width):
+            forms = lane_forms(a, opened, start, count)
+            if value in forms:
+                return {"layer": layer, "width": width, "start": start, "heads_first": value is not forms[0]}
     return None
-
-
-def _is_behind(a: Algebra, value: Value, lanes: Mapping[str, Any], heads: Any) -> bool:
-    """Whether `value` has its heads behind positions: [B, S, N, D]."""
-    rows = value.shape[1]
-    if prod(lanes["layer"].shape[:-1]) != value.shape[0] * rows:
-        return False
-    opened = _opened(a, value, lanes["layer"], heads, rows)
-    return value is lane_forms(a, opened, lanes["start"], value.shape[-1])[0]
