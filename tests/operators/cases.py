@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
 from tests.operators import sparse_cases as sparse
 
@@ -257,6 +258,9 @@ CASES = (
     *(Case("npu_transpose_batchmatmul", label, make) for label, make in (*sparse.PRODUCTS, sparse.TURNED_WEIGHT)),
     *(Case("npu_lightning_indexer", label, make) for label, make in sparse.INDEXER),
     *(Case("npu_sparse_flash_attention", label, make) for label, make in sparse.ATTENTION),
+    *(Case(name, label, make) for name, label, make in atb.LATENT),
+    *(Case(atb.RING, label, make) for label, make in atb.STEPS),
+    *(case for label, make in atb.BEFORE for case in _both(atb.PREPROCESS, label, make)),
 )
 
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fusion.errors import OperatorError
 from fusion.operators import CHIPS, HOST, Limit, Operator, operator, operators, refusal
+from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
 from tests.operators.sparse_limits_cases import attention as listed
@@ -385,6 +386,7 @@ EDGES = [
         for name in ATB
     ),
     *SPARSE_EDGES,
+    *ATB_EDGES,
 ]
 
 
