@@ -13,6 +13,7 @@ from fusion.language import (
     require,
     scalar,
     tensor,
+    variants,
 )
 from fusion.options import Options
 from fusion.passes import FusionPass
@@ -38,4 +39,5 @@ __all__ = [
     "require",
     "scalar",
     "tensor",
+    "variants",
 ]

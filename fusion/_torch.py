@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import sysconfig
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -443,3 +444,16 @@ def known_true(condition: bool | torch.SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
+
+
+def hint(size: Any) -> int:
+    """A size, of the example where it is symbolic."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    known: Any = size.node.hint
+    return int(known) if known is not None else 1
+
+
+def count(x: torch.Tensor) -> int:
+    """How many elements a tensor has, for the sizes of the example where they are symbolic."""
+    return math.prod(hint(size) for size in x.shape)

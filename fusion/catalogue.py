@@ -134,7 +134,7 @@ def _rule(rule: Rule) -> RuleEntry:
         module.splitlines()[0] if module else "",
         {each.name: _first_line(getattr(rule, each.name)) for each in rule.patterns()},
         {each.name: each.reason for each in rule.lookalikes()},
-        {name: _first_line(getattr(rule, name)) for name in rule.lowerings()},
+        {each.name: _first_line(getattr(rule, each.method)) for each in rule.lowerings()},
         tuple(sorted(rule.uses())),
         _packages().get(rule.name, ""),
     )

@@ -1,16 +1,17 @@
-"""cost = launch + bytes / bandwidth per kernel: static figures of the target, no measurement."""
+"""cost = launch + max(bytes / bandwidth, flops / compute) per kernel: static figures of the target, no measurement."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, schema_of, tree_leaves
+from fusion._torch import OpOverload, count, hint, schema_of, tree_leaves
 from fusion.mutation import is_write
 from fusion.target import Target
 
@@ -72,15 +73,15 @@ def is_call(node: fx.Node) -> bool:
     return bool(node.users or is_write(node)) and not scalar
 
 
-def call_cost(target: Any, inputs: Iterable[Any], result: Any, machine: Target) -> float:
-    """Predicted microseconds of one call."""
+def call_cost(target: Any, inputs: Iterable[Any], result: Any, machine: Target, flops: float = 0.0) -> float:
+    """Predicted microseconds of one call that does so many multiplications and additions."""
     if is_view(target):
         return 0.0
     count = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
     if isinstance(result, torch.Tensor) and result.is_complex():
         count *= _COMPLEX
     moved = sum(_bytes(each) for each in tree_leaves((list(inputs), result)))
-    return count * machine.launch + moved / machine.bandwidth
+    return count * machine.launch + max(moved / machine.bandwidth, flops / machine.compute)
 
 
 def node_cost(node: fx.Node, machine: Target) -> float:
@@ -88,16 +89,42 @@ def node_cost(node: fx.Node, machine: Target) -> float:
     if not is_launch(node):
         return 0.0
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
-    return call_cost(node.target, inputs, node.meta.get("val"), machine)
+    args = map_arg(node.args, lambda each: each.meta.get("val"))
+    result = node.meta.get("val")
+    return call_cost(node.target, inputs, result, machine, aten_flops(node.target, args, result))
+
+
+_LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "addmm": 1, "baddbmm": 1}
+"""Products -> which argument is their left operand, whose last dim is summed over."""
+
+
+def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
+    """Multiplications and additions of a product or an attention of PyTorch's own; 0 for all other calls."""
+    result = result[0] if isinstance(result, (tuple, list)) and result else result
+    if not isinstance(target, OpOverload) or not isinstance(result, torch.Tensor):
+        return 0.0
+    name = schema_of(target).name.split("::")[-1]
+    if name in _LEFT:
+        return 2.0 * count(result) * hint(args[_LEFT[name]].shape[-1])
+    if name == "einsum" and len(args[1]) == 2:
+        return 2.0 * _labelled(args[0], args[1])
+    if "scaled_dot_product" in name:
+        query, key = args[:2]
+        return 2.0 * hint(key.shape[-2]) * (count(query) + count(result))
+    return 0.0
+
+
+def _labelled(equation: str, operands: Sequence[torch.Tensor]) -> int:
+    """The product of the sizes of all labels; without those that "..." stands for."""
+    terms = equation.replace(" ", "").split("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        shape = operand.shape[-len(term.replace("...", "")) :] if "..." in term else operand.shape
+        sizes |= {label: hint(size) for label, size in zip(term.replace("...", ""), shape, strict=False)}
+    return math.prod(sizes.values())
 
 
 def _bytes(val: Any) -> int:
     if not isinstance(val, torch.Tensor) or not is_data(val):
         return 0
-    sizes = (_hint(size) if isinstance(size, torch.SymInt) else size for size in val.shape)
-    return math.prod(sizes) * val.element_size()
-
-
-def _hint(size: torch.SymInt) -> int:
-    hint: Any = size.node.hint
-    return int(hint) if hint is not None else 1
+    return count(val) * val.element_size()

@@ -3,6 +3,7 @@
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.joined_projections import JoinedProjections
+from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.rope_pair import RopePair
@@ -34,6 +35,7 @@ def library() -> tuple[Rule, ...]:
         ExpertRouting(),
         ExpertShares(),
         Attention(),
+        LatentAttention(),
         SparseAttention(),
         MlaProlog(),
         MlaPrologRows(),

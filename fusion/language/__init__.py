@@ -2,6 +2,7 @@
 
 from fusion.language.rule import (
     Example,
+    Lowering,
     Pattern,
     Refused,
     Rule,
@@ -14,6 +15,7 @@ from fusion.language.rule import (
     require,
     scalar,
     tensor,
+    variants,
 )
 from fusion.language.terms import Bindings, Capture, Term, relied
 
@@ -21,6 +23,7 @@ __all__ = [
     "Bindings",
     "Capture",
     "Example",
+    "Lowering",
     "Pattern",
     "Refused",
     "Rule",
@@ -35,4 +38,5 @@ __all__ = [
     "require",
     "scalar",
     "tensor",
+    "variants",
 ]

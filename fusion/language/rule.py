@@ -6,14 +6,15 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
 
 from fusion.errors import RuleError
-from fusion.language.terms import Apply, Capture, Cast, Meaning, Parameter, Part, Term
-from fusion.language.views import Lanes, PerToken, Reshaped
+from fusion.language.terms import Capture, Meaning, Parameter, Term
+from fusion.language.vocabulary import Vocabulary
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -61,93 +62,6 @@ def require(condition: object, template: str, **values: object) -> None:
         raise Refused(template, values)
 
 
-class Vocabulary:
-    """The `p` of a pattern: functions that build terms. Unknown names are semantic ops (`p.rms_norm(x=...)`)."""
-
-    def mean(self, x: Term, dim: int = -1) -> Term:
-        """Average over one dim, which stays with size 1."""
-        return Apply("mean", (x,), (dim,))
-
-    def mean_over(self, x: Term, dims: Any) -> Term:
-        """Average over the dims that the parameter takes."""
-        return Apply("mean", (x,), (dims,))
-
-    def power(self, x: Term, exponent: Any) -> Term:
-        """x ** exponent."""
-        return Apply("power", (x,), (exponent,))
-
-    def square(self, x: Term) -> Term:
-        """x²."""
-        return self.power(x, 2.0)
-
-    def rsqrt(self, x: Term) -> Term:
-        """1 / sqrt(x)."""
-        return self.power(x, -0.5)
-
-    def sigmoid(self, x: Term) -> Term:
-        """1 / (1 + exp(-x))."""
-        return Apply("sigmoid", (x,))
-
-    def silu(self, x: Term) -> Term:
-        """x · sigmoid(x)."""
-        return x * self.sigmoid(x)
-
-    def softmax(self, x: Term) -> Term:
-        """exp(x) / Σ exp(x) over the last dim."""
-        return Apply("softmax", (x,), (-1, "nan"))
-
-    def largest(self, x: Term, count: Any) -> Term:
-        """The largest of the last dim, as many as the parameter takes, in descending order."""
-        return Apply("largest", (x,), (count,))
-
-    def largest_index(self, x: Term, count: Any) -> Term:
-        """Where they are."""
-        return Apply("largest_index", (x,), (count,))
-
-    def scale(self, x: Term, factor: Any) -> Term:
-        """x · a number that the parameter takes."""
-        return Apply("scale", (x,), (factor,))
-
-    def shift(self, x: Term, offset: Any) -> Term:
-        """x + a number that the parameter takes."""
-        return Apply("shift", (x,), (offset,))
-
-    def part(self, x: Term, number: int, of: int) -> Term:
-        """The `number`-th of `of` equal runs of the last dim."""
-        return Part(x, number, of)
-
-    def lanes(self, x: Term, start: Any, stop: Any) -> Term:
-        """Lanes start … stop of the last dim, numbers or parameters."""
-        return Lanes(x, start, stop)
-
-    def reshaped(self, x: Term) -> Term:
-        """`x`, or its elements in the same order with other dims."""
-        return Reshaped(x)
-
-    def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
-        """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""
-        return PerToken(table, of, heads_first)
-
-    def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
-        """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
-        return Apply(names, args, None)
-
-    def maybe_cast(self, x: Term, to: torch.dtype | Capture) -> Term:
-        """`x`, or `x` cast to exactly this dtype (or the dtype of this capture)."""
-        return Cast(x, to, always=False)
-
-    def as_dtype(self, x: Term, like: Capture) -> Term:
-        """`x` in the dtype of `like`, cast if it was not computed in it."""
-        return Cast(x, like, always=True)
-
-    def __getattr__(self, op: str) -> Callable[..., Term]:
-        return partial(_meaning, op)
-
-
-def _meaning(op: str, **captures: Any) -> Term:
-    return Meaning(op, captures)
-
-
 def pattern(method: Method) -> Method:
     """Mark a method as one written form: `def form(self, p, x=tensor("*B D"), eps=scalar())` returns its result(s)."""
     method.fusion_role = "pattern"  # type: ignore[attr-defined]
@@ -172,6 +86,38 @@ def lowering(method: Method) -> Method:
     """Mark a method as one way to run the rule: plain torch and `torch.ops.npu` calls on the captured tensors."""
     method.fusion_role = "lowering"  # type: ignore[attr-defined]
     return method
+
+
+def variants(**choices: tuple[Any, ...]) -> Callable[[Method], Method]:
+    """Mark a lowering that takes these parameters beside captures: one way to run for each combination, best first.
+
+    A later combination is tried only where the ones before it are refused.
+    """
+
+    def mark(method: Method) -> Method:
+        method.fusion_variants = choices  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One way to run a rule: a method of it, with its variants chosen.
+
+    Attributes:
+        name: the method's name, and in brackets what was chosen.
+        method: the method's name.
+        chosen: its parameters that are no captures.
+    """
+
+    name: str
+    method: str
+    chosen: Mapping[str, Any]
+
+    def run(self, rule: Rule, captures: Mapping[str, Any]) -> Any:
+        """What it gives for captures."""
+        return call(getattr(rule, self.method), {**captures, **self.chosen})
 
 
 @dataclass(frozen=True)
@@ -239,9 +185,9 @@ class Rule:
         """The forms that mean something else."""
         return _traced(type(self), "lookalike")
 
-    def lowerings(self) -> tuple[str, ...]:
-        """Names of the methods that run the rule, in order of declaration."""
-        return tuple(name for name, _ in _marked(type(self), "lowering"))
+    def lowerings(self) -> tuple[Lowering, ...]:
+        """The ways to run the rule, in order of declaration."""
+        return tuple(each for name, method in _marked(type(self), "lowering") for each in _variants(name, method))
 
     def beside(self) -> frozenset[str]:
         """Names of rules that read what this one gives and no node holds: it is offered together with one of them."""
@@ -259,6 +205,13 @@ class Rule:
 def _marked(kind: type, role: str) -> list[tuple[str, Callable[..., Any]]]:
     methods = [(name, method) for base in kind.__mro__[::-1] for name, method in vars(base).items()]
     return [(name, method) for name, method in methods if getattr(method, "fusion_role", None) == role]
+
+
+def _variants(name: str, method: Callable[..., Any]) -> Iterator[Lowering]:
+    choices: Mapping[str, tuple[Any, ...]] = getattr(method, "fusion_variants", {})
+    for chosen in product(*choices.values()):
+        label = f"{name}[{', '.join(map(str, chosen))}]" if chosen else name
+        yield Lowering(label, name, dict(zip(choices, chosen, strict=True)))
 
 
 @cache

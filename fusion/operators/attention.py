@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusion.operators import attention_limits as limits
 from fusion.operators.contract import Operator, by_schema
+from fusion.operators.flops import causal, hint, longest, scores
 from fusion.operators.layouts import (
     heads_first,
     is_packed,
@@ -85,6 +86,26 @@ def promised(call: Attention) -> tuple[Tensor, Tensor]:
     sizes = lse_shape(call.query, call.layout, call.heads) if call.lse else [0]
     wide = torch.promote_types(call.query.dtype, torch.float32) if call.lse else torch.float32
     return out, call.query.new_empty(sizes, dtype=wide)
+
+
+def flops_of(call: Attention) -> float:
+    """Scores and sums over the keys that are there, as far as their number is known."""
+    batch, heads, rows, width = heads_first(call.query, call.layout, call.heads).shape
+    of_query, of_key = call.lengths
+    packed = is_packed(call.layout)
+    sequences = len(of_query) if packed and of_query is not None else 1
+    if call.table is not None:
+        keys = longest(of_key, call.table.shape[1] * call.key.shape[1 if call.key.dim() == 3 else -2])
+    else:
+        room = hint(heads_first(call.key, call.layout, call.kv_heads).shape[2])
+        keys = room // sequences if packed else longest(of_key, room)
+    seen = float(keys)
+    if call.band.mode in (2, 3, 4):
+        own = hint(rows) // sequences
+        seen = min(causal(own, min(own, keys) if call.band.mode == 2 else keys), float(call.band.before) + 1)
+    values = value_width(call.value, call.layout, call.kv_heads, call.table is not None)
+    rope = 0 if call.query_rope is None else call.query_rope.shape[-1] // (heads if call.query_rope.dim() == 3 else 1)
+    return scores(hint(batch) * hint(rows) * hint(heads) * seen, width + rope + values)
 
 
 def _v1(given: Mapping[str, Any]) -> Attention:
@@ -173,6 +194,7 @@ def _declared(
         dtypes=limits.dtypes(names),
         limits=limits.limits(names, in_tensors=".tensor_lengths" in schema),
         lowerings=frozenset(lowerings),
+        flops=lambda given: flops_of(read(given)),
         on_host=frozenset({names.query_lengths, names.key_lengths}) if lowerings == {"torchair"} else frozenset(),
         source=f"op-plugin: torch_npu.{page}; GE: FusedInferAttentionScore",
         summary=_SUMMARY,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion.operators.attention import Attention, computed, promised
+from fusion.operators.attention import Attention, computed, flops_of, promised
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import FLOATS
 from fusion.operators.layouts import heads_first, is_packed, lse_shape
@@ -116,6 +116,7 @@ FUSION_ATTENTION = Operator(
         "ascend950": _KERNEL,
     },
     lowerings=frozenset({"eager", "torchair"}),
+    flops=lambda given: flops_of(_read(given)),
     source="op-plugin: torch_npu.npu_fusion_attention (A2, for training); GE: FlashAttentionScore",
     summary="out = round(softmax(scale · q kᵀ, masked) v), and max and sum of the softmax, eight times each",
 )

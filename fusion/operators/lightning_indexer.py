@@ -21,6 +21,7 @@ from fusion._torch import known_true
 from fusion.operators import sparse_limits
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.flops import causal, count, hint
 from fusion.operators.pages import pages_of
 from fusion.operators.sequences import Rows, rows_of
 
@@ -104,6 +105,15 @@ def _lightning_indexer_meta(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return query.new_empty(shape, dtype=torch.int32), values
 
 
+def _flops(given: Mapping[str, Any]) -> float:
+    """Every key of every query; half of them where it is causal and there are as many queries."""
+    query, key, table = given["query"], given["key"], given["block_table"]
+    room = key.shape[0 if given["layout_key"] == "TND" else 1] * (1 if table is None else table.shape[1])
+    rows = query.shape[0 if given["layout_query"] == "TND" else 1]
+    keys = causal(rows, room) if given["sparse_mode"] == 3 else float(hint(room))
+    return 2.0 * count(query) * keys
+
+
 _NAMES = sparse_limits.Names("layout_key", "actual_seq_lengths_key")
 _KERNEL = (
     *sparse_limits.kernel(_NAMES),
@@ -142,6 +152,7 @@ LIGHTNING_INDEXER = Operator(
         "ascend950": (*_KERNEL, "N in (8, 16, 24, 32, 64)", "dtype(weights) == dtype(query)"),
     },
     lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
+    flops=_flops,
     source="op-plugin: torch_npu.npu_lightning_indexer; kernel: ops-transformer lightning_indexer (A2/A3: float32)",
     summary=(
         "the sparse_count keys t with the largest Σₙ weights[n] · relu(query[n] · key[t]), in float32, as positions in "

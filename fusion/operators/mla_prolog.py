@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import compute_dtype
+from fusion.operators.flops import count, hint
 from fusion.operators.pages import stored, write, written
 from fusion.operators.rope import interleave_half
 from fusion.operators.transpose_batchmatmul import TRANSPOSE_BATCHMATMUL
@@ -107,6 +108,14 @@ def _meta(given: Given) -> tuple[Tensor, ...]:
 
 def _functional_meta(given: Given) -> tuple[Tensor, ...]:
     return *_meta(given), torch.empty_like(given["kv_cache"]), torch.empty_like(given["kr_cache"])
+
+
+def _flops(given: Given) -> float:
+    """The four products."""
+    x = given["token_x"]
+    tokens = count(x) / hint(x.shape[-1])
+    weights = (count(given[name]) for name in ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"))
+    return 2.0 * tokens * sum(weights)
 
 
 _PAGED = ("PA_BSND", "PA_NZ")
@@ -208,6 +217,7 @@ MLA_PROLOG_V3 = Operator(
     dtypes=_DTYPES,
     limits=_LIMITS,
     lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
+    flops=_flops,
     source=_SOURCE,
     summary=_SUMMARY,
 )
@@ -218,6 +228,7 @@ MLA_PROLOG_V3_FUNCTIONAL = Operator(
     dims=_DIMS,
     dtypes=_DTYPES,
     limits=_LIMITS,
+    flops=_flops,
     lowerings=frozenset({"torchair"}),  # the in-place form runs in eager and captured graphs
     source=_SOURCE,
     summary=f"with copies of the caches as results 5 and 6: {_SUMMARY}",

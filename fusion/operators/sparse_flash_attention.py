@@ -19,6 +19,7 @@ from fusion._torch import known_true
 from fusion.operators import sparse_limits
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.flops import count, hint, scores
 from fusion.operators.sequences import Rows, rows_of
 from fusion.operators.softmax import Visible, rounded_softmax
 
@@ -125,6 +126,14 @@ def _sparse_flash_attention_meta(given: Mapping[str, Any]) -> tuple[Tensor, Tens
     return query.new_empty(query.shape), query.new_empty(sizes, dtype=wide), query.new_empty(sizes, dtype=wide)
 
 
+def _flops(given: Mapping[str, Any]) -> float:
+    """Every listed key of every query."""
+    query, listed, rope = given["query"], given["sparse_indices"].shape[-1], given["query_rope"]
+    keys = hint(listed) * hint(given["sparse_block_size"])
+    width = 2 * query.shape[-1] + (0 if rope is None else rope.shape[-1])
+    return scores(count(query) / hint(query.shape[-1]) * keys, width)
+
+
 _NAMES = sparse_limits.Names("layout_kv", "actual_seq_lengths_kv")
 _SCHEMA = (
     "npu::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
@@ -183,6 +192,7 @@ SPARSE_FLASH_ATTENTION = Operator(
         "ascend950": (*_KERNEL, "N <= 128", "sparse_block_size == 1"),
     },
     lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
+    flops=_flops,
     source="op-plugin: torch_npu.npu_sparse_flash_attention; kernel: ops-transformer sparse_flash_attention",
     summary=(
         "out = round(round(p) k / Σ p), p = exp(s - max s), s = scale_value · (q kᵀ + q_rope k_ropeᵀ) over the listed "

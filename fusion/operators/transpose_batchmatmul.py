@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion.operators.contract import Limit, Operator
 from fusion.operators.dtypes import FLOATS
+from fusion.operators.flops import product
 
 
 def _transpose_batchmatmul(
@@ -27,6 +29,11 @@ def _transpose_batchmatmul_meta(
 ) -> Tensor:  # fmt: skip
     x1, x2 = (x.permute(list(perm or (0, 1, 2))) for x, perm in ((input, perm_x1), (weight, perm_x2)))
     return input.new_empty(x1.shape[1], x1.shape[0], x2.shape[2])
+
+
+def _flops(given: Mapping[str, Any]) -> float:
+    columns = 1 if list(given["perm_x2"] or ()) == [0, 2, 1] else 2
+    return product(given["input"], given["weight"].shape[columns])
 
 
 _TURNED_1 = "perm_x1 == (1, 0, 2)"
@@ -65,6 +72,7 @@ TRANSPOSE_BATCHMATMUL = Operator(
         "ascend910_93": _A2,
     },
     lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
+    flops=_flops,
     source="op-plugin: torch_npu.npu_transpose_batchmatmul (A2 and A3; perm_x2 [0, 2, 1] from CANN 8.5)",
     summary="y[m, b] = round(x1[b, m] · w[b]), x1 = input.permute(perm_x1), w = weight.permute(perm_x2), in float32",
 )

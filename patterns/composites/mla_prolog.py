@@ -65,7 +65,7 @@ class _Prolog(Rule):
 
     def beside(self) -> frozenset[str]:
         """The attention that reads absorbed queries."""
-        return frozenset({"sparse_attention"})
+        return frozenset({"sparse_attention", "latent_attention"})
 
     def reference(
         self, x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor

@@ -55,14 +55,32 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
     return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
 
 
+def absorb(nope: Tensor, up: Tensor) -> Tensor:
+    """Queries nope [B, N, S, D] of every head times up [N, D, C], as [B, N, S, C], heads behind positions in memory."""
+    return _turned(nope.transpose(1, 2), up).transpose(1, 2)
+
+
+def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:
+    """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E]; y itself without `up`.
+
+    `values` is "transposed" for the operator that turns heads back, or "multiplied" for a batched product.
+    """
+    return (by_transpose if values == "transposed" else by_matmul)(y, up)
+
+
+def _turned(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, S, N, K] times weight [N, K, M], as [B, S, N, M]."""
+    rows = torch.ops.npu.npu_transpose_batchmatmul(
+        x.flatten(0, 1), weight.contiguous(), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
+    )
+    return rows.unflatten(0, x.shape[:2])
+
+
 def by_transpose(y: Tensor, up: Tensor | None) -> Tensor:
     """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E], by the operator that turns heads back."""
     require(up is not None, "the model itself expands the result")
     assert up is not None
-    rows = torch.ops.npu.npu_transpose_batchmatmul(
-        y.flatten(0, 1), up.contiguous(), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
-    )
-    return rows.unflatten(0, y.shape[:2]).transpose(1, 2)
+    return _turned(y, up).transpose(1, 2)
 
 
 def by_matmul(y: Tensor, up: Tensor | None) -> Tensor:

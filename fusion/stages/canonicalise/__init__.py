@@ -97,7 +97,9 @@ def _attentions(
         elif outcome is not None:
             found = _beside(walk, folder, assumed, written, readings, outcome)
             readings.update({each: what for each, what in found.items() if isinstance(what, Reading)})
-            misses.update({each: ("sparse_attention", why) for each, why in found.items() if isinstance(why, str)})
+            lists = any(isinstance(each, Reading) and each.op == "chosen_keys" for each in outcome.values())
+            name = "sparse_attention" if lists else "latent_attention"
+            misses.update({each: (name, why) for each, why in found.items() if isinstance(why, str)})
 
 
 def _beside(
@@ -117,7 +119,7 @@ def _beside(
         found[places] = index_selection(walk.algebra, folder, assumed, written, unviewed(places))
     for each in known:
         parts = None if each in lists else latents(walk.algebra, readings, each)
-        if isinstance(parts, str) and lists:
+        if isinstance(parts, str):
             found[each.captures["k"]] = parts
         found |= parts if isinstance(parts, dict) else {}
     return found

@@ -128,7 +128,7 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         return None
     projected = [(start, each, p) for start, each in parts if (p := head_projection(a, each, heads, keys)) is not None]
     shared = [(start, each) for start, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
-    if not projected:
+    if not projected or len(parts) == 1:
         return None
     if len(projected) != 1 or len(shared) != 1 or len(parts) != 2:
         return "keys of a latent are read as one part that is projected for each head, and one that all heads share"

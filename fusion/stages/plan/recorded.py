@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion._torch import tree_leaves
-from fusion.cost import call_cost, is_data, is_view
+from fusion.cost import aten_flops, call_cost, is_data, is_view
 from fusion.graph import Graph, Value, dims_of, unviewed
-from fusion.language import Refused, call
+from fusion.language import Lowering, Refused
 from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.options import Options
 from fusion.recording import Fakes, substitute
@@ -49,13 +49,25 @@ class PlanBook:
         try:
             captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
         except Refused as refused:
-            return dict.fromkeys(lowerings, refused)
+            return {each.name: refused for each in lowerings}
         kept = _Kept(self._written_back(match), self._prepared_in(match))
         signature = tuple((name, _signature(each), *kept.of(name)) for name, each in captures.items())
         key = (match.rule.name, tuple(each.shape for each in match.results), signature)
         if key not in self._plans:
-            self._plans[key] = {each: self._record(match, each, captures, kept) for each in lowerings}
+            self._plans[key] = self._record_all(match, captures, kept)
         return self._plans[key]
+
+    def _record_all(self, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
+        """Each lowering; of its variants those up to the first that no target refuses."""
+        found: dict[str, Plan | Refused] = {}
+        settled: set[str] = set()
+        for each in match.rule.lowerings():
+            if each.method in settled:
+                continue
+            plan = found[each.name] = self._record(match, each, captures, kept)
+            if isinstance(plan, Plan) and not plan.refusals:
+                settled.add(each.method)
+        return found
 
     def is_prepared(self, value: Value) -> bool:
         """Whether a value is, or is built from, Parameters alone."""
@@ -84,11 +96,11 @@ class PlanBook:
                 return None
             raise
 
-    def _record(self, match: Match, lowering: str, captures: Mapping[str, Any], kept: _Kept) -> Plan | Refused:
+    def _record(self, match: Match, lowering: Lowering, captures: Mapping[str, Any], kept: _Kept) -> Plan | Refused:
         inputs = {name: each.detach() for name, each in captures.items() if isinstance(each, torch.Tensor)}
 
         def run() -> tuple[Any, ...]:
-            results = call(getattr(match.rule, lowering), {**captures, **inputs})
+            results = lowering.run(match.rule, {**captures, **inputs})
             several = results[: len(match.results)] if isinstance(results, tuple) else (results,)
             return tuple(self._fitted(each, value) for each, value in zip(several, match.results, strict=True))
 
@@ -129,7 +141,8 @@ class PlanBook:
             if written and all(_origin(each, sources) & owned for each in written):
                 moved = [each for leaf, each in zip(leaves, operands, strict=True) if leaf not in written]
                 result = None
-            costs.append((call_cost(step.target, moved, result, self._targets[0]), names))
+            flops = _flops(step, steps, inputs)
+            costs.append((call_cost(step.target, moved, result, self._targets[0], flops), names))
         return tuple(costs)
 
     def _limits(
@@ -161,9 +174,7 @@ class PlanBook:
         operator = operator_of(step.target)
         if operator is None:
             return None
-        args, kwargs = substitute(
-            (step.args, dict(step.kwargs)), (Input, Output), lambda each: _lookup(each, steps, inputs)
-        )
+        args, kwargs = _arguments(step, steps, inputs)
         if operator.in_place and lowering is not None and lowering not in operator.lowerings:
             operator = OPERATORS[operator.in_place]  # which replaces it there
         if operator.short.partition(".")[0] in self._disabled:
@@ -179,6 +190,19 @@ def _sources(steps: Sequence[Step]) -> list[frozenset[str]]:
         names = frozenset(each.name for each in leaves if isinstance(each, Input))
         found.append(names.union(*(found[each.step] for each in leaves if isinstance(each, Output))))
     return found
+
+
+def _arguments(step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    """What a step is called with."""
+    return substitute((step.args, dict(step.kwargs)), (Input, Output), lambda each: _lookup(each, steps, inputs))
+
+
+def _flops(step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> float:
+    operator = operator_of(step.target)
+    args, kwargs = _arguments(step, steps, inputs)
+    if operator is None:
+        return aten_flops(step.target, args, step.result)
+    return operator.flops(operator.bind(args, kwargs)) if operator.flops else 0.0
 
 
 def _overwritten(step: Step) -> list[Any]:

@@ -1,0 +1,99 @@
+"""The `p` of a pattern: functions that build the terms that patterns are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusion.language.terms import Apply, Capture, Cast, Meaning, Part, Term
+from fusion.language.views import Lanes, PerToken, Reshaped
+
+
+class Vocabulary:
+    """The `p` of a pattern: functions that build terms. Unknown names are semantic ops (`p.rms_norm(x=...)`)."""
+
+    def mean(self, x: Term, dim: int = -1) -> Term:
+        """Average over one dim, which stays with size 1."""
+        return Apply("mean", (x,), (dim,))
+
+    def mean_over(self, x: Term, dims: Any) -> Term:
+        """Average over the dims that the parameter takes."""
+        return Apply("mean", (x,), (dims,))
+
+    def power(self, x: Term, exponent: Any) -> Term:
+        """x ** exponent."""
+        return Apply("power", (x,), (exponent,))
+
+    def square(self, x: Term) -> Term:
+        """x²."""
+        return self.power(x, 2.0)
+
+    def rsqrt(self, x: Term) -> Term:
+        """1 / sqrt(x)."""
+        return self.power(x, -0.5)
+
+    def sigmoid(self, x: Term) -> Term:
+        """1 / (1 + exp(-x))."""
+        return Apply("sigmoid", (x,))
+
+    def silu(self, x: Term) -> Term:
+        """x · sigmoid(x)."""
+        return x * self.sigmoid(x)
+
+    def softmax(self, x: Term) -> Term:
+        """exp(x) / Σ exp(x) over the last dim."""
+        return Apply("softmax", (x,), (-1, "nan"))
+
+    def largest(self, x: Term, count: Any) -> Term:
+        """The largest of the last dim, as many as the parameter takes, in descending order."""
+        return Apply("largest", (x,), (count,))
+
+    def largest_index(self, x: Term, count: Any) -> Term:
+        """Where they are."""
+        return Apply("largest_index", (x,), (count,))
+
+    def scale(self, x: Term, factor: Any) -> Term:
+        """x · a number that the parameter takes."""
+        return Apply("scale", (x,), (factor,))
+
+    def shift(self, x: Term, offset: Any) -> Term:
+        """x + a number that the parameter takes."""
+        return Apply("shift", (x,), (offset,))
+
+    def part(self, x: Term, number: int, of: int) -> Term:
+        """The `number`-th of `of` equal runs of the last dim."""
+        return Part(x, number, of)
+
+    def lanes(self, x: Term, start: Any, stop: Any) -> Term:
+        """Lanes start … stop of the last dim, numbers or parameters."""
+        return Lanes(x, start, stop)
+
+    def reshaped(self, x: Term) -> Term:
+        """`x`, or its elements in the same order with other dims."""
+        return Reshaped(x)
+
+    def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
+        """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""
+        return PerToken(table, of, heads_first)
+
+    def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
+        """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
+        return Apply(names, args, None)
+
+    def maybe_cast(self, x: Term, to: torch.dtype | Capture) -> Term:
+        """`x`, or `x` cast to exactly this dtype (or the dtype of this capture)."""
+        return Cast(x, to, always=False)
+
+    def as_dtype(self, x: Term, like: Capture) -> Term:
+        """`x` in the dtype of `like`, cast if it was not computed in it."""
+        return Cast(x, like, always=True)
+
+    def __getattr__(self, op: str) -> Callable[..., Term]:
+        return partial(_meaning, op)
+
+
+def _meaning(op: str, **captures: Any) -> Term:
+    return Meaning(op, captures)

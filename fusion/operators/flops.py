@@ -1,0 +1,38 @@
+"""Multiplications and additions of fused calls, for sizes of the example where they are symbolic: what costs count."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusion._torch import count, hint
+
+__all__ = ["causal", "count", "hint", "longest", "product", "scores"]
+
+
+def product(x: Tensor, columns: Any) -> float:
+    """x [.., K] times a matrix [K, columns], or one of each head."""
+    return 2.0 * count(x) * hint(columns)
+
+
+def scores(pairs: float, width: Any) -> float:
+    """So many pairs of a query and a key, each a score and its part of a sum, of so many lanes together."""
+    return 2.0 * pairs * hint(width)
+
+
+def causal(rows: Any, keys: Any) -> float:
+    """How many keys a row sees on average if the last of them sees all, and every row before it one less."""
+    seen, of = hint(keys), hint(rows)
+    return seen - (of - 1) / 2 if of <= seen else seen * (seen + 1) / 2 / of
+
+
+def longest(lengths: Any, room: Any) -> int:
+    """The largest of lengths that are known as numbers, at most `room`, which counts where they are not."""
+    if lengths is None or isinstance(lengths, Tensor) or not isinstance(lengths, Sequence):
+        return hint(room)
+    return min(max((hint(each) for each in lengths), default=0), hint(room))
