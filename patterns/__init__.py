@@ -4,6 +4,7 @@ from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.latent_attention import LatentAttention
+from patterns.composites.latent_attention_atb import LatentAttentionAtb
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.rope_pair import RopePair
@@ -36,6 +37,7 @@ def library() -> tuple[Rule, ...]:
         ExpertShares(),
         Attention(),
         LatentAttention(),
+        LatentAttentionAtb(),
         SparseAttention(),
         MlaProlog(),
         MlaPrologRows(),

@@ -21,6 +21,7 @@ from torch import Tensor
 from fusion._torch import known_true
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.flops import count, hint, longest, scores
 from fusion.operators.pages import pages_of
 from fusion.operators.softmax import Visible, rounded_softmax
 
@@ -117,6 +118,13 @@ def _lse_meta(given: Given) -> tuple[Tensor, Tensor]:
     return _meta(given), query.new_empty([query.shape[0], query.shape[1], 1])
 
 
+def _flops(given: Given) -> float:
+    """Every key of the context of every row."""
+    query, page = given["q_nope"], given["ctkv"].shape[2 if given["cache_mode"] in _NZ else 1]
+    keys = longest(given["context_lens"], given["block_tables"].shape[1] * page)
+    return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] + given["q_rope"].shape[-1])
+
+
 _CACHE = "cache_mode=krope_ctkv:Blocks Size 1 {0} / cache_mode=int8_nzcache:{1} / cache_mode=nzcache:{1}"
 _DIMS = {
     "q_nope": "T N C",
@@ -139,7 +147,7 @@ _LAID_OUT = f"cache_mode in {_NZ}"
 _INT8 = "cache_mode == 'int8_nzcache'"
 _MASKED = "mask_type in ('mask_type_spec', 'mask_type_free')"
 _ONE_ROW = "without speculative rows each sequence has one row"
-_IMPLIED = "the sources disagree on what rows of 128 heads or of int8 queries see where no mask says it"
+_IMPLIED = "the kernel reads no mask of 128 heads or of int8 queries: a row sees its sequence up to itself"
 _HOST = (
     "q_headnum == N",
     Limit("kv_headnum == 1", because="the latent serves all heads"),
@@ -185,10 +193,8 @@ _KERNEL_OF_ROWS = (
     Limit("dtype(mask) == dtype(q_rope)", when="given(mask)"),
     Limit("L * itemsize(ctkv) == 32 and M * itemsize(k_rope) == 32", when=_LAID_OUT, because="so is a line of NZ"),
     Limit("N != 128", when=_INT8),
-    Limit("N != 128", when=f"{_SPECULATIVE} and mask_type in (None, 'undefined')", because=_IMPLIED),
-    Limit(
-        "cache_mode != 'int8_nzcache'", when=f"{_SPECULATIVE} and mask_type in (None, 'undefined')", because=_IMPLIED
-    ),
+    Limit("N != 128", when=f"{_SPECULATIVE} and mask_type != 'mask_type_free'", because=_IMPLIED),
+    Limit("cache_mode != 'int8_nzcache'", when=f"{_SPECULATIVE} and mask_type != 'mask_type_free'", because=_IMPLIED),
     Limit("Rows <= 133", when="mask_type == 'mask_type_free'", because="a sequence has at most 4 rows"),
 )
 _ARGUMENTS = (
@@ -227,6 +233,7 @@ def _operator(schema: str, *, in_tensors: bool) -> Operator:
         lowerings=frozenset() if in_tensors else frozenset({"eager"}),
         source=_SOURCE,
         summary=_SUMMARY,
+        flops=_flops,
         on_host=frozenset({"context_lens"}) if in_tensors else frozenset(),
     )
 
@@ -246,5 +253,6 @@ MULTI_HEAD_LATENT_ATTENTION_LSE = Operator(
     },
     lowerings=frozenset({"eager"}),
     source=_SOURCE,
+    flops=_flops,
     summary=f"with max s + log Σ p as the second result, in the dtype of q_nope: {_SUMMARY}",
 )

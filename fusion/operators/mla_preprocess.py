@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.flops import count, hint
 from fusion.operators.pages import stored, write, written
 from fusion.operators.rope import half
 
@@ -112,6 +113,12 @@ def _functional_meta(given: Given) -> tuple[Tensor, ...]:
 
 def _out_meta(given: Given) -> tuple[Tensor, ...]:
     return given["q_out0"], given["kv_cache_out0"], given["q_out1"], given["kv_cache_out1"]
+
+
+def _flops(given: Given) -> float:
+    """The three products."""
+    tokens = hint(given["input"].shape[0])
+    return 2.0 * tokens * sum(count(given[name]) for name in ("wdqkv", "wuq", "wuk"))
 
 
 _INPUTS = (
@@ -220,6 +227,7 @@ MLA_PREPROCESS = Operator(
     dims=_DIMS,
     dtypes=_DTYPES,
     limits=_LIMITS,
+    flops=_flops,
     lowerings=frozenset({"eager"}),
     source=_SOURCE,
     summary=f"{_SUMMARY}; the caches must be those that are read",
@@ -231,6 +239,7 @@ MLA_PREPROCESS_FUNCTIONAL = Operator(
     dims=_DIMS,
     dtypes=_DTYPES,
     limits=_LIMITS,
+    flops=_flops,
     lowerings=frozenset(),  # an overload of ours: what runs is always the form in place
     source=_SOURCE,
     summary=f"with copies of the caches: {_SUMMARY}",

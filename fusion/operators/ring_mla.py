@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.flops import count, hint, scores
 from fusion.operators.softmax import rounded_softmax
 from fusion.operators.visibility import Band, visible
 
@@ -56,6 +57,14 @@ def _ring_mla_meta(given: Given) -> tuple[Tensor, Tensor]:
     rows, heads, _ = query.shape
     out = query.new_empty([rows, heads, given["value"].shape[2]])
     return out, query.new_empty([heads, rows], dtype=_lse_dtype(query))
+
+
+def _flops(given: Given) -> float:
+    """Every key of its sequence for every row, or half of them on average."""
+    query, sequences = given["q_nope"], hint(given["seqlen"].shape[-1])
+    keys = hint(given["k_nope"].shape[0]) / sequences / (2 if given["mask_type"] == "mask_type_triu" else 1)
+    width = query.shape[-1] + given["q_rope"].shape[-1] + given["value"].shape[-1]
+    return scores(count(query) / hint(query.shape[-1]) * keys, width)
 
 
 _SCHEMA = (
@@ -117,6 +126,7 @@ RING_MLA = Operator(
         "ascend910_93": _KERNEL,
     },
     lowerings=frozenset({"eager"}),
+    flops=_flops,
     source="ATB: RingMLAOperation, its checks and kernel; op-plugin: ops/atb/RingMlaAtb.cpp, test_atb_ring_mla.py",
     summary=(
         "out = round(Σ round(p) value / Σ p), p = exp(s - max s), lse = max s + log Σ p, s = qk_scale · "

@@ -87,8 +87,9 @@ _SPECULATIVE = [
     (ALL, attending(), attending(tokens=6), "T == B"),
     (ALL, speculative(mask="spec"), attending(mask=t(3, 7), mask_type="mask_type_spec"), "mask_type in (None, 'und"),
     (KERNEL, speculative(mask="spec"), speculative(mask="spec") | {"mask": t(6, 7, dtype=F16)}, "dtype(mask) == dt"),
-    (KERNEL, speculative(mask="spec", n=128), speculative(n=128), "N != 128"),
-    (KERNEL, speculative("int8_nzcache", "spec"), speculative("int8_nzcache"), "cache_mode != 'int8_nzcache'"),
+    (KERNEL, speculative(mask="free", n=128), speculative(n=128), "N != 128"),
+    (KERNEL, speculative(mask="free", n=128), speculative(mask="spec", n=128), "N != 128"),
+    (KERNEL, speculative("int8_nzcache", "free"), speculative("int8_nzcache"), "cache_mode != 'int8_nzcache'"),
     (KERNEL, speculative(mask="free"), speculative(mask="free") | {"mask": t(135, 128)}, "Rows <= 133"),
 ]
 _RETURNING = [

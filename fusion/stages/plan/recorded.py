@@ -132,7 +132,9 @@ class PlanBook:
         """What each kernel costs; writes into what is `owned` are priced without the copy: they will be in place."""
         costs: list[tuple[float, frozenset[str]]] = []
         for step, names in zip(steps, sources, strict=True):
-            leaves = tree_leaves((step.args, dict(step.kwargs)))
+            leaves = list(
+                dict.fromkeys(tree_leaves((step.args, dict(step.kwargs))))
+            )  # what is given twice is read once
             operands = [_lookup(each, steps, inputs) for each in leaves]
             if is_view(step.target) or not is_data((step.result, operands)):
                 continue
