@@ -7,6 +7,7 @@ from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_atb import LatentAttentionAtb
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.paged_write import PagedWrite
+from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
@@ -38,6 +39,7 @@ def library() -> tuple[Rule, ...]:
         Attention(),
         LatentAttention(),
         LatentAttentionAtb(),
+        RingMla(),
         SparseAttention(),
         MlaProlog(),
         MlaPrologRows(),

@@ -80,7 +80,11 @@ _KERNEL = (
     "E == 128",
     *(Limit(f"dtype({name}) == dtype(q_nope)") for name in ("q_rope", "k_nope", "k_rope", "value", "mask")),
     Limit("dtype(pre_out) == dtype(q_nope)", when=_MERGING),
-    Limit("H == 512 and W == 512", because="the triangle has this size for sequences of any length"),
+    Limit(
+        "H == 512 and W == 512",
+        when="mask_type == 'mask_type_triu'",
+        because="the triangle has this size for sequences of any length",
+    ),
 )
 
 RING_MLA = Operator(

@@ -39,19 +39,19 @@ class LatentAttentionAtb(Rule):
         return scores.softmax(-1).to(q.dtype) @ v
 
     @pattern
-    def written(
+    def with_sums(
         self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
         latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
-        up_value=tensor("N C E", optional=True), mask=tensor("*M S T", optional=True),
-        length=tensor("B", optional=True), scale=scalar(), order=attribute(), window=attribute(), known=attribute(),
-        empty=attribute(), finish=attribute(),
+        up_value=tensor("N C E", optional=True), length=tensor("B", optional=True), scale=scalar(), order=attribute(),
+        window=attribute(), known=attribute(), empty=attribute(), summed=attribute(),
     ):  # fmt: skip
-        """What the canonicaliser has read; masks as in `Attention.written`."""
-        return p.softmax_attention(
-            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key), v=p.latent_values(latent=latent, up=up_value),
-            mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
-        )  # fmt: skip
+        """With the log-sum-exp of the scores, in the dtype of the queries."""
+        seen = dict(length=length, scale=scale, order=order, window=window, known=known, empty=empty)
+        q = p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed)
+        k = p.latent_keys(latent=latent, rope=k_rope, up=up_key)
+        v = p.latent_values(latent=latent, up=up_value)
+        sums = p.as_dtype(p.attention_log_sum(q=q, k=k, **seen), q_rope)
+        return p.softmax_attention(q=q, k=k, v=v, finish=summed, **seen), sums
 
     @pattern
     def in_lines(
@@ -69,6 +69,21 @@ class LatentAttentionAtb(Rule):
             mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
+    @pattern
+    def written(
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
+        latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
+        up_value=tensor("N C E", optional=True), mask=tensor("*M S T", optional=True),
+        length=tensor("B", optional=True), scale=scalar(), order=attribute(), window=attribute(), known=attribute(),
+        empty=attribute(), finish=attribute(),
+    ):  # fmt: skip
+        """What the canonicaliser has read; masks as in `Attention.written`."""
+        return p.softmax_attention(
+            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
+            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key), v=p.latent_values(latent=latent, up=up_value),
+            mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
+        )  # fmt: skip
+
     def guard(self, absorbed: Any):
         """How many queries there are."""
         queries = absorbed.shape[2]
@@ -79,6 +94,7 @@ class LatentAttentionAtb(Rule):
     def told(self, absorbed, q_rope, latent, k_rope, latent_lines, rope_lines, up_value, length, scale, order, window,
              known, finish, values):  # fmt: skip
         """What is seen, told in words."""
+        require(finish is not None, "the log-sum-exp of the scores is used")
         require(order != "mask" and window is None, "what the mask lets through is not proven to be causal or a length")
         batch, _, queries = absorbed.shape[:3]
         pages = _pages(batch, latent, k_rope, latent_lines, rope_lines)
@@ -91,6 +107,18 @@ class LatentAttentionAtb(Rule):
             context = [count] * batch
         y = _attended(absorbed, q_rope, pages, context, scale, rows)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
+
+    @lowering
+    @variants(values=("transposed", "multiplied"))
+    def ring(self, absorbed, q_rope, latent, k_rope, up_value, length, scale, window, known, summed, values):
+        """One query of each sequence, with the log-sum-exp of its scores."""
+        require(summed is not None, "nothing uses the log-sum-exp of the scores")
+        one = absorbed.shape[2] == 1 and window is None and length is None
+        require(one, "with the log-sum-exp, each sequence has one query, and keys whose number is known before")
+        pages = _pages(absorbed.shape[0], latent, k_rope, None, None)
+        context = [pages.room if known is None else known] * absorbed.shape[0]
+        y, sums = _attended(absorbed, q_rope, pages, context, scale, dict(calc_type="calc_type_ring", return_lse=True))
+        return calls.finished(latent_calls.expanded(y, up_value, values), summed), sums.transpose(1, 2)
 
     @lowering
     @variants(values=("transposed", "multiplied"))
@@ -150,15 +178,15 @@ def _free(queries: int, size: int, like: Tensor) -> Tensor:
     return torch.full(shape, HIDDEN, dtype=like.dtype, device=like.device).triu(2 - queries)
 
 
-def _attended(
-    absorbed: Tensor, q_rope: Tensor, pages: _Pages, context: Any, scale: float, rows: dict[str, Any]
-) -> Tensor:
-    """Queries [B, N, S, C + Dr] over pages, as [B, S, N, C]."""
+def _attended(absorbed: Tensor, q_rope: Tensor, pages: _Pages, context: Any, scale: float, rows: dict[str, Any]) -> Any:
+    """Queries [B, N, S, C + Dr] over pages, as [B, S, N, C]; with `return_lse` also its log-sum-exp [B, S, N, 1]."""
     batch, heads, queries = absorbed.shape[:3]
     blocks = torch.arange(pages.latents.shape[0], dtype=torch.int32, device=absorbed.device).reshape(batch, -1)
     operator = torch.ops.atb.npu_multi_head_latent_attention
-    run = operator.tensor_lengths if isinstance(context, Tensor) else operator.default
+    run = operator.lse if "return_lse" in rows else operator.default
+    run = operator.tensor_lengths if isinstance(context, Tensor) else run
     query, rope = (each.transpose(1, 2).flatten(0, 1) for each in (absorbed, q_rope))
     caches = pages.latents, pages.ropes
     y = run(query, rope, *caches, blocks, context, heads, scale, 1, cache_mode=pages.mode, **rows)
-    return y.unflatten(0, (batch, queries))
+    rows_of = (batch, queries)
+    return tuple(each.unflatten(0, rows_of) for each in y) if isinstance(y, tuple) else y.unflatten(0, rows_of)
