@@ -6,11 +6,13 @@ from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuan
 from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
 from patterns.composites.latent_attention import LatentAttention
+from patterns.composites.latent_attention_atb import LatentAttentionAtb
 from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
 from patterns.composites.paged_write import PagedWrite
+from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
@@ -49,6 +51,8 @@ def library() -> tuple[Rule, ...]:
         PagedAttention(),
         LatentAttention(),
         PagedLatentAttention(),
+        LatentAttentionAtb(),
+        RingMla(),
         SparseAttention(),
         KvRmsnormRopeCache(),
         KvRmsnormRopeCacheRows(),

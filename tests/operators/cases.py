@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
 from tests.operators import latent_line_cases as line
 from tests.operators import prolog_quant_cases
@@ -267,6 +268,9 @@ CASES = (
     *(Case("npu_dynamic_quant", label, make) for label, make in quant.QUANT),
     *(Case("npu_quant_matmul", label, make) for label, make in quant.PRODUCTS),
     *(Case("npu_add_rms_norm_dynamic_quant", label, make) for label, make in quant.NORMS),
+    *(Case(name, label, make) for name, label, make in atb.LATENT),
+    *(Case(atb.RING, label, make) for label, make in atb.STEPS),
+    *(case for label, make in atb.BEFORE for case in _both(atb.PREPROCESS, label, make)),
 )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
 from tests.operators import latent_line_cases as line
 from tests.operators import prolog_quant_references
@@ -155,5 +156,11 @@ REFERENCES = {
     "npu_lightning_indexer": sparse.indexer,
     "npu_sparse_flash_attention": sparse.attention,
     **quant.REFERENCES,
+    "atb::npu_multi_head_latent_attention": atb.latent,
+    "atb::npu_multi_head_latent_attention.tensor_lengths": atb.latent,
+    "atb::npu_multi_head_latent_attention.lse": atb.latent,
+    "atb::npu_ring_mla": atb.ring,
+    "atb::npu_mla_preprocess.out": atb.preprocess,
+    "atb::npu_mla_preprocess.functional": atb.preprocess,
 }
 """Of an in-place operator: its results, and what its written arguments hold afterwards."""

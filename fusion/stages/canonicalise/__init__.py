@@ -38,6 +38,7 @@ from fusion.stages.canonicalise.attention import Outcome, attention, contraction
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.indexer import index_selection
 from fusion.stages.canonicalise.latents import latents
+from fusion.stages.canonicalise.log_sums import log_sums
 from fusion.stages.canonicalise.pages import paged
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
@@ -70,6 +71,8 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     folder, fixed = Folder(), derived(source, facts.parameters)
     readings, misses = _rotations(walk)
     _attentions(walk, folder, facts, readings, misses)
+    attended = {value: each for value, each in readings.items() if each.op == "softmax_attention"}
+    readings |= log_sums(walk.algebra, walk.places, attended)
     found = write_readings.Writes(walk.algebra, folder, walk.written())
     for value in list(walk.places):
         found.visit(value)

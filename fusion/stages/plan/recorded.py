@@ -135,7 +135,9 @@ class PlanBook:
         """
         costs: list[tuple[float, frozenset[str]]] = []
         for step, names in zip(steps, sources, strict=True):
-            leaves = tree_leaves((step.args, dict(step.kwargs)))
+            leaves = list(
+                dict.fromkeys(tree_leaves((step.args, dict(step.kwargs))))
+            )  # what is given twice is read once
             operands = [_lookup(each, steps, inputs) for each in leaves]
             constant = not names and not any(isinstance(each, torch.SymInt) for each in leaves)
             if is_view(step.target) or constant or not is_data((step.result, operands)):
