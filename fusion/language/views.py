@@ -38,6 +38,33 @@ class Lanes(Tensorial):
 
 
 @dataclass(frozen=True, eq=False)
+class Scaled(Tensorial):
+    """A value that is `inner` times a number, which the parameter takes; 1 where it is `inner` itself."""
+
+    inner: Term
+    factor: Parameter
+
+    def below(self) -> tuple[Any, ...]:
+        """What is multiplied."""
+        return (self.inner,)
+
+    def heads(self) -> frozenset[str]:
+        """Those of what is multiplied, or a multiplication by a number."""
+        inner = self.inner.heads()
+        return inner | {"scale"} if inner else inner
+
+    def follows(self, bound: Bindings) -> bool:
+        """Whether what is multiplied follows."""
+        return self.inner in bound or self.inner.follows(bound)
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        forms = ((value.arg, value.attrs[0]), (value, 1.0)) if value.op == "scale" else ((value, 1.0),)
+        for each, factor in forms:
+            if bound.get(self.factor, factor) == factor:
+                yield from self.inner.match(each, {**bound, self.factor: factor}, cx)
+
+
+@dataclass(frozen=True, eq=False)
 class Reshaped(Tensorial):
     """A value that is `inner`, or its elements in the same order with other dims."""
 

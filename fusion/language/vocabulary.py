@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusion.language.terms import Apply, Capture, Cast, Meaning, Part, Term
-from fusion.language.views import Lanes, PerToken, Reshaped
+from fusion.language.views import Lanes, PerToken, Reshaped, Scaled
 
 
 class Vocabulary:
@@ -58,6 +58,10 @@ class Vocabulary:
     def scale(self, x: Term, factor: Any) -> Term:
         """x · a number that the parameter takes."""
         return Apply("scale", (x,), (factor,))
+
+    def maybe_scaled(self, x: Term, factor: Any) -> Term:
+        """`x`, or `x` times a number; the parameter takes the number, or 1."""
+        return Scaled(x, factor)
 
     def shift(self, x: Term, offset: Any) -> Term:
         """x + a number that the parameter takes."""

@@ -175,10 +175,10 @@ class _Search:
     def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:
         """Match the first result at `value`; results that this does not reach are those beside it."""
         for bound in form.results[0].match(value, {}, self):
-            missing = [term for term in form.results[1:] if term not in bound]
-            yield from self._join(missing, value, bound)
+            yield from self._join(form.results[1:], value, bound)
 
     def _join(self, missing: Sequence[Term], first: Value, bound: Bindings) -> Iterator[Bindings]:
+        missing = [term for term in missing if term not in bound]  # one may hold another
         if not missing:
             yield bound
             return

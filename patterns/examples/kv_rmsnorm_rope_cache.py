@@ -43,6 +43,11 @@ def model(join: Joined, first: int = 0) -> Callable[..., Any]:
     return forward
 
 
+def scaled(latent: Tensor, rope: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    """The latent alone is multiplied."""
+    return copied(latent * 1.5, rope, *rest)
+
+
 def viewed(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
     """To slots of all pages."""
     latents.view(-1, 1, C)[at] = latent.reshape(-1, 1, C)
@@ -72,6 +77,7 @@ EXAMPLES = (
     Example("caches of one head", model(single), line((B, 1, T, C), (B, 1, T, DR))),
     Example("any number of places", model(copied), line((B, 20, C), (B, 20, DR))),
     Example("a position for each sequence", model(lengths), line(*CACHES, tokens=1)),
+    Example("a latent times a number", model(scaled), line(*CACHES)),
     Example("behind other lanes", model(copied, 24), line(*CACHES, width=24 + C + DR + 8)),
     Example("more sequences than tokens", model(lengths), line((B + 1, T, C), (B + 1, T, DR), tokens=1)),
     Example("pages", model(viewed), line(*PAGES, index=SLOTS)),

@@ -66,6 +66,15 @@ def rope_last(q: Tensor, *table: Tensor) -> Tensor:
     return torch.cat((nope, turned(rope, *table)), dim=-1)
 
 
+def rope_multiplied(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries of which both parts are multiplied by a number."""
+    nope, rope = q.split((D, DR), dim=-1)
+    rope = (rope * 1.5).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    low, high = rope.chunk(2, dim=-1)
+    cos, sin = (torch.cat((each[..., : DR // 2],) * 2, dim=-1) for each in (cos, sin))
+    return torch.cat((nope * 1.5, rope * cos + torch.cat((-high, low), dim=-1) * sin), dim=-1)
+
+
 def rows_of(x: Tensor, dkv: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Latents [B, S, C] and rotated keys [B, S, Dr]."""
     latent, rope = linear(x, dkv)[..., : C + DR].split((C, DR), dim=-1)
@@ -83,8 +92,11 @@ def attended(q: Tensor, latent: Tensor, rope: Tensor, ukv: Tensor, places: Tenso
 Joined = Callable[..., tuple[Tensor, Tensor]]
 
 
-def model(join: Joined, rotate: Callable[..., Tensor] = rope_last) -> Callable[..., Tensor]:
-    """A function whose queries `rotate` turns, and whose rows `join` writes: `join(latent, rope, at, *caches)`."""
+def model(join: Joined, rotate: Callable[..., Tensor] = rope_last, factor: float = 1.0) -> Callable[..., Tensor]:
+    """A function whose queries `rotate` turns, and whose rows `join` writes: `join(latent, rope, at, *caches)`.
+
+    The latents are multiplied by `factor`.
+    """
 
     def forward(
         x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor, cos: Tensor,
@@ -92,7 +104,8 @@ def model(join: Joined, rotate: Callable[..., Tensor] = rope_last) -> Callable[.
     ) -> Tensor:  # fmt: skip
         q = linear(norm(linear(x, dq), gain_q), uq).reshape(*places.shape[:2], N, -1).transpose(1, 2)
         q = rotate(q, cos.unsqueeze(-3), sin.unsqueeze(-3))
-        latent, rope = join(*rows_of(x, dkv, gain_kv, cos, sin), at, *caches)
+        latent, rope = rows_of(x, dkv, gain_kv, cos, sin)
+        latent, rope = join(latent * factor, rope, at, *caches)
         return attended(q, latent, rope, ukv, places)
 
     return forward
@@ -143,6 +156,7 @@ EXAMPLES = (
     Example("a token by index_copy", model(copied), prolog(1, T, *CACHES)),
     Example("caches of one head", model(single), prolog(S, T, (B, 1, T, C), (B, 1, T, DR))),
     Example("a length for each sequence", model(lengths), prolog(1, T, *CACHES)),
+    Example("queries and latents times a number", model(copied, rope_multiplied, 0.75), prolog(S, T, *CACHES)),
 )
 ROW_EXAMPLES = (
     Example("the same positions in all sequences", model(fresh), prolog(table=(1, S))),
@@ -205,6 +219,7 @@ def packed(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 REJECTS = (
+    Example("a negative factor", model(copied, rope_multiplied, -1.0), prolog(S, T, *CACHES), "which is not positive"),
     Example(
         "rotated lanes first", model(copied, rope_first), prolog(S, T, *CACHES), "do not follow those that are not"
     ),

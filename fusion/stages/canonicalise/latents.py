@@ -14,7 +14,7 @@ Every form is proven by building it: a value is a projection of heads if it is w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -212,15 +212,26 @@ def _query_sources(
     """Where both parts of the queries come from, if one linear layer gives them."""
     _, heads, rows, _ = nope.shape
     sources: Readings = {}
-    query = head_projection(a, nope, heads, rows)
+    query = _of_queries(a, nope, heads, rows)
     if query is not None:
         sources[absorbed] = Reading("absorbed_query", {**query.captures(), "up": up_key})
     for rotation in rotations(a, found, rotated):
         x = uncast(a, rotation.captures["x"], nope.dtype)
-        lanes = head_projection(a, x, heads, rows)
+        lanes = head_projection(a, x, heads, rows)  # what it is multiplied by is in the tables
         if lanes is not None:
             sources[x] = Reading("head_lanes", {**lanes.captures(), "heads_first": lanes.heads_first})
     return sources
+
+
+def _of_queries(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
+    """The linear layer of some lanes; where they are multiplied by a number, of what it takes times that number."""
+    if value.op != "scale":
+        return head_projection(a, value, heads, rows)
+    found = head_projection(a, value.arg, heads, rows)
+    if found is None:
+        return None
+    source = a.scale(found.source, value.attrs[0])
+    return replace(found, x=a.reshape(source, found.x.shape), source=source)
 
 
 def rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
