@@ -7,6 +7,7 @@ from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
+from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
@@ -47,6 +48,7 @@ def library() -> tuple[Rule, ...]:
         MlaProlog(),
         MlaPrologRows(),
         MlaPrologQuantised(),
+        MlaPrologQuantisedRows(),
         CacheWrite(),
         PagedWrite(),
         SlidingWrite(),
