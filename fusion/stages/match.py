@@ -32,6 +32,8 @@ CANONICAL = frozenset(
         "absorbed_query",
         "head_lanes",
         "chosen_keys",
+        "paged_rows",
+        "counted_keys",
         "index_selection",
         "write",
         "write_rows",

@@ -157,6 +157,45 @@ _PROLOG: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+def older(*tokens: int, **more: Any) -> dict[str, Any]:
+    return prolog(*tokens, **{"n": 32, **more})
+
+
+_ON_OLDER = (HOST, A2, A3)
+_OLDER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    *(
+        (_ON_OLDER, older(), older(**{name: t(1, dtype=F32)}), f"not given({name})")
+        for name in ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr",
+                     "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq")
+    ),
+    (_ON_OLDER, older(), older() | {"cache_mode": "BSND"}, "cache_mode in ('PA_BSND', 'PA_NZ')"),
+    (_ON_OLDER, older(), older(weight_uq_qr=t(1536, 32 * 128)), "Huq == N * (D + Dr)"),
+    (_ON_OLDER, older(), older(weight_dkv_kr=t(7168, 512)), "Hkv == Hckv + Dr"),
+    ((HOST,), older(dr=2), older(dr=3), "Dr % 2 == 0"),
+    ((A2, A3), older(), older(dr=63), "Dr % 2 == 0"),
+    ((HOST,), older(mode="PA_NZ", dr=32), older(mode="PA_NZ", dr=40), "Hckv % 16 == 0 and Dr % 16 == 0"),
+    ((A2, A3), older(mode="PA_NZ"), older(mode="PA_NZ", hckv=520), "Hckv % 16 == 0 and Dr % 16 == 0"),
+    ((A2, A3), older(), older(he=6144), "He == 7168"),
+    ((A2, A3), older(), older(hcq=2048), "Hcq == 1536"),
+    ((A2, A3), older(), older(hckv=256), "Hckv == 512"),
+    ((A2, A3), older(), older(d=192), "D == 128"),
+    ((A2, A3), older(), older(dr=32), "Dr == 64"),
+    ((A2, A3), older(size=16), older(size=64), "Size in (16, 128)"),
+    ((A2, A3), older(65536, 1), older(65537, 1), "B <= 65536"),
+    ((A2, A3), older(), older(dtype=F16), "needs token_x in bfloat16"),
+]  # fmt: skip
+_OLDEST = [
+    *_OLDER,
+    ((A2, A3), older(n=128), older(n=16), "N in (32, 64, 128)"),
+    ((A2, A3), older(4, 1), older(4, 2), "S <= 1"),
+]
+_SECOND = [
+    *_OLDER,
+    ((A2, A3), older(n=16), older(n=96), "N in (1, 2, 4, 8, 16, 32, 64, 128)"),
+    ((A2, A3), older(4, 16), older(4, 17), "S <= 16"),
+]
+
+
 # products per head -------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +346,8 @@ _ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = 
 ]
 EDGES: list[Edge] = [
     *((name, *edge) for name in ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional") for edge in _PROLOG),
+    *((f"npu_mla_prolog.{form}", *edge) for form in ("in_place", "functional") for edge in _OLDEST),
+    *((f"npu_mla_prolog_v2.{form}", *edge) for form in ("in_place", "functional") for edge in _SECOND),
     *(("npu_transpose_batchmatmul", *edge) for edge in _PRODUCT),
     *(("npu_lightning_indexer", *edge) for edge in _INDEXER),
     *(("npu_sparse_flash_attention", *edge) for edge in _ATTENTION),

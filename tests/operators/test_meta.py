@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.operators import decompositions, ensure, operator
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
+from tests.operators.latent_line_cases import line
 from tests.operators.quant_cases import product
 from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
 
@@ -159,6 +160,14 @@ GROWING = [
     ("npu_mla_prolog_v3_functional", lambda b, s: made(prolog(b, slots=range(b), query_norm_flag=True))),
     ("npu_mla_prolog_v3_functional", lambda b, s: made(prolog(b, 2, slots=torch.arange(b * 2).view(b, 2).tolist()))),
     ("npu_mla_prolog_v3_functional", lambda b, s: made(prolog(b, s, mode="BSND"))),
+    *(
+        ("npu_kv_rmsnorm_rope_cache_v2_functional", lambda b, s, make=make: made(make(b, s)))
+        for make in (
+            lambda b, s: line(b, 1, torch.arange(b).view(b, 1).tolist(), "Norm"),
+            lambda b, s: line(b, 2, list(range(b * 2)), "PA_NZ", is_output_kv=True),
+            lambda b, s: line(2, s, [4, 0, 12, 8][: 2 * -(-s // 4)], "PA_BLK_BNSD"),
+        )
+    ),
     ("npu_transpose_batchmatmul", lambda b, s: {"input": torch.randn(4, s, 8), "weight": torch.randn(4, 8, 16)}),
     *(
         ("npu_lightning_indexer", lambda b, s, shape=shape, count=count: made(indexer(shape(b, s), count=count)))

@@ -38,6 +38,8 @@ from fusion.stages.canonicalise.attention import Outcome, attention, contraction
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.indexer import index_selection
 from fusion.stages.canonicalise.latents import latents
+from fusion.stages.canonicalise.log_sums import log_sums
+from fusion.stages.canonicalise.pages import paged
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 from fusion.weights import derived
@@ -69,6 +71,8 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     folder, fixed = Folder(), derived(source, facts.parameters)
     readings, misses = _rotations(walk)
     _attentions(walk, folder, facts, readings, misses)
+    attended = {value: each for value, each in readings.items() if each.op == "softmax_attention"}
+    readings |= log_sums(walk.algebra, walk.places, attended)
     found = write_readings.Writes(walk.algebra, folder, walk.written())
     for value in list(walk.places):
         found.visit(value)
@@ -138,11 +142,12 @@ def _beside(
         places = each.captures["places"]
         found[places] = index_selection(walk.algebra, folder, assumed, written, unviewed(places))
     for each in known:
-        parts = None if each in lists else latents(walk.algebra, readings, each)
+        parts = latents(walk.algebra, readings, each) if each.op == "softmax_attention" else None
         if isinstance(parts, str):
             found[each.captures["k"]] = parts
         found |= parts if isinstance(parts, dict) else {}
-    return found
+    readings_found = {each: what for each, what in found.items() if isinstance(what, Reading)}
+    return {**paged(walk.algebra, folder, readings_found, walk.places), **found}
 
 
 def _linears(walk: _Walk, readings: Mapping[Value, Reading], fixed: set[fx.Node]) -> dict[Value, Reading]:

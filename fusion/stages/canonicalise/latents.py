@@ -112,7 +112,7 @@ def _layer(a: Algebra, value: Value) -> tuple[Value, Value] | None:
     return None if part is None else (value.arg, part)
 
 
-def lane_forms(a: Algebra, opened: Value, start: int, count: int) -> tuple[Value | None, ...]:
+def lane_forms(a: Algebra, opened: Value, start: int, count: Any) -> tuple[Value | None, ...]:
     """Lanes of every head of [B, S, N, width], heads behind or before positions."""
     return tuple(a.slice(each, -1, start, start + count) for each in (opened, a.permute(opened, (0, 2, 1, 3))))
 
