@@ -80,6 +80,8 @@ class Operator:
     """Arguments that the eager kernel writes into although the schema does not say so: they must be dead afterwards."""
     in_place: str = ""
     """Name of the operator that computes the same into the tensors that this one copies, "" where there is none."""
+    hides_writes: bool = False
+    """Whether this overload is ours, because the vendor's default one, which a device runs, hides what it writes."""
     flops: Callable[[Mapping[str, Any]], float] | None = None
     """Arguments by name -> multiplications and additions of a call; None where the bytes that it moves decide."""
     on_host: frozenset[str] = field(default_factory=frozenset[str])

@@ -28,7 +28,7 @@ def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any =
     """
     vendor = _vendor("torchair", "converting a fused graph to a GE graph")
     expanded = expand(gm, _forms_with_converter())
-    _mend_prolog(vendor.register_fx_node_ge_converter)
+    _mend_converters(vendor.register_fx_node_ge_converter)
     # The converter takes its fake mode from the tracing context, and would make another one outside of any.
     with tracing_apart(fake_mode_of(gm)):
         return boxed(vendor.get_compiler(config or vendor.CompilerConfig())(expanded, list(example_inputs)))
@@ -76,9 +76,15 @@ def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
     }
 
 
-def _mend_prolog(register: Callable[..., Any]) -> None:
-    """Let npu_mla_prolog_v3 be converted to its five results: torchair 2.13.0 gives seven, the caches among them."""
+def _mend_converters(register: Callable[..., Any]) -> None:
+    """Let operators that write in place be converted to what their schemas return."""
     importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom")  # else torchair does it later
+    _mend_prolog(register)
+    _convert_latent_line(register)
+
+
+def _mend_prolog(register: Callable[..., Any]) -> None:
+    """npu_mla_prolog_v3 has five results: torchair 2.13.0 gives seven, the caches among them."""
     prolog: Any = torch.ops.npu.npu_mla_prolog_v3.default
     theirs = getattr(prolog, "_ge_converter", None)
     if theirs is None or hasattr(theirs, "mended"):
@@ -91,6 +97,22 @@ def _mend_prolog(register: Callable[..., Any]) -> None:
 
     register(prolog)(converted)
     prolog._ge_converter.mended = True
+
+
+def _convert_latent_line(register: Callable[..., Any]) -> None:
+    """npu_kv_rmsnorm_rope_cache_v2 as the older form, which writes in place too, without the caches as results."""
+    older: Any = getattr(torch.ops.npu.npu_kv_rmsnorm_rope_cache.default, "_ge_converter", None)
+    line: Any = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2.default
+    if older is None or getattr(line, "_ge_converter", None) is not None:
+        return
+    keep: Any = importlib.import_module("torchair.ge._ge_graph").dont_prune_me
+
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        _, _, *rows = older(*args, **kwargs)
+        keep(rows[0])  # the caches alone may be what is wanted
+        return tuple(rows)
+
+    register(line)(converted)
 
 
 def _with_tensor_lengths(name: str) -> Callable[..., Any]:

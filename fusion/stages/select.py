@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.fx as fx
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 LEAST = 1e-6  # microseconds; less is the rounding of sums, and the pass would replace a node by its like for ever
 TIE = 0.25  # microseconds below which two covers cost the same: the cost model knows no better
-EXACT = 10  # candidates in one group up to which every cover is tried
+EXACT = 4096  # parts of one group that are solved exactly; those that are left are covered greedily
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,35 +119,58 @@ def _overlapping(options: Sequence[_Option]) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _worth(cover: Sequence[int], options: Sequence[_Option]) -> float:
-    return sum(options[number].benefit for number in cover)
-
-
-def _size(cover: Sequence[int], options: Sequence[_Option]) -> int:
-    """How many user's calls each new one stands for: among covers that save the same the larger fusion wins."""
-    return sum(len(options[number].dying) - 1 for number in cover)
-
-
 def _cover(group: set[int], options: Sequence[_Option], overlaps: nx.Graph[int]) -> list[int]:
-    members = sorted(group)
-    if len(members) == 1:
-        return members
-    if len(members) > EXACT:
-        return _greedy(members, options, overlaps)
-    covers = [
-        cover
-        for count in range(1, len(members) + 1)
-        for cover in combinations(members, count)
-        if not any(overlaps.has_edge(*pair) for pair in combinations(cover, 2))
-    ]
-    best = max(_worth(cover, options) for cover in covers)
-    good = [cover for cover in covers if _worth(cover, options) >= best - TIE]
-    return list(max(good, key=lambda cover: (_size(cover, options), _worth(cover, options))))
+    """Options of a group, no two of which overlap, that save most together."""
+    if len(group) == 1:
+        return list(group)
+    sizes = {number: len(options[number].dying) - 1 for number in group}
+    every = sum(sizes.values()) or 1
+    worth = {number: options[number].benefit + TIE * size / every for number, size in sizes.items()}
+    return _Search(worth, overlaps).best(frozenset(group))
 
 
-def _greedy(members: Sequence[int], options: Sequence[_Option], overlaps: nx.Graph[int]) -> list[int]:
-    chosen: list[int] = []
-    for number in sorted(members, key=lambda each: options[each].benefit, reverse=True):
-        if not any(overlaps.has_edge(number, other) for other in chosen):
-            chosen.append(number)
-    return chosen
+@dataclass
+class _Search:
+    """Branches at the option that overlaps most others; what then falls apart is solved part by part, once each.
+
+    Attributes:
+        worth: what each option saves, with a little for how many of the user's calls a new one stands for: among
+            covers that save the same the larger fusion wins.
+        overlaps: the options that exclude each other.
+        solved: the parts that were solved.
+    """
+
+    worth: Mapping[int, float]
+    overlaps: nx.Graph[int]
+    solved: dict[frozenset[int], list[int]] = field(default_factory=dict[frozenset[int], list[int]])
+
+    def best(self, group: frozenset[int]) -> list[int]:
+        """The best cover of a group; once too many parts were tried, a greedy one."""
+        import networkx as nx
+
+        parts = map(frozenset[int], nx.connected_components(self.overlaps.subgraph(group)))
+        return [number for part in sorted(parts, key=min) for number in self._of_part(part)]
+
+    def _of_part(self, part: frozenset[int]) -> list[int]:
+        if len(part) == 1:
+            return list(part)
+        if part not in self.solved:
+            self.solved[part] = self._greedy(part) if len(self.solved) >= EXACT else self._branched(part)
+        return self.solved[part]
+
+    def _branched(self, part: frozenset[int]) -> list[int]:
+        others = {number: part.intersection(self.overlaps[number]) for number in part}
+        pivot = max(sorted(part), key=lambda number: len(others[number]))
+        taken = [pivot, *self.best(part - others[pivot] - {pivot})]
+        left = self.best(part - {pivot})
+        return taken if self._sum(taken) >= self._sum(left) else left
+
+    def _greedy(self, part: frozenset[int]) -> list[int]:
+        chosen: list[int] = []
+        for number in sorted(sorted(part), key=lambda each: self.worth[each], reverse=True):
+            if not any(self.overlaps.has_edge(number, other) for other in chosen):
+                chosen.append(number)
+        return chosen
+
+    def _sum(self, cover: Sequence[int]) -> float:
+        return sum(self.worth[number] for number in cover)

@@ -48,7 +48,7 @@ class LatentAttentionAtb(Rule):
         """With the log-sum-exp of the scores, in the dtype of the queries."""
         seen = dict(length=length, scale=scale, order=order, window=window, known=known, empty=empty)
         q = p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed)
-        k = p.latent_keys(latent=latent, rope=k_rope, up=up_key)
+        k = p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None)
         v = p.latent_values(latent=latent, up=up_value)
         sums = p.as_dtype(p.attention_log_sum(q=q, k=k, **seen), q_rope)
         return p.softmax_attention(q=q, k=k, v=v, finish=summed, **seen), sums
@@ -65,7 +65,7 @@ class LatentAttentionAtb(Rule):
         latent, k_rope = (p.reshaped(p.permuted(x, LINES)) for x in (latent_lines, rope_lines))
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key), v=p.latent_values(latent=latent, up=up_value),
+            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None), v=p.latent_values(latent=latent, up=up_value),
             mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
@@ -80,7 +80,7 @@ class LatentAttentionAtb(Rule):
         """What the canonicaliser has read; masks as in `Attention.written`."""
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key), v=p.latent_values(latent=latent, up=up_value),
+            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None), v=p.latent_values(latent=latent, up=up_value),
             mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 

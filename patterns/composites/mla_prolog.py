@@ -6,6 +6,7 @@
 *Matches* the projections of both latents, their norms, the rotation of pairs to halves, and (in `MlaProlog`) the writes
 of consecutive rows into contiguous caches, beside an attention that reads absorbed queries (DeepSeek-V2, 2024).
 *Replaces with* `npu_mla_prolog_v3`; a contiguous cache is read as pages in their own order.
+Where that is left out, with its older versions, launched one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.examples import mla_prolog
 from patterns.primitives import latent_calls
 
@@ -28,18 +29,18 @@ def queries(p, x, dq, uq, up, gamma, eps, cos, sin, width, begin, first, heads_f
     """Rotated queries, absorbed queries, and the latent that both come from."""
     latent = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(latent), weight=uq, width=width, start=first, heads_first=heads_first)
-    rotated = _rotated(p, lanes, cos, sin, dtype, x, heads_first)
-    return rotated, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
+    turned = rotated_lanes(p, lanes, cos, sin, dtype, x, heads_first)
+    return turned, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
 
 
 def rows(p, x, dkv, gamma, eps, cos, sin, split, end, dtype, fixed, beside):
     """The rows of both caches."""
     both = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside)
     latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
-    return latent, _rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
+    return latent, rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
 
 
-def _rotated(p, x, cos, sin, dtype, like, heads_first=None):
+def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None):
     """Computed in float32, as by the operator, or in the dtype of the model."""
     cos, sin = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
     wide = p.maybe_cast(x, to=torch.float32)
@@ -51,16 +52,24 @@ def prolog(
     sin: Tensor, eps_cq: float, eps_ckv: float, heads_first: bool, caches: tuple[Tensor, Tensor], **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotated queries, absorbed queries [B, N, S, C], their latent [B, S, Q], and both caches with new rows."""
-    weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
-    tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
     query, q_rope, _, latent, _, *written = torch.ops.npu.npu_mla_prolog_v3_functional(
-        x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables, *caches,
+        *_read(x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin), *caches,
         rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, query_norm_flag=True, **how,
     )  # fmt: skip
     return q_rope.transpose(1, 2) if heads_first else q_rope, query.transpose(1, 2), latent, *written
 
 
-class _Prolog(Rule):
+def _read(
+    x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor, cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What every version reads first."""
+    weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
+    tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
+    return x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables
+
+
+class Prolog(Rule):
     """What both rules share."""
 
     def beside(self) -> frozenset[str]:
@@ -85,19 +94,12 @@ class _Prolog(Rule):
         require(begin == 0 and first == up.shape[1], "the lanes that are rotated do not follow those that are not")
         require(split == up.shape[2] and end == dkv.shape[0], "latent and rotated key do not make up one projection")
         require(width == first + end - split, "the heads have more lanes than both parts of the queries")
-        written = kv_cache is None or x.shape[0] == _sequences(kv_cache, start, axis)
+        written = kv_cache is None or x.shape[0] == latent_calls.sequences(kv_cache, start, axis)
         require(written, "the caches hold other sequences than the hidden states")
 
 
-def _sequences(cache: Any, start: Any, axis: int) -> Any:
-    """How many sequences of a cache rows are written to along `axis`: those that have a start, or all."""
-    if start.shape:
-        return start.shape[0]
-    return cache.shape[0] if axis else 1
-
-
 @dataclass(frozen=True)
-class MlaProlog(_Prolog):
+class MlaProlog(Prolog):
     """The prolog with the writes into both caches."""
 
     @pattern
@@ -128,6 +130,21 @@ class MlaProlog(_Prolog):
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 
+    @lowering
+    @variants(version=("npu_mla_prolog_v2", "npu_mla_prolog"))
+    def older(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, kv_cache, kr_cache,
+              start, axis, version):  # fmt: skip
+        """The same where the third version is left out: the others keep the latent of the queries for themselves."""
+        slots = latent_calls.slots(start, x.shape[0], x.shape[1], kv_cache.shape[axis], x.device)
+        query, q_rope, kv, kr = getattr(torch.ops.npu, version).functional(
+            *_read(x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin), slots,
+            latent_calls.pages(kv_cache, axis), latent_calls.pages(kr_cache, axis),
+            rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, cache_mode="PA_BSND",
+        )  # fmt: skip
+        latent = torch.ops.npu.npu_rms_norm(torch.nn.functional.linear(x, dq), gamma_cq, eps_cq)[0]
+        found = q_rope.transpose(1, 2) if heads_first else q_rope, query.transpose(1, 2), latent
+        return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
+
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""
         return iter(mla_prolog.EXAMPLES)
@@ -138,7 +155,7 @@ class MlaProlog(_Prolog):
 
 
 @dataclass(frozen=True)
-class MlaPrologRows(_Prolog):
+class MlaPrologRows(Prolog):
     """The prolog whose rows the model itself joins, writes or attends to."""
 
     @pattern

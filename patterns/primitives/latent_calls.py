@@ -30,12 +30,25 @@ def lengths(keys: Tensor, queries: Any, order: str, known: Any, length: Tensor |
     return mode, torch.full((keys.shape[0],), count, dtype=torch.int32, device=keys.device)
 
 
-def pages(cache: Tensor, axis: int) -> Tensor:
-    """A contiguous cache [B, .., T, .., D] of one head as pages [Block, Size, 1, D], T along `axis`."""
-    size: Any = cache.shape[axis]
+def sequences(cache: Any, start: Any, axis: int) -> Any:
+    """How many sequences of a cache rows are written to along `axis`: those that have a start, or all."""
+    if start.shape:
+        return start.shape[0]
+    return cache.shape[0] if axis else 1
+
+
+def of_one_head(cache: Tensor, axis: int) -> Tensor:
+    """A contiguous cache [B, .., T, .., D], T along `axis`, whose other dims have size 1."""
     others = [each for place, each in enumerate(cache.shape[:-1]) if place not in (0, axis)]
     require(all(each == 1 for each in others), "the cache holds several heads: as pages they would alias each other")
     require(cache.is_contiguous(), "the cache is not contiguous, so that it cannot be read as pages")
+    return cache
+
+
+def pages(cache: Tensor, axis: int) -> Tensor:
+    """A contiguous cache [B, .., T, .., D] of one head as pages [Block, Size, 1, D], T along `axis`."""
+    cache = of_one_head(cache, axis)
+    size: Any = cache.shape[axis]
     page = next((each for each in PAGES if isinstance(size, int) and size % each == 0), 0)
     require(page, "the cache holds {size} positions, which no size of a page divides", size=size)
     return cache.reshape(-1, page, 1, cache.shape[-1])
@@ -55,8 +68,11 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
     return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
 
 
-def absorb(nope: Tensor, up: Tensor) -> Tensor:
+def absorbed(nope: Tensor | None, up: Tensor | None) -> Tensor:
     """Queries nope [B, N, S, D] of every head times up [N, D, C], as [B, N, S, C], heads behind positions in memory."""
+    require(nope is not None and up is not None, "the model itself absorbs the projection of the keys")
+    assert nope is not None
+    assert up is not None
     return _turned(nope.transpose(1, 2), up).transpose(1, 2)
 
 

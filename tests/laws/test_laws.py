@@ -64,12 +64,16 @@ def test_every_form_is_used_by_an_example(rule: Rule):
 
 
 @pytest.mark.parametrize(
-    ("name", "operator", "lowerings"),
-    [("sparse_attention", "npu_transpose_batchmatmul", {"indexed_with_matmul", "listed_with_matmul"})],
+    ("name", "operators", "lowerings"),
+    [
+        ("sparse_attention", {"npu_transpose_batchmatmul"}, {"indexed_with_matmul", "listed_with_matmul"}),
+        ("mla_prolog", {"npu_mla_prolog_v3"}, {"older[npu_mla_prolog_v2]"}),
+        ("mla_prolog", {"npu_mla_prolog_v3", "npu_mla_prolog_v2"}, {"older[npu_mla_prolog]"}),
+    ],
 )
-def test_what_runs_where_an_operator_is_left_out_means_the_same(name: str, operator: str, lowerings: set[str]):
+def test_what_runs_where_an_operator_is_left_out_means_the_same(name: str, operators: set[str], lowerings: set[str]):
     rule = next(each for each in installed() if each.name == name)
-    options = Options(target="host", lower="eager", disable=frozenset({operator}))
+    options = Options(target="host", lower="eager", disable=frozenset(operators))
     used: set[str] = set()
     for example in rule.examples():
         t = testing.trial(rule, example, torch.bfloat16, options=options)

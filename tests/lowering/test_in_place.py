@@ -52,8 +52,15 @@ def test_inductor_allocates_no_cache(form):
 
 
 VENDORS = [
-    ("npugraph_ex", {"npu.scatter_update_.default", "atb._npu_reshape_and_cache.default"}),
-    ("torchair", {"Scatter", "ScatterPaKvCache"}),
+    (
+        "npugraph_ex",
+        {
+            "npu.scatter_update_.default",
+            "atb._npu_reshape_and_cache.default",
+            "npu.npu_kv_rmsnorm_rope_cache_v2.default",
+        },
+    ),
+    ("torchair", {"Scatter", "ScatterPaKvCache", "KvRmsNormRopeCache"}),
 ]
 COPIES = ("aten.copy_", "aten.clone", "aten.index_put", "TensorMove", "Assign")
 

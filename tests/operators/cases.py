@@ -12,6 +12,9 @@ from torch import Tensor
 
 from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
+from tests.operators import latent_line_cases as line
+from tests.operators import prolog_quant_cases
+from tests.operators import quant_cases as quant
 from tests.operators import sparse_cases as sparse
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -177,6 +180,7 @@ _ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 _RUN = ("scatter_update", "scatter_update_")
 _PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
 _PROLOG = ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional")
+OLDER = tuple(f"npu_mla_prolog{which}.{form}" for which in ("", "_v2") for form in ("in_place", "functional"))
 _ATB = ("atb::_npu_reshape_and_cache", "atb::_npu_reshape_and_cache.functional")
 
 CASES = (
@@ -255,9 +259,15 @@ CASES = (
     *_both(_ATB, "padding alone", _atb_pages(-1, -1)),
     *_both(_ATB, "no token", _atb_pages()),
     *(case for label, make in sparse.PROLOG for case in _both(_PROLOG, label, make)),
+    *(case for label, make in line.CASES for case in _both(line.NAMES, label, make)),
+    *(case for label, make in sparse.OLDER for case in _both(OLDER, label, make)),
+    *(case for label, make in prolog_quant_cases.PROLOG for case in _both(_PROLOG, label, make)),
     *(Case("npu_transpose_batchmatmul", label, make) for label, make in (*sparse.PRODUCTS, sparse.TURNED_WEIGHT)),
     *(Case("npu_lightning_indexer", label, make) for label, make in sparse.INDEXER),
     *(Case("npu_sparse_flash_attention", label, make) for label, make in sparse.ATTENTION),
+    *(Case("npu_dynamic_quant", label, make) for label, make in quant.QUANT),
+    *(Case("npu_quant_matmul", label, make) for label, make in quant.PRODUCTS),
+    *(Case("npu_add_rms_norm_dynamic_quant", label, make) for label, make in quant.NORMS),
     *(Case(name, label, make) for name, label, make in atb.LATENT),
     *(Case(atb.RING, label, make) for label, make in atb.STEPS),
     *(case for label, make in atb.BEFORE for case in _both(atb.PREPROCESS, label, make)),

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
+from tests.operators import latent_line_cases as line
+from tests.operators import prolog_quant_references
+from tests.operators import quant_references as quant
 from tests.operators import sparse_references as sparse
+from tests.operators.cases import OLDER
 
 
 def norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6, *, plus: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -144,11 +148,14 @@ REFERENCES = {
     "npu_scatter_pa_kv_cache_functional": pages,
     "atb::_npu_reshape_and_cache": reshape_and_cache,
     "atb::_npu_reshape_and_cache.functional": reshape_and_cache,
-    "npu_mla_prolog_v3": sparse.prolog,
-    "npu_mla_prolog_v3_functional": sparse.prolog,
+    **dict.fromkeys(line.NAMES, line.reference),
+    **dict.fromkeys(OLDER, sparse.older_prolog),
+    "npu_mla_prolog_v3": prolog_quant_references.prolog,
+    "npu_mla_prolog_v3_functional": prolog_quant_references.prolog,
     "npu_transpose_batchmatmul": sparse.product,
     "npu_lightning_indexer": sparse.indexer,
     "npu_sparse_flash_attention": sparse.attention,
+    **quant.REFERENCES,
     "atb::npu_multi_head_latent_attention": atb.latent,
     "atb::npu_multi_head_latent_attention.tensor_lengths": atb.latent,
     "atb::npu_multi_head_latent_attention.lse": atb.latent,

@@ -64,6 +64,14 @@ PROLOG: tuple[tuple[str, Make], ...] = (
 )
 
 
+def older(make: Make) -> Make:
+    """A call of the third version as one of its older versions."""
+    return lambda dtype: {name: value for name, value in make(dtype).items() if name != "query_norm_flag"}
+
+
+OLDER = tuple((label, older(make)) for label, make in PROLOG if label not in ("scales", "BSND", "TND"))
+
+
 # products per head -------------------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,12 @@ def prolog(
     return *queries, none, latent.reshape(*lead, -1) if query_norm_flag else none, none, kv, kr
 
 
+def older_prolog(**call: Any) -> tuple[Tensor, ...]:
+    """What the older versions give of it."""
+    query, query_rope, _, _, _, *caches = prolog(**call)
+    return query, query_rope, *caches
+
+
 def rope(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     """Component 2i and 2i + 1 turn together and part to i and i + Dr/2, each by the angle that stands there."""
     half = len(x) // 2

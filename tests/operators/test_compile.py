@@ -43,7 +43,12 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     )
     slots = torch.arange(k.shape[1], dtype=torch.int32)
     pages, _ = torch.ops.atb._npu_reshape_and_cache.functional(k[0], k[0], pages, pages, slots)
-    return out, k, pages, residual, attended(heads), *latent(x), *npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+    rows, _, _, row_scales, _ = npu.npu_add_rms_norm_dynamic_quant(y[0], residual[0], gamma)
+    whole, scales = npu.npu_dynamic_quant(y[0])
+    product = npu.npu_quant_matmul(whole, rows.t(), row_scales, pertoken_scale=scales, output_dtype=15)
+    choice = npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+    # Compilers need not round to bfloat16 in the middle of a kernel, so of the product only signs are compared.
+    return out, k, pages, residual, attended(heads), *latent(x), *choice, product.sign()
 
 
 def latent(x: Tensor) -> tuple[Tensor, ...]:
@@ -57,6 +62,12 @@ def latent(x: Tensor) -> tuple[Tensor, ...]:
     query, rope, _, _, _, keys, ropes = npu.npu_mla_prolog_v3_functional(
         x, *weights, *gammas, angle.sin(), angle.cos(), *caches, cache_index=slots
     )
+    wide = x[:, None, :, :80], gammas[1], angle[:, None].cos(), angle[:, None].sin(), slots.flatten()
+    line = dict(cache_mode="PA")
+    _, _, ropes, keys = npu.npu_kv_rmsnorm_rope_cache_v2_functional(*wide, ropes, keys, **line)
+    for older in (npu.npu_mla_prolog, npu.npu_mla_prolog_v2):
+        index = slots, keys, ropes
+        query, rope, keys, ropes = older.functional(x, *weights, *gammas, angle.sin(), angle.cos(), *index)
     table = torch.arange(b, device=x.device, dtype=torch.int32)[:, None] + 1
     lengths = torch.full((b,), s, device=x.device, dtype=torch.int32)
     of = {"actual_seq_lengths_query": lengths, "layout_query": "BSND", "block_table": table}

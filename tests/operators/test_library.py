@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fusion.operators import ensure, operator
+from fusion.operators.library import run_by_default
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import REPO, requires_torch_npu
 
@@ -124,7 +128,7 @@ told(found=found, first=first, untouched=untouched, errors=errors, last=shown(en
 
 TAKEN_OVER = """
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-theirs = [name for name in operators() if not name.endswith((".tensor_lengths", ".functional"))]
+theirs = [name for name in operators() if not name.endswith((".tensor_lengths", ".functional", ".in_place"))]
 kernels = {name: [has(name, key) for key in ("CPU", "PrivateUse1", "Meta")] for name in theirs}
 own = {name: [has(name, key) for key in ("CPU", "Meta")] for name in set(operators()) - set(theirs)}
 packet = torch.ops.npu.npu_fused_infer_attention_score_v2
@@ -138,7 +142,7 @@ y, rstd = torch.ops.npu.npu_rms_norm(x.half().to("meta"), gamma.half().to("meta"
 
 def assert_own_overloads(facts: dict[str, Any]) -> None:
     """Our overloads stand beside the ones of torch_npu, and run."""
-    assert len(facts["own"]) == 3
+    assert len(facts["own"]) == 7
     assert set(map(tuple, facts["own"].values())) == {(True, True)}
     assert facts["overloads"] == ["default", "out", "tensor_lengths"]
     assert facts["attended"] == [2, 3, 8]
@@ -217,3 +221,32 @@ def test_the_real_torch_npu_without_its_libraries_is_broken():
     assert facts["origin"]["source"] == "own"
     assert "torch_npu is installed but does not import" in facts["origin"]["reason"]
     assert facts["runs"]
+
+
+def test_what_hides_its_writes_is_run_by_the_vendors_own_overload():
+    ensure()
+    older = operator("npu::npu_mla_prolog_v2.in_place")
+    library = torch.library.Library("written_unsaid", "DEF")
+    library.define("twice(Tensor x, Tensor cache) -> (Tensor, Tensor, Tensor)")
+    library.define("twice.in_place(Tensor x, Tensor(a!) cache) -> (Tensor, Tensor)")
+    library.impl("twice", lambda x, cache: (x + 1, x + 2, cache.add_(x)), "CPU")
+    stand_in = replace(
+        older, schema="written_unsaid::twice.in_place(Tensor x, Tensor(a!) cache) -> (Tensor, Tensor)",
+        dims={}, dtypes={}, limits={},
+    )  # fmt: skip
+    cache = torch.ones(2)
+    one, two = run_by_default(stand_in, torch.ones(2), cache=cache)
+    assert [each.tolist() for each in (one, two, cache)] == [[2, 2], [3, 3], [2, 2]]
+
+
+@requires_torch_npu
+def test_a_device_has_a_kernel_for_what_hides_its_writes():
+    facts = with_torch_npu("""
+import torch, torch_npu
+from fusion.operators import ensure, operators
+ensure()
+hidden = [name for name, each in operators().items() if each.hides_writes]
+told(hidden={name: torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1") for name in hidden})
+""")
+    names = ("npu::npu_mla_prolog.in_place", "npu::npu_mla_prolog_v2.in_place")
+    assert facts == {"hidden": dict.fromkeys(names, True)}

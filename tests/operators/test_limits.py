@@ -15,6 +15,9 @@ from fusion.errors import OperatorError
 from fusion.operators import CHIPS, HOST, Limit, Operator, operator, operators, refusal
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
+from tests.operators.latent_line_cases import EDGES as LINE_EDGES
+from tests.operators.latent_line_cases import call as line
+from tests.operators.quant_limits_cases import EDGES as QUANT_EDGES
 from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
 from tests.operators.sparse_limits_cases import attention as listed
 from tests.operators.sparse_limits_cases import indexer, prolog
@@ -386,6 +389,8 @@ EDGES = [
         for name in ATB
     ),
     *SPARSE_EDGES,
+    *LINE_EDGES,
+    *QUANT_EDGES,
     *ATB_EDGES,
 ]
 
@@ -459,13 +464,14 @@ def test_graphs_take_no_values_of_the_indexer_and_no_statistics_of_attention(low
         assert refusal(attention, chip, (), listed(), lowering) is None
 
 
-def test_the_functional_prolog_runs_in_converted_graphs_alone():
-    in_place, functional = operator("npu::npu_mla_prolog_v3"), operator("npu::npu_mla_prolog_v3_functional")
+@pytest.mark.parametrize(("name", "call"), [("npu_mla_prolog_v3", prolog()), ("npu_kv_rmsnorm_rope_cache_v2", line())])
+def test_functional_forms_run_in_converted_graphs_alone(name: str, call: dict[str, Any]):
+    in_place, functional = operator(f"npu::{name}"), operator(f"npu::{name}_functional")
     for lowering in ("eager", "npugraph_ex", "torchair"):
-        assert refusal(in_place, A3, (), prolog(), lowering) is None
+        assert refusal(in_place, A3, (), call, lowering) is None
     for lowering in ("eager", "npugraph_ex"):
-        assert f"cannot be lowered by {lowering}" in str(refusal(functional, A3, (), prolog(), lowering))
-    assert refusal(functional, A3, (), prolog(), "torchair") is None
+        assert f"cannot be lowered by {lowering}" in str(refusal(functional, A3, (), call, lowering))
+    assert refusal(functional, A3, (), call, "torchair") is None
 
 
 def test_positional_arguments_and_defaults_count():

@@ -12,6 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.operators import decompositions, ensure, operator
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
+from tests.operators.latent_line_cases import line
+from tests.operators.quant_cases import product
 from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
 
 
@@ -116,6 +118,12 @@ GROWING = [
         },
     ),
     ("npu_swiglu", lambda b, s: {"input": torch.randn(b, s, 32)}),
+    ("npu_dynamic_quant", lambda b, s: {"input": torch.randn(b, s, 32)}),
+    ("npu_quant_matmul", lambda b, s: product(b * s)(torch.bfloat16)),
+    (
+        "npu_add_rms_norm_dynamic_quant",
+        lambda b, s: {"x1": torch.randn(b, s, 16), "x2": torch.randn(b, s, 16), "gamma": torch.randn(16)},
+    ),
     ("npu_fused_infer_attention_score_v2", lambda b, s: attending(b, s) | {"sparse_mode": 3}),
     (
         "npu_fused_infer_attention_score_v2.tensor_lengths",
@@ -152,6 +160,14 @@ GROWING = [
     ("npu_mla_prolog_v3_functional", lambda b, s: made(prolog(b, slots=range(b), query_norm_flag=True))),
     ("npu_mla_prolog_v3_functional", lambda b, s: made(prolog(b, 2, slots=torch.arange(b * 2).view(b, 2).tolist()))),
     ("npu_mla_prolog_v3_functional", lambda b, s: made(prolog(b, s, mode="BSND"))),
+    *(
+        ("npu_kv_rmsnorm_rope_cache_v2_functional", lambda b, s, make=make: made(make(b, s)))
+        for make in (
+            lambda b, s: line(b, 1, torch.arange(b).view(b, 1).tolist(), "Norm"),
+            lambda b, s: line(b, 2, list(range(b * 2)), "PA_NZ", is_output_kv=True),
+            lambda b, s: line(2, s, [4, 0, 12, 8][: 2 * -(-s // 4)], "PA_BLK_BNSD"),
+        )
+    ),
     ("npu_transpose_batchmatmul", lambda b, s: {"input": torch.randn(4, s, 8), "weight": torch.randn(4, 8, 16)}),
     *(
         ("npu_lightning_indexer", lambda b, s, shape=shape, count=count: made(indexer(shape(b, s), count=count)))

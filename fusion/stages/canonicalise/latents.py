@@ -6,8 +6,8 @@
 Both lines on the right hold for every c, so that neither keys nor values need be computed (DeepSeek-V2, 2024, §2.1).
 Every form is proven by building it: a value is a projection of heads if it is what the algebra makes of one.
 
-    latent_queries(nope, rope, absorbed)    latent_keys(latent, rope, up)        latent_values(latent, up)
-        (without nope and up where the model itself absorbs them)
+    latent_queries(nope, rope, absorbed)    latent_keys(latent, rope, up, rows)  latent_values(latent, up)
+        (without nope and up where the model itself absorbs them; keys and values are the first `rows`, None: all)
     absorbed_query(x, weight, width, start, up)         head_lanes(x, weight, width, start, heads_first)
 """
 
@@ -52,7 +52,7 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
-    below = list(_below(value))
+    below = list(sources(value))
     starts = sorted({0, *(each.attrs[1] for each in below if each.op == "slice")})
     for layer in below:
         parts = _layer(a, layer)
@@ -63,7 +63,7 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
         opened = a.reshape(layer, (value.shape[0], rows, heads, width))
         tokens = a.reshape(x, (value.shape[0], rows, x.shape[-1]))
         for start in (each for each in starts if each + count <= width):
-            forms = _forms(a, opened, start, count)
+            forms = lane_forms(a, opened, start, count)
             if value in forms:
                 return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
     return next(
@@ -86,13 +86,14 @@ def _by_heads(
     weight = a.reshape(swapped(a, a.reshape(y, y.shape[-3:])), (heads * width, y.shape[-2]))
     tokens = a.reshape(x, (batch, rows, x.shape[-1]))
     for start in (each for each in starts if each + count <= width):
-        forms = _forms(a, a.permute(opened, (0, 2, 1, 3)), start, count)
+        forms = lane_forms(a, a.permute(opened, (0, 2, 1, 3)), start, count)
         if value in forms:
             return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
     return None
 
 
-def _below(value: Value) -> Iterator[Value]:
+def sources(value: Value) -> Iterator[Value]:
+    """A value and what it is cut, turned and reshaped from."""
     yield value
     while value.op in ("slice", "permute", "reshape"):
         value = value.arg
@@ -111,7 +112,7 @@ def _layer(a: Algebra, value: Value) -> tuple[Value, Value] | None:
     return None if part is None else (value.arg, part)
 
 
-def _forms(a: Algebra, opened: Value, start: int, count: int) -> tuple[Value | None, ...]:
+def lane_forms(a: Algebra, opened: Value, start: int, count: Any) -> tuple[Value | None, ...]:
     """Lanes of every head of [B, S, N, width], heads behind or before positions."""
     return tuple(a.slice(each, -1, start, start + count) for each in (opened, a.permute(opened, (0, 2, 1, 3))))
 
@@ -119,11 +120,12 @@ def _forms(a: Algebra, opened: Value, start: int, count: int) -> tuple[Value | N
 def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> Readings | str | None:
     """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it."""
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
-    heads, keys = q.shape[1], k.shape[2]
-    parts = _parts(a, k)
+    whole, rows = _uncut(k, v)
+    parts = _parts(a, whole[0])
     if v.shape[1] == k.shape[1] == 1:
-        return _absorbed(a, found, q, k, v, parts)
-    values = head_projection(a, v, heads, keys)
+        return _absorbed(a, found, (q, k, v), whole[1], rows, parts)
+    heads, keys = q.shape[1], whole[0].shape[2]
+    values = head_projection(a, whole[1], heads, keys)
     if values is None:
         return None
     projected = [(start, each, p) for start, each in parts if (p := head_projection(a, each, heads, keys)) is not None]
@@ -145,35 +147,45 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         return "the queries cannot be cut into the parts of the keys"
     return {
         q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed}),
-        k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key}),
+        k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
         v: Reading("latent_values", {"latent": up.source, "up": up_value}),
         **_query_sources(a, found, nope, rotated, absorbed, up_key),
     }
 
 
 def _absorbed(
-    a: Algebra, found: Mapping[Value, Reading], q: Value, k: Value, v: Value, parts: Sequence[tuple[int, Value]]
-) -> Readings | None:
+    a: Algebra, found: Mapping[Value, Reading], qkv: tuple[Value, Value, Value], latent: Value, rows: int | None,
+    parts: Sequence[tuple[int, Value]],
+) -> Readings | None:  # fmt: skip
     """Readings where the model absorbs the projections itself: the values are the latent, the keys latent and rope."""
-    start = next((start for start, each in parts if each is v), None)
+    q, k, v = qkv
+    start = next((start for start, each in parts if each is latent), None)
     if start is None or not isinstance(k.shape[-1], int):
         return None
     stop, width = start + int(v.shape[-1]), int(k.shape[-1])
     others = [bounds for bounds in ((0, start), (stop, width)) if bounds[0] < bounds[1]]
     if len(others) != 1:
         return None
-    absorbed, rotated, rope = (a.slice(x, -1, *of) for x, of in ((q, (start, stop)), (q, others[0]), (k, others[0])))
+    rope = next((each for start, each in parts if start == others[0][0]), None)
+    absorbed, rotated = (a.slice(q, -1, *of) for of in ((start, stop), others[0]))
     if absorbed is None or rotated is None or rope is None:
         return None
     readings = {
         q: Reading("latent_queries", {"rope": rotated, "absorbed": absorbed}),
-        k: Reading("latent_keys", {"latent": v, "rope": rope}),
-        v: Reading("latent_values", {"latent": v}),
+        k: Reading("latent_keys", {"latent": latent, "rope": rope, "rows": rows}),
+        v: Reading("latent_values", {"latent": latent}),
     }
     up = absorbed.args[1] if absorbed.op == "matmul" else None
     if up is None or absorbed.arg.rank != 4 or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != q.shape[1:2]:
         return readings
     return readings | _query_sources(a, found, absorbed.arg, rotated, absorbed, a.reshape(up, up.shape[-3:]))
+
+
+def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
+    """Keys and values of which both are the first so many rows; themselves and None where they are no such cut."""
+    if k.op == v.op == "slice" and k.attrs == v.attrs and k.attrs[0] == 2 and k.attrs[1] == 0 and k.attrs[3] == 1:
+        return (k.arg, v.arg), k.attrs[2]
+    return (k, v), None
 
 
 def _parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
@@ -203,7 +215,7 @@ def _query_sources(
     query = head_projection(a, nope, heads, rows)
     if query is not None:
         sources[absorbed] = Reading("absorbed_query", {**query.captures(), "up": up_key})
-    for rotation in _rotations(a, found, rotated):
+    for rotation in rotations(a, found, rotated):
         x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = head_projection(a, x, heads, rows)
         if lanes is not None:
@@ -211,7 +223,7 @@ def _query_sources(
     return sources
 
 
-def _rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
+def rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
     """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions."""
     forms = (rotated, a.permute(rotated, (0, 2, 1, 3)))
     turned = [each for form in forms for each in (found.get(form), form.op == "cast" and found.get(form.arg)) if each]

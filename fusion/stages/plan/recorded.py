@@ -129,19 +129,22 @@ class PlanBook:
         sources: Sequence[frozenset[str]],
         owned: frozenset[str],
     ) -> tuple[tuple[float, frozenset[str]], ...]:
-        """What each kernel costs; writes into what is `owned` are priced without the copy: they will be in place."""
+        """What each kernel costs, constants apart, which are made once.
+
+        Writes into what is `owned` are priced without the copy: they will be in place.
+        """
         costs: list[tuple[float, frozenset[str]]] = []
         for step, names in zip(steps, sources, strict=True):
-            leaves = list(
-                dict.fromkeys(tree_leaves((step.args, dict(step.kwargs))))
-            )  # what is given twice is read once
-            operands = [_lookup(each, steps, inputs) for each in leaves]
-            if is_view(step.target) or not is_data((step.result, operands)):
+            leaves = tree_leaves((step.args, dict(step.kwargs)))
+            read = list(dict.fromkeys(each for each in leaves if isinstance(each, Input | Output)))  # each once
+            operands = [_lookup(each, steps, inputs) for each in read]
+            constant = not names and not any(isinstance(each, torch.SymInt) for each in leaves)
+            if is_view(step.target) or constant or not is_data((step.result, operands)):
                 continue
             moved, result = operands, step.result
             written = _overwritten(step)
             if written and all(_origin(each, sources) & owned for each in written):
-                moved = [each for leaf, each in zip(leaves, operands, strict=True) if leaf not in written]
+                moved = [each for one, each in zip(read, operands, strict=True) if one not in written]
                 result = None
             flops = _flops(step, steps, inputs)
             costs.append((call_cost(step.target, moved, result, self._targets[0], flops), names))
@@ -179,7 +182,8 @@ class PlanBook:
         args, kwargs = _arguments(step, steps, inputs)
         if operator.in_place and lowering is not None and lowering not in operator.lowerings:
             operator = OPERATORS[operator.in_place]  # which replaces it there
-        if operator.short.partition(".")[0] in self._disabled:
+        forms = (operator.short, operator.in_place.partition("::")[2])  # whichever of them will run
+        if any(form.partition(".")[0] in self._disabled for form in forms):
             return f"{operator.short} is left out by the option disable"
         return refusal(operator, target.name, args, kwargs, lowering, self._host_reads)
 
