@@ -65,8 +65,9 @@ class LatentAttentionAtb(Rule):
         latent, k_rope = (p.reshaped(p.permuted(x, LINES)) for x in (latent_lines, rope_lines))
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None), v=p.latent_values(latent=latent, up=up_value),
-            mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
+            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
+            v=p.latent_values(latent=latent, up=up_value), mask=mask, length=length, scale=scale, order=order,
+            window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
     @pattern
@@ -80,8 +81,9 @@ class LatentAttentionAtb(Rule):
         """What the canonicaliser has read; masks as in `Attention.written`."""
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None), v=p.latent_values(latent=latent, up=up_value),
-            mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
+            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
+            v=p.latent_values(latent=latent, up=up_value), mask=mask, length=length, scale=scale, order=order,
+            window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
     def guard(self, absorbed: Any):
