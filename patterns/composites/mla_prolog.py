@@ -56,6 +56,8 @@ def prolog(
     caches: tuple[Tensor, Tensor], **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotated queries, absorbed queries [B, N, S, C], their latent [B, S, Q], and both caches with new rows."""
+    lowest = min(factor_q, factor_kv)
+    require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
     query, q_rope, _, latent, _, *written = torch.ops.npu.npu_mla_prolog_v3_functional(
         *_read(x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin), *caches,
         rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, query_norm_flag=True, qc_qr_scale=factor_q,
@@ -92,11 +94,9 @@ class Prolog(Rule):
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        start: Any, axis: int, factor_q: float, factor_kv: float,
+        start: Any, axis: int,
     ):  # fmt: skip
         """How the tokens, the weights and the caches are laid out."""
-        lowest = min(factor_q, factor_kv)
-        require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
         require(len(x.shape) == 3, "the tokens of all sequences are packed")
         require(begin == 0 and first == up.shape[1], "the lanes that are rotated do not follow those that are not")
         require(split == up.shape[2] and end == dkv.shape[0], "latent and rotated key do not make up one projection")

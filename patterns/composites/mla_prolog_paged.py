@@ -70,10 +70,10 @@ class MlaPrologPaged(Rule):
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        slots: Any, factor_q: float, factor_kv: float,
+        slots: Any,
     ):  # fmt: skip
         """As for `MlaProlog`; and how the pages are laid out."""
-        MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0, factor_q, factor_kv)
+        MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
         require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
         require(all(size == 1 for size in kv_cache.shape[2:-1]), "the pages hold several heads")
 
