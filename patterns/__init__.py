@@ -2,19 +2,28 @@
 
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
+from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
 from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
 from patterns.composites.latent_attention import LatentAttention
+from patterns.composites.latent_attention_atb import LatentAttentionAtb
+from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
+from patterns.composites.mla_prolog_paged import MlaPrologPaged
+from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
 from patterns.composites.paged_write import PagedWrite
+from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.primitives.attention import Attention
+from patterns.primitives.attention_pages import PagedAttention
 from patterns.primitives.cache_write import CacheWrite
+from patterns.primitives.dynamic_quant import DynamicQuant
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.layer_norm import LayerNorm
 from patterns.primitives.partial_rope import PartialRope
+from patterns.primitives.quant_matmul import QuantMatmul
 from patterns.primitives.rms_norm import RMSNorm
 from patterns.primitives.rope import Rope
 from patterns.primitives.sliding_write import SlidingWrite
@@ -33,15 +42,24 @@ def library() -> tuple[Rule, ...]:
         Swiglu(),
         SwigluProjections(),
         JoinedProjections(),
+        DynamicQuant(),
+        QuantMatmul(),
+        AddRMSNormDynamicQuant(),
         ExpertRouting(),
         ExpertShares(),
         Attention(),
+        PagedAttention(),
         LatentAttention(),
+        PagedLatentAttention(),
+        LatentAttentionAtb(),
+        RingMla(),
         SparseAttention(),
         KvRmsnormRopeCache(),
         KvRmsnormRopeCacheRows(),
         MlaProlog(),
+        MlaPrologPaged(),
         MlaPrologRows(),
+        MlaPrologQuantised(),
         CacheWrite(),
         PagedWrite(),
         SlidingWrite(),

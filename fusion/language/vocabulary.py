@@ -79,6 +79,10 @@ class Vocabulary:
         """`x`, or its elements in the same order with other dims."""
         return Reshaped(x)
 
+    def permuted(self, x: Term, order: tuple[int, ...]) -> Term:
+        """`x` with its dims in another order."""
+        return Apply("permute", (x,), order)
+
     def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
         """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""
         return PerToken(table, of, heads_first)

@@ -12,6 +12,7 @@ weight_uk in ND.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,89 +22,33 @@ from torch import Tensor
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import compute_dtype
 from fusion.operators.flops import count, hint
-from fusion.operators.pages import stored, write, written
-from fusion.operators.rope import interleave_half
-from fusion.operators.transpose_batchmatmul import TRANSPOSE_BATCHMATMUL
+from fusion.operators.mla_prolog_numbers import caches, queries
 
-_LINE = 16
-"""Elements of a line of NZ in caches of floating-point numbers of two bytes."""
 Given = Mapping[str, Any]
 
 
-def _normalised(x: Tensor, gamma: Tensor, epsilon: float, scale: float) -> Tensor:
-    """round(x / sqrt(mean(x²) + epsilon) · gamma · scale)."""
-    wide = compute_dtype(x)
-    mean = x.to(wide).square().mean(-1, keepdim=True)
-    return (x.to(wide) / (mean + epsilon).sqrt() * gamma.to(wide) * scale).to(x.dtype)
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [.., Dr] rotated by pairs, the even components first."""
-    wide = compute_dtype(x)
-    return interleave_half(x.to(wide), cos.to(wide), sin.to(wide)).to(x.dtype)
-
-
-def _queries(given: Given) -> tuple[Tensor, ...]:
-    """The five results that are no caches."""
-    x, up, sin, cos = (given[name] for name in ("token_x", "weight_uk", "rope_sin", "rope_cos"))
-    latent = _normalised(
-        x @ given["weight_dq"], given["rmsnorm_gamma_cq"], given["rmsnorm_epsilon_cq"], given["qc_qr_scale"]
-    )
-    heads = (latent @ given["weight_uq_qr"]).unflatten(-1, (up.shape[0], -1))
-    nope, rope = heads.split([up.shape[1], sin.shape[-1]], dim=-1)
-    query = TRANSPOSE_BATCHMATMUL.fallback(nope.flatten(0, -3), up, perm_x1=(1, 0, 2))
-    query_rope = _turned(rope, cos.unsqueeze(-2), sin.unsqueeze(-2))
-    none, zero = x.new_zeros([1], dtype=torch.float32), x.new_zeros([1], dtype=torch.float32)
-    norm = latent if given["query_norm_flag"] else latent.new_zeros([1])
-    return query.reshape(*nope.shape[:-1], up.shape[-1]), query_rope, none, norm, zero
-
-
-def _caches(given: Given, *, in_place: bool) -> tuple[Tensor, Tensor]:
-    """Both caches with the new lines: themselves, or copies."""
-    width = given["rmsnorm_gamma_ckv"].shape[0]
-    sin, cos = given["rope_sin"], given["rope_cos"]
-    latent, rope = (given["token_x"] @ given["weight_dkv_kr"]).split([width, sin.shape[-1]], dim=-1)
-    norm = _normalised(latent, given["rmsnorm_gamma_ckv"], given["rmsnorm_epsilon_ckv"], given["kc_scale"])
-    turned = _turned(rope, cos, sin)
-    keys, ropes = (
-        _cached(given[name], rows.unsqueeze(-2), given, in_place)
-        for name, rows in (("kv_cache", norm), ("kr_cache", turned))
-    )
-    return keys, ropes
-
-
-def _cached(cache: Tensor, rows: Tensor, given: Given, in_place: bool) -> Tensor:
-    mode, slots = given["cache_mode"], given["cache_index"]
-    if slots is None:
-        return torch.ops.aten.copy_.default(cache, rows) if in_place else torch.ops.aten.copy.default(cache, rows)
-    pages = _by_lines(cache) if mode == "PA_NZ" else cache
-    filled = (write if in_place else written)(pages, *stored(pages, rows.flatten(0, -3), slots.flatten(), mode))
-    return filled.view(cache.shape)
-
-
-def _by_lines(cache: Tensor) -> Tensor:
-    """Pages [Blocks, Size, 1, D] as the NZ that they hold: [Blocks, D / 16, Size, 16]."""
-    blocks, size, _, width = cache.shape
-    return cache.view(blocks, width // _LINE, size, _LINE)
-
-
 def _in_place(given: Given) -> tuple[Tensor, ...]:
-    queries = _queries(given)
-    _caches(given, in_place=True)
-    return queries
+    results = queries(given)
+    caches(given, in_place=True)
+    return results
 
 
 def _functional(given: Given) -> tuple[Tensor, ...]:
-    return *_queries(given), *_caches(given, in_place=False)
+    return *queries(given), *caches(given, in_place=False)
 
 
 def _meta(given: Given) -> tuple[Tensor, ...]:
     x, up, rope = given["token_x"], given["weight_uk"], given["rope_sin"].shape[-1]
     heads = [*x.shape[:-1], up.shape[0]]
-    norm = [*x.shape[:-1], given["weight_dq"].shape[1]] if given["query_norm_flag"] else [1]
-    query, query_rope = x.new_empty([*heads, up.shape[-1]]), x.new_empty([*heads, rope])
-    none, zero = x.new_empty([1], dtype=torch.float32), x.new_empty([1], dtype=torch.float32)
-    return query, query_rope, none, x.new_empty(norm), zero
+    quantised, flag = bool(given["query_quant_mode"]), given["query_norm_flag"]
+    tokens = math.prod(x.shape[:-1])
+    wide = compute_dtype(up) if given["weight_quant_mode"] else torch.float32
+    query = up.new_empty([*heads, up.shape[-1]], dtype=torch.int8 if quantised else up.dtype)
+    scales = up.new_empty([tokens, up.shape[0], 1] if quantised else [1], dtype=wide if quantised else torch.float32)
+    norm = given["weight_uq_qr"].new_empty([*x.shape[:-1], given["weight_dq"].shape[1]] if flag else [1])
+    real = flag and given["weight_quant_mode"]
+    norm_scale = up.new_empty([tokens, 1] if real else [1], dtype=wide if real else torch.float32)
+    return query, up.new_empty([*heads, rope]), scales, norm, norm_scale
 
 
 def _functional_meta(given: Given) -> tuple[Tensor, ...]:
@@ -143,19 +88,56 @@ _DIMS = {
     "weight_dkv_kr": "He Hkv",
     "rmsnorm_gamma_cq": "Hcq",
     "rmsnorm_gamma_ckv": "Hckv",
-    "kv_cache": _dims("T 1 Hckv", "B S 1 Hckv", "Blocks Size 1 Hckv"),
-    "kr_cache": _dims("T 1 Dr", "B S 1 Dr", "Blocks Size 1 Dr"),
+    "kv_cache": _dims("T 1 Line", "B S 1 Line", "Blocks Size 1 Line"),
+    "kr_cache": _dims("T 1 Kr", "B S 1 Kr", "Blocks Size 1 Kr"),
     "cache_index": _INDEX,
 }
-_ROWS = ("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv",
-         "rope_sin", "rope_cos", "kv_cache", "kr_cache")  # fmt: skip
-_QUANTISED = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr",
-              "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq", "k_nope_clip_alpha")  # fmt: skip
-_MODES = ("weight_quant_mode", "kv_cache_quant_mode", "query_quant_mode", "ckvkr_repo_mode", "quant_scale_repo_mode")
+_WHOLE_X = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
+_SCALES = {
+    "dequant_scale_w_dq": "(1, Hcq)",
+    "dequant_scale_w_uq_qr": "(1, Huq)",
+    "dequant_scale_w_dkv_kr": "(1, Hkv)",
+    "quant_scale_ckr": "(1, Dr)",
+    "smooth_scales_cq": "(1, Hcq)",
+    "k_nope_clip_alpha": "(1,)",
+}
+_CHOICE = "(weight_quant_mode, kv_cache_quant_mode, query_quant_mode)"
+_CHOICES = ((0, 0, 0), (1, 0, 0), (1, 2, 0), (1, 3, 0), (2, 0, 0), (2, 1, 1), (2, 3, 0))
+_WEIGHT, _CACHE = "weight_quant_mode", "kv_cache_quant_mode"
 _NOT = "not decomposed"
+
+
+def _only(names: tuple[str, ...], when: str) -> tuple[Limit, ...]:
+    """These arguments are there exactly where `when` holds."""
+    there = (Limit(f"given({name})", when=when) for name in names)
+    return *there, *(Limit(f"not given({name})", when=f"not ({when})") for name in names)
+
+
 _HOST = (
-    *(Limit(f"{name} == 0", because=f"quantisation is {_NOT}") for name in _MODES),
-    *(Limit(f"not given({name})", because=f"quantisation is {_NOT}") for name in _QUANTISED),
+    Limit(f"{_CHOICE} in {_CHOICES}", because="other modes do not go together, or exist on Ascend 950 only"),
+    *_only(_WHOLE_X, f"{_WEIGHT} == 2"),
+    *_only(("dequant_scale_w_uq_qr",), f"{_WEIGHT} in (1, 2)"),
+    *_only(("quant_scale_ckv",), f"{_CACHE} in (1, 2)"),
+    *_only(("quant_scale_ckr",), f"{_CACHE} == 2"),
+    *_only(("k_nope_clip_alpha",), f"{_CACHE} == 3"),
+    Limit("not given(smooth_scales_cq)", when=f"{_WEIGHT} == 0"),
+    *(Limit(f"shape({name}) == {shape}", when=f"given({name})") for name, shape in _SCALES.items()),
+    Limit("shape(dequant_scale_x) == (T, 1)", when="given(dequant_scale_x) and rank(token_x) == 2"),
+    Limit("shape(dequant_scale_x) == (B * S, 1)", when="given(dequant_scale_x) and rank(token_x) == 3"),
+    Limit("shape(quant_scale_ckv) == (1,)", when=f"{_CACHE} == 1"),
+    Limit("shape(quant_scale_ckv) == (1, Hckv)", when=f"{_CACHE} == 2"),
+    Limit("ckvkr_repo_mode == 1 and quant_scale_repo_mode == 1", when=f"{_CACHE} == 3"),
+    Limit("ckvkr_repo_mode == 0 and quant_scale_repo_mode == 0", when=f"{_CACHE} != 3"),
+    Limit("tile_size == 128"),
+    Limit("Line == Hckv and Kr == Dr", when=f"{_CACHE} != 3"),
+    Limit("Line == Hckv + 2 * Dr + Hckv // 128 * 4", when=f"{_CACHE} == 3"),
+    Limit("Hckv % 128 == 0", when=f"{_CACHE} == 3"),
+    Limit("cache_mode != 'PA_NZ'", when=f"{_CACHE} == 3", because=f"lines of bytes in NZ are {_NOT}"),
+    Limit("dtype(token_x) == 'int8'", when=f"{_WEIGHT} == 2"),
+    Limit("dtype(weight_dq) == dtype(token_x) and dtype(weight_dkv_kr) == dtype(token_x)"),
+    Limit("dtype(weight_uq_qr) == 'int8'", when=f"{_WEIGHT} in (1, 2)"),
+    Limit("dtype(kv_cache) == 'int8'", when=f"{_CACHE} in (1, 2, 3)"),
+    Limit("dtype(kr_cache) == 'int8'", when=f"{_CACHE} == 2"),
     Limit(f"cache_mode in {(*_PAGED, *_CONTIGUOUS)}", because=f"indices of whole blocks are {_NOT}"),
     Limit("not given(actual_seq_len)", because=f"indices of whole blocks are {_NOT}"),
     Limit("given(cache_index)", when=f"cache_mode in {_PAGED}"),
@@ -164,6 +146,11 @@ _HOST = (
     "Hkv == Hckv + Dr",
     "Dr % 2 == 0",
     Limit("Hckv % 16 == 0 and Dr % 16 == 0", when="cache_mode == 'PA_NZ'", because="a line of NZ holds 16 elements"),
+    Limit(
+        "Hckv % 32 == 0 and Dr % 32 == 0",
+        when=f"cache_mode == 'PA_NZ' and {_CACHE} in (1, 2)",
+        because="a line of NZ holds 32 whole numbers",
+    ),
 )
 _KERNEL = (
     "He in (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)",
@@ -174,6 +161,10 @@ _KERNEL = (
     "Dr == 64",
     Limit("Size % 16 == 0 and Size <= 1024", when=f"cache_mode in {_PAGED}"),
     Limit("B <= 65536", when="rank(token_x) == 3"),
+    Limit("dtype(token_x) == 'bfloat16'", when=f"{_WEIGHT} != 2"),
+    Limit("dtype(weight_uq_qr) == 'bfloat16'", when=f"{_WEIGHT} == 0"),
+    Limit("dtype(kv_cache) == 'bfloat16'", when=f"{_CACHE} == 0"),
+    Limit("dtype(kr_cache) == 'bfloat16'", when=f"{_CACHE} != 2"),
 )
 _SCHEMA = (
     "Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, Tensor weight_dkv_kr, "
@@ -197,7 +188,13 @@ _FUNCTIONAL_SCHEMA = (
     f"npu::npu_mla_prolog_v3_functional({_SCHEMA.format(caches='Tensor kv_cache, Tensor kr_cache')}) "
     f"-> ({', '.join((*_RESULTS, 'Tensor', 'Tensor'))})"
 )
-_DTYPES = {**dict.fromkeys(_ROWS, frozenset({torch.bfloat16})), "cache_index": frozenset({torch.int64})}
+_BF16, _EITHER = frozenset({torch.bfloat16}), frozenset({torch.bfloat16, torch.int8})
+_DTYPES = {
+    **dict.fromkeys(("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr", "kv_cache", "kr_cache"), _EITHER),
+    **dict.fromkeys(("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"), _BF16),
+    **dict.fromkeys(("dequant_scale_x", *_SCALES, "quant_scale_ckv"), frozenset({torch.float32})),
+    "cache_index": frozenset({torch.int64}),
+}
 _LIMITS = {"host": _HOST, "ascend910b": _KERNEL, "ascend910_93": _KERNEL, "ascend950": _KERNEL}
 _SOURCE = (
     "op-plugin: torch_npu.npu_mla_prolog_v3; kernel: ops-transformer mla_prolog (a negative slot is skipped; every "
@@ -206,7 +203,8 @@ _SOURCE = (
 _SUMMARY = (
     "c = round(norm(x W_dq) · qc_qr_scale), [q ‖ qr] = c W_uq_qr, [k ‖ kr] = x W_dkv_kr; query = q W_uk, "
     "query_rope = rope(qr), query_norm = c; kv_cache[slot] = round(norm(k) · kc_scale), kr_cache[slot] = rope(kr); "
-    "every product is rounded, norm and rope are in float32; rope by pairs, even components first"
+    "every product is rounded, norm and rope are in float32; rope by pairs, even components first; in whole numbers of "
+    "8 bits: c, or x and c, quantised token by token, products not rounded before norm and rope"
 )
 
 MLA_PROLOG_V3 = Operator(

@@ -20,7 +20,7 @@ _PAGES = "op-plugin: torch_npu.{0}; CANN: {1}; kernel and tiling: ops-transforme
 # Each pairing computes the two components of a pair apart, so that nothing wider than x is built before they join.
 
 
-def _half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs (i, i + D/2)."""
     (a, b), (cos_a, cos_b), (sin_a, sin_b) = x.chunk(2, -1), cos.chunk(2, -1), sin.chunk(2, -1)
     return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1)
@@ -37,7 +37,7 @@ def _interleave(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _quarter(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs (i, i + D/4) inside each half."""
     halves = (tensor.unflatten(-1, (2, -1)) for tensor in (x, cos, sin))
-    return _half(*halves).flatten(-2)
+    return half(*halves).flatten(-2)
 
 
 def interleave_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def _by_matrix(rotate: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 _MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "half": _half,
+    "half": half,
     "interleave": _interleave,
     "quarter": _quarter,
     "interleave-half": interleave_half,

@@ -56,18 +56,21 @@ def written_softmax(
 
 
 def rounded_softmax(
-    pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, visible: Visible, scale: float, stored: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+    pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, visible: Visible, scale: float, stored: torch.dtype,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(output, largest score, sum of exp(score - largest)), as kernels that round the weights before they divide.
 
     Shapes are those of `written_softmax`, without a batch if heads share no keys. The weights exp(score - largest) are
-    rounded to `stored` before they meet the values, their sum is not. A row that sees no key is 0 in all three.
+    rounded to `stored` (int8: to steps of 1/127) before they meet the values, their sum is not; `bias` [B, N, S, T] is
+    added to scaled scores. A row that sees no key is 0 in all three. The output is not rounded yet.
     """
     scores = _scores(pairs, visible, scale)
-    top, weights, total = _weighted(scores, None)
+    top, weights, total = _weighted(scores if bias is None else scores + bias.to(scores.dtype), None)
     blind = total == 0
-    out = shared_matmul(weights.to(stored).to(scores.dtype), value.to(scores.dtype)) / total
-    return out.masked_fill(blind, 0.0).to(stored), top.masked_fill(blind, 0.0), total
+    kept = (weights * 127).round() / 127 if stored == torch.int8 else weights.to(stored).to(scores.dtype)
+    out = shared_matmul(kept, value.to(scores.dtype)) / total
+    return out.masked_fill(blind, 0.0), top.masked_fill(blind, 0.0), total
 
 
 def softmax_statistics(

@@ -87,7 +87,9 @@ def _attended(
     values = keys if value is None or value is key else _taken(value, places).to(wide)
     every = [keys] if key_rope is None else [keys, _taken(key_rope, places).to(wide)]
     pairs = [(query.to(wide), each) for query, each in zip(queries, every, strict=True)]
-    return rounded_softmax(pairs, values, Visible(used[:, None]), given["scale_value"], given["query"].dtype)
+    stored = given["query"].dtype
+    out, top, total = rounded_softmax(pairs, values, Visible(used[:, None]), given["scale_value"], stored)
+    return out.to(stored), top, total
 
 
 def _taken(cache: Tensor, places: list[Tensor]) -> Tensor:

@@ -18,6 +18,11 @@ from fusion.records import Match, Refusal
 CANONICAL = frozenset(
     {
         "linear",
+        "whole_linear",
+        "token_quantised",
+        "token_scale",
+        "layer_query",
+        "layer_lanes",
         "rotation",
         "partial_rotation",
         "softmax_attention",
@@ -27,6 +32,8 @@ CANONICAL = frozenset(
         "absorbed_query",
         "head_lanes",
         "chosen_keys",
+        "paged_rows",
+        "counted_keys",
         "index_selection",
         "write",
         "write_rows",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.composites.mla_prolog import rotated
+from patterns.composites.mla_prolog import rotated_lanes
 from patterns.examples import kv_rmsnorm_rope_cache
 from patterns.primitives import latent_calls
 
@@ -25,7 +25,7 @@ from patterns.primitives import latent_calls
 def rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype):
     """The rows of both caches, from one projection; the latent may be multiplied by a number."""
     norm = p.rms_norm(x=p.lanes(p.reshaped(kv), begin, split), gamma=gamma, eps=eps)
-    return p.maybe_scaled(norm, factor), rotated(p, p.lanes(p.reshaped(kv), split, end), cos, sin, dtype, kv)
+    return p.maybe_scaled(norm, factor), rotated_lanes(p, p.lanes(p.reshaped(kv), split, end), cos, sin, dtype, kv)
 
 
 def called(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
@@ -20,8 +21,8 @@ from patterns.examples import latent_attention
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import latent_calls
 
-SEVERAL = dict(values=("transposed", "multiplied"), version=(2, 1))
-"""How the values are expanded, and which version of the operator runs."""
+SEVERAL = dict(by=("words", "mask"), values=("transposed", "multiplied"), version=(2, 1))
+"""How the operator learns what is seen, how the values are expanded, and which version of the operator runs."""
 
 
 @dataclass(frozen=True)
@@ -51,35 +52,29 @@ class LatentAttention(Rule):
 
     @lowering
     @variants(**SEVERAL)
-    def told(self, absorbed, q_rope, latent, k_rope, up_value, rows, length, scale, order, window, known, finish,
-             values, version):  # fmt: skip
-        """What is seen, told in words."""
-        seen = _seen(order, window, known, length, rows, absorbed.shape[2])
-        y = _told((absorbed, q_rope), (latent, k_rope), seen, scale, version)
+    def apart(self, absorbed, q_rope, latent, k_rope, up_value, rows, mask, length, scale, order, window, known, empty,
+              finish, by, values, version):  # fmt: skip
+        """Latent and rotated lanes apart."""
+        seen = _Seen(by, order, window, known, length, rows, mask, empty)
+        y = _apart((absorbed, q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
     @variants(**SEVERAL)
-    def told_of_heads(self, nope, up_key, q_rope, latent, k_rope, up_value, rows, length, scale, order, window, known,
-                      finish, values, version):  # fmt: skip
+    def apart_of_heads(self, nope, up_key, q_rope, latent, k_rope, up_value, rows, mask, length, scale, order, window,
+                       known, empty, finish, by, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
-        seen = _seen(order, window, known, length, rows, q_rope.shape[2])
-        y = _told((_absorbed(nope, up_key), q_rope), (latent, k_rope), seen, scale, version)
+        seen = _Seen(by, order, window, known, length, rows, mask, empty)
+        y = _apart((latent_calls.absorbed(nope, up_key), q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
     @variants(**SEVERAL)
-    def shown(self, absorbed, q_rope, latent, k_rope, up_value, rows, mask, scale, empty, finish, values, version):
-        """What is seen, shown by the mask."""
-        y = _shown((absorbed, q_rope), (latent, k_rope), rows, mask, scale, empty, version)
-        return calls.finished(latent_calls.expanded(y, up_value, values), finish)
-
-    @lowering
-    @variants(**SEVERAL)
-    def shown_of_heads(self, nope, up_key, q_rope, latent, k_rope, up_value, rows, mask, scale, empty, finish, values,
-                       version):  # fmt: skip
-        """The same for queries of heads that are projected first."""
-        y = _shown((_absorbed(nope, up_key), q_rope), (latent, k_rope), rows, mask, scale, empty, version)
+    def joined(self, absorbed, q_rope, latent, k_rope, up_value, rows, mask, length, scale, order, window, known, empty,
+               finish, by, values, version):  # fmt: skip
+        """Both side by side, as one key head, for widths that the operator does not take apart."""
+        seen = _Seen(by, order, window, known, length, rows, mask, empty)
+        y = _joined((absorbed, q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     def examples(self) -> Iterator[Example]:
@@ -91,41 +86,63 @@ class LatentAttention(Rule):
         return iter(latent_attention.REJECTS)
 
 
-def _absorbed(nope: Tensor | None, up_key: Tensor | None) -> Tensor:
-    require(nope is not None and up_key is not None, "the model itself absorbs the projection of the keys")
-    assert nope is not None
-    assert up_key is not None
-    return latent_calls.absorb(nope, up_key)
+@dataclass(frozen=True)
+class _Seen:
+    """What queries see of the first `rows` of a latent: told in words, or shown by a mask, as `by` wants it."""
+
+    by: str
+    order: str
+    window: int | None
+    known: Any
+    length: Tensor | None
+    rows: Any
+    mask: Tensor | None
+    empty: str
+
+    def told(self, queries: Any) -> calls.Seen:
+        """In words: the operator's causal order ends at the last key, never begins at the first."""
+        require(self.order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
+        if self.order == "left":
+            require(self.rows is None or queries <= self.rows, "there are fewer keys than queries")
+            return calls.Seen("right", self.window, queries)
+        every = self.known is None and self.length is None
+        return calls.Seen(self.order, self.window, self.rows if every else self.known, self.length)
+
+    def shown(self) -> Tensor:
+        """The mask [B or 1, 1, S, T], true where a key is hidden."""
+        require(self.mask is not None, "there is no mask")
+        assert self.mask is not None
+        return self.mask
+
+    def cut(self, kv: Tensor) -> Tensor:
+        """The rows of a latent [B, T, 1, D] that a mask speaks of."""
+        return kv if self.rows is None else kv[:, : self.rows]
 
 
-def _seen(order: str, window: int | None, known: Any, length: Tensor | None, rows: Any, queries: Any) -> calls.Seen:
-    """What the operator is told: its causal order ends at the last key, never begins at the first."""
-    require(order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
-    if order == "left":
-        require(rows is None or queries <= rows, "there are fewer keys than queries")
-        return calls.Seen("right", window, queries)
-    return calls.Seen(order, window, rows if known is None and length is None else known, length)
-
-
-def _told(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: calls.Seen, scale: float, version: int) -> Tensor:
+def _apart(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: _Seen, scale: float, version: int) -> Tensor:
     """Queries [B, N, S, C] and [B, N, S, Dr] over a latent [.., C] and [.., Dr], as [B, S, N, C]."""
+    queries = q[0].shape[2]
     latent, rope = _by_sequence(q[0], kv)
-    require(not seen.known or seen.known <= latent.shape[1], "there are fewer keys than queries")
-    lengths = seen.length if seen.known is None else [seen.known]
-    return _fused(q, latent, rope, lengths, scale, version, **seen.arguments(latent.device, q[0].shape[2]))
+    if seen.by == "mask":
+        latent, rope = seen.cut(latent), seen.cut(rope)
+        precise = {} if queries == 1 else dict(inner_precise=2)  # queries that see nothing give 0
+        y = _fused(q, latent, rope, None, scale, version, atten_mask=seen.shown(), **precise).transpose(1, 2)
+        return calls.where_empty(y, latent.transpose(1, 2), seen.shown(), seen.empty).transpose(1, 2)
+    told = seen.told(queries)
+    require(not told.known or told.known <= latent.shape[1], "there are fewer keys than queries")
+    lengths = told.length if told.known is None else [told.known]
+    return _fused(q, latent, rope, lengths, scale, version, **told.arguments(latent.device, queries))
 
 
-def _shown(
-    q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], rows: Any, mask: Tensor | None, scale: float, empty: str,
-    version: int,
-) -> Tensor:  # fmt: skip
-    """The same behind a mask [B or 1, 1, S, T], true where a key is hidden."""
-    require(mask is not None, "there is no mask")
-    assert mask is not None
-    latent, rope = (each if rows is None else each[:, :rows] for each in _by_sequence(q[0], kv))
-    precise = {} if q[0].shape[2] == 1 else dict(inner_precise=2)  # queries that see nothing give 0
-    y = _fused(q, latent, rope, None, scale, version, atten_mask=mask, **precise).transpose(1, 2)
-    return calls.where_empty(y, latent.transpose(1, 2), mask, empty).transpose(1, 2)
+def _joined(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: _Seen, scale: float, version: int) -> Tensor:
+    """The same with queries and keys [.., C + Dr], and values of which the first C lanes count."""
+    query, key = torch.cat(q, dim=-1), seen.cut(torch.cat(_by_sequence(q[0], kv), dim=-1)).transpose(1, 2)
+    if seen.by == "mask":
+        y = calls.batched(query, key, key, scale, mask=seen.shown(), version=version)[0]
+        y = calls.where_empty(y, key, seen.shown(), seen.empty)
+    else:
+        y = calls.batched(query, key, key, scale, seen.told(query.shape[2]), version=version)[0]
+    return y[..., : q[0].shape[-1]].transpose(1, 2)
 
 
 def _by_sequence(q: Tensor, kv: tuple[Tensor, Tensor]) -> list[Tensor]:

@@ -29,7 +29,7 @@ def queries(p, x, dq, uq, up, gamma, eps, factor, cos, sin, width, begin, first,
     """Rotated queries, absorbed queries, and the latent that both come from, which may be multiplied by a number."""
     norm = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(norm), weight=uq, width=width, start=first, heads_first=heads_first)
-    turned = rotated(p, lanes, cos, sin, dtype, x, heads_first, factor)  # a factor of lanes is read as one of tables
+    turned = rotated_lanes(p, lanes, cos, sin, dtype, x, heads_first, factor)  # a factor is read as one of tables
     latent = p.maybe_scaled(norm, factor)
     return turned, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
 
@@ -38,10 +38,10 @@ def rows(p, x, dkv, gamma, eps, factor, cos, sin, split, end, dtype, fixed, besi
     """The rows of both caches; the latent may be multiplied by a number."""
     both = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside)
     norm = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
-    return p.maybe_scaled(norm, factor), rotated(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
+    return p.maybe_scaled(norm, factor), rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
 
 
-def rotated(p, x, cos, sin, dtype, like, heads_first=None, factor=1.0):
+def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None, factor=1.0):
     """Computed in float32, as by the operator, or in the dtype of the model."""
     tables = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
     cos, sin = (each if factor == 1 else p.maybe_scaled(each, factor) for each in tables)
@@ -73,7 +73,7 @@ def _read(
     return x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables
 
 
-class _Prolog(Rule):
+class Prolog(Rule):
     """What both rules share."""
 
     def beside(self) -> frozenset[str]:
@@ -91,10 +91,10 @@ class _Prolog(Rule):
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        start: Any, axis: int, factor_q: float, factor_kv: float,
+        start: Any, axis: int, factor_q: float | None, factor_kv: float | None,
     ):  # fmt: skip
         """How the tokens, the weights and the caches are laid out."""
-        lowest = min(factor_q, factor_kv)
+        lowest = min(each for each in (1.0, factor_q, factor_kv) if each is not None)
         require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
         require(len(x.shape) == 3, "the tokens of all sequences are packed")
         require(begin == 0 and first == up.shape[1], "the lanes that are rotated do not follow those that are not")
@@ -105,7 +105,7 @@ class _Prolog(Rule):
 
 
 @dataclass(frozen=True)
-class MlaProlog(_Prolog):
+class MlaProlog(Prolog):
     """The prolog with the writes into both caches."""
 
     @pattern
@@ -163,7 +163,7 @@ class MlaProlog(_Prolog):
 
 
 @dataclass(frozen=True)
-class MlaPrologRows(_Prolog):
+class MlaPrologRows(Prolog):
     """The prolog whose rows the model itself joins, writes or attends to."""
 
     @pattern

@@ -68,8 +68,11 @@ def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) ->
     return table.index_select(1, index.reshape(-1)) if index.shape[0] == 1 else table.gather(1, index)
 
 
-def absorb(nope: Tensor, up: Tensor) -> Tensor:
+def absorbed(nope: Tensor | None, up: Tensor | None) -> Tensor:
     """Queries nope [B, N, S, D] of every head times up [N, D, C], as [B, N, S, C], heads behind positions in memory."""
+    require(nope is not None and up is not None, "the model itself absorbs the projection of the keys")
+    assert nope is not None
+    assert up is not None
     return _turned(nope.transpose(1, 2), up).transpose(1, 2)
 
 

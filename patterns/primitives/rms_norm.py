@@ -118,12 +118,12 @@ class RMSNorm(Rule):
     @lookalike("the mean is of absolute values, not of squares under a root")
     def absolute(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
         """X / (mean(|x|) + eps)."""
-        return p.power(p.mean(p.op("aten.abs.default", x)) + eps, root)
+        return p.power(p.mean(p.op("abs", x)) + eps, root)
 
     @lookalike("the length is clamped from below, instead of having eps added under the root")
     def clamped(self, p, x=tensor("*B 1"), root=attribute()):
         """X / max(‖x‖, eps), as F.normalize."""
-        return p.power(p.op(("aten.clamp.default", "aten.clamp_min.default"), x), root)
+        return p.power(p.op("clip", x), root)
 
     @lowering
     def npu(self, x: Tensor, gamma: Tensor | None, weight: Tensor | None, eps: float):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +41,24 @@ def to_pairs(x: Tensor) -> Tensor:
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, order: str) -> Tensor:
-    """One operator, both sides in one order; x and the tables [.., D], read in the order in which x lies in memory."""
+def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, order: str, matrix: Tensor | None = None) -> Tensor:
+    """One operator, both sides in one order; x and the tables [.., D], read in the order in which x lies in memory.
+
+    With a matrix [D, D] the operator multiplies by it where else it would turn the lanes itself.
+    """
     ranked = [four_dims(each) for each in (x, cos, sin)]
     swapped = ranked[0].stride(1) < ranked[0].stride(2)
     if swapped:
         ranked = [each.transpose(1, 2) for each in ranked]
-    y = torch.ops.npu.npu_rotary_mul(*ranked, order)
+    y = torch.ops.npu.npu_rotary_mul(*ranked, order, matrix)
     return (y.transpose(1, 2) if swapped else y).reshape(x.shape)
+
+
+def turning(like: Tensor) -> Tensor:
+    """The matrix [D, D] that turns pairs, x · matrix = (-x₁, x₀, -x₃, x₂, …), for lanes of a tensor [.., D]."""
+    width: Any = like.shape[-1]
+    first, second = torch.eye(width, dtype=like.dtype, device=like.device).reshape(-1, 2, width).unbind(1)
+    return torch.stack((second, -first), dim=1).reshape(width, width)
 
 
 def for_batch(table: Tensor, batch: int) -> Tensor:
@@ -91,6 +102,12 @@ class Rope(Rule):
         """Interleaved order on both sides."""
         require(source == result == "interleaved", "the lanes are not in interleaved order")
         return rotary_mul(x, cos, sin, "interleave").to(dtype)
+
+    @lowering
+    def pairs_by_matrix(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+        """The same by a constant matrix, for compilers that cannot say which lanes are turned."""
+        require(source == result == "interleaved", "the lanes are not in interleaved order")
+        return rotary_mul(x, cos, sin, "interleave", turning(x)).to(dtype)
 
     @lowering
     def pairs_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):

@@ -8,6 +8,7 @@ from . import (
     expert_routing,
     layer_norm,
     lookalikes,
+    quantisation,
     rms_norm,
     rope_half,
     rope_half_partial,
@@ -30,6 +31,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *swiglu_projections.SPELLINGS,
     *expert_routing.SPELLINGS,
     *cache_write.SPELLINGS,
+    *quantisation.SPELLINGS,
 )
 LOOKALIKES: tuple[LookAlike, ...] = lookalikes.LOOKALIKES
 

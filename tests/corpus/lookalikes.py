@@ -9,6 +9,7 @@ from . import (
     lookalikes_rms_norm,
     lookalikes_rope,
     lookalikes_swiglu,
+    quantisation,
     swiglu_projections,
 )
 
@@ -20,4 +21,5 @@ LOOKALIKES = (
     *swiglu_projections.LOOKALIKES,
     *expert_routing.LOOKALIKES,
     *lookalikes_cache_write.LOOKALIKES,
+    *quantisation.LOOKALIKES,
 )

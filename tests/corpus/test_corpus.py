@@ -34,6 +34,8 @@ MINIMUM = {
     "swiglu_projections": 8,
     "expert_routing": 8,
     "cache_write": 20,
+    "dynamic_quant": 10,
+    "quant_matmul": 8,
 }
 
 every_spelling = pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)

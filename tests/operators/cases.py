@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
 from tests.operators import latent_line_cases as line
+from tests.operators import prolog_quant_cases
+from tests.operators import quant_cases as quant
 from tests.operators import sparse_cases as sparse
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -258,9 +261,16 @@ CASES = (
     *(case for label, make in sparse.PROLOG for case in _both(_PROLOG, label, make)),
     *(case for label, make in line.CASES for case in _both(line.NAMES, label, make)),
     *(case for label, make in sparse.OLDER for case in _both(OLDER, label, make)),
+    *(case for label, make in prolog_quant_cases.PROLOG for case in _both(_PROLOG, label, make)),
     *(Case("npu_transpose_batchmatmul", label, make) for label, make in (*sparse.PRODUCTS, sparse.TURNED_WEIGHT)),
     *(Case("npu_lightning_indexer", label, make) for label, make in sparse.INDEXER),
     *(Case("npu_sparse_flash_attention", label, make) for label, make in sparse.ATTENTION),
+    *(Case("npu_dynamic_quant", label, make) for label, make in quant.QUANT),
+    *(Case("npu_quant_matmul", label, make) for label, make in quant.PRODUCTS),
+    *(Case("npu_add_rms_norm_dynamic_quant", label, make) for label, make in quant.NORMS),
+    *(Case(name, label, make) for name, label, make in atb.LATENT),
+    *(Case(atb.RING, label, make) for label, make in atb.STEPS),
+    *(case for label, make in atb.BEFORE for case in _both(atb.PREPROCESS, label, make)),
 )
 
 

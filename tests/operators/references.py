@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
 from tests.operators import latent_line_cases as line
+from tests.operators import prolog_quant_references
+from tests.operators import quant_references as quant
 from tests.operators import sparse_references as sparse
 from tests.operators.cases import OLDER
 
@@ -145,12 +148,19 @@ REFERENCES = {
     "npu_scatter_pa_kv_cache_functional": pages,
     "atb::_npu_reshape_and_cache": reshape_and_cache,
     "atb::_npu_reshape_and_cache.functional": reshape_and_cache,
-    "npu_mla_prolog_v3": sparse.prolog,
-    "npu_mla_prolog_v3_functional": sparse.prolog,
     **dict.fromkeys(line.NAMES, line.reference),
     **dict.fromkeys(OLDER, sparse.older_prolog),
+    "npu_mla_prolog_v3": prolog_quant_references.prolog,
+    "npu_mla_prolog_v3_functional": prolog_quant_references.prolog,
     "npu_transpose_batchmatmul": sparse.product,
     "npu_lightning_indexer": sparse.indexer,
     "npu_sparse_flash_attention": sparse.attention,
+    **quant.REFERENCES,
+    "atb::npu_multi_head_latent_attention": atb.latent,
+    "atb::npu_multi_head_latent_attention.tensor_lengths": atb.latent,
+    "atb::npu_multi_head_latent_attention.lse": atb.latent,
+    "atb::npu_ring_mla": atb.ring,
+    "atb::npu_mla_preprocess.out": atb.preprocess,
+    "atb::npu_mla_preprocess.functional": atb.preprocess,
 }
 """Of an in-place operator: its results, and what its written arguments hold afterwards."""

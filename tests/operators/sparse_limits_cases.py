@@ -39,18 +39,94 @@ def prolog(
     return call | index | more
 
 
-def quantised() -> list[tuple[dict[str, Any], str]]:
-    modes = ("weight_quant_mode", "kv_cache_quant_mode", "query_quant_mode", "ckvkr_repo_mode", "quant_scale_repo_mode")
-    scales = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr",
-              "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq", "k_nope_clip_alpha")  # fmt: skip
+def whole(choice: tuple[int, int, int], *tokens: int, **more: Any) -> dict[str, Any]:
+    """A call in whole numbers, of these modes."""
+    call = prolog(*tokens, **{name: more.pop(name) for name in ("mode", "hckv", "dr") if name in more})
+    x, names = call["token_x"], ("weight_quant_mode", "kv_cache_quant_mode", "query_quant_mode")
+    weight_mode, cache_mode, _ = choice
+    eight = {name: t(*call[name].shape, dtype=torch.int8) for name in call if isinstance(call[name], Tensor)}
+    changed = ["weight_uq_qr"] if weight_mode else []
+    scales = {"dequant_scale_w_uq_qr": t(1, call["weight_uq_qr"].shape[1], dtype=F32)} if weight_mode else {}
+    if weight_mode == 2:
+        changed += ["token_x", "weight_dq", "weight_dkv_kr"]
+        scales |= {"dequant_scale_x": t(x.shape[:-1].numel(), 1, dtype=F32)}
+        scales |= {f"dequant_scale_w_{n}": t(1, call[f"weight_{n}"].shape[1], dtype=F32) for n in ("dq", "dkv_kr")}
+    width, rope = call["kv_cache"].shape[-1], call["kr_cache"].shape[-1]
+    if cache_mode:
+        changed += ["kv_cache", *(["kr_cache"] if cache_mode == 2 else [])]
+    if cache_mode in (1, 2):
+        scales |= {"quant_scale_ckv": t(*((1,) if cache_mode == 1 else (1, width)), dtype=F32)}
+    if cache_mode == 2:
+        scales |= {"quant_scale_ckr": t(1, rope, dtype=F32)}
+    if cache_mode == 3:
+        line = width + 2 * rope + width // 128 * 4
+        eight["kv_cache"] = t(*call["kv_cache"].shape[:-1], line, dtype=torch.int8)
+        scales |= {"k_nope_clip_alpha": t(1, dtype=F32), "ckvkr_repo_mode": 1, "quant_scale_repo_mode": 1}
+    modes = dict(zip(names, choice, strict=True))
+    return call | {name: eight[name] for name in changed} | scales | modes | more
+
+
+def quantised() -> list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]]:
+    one, two, full, bytes_, channels = (
+        whole(choice) for choice in ((1, 0, 0), (2, 0, 0), (2, 1, 1), (1, 3, 0), (1, 2, 0))
+    )
+    line = t(1, dtype=F32)
+    missing = [
+        *((two, name) for name in ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")),
+        (one, "dequant_scale_w_uq_qr"), (full, "quant_scale_ckv"), (channels, "quant_scale_ckr"),
+        (bytes_, "k_nope_clip_alpha"),
+    ]  # fmt: skip
+    shapes = {"dequant_scale_w_dq": two, "dequant_scale_w_uq_qr": two, "dequant_scale_w_dkv_kr": two,
+              "quant_scale_ckr": channels, "smooth_scales_cq": one, "k_nope_clip_alpha": bytes_}  # fmt: skip
+    wanted = {"dequant_scale_w_dq": "(1, Hcq)", "dequant_scale_w_uq_qr": "(1, Huq)", "k_nope_clip_alpha": "(1,)",
+              "dequant_scale_w_dkv_kr": "(1, Hkv)", "quant_scale_ckr": "(1, Dr)",
+              "smooth_scales_cq": "(1, Hcq)"}  # fmt: skip
+    eight, floats = torch.int8, torch.bfloat16
     return [
-        *((prolog(**{mode: 1}), f"{mode} == 0") for mode in modes),
-        *((prolog(**{scale: t(1, dtype=F32)}), f"not given({scale})") for scale in scales),
-    ]
+        (EVERY, full, whole((2, 1, 0)), "query_quant_mode) in ((0, 0, 0)"),
+        (EVERY, bytes_, whole((0, 3, 0)), "query_quant_mode) in ((0, 0, 0)"),
+        *((EVERY, call, call | {name: None}, f"needs given({name})") for call, name in missing),
+        *((EVERY, prolog(), prolog(**{name: line}), f"not given({name})") for _, name in missing),
+        (EVERY, prolog(), prolog(smooth_scales_cq=t(1, 1536, dtype=F32)), "not given(smooth_scales_cq)"),
+        *(
+            (EVERY, call, call | {name: t(2, 2, dtype=F32)}, f"shape({name}) == {wanted[name]}")
+            for name, call in shapes.items()
+        ),
+        (EVERY, two, two | {"dequant_scale_x": t(5, dtype=F32)}, "shape(dequant_scale_x) == (T, 1)"),
+        (
+            EVERY,
+            whole((2, 0, 0), 2, 3),
+            whole((2, 0, 0), 2, 3, dequant_scale_x=t(2, 3, dtype=F32)),
+            "shape(dequant_scale_x) == (B * S, 1)",
+        ),
+        (EVERY, full, full | {"quant_scale_ckv": t(1, 512, dtype=F32)}, "shape(quant_scale_ckv) == (1,)"),
+        (EVERY, channels, channels | {"quant_scale_ckv": line}, "shape(quant_scale_ckv) == (1, Hckv)"),
+        (EVERY, bytes_, bytes_ | {"ckvkr_repo_mode": 0}, "ckvkr_repo_mode == 1 and quant_scale_repo_mode == 1"),
+        (EVERY, full, full | {"quant_scale_repo_mode": 1}, "ckvkr_repo_mode == 0 and quant_scale_repo_mode == 0"),
+        (EVERY, bytes_, bytes_ | {"tile_size": 64}, "tile_size == 128"),
+        (EVERY, one, one | {"kv_cache": t(9, 128, 1, 656)}, "Line == Hckv and Kr == Dr"),
+        (EVERY, bytes_, bytes_ | {"kv_cache": t(9, 128, 1, 512, dtype=eight)}, "Line == Hckv + 2 * Dr"),
+        ((HOST,), bytes_, whole((1, 3, 0), hckv=520), "Hckv % 128 == 0"),
+        (CHIPS, bytes_, whole((1, 3, 0), hckv=520), "Hckv % 128 == 0"),
+        (EVERY, bytes_, whole((1, 3, 0), mode="PA_NZ"), "cache_mode != 'PA_NZ'"),
+        (EVERY, two, two | {"token_x": t(5, 7168)}, "dtype(token_x) == 'int8'"),
+        (EVERY, two, two | {"weight_dq": t(7168, 1536)}, "dtype(weight_dq) == dtype(token_x)"),
+        (EVERY, one, one | {"weight_uq_qr": t(1536, 8 * 192)}, "dtype(weight_uq_qr) == 'int8'"),
+        (EVERY, full, full | {"kv_cache": t(9, 128, 1, 512)}, "dtype(kv_cache) == 'int8'"),
+        (EVERY, channels, channels | {"kr_cache": t(9, 128, 1, 64)}, "dtype(kr_cache) == 'int8'"),
+        ((HOST,), whole((2, 1, 1), mode="PA_NZ", dr=32), whole((2, 1, 1), mode="PA_NZ", dr=16), "Dr % 32 == 0"),
+        (CHIPS, whole((2, 1, 1), mode="PA_NZ"), whole((2, 1, 1), mode="PA_NZ", hckv=528), "Dr % 32 == 0"),
+        (CHIPS, one, one | {n: t(*one[n].shape, dtype=eight) for n in ("token_x", "weight_dq", "weight_dkv_kr")},
+         "dtype(token_x) == 'bfloat16'"),
+        (CHIPS, prolog(), prolog(weight_uq_qr=t(1536, 8 * 192, dtype=eight)), "dtype(weight_uq_qr) == 'bfloat16'"),
+        (CHIPS, one, one | {"kv_cache": t(9, 128, 1, 512, dtype=eight)}, "dtype(kv_cache) == 'bfloat16'"),
+        (CHIPS, full, full | {"kr_cache": t(9, 128, 1, 64, dtype=eight)}, "dtype(kr_cache) == 'bfloat16'"),
+        (CHIPS, one, one | {"dequant_scale_w_uq_qr": t(1, 8 * 192, dtype=floats)}, "needs dequant_scale_w_uq_qr in"),
+    ]  # fmt: skip
 
 
 _PROLOG: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    *((EVERY, prolog(), illegal, text) for illegal, text in quantised()),
+    *quantised(),
     (EVERY, prolog(), prolog(mode="PA_BLK_BSND"), "cache_mode in"),
     (EVERY, prolog(2, 3), prolog(2, 3, mode="PA_BLK_NZ"), "indices of whole blocks are not decomposed"),
     (EVERY, prolog(), prolog(mode="Norm"), "needs cache_mode='BSND' or"),
@@ -59,7 +135,7 @@ _PROLOG: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (EVERY, prolog(2, 3), prolog(2, 3, cache_index=t(2, 4, dtype=LONG)), "needs cache_index as [B S]"),
     (EVERY, prolog(mode="TND"), prolog(mode="TND", cache_index=t(5, dtype=LONG)), "not given(cache_index)"),
     (EVERY, prolog(2, 3, mode="BSND"), prolog(2, 3, mode="BSND", kv_cache=t(2, 4, 1, 512)), "needs kv_cache as [B S"),
-    (EVERY, prolog(mode="PA_NZ"), prolog(kv_cache=t(9, 128, 2, 512)), "needs kv_cache as [Blocks Size 1 Hckv]"),
+    (EVERY, prolog(mode="PA_NZ"), prolog(kv_cache=t(9, 128, 2, 512)), "needs kv_cache as [Blocks Size 1 Line]"),
     (EVERY, prolog(), prolog(rope_sin=t(4, 64)), "needs rope_sin as [T Dr]"),
     (EVERY, prolog(), prolog(weight_uq_qr=t(1536, 8 * 128)), "Huq == N * (D + Dr)"),
     (EVERY, prolog(), prolog(weight_dkv_kr=t(7168, 512)), "Hkv == Hckv + Dr"),

@@ -43,7 +43,12 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     )
     slots = torch.arange(k.shape[1], dtype=torch.int32)
     pages, _ = torch.ops.atb._npu_reshape_and_cache.functional(k[0], k[0], pages, pages, slots)
-    return out, k, pages, residual, attended(heads), *latent(x), *npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+    rows, _, _, row_scales, _ = npu.npu_add_rms_norm_dynamic_quant(y[0], residual[0], gamma)
+    whole, scales = npu.npu_dynamic_quant(y[0])
+    product = npu.npu_quant_matmul(whole, rows.t(), row_scales, pertoken_scale=scales, output_dtype=15)
+    choice = npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+    # Compilers need not round to bfloat16 in the middle of a kernel, so of the product only signs are compared.
+    return out, k, pages, residual, attended(heads), *latent(x), *choice, product.sign()
 
 
 def latent(x: Tensor) -> tuple[Tensor, ...]:
@@ -71,7 +76,33 @@ def latent(x: Tensor) -> tuple[Tensor, ...]:
     )
     call = {"actual_seq_lengths_kv": lengths, "layout_kv": "PA_BSND", "query_rope": rope, "key_rope": ropes}
     out, _, _ = npu.npu_sparse_flash_attention(query, keys, keys, indices, 0.1, attention_mode=2, **of, **call)
-    return npu.npu_transpose_batchmatmul(out.flatten(0, 1), weights[2].mT, perm_x1=[1, 0, 2]), keys
+    y = npu.npu_transpose_batchmatmul(out.flatten(0, 1), weights[2].mT, perm_x1=[1, 0, 2])
+    return y, *by_atb(query.flatten(0, 1), rope.flatten(0, 1), keys, ropes), keys
+
+
+def by_atb(query: Tensor, rope: Tensor, keys: Tensor, ropes: Tensor) -> tuple[Tensor, ...]:
+    """Every token [T, N, D] with all keys, through attention of atb, one step over parts, and what stands before."""
+    atb, rows, heads = torch.ops.atb, query.shape[0], query.shape[1]
+    table = query.new_zeros((rows, 1), dtype=torch.int32) + 1
+    call = (heads, 0.1, 1)
+    mla, how = atb.npu_multi_head_latent_attention, {"cache_mode": "krope_ctkv"}
+    lengths = torch.full((rows,), 2, device=query.device)
+    y = mla.tensor_lengths(query, rope, keys, ropes, table, lengths, *call, **how)
+    y = mla.default(y, rope, keys, ropes, table[:1], [2], *call, calc_type="calc_type_spec", qseqlen=[rows], **how)
+    one = [each[:1] for each in (y, rope)]
+    y, _ = mla.lse(*one, keys, ropes, table[:1], [2], *call, True, calc_type="calc_type_ring", **how)
+    seqlen = torch.ones(1, dtype=torch.int32)
+    y, lse = atb.npu_ring_mla(y, rope[:1], y, rope[:1], y, keys[0, :, 0], seqlen, heads, heads)
+    x, lines = y[:, 0], torch.ones(1, 4, 96, 16, dtype=torch.int8)
+    ones = [x.new_ones(size) for size in (64, 64, 96, 16, 16, 96, 64)]
+    weights = torch.ones(1, 1, 96, 16, dtype=torch.int8)
+    turn = [rope[:1, 0].cos(), rope[:1, 0].sin()]
+    found = atb.npu_mla_preprocess.functional(
+        x, ones[0], ones[1], lines, ones[2], ones[3], ones[4], weights, ones[5], ones[6], *turn,
+        x.new_ones(3, 16, 64), keys, ropes, seqlen, q_out0=x.new_empty(1, 3, 64), kv_cache_out0=keys,
+        q_out1=x.new_empty(1, 3, 16), kv_cache_out1=ropes, **how,
+    )  # fmt: skip
+    return lse, *found
 
 
 def attended(x: Tensor) -> Tensor:

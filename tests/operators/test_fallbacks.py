@@ -15,8 +15,15 @@ from tests.operators.references import REFERENCES
 
 # Root mean square of the error over that of the result: one or two roundings of the dtype's last bit.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-7, torch.float64: 1e-14}
+# A whole number may be the one beside it where what was rounded before lies between the two.
+TOLERANCE[torch.int8] = 5e-3
 # Times that: four roundings, one after the other, weigh as much as two that are independent.
-CHAINS = dict.fromkeys(("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional", *OLDER), 2)
+CHAINS = {
+    **dict.fromkeys(("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional", *OLDER), 2),
+    **dict.fromkeys(("atb::npu_mla_preprocess.out", "atb::npu_mla_preprocess.functional"), 4),
+}
+# What a rounding to int8 on the way may do, where what is rounded has been rounded before.
+STEP = {"atb::npu_mla_preprocess.out": 4e-3, "atb::npu_mla_preprocess.functional": 4e-3}
 
 
 def widened(arguments: dict) -> dict:
@@ -34,7 +41,8 @@ def new(result: tuple[Tensor, ...], op: Operator, arguments: dict[str, Any]) -> 
 def relative(got: Tensor, expected: Tensor) -> float:
     if not got.numel() or torch.equal(got.double(), expected.double()):
         return 0.0
-    return ((got.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
+    got, expected = got.double(), expected.double()
+    return ((got - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -48,10 +56,16 @@ def test_means_what_the_operator_means(case: Case, dtype: torch.dtype):
     result = flat(op.fallback(**arguments))
     got = (*new(result, op, arguments), *(arguments[name] for name in op.written))
     assert len(got) == len(expected)
-    chain = CHAINS.get(case.operator, 1)
+    chain, step = CHAINS.get(case.operator, 1), STEP.get(case.operator, 0.0)
+    if arguments.get("weight_quant_mode") and dtype.itemsize == 2:
+        chain *= 4  # what is rounded before it is quantised may become the whole number beside
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert a.shape == b.shape
-        assert relative(a, b) <= chain * max(TOLERANCE[dtype], TOLERANCE.get(a.dtype, 0.0)), f"output {index}"
+        if a.dtype == torch.int8:
+            assert (a.double() - b).abs().max() <= 2, f"output {index}"
+            continue
+        allowed = max(chain * max(TOLERANCE[dtype], TOLERANCE.get(a.dtype, 0.0)), dtype.itemsize == 2 and step)
+        assert relative(a, b) <= allowed, f"output {index}"
     assert all(map(torch.equal, before, kept))
 
 

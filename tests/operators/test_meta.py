@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion.operators import decompositions, ensure, operator
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
 from tests.operators.latent_line_cases import line
+from tests.operators.quant_cases import product
 from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
 
 
@@ -117,6 +118,12 @@ GROWING = [
         },
     ),
     ("npu_swiglu", lambda b, s: {"input": torch.randn(b, s, 32)}),
+    ("npu_dynamic_quant", lambda b, s: {"input": torch.randn(b, s, 32)}),
+    ("npu_quant_matmul", lambda b, s: product(b * s)(torch.bfloat16)),
+    (
+        "npu_add_rms_norm_dynamic_quant",
+        lambda b, s: {"x1": torch.randn(b, s, 16), "x2": torch.randn(b, s, 16), "gamma": torch.randn(16)},
+    ),
     ("npu_fused_infer_attention_score_v2", lambda b, s: attending(b, s) | {"sparse_mode": 3}),
     (
         "npu_fused_infer_attention_score_v2.tensor_lengths",

@@ -23,10 +23,13 @@ from fusion.stages.canonicalise import (
     contractions,
     logic,
     projections,
+    quantisation,
     ranges,
     reductions,
     sdpa,
     shapes,
+    whole_heads,
+    whole_products,
     write_readings,
     writes,
 )
@@ -35,6 +38,8 @@ from fusion.stages.canonicalise.attention import Outcome, attention, contraction
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.indexer import index_selection
 from fusion.stages.canonicalise.latents import latents
+from fusion.stages.canonicalise.log_sums import log_sums
+from fusion.stages.canonicalise.pages import paged
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 from fusion.weights import derived
@@ -42,7 +47,20 @@ from fusion.weights import derived
 __all__ = ["canonicalise"]
 
 # Imported for their translators.
-_FAMILIES = (arithmetic, choices, complex_numbers, contractions, logic, ranges, reductions, sdpa, shapes, writes)
+_FAMILIES = (
+    arithmetic,
+    choices,
+    complex_numbers,
+    contractions,
+    logic,
+    quantisation,
+    ranges,
+    reductions,
+    sdpa,
+    shapes,
+    whole_products,
+    writes,
+)
 
 
 def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
@@ -53,11 +71,17 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     folder, fixed = Folder(), derived(source, facts.parameters)
     readings, misses = _rotations(walk)
     _attentions(walk, folder, facts, readings, misses)
+    attended = {value: each for value, each in readings.items() if each.op == "softmax_attention"}
+    readings |= log_sums(walk.algebra, walk.places, attended)
     found = write_readings.Writes(walk.algebra, folder, walk.written())
     for value in list(walk.places):
         found.visit(value)
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
-    readings = {**_linears(walk, readings, fixed), **readings}
+    rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
+    products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
+    readings = {**_linears(walk, readings, fixed), **readings, **rows, **products}
+    readings |= whole_heads.readings(walk.algebra, readings)
+    misses = {**misses, **odd_rows, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, fixed, facts,
@@ -118,11 +142,12 @@ def _beside(
         places = each.captures["places"]
         found[places] = index_selection(walk.algebra, folder, assumed, written, unviewed(places))
     for each in known:
-        parts = None if each in lists else latents(walk.algebra, readings, each)
+        parts = latents(walk.algebra, readings, each) if each.op == "softmax_attention" else None
         if isinstance(parts, str):
             found[each.captures["k"]] = parts
         found |= parts if isinstance(parts, dict) else {}
-    return found
+    readings_found = {each: what for each, what in found.items() if isinstance(what, Reading)}
+    return {**paged(walk.algebra, folder, readings_found, walk.places), **found}
 
 
 def _linears(walk: _Walk, readings: Mapping[Value, Reading], fixed: set[fx.Node]) -> dict[Value, Reading]:

@@ -15,7 +15,7 @@ from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.indexer import begins, chosen_keys
-from fusion.stages.canonicalise.masks import told
+from fusion.stages.canonicalise.masks import counted, told
 from fusion.stages.canonicalise.positions import Positions
 from fusion.stages.canonicalise.scores import Scores, Weights, dropped, scores_of, weights_of
 
@@ -106,6 +106,9 @@ def _reading(
     if isinstance(mask, str):
         return mask
     found: Outcome = {root: Reading("softmax_attention", captures | mask, positions.names())}
+    length = counted(a, positions, scores.terms, sizes) if mask["order"] == "mask" and "mask" in mask else None
+    if length is not None:
+        found[mask["mask"]] = Reading("counted_keys", {"mask": mask["mask"], "length": length}, positions.names())
     if "mask" in mask:
         lists = Positions(positions.shape, folder, assumed.visible, keep_lists=True)
         found |= chosen_keys(a, lists, scores.terms, sizes, inside, mask["mask"])

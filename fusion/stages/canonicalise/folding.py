@@ -71,6 +71,8 @@ _FOLDS: Mapping[str, Callable[..., Any]] = {
     "where": lambda value, c, x, y: np.where(c, x, y),
     "cumsum": lambda value, x: x.cumsum(value.attrs[0]),
     "index": _index,
+    "floor_divide": lambda value, x: x // value.attrs[0],
+    "remainder": lambda value, x: x % value.attrs[0],
 }
 
 

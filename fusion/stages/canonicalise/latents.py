@@ -52,7 +52,7 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
-    below = list(_below(value))
+    below = list(sources(value))
     starts = sorted({0, *(each.attrs[1] for each in below if each.op == "slice")})
     for layer in below:
         parts = _layer(a, layer)
@@ -63,7 +63,7 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
         opened = a.reshape(layer, (value.shape[0], rows, heads, width))
         tokens = a.reshape(x, (value.shape[0], rows, x.shape[-1]))
         for start in (each for each in starts if each + count <= width):
-            forms = _forms(a, opened, start, count)
+            forms = lane_forms(a, opened, start, count)
             if value in forms:
                 return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
     return next(
@@ -86,13 +86,14 @@ def _by_heads(
     weight = a.reshape(swapped(a, a.reshape(y, y.shape[-3:])), (heads * width, y.shape[-2]))
     tokens = a.reshape(x, (batch, rows, x.shape[-1]))
     for start in (each for each in starts if each + count <= width):
-        forms = _forms(a, a.permute(opened, (0, 2, 1, 3)), start, count)
+        forms = lane_forms(a, a.permute(opened, (0, 2, 1, 3)), start, count)
         if value in forms:
             return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
     return None
 
 
-def _below(value: Value) -> Iterator[Value]:
+def sources(value: Value) -> Iterator[Value]:
+    """A value and what it is cut, turned and reshaped from."""
     yield value
     while value.op in ("slice", "permute", "reshape"):
         value = value.arg
@@ -111,7 +112,7 @@ def _layer(a: Algebra, value: Value) -> tuple[Value, Value] | None:
     return None if part is None else (value.arg, part)
 
 
-def _forms(a: Algebra, opened: Value, start: int, count: int) -> tuple[Value | None, ...]:
+def lane_forms(a: Algebra, opened: Value, start: int, count: Any) -> tuple[Value | None, ...]:
     """Lanes of every head of [B, S, N, width], heads behind or before positions."""
     return tuple(a.slice(each, -1, start, start + count) for each in (opened, a.permute(opened, (0, 2, 1, 3))))
 
@@ -214,7 +215,7 @@ def _query_sources(
     query = _of_queries(a, nope, heads, rows)
     if query is not None:
         sources[absorbed] = Reading("absorbed_query", {**query.captures(), "up": up_key})
-    for rotation in _rotations(a, found, rotated):
+    for rotation in rotations(a, found, rotated):
         x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = head_projection(a, x, heads, rows)  # what it is multiplied by is in the tables
         if lanes is not None:
@@ -233,7 +234,7 @@ def _of_queries(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjecti
     return replace(found, x=a.reshape(source, found.x.shape), source=source)
 
 
-def _rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
+def rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
     """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions."""
     forms = (rotated, a.permute(rotated, (0, 2, 1, 3)))
     turned = [each for form in forms for each in (found.get(form), form.op == "cast" and found.get(form.arg)) if each]

@@ -266,6 +266,17 @@ def bounded(a: Algebra, bounds: Limits, sizes: Sizes, begins: Collection[Affine]
     return {"order": order, "window": window, "length": _clamped(a, length, keys)}
 
 
+def counted(a: Algebra, positions: Positions, terms: Sequence[Term], sizes: Sizes) -> Value | None:
+    """How many keys every query of a sequence sees, from the first on, [B], where that may be none."""
+    formula = visible(positions, terms)
+    if isinstance(formula, (str, bool)):
+        return None
+    bounds = limits(formula, len(positions.shape))
+    if bounds.moving or bounds.low is not None:
+        return None
+    return bounded(a, bounds, sizes, ()).get("length")
+
+
 def _clamped(a: Algebra, length: Value, most: int) -> Value:
     """At most as many keys as there are: the operator would read beyond them."""
     return a.make("at_most", (length,), (most,), length.shape, length.dtype)

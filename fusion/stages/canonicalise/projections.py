@@ -23,6 +23,8 @@ Parts = tuple[Value, Value, "Value | None"]
 
 def linear(a: Algebra, places: Places, value: Value) -> Parts | None:
     """x, weight and bias of which `value` is the linear layer."""
+    if value.dtype is None or not value.dtype.is_floating_point:
+        return None  # a product of whole numbers
     match value.op:
         case "matmul" if all(size == 1 for size in value.args[1].shape[:-2]) and value.rank == value.arg.rank:
             x, y = value.args
@@ -71,7 +73,7 @@ def readings(
     groups: dict[Any, list[Value]] = {}
     for value in _whole(found, places):
         x, weight, bias = found[value]
-        constant = _is_fixed(places, fixed, weight, bias)
+        constant = is_fixed(places, fixed, weight, bias)
         if not any(map(_is_handed_out, places[value])):
             key = (x, weight.dtype, bias is None, constant, bisect(barriers, order[value]))
             groups.setdefault(key, []).append(value)
@@ -82,7 +84,7 @@ def readings(
 def _reading(parts: Parts, beside: Value | None, places: Places, fixed: Collection[fx.Node]) -> Reading:
     x, weight, bias = parts
     optional = {name: each for name, each in (("bias", bias), ("beside", beside)) if each is not None}
-    constant = _is_fixed(places, fixed, weight, bias)
+    constant = is_fixed(places, fixed, weight, bias)
     return Reading("linear", {"x": x, "weight": weight, "fixed": constant, **optional})
 
 
@@ -115,7 +117,7 @@ def _is_handed_out(node: fx.Node) -> bool:
     return any(user.op == "output" or (is_view(user.target) and _is_handed_out(user)) for user in node.users)
 
 
-def _is_fixed(places: Places, fixed: Collection[fx.Node], *values: Value | None) -> bool:
+def is_fixed(places: Places, fixed: Collection[fx.Node], *values: Value | None) -> bool:
     """Whether values are, or are built from, Parameters alone."""
     nodes = [node for value in values if value is not None for node in _reads(places, value)]
     return bool(nodes) and all(node in fixed for node in nodes)

@@ -108,12 +108,15 @@ def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str 
 
 @translates("aten.clamp.default")
 def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) -> Translated:
-    """Whole numbers between two others, infinite where there is no bound; others cut off below 0."""
+    """Whole numbers between two others, infinite where there is no bound; "clip" for others."""
     if low == 0 and high is None and x.dtype == out.dtype and x.dtype not in WHOLE:
         return relu(a, out, x)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
-    fits = _is_whole(x, out) and all(map(is_number, limits))
-    return a.make("clamp", (x,), limits, x.shape, x.dtype) if fits else None
+    if not all(map(is_number, limits)) or x.dtype != out.dtype or x.dtype is None:
+        return None
+    if x.dtype.is_floating_point:
+        return a.make("clip", (x,), tuple(map(float, limits)), x.shape, x.dtype)
+    return a.make("clamp", (x,), limits, x.shape, x.dtype) if _is_whole(x, out) else None
 
 
 @translates("aten.clamp_min.default")

@@ -167,7 +167,20 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
 
 @translates("aten.index_select.default")
 def _index_select(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Translated:
-    """Consecutive positions are a slice; all of them, counted round the end, are a roll."""
+    """Consecutive positions are a slice; all of them, counted round the end, are a roll; others an index."""
+    return _consecutive(a, out, x, dim % x.rank, index) or _indexed(a, out, x, dim % x.rank, index)
+
+
+@translates("aten.embedding.default")
+def _embedding(a: Algebra, out: Out, rows: Value, index: Value, *args: Any) -> Translated:
+    return _indexed(a, out, rows, 0, index)
+
+
+def _indexed(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
+    return a.make("index", (x, index), (dim,), out.shape, out.dtype) if index.dtype in WHOLE else None
+
+
+def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
     size, round_end = x.shape[dim], re.fullmatch(r"\(\('%1', (\d+)\), \{\}\)", str(next(iter(index.attrs), "")))
     turning = index.op == "aten.fmod.Scalar" and round_end is not None and int(round_end[1]) == size
     counted = run(a, index.arg if turning else index) if turning or not index.args or index.op == "shift" else None

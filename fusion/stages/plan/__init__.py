@@ -105,8 +105,8 @@ class Planner:
         ]
         pairs = [self._offer(one.match, one.lowering, one.plan, shared, each) for one in offers for each in waiting]
         best: dict[str, Candidate] = {}
-        for each in sorted(pairs, key=_together):
-            best[each.lowering] = each
+        for each in sorted(pairs, key=_together, reverse=True):  # of those that save the same, the first
+            best.setdefault(each.lowering, each)
         return list(best.values())
 
     def _best(self, match: Match, plans: Plans, offers: Sequence[Candidate]) -> Candidate | None:
@@ -182,7 +182,7 @@ class Planner:
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
         """What it costs to run nodes of the model."""
-        return sum(node_cost(node, self.target) for node in nodes)
+        return math.fsum(node_cost(node, self.target) for node in nodes)  # the same in whatever order
 
     def _dying_together(self, match: Match, lowering: str, plan: Plan, shared: _Sharing) -> frozenset[fx.Node]:
         """What nothing needs any more once all matches that share a call of this one are rewritten like it."""
@@ -224,12 +224,14 @@ class Planner:
         return costs
 
     def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
-        """Whether a step that reads these captures alone is computed once, outside the graph."""
-        return bool(names) and all(self._book.is_prepared(match.captures[name]) for name in names)
+        """Whether a step that reads these captures alone is computed once, outside the graph; constants beside them."""
+        return bool(self.graph.fixed) and all(self._book.is_prepared(match.captures[name]) for name in names)
 
     def _dying(self, matches: Sequence[Match], read: Collection[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""
         kept = {node for value in read for node in self.graph.reads(value)}
+        views = (node for value in read for node in self.graph.places.get(value, ()) if is_view(node.target))
+        kept.update(views)  # another match may replace the value everywhere
         roots = [node for match in matches for makers in match.roots for node in makers]
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]

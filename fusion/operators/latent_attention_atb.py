@@ -1,0 +1,258 @@
+"""Attention of few rows over a paged latent, of atb: out = softmax(qk_scale · (q kᵀ + q_rope k_ropeᵀ) + mask) k.
+
+The latent k is its own value and serves all heads. What a page looks like depends on `cache_mode`:
+
+    krope_ctkv        ctkv [Blocks, Size, 1, C]         k_rope [Blocks, Size, 1, Dr]
+    nzcache           ctkv [Blocks, C/16, Size, 16]     k_rope [Blocks, Dr/16, Size, 16]
+    int8_nzcache      ctkv [Blocks, C/32, Size, 32]     k_rope as before; q_nope and ctkv int8, with scales per head
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion._torch import known_true
+from fusion.operators.contract import Limit, Operator, by_schema
+from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.flops import count, hint, longest, scores
+from fusion.operators.pages import pages_of
+from fusion.operators.softmax import Visible, rounded_softmax
+
+Given = Mapping[str, Any]
+_SPECULATIVE = "calc_type == 'calc_type_spec'"
+_NZ = ("int8_nzcache", "nzcache")
+
+
+def _lengths(given: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    if isinstance(given, Tensor):
+        return given.long().to(device)
+    if not any(isinstance(each, torch.SymInt) for each in given):
+        return torch.tensor(given, dtype=torch.int64, device=device)
+    return torch.stack([torch.full((), each, dtype=torch.int64, device=device) for each in given])
+
+
+def _rows(given: Given) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row [T]: its sequence, its place among the rows of that, and the length of the context [T]."""
+    query = given["q_nope"]
+    lengths = _lengths(given["context_lens"], query.device)
+    token = torch.arange(query.shape[0], device=query.device)
+    if given["calc_type"] != "calc_type_spec":
+        return token, torch.zeros_like(token), lengths
+    sizes = _lengths(given["qseqlen"], query.device)
+    ends = sizes.cumsum(0)
+    sequence = (token[:, None] >= ends).sum(-1).clamp(max=ends.shape[0] - 1)
+    return sequence, token - (ends - sizes)[sequence], lengths[sequence]
+
+
+def _by_pages(cache: Tensor, mode: str) -> Tensor:
+    """Any cache as pages [Blocks, Size, 1, D]."""
+    return cache.transpose(1, 2).flatten(2).unsqueeze(2) if mode in _NZ else cache
+
+
+def _bias(given: Given, place: Tensor, length: Tensor, keys: Any, size: Any) -> Tensor | None:
+    """What is added to the scores of every row, [T, 1, 1, keys].
+
+    A mask of fixed shape is read where the context ends, in the last page, and in the page before it for those keys
+    that fewer rows than there are see.
+    """
+    mask = given["mask"]
+    if mask is None:
+        return None
+    key = torch.arange(keys, device=mask.device)
+    if given["mask_type"] == "mask_type_spec":
+        columns = mask.shape[1]
+        return torch.where(key < columns, mask[:, key.clamp(max=columns - 1)], 0)[:, None, None]
+    last = (length - 1).div(size, rounding_mode="floor")[:, None] * size
+    row = (length[:, None] - last - 1) + place[:, None] + torch.where(key >= last, 0, size)
+    column = key - torch.where(key >= last, last, last - size)
+    read = (column >= 0) & (column < size) & (row < mask.shape[0])
+    value = mask[torch.where(read, row, 0), torch.where(read, column, 0)]
+    return torch.where(read, value, 0)[:, None, None]
+
+
+def _attention(given: Given) -> tuple[Tensor, Tensor]:
+    """The output [T, N, C] and the log-sum-exp [T, N, 1], wide."""
+    query, rope, mode = given["q_nope"], given["q_rope"], given["cache_mode"]
+    wide, narrow = compute_dtype(rope), mode == "int8_nzcache"
+    caches = (_by_pages(given[name], mode) for name in ("ctkv", "k_rope"))
+    table = given["block_tables"]
+    latent, turned = (pages_of(cache, table).unsqueeze(1).to(wide) for cache in caches)
+    sequence, place, length = _rows(given)
+    if not known_true(query.shape[0] == table.shape[0]):
+        latent, turned = latent.index_select(0, sequence), turned.index_select(0, sequence)
+    if narrow:
+        query = query.to(wide) * given["qk_descale"].to(wide)[:, None]
+    seen = torch.arange(latent.shape[2], device=query.device) < length[:, None]
+    pairs = [(query.unsqueeze(2), latent), (rope.to(wide).unsqueeze(2), turned)]
+    size = given["ctkv"].shape[2 if mode in _NZ else 1]
+    out, top, total = rounded_softmax(
+        pairs, latent, Visible(seen[:, None, None]), given["qk_scale"], torch.int8 if narrow else rope.dtype,
+        _bias(given, place, length, latent.shape[2], size),
+    )  # fmt: skip
+    out = out.squeeze(2) * given["pv_descale"].to(wide)[:, None] if narrow else out.squeeze(2)
+    return out.to(rope.dtype), (top + total.log()).squeeze(2)
+
+
+def _fallback(given: Given) -> Tensor:
+    return _attention(given)[0]
+
+
+def _lse_fallback(given: Given) -> tuple[Tensor, Tensor]:
+    out, lse = _attention(given)
+    return out, lse.to(given["q_nope"].dtype)
+
+
+def _meta(given: Given) -> Tensor:
+    return torch.empty_like(given["q_nope"], dtype=given["q_rope"].dtype)
+
+
+def _lse_meta(given: Given) -> tuple[Tensor, Tensor]:
+    query = given["q_nope"]
+    return _meta(given), query.new_empty([query.shape[0], query.shape[1], 1])
+
+
+def _flops(given: Given) -> float:
+    """Every key of the context of every row."""
+    query, page = given["q_nope"], given["ctkv"].shape[2 if given["cache_mode"] in _NZ else 1]
+    keys = longest(given["context_lens"], given["block_tables"].shape[1] * page)
+    return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] + given["q_rope"].shape[-1])
+
+
+_CACHE = "cache_mode=krope_ctkv:Blocks Size 1 {0} / cache_mode=int8_nzcache:{1} / cache_mode=nzcache:{1}"
+_DIMS = {
+    "q_nope": "T N C",
+    "q_rope": "T N Dr",
+    "ctkv": _CACHE.format("C", "Blocks A Size L"),
+    "k_rope": _CACHE.format("Dr", "Blocks R Size M"),
+    "block_tables": "B P",
+    "mask": "Rows Columns",
+    "qk_descale": "N",
+    "pv_descale": "N",
+}
+_DTYPES = {
+    "q_nope": HALVES | {torch.int8},
+    "ctkv": HALVES | {torch.int8},
+    **dict.fromkeys(("q_rope", "k_rope", "mask"), HALVES),
+    **dict.fromkeys(("qk_descale", "pv_descale"), frozenset({torch.float32})),
+    "block_tables": frozenset({torch.int32}),
+}
+_LAID_OUT = f"cache_mode in {_NZ}"
+_INT8 = "cache_mode == 'int8_nzcache'"
+_MASKED = "mask_type in ('mask_type_spec', 'mask_type_free')"
+_ONE_ROW = "without speculative rows each sequence has one row"
+_IMPLIED = "the kernel reads no mask of 128 heads or of int8 queries: a row sees its sequence up to itself"
+_HOST = (
+    "q_headnum == N",
+    Limit("kv_headnum == 1", because="the latent serves all heads"),
+    "length(context_lens) == B",
+    Limit("mask_type in (None, 'undefined', 'mask_type_spec', 'mask_type_free')"),
+    Limit("A * L == C and R * M == Dr", when=_LAID_OUT),
+    Limit("given(qk_descale) and given(pv_descale)", when=_INT8),
+    Limit("not given(qk_descale) and not given(pv_descale)", when="cache_mode != 'int8_nzcache'"),
+    Limit("given(mask)", when=_MASKED),
+    Limit("not given(mask)", when="mask_type in (None, 'undefined')"),
+    Limit("Rows == T", when="mask_type == 'mask_type_spec'"),
+    Limit("Columns == Size", when="mask_type == 'mask_type_free'"),
+    Limit("Rows >= Size - 1 and (Rows - Size + 3) % 2 == 0", when="mask_type == 'mask_type_free'"),
+)
+_FEW_ROWS = (
+    "calc_type in (None, 'calc_type_undefined', 'calc_type_spec')",
+    Limit("given(qseqlen) and length(qseqlen) == B", when=_SPECULATIVE),
+    Limit("not given(qseqlen)", when="calc_type != 'calc_type_spec'", because=_ONE_ROW),
+    Limit("T == B", when="calc_type != 'calc_type_spec'", because=_ONE_ROW),
+    Limit("mask_type in (None, 'undefined')", when="calc_type != 'calc_type_spec'", because="one row sees all"),
+)
+_RING = (
+    "calc_type == 'calc_type_ring'",
+    "return_lse == True",
+    Limit("not given(qseqlen)", because=_ONE_ROW),
+    Limit("T == B", because=_ONE_ROW),
+    Limit("mask_type in (None, 'undefined')", because="one row sees all"),
+    Limit("cache_mode == 'krope_ctkv'", because="no other mode is documented to return the log-sum-exp"),
+)
+_KERNEL = (
+    "N in (8, 16, 32, 64, 128)",
+    "C == 512",
+    "Dr == 64",
+    "Size == 128",
+    "B <= 8192",
+    "qk_scale > 0 and qk_scale <= 1",
+    Limit("dtype(q_nope) == dtype(q_rope) and dtype(ctkv) == dtype(q_rope)", when="cache_mode != 'int8_nzcache'"),
+    "dtype(k_rope) == dtype(q_rope)",
+)
+_KERNEL_OF_ROWS = (
+    *_KERNEL,
+    Limit("dtype(q_nope) == 'int8' and dtype(ctkv) == 'int8'", when=_INT8),
+    Limit("dtype(mask) == dtype(q_rope)", when="given(mask)"),
+    Limit("L * itemsize(ctkv) == 32 and M * itemsize(k_rope) == 32", when=_LAID_OUT, because="so is a line of NZ"),
+    Limit("N != 128", when=_INT8),
+    Limit("N != 128", when=f"{_SPECULATIVE} and mask_type != 'mask_type_free'", because=_IMPLIED),
+    Limit("cache_mode != 'int8_nzcache'", when=f"{_SPECULATIVE} and mask_type != 'mask_type_free'", because=_IMPLIED),
+    Limit("Rows <= 133", when="mask_type == 'mask_type_free'", because="a sequence has at most 4 rows"),
+)
+_ARGUMENTS = (
+    "Tensor q_nope, Tensor q_rope, Tensor ctkv, Tensor k_rope, Tensor block_tables, {lengths} context_lens, "
+    "int q_headnum, float qk_scale, int kv_headnum, {lse}*, Tensor? mask=None, SymInt[]? qseqlen=None, "
+    "Tensor? qk_descale=None, Tensor? pv_descale=None, str? mask_type=None, str? calc_type=None, "
+    "str? cache_mode=None{workspace}"
+)
+_NAME = "atb::npu_multi_head_latent_attention"
+_PLAIN = _ARGUMENTS.format(lengths="SymInt[]", lse="", workspace="")
+_SCHEMA = f"{_NAME}({_PLAIN}) -> Tensor"
+_TENSOR_SCHEMA = f"{_NAME}.tensor_lengths({_PLAIN.replace('SymInt[] context_lens', 'Tensor context_lens')}) -> Tensor"
+_WITH_LSE = _ARGUMENTS.format(lengths="SymInt[]", lse="bool return_lse, ", workspace=", Tensor? workspace=None")
+_LSE_SCHEMA = f"{_NAME}.lse({_WITH_LSE}) -> (Tensor, Tensor)"
+_SOURCE = (
+    "ATB: MultiLatentAttentionOperation, its checks and kernel; op-plugin: ops/atb/MultiHeadLatentAttentionAtb.cpp, "
+    "test_atb_mla_*.py"
+)
+_SUMMARY = (
+    "out = round(Σ round(p) k / Σ p), p = exp(s - max s), s = qk_scale · (q kᵀ + q_rope k_ropeᵀ) + mask, in float32, "
+    "over the first context_lens[b] keys of a sequence; int8: q kᵀ times qk_descale, p in steps of 1/127, out times "
+    "pv_descale. calc_type_spec: qseqlen[b] rows, which see all keys without a mask. mask_type_spec: columns as many "
+    "as the longest context has keys; mask_type_free: as many rows in all sequences, read from the end of the context. "
+    "An empty context is 0"
+)
+
+
+def _operator(schema: str, *, in_tensors: bool) -> Operator:
+    return Operator(
+        schema=schema,
+        fallback=by_schema(schema, _fallback),
+        meta=by_schema(schema, _meta),
+        dims=_DIMS,
+        dtypes=_DTYPES | ({"context_lens": frozenset({torch.int64, torch.int32})} if in_tensors else {}),
+        limits={"host": (*_HOST, *_FEW_ROWS), "ascend910b": _KERNEL_OF_ROWS, "ascend910_93": _KERNEL_OF_ROWS},
+        lowerings=frozenset() if in_tensors else frozenset({"eager"}),
+        source=_SOURCE,
+        summary=_SUMMARY,
+        flops=_flops,
+        on_host=frozenset({"context_lens"}) if in_tensors else frozenset(),
+    )
+
+
+MULTI_HEAD_LATENT_ATTENTION = _operator(_SCHEMA, in_tensors=False)
+MULTI_HEAD_LATENT_ATTENTION_TENSOR_LENGTHS = _operator(_TENSOR_SCHEMA, in_tensors=True)
+MULTI_HEAD_LATENT_ATTENTION_LSE = Operator(
+    schema=_LSE_SCHEMA,
+    fallback=by_schema(_LSE_SCHEMA, _lse_fallback),
+    meta=by_schema(_LSE_SCHEMA, _lse_meta),
+    dims=_DIMS,
+    dtypes=_DTYPES,
+    limits={
+        "host": (*_HOST, *_RING, Limit("not given(workspace)", because="the operator allocates its own")),
+        "ascend910b": _KERNEL,
+        "ascend910_93": _KERNEL,
+    },
+    lowerings=frozenset({"eager"}),
+    source=_SOURCE,
+    flops=_flops,
+    summary=f"with max s + log Σ p as the second result, in the dtype of q_nope: {_SUMMARY}",
+)

@@ -1,0 +1,140 @@
+"""What the latent prolog computes, in floats and in whole numbers of 8 bits.
+
+    mode of the weights   0: floats    1: c is quantised token by token, W_uq_qr is int8    2: x, W_dq, W_dkv_kr are too
+    mode of the caches    0: floats    1: norm(k) · scale    2: · a scale for each channel, and rope(k_rope) too
+                          3: lines of 128 whole numbers with their scales, and rope(k_rope) behind them, in bytes
+    mode of the queries   0: floats    1: int8 with a scale of each token and head, which query_rope is divided by
+
+Sums of whole numbers become float32 and are rounded only where a stored number or the next matrix needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.operators.dtypes import compute_dtype
+from fusion.operators.pages import stored, write, written
+from fusion.operators.quantisation import LARGEST, quantised, whole_product
+from fusion.operators.rope import interleave_half
+from fusion.operators.transpose_batchmatmul import TRANSPOSE_BATCHMATMUL
+
+FAINTEST = 1e-8
+"""What the largest number of a run of 128 counts as at least."""
+Given = Mapping[str, Any]
+
+
+def queries(given: Given) -> tuple[Tensor, ...]:
+    """The five results that are no caches."""
+    up, sin, cos = (given[name] for name in ("weight_uk", "rope_sin", "rope_cos"))
+    latent, norm, scale = _latent(given)
+    heads = latent.unflatten(-1, (up.shape[0], -1))
+    nope, rope = heads.split([up.shape[1], sin.shape[-1]], dim=-1)
+    query = TRANSPOSE_BATCHMATMUL.fallback(nope.to(up.dtype).flatten(0, -3), up, perm_x1=(1, 0, 2))
+    query_rope = _turned(rope, cos.unsqueeze(-2), sin.unsqueeze(-2)).to(up.dtype)
+    query, none = query.reshape(*nope.shape[:-1], up.shape[-1]), _none(up)
+    if given["query_quant_mode"]:
+        query, scales = quantised(query.to(compute_dtype(up)))
+        factor = given["quant_scale_ckv"].to(scales.dtype) / scales.masked_fill(scales == 0, 1.0)
+        query_rope = (query_rope.to(scales.dtype) * factor.unsqueeze(-1)).to(up.dtype)
+        none = scales.reshape(-1, up.shape[0], 1)
+    if not given["query_norm_flag"]:
+        return query, query_rope, none, norm.new_zeros([1]), _none(up)
+    return query, query_rope, none, norm, _none(up) if scale is None else scale.reshape(-1, 1)
+
+
+def _none(like: Tensor) -> Tensor:
+    """What stands for scales that are not there."""
+    return like.new_zeros([1], dtype=torch.float32)
+
+
+def _latent(given: Given) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Heads of the queries [.., N · (D + Dr)], and what they are computed from with its scale, if it is quantised."""
+    scale, epsilon = given["qc_qr_scale"], given["rmsnorm_epsilon_cq"]
+    norm = _normalised(_projected(given, "weight_dq"), given["rmsnorm_gamma_cq"], epsilon, scale)
+    if not given["weight_quant_mode"]:
+        norm = norm.to(given["token_x"].dtype)
+        return norm @ given["weight_uq_qr"], norm, None
+    smooth = given["smooth_scales_cq"]
+    whole, tokens = quantised(norm if smooth is None else norm * smooth.to(norm.dtype).flatten())
+    return _scaled(whole, given["weight_uq_qr"], tokens, given["dequant_scale_w_uq_qr"]), whole, tokens
+
+
+def _projected(given: Given, weight: str) -> Tensor:
+    """x W: rounded where it is computed in floats, and not where it is one of whole numbers."""
+    x, matrix = given["token_x"], given[weight]
+    if given["weight_quant_mode"] != 2:
+        return x @ matrix
+    tokens = given["dequant_scale_x"].reshape(x.shape[:-1])
+    return _scaled(x, matrix, tokens, given[f"dequant_scale_{weight.replace('weight', 'w')}"])
+
+
+def _scaled(whole: Tensor, weight: Tensor, tokens: Tensor, channels: Tensor) -> Tensor:
+    """A product of whole numbers, times the scale of the row, then that of the column."""
+    return whole_product(whole, weight).to(tokens.dtype) * tokens.unsqueeze(-1) * channels.to(tokens.dtype).flatten()
+
+
+def _normalised(x: Tensor, gamma: Tensor, epsilon: float, scale: float) -> Tensor:
+    """X / sqrt(mean(x²) + epsilon) · gamma · scale, not rounded."""
+    wide = compute_dtype(x)
+    mean = x.to(wide).square().mean(-1, keepdim=True)
+    return x.to(wide) / (mean + epsilon).sqrt() * gamma.to(wide) * scale
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [.., Dr] rotated by pairs, the even components first, not rounded."""
+    wide = compute_dtype(x)
+    return interleave_half(x.to(wide), cos.to(wide), sin.to(wide))
+
+
+def caches(given: Given, *, in_place: bool) -> tuple[Tensor, Tensor]:
+    """Both caches with the new lines: themselves, or copies."""
+    width, sin, cos = given["rmsnorm_gamma_ckv"].shape[0], given["rope_sin"], given["rope_cos"]
+    latent, rope = _projected(given, "weight_dkv_kr").split([width, sin.shape[-1]], dim=-1)
+    norm = _normalised(latent, given["rmsnorm_gamma_ckv"], given["rmsnorm_epsilon_ckv"], given["kc_scale"])
+    turned = _turned(rope, cos, sin).to(given["weight_uk"].dtype)
+    lines = {"kv_cache": norm.to(turned.dtype), "kr_cache": turned}
+    mode = given["kv_cache_quant_mode"]
+    if mode in (1, 2):
+        lines["kv_cache"] = _whole(norm * given["quant_scale_ckv"].to(norm.dtype).flatten())
+    if mode == 2:
+        lines["kr_cache"] = _whole(turned.to(norm.dtype) * given["quant_scale_ckr"].to(norm.dtype).flatten())
+    if mode == 3:
+        lines = {"kv_cache": packed(norm, turned, given["k_nope_clip_alpha"], given["tile_size"])}
+    filled = {name: _cached(given[name], rows.unsqueeze(-2), given, in_place) for name, rows in lines.items()}
+    left: Tensor = given["kr_cache"] if in_place else given["kr_cache"].clone()
+    return filled["kv_cache"], filled.get("kr_cache", left)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The nearest whole numbers of 8 bits, halves to even; what is beyond is the last of them."""
+    return x.round().clamp(-128, 127).to(torch.int8)
+
+
+def packed(norm: Tensor, turned: Tensor, alpha: Tensor, tile: int) -> Tensor:
+    """A line of bytes: whole numbers, the rotated key in bfloat16, and a scale in float32 for each run of `tile`."""
+    runs = norm.unflatten(-1, (-1, tile))
+    largest = runs.abs().amax(-1, keepdim=True).clamp(min=FAINTEST) * alpha.to(norm.dtype)
+    scale = largest / LARGEST
+    whole = (runs.clamp(-largest, largest) / scale).round().to(torch.int8)
+    parts = (turned.to(torch.bfloat16).contiguous(), scale.squeeze(-1).to(torch.float32).contiguous())
+    return torch.cat((whole.flatten(-2), *(each.view(torch.int8) for each in parts)), dim=-1)
+
+
+def _cached(cache: Tensor, rows: Tensor, given: Given, in_place: bool) -> Tensor:
+    mode, slots = given["cache_mode"], given["cache_index"]
+    if slots is None:
+        return torch.ops.aten.copy_.default(cache, rows) if in_place else torch.ops.aten.copy.default(cache, rows)
+    pages = _by_lines(cache) if mode == "PA_NZ" else cache
+    filled = (write if in_place else written)(pages, *stored(pages, rows.flatten(0, -3), slots.flatten(), mode))
+    return filled.view(cache.shape)
+
+
+def _by_lines(cache: Tensor) -> Tensor:
+    """Pages [Blocks, Size, 1, D] as the NZ that they hold: [Blocks, D / L, Size, L], lines of 32 or 16 elements."""
+    blocks, size, _, width = cache.shape
+    line = 32 if cache.dtype == torch.int8 else 16
+    return cache.view(blocks, width // line, size, line)

@@ -1,0 +1,141 @@
+"""One step of attention over parts of the keys, of atb: rows of packed sequences, merged with what went before.
+
+out, lse = softmax(qk_scale · (q_nope k_nopeᵀ + q_rope k_ropeᵀ)) value, log-sum-exp
+calc_type_default: lse' = log(exp(prev_lse) + exp(lse)), out' = exp(prev_lse - lse') pre_out + exp(lse - lse') out
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Parts of PyTorch's Python are untyped.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.operators.contract import Limit, Operator, by_schema
+from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.flops import count, hint, scores
+from fusion.operators.softmax import rounded_softmax
+from fusion.operators.visibility import Band, visible
+
+Given = Mapping[str, Any]
+_MERGING = "calc_type == 'calc_type_default'"
+
+
+def _ring_mla(given: Given) -> tuple[Tensor, Tensor]:
+    names = ("q_nope", "q_rope", "k_nope", "k_rope", "value")
+    query, query_rope, key, key_rope, value = (given[name].transpose(0, 1).unsqueeze(0) for name in names)
+    seqlen = given["seqlen"].reshape(-1, given["seqlen"].shape[-1]).long().to(query.device)
+    ends = tuple(each.cumsum(0) for each in (seqlen[0], seqlen[-1]))
+    band = Band(2) if given["mask_type"] == "mask_type_triu" else Band()
+    seen = visible(query, key, ends, band, packed=True, table=None)
+    stored = given["q_nope"].dtype
+    out, top, total = rounded_softmax([(query, key), (query_rope, key_rope)], value, seen, given["qk_scale"], stored)
+    out, lse, blind = out[0].transpose(0, 1), (top + total.log())[0, :, :, 0], (total == 0)[0, :, :, 0]
+    if given["calc_type"] == "calc_type_default":
+        out, lse = _merged(out, lse, given["pre_out"].to(out.dtype), given["prev_lse"].to(lse.dtype))
+    out, lse = out.masked_fill(blind.t().unsqueeze(-1), 0.0), lse.masked_fill(blind, 0.0)
+    return out.to(stored).contiguous(), lse.to(_lse_dtype(given["q_nope"])).contiguous()
+
+
+def _merged(out: Tensor, lse: Tensor, old: Tensor, old_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [T, N, E] and log-sum-exp [N, T] over both sets of keys."""
+    both = torch.logaddexp(old_lse, lse)
+    new, before = ((each - both).exp().t().unsqueeze(-1) for each in (lse, old_lse))
+    return out * new + old * before, both
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.promote_types(compute_dtype(query), torch.float32)
+
+
+def _ring_mla_meta(given: Given) -> tuple[Tensor, Tensor]:
+    query = given["q_nope"]
+    rows, heads, _ = query.shape
+    out = query.new_empty([rows, heads, given["value"].shape[2]])
+    return out, query.new_empty([heads, rows], dtype=_lse_dtype(query))
+
+
+def _flops(given: Given) -> float:
+    """Every key of its sequence for every row, or half of them on average."""
+    query, sequences = given["q_nope"], hint(given["seqlen"].shape[-1])
+    keys = hint(given["k_nope"].shape[0]) / sequences / (2 if given["mask_type"] == "mask_type_triu" else 1)
+    width = query.shape[-1] + given["q_rope"].shape[-1] + given["value"].shape[-1]
+    return scores(count(query) / hint(query.shape[-1]) * keys, width)
+
+
+_SCHEMA = (
+    "atb::npu_ring_mla(Tensor q_nope, Tensor q_rope, Tensor k_nope, Tensor k_rope, Tensor value, Tensor mask, "
+    "Tensor seqlen, int head_num, int kv_head_num, *, Tensor? pre_out=None, Tensor? prev_lse=None, "
+    "float qk_scale=1., str? kernel_type=None, str? mask_type=None, str? input_layout=None, str? calc_type=None) "
+    "-> (Tensor, Tensor)"
+)
+_ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "value", "mask", "pre_out")
+_KERNEL = (
+    "D == 128",
+    "Dr == 64",
+    "E == 128",
+    *(Limit(f"dtype({name}) == dtype(q_nope)") for name in ("q_rope", "k_nope", "k_rope", "value", "mask")),
+    Limit("dtype(pre_out) == dtype(q_nope)", when=_MERGING),
+    Limit(
+        "H == 512 and W == 512",
+        when="mask_type == 'mask_type_triu'",
+        because="the triangle has this size for sequences of any length",
+    ),
+)
+
+RING_MLA = Operator(
+    schema=_SCHEMA,
+    fallback=by_schema(_SCHEMA, _ring_mla),
+    meta=by_schema(_SCHEMA, _ring_mla_meta),
+    dims={
+        "q_nope": "T N D",
+        "q_rope": "T N Dr",
+        "k_nope": "K M D",
+        "k_rope": "K M Dr",
+        "value": "K M E",
+        "mask": "H W",
+        "seqlen": "*R B",
+        "pre_out": "T N E",
+        "prev_lse": "N T",
+    },
+    dtypes={
+        **dict.fromkeys(_ROWS, HALVES),
+        "prev_lse": frozenset({torch.float32}),
+        "seqlen": frozenset({torch.int32}),
+    },
+    limits={
+        "host": (
+            "head_num == N",
+            "kv_head_num == M",
+            "N % M == 0",
+            "rank(seqlen) in (1, 2)",
+            Limit("size(seqlen, 0) == 2", when="rank(seqlen) == 2"),
+            "kernel_type in (None, 'kernel_type_high_precision')",
+            "input_layout in (None, 'type_bsnd')",
+            "mask_type in (None, 'no_mask', 'mask_type_triu')",
+            "calc_type in (None, 'calc_type_first_ring', 'calc_type_default')",
+            Limit("given(pre_out) and given(prev_lse)", when=_MERGING),
+            Limit("not given(pre_out) and not given(prev_lse)", when="calc_type != 'calc_type_default'"),
+            Limit(
+                "rank(seqlen) == 1 and T == K",
+                when="mask_type == 'mask_type_triu'",
+                because="where the diagonal of other sequences begins is not documented",
+            ),
+        ),
+        "ascend910b": _KERNEL,
+        "ascend910_93": _KERNEL,
+    },
+    lowerings=frozenset({"eager"}),
+    flops=_flops,
+    source="ATB: RingMLAOperation, its checks and kernel; op-plugin: ops/atb/RingMlaAtb.cpp, test_atb_ring_mla.py",
+    summary=(
+        "out = round(Σ round(p) value / Σ p), p = exp(s - max s), lse = max s + log Σ p, s = qk_scale · "
+        "(q_nope k_nopeᵀ + q_rope k_ropeᵀ) in float32, inside each sequence of seqlen [B] or [2, B] (rows, keys; on "
+        "the host); mask_type_triu: causal, by a triangle of fixed size; calc_type_default: merged with pre_out and "
+        "prev_lse before it is rounded; rows of a sequence without keys give 0"
+    ),
+)

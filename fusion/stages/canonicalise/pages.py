@@ -1,0 +1,228 @@
+"""Keys and values that are gathered from pages: rows[b, p · Size + o] = pages[table[b, p], o].
+
+    paged_rows(rows, pages, table; size, heads_first)        table [B, M]; pages [Blocks, Size, N, D] or, with heads
+                                                             first, [Blocks, N, Size, D], perhaps with other dims
+
+A page may be taken whole, by its number, or row by row, by `table · Size + o`. Every form is proven by building it.
+What a sequence does not reach of its pages may be cut off behind. A negative number counts pages from the end: `wrap`
+makes that explicit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.translate import WHOLE
+from fusion.stages.canonicalise.writes import iota, wrapped
+
+
+class _Gather(NamedTuple):
+    """What was gathered, from which pages [Blocks, ..], by which table [B, M]."""
+
+    gathered: Value
+    pages: Value
+    table: Value
+    size: int
+
+
+def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading], held: Container[Value]) -> dict[Value, Reading]:
+    """Readings of the keys, values and latents of attention that are gathered from pages, those that a node `held`."""
+    readings: dict[Value, Reading] = {}
+    for attention in [each for each in found.values() if each.op == "softmax_attention"]:
+        batch, _, keys, _ = attention.captures["k"].shape
+        names = (attention.captures["k"], attention.captures["v"])
+        parts = [part for each in names if each in found for part in _latents(found[each])]
+        heads = [(each, each.shape[1], keys) for each in names]
+        for value, count, keys in (*heads, *((each, 1, prod(each.shape[1:-1])) for each in parts)):
+            lies = value.arg if value in found and value.op == "reshape" else value  # one value has one reading
+            reading = _rows(a, folder, lies, (batch, count, keys, value.shape[-1]), held)
+            readings |= {} if reading is None else {lies: reading}
+    return readings
+
+
+def _latents(reading: Reading) -> list[Value]:
+    """What all heads share of keys or values."""
+    shared = (reading.captures.get(name) for name in ("latent", "rope"))
+    return [each for each in shared if isinstance(each, Value)]
+
+
+def _rows(
+    a: Algebra, folder: Folder, value: Value, sizes: tuple[Any, Any, Any, Any], held: Container[Value]
+) -> Reading | None:
+    """`value`, whose elements are [B, N, T, D], as rows of pages."""
+    if not all(isinstance(each, int) for each in sizes[1:]) or prod(value.shape) != prod(sizes):
+        return None
+    wanted = _cut_last(a, value)
+    for gathered in _gathered(value):
+        for each in _gathers(a, folder, gathered, sizes):
+            for heads_first, pages, rows in _forms(a, each, sizes):
+                if _cut_last(a, a.reshape(rows, value.shape)) is wanted:
+                    table = wrapped(a, each.table, pages.shape[0])
+                    size = pages.shape[2 if heads_first else 1]
+                    captures = {"rows": value, "pages": _as_held(a, pages, held), "table": table, "size": size}
+                    captures |= {"heads_first": heads_first}
+                    return Reading("paged_rows", captures)
+    return None
+
+
+def _as_held(a: Algebra, pages: Value, held: Container[Value]) -> Value:
+    """Pages with the dims that they have in the model: what is read is what is written there."""
+    blocks, size, heads, width = pages.shape
+    joined = a.reshape(pages, (blocks, size, prod((heads, width))))
+    return next((each for each in (pages, joined) if each in held), pages)
+
+
+def _cut_last(a: Algebra, value: Value) -> Value:
+    """`value`, cut after dims of size 1 have come or gone, not before."""
+    cut = value.arg if value.op == "reshape" else value
+    if value is cut or cut.op != "slice" or [n for n in value.shape if n != 1] != [n for n in cut.shape if n != 1]:
+        return value
+    axis, *bounds = cut.attrs
+    place = [n for n, size in enumerate(value.shape) if size != 1][sum(size != 1 for size in cut.shape[:axis])]
+    whole = a.reshape(cut.arg, (*value.shape[:place], cut.arg.shape[axis], *value.shape[place + 1 :]))
+    return a.slice(whole, place, *bounds) or value
+
+
+def _gathered(value: Value) -> Iterator[Value]:
+    """What is gathered below views and cuts."""
+    while value.op in ("reshape", "permute", "slice"):
+        value = value.arg
+    if value.op == "index" and value.attrs in ((0,), (0, 1)):
+        yield value
+
+
+def _gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, Any, Any]) -> Iterator[_Gather]:
+    """Pages by their number in whole, or by the number of every row."""
+    source, *index = gathered.args
+    batch, _, keys, _ = sizes
+    by_block = len(index) == 2
+    rows = _by_block(a, folder, source, index[0], index[1], batch) if by_block else _numbered(a, index[0], batch)
+    blocks = None if rows is None else source.shape[0] if by_block else _divided(source.shape[0], rows[1])
+    if rows is not None and blocks is not None:
+        table, size = rows
+        yield _Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
+    elif not by_block:
+        yield from _whole(a, gathered, source, index[0], batch, keys)
+
+
+def _whole(a: Algebra, gathered: Value, source: Value, index: Value, batch: Any, keys: int) -> Iterator[_Gather]:
+    """pages[table]."""
+    table = _per_sequence(a, index, batch)
+    if table is None or not isinstance(table.shape[1], int):
+        return
+    for size in {source.shape[1] if source.rank > 2 else 0, source.shape[2] if source.rank > 3 else 0, keys // max(
+        table.shape[1], 1
+    )}:  # fmt: skip
+        if isinstance(size, int) and size > 0:
+            yield _Gather(gathered, source, table, size)
+
+
+def _per_sequence(a: Algebra, index: Value, batch: Any) -> Value | None:
+    """Numbers of pages as [B, M]."""
+    if index.op == "reshape" and index.arg.rank == 2 and index.arg.shape[0] == batch:
+        return index.arg
+    if index.rank == 2 and index.shape[0] == batch:
+        return index
+    count = prod(index.shape)
+    whole = isinstance(count, int) and isinstance(batch, int) and batch > 0 and count % batch == 0
+    return a.reshape(index, (batch, count // batch)) if whole else None
+
+
+def _numbered(a: Algebra, index: Value, batch: Any) -> tuple[Value, int] | None:
+    """The table and the size of a page of row numbers table · Size + o, whatever their dims."""
+    total = index.arg if index.op == "reshape" else index
+    total = _uncast(total)
+    if total.op != "add" or total.rank < 2:
+        return None
+    for first, inner in (total.args, total.args[::-1]):
+        size = _counted(inner, total.shape[-1])
+        scaled = _uncast(first)
+        while scaled.op in ("reshape", "expand"):
+            scaled = _uncast(scaled.arg)
+        blocks = scaled.arg if scaled.op == "scale" and scaled.attrs[0] == size else None
+        if size and blocks is not None and first.shape[-1:] == (1,) and prod(first.shape) * size == prod(total.shape):
+            table = _per_sequence(a, blocks, batch)
+            return None if table is None else (table, size)
+    return None
+
+
+def _counted(x: Value, last: Any) -> int:
+    """How many there are of 0, 1, … along the last dim and along no other; 0 for other numbers."""
+    if not isinstance(last, int) or prod(x.shape) != last or x.shape[-1:] != (last,):
+        return 0
+    while x.op in ("reshape", "cast"):
+        x = x.arg
+    return last if x.rank == 1 and iota(x) == 0 else 0
+
+
+def _by_block(
+    a: Algebra, folder: Folder, source: Value, block: Value, place: Value, batch: Any
+) -> tuple[Value, int] | None:
+    """pages[table[:, t // Size], t % Size]; or, with dims of their own, pages[table, o]."""
+    size = source.shape[1]
+    if not isinstance(size, int):
+        return None
+    if block.shape[-1:] == (1,) and _counted(place, size):
+        table = _per_sequence(a, a.reshape(block, block.shape[:-1]), batch)
+        return None if table is None else (table, size)
+    below = block
+    while below.op in ("reshape", "cast"):
+        below = below.arg
+    if below.op != "index" or below.attrs[-1:] != (1,) or below.arg.rank != 2 or below.arg.shape[0] != batch:
+        return None
+    table, columns = below.arg, below.args[-1]
+    if below.attrs == (0, 1) and not _is_batch(folder, below.args[1], batch):
+        return None
+    steps, places = _folded(folder, columns), _folded(folder, place)
+    if not isinstance(table.shape[1], int) or steps is None or places is None:
+        return None
+    count = table.shape[1] * size
+    right = steps == [t // size for t in range(count)] and places == [t % size for t in range(count)]
+    return (table, size) if right else None
+
+
+def _is_batch(folder: Folder, x: Value, batch: Any) -> bool:
+    """Whether an index names every sequence by its own number."""
+    return isinstance(batch, int) and x.shape[:1] == (batch,) and _folded(folder, x) == list(range(batch))
+
+
+def _folded(folder: Folder, x: Value) -> list[int] | None:
+    """The whole numbers that a value holds whatever the inputs are."""
+    numbers = folder.fold(x)
+    return None if numbers is None else [int(each) for each in numbers.reshape(-1)]
+
+
+def _divided(rows: Any, size: int) -> Any:
+    """How many pages so many rows are."""
+    return rows // size if isinstance(rows, int) and rows % size == 0 else None
+
+
+def _forms(a: Algebra, found: _Gather, sizes: tuple[Any, Any, Any, Any]) -> Iterator[tuple[bool, Value, Value]]:
+    """Pages with positions before heads, and with heads before positions, and the rows [B, N, T, D] of them."""
+    batch, heads, keys, width = sizes
+    many, size = found.table.shape[1], found.size
+    blocks, room = found.pages.shape[0], many * size
+    if room < keys or prod(found.gathered.shape) != batch * room * heads * width:
+        return
+    if prod(found.pages.shape[1:]) != size * heads * width:
+        return
+    behind = a.reshape(found.gathered, (batch, room, heads, width))
+    behind = a.permute(behind, (0, 2, 1, 3))
+    before = a.reshape(found.gathered, (batch, many, heads, size, width))
+    before = a.reshape(a.permute(before, (0, 2, 1, 3, 4)), (batch, heads, room, width))
+    for heads_first, rows in ((False, behind), (True, before)):
+        cut = a.slice(rows, 2, 0, keys)
+        shape = (blocks, heads, size, width) if heads_first else (blocks, size, heads, width)
+        if cut is not None:
+            yield heads_first, a.reshape(found.pages, shape), cut
+
+
+def _uncast(x: Value) -> Value:
+    """Whole numbers before they were widened."""
+    while x.op == "cast" and x.dtype in WHOLE and x.arg.dtype in WHOLE:
+        x = x.arg
+    return x

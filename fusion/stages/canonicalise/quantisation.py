@@ -1,0 +1,222 @@
+"""Rows in whole numbers of 8 bits, with a scale of their own: s = max|x| / 127, q = int8(round(x / s)).
+
+    q: token_quantised(x, scale, dtype of the scale)      s: token_scale(x, dtype)
+
+Of s it does not matter where factors, casts, a bound below or the replacement of zeros stand; of q, on which side of
+the rounding the bounds of int8 are: |x| / s is never above 127. A bound below the scale changes rows alone that are as
+good as zeros (`FAINT`), where fewer whole numbers are told apart than could be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion.cost import is_view
+from fusion.graph import Algebra, Reading, Value, unviewed
+from fusion.graph.algebra import widens
+from fusion.stages.canonicalise.translate import Out, Translated, translates
+
+Places = Mapping[Value, Sequence[fx.Node]]
+Found = dict[Value, Reading]
+Misses = dict[Value, tuple[str, str]]
+LARGEST = 127
+FAINT = 1e-5
+"""A scale up to which a row counts as zeros: the least that quantisation code keeps scales at."""
+
+
+@translates("aten.abs.default")
+def _abs(a: Algebra, out: Out, x: Value) -> Translated:
+    return a.unary("abs", x)
+
+
+@translates("aten.round.default")
+def _round(a: Algebra, out: Out, x: Value) -> Translated:
+    return a.unary("round", x)
+
+
+@translates("aten.amax.default")
+def _amax(a: Algebra, out: Out, x: Value, dim: Any = (), keepdim: bool = False) -> Translated:
+    axes = range(x.rank) if dim in ((), []) else [dim] if isinstance(dim, int) else dim
+    return greatest(a, out, x, axes)
+
+
+@translates("aten.max.default")
+def _max(a: Algebra, out: Out, x: Value) -> Translated:
+    return greatest(a, out, x, range(x.rank))
+
+
+@translates("aten.max.dim")
+def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
+    shape = [1 if place == dim % x.rank else size for place, size in enumerate(x.shape)]
+    kept = [size for place, size in enumerate(x.shape) if place != dim % x.rank]
+    return greatest(a, Out(tuple(shape if keepdim else kept), x.dtype), x, [dim]), None
+
+
+def greatest(a: Algebra, out: Out, x: Value, axes: Sequence[int]) -> Value:
+    """The largest element along some axes, which stay as dims of size 1 and go where the result has not kept them."""
+    places = tuple(sorted(axis % x.rank - x.rank for axis in axes))
+    shape = tuple(1 if place - x.rank in places else size for place, size in enumerate(x.shape))
+    return a.reshape(a.make("greatest", (x,), places, shape, x.dtype), out.shape)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """factor · max|x| over the last dim, at least `least`; `odd` says what the operator does not do."""
+
+    x: Value
+    factor: float = 1.0
+    least: float = 0.0
+    narrow: bool = False
+    odd: str = ""
+
+    def times(self, factor: float) -> _Scale:
+        """The scale · a number."""
+        return replace(self, factor=self.factor * factor, least=self.least * factor)
+
+
+def _scale(value: Value) -> _Scale | None:
+    """What scale of rows `value` is; None where it is none at all."""
+    if value.op == "greatest" and value.arg.op == "abs":
+        one = value.attrs == (-1,)
+        odd = "" if one else "one scale is shared by several tokens: the operator gives each token its own"
+        return _Scale(exact(value.arg.arg), narrow=_is_narrow(value.arg.arg), odd=odd)
+    if value.op == "where":
+        return _without_zeros(value)
+    found = _scale(value.arg) if value.op in ("reshape", "expand", "cast", "scale", "clip", "shift") else None
+    if found is None:
+        return None
+    found = replace(found, narrow=value.dtype in (torch.float16, torch.bfloat16))
+    match value.op:
+        case "scale":
+            return found.times(value.attrs[0])
+        case "clip" if math.isinf(value.attrs[1]):
+            return replace(found, least=max(found.least, value.attrs[0]))
+        case "clip":
+            return replace(found, odd="the scale has an upper bound, which the operator does not keep")
+        case "shift":
+            return replace(found, odd="a number is added to the scale, where the operator divides by the scale itself")
+        case _:
+            return found
+
+
+def _is_narrow(value: Value) -> bool:
+    return value.dtype in (torch.float16, torch.bfloat16)
+
+
+def _without_zeros(value: Value) -> _Scale | None:
+    """A scale in which another number stands where it is 0: such a row is quantised to zeros in any case."""
+    condition, other, kept = value.args
+    if condition.op != "compare" or condition.attrs != ("eq",) or other.op != "full":
+        return None
+    x, zero = condition.args
+    return _scale(kept) if zero.op == "full" and zero.attrs == (0,) and _scale(x) is not None else None
+
+
+def exact(x: Value) -> Value:
+    """`x` before casts that keep every number."""
+    while x.op == "cast" and widens(x.arg.dtype, x.dtype):
+        x = x.arg
+    return x
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """round(quotient) on the way to int8, and between which bounds."""
+
+    quotient: Value
+    low: float = -math.inf
+    high: float = math.inf
+    rounded: bool = False
+
+
+def _rounded(value: Value) -> _Rounded:
+    """What is cast to int8, below its rounding, its bounds and casts between floats."""
+    if value.op == "round":
+        return replace(_rounded(value.arg), rounded=True)
+    if value.op == "clip":
+        found, (low, high) = _rounded(value.arg), value.attrs
+        return replace(found, low=max(found.low, low), high=min(found.high, high))
+    if value.op == "reshape" or (value.op == "cast" and is_float(value.arg)):
+        return _rounded(value.arg)
+    return _Rounded(value)
+
+
+def is_float(value: Value) -> bool:
+    """Whether a value holds floating-point numbers."""
+    return value.dtype is not None and value.dtype.is_floating_point
+
+
+def unscaled(value: Value) -> tuple[Value, float]:
+    """A value, and the number that it is multiplied by."""
+    return (value.arg, value.attrs[0]) if value.op == "scale" else (value, 1.0)
+
+
+def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str | None:
+    """`value`, of int8, as rows in whole numbers, with their scale; why it is not; None if nothing is like it."""
+    below = _rounded(value.arg)
+    if below.quotient.op in ("add", "shift") and any(each.op == "round" for each in below.quotient.args):
+        return "a zero point is added to whole numbers, where those of the operator are symmetric"
+    quotient, outside = unscaled(below.quotient)
+    if quotient.op != "mul" or (not below.rounded and not _scale_in(quotient)):
+        return None
+    for divisor, dividend in (quotient.args, quotient.args[::-1]):
+        inverse, factor = unscaled(divisor)
+        scale = _scale(inverse.arg) if inverse.op == "power" and inverse.attrs == (-1.0,) else None
+        if scale is None:
+            continue
+        x, more = unscaled(dividend)
+        scale, x = scale.times(1 / (outside * factor * more)), exact(x)
+        reason = _unproven(below, scale, x)
+        if reason:
+            return reason
+        s = a.scale(inverse.arg, 1 / (outside * factor * more))
+        s = a.reshape(s, (*x.shape[:-1], 1)) if math.prod(s.shape) == math.prod(x.shape[:-1]) else s
+        how = {"x": x, "dtype": s.dtype}
+        return Reading("token_quantised", {**how, "scale": s}), s, Reading("token_scale", how)
+    return "numbers are rounded to int8 without a scale that is the largest of their row"
+
+
+def _scale_in(quotient: Value) -> bool:
+    factors = [unscaled(each)[0] for each in quotient.args]
+    return any(each.op == "power" and _scale(each.arg) is not None for each in factors)
+
+
+def _unproven(below: _Rounded, scale: _Scale, x: Value) -> str:
+    """Why rows divided so are not what the operator gives, "" if they are."""
+    if unviewed(scale.x) is not unviewed(x) or scale.x.shape[-1:] != x.shape[-1:]:
+        return "rows are divided by the scale of others"
+    if scale.odd:
+        return scale.odd
+    if not math.isclose(scale.factor * LARGEST, 1, rel_tol=1e-6):
+        return f"the largest number of a row becomes {1 / scale.factor:g}, by the operator {LARGEST}"
+    if not below.rounded:
+        return "numbers are cut off toward zero, where the operator rounds to the nearest"
+    if below.low > -LARGEST or below.high < LARGEST:
+        return f"whole numbers are bounded by {below.low:g} and {below.high:g}, those of the operator by {LARGEST}"
+    if scale.narrow and below.high > LARGEST:
+        return "a scale of 16 bits is rounded, so that without a bound a row may leave int8"
+    if scale.least > FAINT * (1 + 1e-6):
+        return f"scales are at least {scale.least:g}: more rows than those that are as good as zeros would change"
+    return ""
+
+
+def readings(a: Algebra, places: Places) -> tuple[Found, Misses]:
+    """Readings of all rows that are quantised, and of their scales; why others are none."""
+    found: Found = {}
+    misses: Misses = {}
+    for value in [each for each in places if each.op == "cast" and each.dtype == torch.int8 and is_float(each.arg)]:
+        if is_view(places[value][0].target):
+            continue
+        made = _quantised(a, value)
+        if isinstance(made, str):
+            misses[value] = ("dynamic_quant", made)
+        elif made is not None:
+            whole, scale, multiplier = made
+            found |= {value: whole, scale: multiplier}
+    return found, misses

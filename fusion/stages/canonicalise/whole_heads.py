@@ -1,0 +1,68 @@
+"""Queries of attention over a latent that come from a linear layer in whole numbers of 8 bits.
+
+    layer_query(layer, width, start, up)            lanes start … of each head of the layer, absorbed by up [N, D, C]
+    layer_lanes(layer, width, start, heads_first)   lanes that are rotated
+
+`layer` is a value that reads as whole_linear, with heads of `width` lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.stages.canonicalise.arrangement import uncast
+from fusion.stages.canonicalise.latents import lane_forms, rotations, sources
+
+Found = dict[Value, Reading]
+
+
+def readings(a: Algebra, found: Mapping[Value, Reading]) -> Found:
+    """Where the parts of latent queries come from, if a layer in whole numbers gives them."""
+    layers = [value for value, reading in found.items() if reading.op == "whole_linear"]
+    queries = [reading for reading in found.values() if reading.op == "latent_queries"] if layers else []
+    made: Found = {}
+    for each in queries:
+        for value, reading in _of_query(a, found, layers, each):
+            made[value] = reading
+    return made
+
+
+def _of_query(
+    a: Algebra, found: Mapping[Value, Reading], layers: list[Value], query: Reading
+) -> Iterator[tuple[Value, Reading]]:
+    absorbed, rotated = query.captures["absorbed"], query.captures["rope"]
+    up = absorbed.args[1] if absorbed.op == "matmul" and absorbed.arg.rank == 4 else None
+    if up is None or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != absorbed.shape[1:2]:
+        return
+    nope, heads = absorbed.arg, absorbed.shape[1]
+    of = _lanes(a, nope, heads, nope.shape[2], layers)
+    if of is not None:
+        del of["heads_first"]
+        yield absorbed, Reading("layer_query", {**of, "up": a.reshape(up, up.shape[-3:])})
+    for rotation in rotations(a, found, rotated):
+        x = uncast(a, rotation.captures["x"], nope.dtype)
+        lanes = _lanes(a, x, heads, nope.shape[2], layers)
+        if lanes is not None:
+            yield x, Reading("layer_lanes", lanes)
+
+
+def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: list[Value]) -> dict[str, Any] | None:
+    """The layer of which `value` [B, N, S, D] or [B, S, N, D] holds some lanes of every head."""
+    count = value.shape[-1] if value.rank == 4 else None
+    if not isinstance(count, int) or not isinstance(heads, int):
+        return None
+    starts = sorted({0, *(each.attrs[1] for each in sources(value) if each.op == "slice")})
+    for layer in layers:
+        size = layer.shape[-1]
+        if not isinstance(size, int) or size % heads or prod(layer.shape[:-1]) != value.shape[0] * rows:
+            continue
+        width = size // heads
+        opened = a.reshape(layer, (value.shape[0], rows, heads, width))
+        for start in (each for each in starts if each + count <= width):
+            forms = lane_forms(a, opened, start, count)
+            if value in forms:
+                return {"layer": layer, "width": width, "start": start, "heads_first": value is not forms[0]}
+    return None

@@ -1,0 +1,198 @@
+"""Products of whole numbers of 8 bits with their scales: (x · wᵀ) · s[token] · c[channel] (+ bias).
+
+    whole_linear(x, weight, scale, tokens, bias, dtype, fixed)      x [*B, K], weight [N, K], scale [N], tokens [*B, 1]
+
+The sums may be computed in int32 (`_int_mm` or a product in int32), or in float32 or bfloat16, which round them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion.cost import is_view
+from fusion.graph import Algebra, Reading, Value
+from fusion.stages.canonicalise.contractions import matmul, swapped
+from fusion.stages.canonicalise.projections import is_fixed
+from fusion.stages.canonicalise.quantisation import Found, Misses, Places, is_float, unscaled
+from fusion.stages.canonicalise.translate import Out, Translated, translates
+
+_SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
+"""Dtypes in which sums of products of int8 are computed; float16 ends at 65504."""
+_RESULTS = frozenset({torch.float16, torch.bfloat16})
+_ENDS = frozenset({"mul", "cast", "add", "scale", "reshape"})
+
+
+@translates("aten._int_mm.default")
+def _int_mm(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
+    return matmul(a, a.cast(x, torch.int32), a.cast(y, torch.int32))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """(x · wᵀ) · tokens · channels + bias, as far as it was read; rows as in `value`."""
+
+    x: Value
+    weight: Value
+    tokens: Value | None = None
+    channels: Value | None = None
+    bias: Value | None = None
+    factor: float = 1.0
+    odd: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether both scales are in it."""
+        return self.tokens is not None and self.channels is not None
+
+
+def _int8(a: Algebra, value: Value) -> Value | None:
+    """The whole numbers of 8 bits that `value` holds in another dtype."""
+    if value.op == "cast" and value.arg.dtype == torch.int8:
+        return value.arg
+    if value.op not in ("permute", "reshape"):
+        return None
+    below = _int8(a, value.arg)
+    if below is None:
+        return None
+    return a.permute(below, value.attrs) if value.op == "permute" else a.reshape(below, value.shape)
+
+
+class _Products:
+    """The products that values are, each looked at once."""
+
+    def __init__(self, a: Algebra) -> None:
+        self._a = a
+        self._known: dict[Value, _Product | str | None] = {}
+
+    def of(self, value: Value) -> _Product | str | None:
+        """How `value` is a product of whole numbers; why it is none that the operator computes; None if neither."""
+        if value not in self._known:
+            self._known[value] = self._read(value)
+        return self._known[value]
+
+    def _read(self, value: Value) -> _Product | str | None:
+        if value.op == "matmul":
+            return _bare(self._a, value)
+        if value.op not in _ENDS:
+            return None
+        for position, each in enumerate(value.args):
+            found = self.of(each)
+            if isinstance(found, _Product):
+                return _further(self._a, found, value, value.args[1 - position] if len(value.args) == 2 else None)
+        return None
+
+
+def _further(a: Algebra, found: _Product, value: Value, other: Value | None) -> _Product | str | None:
+    """A product after one more step."""
+    if value.op == "reshape":
+        return _with_rows(a, found, value) if value.shape[-1:] == value.arg.shape[-1:] else None
+    if value.op == "cast":
+        early = value.dtype == torch.float16 and found.channels is None
+        if found.channels is not None and value.arg.dtype in _RESULTS:
+            return None  # what is computed from the result
+        whole = value.dtype is None or not value.dtype.is_floating_point
+        reason = "sums are cast to float16, which ends at 65504, before their scales are in them"
+        return None if whole else reason if early else found
+    if value.op == "scale":
+        return replace(found, factor=found.factor * value.attrs[0])
+    assert other is not None
+    return _scaled(a, found, other, value) if value.op == "mul" else _biased(a, found, other, value)
+
+
+def _bare(a: Algebra, value: Value) -> _Product | None:
+    x, y = (_int8(a, each) for each in value.args)
+    if x is None or y is None:
+        return None
+    if math.prod(y.shape[:-2]) != 1:
+        return None  # a weight for each batch
+    odd = "" if value.dtype in _SUMS else "sums of products are computed in float16, which ends at 65504"
+    return _Product(x, swapped(a, a.reshape(y, y.shape[-2:])), odd=odd)
+
+
+def _with_rows(a: Algebra, found: _Product, value: Value) -> _Product:
+    rows = value.shape[:-1]
+    tokens = None if found.tokens is None else a.reshape(found.tokens, (*rows, 1))
+    return replace(found, x=a.reshape(found.x, (*rows, found.x.shape[-1])), tokens=tokens)
+
+
+def _scaled(a: Algebra, found: _Product, factor: Value, value: Value) -> _Product | str | None:
+    if found.bias is not None and is_float(found.bias):
+        return None if found.complete else "a bias is added before all scales are in the product"
+    made: _Product | str = found
+    for each in factor.args if factor.op == "mul" else (factor,):
+        made = made if isinstance(made, str) else _taken(a, made, each, value)
+    return None if isinstance(made, str) and found.complete else made
+
+
+def _taken(a: Algebra, found: _Product, factor: Value, value: Value) -> _Product | str:
+    """The product with one more factor, of tokens or of channels."""
+    shape = (*(1,) * (value.rank - factor.rank), *factor.shape)
+    rows, width = value.shape[:-1], value.shape[-1]
+    factor, number = unscaled(factor)
+    found = replace(found, factor=found.factor * number)
+    if shape == (*(1,) * len(rows), width) and width != 1:
+        more = a.reshape(factor, (width,))
+        channels = more if found.channels is None else a.mul(found.channels, more)
+        return replace(found, channels=channels)
+    if shape == (*rows, 1) and width != 1 and found.tokens is None:
+        return replace(found, tokens=a.reshape(factor, (*rows, 1)))
+    return "a scale is neither one for each token nor one for each output channel"
+
+
+def _biased(a: Algebra, found: _Product, bias: Value, value: Value) -> _Product | str | None:
+    line = a.reshape(bias, bias.shape[-1:]) if bias.rank and math.prod(bias.shape[:-1]) == 1 else bias
+    early = found.channels is None and is_float(bias)
+    if found.bias is None and line.shape == value.shape[-1:] and not early:
+        return replace(found, bias=line)
+    return None if found.complete else "something else than one bias is added before all scales are in the product"
+
+
+def _reading(a: Algebra, places: Places, found: _Product, value: Value, fixed: Any) -> Reading | str:
+    if found.odd:
+        return found.odd
+    if found.channels is None:
+        return "there is no scale for each output channel"
+    tokens = found.tokens
+    if found.factor != 1 and tokens is None:
+        return "there is a scale of the whole tensor besides"
+    if tokens is not None and found.factor != 1:
+        tokens = a.scale(tokens, found.factor)
+    optional = {name: each for name, each in (("tokens", tokens), ("bias", found.bias)) if each is not None}
+    how = {"x": found.x, "weight": found.weight, "scale": found.channels, "dtype": value.dtype}
+    return Reading("whole_linear", {**how, "fixed": is_fixed(places, fixed, found.weight), **optional})
+
+
+def readings(a: Algebra, places: Places, fixed: Collection[fx.Node]) -> tuple[Found, Misses]:
+    """A reading for all scaled products of whole numbers, as far as each goes on; why others are none."""
+    found: Found = {}
+    misses: Misses = {}
+    known = _Products(a)
+    products = {value: each for value in list(places) if (each := known.of(value)) is not None}
+    for value in products:
+        if _goes_on(places[value], products, places):
+            continue
+        each = products[value]
+        made = each if isinstance(each, str) else _reading(a, places, each, value, fixed)
+        if isinstance(made, str):
+            misses[value] = ("quant_matmul", made)
+        else:
+            found[value] = made
+    return found, misses
+
+
+def _goes_on(nodes: Sequence[fx.Node], products: Mapping[Value, Any], places: Places) -> bool:
+    """Whether all that reads a product is a product still, or it is only seen in another shape."""
+    held = {node for value in products if isinstance(products[value], _Product) for node in places[value]}
+    return is_view(nodes[0].target) or _read_by(nodes, held)
+
+
+def _read_by(nodes: Sequence[fx.Node], held: Collection[fx.Node]) -> bool:
+    """Whether there are readers, and all are among `held`, through views."""
+    users = [user for node in nodes for user in node.users]
+    return bool(users) and all(_read_by([each], held) if is_view(each.target) else each in held for each in users)

@@ -1,0 +1,184 @@
+"""Attention over a latent that lies in the pages of a cache: c[b, p · Size + o] = pages[table[b, p], o].
+
+*Matches* `LatentAttention` over a latent and rotated lanes that are gathered from pages. *Replaces with*
+`npu_fused_infer_attention_score_v2`, which reads both by the block table, up to the length of each sequence, and
+`npu_transpose_batchmatmul` for both projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from patterns.examples import latent_attention_paged
+from patterns.primitives import attention_calls as calls
+from patterns.primitives import attention_page_calls as paged
+from patterns.primitives import latent_calls
+
+SEVERAL = dict(values=("transposed", "multiplied"), version=(2, 1))
+"""How the values are expanded, and which version of the operator runs."""
+
+
+@dataclass(frozen=True)
+class PagedLatentAttention(Rule):
+    """Softmax attention over the pages of a latent that all heads share."""
+
+    def reference(self, q: Tensor, q_rope: Tensor, pages: Tensor, rope_pages: Tensor, table: Tensor) -> Tensor:
+        """The meaning without scale or mask: absorbed q [B, N, S, C], q_rope [B, N, S, Dr], pages [Block, Size, C]."""
+        latent, rope = (each[table].flatten(1, 2).unsqueeze(1) for each in (pages, rope_pages))
+        scores = q @ latent.transpose(-2, -1) + q_rope @ rope.transpose(-2, -1)
+        return scores.float().softmax(-1).to(q.dtype) @ latent
+
+    @pattern
+    def counted(
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
+        latent=tensor("*L C"), k_rope=tensor("*R Dr"), pages=tensor("*P C"),
+        rope_pages=tensor("*P Dr"), table=tensor("B P"), up_key=tensor("N D C", optional=True),
+        up_value=tensor("N C E", optional=True), mask=tensor("*M S T"), count=tensor("B"), size=attribute(),
+        rows=attribute(), scale=scalar(), order=attribute(), window=attribute(), known=attribute(), empty=attribute(),
+        finish=attribute(),
+    ):  # fmt: skip
+        """A mask up to a length that may be 0: `count` keys are seen."""
+        of = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
+        return p.softmax_attention(
+            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
+            k=p.latent_keys(latent=of[0], rope=of[1], up=up_key, rows=rows),
+            v=p.latent_values(latent=of[0], up=up_value),
+            mask=p.counted_keys(mask=mask, length=count), scale=scale, order=order, window=window, known=known,
+            empty=empty, finish=finish,
+        )  # fmt: skip
+
+    @pattern
+    def written(
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
+        latent=tensor("*L C"), k_rope=tensor("*R Dr"), pages=tensor("*P C"),
+        rope_pages=tensor("*P Dr"), table=tensor("B P"), up_key=tensor("N D C", optional=True),
+        up_value=tensor("N C E", optional=True), mask=tensor("*M S T", optional=True),
+        length=tensor("B", optional=True), size=attribute(), rows=attribute(), scale=scalar(), order=attribute(),
+        window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
+    ):  # fmt: skip
+        """Any other mask, as in `Attention.written`."""
+        of = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
+        return p.softmax_attention(
+            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
+            k=p.latent_keys(latent=of[0], rope=of[1], up=up_key, rows=rows),
+            v=p.latent_values(latent=of[0], up=up_value),
+            mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
+        )  # fmt: skip
+
+    @lowering
+    @variants(**SEVERAL)
+    def told(self, absorbed, q_rope, latent, pages, rope_pages, table, size, rows, up_value, count, length, scale,
+             order, window, known, empty, finish, values, version):  # fmt: skip
+        """What is seen, told in words."""
+        of = _Pages(pages, rope_pages, table, size, rows, latent, scale, version)
+        return _told(of, absorbed, q_rope, count, calls.Seen(order, window, known, length), empty, up_value, values,
+                     finish)  # fmt: skip
+
+    @lowering
+    @variants(**SEVERAL)
+    def told_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, size, rows, up_value, count, length,
+                      scale, order, window, known, empty, finish, values, version):  # fmt: skip
+        """The same for queries of heads that are projected first."""
+        of = _Pages(pages, rope_pages, table, size, rows, latent, scale, version)
+        return _told(of, latent_calls.absorbed(nope, up_key), q_rope, count, calls.Seen(order, window, known, length),
+                     empty, up_value, values, finish)  # fmt: skip
+
+    @lowering
+    @variants(**SEVERAL)
+    def shown(self, absorbed, q_rope, latent, pages, rope_pages, table, size, rows, up_value, mask, scale, empty,
+              finish, values, version):  # fmt: skip
+        """What is seen, shown by the mask."""
+        of = _Pages(pages, rope_pages, table, size, rows, latent, scale, version)
+        return _shown(of, absorbed, q_rope, mask, empty, up_value, values, finish)
+
+    @lowering
+    @variants(**SEVERAL)
+    def shown_of_heads(self, nope, up_key, q_rope, latent, pages, rope_pages, table, size, rows, up_value, mask, scale,
+                       empty, finish, values, version):  # fmt: skip
+        """The same for queries of heads that are projected first."""
+        of = _Pages(pages, rope_pages, table, size, rows, latent, scale, version)
+        return _shown(of, latent_calls.absorbed(nope, up_key), q_rope, mask, empty, up_value, values, finish)
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(latent_attention_paged.EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(latent_attention_paged.REJECTS)
+
+
+def _gathered(p, latent, k_rope, pages, rope_pages, table, size):
+    """The latent and its rotated lanes as rows of pages."""
+    rows = ((latent, pages), (k_rope, rope_pages))
+    return [p.reshaped(p.paged_rows(rows=x, pages=of, table=table, size=size, heads_first=False)) for x, of in rows]
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Pages of `size` rows [.., C] and [.., Dr], and how the operator is called on them."""
+
+    latent: Tensor
+    rope: Tensor
+    blocks: Tensor
+    size: int
+    first: int | None
+    gathered: Tensor
+    scale: float
+    version: int
+
+    def table(self) -> paged.Table:
+        """The block table."""
+        keys = self.gathered.numel() // self.gathered.shape[-1] // self.blocks.shape[0]
+        return paged.Table(self.blocks, self.size, keys if self.first is None else self.first)
+
+    def attended(
+        self, absorbed: Tensor, q_rope: Tensor, seen: calls.Seen = calls.Seen(), mask: Tensor | None = None
+    ) -> Tensor:
+        """Queries [B, N, S, C + Dr] over all pages, as [B, S, N, C]."""
+        latent, rope = (paged.laid(each, self.size) for each in (self.latent, self.rope))
+        seen, many = paged.lengths(seen, absorbed, self.table())
+        queries = absorbed.shape[2]
+        told = seen.arguments(absorbed.device, queries)
+        if mask is not None:
+            told = dict(atten_mask=mask, **(dict(inner_precise=2) if queries != 1 else {}))
+        return calls.fused(
+            absorbed.transpose(1, 2), latent, latent, many, self.version, query_rope=q_rope.transpose(1, 2),
+            key_rope=rope, num_query_heads=absorbed.shape[1], num_key_value_heads=1, softmax_scale=self.scale,
+            input_layout="BSND", **told, **self.table().arguments(),
+        )[0]  # fmt: skip
+
+
+def _told(
+    of: _Pages, absorbed: Tensor, q_rope: Tensor, count: Tensor | None, seen: calls.Seen, empty: str,
+    up_value: Tensor | None, values: str, finish: Any,
+) -> Tensor:  # fmt: skip
+    known = seen.order != "mask" or count is not None
+    require(known, "what the mask lets through is not proven to be causal, a window or a length")
+    if count is None:
+        return calls.finished(latent_calls.expanded(of.attended(absorbed, q_rope, seen), up_value, values), finish)
+    keys = of.table().keys
+    (absorbed, length), (q_rope, _) = (paged.given_some(each, count, keys, empty) for each in (absorbed, q_rope))
+    y = of.attended(absorbed, q_rope, calls.Seen("full", length=length))
+    if empty == "nan":
+        y = y.masked_fill((count <= 0).reshape(-1, 1, 1, 1), torch.nan)
+    return calls.finished(latent_calls.expanded(y, up_value, values), finish)
+
+
+def _shown(
+    of: _Pages, absorbed: Tensor, q_rope: Tensor, mask: Tensor | None, empty: str, up_value: Tensor | None, values: str,
+    finish: Any,
+) -> Tensor:  # fmt: skip
+    require(mask is not None, "there is no mask")
+    assert mask is not None
+    (absorbed, hidden), (q_rope, _) = (paged.shown_some(each, mask, empty) for each in (absorbed, q_rope))
+    y = of.attended(absorbed, q_rope, mask=paged.wide(hidden, of.table(), absorbed.shape[0]))
+    if empty == "nan":
+        y = y.masked_fill(mask.all(-1, keepdim=True).transpose(1, 2), torch.nan)
+    return calls.finished(latent_calls.expanded(y, up_value, values), finish)

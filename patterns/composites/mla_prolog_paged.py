@@ -1,0 +1,99 @@
+"""Queries and latents of multi-head latent attention, from the hidden states to the pages of a cache, in one operator.
+
+*Matches* what `MlaProlog` matches, with rows written to the pages of both caches at the same slots, beside an attention
+that reads absorbed queries. *Replaces with* `npu_mla_prolog_v3`, which writes to the pages itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from patterns.composites.mla_prolog import MlaProlog, prolog, queries, rows
+from patterns.examples import mla_prolog_paged
+
+
+@dataclass(frozen=True)
+class MlaPrologPaged(Rule):
+    """The prolog with the writes into the pages of both caches."""
+
+    def beside(self) -> frozenset[str]:
+        """The attention that reads absorbed queries."""
+        return frozenset({"paged_latent_attention", "latent_attention"})
+
+    def reference(
+        self, x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The meaning without rotation: absorbed queries [B, N, S, C], their latent, rows [B, S, C]."""
+        return MlaProlog().reference(x, dq, uq, up, dkv, gamma_cq, gamma_ckv)
+
+    @pattern
+    def through_a_view(
+        self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
+        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
+        sin=tensor("T U Dr"), kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"),
+        slots=tensor("Rows"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
+        eps_cq=scalar(), eps_ckv=scalar(), factor_q=scalar(), factor_kv=scalar(), width=attribute(),
+        begin=attribute(), first=attribute(), split=attribute(), end=attribute(), heads_first=attribute(),
+        dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
+    ):  # fmt: skip
+        """Rows of all pages by their number."""
+        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
+        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, factor_q, cos, sin, fixed=fixed, beside=beside_q, **how)
+        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, factor_kv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
+        caches = zip((kv_cache, kr_cache), kv, strict=True)
+        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
+
+    @pattern
+    def by_block(
+        self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
+        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
+        sin=tensor("T U Dr"), kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"),
+        slots=tensor("Rows", optional=True), block=tensor("Rows"), place=tensor("Rows"),
+        beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True), eps_cq=scalar(), eps_ckv=scalar(),
+        factor_q=scalar(), factor_kv=scalar(), width=attribute(), begin=attribute(), first=attribute(),
+        split=attribute(), end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(),
+        fixed=attribute(), axis=attribute(),
+    ):  # fmt: skip
+        """A block and a place in it."""
+        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
+        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, factor_q, cos, sin, fixed=fixed, beside=beside_q, **how)
+        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, factor_kv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
+        at = dict(index=block, inner=place, slots=slots, axis=axis)
+        caches = zip((kv_cache, kr_cache), kv, strict=True)
+        return *q, *(p.write_places(cache=c, rows=p.reshaped(row), **at) for c, row in caches)
+
+    def guard(
+        self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
+        slots: Any, factor_q: float, factor_kv: float,
+    ):  # fmt: skip
+        """As for `MlaProlog`; and how the pages are laid out."""
+        MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0, factor_q, factor_kv)
+        require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
+        require(all(size == 1 for size in kv_cache.shape[2:-1]), "the pages hold several heads")
+
+    @lowering
+    def run(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv, heads_first,
+            kv_cache, kr_cache, slots):  # fmt: skip
+        """One call."""
+        both = (kv_cache, kr_cache)
+        require(all(each.is_contiguous() for each in both), "the pages are not contiguous")
+        *found, kv, kr = prolog(
+            x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv, heads_first,
+            tuple(each.reshape(*each.shape[:2], 1, each.shape[-1]) for each in both), cache_mode="PA_BSND",
+            cache_index=slots.to(torch.int64).reshape(x.shape[:2]),
+        )  # fmt: skip
+        return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(mla_prolog_paged.EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(mla_prolog_paged.REJECTS)

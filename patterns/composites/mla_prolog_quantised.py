@@ -1,0 +1,135 @@
+"""The prolog of latent attention with layers in whole numbers of 8 bits, in one operator (see `mla_prolog`).
+
+    c = norm(x W_dq)      [q, q_r] = int8(c) W_uq, per head      [k, k_r] = x W_dkv      (one of three layers quantised)
+    c = norm(x' W_dq)     [q, q_r] = int8(c) W_uq, per head      [k, k_r] = x' W_dkv     (all three, x' = int8(x))
+
+*Matches* the projections of both latents and the heads of the queries, where the heads, or all three, multiply whole
+numbers with a scale of each token and of each channel. *Replaces with* `npu_mla_prolog_v3`, which quantises c before it
+would be rounded, and rotates queries before they would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Example, attribute, lowering, pattern, scalar, tensor
+from patterns.composites.mla_prolog import NZ, Prolog, rotated_lanes
+from patterns.examples import mla_prolog_quantised as examples
+from patterns.primitives import latent_calls
+
+
+def _layer(p, x, weight, scale, tokens, dtype, fixed):
+    """A linear layer in whole numbers."""
+    return p.whole_linear(
+        x=p.reshaped(x), weight=weight, scale=scale, tokens=p.reshaped(tokens), dtype=dtype, fixed=fixed
+    )
+
+
+def _queries(p, both, uq, uq_scale, up, gamma, eps, cos, sin, width, begin, first, heads_first, dtype, how):
+    """Rotated and absorbed queries, and their latent in whole numbers with its scale; `both` projects x to it."""
+    latent = p.rms_norm(x=both, gamma=gamma, eps=eps)
+    scale = p.token_scale(x=p.reshaped(latent), dtype=how["scale_dtype"])
+    whole = p.token_quantised(x=p.reshaped(latent), scale=scale, dtype=how["scale_dtype"])
+    layer = _layer(p, whole, uq, uq_scale, scale, how["layer_dtype"], how["fixed"])
+    lanes = p.layer_lanes(layer=layer, width=width, start=first, heads_first=heads_first)
+    rotated = rotated_lanes(p, lanes, cos, sin, dtype, gamma, heads_first)
+    return rotated, p.layer_query(layer=layer, width=width, start=begin, up=up), whole, scale
+
+
+def _rows(p, both, like, gamma, eps, cos, sin, split, end, dtype):
+    """The rows of both caches; `both` projects x to them."""
+    latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
+    return latent, rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, like)
+
+
+def _call(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], up: Tensor, gammas: tuple[Tensor, Tensor], cos: Tensor,
+    sin: Tensor, caches: tuple[Tensor, Tensor], **how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The five results, and both caches with new rows."""
+    cast = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in weights]
+    tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
+    return torch.ops.npu.npu_mla_prolog_v3_functional(
+        x, cast[0], cast[1], up.contiguous(), cast[2], *gammas, *tables, *caches, query_norm_flag=True, **how
+    )
+
+
+def _row(scale: Tensor) -> Tensor:
+    """A scale of each channel as the operator takes it."""
+    return scale.float().reshape(1, -1)
+
+
+@dataclass(frozen=True)
+class MlaPrologQuantised(Prolog):
+    """The quantised prolog with the writes into both caches."""
+
+    @pattern
+    def heads_alone(
+        self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"),
+        up=tensor("N D Hckv"), dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"),
+        cos=tensor("T U Dr"), sin=tensor("T U Dr"), kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"),
+        start=tensor("*S"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
+        eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
+        end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
+        axis=attribute(), scale_dtype=attribute(), layer_dtype=attribute(),
+    ):  # fmt: skip
+        """The layer of the queries' heads is quantised."""
+        how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed)
+        low = p.linear(x=x, weight=dq, fixed=fixed, beside=beside_q)
+        q = _queries(p, low, uq, uq_scale, up, gamma_cq, eps_cq, cos, sin, width, begin, first, heads_first,
+                     dtype_q, how)  # fmt: skip
+        line = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside_kv)
+        kv = _rows(p, line, gamma_cq, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv)
+        caches = zip((kv_cache, kr_cache), kv, strict=True)
+        return *q, *(p.write(cache=c, rows=p.reshaped(row), start=start, axis=axis) for c, row in caches)
+
+    @pattern
+    def all_layers(
+        self, p, x=tensor("*B He"), tokens=tensor("*B 1"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
+        uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
+        gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
+        kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), start=tensor("*S"), eps_cq=scalar(), eps_ckv=scalar(),
+        width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
+        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(),
+        scale_dtype=attribute(), layer_dtype=attribute(),
+    ):  # fmt: skip
+        """All three layers are quantised."""
+        how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed)
+        low = _layer(p, x, dq, dq_scale, tokens, layer_dtype, fixed)
+        q = _queries(p, low, uq, uq_scale, up, gamma_cq, eps_cq, cos, sin, width, begin, first, heads_first,
+                     dtype_q, how)  # fmt: skip
+        line = _layer(p, x, dkv, dkv_scale, tokens, layer_dtype, fixed)
+        kv = _rows(p, line, gamma_cq, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv)
+        caches = zip((kv_cache, kr_cache), kv, strict=True)
+        return *q, *(p.write(cache=c, rows=p.reshaped(row), start=start, axis=axis) for c, row in caches)
+
+    @lowering
+    def paged(self, x, tokens, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, eps_cq,
+              eps_ckv, heads_first, kv_cache, kr_cache, start, axis, scale_dtype):  # fmt: skip
+        """One call, that writes to pages."""
+        pages = (latent_calls.pages(kv_cache, axis), latent_calls.pages(kr_cache, axis))
+        slots = latent_calls.slots(start, x.shape[0], x.shape[1], kv_cache.shape[axis], x.device)
+        how: dict[str, Any] = dict(weight_quant_mode=1, dequant_scale_w_uq_qr=_row(uq_scale))
+        if tokens is not None:
+            scales = dict(dequant_scale_w_dq=_row(dq_scale), dequant_scale_w_dkv_kr=_row(dkv_scale))
+            how |= dict(weight_quant_mode=2, dequant_scale_x=tokens.float().reshape(-1, 1), **scales)
+        query, rope, _, whole, scale, kv, kr = _call(
+            x, (dq, uq, dkv), up, (gamma_cq, gamma_ckv), cos, sin, pages, rmsnorm_epsilon_cq=eps_cq,
+            rmsnorm_epsilon_ckv=eps_ckv, cache_mode="PA_BSND", cache_index=slots, **how,
+        )  # fmt: skip
+        rope = rope.transpose(1, 2) if heads_first else rope
+        scale = scale.reshape(*x.shape[:2], 1).to(scale_dtype)
+        return rope, query.transpose(1, 2), whole, scale, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(examples.EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(examples.REJECTS)

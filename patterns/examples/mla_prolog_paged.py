@@ -1,0 +1,117 @@
+"""What stands before latent attention over pages as serving code writes it, and what only looks like it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from fusion import Example
+from patterns.examples.inputs import Inputs, normal
+from patterns.examples.mla_prolog import (
+    DR,
+    HE,
+    B,
+    C,
+    D,
+    N,
+    norm,
+    rope_last,
+    rows_of,
+    tables,
+    weights,
+)
+
+BLOCKS, SIZE = 9, 4
+TABLE = torch.tensor([[3, 8, 1], [5, 2, 7]])
+LENGTHS = torch.tensor([6, 11])
+
+
+def inputs(queries: int, *more: Tensor, heads: tuple[int, ...] = ()) -> Inputs:
+    """Hidden states, weights, tables, pages of both caches, the block table, lengths with the new tokens, and slots."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        given = [normal(8, B, queries, HE), *weights(), *tables((B, queries))]
+        pages = (normal(9 + n, BLOCKS, SIZE, *heads, width) for n, width in enumerate((C, DR)))
+        at = LENGTHS[:, None] - queries + torch.arange(queries)
+        slots = (TABLE.gather(1, at // SIZE) * SIZE + at % SIZE).flatten()
+        return *(each.to(dtype) for each in (*given, *pages)), TABLE.clone(), LENGTHS.clone(), slots, *more
+
+    return make
+
+
+Write = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def model_of(write: Write) -> Callable[..., Tensor]:
+    """A function that writes the rows of a token, or of several, and attends to the pages."""
+
+    def forward(
+        x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor, cos: Tensor,
+        sin: Tensor, latents: Tensor, ropes: Tensor, table: Tensor, lengths: Tensor, slots: Tensor,
+    ) -> Tensor:  # fmt: skip
+        queries = x.shape[1]
+        q = linear(norm(linear(x, dq), gain_q), uq).reshape(B, queries, N, -1).transpose(1, 2)
+        q = rope_last(q, cos.unsqueeze(-3), sin.unsqueeze(-3))
+        for pages, rows in zip((latents, ropes), rows_of(x, dkv, gain_kv, cos, sin), strict=True):
+            write(pages, rows.flatten(0, 1), slots)
+        latent, rope = (pages[table].reshape(B, -1, pages.shape[-1]) for pages in (latents, ropes))
+        nope, values = linear(latent, ukv).unflatten(-1, (N, -1)).transpose(1, 2).split((D, ukv.shape[0] // N - D), -1)
+        keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, N, -1, -1)), dim=-1)
+        at = lengths[:, None] - queries + torch.arange(queries)
+        seen = torch.arange(latent.shape[1]) <= at[:, None, :, None]
+        return scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+
+    return forward
+
+
+def viewed(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Rows of all pages by their number."""
+    pages.view(-1, rows.shape[-1])[slots] = rows
+
+
+def copied(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """The same by index_copy."""
+    pages.view(-1, rows.shape[-1]).index_copy_(0, slots, rows)
+
+
+def of_a_head(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Pages [Block, Size, 1, D]."""
+    pages.view(-1, 1, rows.shape[-1])[slots] = rows.unsqueeze(1)
+
+
+def by_block(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """A block and a place in it."""
+    pages[slots // SIZE, slots % SIZE] = rows
+
+
+def anywhere(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """A place that may lie in no page."""
+    pages[slots // SIZE, slots - slots // SIZE * SIZE] = rows
+
+
+def two_in_a_row(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Pages [Block, Size, 2, D] that take two tokens of a sequence at one slot."""
+    pages.view(-1, *pages.shape[2:])[slots.view(B, 2)[:, 0]] = rows.view(B, 2, -1)
+
+
+def turned_pages(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Pages that lie in memory as [Size, Block, ..]."""
+    *given, latents, ropes, table, lengths, slots = inputs(1)(dtype)
+    latents, ropes = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (latents, ropes))
+    return *given, latents, ropes, table, lengths, slots
+
+
+EXAMPLES = (
+    Example("a token through a view", model_of(viewed), inputs(1)),
+    Example("two tokens by index_copy", model_of(copied), inputs(2)),
+    Example("pages of one head", model_of(of_a_head), inputs(1, heads=(1,))),
+    Example("a token by block", model_of(by_block), inputs(1)),
+)
+REJECTS = (
+    Example("places of unknown range", model_of(anywhere), inputs(1), "not proven to lie in its page"),
+    Example("two tokens at a slot", model_of(two_in_a_row), inputs(2, heads=(2,)), "hold several heads"),
+    Example("pages that lie otherwise", model_of(by_block), turned_pages, "the pages are not contiguous"),
+)

@@ -1,0 +1,246 @@
+"""Rows quantised to int8 and products of whole numbers, and what the operators do not take.
+
+Rows are multiples of 1 / 32 whose largest is odd: no quotient is halfway between two whole numbers, so that every way
+to write it gives the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from fusion import Example
+from patterns.examples.inputs import Inputs, normal
+
+K, N = 48, 24
+EPS = 1e-6
+
+
+def grid(seed: int, *shape: int) -> Tensor:
+    """Float64 [*shape], about normal, the largest of each row odd / 32."""
+    whole = (normal(seed, *shape) * 32).clamp(-120, 120)
+    largest = whole.abs().amax(-1, keepdim=True)
+    return whole.scatter(-1, whole.abs().argmax(-1, keepdim=True), largest + 1 - largest % 2) / 32
+
+
+def weights(seed: int, *shape: int) -> Tensor:
+    """Whole numbers of 8 bits."""
+    return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+def scales(seed: int, *shape: int) -> Tensor:
+    """Multiples of 2⁻¹², about 2⁻⁷."""
+    return torch.randint(16, 64, shape, generator=torch.Generator().manual_seed(seed)).float() / 2**12
+
+
+def layer(*rows: int, bias: bool = False, parameters: bool = True, k: int = K, n: int = N) -> Inputs:
+    """x [*rows, K], weight [N, K] of int8, scale [N], a bias if asked for."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        given = [weights(1, n, k), scales(2, n), *([normal(3, n).float()] if bias else [])]
+        kept = [torch.nn.Parameter(each, requires_grad=False) if parameters else each for each in given]
+        return grid(0, *rows, k).to(dtype), *kept
+
+    return make
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers and their scale, computed in float32."""
+    scale = x.float().abs().amax(dim=-1, keepdim=True) / 127
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def product(whole: Tensor, weight: Tensor) -> Tensor:
+    """Sums in int32."""
+    return torch.ops.aten._int_mm(whole.reshape(-1, whole.shape[-1]), weight.t()).reshape(*whole.shape[:-1], -1)
+
+
+Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def by(quantise: Quantise) -> Callable[..., Tensor]:
+    """A linear layer behind this quantisation."""
+
+    def forward(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        whole, tokens = quantise(x)
+        return product(whole, weight).float() * tokens * scale
+
+    return forward
+
+
+def bounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale with a lower bound; multiplied by its inverse."""
+    scale = x.abs().max(dim=-1, keepdim=True).values.float().clamp(min=1e-5) / 127.0
+    return torch.round(x.float() * (1.0 / scale)).to(torch.int8), scale
+
+
+def narrow(x: Tensor) -> tuple[Tensor, Tensor]:
+    """In the dtype of the model."""
+    scale = x.abs().amax(dim=-1) / 127
+    return (x / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale.unsqueeze(-1)
+
+
+def whole_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale for all tokens."""
+    scale = (x.float().abs().amax() / 127).reshape(1, 1)
+    return (x.float() / scale).round().to(torch.int8), scale.expand(x.shape[0], 1)
+
+
+def shifted(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A number is added to the scale."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127 + 1e-3
+    return (x.float() / scale).round().to(torch.int8), scale
+
+
+def of_others(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale of the row before."""
+    scale = x.roll(1, 0).float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def bounded_above(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale that does not grow beyond a bound."""
+    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(1e-5, 0.02)
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def coarse(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Four bits."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 7
+    return (x.float() / scale).round().clamp(-8, 7).to(torch.int8), scale
+
+
+def cut(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Without rounding."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / scale).to(torch.int8), scale
+
+
+def tight(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds that cut off the largest."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / scale).round().clamp(-100, 100).to(torch.int8), scale
+
+
+def open_narrow(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A rounded scale, and no bound."""
+    scale = x.bfloat16().abs().amax(-1, keepdim=True) / 127
+    return (x.bfloat16() / scale).round().to(torch.int8), scale
+
+
+def faint(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales that stay large."""
+    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=0.01)
+    return (x.float() / scale).round().to(torch.int8), scale
+
+
+def static(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale that does not come from the row."""
+    scale = x.float().square().mean(-1, keepdim=True).sqrt() / 32
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+ROWS = (
+    Example("divided by its scale", by(quantised), layer(5)),
+    Example("a bound, and the inverse", by(bounded), layer(2, 3)),
+    Example("in the model's dtype", by(narrow), layer(5)),
+)
+OTHER_ROWS = (
+    Example("one scale for all", by(whole_tensor), layer(5), "shared by several tokens"),
+    Example("a shifted scale", by(shifted), layer(5), "a number is added to the scale"),
+    Example("the scale of others", by(of_others), layer(5), "divided by the scale of others"),
+    Example("a bound above", by(bounded_above), layer(5), "the scale has an upper bound"),
+    Example("four bits", by(coarse), layer(5), "becomes 7, by the operator 127"),
+    Example("cut off", by(cut), layer(5), "cut off toward zero"),
+    Example("tight bounds", by(tight), layer(5), "bounded by -100 and 100"),
+    Example("a rounded scale without bounds", by(open_narrow), layer(5), "a row may leave int8"),
+    Example("large scales", by(faint), layer(5), "scales are at least 0.01"),
+    Example("another scale", by(static), layer(5), "without a scale that is the largest of their row"),
+)
+
+Finish = Callable[..., Tensor]
+
+
+def scaled(finish: Finish) -> Callable[..., Tensor]:
+    """`finish` of whole numbers, their scale, and the layer's tensors."""
+
+    def forward(x: Tensor, *layer: Tensor) -> Tensor:
+        return finish(*quantised(x), *layer)
+
+    return forward
+
+
+def in_int32(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """`_int_mm`, then both scales."""
+    return (product(whole, weight).float() * tokens * scale).bfloat16()
+
+
+def in_float32(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer of whole numbers in float32; the scales multiplied first."""
+    return (linear(whole.float(), weight.float()) * (tokens * scale.view(1, -1)) + bias).half()
+
+
+def without_tokens(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A scale of each channel alone."""
+    return (product(whole, weight) * scale).bfloat16()
+
+
+def wide(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A result of float32."""
+    return product(whole, weight).float() * tokens * scale
+
+
+def other_dim(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A scale for each row of the sequence."""
+    return (product(whole, weight).float() * tokens * scale[: whole.shape[-2]].view(-1, 1)).bfloat16()
+
+
+def no_channels(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A scale of each token alone."""
+    return (product(whole, weight).float() * tokens).bfloat16()
+
+
+def number(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A number in place of the tokens' scales."""
+    return (product(whole, weight).float() * 0.01 * scale).bfloat16()
+
+
+def early_bias(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """A bias that is scaled, too."""
+    return ((product(whole, weight).float() * scale + bias) * tokens).bfloat16()
+
+
+def residual(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """A bias before any scale."""
+    return ((product(whole, weight).float() + bias) * tokens * scale).bfloat16()
+
+
+def short(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Sums in float16."""
+    return (linear(whole.half(), weight.half()) * tokens.half() * scale.half()).half()
+
+
+def cast_early(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Sums cast to float16."""
+    return product(whole, weight).half() * tokens.half() * scale.half()
+
+
+PRODUCTS = (
+    Example("sums in int32", scaled(in_int32), layer(5)),
+    Example("a batch", scaled(in_int32), layer(2, 3, parameters=False)),
+    Example("sums in float32, a bias", scaled(in_float32), layer(2, 3, bias=True)),
+    Example("channels alone", scaled(without_tokens), layer(5)),
+)
+OTHER_PRODUCTS = (
+    Example("a wide result", scaled(wide), layer(5), "the result is of torch.float32"),
+    Example("scales in the wrong dim", scaled(other_dim), layer(2, 3), "neither one for each token"),
+    Example("no scale of channels", scaled(no_channels), layer(5), "no scale for each output channel"),
+    Example("a number besides", scaled(number), layer(5), "a scale of the whole tensor"),
+    Example("a bias between the scales", scaled(early_bias), layer(5, bias=True), "before all scales"),
+    Example("a bias before the scales", scaled(residual), layer(5, bias=True), "something else than one bias"),
+    Example("sums in float16", scaled(short), layer(5), "computed in float16"),
+    Example("sums cast to float16", scaled(cast_early), layer(5), "cast to float16"),
+)

@@ -1,0 +1,96 @@
+"""Attention over some of the keys with its log-sum-exp, as models write it, and what only looks like it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusion import Example
+from patterns.examples.inputs import Inputs, normal
+from patterns.examples.sparse_attention import SCALE, causal, hidden
+
+B, N, S, T, D, DR, E = 2, 4, 6, 9, 16, 8, 16
+LONG = 128  # from which on it costs less than to read a triangle of fixed size
+Parts = tuple[Tensor, Tensor]
+
+
+def parts(queries: int = S, keys: int = T, heads: int = N, lanes: int = D + DR) -> Inputs:
+    """Queries [B, N, S, D + Dr], keys [B, M, T, D + Dr], values [B, M, T, E]."""
+    shapes = (B, N, queries, lanes), (B, heads, keys, lanes), (B, heads, keys, E)
+    return lambda dtype: tuple(normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Parts:
+    """Weights and their sums in float32."""
+    scores = (q @ k.transpose(-2, -1)).float() * SCALE
+    scores = scores if mask is None else scores + mask
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    return (weights / total).to(q.dtype) @ v, top + total.log()
+
+
+def diagonal(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+    """The block on the diagonal, which is causal."""
+    return attended(q, k, v, hidden(causal(q.shape[2], q.shape[2]), torch.float32))
+
+
+def without_last_dim(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+    """Sums without the dim of keys, which other heads share."""
+    out, lse = attended(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+    return out, lse.squeeze(-1)
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Parts:
+    """Keys that are chosen by a mask which is passed in."""
+    scores = ((q @ k.transpose(-2, -1)).float() * SCALE).masked_fill(~seen, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    return (weights / total).to(q.dtype) @ v, top + total.log()
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor) -> Parts:
+    """Over more keys than those that gave `before` [B, N, S, E], with log-sum-exps `sums` [B, N, S, 1]."""
+    out, lse = attended(q, k, v)
+    top = torch.maximum(sums, lse)
+    old, new = (sums - top).exp(), (lse - top).exp()
+    total = old + new
+    return ((before.float() * old + out.float() * new) / total).to(q.dtype), top + total.log()
+
+
+def with_before(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The inputs with the result of other keys."""
+    return *parts()(dtype), normal(3, B, N, S, E).to(dtype), normal(4, B, N, S, 1).float()
+
+
+def offset(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+    """The last tokens of a sequence."""
+    return attended(q, k, v, hidden(causal(S, T, T - S), torch.float32))
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+    """A causal block of which some keys are too far away."""
+    seen = causal(S, S) & ~causal(S, S, -3)
+    return attended(q, k, v, hidden(seen, torch.float32))
+
+
+def shown(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The same with a mask that is passed in."""
+    seen = torch.eye(S, dtype=torch.bool) | (normal(5, S, S) > 0)
+    return *parts(S, S)(dtype), seen
+
+
+EXAMPLES = (
+    Example("merged with other keys", merged, with_before),
+    Example("keys that came before", attended, parts()),
+    Example("the diagonal", diagonal, parts(LONG, LONG)),
+    Example("shared keys", without_last_dim, parts(heads=2)),
+)
+REJECTS = (
+    Example("any mask", chosen, shown, "not proven to be causal"),
+    Example("the last tokens", offset, parts(), "not that of a square"),
+    Example("a window", windowed, parts(S, S), "only a part of the keys"),
+    Example("fewer keys", attended, parts(S, 4), "fewer keys than queries"),
+    Example("no more lanes", attended, parts(lanes=E), "no lanes beside"),
+)

@@ -1,0 +1,47 @@
+"""s = max|x| / 127, q = round(x / s): every token in whole numbers of 8 bits, with a scale of its own.
+
+*Matches* the largest magnitude of each row, the quotient and its rounding, with or without bounds that change nothing.
+*Replaces with* `npu_dynamic_quant`, which computes in float32. A quotient halfway between two whole numbers, or one
+that the model rounds to 16 bits before, may go to the other of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusion import Example, Rule, attribute, lowering, pattern, tensor
+from patterns.examples import quantisation
+
+
+@dataclass(frozen=True)
+class DynamicQuant(Rule):
+    """Symmetric quantisation of each token to int8."""
+
+    def reference(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The meaning: x [*B, D]; returns whole numbers [*B, D] and scales [*B, 1]."""
+        scale = x.float().abs().amax(-1, keepdim=True) / 127
+        return (x / scale).round().to(torch.int8), scale
+
+    @pattern
+    def per_token(self, p, x=tensor("*B D"), dtype=attribute()):
+        """Whole numbers and their scale."""
+        scale = p.token_scale(x=x, dtype=dtype)
+        return p.token_quantised(x=x, scale=scale, dtype=dtype), scale
+
+    @lowering
+    def npu(self, x: Tensor, dtype: torch.dtype):
+        """One operator; a scale in 16 bits is cast."""
+        whole, scale = torch.ops.npu.npu_dynamic_quant(x)
+        return whole, scale.unsqueeze(-1).to(dtype)
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(quantisation.ROWS)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(quantisation.OTHER_ROWS)

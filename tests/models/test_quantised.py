@@ -1,0 +1,59 @@
+"""An attention block in whole numbers of 8 bits becomes what an expert would call, and stays as exact as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import fusion
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "deepseek_r1_w8a8.py"
+OPTIONS = {"target": "ascend910_93", "lower": "eager"}
+OPERATORS = {
+    "npu::npu_add_rms_norm_dynamic_quant", "npu::npu_mla_prolog_v3", "npu::npu_fused_infer_attention_score_v2",
+    "npu::npu_transpose_batchmatmul", "npu::npu_dynamic_quant", "npu::npu_quant_matmul",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("step", [0, 1], ids=["prompt", "token"])
+def test_a_block_becomes_six_operators(example: ModuleType, step: int):
+    torch.manual_seed(0)
+    block = example.converted(example.Attention().state_dict(), torch.bfloat16)
+    _, inputs, start = list(example.steps())[step]
+    with torch.no_grad():
+        report = fusion.explain(block, *inputs, start, options=OPTIONS)
+    assert set(report.ops) == OPERATORS
+    assert report.launches[1] == len(OPERATORS)
+    (call,) = [node for node in report.graphs[0].graph.nodes if "mla_prolog" in str(node.target)]
+    assert call.kwargs["weight_quant_mode"] == 2
+
+
+@pytest.mark.nightly
+def test_the_fused_block_is_as_exact_as_the_plain_one(example: ModuleType):
+    torch.manual_seed(0)
+    state = example.converted(example.Attention().state_dict(), torch.bfloat16).state_dict()
+    exact, plain, fused = (example.converted(state, each) for each in (torch.float64, torch.bfloat16, torch.bfloat16))
+    compiled = torch.compile(fused, backend="cann_fusion", options=OPTIONS)
+    for _, inputs, start in example.steps():
+        with torch.no_grad():
+            truth, total = exact(*(each.double() for each in inputs), start)
+            (before, _), (after, kept) = (block(*inputs, start) for block in (plain, compiled))
+        assert example.error(after, truth) <= 1.5 * example.error(before, truth)
+        assert torch.equal(kept, total.bfloat16())
+        for name in ("latents", "ropes"):
+            caches = [getattr(block, name) for block in (plain, fused, exact)]
+            assert example.error(caches[1], caches[2]) <= 1.5 * example.error(caches[0], caches[2])

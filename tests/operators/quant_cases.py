@@ -1,0 +1,102 @@
+"""Small calls of the operators on whole numbers of 8 bits: with and without factors, offsets and second results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Make = Callable[[torch.dtype], dict[str, Any]]
+CODES = {torch.float16: 5}
+
+
+def grid(*shape: int) -> Tensor:
+    """Numbers n / 32 whose largest of a row is odd / 32: no quotient n · 127 / largest is halfway between two."""
+    whole = (torch.randn(*shape, dtype=torch.float64) * 32).round().clamp(-120, 120)
+    top = whole.abs().argmax(-1, keepdim=True)
+    largest = whole.abs().amax(-1, keepdim=True)
+    return whole.scatter(-1, top, largest + 1 - largest % 2) / 32
+
+
+def quant(*shape: int, smooth: bool = False, swap: bool = False, zeros: bool = False) -> Make:
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = grid(*shape).to(dtype)
+        if zeros:
+            x[0] = 0
+        factors = {"smooth_scales": 2.0 ** torch.randint(-1, 1, shape[-1:]).to(dtype)} if smooth else {}
+        return {"input": x.transpose(0, 1) if swap else x} | factors
+
+    return make
+
+
+QUANT: tuple[tuple[str, Make], ...] = (
+    ("tokens", quant(7, 48)),
+    ("batch 1", quant(1, 5, 48)),
+    ("a view", quant(5, 3, 48, swap=True)),
+    ("rows of zeros", quant(4, 48, zeros=True)),
+    ("with factors", quant(2, 3, 48, smooth=True)),
+)
+
+
+def whole(*shape: int) -> Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def product(*rows: int, k: int = 48, n: int = 24, tokens: bool = True, bias: torch.dtype | None = None,
+            one: bool = False, turned: bool = False) -> Make:  # fmt: skip
+    """Scales are float32, or float64 where everything is."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        wide = torch.promote_types(dtype, torch.float32)
+        weight = whole(n, k).t() if turned else whole(k, n)
+        call: dict[str, Any] = {"x1": whole(*rows, k), "x2": weight, "scale": torch.rand(1 if one else n).to(wide) / 64}
+        more: dict[str, Any] = {"pertoken_scale": torch.rand(rows[-1]).to(wide) / 64} if tokens else {}
+        if bias is not None:
+            numbers = torch.randint(-1000, 1000, (n,))
+            more["bias"] = numbers.to(torch.int32) if bias == torch.int32 else (numbers / 64).to(wide)
+        return call | more | {"output_dtype": CODES.get(dtype, 15)}
+
+    return make
+
+
+PRODUCTS: tuple[tuple[str, Make], ...] = (
+    ("tokens", product(7)),
+    ("one token", product(1)),
+    ("no token", product(0)),
+    ("batches", product(2, 5)),
+    ("a turned weight", product(7, turned=True)),
+    ("more products than float32 counts", product(3, k=2200)),
+    ("no scale of tokens", product(7, tokens=False)),
+    ("one scale for all", product(7, one=True)),
+    ("whole bias", product(7, bias=torch.int32)),
+    ("bias", product(7, bias=torch.float32)),
+)
+
+
+def normed(*shape: int, swap: bool = False, zeros: bool = False, **more: Any) -> Make:
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x1, x2 = (torch.randn(*shape, dtype=torch.float64).to(dtype) for _ in range(2))
+        if zeros:
+            x2[0] = -x1[0]
+        names = [name for name, value in more.items() if value is Tensor]
+        given = {name: torch.rand(shape[-1], dtype=torch.float64).to(dtype) + 0.5 for name in ("gamma", *names)}
+        turned = [each.transpose(0, 1) if swap else each for each in (x1, x2)]
+        rest = {name: value for name, value in more.items() if value is not Tensor}
+        return {"x1": turned[0], "x2": turned[1], "epsilon": 1e-5} | given | rest
+
+    return make
+
+
+NORMS: tuple[tuple[str, Make], ...] = (
+    ("tokens", normed(7, 96)),
+    ("batch 1", normed(1, 5, 64)),
+    ("a view", normed(5, 3, 64, swap=True)),
+    ("rows of zeros", normed(4, 64, zeros=True)),
+    ("offset", normed(7, 64, beta=Tensor)),
+    ("a factor", normed(7, 64, smooth_scale1=Tensor)),
+    ("two factors", normed(7, 64, smooth_scale1=Tensor, smooth_scale2=Tensor)),
+    ("both results", normed(7, 64, output_mask=[True, True])),
+    ("the second result", normed(7, 64, output_mask=[False, True], smooth_scale2=Tensor)),
+)

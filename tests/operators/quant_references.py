@@ -1,0 +1,55 @@
+"""What the operators on whole numbers of 8 bits compute, in float64, row by row and number by number."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    whole = torch.zeros(x.shape).double().reshape(-1, x.shape[-1])
+    scales = torch.zeros(x.shape[:-1]).double().reshape(-1)
+    for i, row in enumerate(x.reshape(-1, x.shape[-1]).tolist()):
+        largest = max(abs(v) for v in row)
+        scales[i] = largest / 127
+        if largest:
+            # Python rounds a fraction exactly, halves to even.
+            whole[i] = torch.tensor([round(Fraction(v) * 127 / Fraction(largest)) for v in row]).double()
+    return whole.reshape(x.shape), scales.reshape(x.shape[:-1])
+
+
+def dynamic_quant(input: Tensor, smooth_scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return rows(input if smooth_scales is None else input * smooth_scales)
+
+
+def quant_matmul(
+    x1: Tensor, x2: Tensor, scale: Tensor, output_dtype: int, pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    total = (x1.long().unsqueeze(-1) * x2.long()).sum(-2)
+    whole = bias is not None and not bias.is_floating_point()
+    out = (total + bias if whole else total).double() * scale
+    out = out if pertoken_scale is None else out * pertoken_scale[:, None]
+    return out if bias is None or whole else out + bias
+
+
+def norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float, **more: Any) -> tuple[Tensor, ...]:
+    total = x1 + x2
+    y = total / (total.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma + more.get("beta", 0)
+    factors = [more.get("smooth_scale1"), more.get("smooth_scale2")]
+    wanted = more.get("output_mask") or [True, factors[1] is not None]
+    made = [
+        rows(y if factor is None else y * factor) if each else (torch.zeros(0).double(), torch.zeros(0).double())
+        for factor, each in zip(factors, wanted, strict=True)
+    ]
+    return made[0][0], made[1][0], total, made[0][1], made[1][1]
+
+
+REFERENCES = {
+    "npu_dynamic_quant": dynamic_quant,
+    "npu_quant_matmul": quant_matmul,
+    "npu_add_rms_norm_dynamic_quant": norm,
+}
