@@ -11,6 +11,7 @@ from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
+from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
@@ -60,6 +61,7 @@ def library() -> tuple[Rule, ...]:
         MlaPrologPaged(),
         MlaPrologRows(),
         MlaPrologQuantised(),
+        MlaPrologQuantisedRows(),
         CacheWrite(),
         PagedWrite(),
         SlidingWrite(),

@@ -65,6 +65,10 @@ class Algebra:
         if x.op == "slice" and shape and x.attrs[0] == x.rank - 1 and shape[-1] == x.shape[-1]:
             _, *bounds = x.attrs
             return self.slice(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds) or x
+        if x.op == "slice":
+            cut = self._below_cut(x, shape)
+            if cut is not None:
+                return cut
         if x.op == "cat":
             joined = self._below_cat(x, shape)
             if joined is not None:
@@ -74,6 +78,16 @@ class Algebra:
             if whole is not None:
                 return whole
         return self.make("reshape", (x,), (), shape, x.dtype)
+
+    def _below_cut(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
+        """Dims of size 1 come or go before others are cut; None where more changes, or one of size 1 is cut."""
+        axis, *bounds = cut.attrs
+        if cut.shape[axis] == 1 or _but_ones(shape) != _but_ones(cut.shape):
+            return None
+        place = [n for n, size in enumerate(shape) if size != 1][len(_but_ones(cut.shape[:axis]))]
+        return self.slice(
+            self.reshape(cut.arg, (*shape[:place], cut.arg.shape[axis], *shape[place + 1 :])), place, *bounds
+        )
 
     def _below_cat(self, joined: Value, shape: tuple[Dim, ...]) -> Value | None:
         """Dims of size 1 before the joined one come or go in each piece; a change of later dims stays above."""

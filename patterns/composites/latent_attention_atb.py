@@ -1,9 +1,10 @@
 """out = softmax(scale · q kᵀ + mask) v over a latent, for one to four queries of each sequence, by atb.
 
 *Matches* what `LatentAttention` does where each sequence has at most four queries. *Replaces with*
-`npu_multi_head_latent_attention` on a contiguous latent, read as pages in their own order, or on pages that the model
-keeps in lines of NZ: without a mask, where every query sees all keys; with its mask of fixed shape, where queries are
-the last tokens of their sequences; or with a mask of every row. A hidden key weighs exp(-10000), which is 0.
+`npu_multi_head_latent_attention` on a contiguous latent, read as pages in their own order, on pages that the model
+keeps in lines of NZ, or on those that a block table names: without a mask, where every query sees all keys; with its
+mask of fixed shape, where queries are the last tokens of their sequences; or with a mask of every row. A hidden key
+weighs exp(-10000), which is 0.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.examples import latent_attention_atb
 from patterns.primitives import attention_calls as calls
+from patterns.primitives import attention_page_calls as page_calls
 from patterns.primitives import latent_calls
 
 HIDDEN = -10000.0
@@ -65,8 +67,28 @@ class LatentAttentionAtb(Rule):
         latent, k_rope = (p.reshaped(p.permuted(x, LINES)) for x in (latent_lines, rope_lines))
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None), v=p.latent_values(latent=latent, up=up_value),
-            mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
+            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
+            v=p.latent_values(latent=latent, up=up_value), mask=mask, length=length, scale=scale, order=order,
+            window=window, known=known, empty=empty, finish=finish,
+        )  # fmt: skip
+
+    @pattern
+    def gathered(
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
+        whole=tensor("*L C"), whole_rope=tensor("*R Dr"), cache=tensor("*P C"), rope_cache=tensor("*P Dr"),
+        table=tensor("B P"), up_key=tensor("N D C", optional=True), up_value=tensor("N C E", optional=True),
+        mask=tensor("*M S T", optional=True), length=tensor("B", optional=True), size=attribute(), scale=scalar(),
+        order=attribute(), window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
+    ):  # fmt: skip
+        """Over pages of a cache that a block table names."""
+        both = ((whole, cache), (whole_rope, rope_cache))
+        how = dict(table=table, size=size, heads_first=False)
+        latent, k_rope = (p.reshaped(p.paged_rows(rows=rows, pages=of, **how)) for rows, of in both)
+        return p.softmax_attention(
+            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
+            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
+            v=p.latent_values(latent=latent, up=up_value), mask=mask, length=length, scale=scale, order=order,
+            window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
     @pattern
@@ -80,8 +102,9 @@ class LatentAttentionAtb(Rule):
         """What the canonicaliser has read; masks as in `Attention.written`."""
         return p.softmax_attention(
             q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None), v=p.latent_values(latent=latent, up=up_value),
-            mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
+            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
+            v=p.latent_values(latent=latent, up=up_value), mask=mask, length=length, scale=scale, order=order,
+            window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
     def guard(self, absorbed: Any):
@@ -91,21 +114,24 @@ class LatentAttentionAtb(Rule):
 
     @lowering
     @variants(values=("transposed", "multiplied"))
-    def told(self, absorbed, q_rope, latent, k_rope, latent_lines, rope_lines, up_value, length, scale, order, window,
-             known, finish, values):  # fmt: skip
+    def told(self, absorbed, q_rope, latent, k_rope, latent_lines, rope_lines, table, up_value, length, scale, order,
+             window, known, finish, values):  # fmt: skip
         """What is seen, told in words."""
         require(finish is not None, "the log-sum-exp of the scores is used")
-        require(order != "mask" and window is None, "what the mask lets through is not proven to be causal or a length")
-        batch, _, queries = absorbed.shape[:3]
-        pages = _pages(batch, latent, k_rope, latent_lines, rope_lines)
-        rows = {} if queries == 1 else dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
-        if queries > 1 and order != "full":
-            rows |= dict(mask_type="mask_type_free", mask=_free(queries, pages.size, absorbed))
-        context = length
-        if length is None:
-            count = queries if order == "left" else pages.room if known is None else known
-            context = [count] * batch
-        y = _attended(absorbed, q_rope, pages, context, scale, rows)
+        require(table is None, "a block table names the pages")
+        pages = _pages(absorbed.shape[0], latent, k_rope, latent_lines, rope_lines)
+        y = _told(absorbed, q_rope, pages, length, scale, order, window, known)
+        return calls.finished(latent_calls.expanded(y, up_value, values), finish)
+
+    @lowering
+    @variants(values=("transposed", "multiplied"))
+    def listed(self, absorbed, q_rope, cache, rope_cache, table, size, up_value, length, scale, order, window, known,
+               finish, values):  # fmt: skip
+        """The same over pages that a block table names."""
+        require(table is not None, "no block table names the pages")
+        latents, ropes = (page_calls.laid(each, size).unsqueeze(2) for each in (cache, rope_cache))
+        pages = _Pages(latents, ropes, "krope_ctkv", size, table.shape[1] * size, table.int())
+        y = _told(absorbed, q_rope, pages, length, scale, order, window, known)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
@@ -122,9 +148,10 @@ class LatentAttentionAtb(Rule):
 
     @lowering
     @variants(values=("transposed", "multiplied"))
-    def shown(self, absorbed, q_rope, latent, k_rope, latent_lines, rope_lines, up_value, mask, scale, empty, finish,
-              values):  # fmt: skip
+    def shown(self, absorbed, q_rope, latent, k_rope, latent_lines, rope_lines, table, up_value, mask, scale, empty,
+              finish, values):  # fmt: skip
         """What is seen, shown by a mask."""
+        require(table is None, "a block table names the pages")
         require(mask is not None, "there is no mask")
         require(empty in BLIND, "a query without keys gives the mean of all, the operator gives another one")
         batch, _, queries = absorbed.shape[:3]
@@ -155,6 +182,7 @@ class _Pages:
     mode: str
     size: Any
     room: Any
+    table: Tensor | None = None
 
 
 def _pages(
@@ -172,6 +200,20 @@ def _pages(
     return _Pages(latents, ropes, "krope_ctkv", size, latents.shape[0] * size // batch)
 
 
+def _told(
+    absorbed: Tensor, q_rope: Tensor, pages: _Pages, length: Tensor | None, scale: float, order: str, window: Any,
+    known: Any,
+) -> Tensor:  # fmt: skip
+    """Attention [B, S, N, C] over what is told in words."""
+    require(order != "mask" and window is None, "what the mask lets through is not proven to be causal or a length")
+    batch, _, queries = absorbed.shape[:3]
+    rows: dict[str, Any] = {} if queries == 1 else dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
+    if queries > 1 and order != "full":
+        rows |= dict(mask_type="mask_type_free", mask=_free(queries, pages.size, absorbed))
+    count = queries if order == "left" else pages.room if known is None else known
+    return _attended(absorbed, q_rope, pages, [count] * batch if length is None else length, scale, rows)
+
+
 def _free(queries: int, size: int, like: Tensor) -> Tensor:
     """The mask of fixed shape for so many queries, [Size - 3 + 2 · queries, Size]."""
     shape = (size - 3 + 2 * queries, size)
@@ -181,7 +223,9 @@ def _free(queries: int, size: int, like: Tensor) -> Tensor:
 def _attended(absorbed: Tensor, q_rope: Tensor, pages: _Pages, context: Any, scale: float, rows: dict[str, Any]) -> Any:
     """Queries [B, N, S, C + Dr] over pages, as [B, S, N, C]; with `return_lse` also its log-sum-exp [B, S, N, 1]."""
     batch, heads, queries = absorbed.shape[:3]
-    blocks = torch.arange(pages.latents.shape[0], dtype=torch.int32, device=absorbed.device).reshape(batch, -1)
+    blocks = pages.table
+    if blocks is None:
+        blocks = torch.arange(pages.latents.shape[0], dtype=torch.int32, device=absorbed.device).reshape(batch, -1)
     operator = torch.ops.atb.npu_multi_head_latent_attention
     run = operator.lse if "return_lse" in rows else operator.default
     run = operator.tensor_lengths if isinstance(context, Tensor) else run

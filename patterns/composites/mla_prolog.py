@@ -29,7 +29,8 @@ def queries(p, x, dq, uq, up, gamma, eps, factor, cos, sin, width, begin, first,
     """Rotated queries, absorbed queries, and the latent that both come from, which may be multiplied by a number."""
     norm = p.rms_norm(x=p.linear(x=x, weight=dq, fixed=fixed, beside=beside), gamma=gamma, eps=eps)
     lanes = p.head_lanes(x=p.reshaped(norm), weight=uq, width=width, start=first, heads_first=heads_first)
-    turned = rotated_lanes(p, lanes, cos, sin, dtype, x, heads_first, factor)  # a factor is read as one of tables
+    # A factor of the lanes is read as one of the tables.
+    turned = rotated_lanes(p, lanes, cos, sin, dtype, x, heads_first, factor)
     latent = p.maybe_scaled(norm, factor)
     return turned, p.absorbed_query(x=p.reshaped(latent), weight=uq, width=width, start=begin, up=up), latent
 

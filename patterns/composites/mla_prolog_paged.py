@@ -38,9 +38,9 @@ class MlaPrologPaged(Rule):
         dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
         sin=tensor("T U Dr"), kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"),
         slots=tensor("Rows"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
-        eps_cq=scalar(), eps_ckv=scalar(), factor_q=scalar(), factor_kv=scalar(), width=attribute(),
-        begin=attribute(), first=attribute(), split=attribute(), end=attribute(), heads_first=attribute(),
-        dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
+        eps_cq=scalar(), eps_ckv=scalar(), factor_q=scalar(), factor_kv=scalar(),
+        width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
+        end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
     ):  # fmt: skip
         """Rows of all pages by their number."""
         how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
@@ -56,9 +56,9 @@ class MlaPrologPaged(Rule):
         sin=tensor("T U Dr"), kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"),
         slots=tensor("Rows", optional=True), block=tensor("Rows"), place=tensor("Rows"),
         beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True), eps_cq=scalar(), eps_ckv=scalar(),
-        factor_q=scalar(), factor_kv=scalar(), width=attribute(), begin=attribute(), first=attribute(),
-        split=attribute(), end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(),
-        fixed=attribute(), axis=attribute(),
+        factor_q=scalar(), factor_kv=scalar(),
+        width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
+        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(),
     ):  # fmt: skip
         """A block and a place in it."""
         how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
@@ -78,8 +78,8 @@ class MlaPrologPaged(Rule):
         require(all(size == 1 for size in kv_cache.shape[2:-1]), "the pages hold several heads")
 
     @lowering
-    def run(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv, heads_first,
-            kv_cache, kr_cache, slots):  # fmt: skip
+    def run(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv,
+            heads_first, kv_cache, kr_cache, slots):  # fmt: skip
         """One call."""
         both = (kv_cache, kr_cache)
         require(all(each.is_contiguous() for each in both), "the pages are not contiguous")

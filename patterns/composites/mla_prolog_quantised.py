@@ -23,45 +23,54 @@ from patterns.examples import mla_prolog_quantised as examples
 from patterns.primitives import latent_calls
 
 
-def _layer(p, x, weight, scale, tokens, dtype, fixed):
+def layer(p, x, weight, scale, tokens, dtype, fixed):
     """A linear layer in whole numbers."""
     return p.whole_linear(
         x=p.reshaped(x), weight=weight, scale=scale, tokens=p.reshaped(tokens), dtype=dtype, fixed=fixed
     )
 
 
-def _queries(p, both, uq, uq_scale, up, gamma, eps, cos, sin, width, begin, first, heads_first, dtype, how):
+def queries(p, both, uq, uq_scale, up, gamma, eps, cos, sin, width, begin, first, heads_first, dtype, how):
     """Rotated and absorbed queries, and their latent in whole numbers with its scale; `both` projects x to it."""
     latent = p.rms_norm(x=both, gamma=gamma, eps=eps)
     scale = p.token_scale(x=p.reshaped(latent), dtype=how["scale_dtype"])
     whole = p.token_quantised(x=p.reshaped(latent), scale=scale, dtype=how["scale_dtype"])
-    layer = _layer(p, whole, uq, uq_scale, scale, how["layer_dtype"], how["fixed"])
-    lanes = p.layer_lanes(layer=layer, width=width, start=first, heads_first=heads_first)
+    heads = layer(p, whole, uq, uq_scale, scale, how["layer_dtype"], how["fixed"])
+    lanes = p.layer_lanes(layer=heads, width=width, start=first, heads_first=heads_first)
     rotated = rotated_lanes(p, lanes, cos, sin, dtype, gamma, heads_first)
-    return rotated, p.layer_query(layer=layer, width=width, start=begin, up=up), whole, scale
+    return rotated, p.layer_query(layer=heads, width=width, start=begin, up=up), whole, scale
 
 
-def _rows(p, both, like, gamma, eps, cos, sin, split, end, dtype):
+def rows(p, both, like, gamma, eps, cos, sin, split, end, dtype):
     """The rows of both caches; `both` projects x to them."""
     latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
     return latent, rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, like)
 
 
-def _call(
-    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], up: Tensor, gammas: tuple[Tensor, Tensor], cos: Tensor,
-    sin: Tensor, caches: tuple[Tensor, Tensor], **how: Any,
+def prolog(
+    x: Tensor, tokens: Tensor | None, weights: tuple[Tensor, Tensor, Tensor], scales: tuple[Any, Tensor, Any],
+    up: Tensor, gammas: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor],
+    heads_first: bool, scale_dtype: torch.dtype, **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The five results, and both caches with new rows."""
+    """Rotated and absorbed queries, their latent in whole numbers with its scale, and both caches with new rows.
+
+    `weights` and `scales` are those of dq, uq and dkv; only uq has a scale where `tokens`, that of x, is None.
+    """
     cast = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in weights]
     tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
-    return torch.ops.npu.npu_mla_prolog_v3_functional(
-        x, cast[0], cast[1], up.contiguous(), cast[2], *gammas, *tables, *caches, query_norm_flag=True, **how
-    )
-
-
-def _row(scale: Tensor) -> Tensor:
-    """A scale of each channel as the operator takes it."""
-    return scale.float().reshape(1, -1)
+    row = [None if each is None else each.float().reshape(1, -1) for each in scales]
+    whole: dict[str, Any] = dict(weight_quant_mode=1)
+    if tokens is not None:
+        rows = tokens.float().reshape(-1, 1)
+        whole = dict(
+            weight_quant_mode=2, dequant_scale_x=rows, dequant_scale_w_dq=row[0], dequant_scale_w_dkv_kr=row[2]
+        )
+    query, rope, _, latent, scale, kv, kr = torch.ops.npu.npu_mla_prolog_v3_functional(
+        x, cast[0], cast[1], up.contiguous(), cast[2], *gammas, *tables, *caches, query_norm_flag=True,
+        dequant_scale_w_uq_qr=row[1], **whole, **how,
+    )  # fmt: skip
+    rope = rope.transpose(1, 2) if heads_first else rope
+    return rope, query.transpose(1, 2), latent, scale.reshape(*x.shape[:2], 1).to(scale_dtype), kv, kr
 
 
 @dataclass(frozen=True)
@@ -81,10 +90,10 @@ class MlaPrologQuantised(Prolog):
         """The layer of the queries' heads is quantised."""
         how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed)
         low = p.linear(x=x, weight=dq, fixed=fixed, beside=beside_q)
-        q = _queries(p, low, uq, uq_scale, up, gamma_cq, eps_cq, cos, sin, width, begin, first, heads_first,
+        q = queries(p, low, uq, uq_scale, up, gamma_cq, eps_cq, cos, sin, width, begin, first, heads_first,
                      dtype_q, how)  # fmt: skip
         line = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside_kv)
-        kv = _rows(p, line, gamma_cq, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv)
+        kv = rows(p, line, gamma_cq, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv)
         caches = zip((kv_cache, kr_cache), kv, strict=True)
         return *q, *(p.write(cache=c, rows=p.reshaped(row), start=start, axis=axis) for c, row in caches)
 
@@ -100,11 +109,11 @@ class MlaPrologQuantised(Prolog):
     ):  # fmt: skip
         """All three layers are quantised."""
         how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed)
-        low = _layer(p, x, dq, dq_scale, tokens, layer_dtype, fixed)
-        q = _queries(p, low, uq, uq_scale, up, gamma_cq, eps_cq, cos, sin, width, begin, first, heads_first,
+        low = layer(p, x, dq, dq_scale, tokens, layer_dtype, fixed)
+        q = queries(p, low, uq, uq_scale, up, gamma_cq, eps_cq, cos, sin, width, begin, first, heads_first,
                      dtype_q, how)  # fmt: skip
-        line = _layer(p, x, dkv, dkv_scale, tokens, layer_dtype, fixed)
-        kv = _rows(p, line, gamma_cq, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv)
+        line = layer(p, x, dkv, dkv_scale, tokens, layer_dtype, fixed)
+        kv = rows(p, line, gamma_cq, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv)
         caches = zip((kv_cache, kr_cache), kv, strict=True)
         return *q, *(p.write(cache=c, rows=p.reshaped(row), start=start, axis=axis) for c, row in caches)
 
@@ -114,22 +123,13 @@ class MlaPrologQuantised(Prolog):
         """One call, that writes to pages."""
         pages = (latent_calls.pages(kv_cache, axis), latent_calls.pages(kr_cache, axis))
         slots = latent_calls.slots(start, x.shape[0], x.shape[1], kv_cache.shape[axis], x.device)
-        how: dict[str, Any] = dict(weight_quant_mode=1, dequant_scale_w_uq_qr=_row(uq_scale))
-        if tokens is not None:
-            scales = dict(dequant_scale_w_dq=_row(dq_scale), dequant_scale_w_dkv_kr=_row(dkv_scale))
-            how |= dict(weight_quant_mode=2, dequant_scale_x=tokens.float().reshape(-1, 1), **scales)
-        query, rope, _, whole, scale, kv, kr = _call(
-            x, (dq, uq, dkv), up, (gamma_cq, gamma_ckv), cos, sin, pages, rmsnorm_epsilon_cq=eps_cq,
-            rmsnorm_epsilon_ckv=eps_ckv, cache_mode="PA_BSND", cache_index=slots, **how,
+        *found, kv, kr = prolog(
+            x, tokens, (dq, uq, dkv), (dq_scale, uq_scale, dkv_scale), up, (gamma_cq, gamma_ckv), cos, sin, pages,
+            heads_first, scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, cache_mode="PA_BSND",
+            cache_index=slots,
         )  # fmt: skip
-        rope = rope.transpose(1, 2) if heads_first else rope
-        scale = scale.reshape(*x.shape[:2], 1).to(scale_dtype)
-        return rope, query.transpose(1, 2), whole, scale, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
+        return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""
         return iter(examples.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(examples.REJECTS)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from fusion import Example
+from patterns.examples import latent_attention_paged
 from patterns.examples.inputs import Inputs
 from patterns.examples.latent_attention import absorbed, at_position, chunk, given, prompt, step
 from patterns.examples.sparse_attention import SCALE, B, S, T, causal, eager, hidden, keys_values, position
@@ -83,6 +84,8 @@ PAGED = (
 PLAIN = (*PAGED, ("absorbed", absorbed, 1), ("at a position", at_position, 1, position))
 EXAMPLES = (
     *(Example(name, form, given(queries, T, *more)) for name, form, queries, *more in PLAIN),
+    Example("pages of a table", latent_attention_paged.whole, latent_attention_paged.inputs(1)),
+    Example("queries that see all, pages of a table", latent_attention_paged.whole, latent_attention_paged.inputs(FEW)),
     Example("one query, with its sum", with_sums, given(1, T)),
     *(Example(f"{name}, in lines", by_lines(form), lines(queries, *more)) for name, form, queries, *more in PAGED),
 )

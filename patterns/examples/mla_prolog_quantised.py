@@ -8,7 +8,24 @@ from torch.nn.functional import linear
 
 from fusion import Example
 from patterns.examples.inputs import Inputs
-from patterns.examples.mla_prolog import CACHES, DR, HCQ, HE, C, D, N, S, T, attended, copied, norm, rope_last, turned
+from patterns.examples.mla_prolog import (
+    CACHES,
+    DR,
+    HCQ,
+    HE,
+    C,
+    D,
+    Joined,
+    N,
+    S,
+    T,
+    attended,
+    copied,
+    fresh,
+    norm,
+    rope_last,
+    turned,
+)  # fmt: skip
 from patterns.examples.mla_prolog import prolog as floats
 from patterns.examples.quantisation import product, quantised, scales, weights
 
@@ -20,11 +37,11 @@ def whole(number: int, rows: int, columns: int) -> Layer:
     return weights(number, rows, columns), scales(number + 1, rows) / 8
 
 
-def prolog(queries: int, *quantised_layers: str) -> Inputs:
+def prolog(queries: int, *quantised_layers: str, cached: bool = True) -> Inputs:
     """As in floats, with these of the layers dq, uq, dkv in whole numbers, their scales behind everything else."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        x, dq, uq, dkv, *rest = floats(queries, T, *CACHES)(dtype)
+        x, dq, uq, dkv, *rest = (floats(queries, T, *CACHES) if cached else floats(queries, queries))(dtype)
         layers = {"dq": (dq, HCQ, HE), "uq": (uq, N * (D + DR), HCQ), "dkv": (dkv, C + DR, HE)}
         made = {name: whole(20 + 2 * n, *size) for n, (name, (_, *size)) in enumerate(layers.items())}
         kept = [made[name][0] if name in quantised_layers else given for name, (given, *_) in layers.items()]
@@ -40,14 +57,14 @@ def multiplied(x: Layer, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> T
     return (product(x[0], weight).float() * x[1] * scale).to(dtype)
 
 
-def attention(latent: Tensor, q: Tensor, line: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
+def attention(q: Tensor, line: Tensor, rest: tuple[Tensor, ...]) -> Tensor:
     """What follows the layers: heads [B, S, N · (D + Dr)], lines [B, S, C + Dr]."""
-    gain_kv, ukv, cos, sin, places, at, latents, ropes = rest
+    gain_kv, ukv, cos, sin, places, at, *caches = rest
     q = q.reshape(*places.shape[:2], N, -1).transpose(1, 2)
     q = rope_last(q, cos.unsqueeze(-3), sin.unsqueeze(-3))
     nope, rope = line.split((C, DR), dim=-1)
-    rows = copied(norm(nope, gain_kv), turned(rope, cos, sin), at, latents, ropes)
-    return attended(q, *rows, ukv, places)
+    join: Joined = copied if caches else fresh
+    return attended(q, *join(norm(nope, gain_kv), turned(rope, cos, sin), at, *caches), ukv, places)
 
 
 def heads_alone(x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, *rest: Tensor) -> Tensor:
@@ -55,7 +72,7 @@ def heads_alone(x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, 
     *others, uq_scale = rest
     latent = norm(linear(x, dq), gain_q)
     q = multiplied(quantised(latent), uq, uq_scale, x.dtype)
-    return attention(latent, q, linear(x, dkv), tuple(others))
+    return attention(q, linear(x, dkv), tuple(others))
 
 
 def all_layers(x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, *rest: Tensor) -> Tensor:
@@ -64,11 +81,14 @@ def all_layers(x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, *
     rows = quantised(x)
     latent = norm(multiplied(rows, dq, dq_scale, x.dtype), gain_q)
     q = multiplied(quantised(latent), uq, uq_scale, x.dtype)
-    return attention(latent, q, multiplied(rows, dkv, dkv_scale, x.dtype), tuple(others))
+    return attention(q, multiplied(rows, dkv, dkv_scale, x.dtype), tuple(others))
 
 
 EXAMPLES = (
     Example("a token, the heads quantised", heads_alone, prolog(1, "uq")),
     Example("a prompt, all quantised", all_layers, prolog(S, "dq", "uq", "dkv")),
 )
-REJECTS = ()
+ROW_EXAMPLES = (
+    Example("no cache, the heads quantised", heads_alone, prolog(S, "uq", cached=False)),
+    Example("no cache, all quantised", all_layers, prolog(S, "dq", "uq", "dkv", cached=False)),
+)

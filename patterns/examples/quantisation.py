@@ -83,12 +83,6 @@ def narrow(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale.unsqueeze(-1)
 
 
-def whole_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """One scale for all tokens."""
-    scale = (x.float().abs().amax() / 127).reshape(1, 1)
-    return (x.float() / scale).round().to(torch.int8), scale.expand(x.shape[0], 1)
-
-
 def shifted(x: Tensor) -> tuple[Tensor, Tensor]:
     """A number is added to the scale."""
     scale = x.float().abs().amax(-1, keepdim=True) / 127 + 1e-3
@@ -101,46 +95,10 @@ def of_others(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
 
 
-def bounded_above(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A scale that does not grow beyond a bound."""
-    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(1e-5, 0.02)
-    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
-
-
 def coarse(x: Tensor) -> tuple[Tensor, Tensor]:
     """Four bits."""
     scale = x.float().abs().amax(-1, keepdim=True) / 7
     return (x.float() / scale).round().clamp(-8, 7).to(torch.int8), scale
-
-
-def cut(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Without rounding."""
-    scale = x.float().abs().amax(-1, keepdim=True) / 127
-    return (x.float() / scale).to(torch.int8), scale
-
-
-def tight(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds that cut off the largest."""
-    scale = x.float().abs().amax(-1, keepdim=True) / 127
-    return (x.float() / scale).round().clamp(-100, 100).to(torch.int8), scale
-
-
-def open_narrow(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A rounded scale, and no bound."""
-    scale = x.bfloat16().abs().amax(-1, keepdim=True) / 127
-    return (x.bfloat16() / scale).round().to(torch.int8), scale
-
-
-def faint(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales that stay large."""
-    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=0.01)
-    return (x.float() / scale).round().to(torch.int8), scale
-
-
-def static(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A scale that does not come from the row."""
-    scale = x.float().square().mean(-1, keepdim=True).sqrt() / 32
-    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
 
 
 ROWS = (
@@ -149,16 +107,9 @@ ROWS = (
     Example("in the model's dtype", by(narrow), layer(5)),
 )
 OTHER_ROWS = (
-    Example("one scale for all", by(whole_tensor), layer(5), "shared by several tokens"),
     Example("a shifted scale", by(shifted), layer(5), "a number is added to the scale"),
     Example("the scale of others", by(of_others), layer(5), "divided by the scale of others"),
-    Example("a bound above", by(bounded_above), layer(5), "the scale has an upper bound"),
     Example("four bits", by(coarse), layer(5), "becomes 7, by the operator 127"),
-    Example("cut off", by(cut), layer(5), "cut off toward zero"),
-    Example("tight bounds", by(tight), layer(5), "bounded by -100 and 100"),
-    Example("a rounded scale without bounds", by(open_narrow), layer(5), "a row may leave int8"),
-    Example("large scales", by(faint), layer(5), "scales are at least 0.01"),
-    Example("another scale", by(static), layer(5), "without a scale that is the largest of their row"),
 )
 
 Finish = Callable[..., Tensor]
@@ -198,34 +149,9 @@ def other_dim(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> T
     return (product(whole, weight).float() * tokens * scale[: whole.shape[-2]].view(-1, 1)).bfloat16()
 
 
-def no_channels(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """A scale of each token alone."""
-    return (product(whole, weight).float() * tokens).bfloat16()
-
-
-def number(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """A number in place of the tokens' scales."""
-    return (product(whole, weight).float() * 0.01 * scale).bfloat16()
-
-
-def early_bias(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """A bias that is scaled, too."""
-    return ((product(whole, weight).float() * scale + bias) * tokens).bfloat16()
-
-
-def residual(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """A bias before any scale."""
-    return ((product(whole, weight).float() + bias) * tokens * scale).bfloat16()
-
-
 def short(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Sums in float16."""
     return (linear(whole.half(), weight.half()) * tokens.half() * scale.half()).half()
-
-
-def cast_early(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Sums cast to float16."""
-    return product(whole, weight).half() * tokens.half() * scale.half()
 
 
 PRODUCTS = (
@@ -237,10 +163,5 @@ PRODUCTS = (
 OTHER_PRODUCTS = (
     Example("a wide result", scaled(wide), layer(5), "the result is of torch.float32"),
     Example("scales in the wrong dim", scaled(other_dim), layer(2, 3), "neither one for each token"),
-    Example("no scale of channels", scaled(no_channels), layer(5), "no scale for each output channel"),
-    Example("a number besides", scaled(number), layer(5), "a scale of the whole tensor"),
-    Example("a bias between the scales", scaled(early_bias), layer(5, bias=True), "before all scales"),
-    Example("a bias before the scales", scaled(residual), layer(5, bias=True), "something else than one bias"),
     Example("sums in float16", scaled(short), layer(5), "computed in float16"),
-    Example("sums cast to float16", scaled(cast_early), layer(5), "cast to float16"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from fusion import Example
 from patterns.examples.inputs import Inputs, normal
@@ -30,8 +31,9 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Par
     return (weights / total).to(q.dtype) @ v, top + total.log()
 
 
-def diagonal(q: Tensor, k: Tensor, v: Tensor) -> Parts:
-    """The block on the diagonal, which is causal."""
+def diagonal(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Parts:
+    """The block on the diagonal, which is causal, of queries that are projected here."""
+    q = linear(q, weight)
     return attended(q, k, v, hidden(causal(q.shape[2], q.shape[2]), torch.float32))
 
 
@@ -75,6 +77,12 @@ def windowed(q: Tensor, k: Tensor, v: Tensor) -> Parts:
     return attended(q, k, v, hidden(seen, torch.float32))
 
 
+def projected(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The inputs of a whole sequence, and a projection, a Parameter."""
+    weight = (normal(6, D + DR, D + DR) / 5).to(dtype)
+    return *parts(LONG, LONG)(dtype), torch.nn.Parameter(weight, requires_grad=False)
+
+
 def shown(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The same with a mask that is passed in."""
     seen = torch.eye(S, dtype=torch.bool) | (normal(5, S, S) > 0)
@@ -84,7 +92,7 @@ def shown(dtype: torch.dtype) -> tuple[Tensor, ...]:
 EXAMPLES = (
     Example("merged with other keys", merged, with_before),
     Example("keys that came before", attended, parts()),
-    Example("the diagonal", diagonal, parts(LONG, LONG)),
+    Example("the diagonal", diagonal, projected),
     Example("shared keys", without_last_dim, parts(heads=2)),
 )
 REJECTS = (

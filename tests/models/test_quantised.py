@@ -29,7 +29,7 @@ def example() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("step", [0, 1], ids=["prompt", "token"])
+@pytest.mark.parametrize("step", [pytest.param(0, id="prompt", marks=pytest.mark.nightly), pytest.param(1, id="token")])
 def test_a_block_becomes_six_operators(example: ModuleType, step: int):
     torch.manual_seed(0)
     block = example.converted(example.Attention().state_dict(), torch.bfloat16)

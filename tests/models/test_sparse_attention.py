@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, fx
 
 import fusion
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
-from fusion.testing import capture, widen, widened
+from fusion.testing import capture
 from fusion.verification import relative_error
 
 from .families import LAYERS, Built, build, caches
+from .latents import PROMPT, ROOM, call, differences, steps
 
 TARGET = "ascend910_93"
-PROMPT, STEPS, ROOM = 40, 4, 96
 SIZES = dict(hidden_size=1024, q_lora_rank=1536, index_topk=24)
 FAMILIES = {
     "DeepseekV32": SIZES,
@@ -43,23 +42,6 @@ GONE = ("topk", "softmax", "scaled_dot_product_attention", "scatter.value", "sli
 
 def built(family: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa", **sizes: Any) -> Built:
     return build(family.partition(",")[0], dtype, attention, **{**FAMILIES[family], **sizes})
-
-
-def call(of: Built, mode: str, tokens: int = PROMPT) -> dict[str, Any]:
-    """One step over a cache that is there before the graph is captured, filled where the step decodes."""
-    ids = torch.randint(3, 90, (2, tokens + 1), generator=torch.Generator().manual_seed(7))
-    if mode.endswith("dynamic"):
-        cache: Any = transformers.DynamicCache(config=of.config)
-    else:
-        cache = transformers.StaticCache(config=of.config, max_cache_len=ROOM)
-        with torch.no_grad():
-            of.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
-        cache.reset()
-    if mode.startswith("decode"):
-        with torch.no_grad():
-            of.model(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True)
-        return dict(input_ids=ids[:, tokens:], past_key_values=cache, use_cache=True)
-    return dict(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True)
 
 
 def operators(report: fusion.Report) -> Counter[str]:
@@ -101,23 +83,8 @@ def test_the_formulas_are_the_same_in_float64(family, mode):
     options = Options(target=TARGET, lower="eager", plan_lower="eager")
     outcome = fuse_graph(fused.graph, installed(), options)
     assert {"sparse_attention", "mla_prolog"} <= {each.match.rule.name for each in outcome.chosen}
-    results = []
-    for graph in (captured.graph, fused):
-        inputs = [widened(each) for each in captured.inputs]
-        outputs = widen(graph)(*inputs)
-        results.append([each for each in (*outputs, *inputs) if isinstance(each, Tensor) and each.is_floating_point()])
-    errors = [relative_error(have, want) for want, have in zip(*results, strict=True)]
+    errors = differences(captured.graph, fused, captured.inputs)
     assert max(errors) < 1e-12, errors
-
-
-def steps(model: Any, run: Any, config: Any) -> tuple[list[Tensor], Any]:
-    """A prompt and some steps of given tokens; logits, and the cache."""
-    ids = torch.randint(3, 90, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(5))
-    state = call(Built(model, config), "prefill_static")["past_key_values"]
-    pieces = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
-    with torch.no_grad():
-        logits = [run(input_ids=each.contiguous(), past_key_values=state, use_cache=True).logits for each in pieces]
-    return logits, state
 
 
 @pytest.mark.parametrize(("family", "attention"), [("DeepseekV32", "eager"), ("GlmMoeDsa", "sdpa")])

@@ -21,7 +21,7 @@ Found = dict[Value, Reading]
 
 def readings(a: Algebra, found: Mapping[Value, Reading]) -> Found:
     """Where the parts of latent queries come from, if a layer in whole numbers gives them."""
-    layers = [value for value, reading in found.items() if reading.op == "whole_linear"]
+    layers = {_computed(value): value for value, reading in found.items() if reading.op == "whole_linear"}
     queries = [reading for reading in found.values() if reading.op == "latent_queries"] if layers else []
     made: Found = {}
     for each in queries:
@@ -31,7 +31,7 @@ def readings(a: Algebra, found: Mapping[Value, Reading]) -> Found:
 
 
 def _of_query(
-    a: Algebra, found: Mapping[Value, Reading], layers: list[Value], query: Reading
+    a: Algebra, found: Mapping[Value, Reading], layers: Mapping[Value, Value], query: Reading
 ) -> Iterator[tuple[Value, Reading]]:
     absorbed, rotated = query.captures["absorbed"], query.captures["rope"]
     up = absorbed.args[1] if absorbed.op == "matmul" and absorbed.arg.rank == 4 else None
@@ -49,20 +49,27 @@ def _of_query(
             yield x, Reading("layer_lanes", lanes)
 
 
-def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: list[Value]) -> dict[str, Any] | None:
+def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: Mapping[Value, Value]) -> dict[str, Any] | None:
     """The layer of which `value` [B, N, S, D] or [B, S, N, D] holds some lanes of every head."""
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
     starts = sorted({0, *(each.attrs[1] for each in sources(value) if each.op == "slice")})
-    for layer in layers:
-        size = layer.shape[-1]
-        if not isinstance(size, int) or size % heads or prod(layer.shape[:-1]) != value.shape[0] * rows:
-            continue
-        width = size // heads
-        opened = a.reshape(layer, (value.shape[0], rows, heads, width))
-        for start in (each for each in starts if each + count <= width):
-            forms = lane_forms(a, opened, start, count)
-            if value in forms:
-                return {"layer": layer, "width": width, "start": start, "heads_first": value is not forms[0]}
+    layer = next((layers[each] for each in map(_computed, sources(value)) if each in layers), None)
+    size = None if layer is None else layer.shape[-1]
+    if layer is None or not isinstance(size, int) or size % heads or prod(layer.shape[:-1]) != value.shape[0] * rows:
+        return None
+    width = size // heads
+    opened = a.reshape(layer, (value.shape[0], rows, heads, width))
+    for start in (each for each in starts if each + count <= width):
+        forms = lane_forms(a, opened, start, count)
+        if value in forms:
+            return {"layer": layer, "width": width, "start": start, "heads_first": value is not forms[0]}
     return None
+
+
+def _computed(value: Value) -> Value:
+    """What a value is computed from by its last step that is neither a cast nor another shape."""
+    while value.op in ("cast", "reshape"):
+        value = value.arg
+    return value

@@ -8,7 +8,7 @@ The sums may be computed in int32 (`_int_mm` or a product in int32), or in float
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,9 +174,10 @@ def readings(a: Algebra, places: Places, fixed: Collection[fx.Node]) -> tuple[Fo
     misses: Misses = {}
     known = _Products(a)
     products = {value: each for value in list(places) if (each := known.of(value)) is not None}
+    held = {node for value, each in products.items() if isinstance(each, _Product) for node in places[value]}
     for value in products:
-        if _goes_on(places[value], products, places):
-            continue
+        if is_view(places[value][0].target) or _read_by(places[value], held):
+            continue  # only seen in another shape, or all that reads it is a product still
         each = products[value]
         made = each if isinstance(each, str) else _reading(a, places, each, value, fixed)
         if isinstance(made, str):
@@ -184,12 +185,6 @@ def readings(a: Algebra, places: Places, fixed: Collection[fx.Node]) -> tuple[Fo
         else:
             found[value] = made
     return found, misses
-
-
-def _goes_on(nodes: Sequence[fx.Node], products: Mapping[Value, Any], places: Places) -> bool:
-    """Whether all that reads a product is a product still, or it is only seen in another shape."""
-    held = {node for value in products if isinstance(products[value], _Product) for node in places[value]}
-    return is_view(nodes[0].target) or _read_by(nodes, held)
 
 
 def _read_by(nodes: Sequence[fx.Node], held: Collection[fx.Node]) -> bool:

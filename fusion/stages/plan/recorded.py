@@ -135,17 +135,16 @@ class PlanBook:
         """
         costs: list[tuple[float, frozenset[str]]] = []
         for step, names in zip(steps, sources, strict=True):
-            leaves = list(
-                dict.fromkeys(tree_leaves((step.args, dict(step.kwargs))))
-            )  # what is given twice is read once
-            operands = [_lookup(each, steps, inputs) for each in leaves]
+            leaves = tree_leaves((step.args, dict(step.kwargs)))
+            read = list(dict.fromkeys(each for each in leaves if isinstance(each, Input | Output)))  # each once
+            operands = [_lookup(each, steps, inputs) for each in read]
             constant = not names and not any(isinstance(each, torch.SymInt) for each in leaves)
             if is_view(step.target) or constant or not is_data((step.result, operands)):
                 continue
             moved, result = operands, step.result
             written = _overwritten(step)
             if written and all(_origin(each, sources) & owned for each in written):
-                moved = [each for leaf, each in zip(leaves, operands, strict=True) if leaf not in written]
+                moved = [each for one, each in zip(read, operands, strict=True) if one not in written]
                 result = None
             flops = _flops(step, steps, inputs)
             costs.append((call_cost(step.target, moved, result, self._targets[0], flops), names))

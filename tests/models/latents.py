@@ -1,0 +1,53 @@
+"""Models with latent attention, one step at a time: over caches that are there before, and in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, fx
+
+from fusion.testing import widen, widened
+from fusion.verification import relative_error
+
+from .families import Built
+
+PROMPT, STEPS, ROOM = 40, 4, 96
+
+
+def call(of: Built, mode: str, tokens: int = PROMPT) -> dict[str, Any]:
+    """One step over a cache that is there before the graph is captured, filled where the step decodes."""
+    ids = torch.randint(3, 90, (2, tokens + 1), generator=torch.Generator().manual_seed(7))
+    if mode.endswith("dynamic"):
+        cache: Any = transformers.DynamicCache(config=of.config)
+    else:
+        cache = transformers.StaticCache(config=of.config, max_cache_len=ROOM)
+        with torch.no_grad():
+            of.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+        cache.reset()
+    if mode.startswith("decode"):
+        with torch.no_grad():
+            of.model(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True)
+        return dict(input_ids=ids[:, tokens:], past_key_values=cache, use_cache=True)
+    return dict(input_ids=ids[:, :tokens], past_key_values=cache, use_cache=True)
+
+
+def steps(model: Any, run: Any, config: Any, count: int = STEPS) -> tuple[list[Tensor], Any]:
+    """A prompt and some steps of given tokens; logits, and the cache."""
+    ids = torch.randint(3, 90, (2, PROMPT + count), generator=torch.Generator().manual_seed(5))
+    state = call(Built(model, config), "prefill_static")["past_key_values"]
+    pieces = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
+    with torch.no_grad():
+        logits = [run(input_ids=each.contiguous(), past_key_values=state, use_cache=True).logits for each in pieces]
+    return logits, state
+
+
+def differences(plain: fx.GraphModule, fused: fx.GraphModule, given: Any) -> list[float]:
+    """Relative errors of all results and inputs of two graphs, both run in float64."""
+    results = []
+    for graph in (plain, fused):
+        inputs = [widened(each) for each in given]
+        outputs = widen(graph)(*inputs)
+        results.append([each for each in (*outputs, *inputs) if isinstance(each, Tensor) and each.is_floating_point()])
+    return [relative_error(have, want) for want, have in zip(*results, strict=True)]

@@ -1,0 +1,122 @@
+"""Dense latent attention of transformers, untouched: absorbed in decode, expanded where that costs less."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import fusion
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.testing import capture
+from fusion.verification import relative_error
+
+from .families import LAYERS, Built, build, caches
+from .latents import call, differences, steps
+
+TARGET = "ascend910_93"
+LEGAL = dict(hidden_size=1024, q_lora_rank=1536)
+ATTENTION = {"npu::npu_fused_infer_attention_score_v2": LAYERS, "npu::npu_transpose_batchmatmul": LAYERS}
+PROLOG = "npu::npu_mla_prolog_v3"
+LINE = "npu::npu_kv_rmsnorm_rope_cache_v2"
+FAMILIES = {
+    "DeepseekV3": LEGAL,
+    "DeepseekV3, no q_lora": dict(LEGAL, q_lora_rank=None),
+    "DeepseekV3, small": {},
+    "DeepseekV2": LEGAL,
+    "Mistral4": dict(hidden_size=256, kv_lora_rank=256, qk_nope_head_dim=64),
+}
+
+
+def built(family: str, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa", **sizes: Any) -> Built:
+    return build(family.partition(",")[0], dtype, attention, **{**FAMILIES[family], **sizes})
+
+
+def block(report: fusion.Report) -> int:
+    """Launches of the attention of the second layer, with the norm before it."""
+    layers = {path: layer.after for path, layer in report.layers.items() if ".1." in path and "mlp" not in path}
+    return sum(each.launches for each in layers.values())
+
+
+def named(report: fusion.Report) -> str:
+    return " ".join(str(node.target) for graph in report.graphs for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("family", "operator", "most"),
+    [
+        ("DeepseekV3", PROLOG, 6),  # with the norm behind the attention, which is of the next block
+        ("DeepseekV3, no q_lora", LINE, 11),
+        ("DeepseekV3, small", LINE, 12),
+        ("DeepseekV2", "npu::npu_rotary_mul", 22),
+        ("Mistral4", "npu::npu_interleave_rope", 19),
+    ],
+)
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)])
+def test_decode_reads_the_latent(family, operator, most, attention):
+    of = built(family, attention=attention)
+    report = fusion.explain(of.model, **call(of, "decode_static"), options={"target": TARGET})
+    assert {name: report.ops.get(name) for name in ATTENTION} == ATTENTION, report
+    assert report.ops.get(operator), report
+    left = named(report)
+    assert not [name for name in ("softmax", "scaled_dot_product", "index_put", "slice_scatter") if name in left], left
+    up = [node for graph in report.graphs for node in graph.graph.nodes if _expands(node, of)]
+    assert not up, up
+    assert block(report) <= most, report
+
+
+def _expands(node: fx.Node, of: Built) -> bool:
+    """Whether a node holds keys or values of every head for every place of the cache."""
+    val = node.meta.get("val")
+    heads = of.config.num_attention_heads
+    return isinstance(val, torch.Tensor) and val.dim() == 4 and val.shape[1:3] == (heads, 96) and val.shape[-1] > 1
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("DeepseekV3, no q_lora", marks=pytest.mark.nightly)])
+def test_the_formulas_are_the_same_in_float64(family):
+    of = built(family)
+    captured = capture(of.model, (), **call(of, "decode_static"))
+    fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    outcome = fuse_graph(fused.graph, installed(), Options(target=TARGET, lower="eager", plan_lower="eager"))
+    assert "latent_attention" in {each.match.rule.name for each in outcome.chosen}
+    errors = differences(captured.graph, fused, captured.inputs)
+    assert max(errors) < 1e-12, errors
+
+
+@pytest.mark.parametrize(
+    "family", ["DeepseekV3", *(pytest.param(each, marks=pytest.mark.nightly) for each in list(FAMILIES)[1:])]
+)
+def test_a_prompt_and_many_steps(family):
+    of, exact = built(family), built(family, torch.float64)
+    torch._dynamo.reset()
+    compiled = torch.compile(of.model, backend="cann_fusion", options={"target": TARGET, "lower": "eager"})
+    truth, kept = steps(exact.model, exact.model, exact.config, 32)
+    plain, before = steps(of.model, of.model, of.config, 32)
+    fused, after = steps(of.model, compiled, of.config, 32)
+    for want, own, have in zip(truth, plain, fused, strict=True):
+        assert relative_error(have, want) <= 1.5 * relative_error(own, want) + torch.finfo(torch.bfloat16).eps
+    tensors = [caches(dict(past_key_values=each)) for each in (kept, before, after)]
+    for want, own, have in zip(*tensors, strict=True):
+        assert relative_error(have, want) <= 1.5 * relative_error(own, want) + torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize(("tokens", "absorbed"), [(16, True), (4096, False)])
+def test_the_cost_decides_which_form_a_prompt_takes(tokens, absorbed):
+    of = built("DeepseekV3", num_attention_heads=16, num_key_value_heads=16)
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    report = fusion.explain(of.model, input_ids=ids, use_cache=False, options={"target": TARGET})
+    assert bool(report.ops.get(PROLOG)) is absorbed, report
+    assert report.ops["npu::npu_fused_infer_attention_score_v2"] == LAYERS
+    assert absorbed or block(report) <= 14, report
+
+
+def test_the_first_version_of_the_operator_takes_over():
+    of = built("DeepseekV3")
+    options = {"target": TARGET, "disable": {"npu_fused_infer_attention_score_v2"}}
+    report = fusion.explain(of.model, **call(of, "decode_static"), options=options)
+    assert report.ops["npu::npu_fused_infer_attention_score"] == LAYERS, report
