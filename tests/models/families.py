@@ -38,6 +38,7 @@ CONFIGS: dict[str, Any] = {
     "GlmMoeDsa": lambda **sizes: transformers.GlmMoeDsaConfig(
         **dict(_INDEXED, qk_nope_head_dim=192, v_head_dim=256) | sizes
     ),
+    "Mistral4": lambda **sizes: transformers.Mistral4Config(**_DENSE_FIRST | sizes),
     "Mistral": lambda **sizes: transformers.MistralConfig(**_GROUPED | sizes),
     "Gemma": lambda **sizes: transformers.GemmaConfig(**_GROUPED | sizes),
     "Phi3": lambda **sizes: transformers.Phi3Config(**{k: v for k, v in _GROUPED.items() if k != "head_dim"} | sizes),
