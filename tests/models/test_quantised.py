@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +12,7 @@ import torch
 
 import fusion
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "deepseek_r1_w8a8.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 OPTIONS = {"target": "ascend910_93", "lower": "eager"}
 OPERATORS = {
     "npu::npu_add_rms_norm_dynamic_quant", "npu::npu_mla_prolog_v3", "npu::npu_fused_infer_attention_score_v2",
@@ -20,13 +21,10 @@ OPERATORS = {
 
 
 @pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def example() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module("deepseek_r1_w8a8")
 
 
 @pytest.mark.parametrize("step", [pytest.param(0, id="prompt", marks=pytest.mark.nightly), pytest.param(1, id="token")])
