@@ -1,0 +1,27 @@
+"""Which of the large grids run for each push: a fixed share of each, by name; all of them run nightly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from zlib import crc32
+
+import pytest
+
+SHARES = {
+    "laws/test_laws.py": 2,
+    "corpus/test_corpus.py": 2,
+    "corpus/test_recognition.py": 2,
+    "corpus/test_attention.py": 2,
+    "operators/test_fallbacks.py": 3,
+    "operators/test_meta.py": 3,
+}
+"""Modules of which one test in so many runs for each push; tests without parameters always run."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Leave the others to the night."""
+    for item in items:
+        share = next((share for name, share in SHARES.items() if item.nodeid.split("::")[0].endswith(name)), 1)
+        if "[" in item.nodeid and crc32(item.nodeid.encode()) % share:
+            item.add_marker("nightly")
