@@ -121,8 +121,8 @@ def with_sink(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: T
 
 def tokens(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     """One token each, without a dim for it."""
-    k, v = (pages[table].flatten(1, 2).repeat_interleave(N // M, 2) for pages in (keys, values))
-    s = torch.einsum("bnd,btnd->bnt", q[:, :, 0], k) * D**-0.5
+    k, v = (pages[table].flatten(1, 2) for pages in (keys, values))
+    s = torch.einsum("bnd,btnd->bnt", q[:, :M, 0], k) * D**-0.5
     shares = s.masked_fill((torch.arange(ROOM) >= lengths[:, None])[:, None], -math.inf).softmax(-1)
     return torch.einsum("bnt,btnd->bnd", shares, v)
 
