@@ -119,6 +119,14 @@ def with_sink(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: T
     return s[..., :-1] @ rows(values, table)
 
 
+def tokens(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    """One token each, without a dim for it."""
+    k, v = (pages[table].flatten(1, 2) for pages in (keys, values))
+    s = torch.einsum("bnd,btnd->bnt", q[:, :M, 0], k) * D**-0.5
+    shares = s.masked_fill((torch.arange(ROOM) >= lengths[:, None])[:, None], -math.inf).softmax(-1)
+    return torch.einsum("bnt,btnd->bnd", shares, v)
+
+
 EMPTY = torch.tensor([0, 12])
 EXAMPLES = (
     Example("a step", step, inputs(1, LENGTHS)),
@@ -131,6 +139,7 @@ EXAMPLES = (
     Example("heads before positions", heads_first, inputs(1, LENGTHS)),
     Example("several queries", several, inputs(3, POSITION - 3)),
     Example("several queries up to a length", several_of_lengths, inputs(3, torch.tensor([2, 12]))),
+    Example("no dim for queries", tokens, inputs(1, LENGTHS)),
     Example("whole pages", whole, inputs(2)),
     Example("a sink", with_sink, inputs(1, LENGTHS, SINKS)),
 )

@@ -92,6 +92,13 @@ def test_one_call_writes_keys_and_values(write: Write, target: str, plan_lower: 
     assert not any(name.startswith(("aten.copy_", "aten.index_put")) for name in called)
 
 
+def test_attention_reads_the_pages_themselves():
+    report = explained(viewed, "host", "eager")
+    assert report.ops["npu::npu_fused_infer_attention_score_v2"] == LAYERS
+    called = {str(node.target) for gm in report.graphs for node in gm.graph.nodes}
+    assert "aten.index.Tensor" not in called
+
+
 def test_torchair_gets_the_form_that_it_converts():
     assert explained(viewed, "ascend910_93", "torchair").ops["npu::npu_scatter_pa_kv_cache_functional"] == LAYERS
 

@@ -79,6 +79,9 @@ def _reading(
     batch, heads, queries = _bns(shape)
     q = _queries(a, scores)
     k, v = _keys(a, scores), _values(a, product, weights)
+    if (k is None or v is None) and len(shape) == 2:  # one query of each head, without a dim for it
+        k, v = _keys(a, scores, ((),)), _values(a, product, weights, ((),))
+        heads, queries = queries, 1
     if k is None or v is None:
         return "keys or values are not the same for the queries of one head"
     q = a.reshape(q, (batch, heads, queries, q.shape[-1]))
@@ -132,18 +135,18 @@ def _queries(a: Algebra, scores: Scores) -> Value:
     return q
 
 
-def _keys(a: Algebra, scores: Scores) -> Value | None:
+def _keys(a: Algebra, scores: Scores, queries: Dims = ()) -> Value | None:
     """The keys [B, M, T, D] for the batch dims that the scores have in the softmax."""
     assert scores.product is not None
     rows = arrangement(scores.product.shape[:-1], scores.steps)
     k = swapped(a, scores.product.args[1])
-    return None if rows is None else _heads(a, k, rows, rows.before, rows.after)
+    return None if rows is None else _heads(a, k, rows, rows.before, (*rows.after, *queries))
 
 
-def _values(a: Algebra, product: Value, weights: Weights) -> Value | None:
+def _values(a: Algebra, product: Value, weights: Weights, queries: Dims = ()) -> Value | None:
     """The values [B, M, T, E] for the batch dims that the weights have in the softmax."""
     rows = weights.rows
-    return _heads(a, product.args[1], rows, rows.after, rows.before)
+    return _heads(a, product.args[1], rows, rows.after, (*rows.before, *queries))
 
 
 def _heads(a: Algebra, kv: Value, rows: Arrangement, own: Dims, wanted: Dims) -> Value | None:
