@@ -54,7 +54,7 @@ def named(report: fusion.Report) -> str:
         ("DeepseekV3, no q_lora", LINE, 11),
         ("DeepseekV3, small", LINE, 12),
         ("DeepseekV2", "npu::npu_rotary_mul", 22),
-        ("Mistral4", "npu::npu_interleave_rope", 19),
+        ("Mistral4", "npu::npu_interleave_rope", 25),
     ],
 )
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)])
@@ -112,7 +112,7 @@ def test_the_cost_decides_which_form_a_prompt_takes(tokens, absorbed):
     report = fusion.explain(of.model, input_ids=ids, use_cache=False, options={"target": TARGET})
     assert bool(report.ops.get(PROLOG)) is absorbed, report
     assert report.ops["npu::npu_fused_infer_attention_score_v2"] == LAYERS
-    assert absorbed or block(report) <= 14, report
+    assert absorbed or block(report) <= 16, report
 
 
 def test_the_first_version_of_the_operator_takes_over():

@@ -43,7 +43,10 @@ def check(family: str, mode: str, attention: str, dtype: torch.dtype, target: st
         assert sum(attended.values()) == LAYERS or free, report
     else:
         expected = EXPECTED[family] - Counter(dict.fromkeys(("npu::npu_rms_norm", "npu::npu_interleave_rope"), lines))
-        assert Counter(report.ops) - Counter(writes) - Counter(attended) - Counter(turned) - Counter({LINE: lines}) == expected, report
+        assert (
+            Counter(report.ops) - Counter(writes) - Counter(attended) - Counter(turned) - Counter({LINE: lines})
+            == expected
+        ), report
         assert attended == ATTENTION or free
     if mode == "decode_static" and "npu::npu_mla_prolog_v3" not in report.ops:
         assert sum(writes.values()) == len(caches(built.step(mode))) - 2 * lines
