@@ -26,6 +26,7 @@ from fusion.prepared import supply
 from fusion.report import GraphReport, match_report, tally
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
+from fusion.target import Target
 from fusion.verification import verified
 from fusion.weights import Mark, marks, parameter_inputs
 
@@ -118,9 +119,10 @@ class FusionBackend:
         if outcome.chosen:
             gm.recompile()
         dump("fused", gm.graph)
+        machine = Target.resolve(self.options.target)
         report = GraphReport(
             gm,
-            tuple(match_report(each) for each in outcome.chosen),
+            tuple(match_report(each, machine) for each in outcome.chosen),
             outcome.refusals,
             outcome.before,
             tally(gm.graph),

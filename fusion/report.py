@@ -15,9 +15,11 @@ from rich.table import Table
 
 from fusion._torch import OpOverload, schema_of
 from fusion.cost import is_bookkeeping, is_launch
+from fusion.language import call
 from fusion.operators import operator_of
 from fusion.origin import location, module_path
 from fusion.records import Candidate, Prepared, Refusal
+from fusion.target import Target
 
 _FUSED_IN_ATEN = frozenset({"aten::native_layer_norm"})  # aten's own fused kernels, where a rule emits them
 
@@ -45,6 +47,7 @@ class MatchReport:
         where: `file:line` in the model's code.
         saved: launches saved.
         benefit: predicted microseconds saved on the target.
+        remark: what the rule says of the choice, "" where it says nothing.
     """
 
     rule: str
@@ -53,6 +56,7 @@ class MatchReport:
     where: str
     saved: int
     benefit: float
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,10 @@ def tally(source: fx.Graph, chosen: Sequence[Candidate] = ()) -> dict[str, Tally
     return counts
 
 
-def match_report(candidate: Candidate) -> MatchReport:
+def match_report(candidate: Candidate, machine: Target) -> MatchReport:
     """The lasting part of a candidate, which otherwise holds nodes that are gone."""
-    node = candidate.match.node
+    node, rule = candidate.match.node, candidate.match.rule
+    told = {**candidate.match.captures, "lowering": candidate.lowering, "machine": machine}
     return MatchReport(
         candidate.match.rule.name,
         candidate.lowering,
@@ -117,6 +122,7 @@ def match_report(candidate: Candidate) -> MatchReport:
         location(node),
         candidate.launches,
         round(candidate.benefit, 3),
+        call(rule.remark, told),
     )
 
 
@@ -232,6 +238,7 @@ class Report:
         graphs = f"{len(self.parts)} graph" + ("" if len(self.parts) == 1 else "s")
         title = f"fused for {self.target}: {graphs}, {before} launches -> {after}"
         found: list[Any] = [self._operators(title), self._modules()]
+        found += [self._remarks()] if any(each.remark for each in self.matches) else []
         found += [self._assumed()] if self.assumptions else []
         if self.prepared:
             found.append(self._prepared())
@@ -255,6 +262,14 @@ class Report:
         for (path, layer), count in _alike(self.layers).items():
             numbers = (layer.before.launches, layer.after.launches, layer.after.bookkeeping)
             table.add_row(path or "(outside modules)", str(count), *map(str, numbers))
+        return table
+
+    def _remarks(self) -> Table:
+        table = Table(title="chosen by cost", title_justify="left")
+        for name in ("rule", "times", "choice"):
+            table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
+        for (rule, remark), count in Counter((each.rule, each.remark) for each in self.matches if each.remark).items():
+            table.add_row(rule, str(count), remark)
         return table
 
     def _assumed(self) -> Table:

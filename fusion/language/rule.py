@@ -165,6 +165,13 @@ class Rule:
     def guard(self) -> None:
         """Refuse a match with `require`; takes any of the captures by name."""
 
+    def remark(self) -> str:
+        """What the report should say of a match that was rewritten; takes captures, `lowering` and `machine` by name.
+
+        `machine` is the target that it was planned for; captured tensors are values, of which shapes are known.
+        """
+        return ""
+
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The meaning, in plain torch."""
         raise NotImplementedError

@@ -249,7 +249,10 @@ def _latent(names: Names) -> tuple[Limit | str, ...]:
         found.append(Limit("sparse_mode in (0, 3, 4)", when=absorbed))
         found.append(Limit(f"not {names.lse}", when=absorbed))
         found.append(Limit("input_layout in (" + _ABSORBED + ")", when=absorbed))
-        found.append(Limit("input_layout in (" + _SPLIT + ")", when=f"{rope} and {when} and {width} == 128"))
+        split = f"{rope} and {when} and {width} == 128"
+        found.append(Limit("input_layout in (" + _SPLIT + ")", when=split))
+        found.append(Limit("sparse_mode in (0, 3, 4)", when=split))
+        found.append(Limit("not given(atten_mask)", when=f"{split} and sparse_mode == 0"))
     return (
         *found,
         Limit(f"Hr == 64 * {heads}", when=f"{rope} and {_MERGED}"),

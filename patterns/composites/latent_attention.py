@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Example, Rule, Target, attribute, lowering, pattern, scalar, tensor, variants
 from patterns.examples import latent_attention
 from patterns.primitives import attention_calls as calls
+from patterns.primitives import latent_attention_calls as forms
 from patterns.primitives import latent_calls
+from patterns.primitives.latent_phases import Sizes, break_even
 
 SEVERAL = dict(by=("words", "mask"), values=("transposed", "multiplied"), version=(2, 1))
 """How the operator learns what is seen, how the values are expanded, and which version of the operator runs."""
@@ -50,13 +51,23 @@ class LatentAttention(Rule):
             mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
+    def remark(self, up_key: Any, up_value: Any, q_rope: Any, lowering: str, machine: Target) -> str:
+        """Which form was chosen, and from how many queries on the other one costs less."""
+        if up_key is None or up_value is None:
+            return ""
+        form = "expanded" if lowering.startswith("expanded") else "absorbed"
+        heads, width, rank = up_key.shape
+        even = break_even(machine, Sizes(heads, rank, width, q_rope.shape[3], up_value.shape[2]))
+        until = f"expanding costs less from about {even} queries on" if even else "expanding never costs less"
+        return f"{form}: behind a long context, on {machine.name}, {until}"
+
     @lowering
     @variants(**SEVERAL)
     def apart(self, absorbed, q_rope, latent, k_rope, up_value, rows, mask, length, scale, order, window, known, empty,
               finish, by, values, version):  # fmt: skip
         """Latent and rotated lanes apart."""
-        seen = _Seen(by, order, window, known, length, rows, mask, empty)
-        y = _apart((absorbed, q_rope), (latent, k_rope), seen, scale, version)
+        seen = forms.Seen(by, order, window, known, length, rows, mask, empty)
+        y = forms.apart((absorbed, q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
@@ -64,8 +75,8 @@ class LatentAttention(Rule):
     def apart_of_heads(self, nope, up_key, q_rope, latent, k_rope, up_value, rows, mask, length, scale, order, window,
                        known, empty, finish, by, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
-        seen = _Seen(by, order, window, known, length, rows, mask, empty)
-        y = _apart((latent_calls.absorbed(nope, up_key), q_rope), (latent, k_rope), seen, scale, version)
+        seen = forms.Seen(by, order, window, known, length, rows, mask, empty)
+        y = forms.apart((latent_calls.absorbed(nope, up_key), q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
@@ -73,9 +84,18 @@ class LatentAttention(Rule):
     def joined(self, absorbed, q_rope, latent, k_rope, up_value, rows, mask, length, scale, order, window, known, empty,
                finish, by, values, version):  # fmt: skip
         """Both side by side, as one key head, for widths that the operator does not take apart."""
-        seen = _Seen(by, order, window, known, length, rows, mask, empty)
-        y = _joined((absorbed, q_rope), (latent, k_rope), seen, scale, version)
+        seen = forms.Seen(by, order, window, known, length, rows, mask, empty)
+        y = forms.joined((absorbed, q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
+
+    @lowering
+    @variants(version=(2, 1))
+    def expanded(self, nope, q_rope, latent, k_rope, up_key, up_value, rows, mask, length, scale, order, window, known,
+                 empty, finish, version):  # fmt: skip
+        """Keys and values of all heads, the rotated lanes apart: for so many queries that this costs less."""
+        seen = forms.Seen("words", order, window, known, length, rows, mask, empty)
+        y = forms.expanded((nope, q_rope), (latent, k_rope), (up_key, up_value), seen, scale, version)
+        return calls.finished(y.transpose(1, 2), finish)
 
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""
@@ -84,77 +104,3 @@ class LatentAttention(Rule):
     def rejects(self) -> Iterator[Example]:
         """Functions that must be refused."""
         return iter(latent_attention.REJECTS)
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What queries see of the first `rows` of a latent: told in words, or shown by a mask, as `by` wants it."""
-
-    by: str
-    order: str
-    window: int | None
-    known: Any
-    length: Tensor | None
-    rows: Any
-    mask: Tensor | None
-    empty: str
-
-    def told(self, queries: Any) -> calls.Seen:
-        """In words: the operator's causal order ends at the last key, never begins at the first."""
-        require(self.order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
-        if self.order == "left":
-            require(self.rows is None or queries <= self.rows, "there are fewer keys than queries")
-            return calls.Seen("right", self.window, queries)
-        every = self.known is None and self.length is None
-        return calls.Seen(self.order, self.window, self.rows if every else self.known, self.length)
-
-    def shown(self) -> Tensor:
-        """The mask [B or 1, 1, S, T], true where a key is hidden."""
-        require(self.mask is not None, "there is no mask")
-        assert self.mask is not None
-        return self.mask
-
-    def cut(self, kv: Tensor) -> Tensor:
-        """The rows of a latent [B, T, 1, D] that a mask speaks of."""
-        return kv if self.rows is None else kv[:, : self.rows]
-
-
-def _apart(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: _Seen, scale: float, version: int) -> Tensor:
-    """Queries [B, N, S, C] and [B, N, S, Dr] over a latent [.., C] and [.., Dr], as [B, S, N, C]."""
-    queries = q[0].shape[2]
-    latent, rope = _by_sequence(q[0], kv)
-    if seen.by == "mask":
-        latent, rope = seen.cut(latent), seen.cut(rope)
-        precise = {} if queries == 1 else dict(inner_precise=2)  # queries that see nothing give 0
-        y = _fused(q, latent, rope, None, scale, version, atten_mask=seen.shown(), **precise).transpose(1, 2)
-        return calls.where_empty(y, latent.transpose(1, 2), seen.shown(), seen.empty).transpose(1, 2)
-    told = seen.told(queries)
-    require(not told.known or told.known <= latent.shape[1], "there are fewer keys than queries")
-    lengths = told.length if told.known is None else [told.known]
-    return _fused(q, latent, rope, lengths, scale, version, **told.arguments(latent.device, queries))
-
-
-def _joined(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: _Seen, scale: float, version: int) -> Tensor:
-    """The same with queries and keys [.., C + Dr], and values of which the first C lanes count."""
-    query, key = torch.cat(q, dim=-1), seen.cut(torch.cat(_by_sequence(q[0], kv), dim=-1)).transpose(1, 2)
-    if seen.by == "mask":
-        y = calls.batched(query, key, key, scale, mask=seen.shown(), version=version)[0]
-        y = calls.where_empty(y, key, seen.shown(), seen.empty)
-    else:
-        y = calls.batched(query, key, key, scale, seen.told(query.shape[2]), version=version)[0]
-    return y[..., : q[0].shape[-1]].transpose(1, 2)
-
-
-def _by_sequence(q: Tensor, kv: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Latents as [B, T, 1, C] and [B, T, 1, Dr]."""
-    return [each.reshape(q.shape[0], -1, 1, each.shape[-1]) for each in kv]
-
-
-def _fused(
-    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int, **told: Any
-) -> Tensor:
-    query, query_rope = (each.transpose(1, 2) for each in q)
-    return calls.fused(
-        query, latent, latent, lengths, version, query_rope=query_rope, key_rope=rope, num_query_heads=query.shape[2],
-        num_key_value_heads=1, softmax_scale=scale, input_layout="BSND", **told,
-    )[0]  # fmt: skip

@@ -1,0 +1,112 @@
+"""How dense attention over a latent is put to the operator: its rotated lanes apart, joined to it, or all expanded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from fusion import require
+from patterns.primitives import attention_calls as calls
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What queries see of the first `rows` of a latent: told in words, or shown by a mask, as `by` wants it."""
+
+    by: str
+    order: str
+    window: int | None
+    known: Any
+    length: Tensor | None
+    rows: Any
+    mask: Tensor | None
+    empty: str
+
+    def told(self, queries: Any) -> calls.Seen:
+        """In words: the operator's causal order ends at the last key, never begins at the first."""
+        require(self.order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
+        if self.order == "left":
+            require(self.rows is None or queries <= self.rows, "there are fewer keys than queries")
+            return calls.Seen("right", self.window, queries)
+        every = self.known is None and self.length is None
+        return calls.Seen(self.order, self.window, self.rows if every else self.known, self.length)
+
+    def shown(self) -> Tensor:
+        """The mask [B or 1, 1, S, T], true where a key is hidden."""
+        require(self.mask is not None, "there is no mask")
+        assert self.mask is not None
+        return self.mask
+
+    def cut(self, kv: Tensor) -> Tensor:
+        """The rows of a latent [B, T, 1, D] that a mask speaks of."""
+        return kv if self.rows is None else kv[:, : self.rows]
+
+
+def apart(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int) -> Tensor:
+    """Queries [B, N, S, C] and [B, N, S, Dr] over a latent [.., C] and [.., Dr], as [B, S, N, C]."""
+    queries = q[0].shape[2]
+    latent, rope = _by_sequence(q[0], kv)
+    if seen.by == "mask":
+        latent, rope = seen.cut(latent), seen.cut(rope)
+        precise = {} if queries == 1 else dict(inner_precise=2)  # queries that see nothing give 0
+        y = _fused(q, latent, rope, None, scale, version, atten_mask=seen.shown(), **precise).transpose(1, 2)
+        return calls.where_empty(y, latent.transpose(1, 2), seen.shown(), seen.empty).transpose(1, 2)
+    told = seen.told(queries)
+    require(not told.known or told.known <= latent.shape[1], "there are fewer keys than queries")
+    lengths = told.length if told.known is None else [told.known]
+    return _fused(q, latent, rope, lengths, scale, version, **told.arguments(latent.device, queries))
+
+
+def joined(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int) -> Tensor:
+    """The same with queries and keys [.., C + Dr], and values of which the first C lanes count."""
+    query, key = torch.cat(q, dim=-1), seen.cut(torch.cat(_by_sequence(q[0], kv), dim=-1)).transpose(1, 2)
+    if seen.by == "mask":
+        y = calls.batched(query, key, key, scale, mask=seen.shown(), version=version)[0]
+        y = calls.where_empty(y, key, seen.shown(), seen.empty)
+    else:
+        y = calls.batched(query, key, key, scale, seen.told(query.shape[2]), version=version)[0]
+    return y[..., : q[0].shape[-1]].transpose(1, 2)
+
+
+def expanded(
+    q: tuple[Tensor | None, Tensor], kv: tuple[Tensor, Tensor], up: tuple[Tensor | None, Tensor | None], seen: Seen,
+    scale: float, version: int,
+) -> Tensor:  # fmt: skip
+    """Queries [B, N, S, D] and [B, N, S, Dr] over keys and values of all heads, as [B, S, N, E]."""
+    nope, rotated = q
+    up_key, up_value = up
+    require(nope is not None and up_value is not None, "the model itself absorbs the projections")
+    assert nope is not None
+    assert up_key is not None
+    assert up_value is not None
+    heads, queries = up_key.shape[0], nope.shape[2]
+    told = seen.told(queries)
+    latent, rope = (seen.cut(each)[:, : told.known] for each in _by_sequence(nope, kv))
+    require(not told.known or told.known <= latent.shape[1], "there are fewer keys than queries")
+    weights = (up_key.flatten(0, 1), up_value.transpose(1, 2).flatten(0, 1))
+    k, v = (linear(latent.squeeze(2), each.contiguous()).unflatten(-1, (heads, -1)) for each in weights)
+    query, query_rope = (each.transpose(1, 2) for each in (nope, rotated))
+    return calls.fused(
+        query, k, v, told.length, version, query_rope=query_rope, num_query_heads=heads, num_key_value_heads=heads,
+        key_rope=rope.expand(-1, -1, heads, -1).contiguous(), softmax_scale=scale, input_layout="BSND",
+        **told.arguments(k.device, queries),
+    )[0]  # fmt: skip
+
+
+def _by_sequence(q: Tensor, kv: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Latents as [B, T, 1, C] and [B, T, 1, Dr]."""
+    return [each.reshape(q.shape[0], -1, 1, each.shape[-1]) for each in kv]
+
+
+def _fused(
+    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int, **told: Any
+) -> Tensor:
+    query, query_rope = (each.transpose(1, 2) for each in q)
+    return calls.fused(
+        query, latent, latent, lengths, version, query_rope=query_rope, key_rope=rope, num_query_heads=query.shape[2],
+        num_key_value_heads=1, softmax_scale=scale, input_layout="BSND", **told,
+    )[0]  # fmt: skip
