@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion.operators import attention_limits as limits
 from fusion.operators.contract import Operator, by_schema
-from fusion.operators.flops import causal, hint, longest, scores
+from fusion.operators.flops import causal, hint, longest, number_of, scores
 from fusion.operators.layouts import (
     heads_first,
     is_packed,
@@ -93,7 +93,7 @@ def flops_of(call: Attention) -> float:
     batch, heads, rows, width = heads_first(call.query, call.layout, call.heads).shape
     of_query, of_key = call.lengths
     packed = is_packed(call.layout)
-    sequences = len(of_query) if packed and of_query is not None else 1
+    sequences = number_of(of_query) if packed and of_query is not None else 1
     if call.table is not None:
         keys = longest(of_key, call.table.shape[1] * call.key.shape[1 if call.key.dim() == 3 else -2])
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion._torch import count, hint
 
-__all__ = ["causal", "count", "hint", "longest", "product", "scores"]
+__all__ = ["causal", "count", "hint", "longest", "number_of", "product", "scores"]
 
 
 def product(x: Tensor, columns: Any) -> float:
@@ -29,6 +29,11 @@ def causal(rows: Any, keys: Any) -> float:
     """How many keys a row sees on average if the last of them sees all, and every row before it one less."""
     seen, of = hint(keys), hint(rows)
     return seen - (of - 1) / 2 if of <= seen else seen * (seen + 1) / 2 / of
+
+
+def number_of(lengths: Sequence[Any] | Tensor) -> int:
+    """How many lengths there are: `len` of a tensor would make its symbolic size a number."""
+    return hint(lengths.shape[0]) if isinstance(lengths, Tensor) else len(lengths)
 
 
 def longest(lengths: Any, room: Any) -> int:

@@ -12,7 +12,7 @@ The latent k is its own value and serves all heads. What a page looks like depen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,28 +24,21 @@ from fusion.operators.dtypes import HALVES, compute_dtype
 from fusion.operators.flops import count, hint, longest, scores
 from fusion.operators.pages import pages_of
 from fusion.operators.softmax import Visible, rounded_softmax
+from fusion.operators.visibility import counted
 
 Given = Mapping[str, Any]
 _SPECULATIVE = "calc_type == 'calc_type_spec'"
 _NZ = ("int8_nzcache", "nzcache")
 
 
-def _lengths(given: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    if isinstance(given, Tensor):
-        return given.long().to(device)
-    if not any(isinstance(each, torch.SymInt) for each in given):
-        return torch.tensor(given, dtype=torch.int64, device=device)
-    return torch.stack([torch.full((), each, dtype=torch.int64, device=device) for each in given])
-
-
 def _rows(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     """Of every row [T]: its sequence, its place among the rows of that, and the length of the context [T]."""
     query = given["q_nope"]
-    lengths = _lengths(given["context_lens"], query.device)
+    lengths = counted(given["context_lens"], query.device).long()
     token = torch.arange(query.shape[0], device=query.device)
     if given["calc_type"] != "calc_type_spec":
         return token, torch.zeros_like(token), lengths
-    sizes = _lengths(given["qseqlen"], query.device)
+    sizes = counted(given["qseqlen"], query.device).long()
     ends = sizes.cumsum(0)
     sequence = (token[:, None] >= ends).sum(-1).clamp(max=ends.shape[0] - 1)
     return sequence, token - (ends - sizes)[sequence], lengths[sequence]

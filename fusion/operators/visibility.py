@@ -88,21 +88,20 @@ def _length(given: Sequence[Size] | Tensor, batch: Size, device: torch.device) -
         return given[:batch].to(device).reshape(-1, 1, 1, 1)
     if len(given) == 1 or all(known_true(each == given[0]) for each in given[1:]):
         return given[0]
-    return _tensor(given, device)[:batch].reshape(-1, 1, 1, 1)
+    return counted(given, device)[:batch].reshape(-1, 1, 1, 1)
 
 
-def _tensor(given: Sequence[Size] | Tensor, device: torch.device) -> Tensor:
+def counted(given: Sequence[Size] | Tensor, device: torch.device) -> Tensor:
+    """Lengths in a tensor, int64 where they are numbers; made without writes, which AOT autograd would not take."""
     if isinstance(given, Tensor):
         return given.to(device)
-    if not any(isinstance(each, torch.SymInt) for each in given):
-        return torch.tensor(given, device=device)
     return torch.stack([torch.full((), each, dtype=torch.int64, device=device) for each in given])
 
 
 def _packed(size: Size, given: Given, device: torch.device) -> _Places:
     """Sequences that stand one after the other, from the prefix sums of their lengths."""
     assert given is not None
-    ends = _tensor(given, device)
+    ends = counted(given, device)
     lengths = torch.diff(ends, prepend=ends.new_zeros(1))
     token = torch.arange(size, device=device)
     sequence = (token[:, None] >= ends).sum(-1)
@@ -116,7 +115,7 @@ def _paged(key: Tensor, given: Given, table: Tensor | None) -> _Places:
     """Sequences that each fill the pages of one row of the table, from their lengths."""
     assert given is not None
     assert table is not None
-    lengths = _tensor(given, key.device)
+    lengths = counted(given, key.device)
     room = key.shape[-2] // table.shape[0]
     token = torch.arange(key.shape[-2], device=key.device)
     sequence, position = token // room, token % room

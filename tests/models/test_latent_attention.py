@@ -82,7 +82,9 @@ def test_the_formulas_are_the_same_in_float64(family):
     of = built(family)
     captured = capture(of.model, (), **call(of, "decode_static"))
     fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(fused.graph, installed(), Options(target=TARGET, lower="eager", plan_lower="eager"))
+    outcome = fuse_graph(
+        fused.graph, installed(), Options(target=TARGET, lower="eager", plan_lower="eager"), captured.facts
+    )
     assert "latent_attention" in {each.match.rule.name for each in outcome.chosen}
     errors = differences(captured.graph, fused, captured.inputs)
     assert max(errors) < 1e-12, errors

@@ -81,7 +81,7 @@ def test_the_formulas_are_the_same_in_float64(family, mode):
     captured = capture(of.model, (), **call(of, mode))
     fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
     options = Options(target=TARGET, lower="eager", plan_lower="eager")
-    outcome = fuse_graph(fused.graph, installed(), options)
+    outcome = fuse_graph(fused.graph, installed(), options, captured.facts)
     assert {"sparse_attention", "mla_prolog"} <= {each.match.rule.name for each in outcome.chosen}
     errors = differences(captured.graph, fused, captured.inputs)
     assert max(errors) < 1e-12, errors
@@ -109,7 +109,7 @@ def test_the_lists_hold_the_keys_of_the_highest_scores():
     of = built("DeepseekV32")
     captured = capture(of.model, (), **call(of, "prefill_static"))
     fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    fuse_graph(fused.graph, installed(), Options(target=TARGET, lower="eager", plan_lower="eager"))
+    fuse_graph(fused.graph, installed(), Options(target=TARGET, lower="eager", plan_lower="eager"), captured.facts)
     plain = _first(captured.graph, "aten.topk.default", captured.inputs)
     scores, (_, places) = plain[0][0], plain[1]
     listed = _first(fused, "npu.npu_lightning_indexer.default", captured.inputs)[1][0].squeeze(2).long()

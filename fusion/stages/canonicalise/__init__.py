@@ -121,7 +121,7 @@ def _attentions(
         elif outcome is not None:
             found = _beside(walk, folder, assumed, written, readings, outcome)
             readings.update({each: what for each, what in found.items() if isinstance(what, Reading)})
-            lists = any(isinstance(each, Reading) and each.op == "chosen_keys" for each in outcome.values())
+            lists = any(isinstance(each, str) or each.op == "chosen_keys" for each in outcome.values())
             name = "sparse_attention" if lists else "latent_attention"
             misses.update({each: (name, why) for each, why in found.items() if isinstance(why, str)})
 

@@ -230,7 +230,8 @@ class Planner:
     def _dying(self, matches: Sequence[Match], read: Collection[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""
         kept = {node for value in read for node in self.graph.reads(value)}
-        views = (node for value in read for node in self.graph.places.get(value, ()) if is_view(node.target))
+        memory = {_viewed(node) for node in kept}
+        views = (node for value in read for node in self.graph.places.get(value, ()) if _viewed(node) in memory)
         kept.update(views)  # another match may replace the value everywhere
         roots = [node for match in matches for makers in match.roots for node in makers]
         dying: set[fx.Node] = set(roots)
@@ -257,6 +258,13 @@ class Planner:
         for value in read:
             visit(value)
         return tuple(found)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows."""
+    while node.op == "call_function" and is_view(node.target) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _operators(plan: Plan) -> frozenset[str]:

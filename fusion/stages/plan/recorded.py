@@ -129,17 +129,13 @@ class PlanBook:
         sources: Sequence[frozenset[str]],
         owned: frozenset[str],
     ) -> tuple[tuple[float, frozenset[str]], ...]:
-        """What each kernel costs, constants apart, which are made once.
-
-        Writes into what is `owned` are priced without the copy: they will be in place.
-        """
+        """What each kernel costs; writes into what is `owned` are priced without the copy: they will be in place."""
         costs: list[tuple[float, frozenset[str]]] = []
         for step, names in zip(steps, sources, strict=True):
             leaves = tree_leaves((step.args, dict(step.kwargs)))
             read = list(dict.fromkeys(each for each in leaves if isinstance(each, Input | Output)))  # each once
             operands = [_lookup(each, steps, inputs) for each in read]
-            constant = not names and not any(isinstance(each, torch.SymInt) for each in leaves)
-            if is_view(step.target) or constant or not is_data((step.result, operands)):
+            if is_view(step.target) or not is_data((step.result, operands)):
                 continue
             moved, result = operands, step.result
             written = _overwritten(step)
