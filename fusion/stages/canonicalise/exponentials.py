@@ -68,6 +68,7 @@ class Exponentials:
         if part is None:
             return None
         whole = self.a.reshape(part, but_ones(part.shape))
+        self.known[key] = None  # a cut is told by what it is cut from, unless that is told by the cut
         found = self._power(x, pick) if kind == "exp" else self._value(x, pick)
         found = generator(kind, whole) if found is None else found
         self.known[key] = found
@@ -141,6 +142,8 @@ class Exponentials:
             inner = reshaped_pick(x, pick)
             if inner is not None:
                 return self._kept(kind, x.arg, inner.pick)
+        if pick is None and x.op == "slice" and x.attrs[2] - x.attrs[1] == 1:
+            return self._kept(kind, x.arg, (x.attrs[0] - x.rank, x.attrs[1]))
         part = None if pick is None else cut(self.a, x, pick)
         return None if part is None else self._kept(kind, part, None)
 
