@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fusion.graph import Algebra, Dim, Value
-from fusion.stages.canonicalise.shares import ONE, Powers, Share, generator, total
+from fusion.stages.canonicalise.shares import ONE, Powers, Share, divides, generator, total
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 MOST = 16  # entries of a dim that are told apart
@@ -112,11 +112,11 @@ class Exponentials:
                 return _product([self.value(*each) for each in self._below(x, pick) or ()])
             case "add":
                 return _total([self.value(*each) for each in self._below(x, pick) or ()])
-            case "scale" if x.attrs[0]:
+            case "scale" if divides(x.attrs[0]):
                 inner = self.value(x.arg, pick)
                 return None if inner is None else inner.scaled(x.attrs[0])
             case "shift":
-                return _total([self.value(x.arg, pick), ONE.scaled(x.attrs[0])]) if x.attrs[0] else None
+                return _total([self.value(x.arg, pick), ONE.scaled(x.attrs[0])]) if divides(x.attrs[0]) else None
             case "power" if x.attrs[0] == -1:
                 inner = self.value(x.arg, pick)
                 return None if inner is None else inner.inverse()

@@ -17,7 +17,7 @@ import torch
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
 from fusion.stages.canonicalise.exponentials import Exponentials, Pick, but_ones, cut, reshaped_pick, stacked
-from fusion.stages.canonicalise.shares import ONE, Share, total
+from fusion.stages.canonicalise.shares import ONE, Share, divides, total
 
 PARTS = 8
 """As many as the rule's pattern names."""
@@ -92,7 +92,7 @@ class _Merges:
         match x.op:
             case "add":
                 return self._sum([self.outs(each, _on(each, pick)) for each in x.args])
-            case "scale":
+            case "scale" if divides(x.attrs[0]):
                 return {out: share.scaled(x.attrs[0]) for out, share in self.outs(x.arg, pick).items()}
             case "mul":
                 return self._weighed(x, pick)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from math import isfinite
 from typing import Any
 
 from fusion.graph import Value
@@ -48,6 +49,11 @@ class Share:
 
 
 ONE = Share()
+
+
+def divides(number: float) -> bool:
+    """Whether one can divide by a factor, so that a share that has it has an inverse."""
+    return bool(number) and isfinite(number) and isfinite(1 / number)
 
 
 def generator(kind: str, value: Value) -> Share:
