@@ -3,6 +3,7 @@
 from fusion import Rule
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
+from patterns.composites.attention_update import AttentionUpdate
 from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
 from patterns.composites.latent_attention import LatentAttention
@@ -54,6 +55,7 @@ def library() -> tuple[Rule, ...]:
         PagedLatentAttention(),
         LatentAttentionAtb(),
         RingMla(),
+        AttentionUpdate(),
         SparseAttention(),
         KvRmsnormRopeCache(),
         KvRmsnormRopeCacheRows(),

@@ -218,12 +218,10 @@ def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | 
     if chip == HOST:
         return None
     for name, accepted in op.dtypes.items():
-        value = values[name]
-        if isinstance(value, torch.Tensor) and value.dtype not in accepted:
+        wrong = next((each.dtype for each in predicates.tensors(values[name]) if each.dtype not in accepted), None)
+        if wrong is not None:
             listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in accepted))
-            return (
-                f"{op.short} on {chip} needs {name} in {listed} ({name} is {str(value.dtype).removeprefix('torch.')})"
-            )
+            return f"{op.short} on {chip} needs {name} in {listed} ({name} is {str(wrong).removeprefix('torch.')})"
     return None
 
 

@@ -3,7 +3,8 @@
 `N` is one dim, `*B` any number of dims, `1|N` is 1 or N, a number is itself. An alternative that begins with
 `layout=TND:` is meant for calls whose argument `layout` is `"TND"`; the others are told apart by their rank. The
 alternatives of several tensors belong together by position. A name means the same size everywhere; arguments are read
-in the order of the mapping, so a name comes unaccompanied before `1|N` uses it.
+in the order of the mapping, so a name comes unaccompanied before `1|N` uses it. The dims of a list are those of every
+tensor in it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from fusion.errors import OperatorError
-from fusion.operators.predicates import same
+from fusion.operators.predicates import same, tensors
 
 Size = int | torch.SymInt
 Bound = dict[str, Any]
@@ -63,16 +64,14 @@ def names(text: str) -> frozenset[str]:
 
 def bind(declared: Mapping[str, str], values: Mapping[str, Any]) -> Bound | str:
     """Sizes of the dims that `declared` (argument -> layouts) names, or what is wrong with the tensors in `values`."""
-    shapes: dict[str, tuple[Size, ...]] = {
-        name: tuple(values[name].shape) for name in declared if isinstance(values[name], torch.Tensor)
-    }
+    shapes = [(name, tuple(each.shape)) for name in declared for each in tensors(values[name])]
     choices = _choices(declared, values)
     if not choices:
         return f"needs {_conditions(declared)}"
-    fitting = (choice for choice in choices if all(choice[name].fits(len(shape)) for name, shape in shapes.items()))
+    fitting = (choice for choice in choices if all(choice[name].fits(len(shape)) for name, shape in shapes))
     choice = next(fitting, choices[0])
     bound: Bound = {}
-    for name, shape in shapes.items():
+    for name, shape in shapes:
         problem = _match(choice[name], shape, bound)
         if problem:
             return f"needs {name} as [{choice[name].text}]: {problem}"

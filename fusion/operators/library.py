@@ -28,6 +28,7 @@ from fusion.errors import OperatorError
 from fusion.operators import (
     activation,
     attention,
+    attention_update,
     cache,
     format,
     fusion_attention,
@@ -60,6 +61,7 @@ def _declared(*modules: ModuleType) -> Mapping[str, Operator]:
 OPERATORS: Mapping[str, Operator] = _declared(
     activation,
     attention,
+    attention_update,
     cache,
     format,
     fusion_attention,

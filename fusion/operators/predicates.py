@@ -2,7 +2,8 @@
 
 The grammar is a small part of Python's expressions: integers, strings, names, `+ - * // %`, comparisons, `in (...)`,
 `and or not`, and the functions `size(tensor, dim)`, `shape(tensor)`, `rank(tensor)`, `dtype(tensor)`,
-`itemsize(tensor)`, `length(list or tensor)` and `given(argument)`. Nothing else can be written, so a limit is data.
+`itemsize(tensor)`, `length(list or tensor)` and `given(argument)`; the dtype of a list of tensors is
+the one that all have, or every one. Nothing else can be written, so a limit is data.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -163,6 +164,12 @@ def same(a: Any, b: Any, decide: Decide = proven) -> bool | None:
     return decide(a == b)
 
 
+def tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of an argument: itself, those of a list, or none."""
+    several = value if isinstance(value, tuple | list) else (value,)
+    return tuple(each for each in several if isinstance(each, torch.Tensor))
+
+
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant():
@@ -190,7 +197,7 @@ def _called(function: str, value: Any, rest: list[Any]) -> Any:
         case "rank":
             return value.ndim
         case "dtype":
-            return str(value.dtype).removeprefix("torch.")
+            return ", ".join(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in tensors(value)))
         case "itemsize":
             return value.dtype.itemsize
         case "length":

@@ -26,6 +26,7 @@ CANONICAL = frozenset(
         "rotation",
         "partial_rotation",
         "softmax_attention",
+        "merged_parts",
         "latent_queries",
         "latent_keys",
         "latent_values",

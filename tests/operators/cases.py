@@ -117,6 +117,15 @@ def _swiglu(*shape: int, dim: int = -1, swap: bool = False):
     return make
 
 
+def _merged(parts: int, rows: int, width: int, update_type: int = 0):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        lse = [4 * torch.randn(rows, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(parts)]
+        out = [torch.randn(rows, width, dtype=torch.float64).to(dtype) for _ in range(parts)]
+        return {"lse": lse, "local_out": out, "update_type": update_type}
+
+    return make
+
+
 def _gating(*shape: int, **more: Any):
     # No two scores of a token are equal in any dtype, so that there is one order.
     return lambda dtype: {"x": (torch.rand(shape).argsort(-1) / 8).to(dtype), **more}
@@ -222,6 +231,9 @@ CASES = (
     Case("npu_interleave_rope", "batch 1, one cos", _interleave_rope(1, 3, 5, cos_s=1)),
     Case("npu_swiglu", "last dim", _swiglu(2, 5, 64)),
     Case("npu_swiglu", "batch 1, middle dim", _swiglu(1, 6, 8, dim=1)),
+    Case("npu_attention_update", "two parts", _merged(2, 7, 16)),
+    Case("npu_attention_update", "five parts, with their sums", _merged(5, 3, 8, update_type=1)),
+    Case("npu_attention_update", "one part", _merged(1, 3, 8)),
     Case("npu_swiglu", "transposed", _swiglu(5, 3, 64, swap=True)),
     *(Case("npu_fused_infer_attention_score_v2", label, attention.v2(call)) for label, call in attention.CALLS),
     *(Case("npu_fused_infer_attention_score_v2", label, attention.v2(call)) for label, call in attention.V2_ONLY),

@@ -125,7 +125,18 @@ def reshape_and_cache(slot_indices: Tensor, **call: Tensor) -> tuple[Tensor, Ten
     return pages(slot_mapping=slot_indices, **call)
 
 
+def attention_update(lse: list[Tensor], local_out: list[Tensor], update_type: int) -> tuple[Tensor, Tensor]:
+    """The parts weighted by their share of the sum, one row at a time."""
+    shares = [[each[row].exp() for each in lse] for row in range(lse[0].numel())]
+    rows = [
+        sum(share * out[row] for share, out in zip(each, local_out, strict=True)) / sum(each)
+        for row, each in enumerate(shares)
+    ]
+    return torch.stack(rows), torch.stack([torch.stack(each).sum().log() for each in shares])
+
+
 REFERENCES = {
+    "npu_attention_update": attention_update,
     "npu_rms_norm": norm,
     "npu_gemma_rms_norm": gemma,
     "npu_add_rms_norm": add_norm,

@@ -28,6 +28,8 @@ STEP = {"atb::npu_mla_preprocess.out": 4e-3, "atb::npu_mla_preprocess.functional
 
 def widened(arguments: dict) -> dict:
     def wide(value: Any) -> Any:
+        if isinstance(value, list):
+            return [wide(each) for each in value]
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return {name: wide(value) for name, value in arguments.items()}

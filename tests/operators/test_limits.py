@@ -104,6 +104,12 @@ def atb_pages(**more: Any) -> dict[str, Any]:
     return call | {"slot_indices": t(5, dtype=torch.int32)} | more
 
 
+def merging(parts: int = 2, width: int = 128, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
+    lse, out = [t(7, dtype=F32)] * parts, [t(7, width, dtype=dtype)] * parts
+    return {"lse": lse, "local_out": out, "update_type": 0} | more
+
+
+MERGE = "npu_attention_update"
 LENS = {name: t(5, dtype=torch.int32) for name in ("compress_lens", "compress_seq_offsets", "seq_lens")}
 ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 RUN = ("scatter_update", "scatter_update_")
@@ -388,6 +394,24 @@ EDGES = [
         (name, CHIPS, atb_pages(), atb_pages(slot_indices=t(5, dtype=torch.int64)), "needs slot_indices in int32")
         for name in ATB
     ),
+    # npu_attention_update
+    (MERGE, (HOST, *CHIPS), merging(1), merging(0), "length(lse) >= 1"),
+    (MERGE, (HOST, *CHIPS), merging(), merging(lse=[t(7, dtype=F32)]), "length(lse) == length(local_out)"),
+    (MERGE, (HOST, *CHIPS), merging(update_type=1), merging(update_type=2), "update_type in (0, 1)"),
+    (MERGE, (HOST, *CHIPS), merging(), merging(local_out=[t(7, 128), t(6, 128)]), "R is 6, not 7 in [6, 128]"),
+    (MERGE, (HOST, *CHIPS), merging(), merging(local_out=[t(7, 128), t(7, 64)]), "D is 64, not 128 in [7, 64]"),
+    (MERGE, CHIPS, merging(), merging(lse=[t(7, dtype=F32), t(7)]), "needs lse in float32 (lse is bfloat16)"),
+    (
+        MERGE,
+        CHIPS,
+        merging(),
+        merging(local_out=[t(7, 128), t(7, 128, dtype=F16)]),
+        "dtype(local_out) in ('float32', 'float16', 'bfloat16') (dtype(local_out)=bfloat16, float16)",
+    ),
+    (MERGE, CHIPS, merging(16), merging(17), "length(lse) <= 16"),
+    (MERGE, CHIPS, merging(width=8), merging(width=0), "D >= 8"),
+    (MERGE, CHIPS, merging(width=512), merging(width=520), "D <= 512"),
+    (MERGE, CHIPS, merging(), merging(width=132), "D % 8 == 0"),
     *SPARSE_EDGES,
     *LINE_EDGES,
     *QUANT_EDGES,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map_only
 
 from fusion.operators import decompositions, ensure, operator
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
@@ -18,7 +19,7 @@ from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
 
 
 def moved(arguments: dict[str, Any], to: Any) -> dict[str, Any]:
-    return {name: to(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    return tree_map_only(Tensor, to, arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,6 +19,7 @@ from torchair._ge_concrete_graph.fx2ge_converter import _get_converter
 from fusion.operators import ensure, operators
 from tests.operators.cases import CASES, described, flat
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch_npu.op_plugin.meta import _meta_registrations
 
 _meta_registrations.get_cann_version = lambda: "8.5.0"  # the stubs tell none, and turned weights are newer than that
@@ -38,7 +39,7 @@ for name, op in operators().items():
         converters[name] = _get_converter(op.overload()) is not None
 for case in CASES:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        call = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in case.arguments(dtype).items()}
+        call = tree_map_only(Tensor, lambda each: each.to("meta"), case.arguments(dtype))
         op = operators()[case.name]
         if "::" in case.operator and case.operator not in METAS_OF_ATB:
             continue  # torch_npu has no Meta kernel of it

@@ -21,6 +21,7 @@ from fusion.stages.canonicalise import (
     choices,
     complex_numbers,
     contractions,
+    exponentials,
     logic,
     projections,
     quantisation,
@@ -39,6 +40,7 @@ from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.indexer import index_selection
 from fusion.stages.canonicalise.latents import latents
 from fusion.stages.canonicalise.log_sums import log_sums
+from fusion.stages.canonicalise.merges import merges
 from fusion.stages.canonicalise.pages import paged
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
@@ -52,6 +54,7 @@ _FAMILIES = (
     choices,
     complex_numbers,
     contractions,
+    exponentials,
     logic,
     quantisation,
     ranges,
@@ -73,6 +76,8 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     _attentions(walk, folder, facts, readings, misses)
     attended = {value: each for value, each in readings.items() if each.op == "softmax_attention"}
     readings |= log_sums(walk.algebra, walk.places, attended)
+    merged, odd_merges = merges(walk.algebra, walk.places)
+    readings, misses = merged | readings, odd_merges | misses
     found = write_readings.Writes(walk.algebra, folder, walk.written())
     for value in list(walk.places):
         found.visit(value)

@@ -1,0 +1,172 @@
+"""Outputs of attention over parts of the keys, merged by the log-sum-exps of their scores.
+
+merged_parts(out0, sum0, out1, sum1, …)      Σᵢ exp(sumᵢ - sum) outᵢ, with sum = log Σᵢ exp(sumᵢ), in float32 or wider
+
+Every weight is brought into one form, a product of powers of exponentials and of their sums, in which maxima and
+partial sums cancel. What is left must be one exponential each, over the sum of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.graph.algebra import widens
+from fusion.stages.canonicalise.exponentials import Exponentials, Pick, but_ones, cut, reshaped_pick, stacked
+from fusion.stages.canonicalise.shares import ONE, Share, divides, total
+
+PARTS = 8
+"""As many as the rule's pattern names."""
+Outs = Mapping[Value, Share]
+Found = tuple[dict[Value, Reading], dict[Value, tuple[str, str]]]
+_WIDE = (torch.float32, torch.float64)
+_NAME = "attention_update"
+
+
+def merges(a: Algebra, values: Iterable[Value]) -> Found:
+    """Readings of the values that are such merges, and why others that weigh with exponentials are none."""
+    walk = _Merges(a, Exponentials(a))
+    readings: dict[Value, Reading] = {}
+    misses: dict[Value, tuple[str, str]] = {}
+    for value in list(values):
+        if value.op not in ("add", "mul", "scale") or value.dtype not in _WIDE or value.rank < 2:
+            continue
+        outs = walk.outs(value, None)
+        if len(outs) < 2 or not all(share.is_weight for share in outs.values()):
+            continue
+        found = _read(a, walk.exponentials, value, outs)
+        if isinstance(found, Reading):
+            readings[value] = found
+        else:
+            misses[value] = (_NAME, found)
+    inner = _below((*readings, *misses))
+    return readings, {value: why for value, why in misses.items() if value not in inner}
+
+
+def _below(values: Iterable[Value]) -> set[Value]:
+    """What values are computed from."""
+    found: set[Value] = set()
+    waiting = [arg for value in values for arg in value.args]
+    while waiting:
+        value = waiting.pop()
+        if value not in found:
+            found.add(value)
+            waiting.extend(value.args)
+    return found
+
+
+@dataclass
+class _Merges:
+    """Values as sums of shares of other values."""
+
+    a: Algebra
+    exponentials: Exponentials
+    known: dict[tuple[Value, Pick], Outs] = field(default_factory=dict[tuple[Value, Pick], Outs])
+
+    def outs(self, x: Value, pick: Pick) -> Outs:
+        """What `x`, or one entry of a dim of it, is a weighted sum of; itself where it is none; {} where unknown."""
+        key = (x, pick)
+        if key not in self.known:
+            self.known[key] = self._opened(x, pick) or self._whole(x, pick)
+        return self.known[key]
+
+    def _whole(self, x: Value, pick: Pick) -> Outs:
+        while x.op == "cast" and widens(x.arg.dtype, x.dtype):
+            x = x.arg
+        part = cut(self.a, x, pick)
+        if part is None:
+            return {}
+        while part.op in ("reshape", "cast") and but_ones(part.shape) == but_ones(part.arg.shape):
+            if part.op == "cast" and not widens(part.arg.dtype, part.dtype):
+                break
+            part = part.arg
+        return {self.a.reshape(part, but_ones(part.shape)): ONE}
+
+    def _opened(self, x: Value, pick: Pick) -> Outs | None:
+        if x.dtype not in _WIDE:
+            return None
+        match x.op:
+            case "add":
+                return self._sum([self.outs(each, _on(each, pick)) for each in x.args])
+            case "scale" if divides(x.attrs[0]):
+                return {out: share.scaled(x.attrs[0]) for out, share in self.outs(x.arg, pick).items()}
+            case "mul":
+                return self._weighed(x, pick)
+            case "reshape":
+                inner = reshaped_pick(x, pick)
+                return None if inner is None else self.outs(x.arg, inner.pick)
+            case "mean":
+                parts = None if pick is not None else stacked(x)
+                if parts is None:
+                    return None
+                opened = self._sum([self.outs(x.arg, each) for each in parts])
+                return opened and {out: share.scaled(1 / len(parts)) for out, share in opened.items()}
+            case _:
+                return None
+
+    def _weighed(self, x: Value, pick: Pick) -> Outs | None:
+        """One factor has a number for every row."""
+        for weight, y in (x.args, x.args[::-1]):
+            rows = (*y.shape[:-1], 1)
+            if weight.shape[-1:] != (1,) or y.shape[-1] == 1 or but_ones(weight.shape) != but_ones(rows):
+                continue
+            share = self.exponentials.value(weight, _on(weight, pick))
+            if share is not None and but_ones(x.shape) == but_ones(y.shape):
+                outs = self._differing(y, _on(y, pick))
+                return {out: each * share for out, each in outs.items()}
+        return None
+
+    def _differing(self, y: Value, pick: Pick) -> Outs:
+        """The two terms of a difference; else the terms that are weighed already."""
+        minus = y.op == "add" and y.dtype in _WIDE and any(each.op == "scale" for each in y.args)
+        if not minus:
+            return self.outs(y, pick)
+        return _added([self.outs(each, _on(each, pick)) for each in y.args]) or self.outs(y, pick)
+
+    def _sum(self, terms: list[Outs]) -> Outs | None:
+        """The sum of terms of which one is weighed; what is only added up stays one."""
+        weighed = any(share.is_weight for each in terms for share in each.values())
+        return _added(terms) if weighed and sum(map(len, terms)) <= 2 * PARTS else None
+
+
+def _added(terms: list[Outs]) -> Outs | None:
+    if not all(terms):
+        return None
+    shares: dict[Value, list[Share]] = {}
+    for each in terms:
+        for out, share in each.items():
+            shares.setdefault(out, []).append(share)
+    added = {out: total(each) for out, each in shares.items()}
+    complete = {out: share for out, share in added.items() if share is not None}
+    return complete if len(complete) == len(added) else None
+
+
+def _on(x: Value, pick: Pick) -> Pick:
+    """The entry of an operand that is broadcast, perhaps, along the dim."""
+    return None if pick is None or x.rank < -pick[0] or x.shape[pick[0]] == 1 else pick
+
+
+def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> Reading | str:
+    """The parts of which `value` is the merge, or why it is none."""
+    shares = list(outs.values())
+    if len(shares) > PARTS:
+        return f"more than {PARTS} parts are merged"
+    added = total(shares)
+    if added is None or added.powers or added.sums or abs(added.factor - 1) > 1e-9:
+        return "the weights of the parts are not shares of one: they are not exp(lseᵢ - lse) with the lse of all parts"
+    if len({share.sums for share in shares}) > 1:
+        return "a part is weighed by more than the exponential of one number for each row"
+    rows = value.shape[:-1]
+    sums = exponentials.logarithms(shares, but_ones(rows))
+    if sums is None:
+        return "the log-sum-exps of the parts are not in the graph: the weights come from something else"
+    if any(but_ones(out.shape) != but_ones(value.shape) for out in outs):
+        return "the parts do not have the shape of what they are merged to"
+    captures: dict[str, Any] = {}
+    for number, (out, lse) in enumerate(zip(outs, sums, strict=True)):
+        captures |= {f"out{number}": a.reshape(out, value.shape), f"sum{number}": a.reshape(lse, rows)}
+    return Reading("merged_parts", captures)
