@@ -183,7 +183,8 @@ def _below_views(value: Any) -> tuple[list[fx.Node], Any]:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_view(node.target) and bool(node.all_input_nodes)
+    reserves = node.target in (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
+    return node.op == "call_function" and is_view(node.target) and bool(node.all_input_nodes) and not reserves
 
 
 def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
