@@ -9,6 +9,7 @@ from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsn
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_atb import LatentAttentionAtb
 from patterns.composites.latent_attention_paged import PagedLatentAttention
+from patterns.composites.mla_preprocess import MlaPreprocess
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
@@ -64,6 +65,7 @@ def library() -> tuple[Rule, ...]:
         MlaPrologRows(),
         MlaPrologQuantised(),
         MlaPrologQuantisedRows(),
+        MlaPreprocess(),
         CacheWrite(),
         PagedWrite(),
         SlidingWrite(),

@@ -183,7 +183,8 @@ def _below_views(value: Any) -> tuple[list[fx.Node], Any]:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_view(node.target) and bool(node.all_input_nodes)
+    reserves = node.target in (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
+    return node.op == "call_function" and is_view(node.target) and bool(node.all_input_nodes) and not reserves
 
 
 def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
@@ -202,13 +203,17 @@ def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
 
 
 def _holds(chain: Chain, chains: Sequence[Chain]) -> bool:
-    """Whether every write of the chain may be in place, given that the other chains are."""
+    """Whether every write of the chain may be in place, given that the other chains are.
+
+    What a call writes beside caches must be memory of its own: results that a kernel takes as arguments.
+    """
     linked = {(link.node, link.item) for each in chains for link in each.links}
     olds = [chain.copy.args[0], *(link.result for link in chain.links[:-1])]
     for old, link in zip(olds, chain.links, strict=True):
         operator = _functional(link.node)
-        count = len(OPERATORS[operator.in_place].written) if operator else 0
-        if any((link.node, item) not in linked for item in range(count)):
+        places = _written(link.node, operator) if operator else []
+        others = [place for item, place in enumerate(places) if (link.node, item) not in linked]
+        if not all(_is_fresh(place, link.node) for place in others):
             return False
         if not all(_stands_before(reader, link) for reader in _readers(old) if reader is not chain.copy):
             return False
@@ -259,8 +264,8 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
         new.meta["val"] = fake_like(node.meta["val"])
         node.replace_all_uses_with(new)
     else:
-        before = _beside(operator)
-        new.meta["val"] = tuple(node.meta["val"][:before]) or None
+        before, returned = _beside(operator), len(schema_of(form.overload()).returns)
+        new.meta["val"] = tuple(node.meta["val"][:returned]) or None
         for item in list(node.users):
             number: Any = item.args[1]
             if number < before:
@@ -274,10 +279,13 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
 
 
 def _on_copies(node: fx.Node, operator: Operator) -> None:
-    """The in-place form on copies of the caches, where the functional form cannot run."""
+    """The in-place form on copies of the caches, where the functional form cannot run; memory of its own stays."""
     copies: list[fx.Node] = []
     with node.graph.inserting_before(node):
         for cache in _written(node, operator):
+            if _is_fresh(cache, node):
+                copies.append(cache)
+                continue
             copies.append(node.graph.call_function(aten.clone.default, (cache,)))
             copies[-1].meta = {**node.meta, "val": fake_like(cache.meta["val"])}
     _put_in_place(node, copies)

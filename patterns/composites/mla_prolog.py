@@ -42,12 +42,12 @@ def rows(p, x, dkv, gamma, eps, factor, cos, sin, split, end, dtype, fixed, besi
     return p.maybe_scaled(norm, factor), rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, x)
 
 
-def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None, factor=1.0):
+def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None, factor=1.0, source="interleaved"):
     """Computed in float32, as by the operator, or in the dtype of the model."""
     tables = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
     cos, sin = (each if factor == 1 else p.maybe_scaled(each, factor) for each in tables)
     wide = p.maybe_cast(x, to=torch.float32)
-    return p.as_dtype(p.rotation(x=wide, cos=cos, sin=sin, source="interleaved", result="half", dtype=dtype), like)
+    return p.as_dtype(p.rotation(x=wide, cos=cos, sin=sin, source=source, result="half", dtype=dtype), like)
 
 
 def prolog(

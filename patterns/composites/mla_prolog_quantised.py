@@ -37,14 +37,15 @@ def queries(p, both, uq, uq_scale, up, gamma, eps, cos, sin, width, begin, first
     whole = p.token_quantised(x=p.reshaped(latent), scale=scale, dtype=how["scale_dtype"])
     heads = layer(p, whole, uq, uq_scale, scale, how["layer_dtype"], how["fixed"])
     lanes = p.layer_lanes(layer=heads, width=width, start=first, heads_first=heads_first)
-    rotated = rotated_lanes(p, lanes, cos, sin, dtype, gamma, heads_first)
+    source = how.get("source", "interleaved")
+    rotated = rotated_lanes(p, lanes, cos, sin, dtype, gamma, heads_first, source=source)
     return rotated, p.layer_query(layer=heads, width=width, start=begin, up=up), whole, scale
 
 
-def rows(p, both, like, gamma, eps, cos, sin, split, end, dtype):
+def rows(p, both, like, gamma, eps, cos, sin, split, end, dtype, source="interleaved"):
     """The rows of both caches; `both` projects x to them."""
     latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
-    return latent, rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, like)
+    return latent, rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, like, source=source)
 
 
 def prolog(

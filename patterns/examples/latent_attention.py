@@ -11,6 +11,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, softmax
 from fusion import Example
 from patterns.examples.inputs import Inputs, normal
 from patterns.examples.sparse_attention import (
+    FEW,
     SCALE,
     B,
     D,
@@ -35,6 +36,12 @@ def step(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
 def prompt(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
     """A whole sequence, by a mask that is added."""
     return eager(q, *keys_values(latent, rope, up), hidden(causal(S, S), q.dtype))
+
+
+def few_keys(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
+    """The first queries of a sequence see its first keys, the others all that there are."""
+    k, v = keys_values(latent, rope, up)
+    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
 
 
 def chunk(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
@@ -87,6 +94,7 @@ EXAMPLES = (
     Example("step", step, given(1, T)),
     Example("prompt", prompt, given()),
     Example("chunk", chunk, given(S, T)),
+    Example("more queries than keys", few_keys, given(S, FEW)),
     Example("absorbed", absorbed, given(1, T)),
     Example("at a position", at_position, given(1, T, position)),
     Example("padded", padded, given(S, S, there)),

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from fusion import operators
 from fusion.options import Options
+from fusion.stages.reinplace import reinplace
 from fusion.testing import capture
 
 from .graphs import fuse, names, numbers
@@ -145,3 +147,66 @@ def test_the_contract_speaks_of_inputs():
     assert len(before.written) == 1
     fuse(captured.graph)
     assert contract(captured.graph.graph) == before
+
+
+def front(x: Tensor, latents: Tensor, ropes: Tensor, query: Tensor) -> tuple[Tensor, ...]:
+    """Two tokens through a kernel that takes memory for its results beside the caches."""
+    ones = [x.new_ones(size) for size in (64, 64, 112, 64, 64, 96, 32)]
+    lines = [torch.ones(1, 2, size, 32, dtype=torch.int8) for size in (112, 96)]
+    up, slots = x.new_ones(2, 32, 32), torch.tensor([5, 0], dtype=torch.int32)
+    query, new_latents, rope, new_ropes = torch.ops.atb.npu_mla_preprocess.functional(
+        x, ones[0], ones[1], lines[0], ones[2], ones[3], ones[4], lines[1], ones[5], ones[6],
+        x[:, :16].cos(), x[:, :16].sin(), up, latents, ropes, slots, cache_mode="krope_ctkv",
+        q_out0=query, kv_cache_out0=latents, q_out1=x.new_empty(2, 2, 16), kv_cache_out1=ropes,
+    )  # fmt: skip
+    return query * 2, rope * 2, new_latents, new_ropes
+
+
+def into_memory_of_its_own(x: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, ...]:
+    return into_a_tensor_of_the_caller(x, latents, ropes, x.new_empty(2, 2, 32))
+
+
+def into_a_tensor_of_the_caller(x: Tensor, latents: Tensor, ropes: Tensor, query: Tensor) -> tuple[Tensor, ...]:
+    *found, new_latents, new_ropes = front(x, latents, ropes, query)
+    latents.copy_(new_latents)
+    ropes.copy_(new_ropes)
+    return tuple(found)
+
+
+def beside_the_old_cache(x: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, ...]:
+    *found, new_latents, new_ropes = front(x, latents, ropes, x.new_empty(2, 2, 32))
+    difference = new_latents - latents
+    latents.copy_(new_latents)
+    ropes.copy_(new_ropes)
+    return *found, difference
+
+
+PAGES = numbers(3, 4, 1, 32, seed=2), numbers(3, 4, 1, 16, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "copied"),
+    [
+        (into_memory_of_its_own, (), []),
+        (into_a_tensor_of_the_caller, (numbers(2, 2, 32, seed=4),), [[2, 2, 32], [3, 4, 1, 32], [3, 4, 1, 16]]),
+        (beside_the_old_cache, (), [[3, 4, 1, 32], [3, 4, 1, 16]]),
+    ],
+)
+def test_results_that_a_kernel_takes_memory_for(function, more, copied):
+    operators.ensure()
+    captured = capture(function, (numbers(2, 64), *PAGES, *more))
+    calls = [[each.clone() for each in captured.inputs] for _ in range(2)]
+    expected = captured.graph(*calls[0])
+    graph = captured.graph.graph
+    (call,) = [node for node in graph.nodes if "mla_preprocess" in str(node.target)]
+    call.meta["fusion"] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        node.replace_all_uses_with(node.args[1])  # as the pass leaves a write of its own
+        graph.erase_node(node)
+    assert len(reinplace(graph, "eager")) == (0 if copied else 2)
+    captured.graph.recompile()
+    clones = [list(node.meta["val"].shape) for node in graph.nodes if "clone" in str(node.target)]
+    assert clones == copied
+    assert "atb.npu_mla_preprocess.out" in names(captured.graph)
+    for have, want in zip((*captured.graph(*calls[1]), *calls[1]), (*expected, *calls[0]), strict=True):
+        assert torch.equal(have, want)

@@ -139,8 +139,10 @@ class PlanBook:
                 continue
             moved, result = operands, step.result
             written = _overwritten(step)
-            if written and all(_origin(each, sources) & owned for each in written):
-                moved = [each for one, each in zip(read, operands, strict=True) if one not in written]
+            origins = [_origin(each, sources) for each in written]
+            caches = [each for each, origin in zip(written, origins, strict=True) if origin & owned]
+            if caches and all(origin & owned or not origin for origin in origins):  # memory of its own is moved once
+                moved = [each for one, each in zip(read, operands, strict=True) if one not in caches]
                 result = None
             flops = _flops(step, steps, inputs)
             costs.append((call_cost(step.target, moved, result, self._targets[0], flops), names))

@@ -1,0 +1,140 @@
+"""What stands before latent attention over pages with all layers in whole numbers, and what only looks like it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from fusion import Example
+from patterns.examples.inputs import Inputs, normal
+from patterns.examples.mla_prolog_paged import (
+    BLOCKS,
+    LENGTHS,
+    SIZE,
+    TABLE,
+    Write,
+    anywhere,
+    by_block,
+    copied,
+    of_a_head,
+    two_in_a_row,
+    viewed,
+)  # fmt: skip
+from patterns.examples.mla_prolog_quantised import multiplied, whole
+from patterns.examples.quantisation import quantised
+
+B = 2
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Widths of hidden states, both latents, rotated lanes and other ones, values; and how many heads."""
+
+    he: int = 64
+    hcq: int = 96
+    c: int = 32
+    dr: int = 16
+    d: int = 16
+    e: int = 16
+    n: int = 4
+
+
+SIZES = Sizes()
+
+
+def inputs(queries: int, heads: tuple[int, ...] = (), sizes: Sizes = SIZES) -> Inputs:
+    """Hidden states, a gain, layers in whole numbers with their scales, two gains, W_ukv, tables, pages, and places.
+
+    Places are the block table, lengths with the new tokens, and the slot of each.
+    """
+    he, hcq, c, dr = sizes.he, sizes.hcq, sizes.c, sizes.dr
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        shapes = ((hcq, he), (sizes.n * (sizes.d + dr), hcq), (c + dr, he))
+        layers = [each for n, shape in enumerate(shapes) for each in whole(20 + 2 * n, *shape)]
+        gains = [(1 + normal(4 + n, width) / 8).to(dtype) for n, width in enumerate((he, hcq, c))]
+        up = (normal(3, sizes.n * (sizes.d + sizes.e), c) / 8).to(dtype)
+        fixed = [torch.nn.Parameter(each, requires_grad=False) for each in (gains[0], *layers, *gains[1:], up)]
+        pages = (normal(9 + n, BLOCKS, SIZE, *heads, width).to(dtype) for n, width in enumerate((c, dr)))
+        angles = normal(6, B, queries, dr // 2).repeat(1, 1, 2)
+        at = LENGTHS[:, None] - queries + torch.arange(queries)
+        slots = (TABLE.gather(1, at // SIZE) * SIZE + at % SIZE).flatten()
+        turning = (angles.cos().to(dtype), angles.sin().to(dtype))
+        return normal(8, B, queries, he).to(dtype), *fixed, *turning, *pages, TABLE.clone(), LENGTHS.clone(), slots
+
+    return make
+
+
+def norm(x: Tensor, gain: Tensor, eps: float = EPS) -> Tensor:
+    """RMSNorm in float32."""
+    wide = x.float()
+    return gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of lanes rotated, the first of each pair in the first half of the result."""
+    return of_halves(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
+
+
+def of_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves rotated."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def model(write: Write, rotate: Rotate = of_pairs, eps: float = EPS, heads: int = SIZES.n) -> Callable[..., Tensor]:
+    """A function that writes the rows of a token, or of several, and attends to the pages."""
+
+    def forward(
+        x: Tensor, gain: Tensor, dq: Tensor, dq_scale: Tensor, uq: Tensor, uq_scale: Tensor, dkv: Tensor,
+        dkv_scale: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor, cos: Tensor, sin: Tensor, latents: Tensor,
+        ropes: Tensor, table: Tensor, lengths: Tensor, slots: Tensor,
+    ) -> Tensor:  # fmt: skip
+        queries, width, turning = x.shape[1], latents.shape[-1], ropes.shape[-1]
+        tokens = quantised(norm(x, gain, eps))
+        low = norm(multiplied(tokens, dq, dq_scale, x.dtype), gain_q)
+        q = multiplied(quantised(low), uq, uq_scale, x.dtype).unflatten(-1, (heads, -1))
+        nope, rope = q.transpose(1, 2).split((q.shape[-1] - turning, turning), dim=-1)
+        q = torch.cat((nope, rotate(rope, cos.unsqueeze(1), sin.unsqueeze(1))), dim=-1)
+        latent, rope = multiplied(tokens, dkv, dkv_scale, x.dtype).split((width, turning), dim=-1)
+        for pages, rows in ((latents, norm(latent, gain_kv)), (ropes, rotate(rope, cos, sin))):
+            write(pages, rows.flatten(0, 1), slots)
+        latent, rope = (pages[table].reshape(x.shape[0], -1, pages.shape[-1]) for pages in (latents, ropes))
+        both = linear(latent, ukv).unflatten(-1, (heads, -1)).transpose(1, 2)
+        k, values = both.split((nope.shape[-1], both.shape[-1] - nope.shape[-1]), dim=-1)
+        keys = torch.cat((k, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
+        at = lengths[:, None] - queries + torch.arange(queries)
+        seen = torch.arange(latent.shape[1]) <= at[:, None, :, None]
+        return scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+
+    return forward
+
+
+def turned_pages(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Pages that lie in memory as [Size, Block, ..]."""
+    *given, latents, ropes, table, lengths, slots = inputs(1)(dtype)
+    latents, ropes = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (latents, ropes))
+    return *given, latents, ropes, table, lengths, slots
+
+
+EXAMPLES = (
+    Example("a token through a view", model(viewed), inputs(1)),
+    Example("two tokens by index_copy, rotated by halves", model(copied, of_halves), inputs(2)),
+    Example("pages of one head", model(of_a_head), inputs(1, heads=(1,))),
+    Example("a token by block", model(by_block), inputs(1)),
+)
+REJECTS = (
+    Example("another epsilon", model(viewed, eps=1e-5), inputs(1), "the kernel of npu_mla_preprocess 1e-6"),
+    Example("places of unknown range", model(anywhere), inputs(1), "not proven to lie in its page"),
+    Example("two tokens at a slot", model(two_in_a_row), inputs(2, heads=(2,)), "hold several heads"),
+    Example("pages that lie otherwise", model(by_block), turned_pages, "the pages are not contiguous"),
+    Example("short lines", model(viewed), inputs(1, sizes=Sizes(he=48)), "do not fill lines of 32"),
+)

@@ -1,0 +1,63 @@
+"""Where the prologs are left out, the quantised front of latent attention is one call of atb, into the user's pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusion
+from patterns.examples.mla_preprocess import Sizes, inputs, model
+from patterns.examples.mla_prolog_paged import viewed
+
+MLAPO = "atb::npu_mla_preprocess"
+PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")
+OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager", "disable": frozenset(PROLOGS)}
+KERNEL = Sizes(he=7168, hcq=1536, c=512, dr=64, d=128, e=128, n=32)
+"""What the kernel takes: the sizes of DeepSeek-V3, with a quarter of its heads."""
+HALF = torch.bfloat16
+FORWARD = model(viewed, heads=KERNEL.n)
+
+
+@pytest.fixture(scope="module")
+def given() -> tuple[Tensor, ...]:
+    return inputs(1, sizes=KERNEL)(HALF)
+
+
+def called(report: fusion.Report) -> Counter[str]:
+    return Counter(str(node.target) for node in report.graphs[0].graph.nodes if node.op == "call_function")
+
+
+def test_the_front_is_one_call_and_no_cache_is_copied(given: tuple[Tensor, ...]):
+    with torch.no_grad():
+        report = fusion.explain(FORWARD, *given, options=OPTIONS)
+    assert report.ops == {MLAPO: 1, "npu::npu_fused_infer_attention_score_v2": 1, "npu::npu_transpose_batchmatmul": 1}
+    nodes = called(report)
+    assert not [name for name in nodes if "clone" in name or "copy_." in name or "index_put" in name]
+    assert nodes["aten.empty.memory_format"] == 2
+    (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
+    assert call.args[13] is call.kwargs["kv_cache_out0"]
+    assert call.args[14] is call.kwargs["kv_cache_out1"]
+
+
+@pytest.mark.nightly
+def test_float16_has_scales_of_another_form(given: tuple[Tensor, ...]):
+    halves = [each.half() if each.dtype == HALF else each for each in given]
+    with torch.no_grad():
+        report = fusion.explain(FORWARD, *halves, options=OPTIONS)
+    assert MLAPO not in report.ops
+    assert "dtype(descale0) == 'int64'" in " ".join(map(str, report.refusals))
+
+
+def test_it_is_as_exact_as_the_plain_block(given: tuple[Tensor, ...]):
+    calls = [[each.clone() for each in given] for _ in range(2)]
+    exact = [each.double() if each.dtype == HALF else each.clone() for each in given]
+    compiled = torch.compile(FORWARD, backend="cann_fusion", options=OPTIONS)
+    with torch.no_grad():
+        results = [function(*of) for function, of in ((FORWARD, exact), (FORWARD, calls[0]), (compiled, calls[1]))]
+    pages = [of[13:15] for of in (exact, *calls)]
+    for truth, plain, fused in zip(*([y, *caches] for y, caches in zip(results, pages, strict=True)), strict=True):
+        before, after = ((each.double() - truth).norm() / truth.norm() for each in (plain, fused))
+        assert after <= min(1.5 * before + torch.finfo(HALF).eps, 4e-2)
