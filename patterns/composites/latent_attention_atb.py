@@ -211,6 +211,7 @@ def _told(
     if queries > 1 and order != "full":
         rows |= dict(mask_type="mask_type_free", mask=_free(queries, pages.size, absorbed))
     count = queries if order == "left" else pages.room if known is None else known
+    require(length is not None or count <= pages.room, "there are fewer keys than queries")
     return _attended(absorbed, q_rope, pages, [count] * batch if length is None else length, scale, rows)
 
 

@@ -41,7 +41,8 @@ def prompt(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
 def few_keys(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
     """The first queries of a sequence see its first keys, the others all that there are."""
     k, v = keys_values(latent, rope, up)
-    return scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
+    scores = (q @ k.transpose(-2, -1) * SCALE).masked_fill(~causal(S, FEW), -torch.inf)
+    return (softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
 
 
 def chunk(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ def paged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, se
     together = isinstance(keys, int) and not heads_last(k) and not heads_last(v)
     require(together, "the keys of a head are no page: as many as are known before, lying together")
     table = torch.arange(batch, dtype=torch.int32, device=q.device).unsqueeze(1)
+    require(seen.order != "left" or queries <= keys, "there are fewer keys than queries")
     last = queries if seen.order == "left" else keys
     known = [seen.known or last] * batch if isinstance(batch, int) else torch.full((batch,), seen.known or last)
     order = "right" if seen.order == "left" else seen.order

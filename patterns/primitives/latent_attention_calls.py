@@ -26,11 +26,11 @@ class Seen:
     mask: Tensor | None
     empty: str
 
-    def told(self, queries: Any) -> calls.Seen:
-        """In words: the operator's causal order ends at the last key, never begins at the first."""
+    def told(self, queries: Any, keys: Any) -> calls.Seen:
+        """In words, of so many queries and keys: the operator's causal order ends at the last key, whichever it is."""
         require(self.order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
         if self.order == "left":
-            require(self.rows is None or queries <= self.rows, "there are fewer keys than queries")
+            require(queries <= (keys if self.rows is None else self.rows), "there are fewer keys than queries")
             return calls.Seen("right", self.window, queries)
         every = self.known is None and self.length is None
         return calls.Seen(self.order, self.window, self.rows if every else self.known, self.length)
@@ -55,8 +55,7 @@ def apart(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale
         precise = {} if queries == 1 else dict(inner_precise=2)  # queries that see nothing give 0
         y = _fused(q, latent, rope, None, scale, version, atten_mask=seen.shown(), **precise).transpose(1, 2)
         return calls.where_empty(y, latent.transpose(1, 2), seen.shown(), seen.empty).transpose(1, 2)
-    told = seen.told(queries)
-    require(not told.known or told.known <= latent.shape[1], "there are fewer keys than queries")
+    told = seen.told(queries, latent.shape[1])
     lengths = told.length if told.known is None else [told.known]
     return _fused(q, latent, rope, lengths, scale, version, **told.arguments(latent.device, queries))
 
@@ -68,7 +67,7 @@ def joined(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scal
         y = calls.batched(query, key, key, scale, mask=seen.shown(), version=version)[0]
         y = calls.where_empty(y, key, seen.shown(), seen.empty)
     else:
-        y = calls.batched(query, key, key, scale, seen.told(query.shape[2]), version=version)[0]
+        y = calls.batched(query, key, key, scale, seen.told(query.shape[2], key.shape[2]), version=version)[0]
     return y[..., : q[0].shape[-1]].transpose(1, 2)
 
 
@@ -84,9 +83,9 @@ def expanded(
     assert up_key is not None
     assert up_value is not None
     heads, queries = up_key.shape[0], nope.shape[2]
-    told = seen.told(queries)
-    latent, rope = (seen.cut(each)[:, : told.known] for each in _by_sequence(nope, kv))
-    require(not told.known or told.known <= latent.shape[1], "there are fewer keys than queries")
+    rows = _by_sequence(nope, kv)
+    told = seen.told(queries, rows[0].shape[1])
+    latent, rope = (seen.cut(each)[:, : told.known] for each in rows)
     weights = (up_key.flatten(0, 1), up_value.transpose(1, 2).flatten(0, 1))
     k, v = (linear(latent.squeeze(2), each.contiguous()).unflatten(-1, (heads, -1)) for each in weights)
     query, query_rope = (each.transpose(1, 2) for each in (nope, rotated))
