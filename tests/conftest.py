@@ -8,9 +8,9 @@ from zlib import crc32
 import pytest
 
 SHARES = {
-    "laws/test_laws.py": 2,
-    "corpus/test_corpus.py": 2,
-    "corpus/test_recognition.py": 2,
+    "laws/test_laws.py": 3,
+    "corpus/test_corpus.py": 3,
+    "corpus/test_recognition.py": 3,
     "corpus/test_attention.py": 2,
     "operators/test_fallbacks.py": 3,
     "operators/test_meta.py": 3,

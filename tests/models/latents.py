@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, fx
+from torch import Tensor
 
-from fusion.testing import widen, widened
+from fusion.testing import Trial, widen
 from fusion.verification import relative_error
 
 from .families import Built
@@ -43,11 +43,15 @@ def steps(model: Any, run: Any, config: Any, count: int = STEPS) -> tuple[list[T
     return logits, state
 
 
-def differences(plain: fx.GraphModule, fused: fx.GraphModule, given: Any) -> list[float]:
-    """Relative errors of all results and inputs of two graphs, both run in float64."""
+def differences(trial: Trial) -> list[float]:
+    """Relative errors of all results and inputs of a graph before and after the pass, both run in float64."""
+    given = len(trial.captured.inputs)
     results = []
-    for graph in (plain, fused):
-        inputs = [widened(each) for each in given]
+    for graph, inputs in (
+        (trial.captured.graph, trial.inputs(wide=True)[:given]),
+        (trial.fused, trial.inputs(wide=True)),
+    ):
         outputs = widen(graph)(*inputs)
-        results.append([each for each in (*outputs, *inputs) if isinstance(each, Tensor) and each.is_floating_point()])
+        kept = (*outputs, *inputs[:given])
+        results.append([each for each in kept if isinstance(each, Tensor) and each.is_floating_point()])
     return [relative_error(have, want) for want, have in zip(*results, strict=True)]

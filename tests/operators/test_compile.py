@@ -47,8 +47,10 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     whole, scales = npu.npu_dynamic_quant(y[0])
     product = npu.npu_quant_matmul(whole, rows.t(), row_scales, pertoken_scale=scales, output_dtype=15)
     choice = npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
+    parts = y[0].float(), residual[0].float()
+    merged = npu.npu_attention_update([each.sum(-1) for each in parts], list(parts), 0)[0]
     # Compilers need not round to bfloat16 in the middle of a kernel, so of the product only signs are compared.
-    return out, k, pages, residual, attended(heads), *latent(x), *choice, product.sign()
+    return out, k, pages, residual, attended(heads), *latent(x), *choice, merged, product.sign()
 
 
 def latent(x: Tensor) -> tuple[Tensor, ...]:
