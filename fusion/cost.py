@@ -77,11 +77,11 @@ def call_cost(target: Any, inputs: Iterable[Any], result: Any, machine: Target, 
     """Predicted microseconds of one call that does so many multiplications and additions."""
     if is_view(target):
         return 0.0
-    count = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
+    kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
     if isinstance(result, torch.Tensor) and result.is_complex():
-        count *= _COMPLEX
+        kernels *= _COMPLEX
     moved = sum(_bytes(each) for each in tree_leaves((list(inputs), result)))
-    return count * machine.launch + max(moved / machine.bandwidth, flops / machine.compute)
+    return kernels * machine.launch + max(moved / machine.bandwidth, flops / machine.compute)
 
 
 def node_cost(node: fx.Node, machine: Target) -> float:

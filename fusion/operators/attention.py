@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion._torch import hint
 from fusion.operators import attention_limits as limits
 from fusion.operators.contract import Operator, by_schema
-from fusion.operators.flops import causal, hint, longest, number_of, scores
+from fusion.operators.flops import causal, longest, number_of, scores
 from fusion.operators.layouts import (
     heads_first,
     is_packed,

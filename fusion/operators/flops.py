@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fusion._torch import count, hint
 
-__all__ = ["causal", "count", "hint", "longest", "number_of", "product", "scores"]
-
 
 def product(x: Tensor, columns: Any) -> float:
     """x [.., K] times a matrix [K, columns], or one of each head."""

@@ -12,6 +12,7 @@ the page that a run of tokens fills ("PA_BLK_BNSD", "PA_BLK_NZ").
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -166,15 +167,12 @@ KV_RMSNORM_ROPE_CACHE_V2 = Operator(
     source=_SOURCE,
     summary=_SUMMARY,
 )
-KV_RMSNORM_ROPE_CACHE_V2_FUNCTIONAL = Operator(
+KV_RMSNORM_ROPE_CACHE_V2_FUNCTIONAL = replace(
+    KV_RMSNORM_ROPE_CACHE_V2,
     schema=_FUNCTIONAL_SCHEMA,
     fallback=by_schema(_FUNCTIONAL_SCHEMA, _functional),
     meta=by_schema(_FUNCTIONAL_SCHEMA, _functional_meta),
-    dims=_DIMS,
-    dtypes=_DTYPES,
-    limits=_LIMITS,
     lowerings=frozenset({"torchair"}),  # its eager kernel writes the caches themselves and returns untouched copies
-    source=_SOURCE,
     summary=f"with copies of the caches as results 2 and 3: {_SUMMARY}",
     in_place="npu::npu_kv_rmsnorm_rope_cache_v2",
 )

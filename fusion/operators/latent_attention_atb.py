@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion._torch import known_true
+from fusion._torch import count, hint, known_true
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
-from fusion.operators.flops import count, hint, longest, scores
+from fusion.operators.flops import longest, scores
 from fusion.operators.pages import pages_of
 from fusion.operators.softmax import Visible, rounded_softmax
 from fusion.operators.visibility import counted

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion._torch import known_true
+from fusion._torch import count, hint, known_true
 from fusion.operators import sparse_limits
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
-from fusion.operators.flops import causal, count, hint
+from fusion.operators.flops import causal
 from fusion.operators.pages import pages_of
 from fusion.operators.sequences import Rows, rows_of
 

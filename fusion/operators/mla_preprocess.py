@@ -14,14 +14,15 @@ that allocates its results gives caches that hold nothing but the new rows; what
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusion._torch import count, hint
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
-from fusion.operators.flops import count, hint
 from fusion.operators.pages import stored, write, written
 from fusion.operators.rope import half
 
@@ -232,16 +233,12 @@ MLA_PREPROCESS = Operator(
     source=_SOURCE,
     summary=f"{_SUMMARY}; the caches must be those that are read",
 )
-MLA_PREPROCESS_FUNCTIONAL = Operator(
+MLA_PREPROCESS_FUNCTIONAL = replace(
+    MLA_PREPROCESS,
     schema=_FUNCTIONAL_SCHEMA,
     fallback=by_schema(_FUNCTIONAL_SCHEMA, _functional),
     meta=by_schema(_FUNCTIONAL_SCHEMA, _functional_meta),
-    dims=_DIMS,
-    dtypes=_DTYPES,
-    limits=_LIMITS,
-    flops=_flops,
     lowerings=frozenset(),  # an overload of ours: what runs is always the form in place
-    source=_SOURCE,
     summary=f"with copies of the caches: {_SUMMARY}",
     in_place="atb::npu_mla_preprocess.out",
 )

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusion._torch import count, hint
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import compute_dtype
-from fusion.operators.flops import count, hint
 from fusion.operators.mla_prolog_numbers import caches, queries
 
 Given = Mapping[str, Any]
@@ -219,16 +220,12 @@ MLA_PROLOG_V3 = Operator(
     source=_SOURCE,
     summary=_SUMMARY,
 )
-MLA_PROLOG_V3_FUNCTIONAL = Operator(
+MLA_PROLOG_V3_FUNCTIONAL = replace(
+    MLA_PROLOG_V3,
     schema=_FUNCTIONAL_SCHEMA,
     fallback=by_schema(_FUNCTIONAL_SCHEMA, _functional),
     meta=by_schema(_FUNCTIONAL_SCHEMA, _functional_meta),
-    dims=_DIMS,
-    dtypes=_DTYPES,
-    limits=_LIMITS,
-    flops=_flops,
     lowerings=frozenset({"torchair"}),  # the in-place form runs in eager and captured graphs
-    source=_SOURCE,
     summary=f"with copies of the caches as results 5 and 6: {_SUMMARY}",
     in_place="npu::npu_mla_prolog_v3",
 )

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion._torch import count, hint
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
-from fusion.operators.flops import count, hint, scores
+from fusion.operators.flops import scores
 from fusion.operators.softmax import rounded_softmax
 from fusion.operators.visibility import Band, visible
 

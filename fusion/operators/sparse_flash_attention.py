@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion._torch import known_true
+from fusion._torch import count, hint, known_true
 from fusion.operators import sparse_limits
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
-from fusion.operators.flops import count, hint, scores
+from fusion.operators.flops import scores
 from fusion.operators.sequences import Rows, rows_of
 from fusion.operators.softmax import Visible, rounded_softmax
 

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from fusion._torch import OpOverload, fake_like, schema_of, shares_memory
 from fusion.cost import is_view
 from fusion.graph import dims_of
-from fusion.mutation import is_write
+from fusion.mutation import is_write, reserves
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of
 
 aten = torch.ops.aten
@@ -183,8 +183,8 @@ def _below_views(value: Any) -> tuple[list[fx.Node], Any]:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    reserves = node.target in (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
-    return node.op == "call_function" and is_view(node.target) and bool(node.all_input_nodes) and not reserves
+    shows = is_view(node.target) and not reserves(node.target)
+    return node.op == "call_function" and shows and bool(node.all_input_nodes)
 
 
 def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:

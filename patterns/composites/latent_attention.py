@@ -44,10 +44,8 @@ class LatentAttention(Rule):
         empty=attribute(), finish=attribute(), rows=attribute(),
     ):  # fmt: skip
         """What the canonicaliser has read; masks as in `Attention.written`."""
-        return p.softmax_attention(
-            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows),
-            v=p.latent_values(latent=latent, up=up_value),
+        return latent_calls.attended(
+            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value), rows=rows,
             mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 

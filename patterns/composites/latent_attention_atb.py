@@ -65,10 +65,9 @@ class LatentAttentionAtb(Rule):
     ):  # fmt: skip
         """Over pages in lines of NZ, in their own order."""
         latent, k_rope = (p.reshaped(p.permuted(x, LINES)) for x in (latent_lines, rope_lines))
-        return p.softmax_attention(
-            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
-            v=p.latent_values(latent=latent, up=up_value), mask=mask, length=length, scale=scale, order=order,
+        return latent_calls.attended(
+            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),
+            mask=mask, length=length, scale=scale, order=order,
             window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
@@ -84,10 +83,9 @@ class LatentAttentionAtb(Rule):
         both = ((whole, cache), (whole_rope, rope_cache))
         how = dict(table=table, size=size, heads_first=False)
         latent, k_rope = (p.reshaped(p.paged_rows(rows=rows, pages=of, **how)) for rows, of in both)
-        return p.softmax_attention(
-            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
-            v=p.latent_values(latent=latent, up=up_value), mask=mask, length=length, scale=scale, order=order,
+        return latent_calls.attended(
+            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),
+            mask=mask, length=length, scale=scale, order=order,
             window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
@@ -100,10 +98,9 @@ class LatentAttentionAtb(Rule):
         empty=attribute(), finish=attribute(),
     ):  # fmt: skip
         """What the canonicaliser has read; masks as in `Attention.written`."""
-        return p.softmax_attention(
-            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
-            v=p.latent_values(latent=latent, up=up_value), mask=mask, length=length, scale=scale, order=order,
+        return latent_calls.attended(
+            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),
+            mask=mask, length=length, scale=scale, order=order,
             window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 

@@ -45,10 +45,8 @@ class PagedLatentAttention(Rule):
     ):  # fmt: skip
         """A mask up to a length that may be 0: `count` keys are seen."""
         of = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
-        return p.softmax_attention(
-            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=of[0], rope=of[1], up=up_key, rows=rows),
-            v=p.latent_values(latent=of[0], up=up_value),
+        return latent_calls.attended(
+            p, (nope, q_rope, absorbed), of, (up_key, up_value), rows=rows,
             mask=p.counted_keys(mask=mask, length=count), scale=scale, order=order, window=window, known=known,
             empty=empty, finish=finish,
         )  # fmt: skip
@@ -64,10 +62,8 @@ class PagedLatentAttention(Rule):
     ):  # fmt: skip
         """Any other mask, as in `Attention.written`."""
         of = _gathered(p, latent, k_rope, pages, rope_pages, table, size)
-        return p.softmax_attention(
-            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=of[0], rope=of[1], up=up_key, rows=rows),
-            v=p.latent_values(latent=of[0], up=up_value),
+        return latent_calls.attended(
+            p, (nope, q_rope, absorbed), of, (up_key, up_value), rows=rows,
             mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
 
@@ -145,9 +141,7 @@ class _Pages:
         latent, rope = (paged.laid(each, self.size) for each in (self.latent, self.rope))
         seen, many = paged.lengths(seen, absorbed, self.table())
         queries = absorbed.shape[2]
-        told = seen.arguments(absorbed.device, queries)
-        if mask is not None:
-            told = dict(atten_mask=mask, **(dict(inner_precise=2) if queries != 1 else {}))
+        told = seen.arguments(absorbed.device, queries) if mask is None else calls.shown(mask, queries)
         return calls.fused(
             absorbed.transpose(1, 2), latent, latent, many, self.version, query_rope=q_rope.transpose(1, 2),
             key_rope=rope, num_query_heads=absorbed.shape[1], num_key_value_heads=1, softmax_scale=self.scale,

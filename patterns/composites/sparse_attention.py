@@ -42,10 +42,8 @@ class SparseAttention(Rule):
         """The keys are what an indexer finds behind the same mask."""
         seen = dict(order=order, window=None, known=known, length=length, some=some)
         listed = p.index_selection(query=query, key=key, weights=weights, places=places, count=count, **seen)
-        return p.softmax_attention(
-            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
-            v=p.latent_values(latent=latent, up=up_value),
+        return latent_calls.attended(
+            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),
             mask=p.chosen_keys(places=listed, distinct=distinct, **seen), order=mask_order, window=mask_window,
             known=mask_known, length=mask_length, scale=scale, empty=empty, finish=finish,
         )  # fmt: skip
@@ -60,10 +58,8 @@ class SparseAttention(Rule):
         empty=attribute(), finish=attribute(), distinct=attribute(),
     ):  # fmt: skip
         """The keys are listed in whatever way."""
-        return p.softmax_attention(
-            q=p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed),
-            k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None),
-            v=p.latent_values(latent=latent, up=up_value),
+        return latent_calls.attended(
+            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),
             mask=p.chosen_keys(
                 places=places, distinct=distinct, order=order, window=None, known=known, length=length, some=some
             ),

@@ -43,6 +43,11 @@ class Seen:
         return dict(sparse_mode=2 if self.order == "left" else 3, atten_mask=triangle)
 
 
+def shown(mask: Tensor, queries: Any) -> dict[str, Any]:
+    """What the operator is given of a mask that it is shown: queries that see nothing give 0."""
+    return dict(atten_mask=mask) if queries == 1 else dict(atten_mask=mask, inner_precise=2)
+
+
 def finished(y: Tensor, finish: Any) -> Tensor:
     """[B, N, S, E] in the arrangement of the model, whose symbolic sizes are named."""
     sizes: dict[Any, Any] = {"B": y.shape[0], "S": y.shape[2]}
@@ -83,9 +88,7 @@ def batched(
         require(isinstance(width, int) and width < k.shape[3], "values are wider than keys")
         v = torch.nn.functional.pad(v, (0, k.shape[3] - width))
     arguments: dict[str, Any] = dict(num_query_heads=q.shape[1], num_key_value_heads=k.shape[1], softmax_scale=scale)
-    arguments |= seen.arguments(q.device, queries) if mask is None else dict(atten_mask=mask, sparse_mode=1)
-    if mask is not None and queries != 1:
-        arguments |= dict(inner_precise=2)  # queries that see nothing give 0
+    arguments |= seen.arguments(q.device, queries) if mask is None else dict(sparse_mode=1, **shown(mask, queries))
     if lse:
         arguments |= dict(return_softmax_lse=True)
     lengths = seen.length if seen.known is None else [seen.known]  # one number for every sequence
@@ -106,7 +109,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, s
     require(seen.order != "left" or queries == keys, "packed sequences are causal towards their last key")
     rows = [each.transpose(1, 2).flatten(0, 1) for each in (q, k, v)]
     order = "right" if seen.order == "left" else seen.order
-    ends = _ends(batch, keys, q.device)
+    ends = ends_of(batch, keys, q.device)
     return _in_sequence(rows[0], rows[1], rows[2], q, k, ends, sink, scale, Seen(order, seen.window), version)
 
 
@@ -128,9 +131,9 @@ def paged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, se
     return _in_sequence(rows, k, v, q, k, lengths, sink, scale, Seen(order, seen.window), 2, **pages)
 
 
-def _ends(batch: Any, size: Any, device: torch.device) -> Any:
-    """Where each sequence ends: numbers, or a tensor if the number of sequences is symbolic."""
-    if isinstance(batch, int):
+def ends_of(batch: Any, size: Any, device: torch.device, beside: Any = None) -> Any:
+    """Where each sequence ends: numbers, or a tensor if those `beside` are one or their number is symbolic."""
+    if isinstance(batch, int) and not isinstance(beside, Tensor):
         return [size * (number + 1) for number in range(batch)]
     return torch.arange(1, batch + 1, device=device) * size
 
@@ -141,9 +144,7 @@ def _in_sequence(
 ) -> Tensor:  # fmt: skip
     batch: Any = q.shape[0]
     heads, queries = q.shape[1:3]
-    ends = _ends(batch, queries, q.device)
-    if isinstance(lengths, Tensor) and isinstance(batch, int):
-        ends = torch.arange(1, batch + 1, device=q.device) * queries
+    ends = ends_of(batch, queries, q.device, beside=lengths)
     beside = {} if sink is None else dict(learnable_sink=sink)
     y, _ = fused(
         rows, keys, values, lengths, version, actual_seq_qlen=ends, input_layout="TND", **beside,

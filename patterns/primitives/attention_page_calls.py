@@ -58,10 +58,8 @@ def batched(
 ) -> Tensor:  # fmt: skip
     """Queries [B, N, S, D] of one sequence beside the other; the result [B, N, S, E]."""
     seen, many = lengths(seen, q, table)
-    told: dict[str, Any] = dict(atten_mask=mask, sparse_mode=1)
-    told = told if mask is not None else seen.arguments(q.device, q.shape[2])
-    if mask is not None and q.shape[2] != 1:
-        told |= dict(inner_precise=2)  # queries that see nothing give 0
+    queries = q.shape[2]
+    told = seen.arguments(q.device, queries) if mask is None else dict(sparse_mode=1, **calls.shown(mask, queries))
     last = calls.heads_last(q) and k.dim() == 3
     y, _ = calls.fused(
         q.transpose(1, 2) if last else q, k, v, many, version, num_query_heads=q.shape[1],
@@ -77,9 +75,7 @@ def packed(
     batch: Any = q.shape[0]
     queries: Any = q.shape[2]
     seen, many = lengths(seen, q, table)
-    ends: Any = [queries * (number + 1) for number in range(batch)] if isinstance(batch, int) else None
-    if ends is None or isinstance(many, Tensor):
-        ends = torch.arange(1, batch + 1, device=q.device) * queries
+    ends = calls.ends_of(batch, queries, q.device, beside=many)
     y, _ = calls.fused(
         q.transpose(1, 2).flatten(0, 1), k, v, many, version, num_query_heads=q.shape[1], actual_seq_qlen=ends,
         input_layout="TND", **seen.arguments(q.device, queries), **table.arguments(), **arguments,

@@ -52,8 +52,7 @@ def apart(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale
     latent, rope = _by_sequence(q[0], kv)
     if seen.by == "mask":
         latent, rope = seen.cut(latent), seen.cut(rope)
-        precise = {} if queries == 1 else dict(inner_precise=2)  # queries that see nothing give 0
-        y = _fused(q, latent, rope, None, scale, version, atten_mask=seen.shown(), **precise).transpose(1, 2)
+        y = _fused(q, latent, rope, None, scale, version, **calls.shown(seen.shown(), queries)).transpose(1, 2)
         return calls.where_empty(y, latent.transpose(1, 2), seen.shown(), seen.empty).transpose(1, 2)
     told = seen.told(queries, latent.shape[1])
     lengths = told.length if told.known is None else [told.known]

@@ -13,6 +13,16 @@ PAGES = (128, 64, 32, 16)
 """Sizes of pages as which a contiguous cache is read, the first that divides it."""
 
 
+def attended(p, q, kv, up, rows=None, **seen):
+    """The term of attention of queries (nope, rope, absorbed) over a latent and its rope, projected by `up`."""
+    (nope, rope, absorbed), (latent, k_rope), (up_key, up_value) = q, kv, up
+    return p.softmax_attention(
+        q=p.latent_queries(nope=nope, rope=rope, absorbed=absorbed),
+        k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows),
+        v=p.latent_values(latent=latent, up=up_value), **seen,
+    )  # fmt: skip
+
+
 def lengths(keys: Tensor, queries: Any, order: str, known: Any, length: Tensor | None) -> tuple[int, Tensor | None]:
     """Sparse mode, and how many of keys [B, T, ..] are there for each sequence, [B] in int32, None for all.
 

@@ -44,12 +44,11 @@ class PlanBook:
 
     def of(self, match: Match) -> Plans:
         """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
-        lowerings = match.rule.lowerings()
         optional = match.optional
         try:
             captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
         except Refused as refused:
-            return {each.name: refused for each in lowerings}
+            return {each.name: refused for each in match.rule.lowerings()}
         kept = _Kept(self._written_back(match), self._prepared_in(match))
         signature = tuple((name, _signature(each), *kept.of(name)) for name, each in captures.items())
         key = (match.rule.name, tuple(each.shape for each in match.results), signature)
@@ -203,10 +202,12 @@ def _arguments(step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Ten
 
 def _flops(step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> float:
     operator = operator_of(step.target)
+    if operator is not None and operator.flops is None:
+        return 0.0
     args, kwargs = _arguments(step, steps, inputs)
-    if operator is None:
+    if operator is None or operator.flops is None:
         return aten_flops(step.target, args, step.result)
-    return operator.flops(operator.bind(args, kwargs)) if operator.flops else 0.0
+    return operator.flops(operator.bind(args, kwargs))
 
 
 def _overwritten(step: Step) -> list[Any]:
