@@ -66,7 +66,7 @@ class FusionBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; what `torch.compile` calls."""
         specialise_floats(gm)
-        if is_training(example_inputs):
+        if is_training(gm, example_inputs):
             warnings.warn(
                 "cann-fusion fuses inference graphs only, and this one is traced for training: it runs unfused. "
                 "Call the model under torch.no_grad() or torch.inference_mode(), or freeze its parameters.",

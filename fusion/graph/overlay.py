@@ -83,7 +83,25 @@ class Graph:
     def reads(self, value: Value) -> tuple[fx.Node, ...]:
         """The nodes from which `value` is read or built."""
         node = self.node(value)
-        return (node,) if node is not None else tuple(each for arg in value.args for each in self.reads(arg))
+        return (node,) if node is not None else tuple(each for arg in self.parts(value) for each in self.reads(arg))
+
+    def parts(self, value: Value) -> tuple[Value, ...]:
+        """What `value`, which no node holds, is built from.
+
+        Every reshape of x is a value of x alone; where all users of x read it through one other reshape, x is read
+        there too, so that what makes that reshape can be replaced.
+        """
+        return value.args if value.op != "reshape" else (self._passed_on(value.arg),)
+
+    def _passed_on(self, value: Value) -> Value:
+        """The reshape through which all users read `value`; `value` where there is none, or it copies."""
+        places = self.places.get(value, ())
+        if not places or not places[-1].meta["val"].is_contiguous():
+            return value
+        users = [self.held.get(user) for each in places for user in each.users if user not in places]
+        if len(users) != 1 or not isinstance(users[0], Value) or users[0].op != "reshape" or users[0].arg is not value:
+            return value
+        return users[0]
 
     def values(self) -> Iterator[Value]:
         """Every value that some node holds, in the order of the graph."""

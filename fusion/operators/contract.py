@@ -206,12 +206,16 @@ def refusal(
         return f"{op.short} {bound}"
     if chip != HOST and chip not in op.limits:
         return f"{op.short} does not exist on {chip}; it does on {', '.join(sorted(set(op.limits) & set(CHIPS)))}"
-    if lowering is not None and _known(lowering, LOWERINGS, "lowering") not in op.lowerings:
-        readable = bool(op.on_host) and lowering == "eager"
-        if not (readable and host_reads):
-            allowed = ", or with the option lengths='host', which waits for the device" if readable else ""
-            return f"{op.short} cannot be lowered by {lowering}; it can by {', '.join(sorted(op.lowerings))}{allowed}"
-    return _dtype_refusal(op, chip, values) or _limit_refusal(op, chip, values | bound, lowering)
+    taken = lowering is None or _known(lowering, LOWERINGS, "lowering") in op.lowerings
+    if taken or (op.on_host and lowering == "eager" and host_reads):
+        return _dtype_refusal(op, chip, values) or _limit_refusal(op, chip, values | bound, lowering)
+    return f"{op.short} cannot be lowered by {lowering}; it can by {_ways(op)}"
+
+
+def _ways(op: Operator) -> str:
+    """The lowerings that take `op`, and what it needs where it would have to read tensors on the host."""
+    reads = ["eager with the option lengths='host', which waits for the device"] if op.on_host else []
+    return " or ".join([*sorted(op.lowerings - ({"eager"} if reads else set())), *reads]) or "none"
 
 
 def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | None:

@@ -14,11 +14,16 @@ from fusion._torch import Boxed, aot_inference, preserve_composites
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
 
 
-def is_training(example_inputs: Sequence[Any]) -> bool:
-    """Whether a backward graph would be built for these inputs."""
-    return torch.is_grad_enabled() and any(
-        isinstance(each, torch.Tensor) and each.requires_grad for each in example_inputs
-    )
+def is_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a backward graph would be built: not where the forward itself turns gradients off."""
+    if not torch.is_grad_enabled() or not any(map(_learns, example_inputs)):
+        return False
+    results = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+    return any(each is None or _learns(each) for each in results)
+
+
+def _learns(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compile) -> Callable[..., Any]:

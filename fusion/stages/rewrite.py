@@ -109,7 +109,7 @@ class _Editor:
         if places:
             read = (node for node in places if not candidate.dying.isdisjoint(node.users))
             return places[0] if value.args else next(read, places[0])
-        args = [self._read(arg, candidate, anchor, added) for arg in value.args]
+        args = [self._read(arg, candidate, anchor, added) for arg in self._graph.parts(value)]
         fakes = {str(number): arg.meta["val"].detach() for number, arg in enumerate(args)}
         recorder, result = self._fakes.record(lambda: build(value, self._fakes.size, *fakes.values()), fakes)
         nodes = self._emit(recorder.steps, dict(zip(fakes, args, strict=True)), anchor, added)

@@ -171,6 +171,20 @@ def test_a_model_with_parameters_is_fused_under_no_grad_without_a_warning():
         close(compiled(model)(X), model(X))
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_forward_that_turns_gradients_off_itself_is_fused(off):
+    class Model(nn.Sequential):
+        forward = off()(nn.Sequential.forward)
+
+    model = Model(nn.Linear(64, 64), nn.RMSNorm(64, eps=1e-6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = compiled(model)(X)
+    close(result, model(X))
+    assert not result.requires_grad
+    assert torch.is_grad_enabled()
+
+
 def operators(options):
     return fusion.explain(add_norm, X, Y, W, options={**HOST, **options}).ops
 
