@@ -43,6 +43,13 @@ def is_contiguous_copy(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.clone.default and wanted
 
 
+def is_only_read(node: fx.Node) -> bool:
+    """Whether nothing writes to a tensor, nor returns it."""
+    views = (user for user in node.users if is_view(user.target))
+    kept = any(user.op == "output" or is_write(user) for user in node.users)
+    return not kept and all(map(is_only_read, views))
+
+
 def is_data(val: Any) -> bool:
     """Whether a result holds floating-point or quantised numbers (not positions, masks or counts)."""
     for each in tree_leaves(val):

@@ -24,6 +24,7 @@ from patterns.primitives.attention_pages import PagedAttention
 from patterns.primitives.cache_write import CacheWrite
 from patterns.primitives.dynamic_quant import DynamicQuant
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
+from patterns.primitives.head_projection import HeadProjection
 from patterns.primitives.layer_norm import LayerNorm
 from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.quant_matmul import QuantMatmul
@@ -45,6 +46,7 @@ def library() -> tuple[Rule, ...]:
         Swiglu(),
         SwigluProjections(),
         JoinedProjections(),
+        HeadProjection(),
         DynamicQuant(),
         QuantMatmul(),
         AddRMSNormDynamicQuant(),

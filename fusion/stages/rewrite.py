@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch import tree_leaves
-from fusion.cost import is_contiguous_copy, is_view
+from fusion.cost import is_contiguous_copy, is_only_read
 from fusion.errors import VerificationError
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
@@ -239,14 +239,7 @@ class _Editor:
 
 def _is_needless(copy: fx.Node) -> bool:
     """Whether a copy that makes a tensor contiguous is of one that is, and nobody else gets hold of it."""
-    return is_contiguous_copy(copy) and copy.all_input_nodes[0].meta["val"].is_contiguous() and _is_only_read(copy)
-
-
-def _is_only_read(node: fx.Node) -> bool:
-    """Whether nothing writes to a tensor, nor returns it."""
-    views = (user for user in node.users if is_view(user.target))
-    kept = any(user.op == "output" or is_write(user) for user in node.users)
-    return not kept and all(map(_is_only_read, views))
+    return is_contiguous_copy(copy) and copy.all_input_nodes[0].meta["val"].is_contiguous() and is_only_read(copy)
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -82,6 +82,30 @@ def _gated_two_inputs(x: Tensor, z: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate)) * F.linear(z, up)
 
 
+def _absorbed(x: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("bshd,hdc->bshc", x, w.view(4, -1, 64)[:, :32]).flatten(2).exp()
+
+
+def _values_up(y: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("bshc,hdc->bshd", y, w.view(4, -1, 64)[:, 32:]).flatten(2).exp()
+
+
+def _turned_by_hand(y: Tensor, w: Tensor) -> Tensor:
+    return (y.transpose(1, 2) @ w.view(4, -1, 64)[:, 32:].mT).transpose(1, 2).flatten(2).exp()
+
+
+def _packed(x: Tensor, w: Tensor) -> Tensor:
+    return torch.bmm(x.flatten(0, 1).transpose(0, 1), w.view(4, -1, 64)[:, :32]).transpose(0, 1).reshape(6, -1).exp()
+
+
+def _heads_given_first(x: Tensor, w: Tensor) -> Tensor:
+    return torch.bmm(x, w.view(4, -1, 64)[:, :32]).transpose(0, 1).reshape(6, -1).exp()
+
+
+def _own_of_each_sequence(x: Tensor, w: Tensor) -> Tensor:
+    return torch.einsum("bshd,bhdc->bshc", x, w).flatten(2).exp()
+
+
 EXAMPLES = (
     Example("queries, keys and values", _qkv, QKV),
     Example("with biases", _qkv_biased, QKV_BIASED),
@@ -107,5 +131,18 @@ GATED_REJECTS = (
     Example(
         "two inputs", _gated_two_inputs, with_parameters(X, X, (64, 64), (64, 64), leading=2),
         "are projections of different inputs",
+    ),
+)  # fmt: skip
+HEADS = (
+    Example("queries absorbed", _absorbed, with_parameters((2, 3, 4, 32), (256, 64))),
+    Example("values of all heads", _values_up, with_parameters((2, 3, 4, 64), (256, 64))),
+    Example("heads turned by hand", _turned_by_hand, with_parameters((2, 3, 4, 64), (256, 64))),
+    Example("packed tokens", _packed, with_parameters((2, 3, 4, 32), (256, 64))),
+    Example("heads given first", _heads_given_first, with_parameters((4, 6, 32), (256, 64))),
+)
+OTHER_HEADS = (
+    Example(
+        "each sequence has its own matrices", _own_of_each_sequence, with_parameters((2, 3, 4, 32), (2, 4, 32, 64)),
+        "each sequence has matrices of its own",
     ),
 )  # fmt: skip

@@ -83,7 +83,7 @@ def absorbed(nope: Tensor | None, up: Tensor | None) -> Tensor:
     require(nope is not None and up is not None, "the model itself absorbs the projection of the keys")
     assert nope is not None
     assert up is not None
-    return _turned(nope.transpose(1, 2), up).transpose(1, 2)
+    return turned(nope.transpose(1, 2), up).transpose(1, 2)
 
 
 def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:
@@ -94,7 +94,7 @@ def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:
     return (by_transpose if values == "transposed" else by_matmul)(y, up)
 
 
-def _turned(x: Tensor, weight: Tensor) -> Tensor:
+def turned(x: Tensor, weight: Tensor) -> Tensor:
     """x [B, S, N, K] times weight [N, K, M], as [B, S, N, M]."""
     rows = torch.ops.npu.npu_transpose_batchmatmul(
         x.flatten(0, 1), weight.contiguous(), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
@@ -106,7 +106,7 @@ def by_transpose(y: Tensor, up: Tensor | None) -> Tensor:
     """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E], by the operator that turns heads back."""
     require(up is not None, "the model itself expands the result")
     assert up is not None
-    return _turned(y, up).transpose(1, 2)
+    return turned(y, up).transpose(1, 2)
 
 
 def by_matmul(y: Tensor, up: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.dims import dims_of
-from fusion.stages.canonicalise import logic
+from fusion.stages.canonicalise import canonicalise, logic
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.attention import attention
 from fusion.stages.canonicalise.contractions import matmul, swapped
@@ -23,6 +23,7 @@ from fusion.stages.canonicalise.formulas import Affine, Leaf
 from fusion.stages.canonicalise.masks import Term, visible
 from fusion.stages.canonicalise.positions import Positions
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out
+from fusion.testing import capture
 
 aten = torch.ops.aten
 D = 4
@@ -319,6 +320,18 @@ def test_attention_is_told_what_the_mask_shows(data):
     assert torch.equal(claimed(reading.captures, t, seen.shape), seen), reading.captures
     if reading.captures["empty"] == "zero" and root.arg.attrs[1] == "nan":
         assert seen.any(-1).all(), "a query that sees no key gives NaN"
+
+
+def test_a_window_that_begins_behind_the_last_key_shows_nothing():
+    def attend(q, k, v, start):
+        ahead = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - start
+        return (q @ k.mT).masked_fill(ahead != 0, -torch.inf).softmax(-1) @ v
+
+    sizes = (3, 2, 2)  # more queries than keys
+    captured = capture(attend, (*(torch.randn(2, size, D) for size in sizes), torch.tensor(0)), "composite")
+    graph = canonicalise(captured.graph.graph, captured.facts)
+    (reading,) = (each for each in graph.readings.values() if each.op == "softmax_attention")
+    assert reading.captures["empty"] == "nan"
 
 
 def within(told: dict[str, Any], t: Twins, queries: int, keys: int) -> bool:

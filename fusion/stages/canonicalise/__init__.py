@@ -22,6 +22,7 @@ from fusion.stages.canonicalise import (
     complex_numbers,
     contractions,
     exponentials,
+    head_products,
     logic,
     projections,
     quantisation,
@@ -84,9 +85,10 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
     rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
-    readings = {**_linears(walk, readings, fixed), **readings, **rows, **products}
+    heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
+    readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **products}
     readings |= whole_heads.readings(walk.algebra, readings)
-    misses = {**misses, **odd_rows, **odd_products}
+    misses = {**odd_heads, **misses, **odd_rows, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, fixed, facts,

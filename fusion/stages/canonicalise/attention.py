@@ -31,7 +31,7 @@ def attention(
 
     `written` are the writes of rows that the graph makes.
     """
-    value, finish = _stripped(root)
+    value, finish = stripped(root)
     if value.op != "matmul":
         return None
     weights = weights_of(a, value.arg)
@@ -49,10 +49,10 @@ def attention(
 
 def contraction(value: Value) -> Value:
     """What is below casts and other arrangements."""
-    return _stripped(value)[0]
+    return stripped(value)[0]
 
 
-def _stripped(root: Value) -> tuple[Value, Finish]:
+def stripped(root: Value) -> tuple[Value, Finish]:
     """The contraction below what only casts it or arranges it otherwise, and the arrangement, innermost first."""
     finish: list[tuple[str, tuple[Any, ...]]] = []
     value = root.arg if root.op == "cast" else root

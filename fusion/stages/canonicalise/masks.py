@@ -110,8 +110,8 @@ def sees_some(bounds: Limits, queries: Any, keys: Any) -> bool:
         return True
     span = high + low.times(-1)
     last = low.plus(queries - 1 if bounds.moving else 0).plus(-keys)
-    within = last.terms or (isinstance(last.constant, int) and last.constant < 0)
-    return bool(within) and not span.terms and isinstance(span.constant, int) and span.constant >= 0
+    within = last.constant < 0 if isinstance(last.constant, int) else bool(last.terms)
+    return within and not span.terms and isinstance(span.constant, int) and span.constant >= 0
 
 
 def _is_counted(term: int | Leaf) -> bool:

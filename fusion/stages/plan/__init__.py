@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion.cost import call_cost, is_contiguous_copy, is_launch, is_view, node_cost
+from fusion.cost import call_cost, is_contiguous_copy, is_launch, is_only_read, is_view, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.language import Refused
 from fusion.operators import operator_of
@@ -211,7 +211,7 @@ class Planner:
             for user in node.users:
                 if user in dying or user.target is operator.getitem:
                     continue
-                if is_contiguous_copy(user) and lies[node].is_contiguous():
+                if is_contiguous_copy(user) and lies[node].is_contiguous() and is_only_read(user):
                     costs.append(-node_cost(user, self.target))
                 if not is_view(user.target):
                     continue

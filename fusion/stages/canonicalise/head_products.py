@@ -1,0 +1,70 @@
+"""One product per head with a weight that all tokens share, as latent attention absorbs and expands its projections.
+
+A reading "head_product" holds x [B, N, S, K], weight [N, K, M] and how [B, N, S, M] becomes the result. A product of
+heads that stand first before and behind it is left alone: nothing is arranged anew around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch.fx as fx
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.stages.canonicalise.arrangement import Step
+from fusion.stages.canonicalise.attention import stripped
+from fusion.stages.canonicalise.projections import Places, is_fixed
+
+ARRANGES = ("permute", "reshape")
+Found = dict[Value, Reading]
+Misses = dict[Value, tuple[str, str]]
+
+
+def readings(a: Algebra, places: Places, fixed: Collection[fx.Node]) -> tuple[Found, Misses]:
+    """A reading for every such product; `fixed` are the nodes that depend on Parameters alone, if any is known."""
+    found: Found = {}
+    misses: Misses = {}
+    turned = {value.arg for value in places if value.op in ARRANGES}
+    for value in list(places):
+        product, arranged = stripped(value)
+        if product.op != "matmul" or product.dtype != value.dtype or product.rank not in (3, 4):
+            continue
+        if product is not value and product in places:
+            continue  # what only arranges it is left to the product itself
+        x, weight = product.args
+        constant = is_fixed(places, fixed, weight)
+        heads_alone = not (value in turned or arranged or x.op in ARRANGES)
+        if x.shape[:-2] != product.shape[:-2] or heads_alone or (fixed and not constant):
+            continue
+        outcome = _reading(a, x, weight, arranged)
+        if isinstance(outcome, Reading):
+            found[value] = outcome
+        elif outcome and constant:
+            misses[value] = ("head_product", outcome)
+    return found, misses
+
+
+def _reading(a: Algebra, x: Value, weight: Value, arranged: Sequence[Step]) -> Reading | str | None:
+    heads = x.shape[-3]
+    if heads == 1 or weight.shape[-3:-2] != (heads,):
+        return None
+    if prod(weight.shape[:-3]) != 1:
+        return "each sequence has matrices of its own"
+    shape = (*x.shape[:-1], weight.shape[-1])
+    rows = shape if x.rank == 4 else (1, *shape)
+    steps = [*([("reshape", shape)] if x.rank == 3 else []), *arranged]
+    finish = tuple(_named(steps, {rows[2]: "S", rows[0]: "B"}))
+    if any(how.count(-1) > 1 for _, how in finish):
+        return "the result is arranged by several symbolic sizes"
+    opened = a.reshape(x, (*rows[:-1], x.shape[-1]))
+    return Reading("head_product", {"x": opened, "weight": a.reshape(weight, weight.shape[-3:]), "finish": finish})
+
+
+def _named(steps: list[Step], names: dict[Any, str]) -> Iterator[Step]:
+    """The steps with symbolic sizes by name; of reshapes in a row only the last."""
+    for number, (op, how) in enumerate(steps):
+        if [op] == [each for each, _ in steps[number + 1 : number + 2]] == ["reshape"]:
+            continue
+        yield op, tuple(each if isinstance(each, int) else names.get(each, -1) for each in how)
