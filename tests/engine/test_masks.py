@@ -325,7 +325,7 @@ def test_attention_is_told_what_the_mask_shows(data):
 def test_a_window_that_begins_behind_the_last_key_shows_nothing():
     def attend(q, k, v, start):
         ahead = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - start
-        return (q @ k.mT).masked_fill(ahead != 0, -torch.inf).softmax(-1) @ v
+        return (q @ k.mT).masked_fill((ahead < 0) | (ahead > 0), -torch.inf).softmax(-1) @ v
 
     sizes = (3, 2, 2)  # more queries than keys
     captured = capture(attend, (*(torch.randn(2, size, D) for size in sizes), torch.tensor(0)), "composite")
