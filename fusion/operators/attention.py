@@ -204,7 +204,7 @@ _V1_SCHEMA = (
 _SUMMARY = (
     "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ), masked) v), in float32; a row that sees no key is 0. Queries "
     "and latent in whole numbers of 8 bits, version 2 alone: both products times dequant_scale_query · "
-    "dequant_scale_key, by which query_rope was divided before, v times dequant_scale_value; a kernel holds the weights "
+    "dequant_scale_key, by which query_rope was divided before, v times dequant_scale_value; a kernel holds "
     "exp(score - largest) in steps of 1/127, which is not decomposed"
 )
 
