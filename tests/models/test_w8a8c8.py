@@ -12,6 +12,7 @@ import torch
 
 import fusion
 from patterns.examples import latent_attention_whole as whole
+from patterns.examples import mla_prolog_whole as prolog
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPERATORS = {
@@ -39,9 +40,9 @@ def test_a_token_becomes_five_operators_that_pass_whole_numbers_on(example: Modu
         report = fusion.explain(block, *example.step(example.PROMPT, 1, torch.bfloat16), options=example.OPTIONS)
     assert set(report.ops) == OPERATORS
     nodes = [node for gm in report.graphs for node in gm.graph.nodes]
-    prolog = next(node for node in nodes if "mla_prolog" in str(node.target)).kwargs
-    modes = [prolog[f"{name}_quant_mode"] for name in ("weight", "kv_cache", "query")]
-    assert (modes, prolog["cache_mode"]) == ([2, 1, 1], "PA_NZ")
+    told = next(node for node in nodes if "mla_prolog" in str(node.target)).kwargs
+    modes = [told[f"{name}_quant_mode"] for name in ("weight", "kv_cache", "query")]
+    assert (modes, told["cache_mode"]) == ([2, 1, 1], "PA_NZ")
     attention = next(node for node in nodes if "infer_attention" in str(node.target))
     assert attention.kwargs["query_quant_mode"] == 3
     sources = [attention.args[0], attention.kwargs["query_rope"], attention.kwargs["dequant_scale_query"]]
@@ -154,3 +155,56 @@ def test_what_only_looks_like_it_is_refused(attend):
     calls = [node for gm in report.graphs for node in gm.graph.nodes if "infer_attention" in str(node.target)]
     assert not any(node.kwargs.get("query_quant_mode") == 3 for node in calls)
     assert report.refusals
+
+
+def multiplied(latent, scale):
+    """Times the inverse, with methods."""
+    return latent.float().mul(scale.reciprocal()).round().clip(-128, 127).to(torch.int8)
+
+
+def with_functions(latent, scale):
+    """Functions alone."""
+    return torch.clamp(torch.round(torch.div(latent.float(), scale)), -128, 127).char()
+
+
+STORES = (prolog.by_inverse, prolog.divided, multiplied, with_functions)
+
+
+@pytest.mark.parametrize("store", STORES, ids=lambda each: each.__name__)
+def test_every_way_to_quantise_what_is_written_becomes_the_prolog(store):
+    function = prolog.model(prolog.in_lines, prolog.lined, store, whole.explicit)
+    inputs = prolog.inputs(1, prolog.LINES)(torch.bfloat16)
+    report = fusion.explain(function, *inputs, options={"target": "host", "lower": "eager"})
+    assert report.ops["npu::npu_mla_prolog_v3"] == 1
+    (call,) = [node for gm in report.graphs for node in gm.graph.nodes if "mla_prolog" in str(node.target)]
+    assert (call.kwargs["kv_cache_quant_mode"], call.kwargs["query_quant_mode"]) == (1, 1)
+
+
+def cut_off(latent, scale):
+    """Toward zero."""
+    return (latent.float() / scale).clamp(-128, 127).to(torch.int8)
+
+
+def unbounded(latent, scale):
+    """What is beyond int8 wraps."""
+    return (latent.float() / scale).round().to(torch.int8)
+
+
+def with_zero_point(latent, scale):
+    """Asymmetric."""
+    return ((latent.float() / scale).round() + 3).clamp(-128, 127).to(torch.int8)
+
+
+def of_channels(latent, scale):
+    """A scale of each channel."""
+    return (latent.float() / (scale * torch.arange(1, prolog.C + 1))).round().clamp(-128, 127).to(torch.int8)
+
+
+@pytest.mark.parametrize("store", [cut_off, unbounded, with_zero_point, of_channels, prolog.narrow])
+def test_what_is_written_otherwise_is_left_to_the_model(store):
+    function = prolog.model(prolog.in_lines, prolog.lined, store, whole.explicit)
+    inputs = prolog.inputs(1, prolog.LINES)(torch.bfloat16)
+    report = fusion.explain(function, *inputs, options={"target": "host", "lower": "eager"})
+    calls = [node for gm in report.graphs for node in gm.graph.nodes if "mla_prolog" in str(node.target)]
+    assert not any(node.kwargs.get("kv_cache_quant_mode") for node in calls)
+    assert report.ops["npu::npu_fused_infer_attention_score_v2"] == 1, "what reads the cache is fused all the same"

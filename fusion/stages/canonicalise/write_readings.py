@@ -100,17 +100,17 @@ class Writes:
             return _STEP.format(step=step) if self._is_cache(cache) else None
         return Reading("write_slice", {"cache": cache, "rows": rows, "start": start, "axis": axis})
 
-    def _lines(self, value: Value) -> Reading | None:
+    def _lines(self, value: Value) -> Outcome:
         """cache[block, :, place] = rows, for pages [Block, .., Size, L] in which a row lies in several lines."""
         filled = unviewed(value)
-        if filled.op != "write_rows" or len(filled.args) != 4 or value.rank < 4:
-            return None
+        if filled.op != "write_rows" or len(filled.args) != 4 or filled in self.readings:
+            return None  # something else, or a view of what was written
         turned, rows, block, place = filled.args
         cache, a = self._seen(value, filled, turned), self._algebra
         order = (0, value.rank - 2, *range(1, value.rank - 2), value.rank - 1)
-        slots = _slots(a, turned, block, place)
+        slots = None if value.rank < 4 else _slots(a, turned, block, place)
         if slots is None or a.reshape(a.permute(cache, order), turned.shape) is not turned:
-            return None
+            return _NO_FORM if self._is_cache(cache) else None
         return Reading("write_lines", {"cache": cache, "rows": rows, "slots": slots})
 
     def _seen(self, value: Value, filled: Value, cache: Value) -> Value:
