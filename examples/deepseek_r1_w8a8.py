@@ -99,9 +99,9 @@ def steps() -> Iterator[tuple[str, list[Tensor], Tensor]]:
         yield name, [each.bfloat16() for each in floats], torch.tensor(start)
 
 
-def converted(state: dict[str, Tensor], dtype: torch.dtype) -> Attention:
-    """The block with its float parameters in `dtype`, and the scales in float32 at least."""
-    block = Attention()
+def converted(state: dict[str, Tensor], dtype: torch.dtype, kind: type[nn.Module] = Attention) -> nn.Module:
+    """A block of this kind with its float parameters in `dtype`, and the scales in float32 at least."""
+    block = kind()
     block.load_state_dict(state)
     block = block.to(dtype).eval().requires_grad_(False)
     for name, layer in block.named_modules():

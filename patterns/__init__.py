@@ -9,11 +9,13 @@ from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsn
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_atb import LatentAttentionAtb
 from patterns.composites.latent_attention_paged import PagedLatentAttention
+from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_preprocess import MlaPreprocess
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
 from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
+from patterns.composites.mla_prolog_whole import MlaPrologWhole
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
@@ -57,6 +59,7 @@ def library() -> tuple[Rule, ...]:
         LatentAttention(),
         PagedLatentAttention(),
         LatentAttentionAtb(),
+        LatentAttentionWhole(),
         RingMla(),
         AttentionUpdate(),
         SparseAttention(),
@@ -67,6 +70,7 @@ def library() -> tuple[Rule, ...]:
         MlaPrologRows(),
         MlaPrologQuantised(),
         MlaPrologQuantisedRows(),
+        MlaPrologWhole(),
         MlaPreprocess(),
         CacheWrite(),
         PagedWrite(),

@@ -146,16 +146,19 @@ class Graph:
         """The writes by which `made` came from `place`; none where anything else did it."""
         found: dict[Value, Value] = {}
         while isinstance(made, Value) and unviewed(made) is not place:
-            reading = self.readings.get(unviewed(made))
-            if reading is None or not reading.op.startswith("write"):
+            seen = [made]
+            while seen[-1].op in _VIEWS and not self._is_write(seen[-1]):
+                seen.append(seen[-1].arg)
+            if not self._is_write(seen[-1]):
                 return {}
-            cache = unviewed(reading.captures["cache"])
-            while made.op in _VIEWS:
-                found[made] = cache
-                made = made.arg
-            found[made] = cache
+            cache = unviewed(self.readings[seen[-1]].captures["cache"])
+            found.update(dict.fromkeys(seen, cache))
             made = cache
         return found if isinstance(made, Value) else {}
+
+    def _is_write(self, value: Value) -> bool:
+        reading = self.readings.get(value)
+        return reading is not None and reading.op.startswith("write")
 
     @cached_property
     def order(self) -> Mapping[fx.Node, int]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from fusion._torch import hint
 from fusion.operators import attention_limits as limits
 from fusion.operators.contract import Operator, by_schema
+from fusion.operators.dtypes import compute_dtype
 from fusion.operators.flops import causal, longest, number_of, scores
 from fusion.operators.layouts import (
     heads_first,
@@ -47,6 +48,8 @@ class Attention:
     key_rope: Tensor | None = None
     sink: Tensor | None = None
     lse: bool = False
+    scales: tuple[Tensor, Tensor, Tensor] | None = None
+    """Of queries in whole numbers, [..] of the layout without lanes, and of all keys and all values, [1]."""
 
     def heads_of(self, x: Tensor) -> Tensor:
         """Keys or values as [B, M, T, D], read through the block table if there is one."""
@@ -63,8 +66,28 @@ def computed(call: Attention) -> tuple[Tensor, Tensor]:
     if call.query_rope is not None and call.key_rope is not None:
         pairs.append((heads_first(call.query_rope, call.layout, call.heads), call.heads_of(call.key_rope)))
     seen = visible(query, key, call.lengths, call.band, packed=is_packed(call.layout), table=call.table)
+    if call.scales is not None:
+        pairs, value = _of_whole_numbers(call, pairs, value)
     out, lse = _attended(call, pairs, value, seen)
-    return laid_out(out, call.layout), lse
+    return laid_out(out.to(_result(call)), call.layout), lse
+
+
+def _of_whole_numbers(
+    call: Attention, pairs: list[tuple[Tensor, Tensor]], value: Tensor
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Queries times their scale and that of the keys, rotated ones too; values times theirs; none of it rounded."""
+    assert call.scales is not None
+    of_query, of_key, of_value = call.scales
+    merged = call.layout.startswith("BSH")
+    tokens = heads_first(of_query if merged else of_query.unsqueeze(-1), call.layout, call.heads) * of_key
+    wide = torch.promote_types(compute_dtype(pairs[-1][0]), tokens.dtype)
+    return [(q.to(wide) * tokens, k) for q, k in pairs], value.to(wide) * of_value
+
+
+def _result(call: Attention) -> torch.dtype:
+    """The dtype of the output: of whole numbers that of the rotated queries."""
+    rotated = call.scales is not None and call.query_rope is not None
+    return call.query_rope.dtype if rotated and call.query_rope is not None else call.query.dtype
 
 
 def _attended(
@@ -83,9 +106,9 @@ def _attended(
 def promised(call: Attention) -> tuple[Tensor, Tensor]:
     """Empty outputs of the shapes and dtypes of `computed`."""
     width = value_width(call.value, call.layout, call.kv_heads, call.table is not None)
-    out = call.query.new_empty(output_shape(call.query, call.layout, call.heads, width))
+    out = call.query.new_empty(output_shape(call.query, call.layout, call.heads, width), dtype=_result(call))
     sizes = lse_shape(call.query, call.layout, call.heads) if call.lse else [0]
-    wide = torch.promote_types(call.query.dtype, torch.float32) if call.lse else torch.float32
+    wide = torch.promote_types(_result(call), torch.float32) if call.lse else torch.float32
     return out, call.query.new_empty(sizes, dtype=wide)
 
 
@@ -128,6 +151,7 @@ def _v1(given: Mapping[str, Any]) -> Attention:
 
 
 def _v2(given: Mapping[str, Any]) -> Attention:
+    scales = (given["dequant_scale_query"], given["dequant_scale_key"], given["dequant_scale_value"])
     return Attention(
         given["query"],
         given["key"],
@@ -143,6 +167,7 @@ def _v2(given: Mapping[str, Any]) -> Attention:
         key_rope=given["key_rope"],
         sink=given["learnable_sink"],
         lse=given["return_softmax_lse"],
+        scales=None if scales[0] is None else scales,
     )
 
 
@@ -176,7 +201,12 @@ _V1_SCHEMA = (
     "int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
     "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)"
 )
-_SUMMARY = "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ), masked) v), in float32; a row that sees no key is 0"
+_SUMMARY = (
+    "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ), masked) v), in float32; a row that sees no key is 0. Queries "
+    "and latent in whole numbers of 8 bits, version 2 alone: both products times dequant_scale_query · "
+    "dequant_scale_key, by which query_rope was divided before, v times dequant_scale_value; a kernel holds "
+    "exp(score - largest) in steps of 1/127, which is not decomposed"
+)
 
 
 def _tensor_lengths(schema: str) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion.operators.attention_whole_limits import FLOATS, WHOLE_HOST, WHOLE_KERNEL
+from fusion.operators.attention_whole_limits import SCALES as _SCALES
 from fusion.operators.contract import Limit
 from fusion.operators.dtypes import HALVES
 
@@ -24,7 +26,7 @@ _OUTPUTS = {
 # A cache of pages may have another rank than the query: [pages, block, N · D], [pages, N, block, D], or fractal NZ.
 _KEY = ("P Q K", "P Q U K", "P Q C U L")
 _VALUE = ("P Q V", "P Q U V", "P Q Cv U L")
-_KEY_ROPE = ("P Q Kr", "P Q U Kr", "P Q Cr U L")
+_KEY_ROPE = ("P Q Kr", "P Q U Kr", "P Q Cr U Lr")
 
 _PACKED = "input_layout in ('TND', 'TND_NTD', 'NTD_TND')"
 _BATCHED = "input_layout not in ('TND', 'TND_NTD', 'NTD_TND')"
@@ -46,6 +48,8 @@ class Names:
     lse: str
     unused: tuple[str, ...]
     sink: str | None = None
+    whole: bool = False
+    """Whether it takes queries and keys in whole numbers of 8 bits."""
 
 
 V2 = Names(
@@ -55,11 +59,11 @@ V2 = Names(
     key_lengths="actual_seq_kvlen",
     lse="return_softmax_lse",
     unused=(
-        "pse_shift", "dequant_scale_query", "dequant_scale_key", "dequant_offset_key", "dequant_scale_value",
-        "dequant_offset_value", "dequant_scale_key_rope", "quant_scale_out", "quant_offset_out", "quant_scale_p",
-        "query_dtype", "key_dtype", "value_dtype", "out_dtype",
+        "pse_shift", "dequant_offset_key", "dequant_offset_value", "dequant_scale_key_rope", "quant_scale_out",
+        "quant_offset_out", "quant_scale_p", "query_dtype", "key_dtype", "value_dtype", "out_dtype",
     ),
     sink="learnable_sink",
+    whole=True,
 )  # fmt: skip
 V1 = Names(
     heads="num_heads",
@@ -93,7 +97,9 @@ def dims(names: Names) -> Mapping[str, str]:
 
 def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
     """Argument -> dtypes; lengths count where they are tensors."""
-    found = dict.fromkeys(("query", "key", "value", "query_rope", "key_rope"), HALVES)
+    found = dict.fromkeys(("query", "key", "value"), HALVES | {torch.int8} if names.whole else HALVES)
+    found |= dict.fromkeys(("query_rope", "key_rope"), HALVES)
+    found |= dict.fromkeys(_SCALES if names.whole else (), frozenset({torch.float32}))
     lengths = dict.fromkeys((names.query_lengths, names.key_lengths), _LENGTHS)
     sink = {names.sink: frozenset({torch.bfloat16})} if names.sink else {}
     return found | lengths | sink | {"atten_mask": _MASKS, "block_table": frozenset({torch.int32})}
@@ -102,7 +108,9 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
 def limits(names: Names, *, in_tensors: bool) -> Mapping[str, tuple[Limit | str, ...]]:
     """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
     a2 = (*_kernel(names), *_one_query(names), *_pages(names), *_packed(names), *_latent(names))
-    return {"host": _host(names), "ascend910b": a2, "ascend910_93": a2}
+    a2 = (*a2, *WHOLE_KERNEL) if names.whole else a2
+    host = (*_host(names), *(WHOLE_HOST if names.whole else (Limit(FLOATS),)))
+    return {"host": host, "ascend910b": a2, "ascend910_93": a2}
 
 
 def _host(names: Names) -> tuple[Limit | str, ...]:
@@ -257,7 +265,10 @@ def _latent(names: Names) -> tuple[Limit | str, ...]:
         *found,
         Limit(f"Hr == 64 * {heads}", when=f"{rope} and {_MERGED}"),
         Limit("Dr == 64", when=f"{rope} and not {_MERGED}"),
-        Limit("dtype(query_rope) == dtype(query) and dtype(key_rope) == dtype(key)", when=rope),
+        Limit(
+            "dtype(query_rope) == dtype(query) and dtype(key_rope) == dtype(key)",
+            when=f"{rope} and dtype(query) != 'int8'",
+        ),
         Limit("input_layout not in ('BSH_BNSD', 'BSND_BNSD')", when=_PLAIN),
     )
 

@@ -148,10 +148,11 @@ _HOST = (
     "Dr % 2 == 0",
     Limit("Hckv % 16 == 0 and Dr % 16 == 0", when="cache_mode == 'PA_NZ'", because="a line of NZ holds 16 elements"),
     Limit(
-        "Hckv % 32 == 0 and Dr % 32 == 0",
+        "Hckv % 32 == 0",
         when=f"cache_mode == 'PA_NZ' and {_CACHE} in (1, 2)",
         because="a line of NZ holds 32 whole numbers",
     ),
+    Limit("Dr % 32 == 0", when=f"cache_mode == 'PA_NZ' and {_CACHE} == 2", because="a line of NZ holds 32 of them"),
 )
 _KERNEL = (
     "He in (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)",

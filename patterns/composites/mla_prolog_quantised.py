@@ -53,7 +53,17 @@ def prolog(
     up: Tensor, gammas: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor],
     heads_first: bool, scale_dtype: torch.dtype, **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Rotated and absorbed queries, their latent in whole numbers with its scale, and both caches with new rows.
+    """Rotated and absorbed queries, their latent in whole numbers with its scale, and both caches with new rows."""
+    query, rope, _, latent, scale, kv, kr = called(x, tokens, weights, scales, up, gammas, cos, sin, caches, **how)
+    rope = rope.transpose(1, 2) if heads_first else rope
+    return rope, query.transpose(1, 2), latent, scale.reshape(*x.shape[:2], 1).to(scale_dtype), kv, kr
+
+
+def called(
+    x: Tensor, tokens: Tensor | None, weights: tuple[Tensor, Tensor, Tensor], scales: tuple[Any, Tensor, Any],
+    up: Tensor, gammas: tuple[Tensor, Tensor], cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor], **how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """What the operator gives, and both caches with new rows.
 
     `weights` and `scales` are those of dq, uq and dkv; only uq has a scale where `tokens`, that of x, is None.
     """
@@ -66,12 +76,10 @@ def prolog(
         whole = dict(
             weight_quant_mode=2, dequant_scale_x=rows, dequant_scale_w_dq=row[0], dequant_scale_w_dkv_kr=row[2]
         )
-    query, rope, _, latent, scale, kv, kr = torch.ops.npu.npu_mla_prolog_v3_functional(
+    return torch.ops.npu.npu_mla_prolog_v3_functional(
         x, cast[0], cast[1], up.contiguous(), cast[2], *gammas, *tables, *caches, query_norm_flag=True,
         dequant_scale_w_uq_qr=row[1], **whole, **how,
     )  # fmt: skip
-    rope = rope.transpose(1, 2) if heads_first else rope
-    return rope, query.transpose(1, 2), latent, scale.reshape(*x.shape[:2], 1).to(scale_dtype), kv, kr
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,26 @@ def v2(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     return make
 
 
+def whole(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
+    """The same with queries and a latent in whole numbers of 8 bits, the rotated queries divided by their scales."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = v2(a)(dtype)
+        latent = torch.randint(-127, 128, call["key"].shape, dtype=torch.int8)
+        query = torch.randint(-127, 128, call["query"].shape, dtype=torch.int8)
+        given, wide = a.layout.split("_")[0], torch.promote_types(dtype, torch.float32)
+        rows = placed(torch.rand(a.b, a.s, a.n, 1, dtype=torch.float64) + 0.5, given).squeeze(-1).to(wide) / 100
+        of_keys = torch.full((1,), 0.02, dtype=wide)
+        rows = rows.reshape(a.b, a.s, a.n) if given == "BSH" else rows
+        turned = call["query_rope"].unflatten(-1, (a.n, -1)) if given == "BSH" else call["query_rope"]
+        turned = (turned / (rows * of_keys).unsqueeze(-1)).reshape(call["query_rope"].shape).to(dtype)
+        call |= {"query": query, "key": latent, "value": latent, "query_rope": turned, "query_quant_mode": 3}
+        scales = {"dequant_scale_query": rows, "dequant_scale_key": of_keys, "dequant_scale_value": of_keys.clone()}
+        return call | scales
+
+    return make
+
+
 def v1(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     """Arguments of npu_fused_infer_attention_score."""
     names = {
@@ -189,6 +209,16 @@ V2_ONLY: tuple[tuple[str, Attend], ...] = (
     ("sink", Attend("TND", sink=True, mode=3, **PACKED)),
     ("sink, NTD_TND band", Attend("NTD_TND", sink=True, mode=4, before=3, after=0, **PACKED)),
     ("sink, pages, decode", Attend("TND", s=1, t=11, block=4, sink=True, mode=3, lengths=([1, 2], [11, 6]))),
+)
+_PAGED: dict[str, Any] = dict(t=11, m=1, d=32, rope=16, block=4)
+WHOLE: tuple[tuple[str, Attend], ...] = (
+    ("whole numbers, BSND", Attend("BSND", s=2, t=7, m=1, d=32, rope=8, mode=3)),
+    ("whole numbers, BNSD_NBSD", Attend("BNSD_NBSD", s=3, t=7, m=1, d=32, rope=8, mode=3)),
+    ("whole numbers, BSH, one query", Attend("BSH", s=1, t=7, m=1, d=32, rope=8, lengths=(None, [7, 0]))),
+    ("whole numbers, pages", Attend("BSND", s=2, mode=3, lengths=(None, [11, 6]), **_PAGED)),
+    ("whole numbers, pages in lines", Attend("BSND", s=1, form=5, lengths=(None, [11, 6]), **_PAGED)),
+    ("whole numbers, TND_NTD in lines", Attend("TND_NTD", form=5, mode=3, lengths=([4, 10], [9, 6]), **_PAGED)),
+    ("whole numbers, lse", Attend("BSND", s=2, t=7, m=1, d=32, rope=8, mode=3, lse=True)),
 )
 FUSION: tuple[tuple[str, Attend], ...] = (
     *((f"{layout}, no mask", Attend(layout)) for layout in ("BSH", "SBH", "BSND", "BNSD")),

@@ -61,6 +61,45 @@ def latent_bsh(rope: int = 64, d: int = 128) -> dict[str, Any]:
     return kv | heads | {"query": t(2, 5, 8 * d), "query_rope": t(2, 5, 8 * rope)}
 
 
+def whole(s: int = 1, n: int = 8, **more: Any) -> dict[str, Any]:
+    """A latent in lines of NZ, and its queries, in whole numbers of 8 bits."""
+    int8, single = torch.int8, torch.float32
+    lines = t(9, 1, 16, 128, 32, dtype=int8)
+    scales = {"dequant_scale_query": t(2, s, n, dtype=single), "dequant_scale_key": t(1, dtype=single)}
+    rope = {"query_rope": t(2, s, n, 64), "key_rope": t(9, 1, 4, 128, 16)}
+    table = {"block_table": t(2, 3, dtype=torch.int32), "block_size": 128, "actual_seq_kvlen": [7, 9]}
+    heads = {"num_query_heads": n, "num_key_value_heads": 1, "input_layout": "BSND", "query_quant_mode": 3}
+    call = {"query": t(2, s, n, 512, dtype=int8), "key": lines, "value": lines}
+    return call | scales | {"dequant_scale_value": t(1, dtype=single)} | rope | table | heads | more
+
+
+def whole_tnd() -> dict[str, Any]:
+    rows = {"query": t(9, 8, 512, dtype=torch.int8), "query_rope": t(9, 8, 64)}
+    ends = {"input_layout": "TND", "actual_seq_qlen": [3, 9], "dequant_scale_query": t(9, 8, dtype=torch.float32)}
+    return whole(5) | rows | ends | CAUSAL
+
+
+def whole_bnsd(layout: str = "BNSD", scales: tuple[int, ...] = (2, 8, 1)) -> dict[str, Any]:
+    return whole(
+        input_layout=layout, query=t(2, 8, 1, 512, dtype=torch.int8), query_rope=t(2, 8, 1, 64),
+        dequant_scale_query=t(*scales, dtype=torch.float32),
+    )  # fmt: skip
+
+
+def whole_bsh(*scales: int) -> dict[str, Any]:
+    rows = {"query": t(2, 1, 8 * 512, dtype=torch.int8), "query_rope": t(2, 1, 8 * 64), "input_layout": "BSH"}
+    return whole() | rows | {"dequant_scale_query": t(*scales, dtype=torch.float32)}
+
+
+def whole_pages(rank: int) -> dict[str, Any]:
+    latent, rope = ((9, 128, 512), (9, 128, 64)) if rank == 3 else ((9, 1, 16, 128, 32), (9, 1, 4, 128, 16))
+    return {"key": t(*latent, dtype=torch.int8), "value": t(*latent, dtype=torch.int8), "key_rope": t(*rope)}
+
+
+def without(call: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if name not in names}
+
+
 def mask(*shape: int) -> dict[str, Any]:
     return {"atten_mask": t(*shape, dtype=torch.bool)}
 
@@ -98,6 +137,63 @@ HOST_EDGES: list[Edge] = [
         "not return_softmax_lse",
     ),
 ]
+F32 = torch.float32
+WHOLE_HOST_EDGES: list[Edge] = [
+    (whole(), whole() | {"query_quant_mode": 1}, "query_quant_mode in (0, 3)"),
+    (whole(), whole() | {"key_quant_mode": 1}, "key_quant_mode == 0 and value_quant_mode == 0"),
+    *(
+        (whole(), without(whole(), name), f"given({name})")
+        for name in ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
+    ),
+    *(
+        (latent(), latent() | {name: t(1, dtype=F32)}, f"not given({name})")
+        for name in ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
+    ),
+    (whole(), whole() | {"query": t(2, 1, 8, 512)}, "dtype(query) == 'int8' and dtype(key) == 'int8'"),
+    (bsnd(), bsnd() | {"key": t(2, 7, 2, 128, dtype=torch.int8)}, "dtype(query) != 'int8' and dtype(key) != 'int8'"),
+    (whole(), without(whole(), "query_rope", "key_rope"), "given(query_rope)"),
+    (whole(), whole() | {"dequant_scale_query": t(2, 8, 1, dtype=F32)}, "shape(dequant_scale_query) == (B, S, N)"),
+    (whole_bsh(2, 1, 8), whole_bsh(2, 8), "shape(dequant_scale_query) == (B, S, num_query_heads)"),
+    (whole_tnd(), whole_tnd() | {"dequant_scale_query": t(9, 1, dtype=F32)}, "shape(dequant_scale_query) == (Tq, N)"),
+    (whole(), whole() | {"dequant_scale_key": t(512, dtype=F32)}, "shape(dequant_scale_key) == (1,)"),
+    (whole(), whole() | {"dequant_scale_value": t(1, 1, dtype=F32)}, "shape(dequant_scale_value) == (1,)"),
+]
+WHOLE_HOST_ONLY: list[Edge] = [
+    (whole_bnsd(), whole_bnsd(scales=(2, 1, 8)), "shape(dequant_scale_query) == (B, N, S)"),
+    (
+        whole_tnd() | {"input_layout": "NTD_TND", "query": t(8, 9, 512, dtype=torch.int8), "query_rope": t(8, 9, 64)}
+        | {"dequant_scale_query": t(8, 9, dtype=F32)},
+        whole_tnd() | {"input_layout": "NTD_TND", "query": t(8, 9, 512, dtype=torch.int8), "query_rope": t(8, 9, 64)},
+        "shape(dequant_scale_query) == (N, Tq)",
+    ),
+]  # fmt: skip
+WHOLE_EDGES: list[Edge] = [
+    (whole(), whole_bnsd(), "input_layout in ('BSH', 'BSND', 'TND', 'BSH_NBSD', 'BSND_NBSD', 'TND_NTD')"),
+    (
+        whole(),
+        whole() | {"query_rope": t(2, 1, 8, 64, dtype=HALF), "key_rope": t(9, 1, 4, 128, 16, dtype=HALF)},
+        "dtype(query_rope) == 'bfloat16'",
+    ),
+    (whole(), whole() | whole_pages(3), "given(block_table) and rank(key) == 5"),
+    (
+        whole(),
+        whole() | dict.fromkeys(("key", "value"), t(9, 1, 32, 128, 16, dtype=torch.int8)),
+        "C * L == 512 and L == 32",
+    ),
+    (whole(), whole() | {"key_rope": t(9, 1, 2, 128, 32)}, "Cr * Lr == 64 and Lr == 16"),
+    (
+        whole(),
+        whole() | dict.fromkeys(("key", "value"), t(9, 1, 16, 256, 32, dtype=torch.int8))
+        | {"key_rope": t(9, 1, 4, 256, 16), "block_size": 256},
+        "block_size == 128",
+    ),
+    (whole(5) | CAUSAL, whole(5) | CAUSAL | {"sparse_mode": 4}, "sparse_mode in (0, 3)"),
+    (whole(), whole() | mask(2, 1, 1, 384), "not given(atten_mask)"),
+    (whole(), whole() | CAUSAL, "sparse_mode == 0"),
+    (whole(5) | CAUSAL, whole(5), "sparse_mode == 3"),
+    (whole(16) | CAUSAL, whole(17) | CAUSAL, "S <= 16"),
+    (whole(), whole() | {"dequant_scale_query": t(2, 1, 8)}, "needs dequant_scale_query in float32"),
+]  # fmt: skip
 KERNEL_EDGES: list[Edge] = [
     (bsnd(), bsnd() | {"key": t(2, 7, 2, 128, dtype=HALF)}, "dtype(key) == dtype(query)"),
     (bsnd(), bsnd() | {"value": t(2, 7, 2, 128, dtype=HALF)}, "dtype(value) == dtype(query)"),

@@ -185,7 +185,18 @@ def fused_infer_v2(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
         "learnable_sink": "sink",
         "return_softmax_lse": "lse",
     }
-    ignored = {"block_size", "inner_precise"}
+    ignored = {"block_size", "inner_precise", "query_quant_mode"}
+    of_query = more.pop("dequant_scale_query", None)
+    if of_query is not None:
+        of_key, of_value = more.pop("dequant_scale_key"), more.pop("dequant_scale_value")
+        heads = (more["num_query_heads"], -1)
+
+        def by_token(x: Tensor) -> Tensor:
+            rows = x.unflatten(-1, heads) if more["input_layout"].startswith("BSH") else x
+            return (rows.double() * of_query.unsqueeze(-1)).reshape(x.shape)
+
+        query, more["query_rope"] = by_token(query), by_token(more["query_rope"]) * of_key
+        key, value = key.double() * of_key, value.double() * of_value
     return infer_attention(query, key, value, **{names.get(n, n): v for n, v in more.items() if n not in ignored})
 
 

@@ -242,6 +242,12 @@ CASES = (
         for label, call in (*attention.CALLS, *attention.V2_ONLY)
         if call.lengths != (None, None)
     ),
+    *(Case("npu_fused_infer_attention_score_v2", label, attention.whole(call)) for label, call in attention.WHOLE),
+    *(
+        Case("npu_fused_infer_attention_score_v2.tensor_lengths", label, attention.in_tensors(attention.whole(call)))
+        for label, call in attention.WHOLE
+        if call.lengths != (None, None)
+    ),
     *(Case("npu_fused_infer_attention_score", label, attention.v1(call)) for label, call in attention.CALLS),
     *(
         Case("npu_fused_infer_attention_score.tensor_lengths", label, attention.in_tensors(attention.v1(call)))

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from fusion.operators import HOST, operator, refusal
-from tests.operators.attention_limits_cases import HOST_EDGES, KERNEL_EDGES, Edge, bsnd
+from tests.operators.attention_limits_cases import (
+    HOST_EDGES,
+    KERNEL_EDGES,
+    WHOLE_EDGES,
+    WHOLE_HOST_EDGES,
+    WHOLE_HOST_ONLY,
+    Edge,
+    bsnd,
+)
 
 V2 = "npu::npu_fused_infer_attention_score_v2"
 V1 = "npu::npu_fused_infer_attention_score"
@@ -55,7 +63,7 @@ def in_both(edge: Edge) -> bool:
 
 
 @pytest.mark.parametrize("chip", [HOST, *CHIPS])
-@pytest.mark.parametrize("edge", HOST_EDGES, ids=lambda edge: edge[2])
+@pytest.mark.parametrize("edge", [*HOST_EDGES, *WHOLE_HOST_EDGES], ids=lambda edge: edge[2])
 def test_both_sides_of_what_every_machine_asks_for(edge: Edge, chip: str):
     legal, illegal, text = edge
     judged(V2, chip, edge)
@@ -65,7 +73,7 @@ def test_both_sides_of_what_every_machine_asks_for(edge: Edge, chip: str):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("edge", KERNEL_EDGES, ids=lambda edge: edge[2])
+@pytest.mark.parametrize("edge", [*KERNEL_EDGES, *WHOLE_EDGES], ids=lambda edge: edge[2])
 def test_both_sides_of_what_the_kernel_asks_for(edge: Edge, chip: str):
     legal, illegal, text = edge
     judged(V2, chip, edge)
@@ -74,9 +82,16 @@ def test_both_sides_of_what_the_kernel_asks_for(edge: Edge, chip: str):
         judged(V1, chip, (renamed(legal), renamed(illegal), said_in_first(text)))
 
 
+@pytest.mark.parametrize("edge", WHOLE_HOST_ONLY, ids=lambda edge: edge[2])
+def test_both_sides_of_what_a_host_asks_for_in_layouts_that_no_chip_takes(edge: Edge):
+    judged(V2, HOST, edge)
+    assert refusal(operator(V2), CHIPS[0], (), edge[0])
+
+
 def test_every_limit_has_an_edge():
     op = operator(V2)
-    said = [refusal(op, CHIPS[0], (), edge[1]) or "" for edge in (*HOST_EDGES, *KERNEL_EDGES)]
+    edges = (*HOST_EDGES, *KERNEL_EDGES, *WHOLE_HOST_EDGES, *WHOLE_HOST_ONLY, *WHOLE_EDGES)
+    said = [refusal(op, CHIPS[0], (), edge[1]) or "" for edge in edges]
     texts = [each if isinstance(each, str) else each.text for each in (*op.limits[HOST], *op.limits[CHIPS[0]])]
     assert not [text for text in texts if not any(text in each for each in said)]
 

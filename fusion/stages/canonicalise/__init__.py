@@ -22,6 +22,7 @@ from fusion.stages.canonicalise import (
     complex_numbers,
     contractions,
     exponentials,
+    fixed_scales,
     head_products,
     logic,
     projections,
@@ -30,6 +31,7 @@ from fusion.stages.canonicalise import (
     reductions,
     sdpa,
     shapes,
+    whole_attention,
     whole_heads,
     whole_products,
     write_readings,
@@ -84,11 +86,12 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
         found.visit(value)
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
     rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
+    fixed_rows, odd_fixed = fixed_scales.readings(walk.algebra, walk.places, rows)
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
     heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
-    readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **products}
+    readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **products}
     readings |= whole_heads.readings(walk.algebra, readings)
-    misses = {**odd_heads, **misses, **odd_rows, **odd_products}
+    misses = {**odd_heads, **misses, **odd_rows, **odd_fixed, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, fixed, facts,
@@ -120,11 +123,12 @@ def _attentions(
     for value in list(walk.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
             misses[value] = ("softmax_attention", sdpa.left_whole(walk.places[value][0]))
-        if value.op not in ("matmul", "cast", "reshape", "permute") or _only_arranges(walk, value):
+        if value.op not in ("matmul", "cast", "reshape", "permute", "mul", "scale") or _only_arranges(walk, value):
             continue
         outcome = attention(walk.algebra, folder, assumed, written, value)
         if isinstance(outcome, str):
-            misses[value] = ("softmax_attention", outcome)
+            whole = outcome in whole_attention.REASONS
+            misses[value] = ("whole_latent_attention" if whole else "softmax_attention", outcome)
         elif outcome is not None:
             found = _beside(walk, folder, assumed, written, readings, outcome)
             readings.update({each: what for each, what in found.items() if isinstance(what, Reading)})

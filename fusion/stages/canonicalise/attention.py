@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
+from fusion.stages.canonicalise import whole_attention, whole_scores
 from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement, carried, once, uncast
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
@@ -31,7 +32,7 @@ def attention(
 
     `written` are the writes of rows that the graph makes.
     """
-    value, finish = stripped(root)
+    value, finish = whole_scores.weighted_sum(a, root) or stripped(root)
     if value.op != "matmul":
         return None
     weights = weights_of(a, value.arg)
@@ -89,10 +90,18 @@ def _reading(
     if not _divides(k.shape[1], shared):
         return "keys and values are shared by other groups of heads"
     k, v = (_spread(a, each, shared) for each in (k, v))
-    q, k, v = _narrow(a, root.dtype, q, k, v)
-    if len({root.dtype, q.dtype, k.dtype, v.dtype}) != 1:
-        return "queries, keys, values and result have different dtypes"
-    captures: dict[str, Any] = {"q": q, "k": k, "v": v, "scale": scores.scale}
+    whole = whole_attention.parts(a, q, k, v)
+    if isinstance(whole, str):
+        return whole
+    beside: Outcome = {}
+    if whole is not None:
+        operands, beside = whole
+    else:
+        q, k, v = _narrow(a, root.dtype, q, k, v)
+        operands = {"q": q, "k": k, "v": v}
+        if len({root.dtype, q.dtype, k.dtype, v.dtype}) != 1:
+            return "queries, keys, values and result have different dtypes"
+    captures: dict[str, Any] = {**operands, "scale": scores.scale}
     steps = _finish((batch, heads, queries), weights, v.shape[-1], finish)
     if steps is None:
         return "the result is arranged by several symbolic sizes"
@@ -108,7 +117,8 @@ def _reading(
     mask = told(a, positions, scores.terms, weights.softmax.attrs[1], shape, sizes, inside, sunk)
     if isinstance(mask, str):
         return mask
-    found: Outcome = {root: Reading("softmax_attention", captures | mask, positions.names())}
+    name = "softmax_attention" if whole is None else "whole_latent_attention"
+    found: Outcome = {**beside, root: Reading(name, captures | mask, positions.names())}
     length = counted(a, positions, scores.terms, sizes) if mask["order"] == "mask" and "mask" in mask else None
     if length is not None:
         found[mask["mask"]] = Reading("counted_keys", {"mask": mask["mask"], "length": length}, positions.names())

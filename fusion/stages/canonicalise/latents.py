@@ -121,7 +121,7 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
     """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it."""
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
     whole, rows = _uncut(k, v)
-    parts = _parts(a, whole[0])
+    parts = joined_parts(a, whole[0])
     if v.shape[1] == k.shape[1] == 1:
         return _absorbed(a, found, (q, k, v), whole[1], rows, parts)
     heads, keys = q.shape[1], whole[0].shape[2]
@@ -188,7 +188,7 @@ def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
     return (k, v), None
 
 
-def _parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
+def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
     """What keys are joined from, each with its first lane."""
     joined, axis = k, k.rank - 1
     while joined.op == "permute":

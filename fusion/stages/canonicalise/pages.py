@@ -2,6 +2,7 @@
 
     paged_rows(rows, pages, table; size, heads_first)        table [B, M]; pages [Blocks, Size, N, D] or, with heads
                                                              first, [Blocks, N, Size, D], perhaps with other dims
+    paged_lines(rows, pages, table; size)                    pages [Blocks, .., Size, L], a row in lines of L
 
 A page may be taken whole, by its number, or row by row, by `table · Size + o`. Every form is proven by building it.
 What a sequence does not reach of its pages may be cut off behind. A negative number counts pages from the end: `wrap`
@@ -32,6 +33,8 @@ class _Gather(NamedTuple):
 def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading], held: Container[Value]) -> dict[Value, Reading]:
     """Readings of the keys, values and latents of attention that are gathered from pages, those that a node `held`."""
     readings: dict[Value, Reading] = {}
+    for attention in [each for each in found.values() if each.op == "whole_latent_attention"]:
+        readings |= _of_whole(a, folder, attention, held)
     for attention in [each for each in found.values() if each.op == "softmax_attention"]:
         batch, _, keys, _ = attention.captures["k"].shape
         names = (attention.captures["k"], attention.captures["v"])
@@ -42,6 +45,38 @@ def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading], held: Cont
             reading = _rows(a, folder, lies, (batch, count, keys, value.shape[-1]), held)
             readings |= {} if reading is None else {lies: reading}
     return readings
+
+
+def _of_whole(a: Algebra, folder: Folder, attention: Reading, held: Container[Value]) -> dict[Value, Reading]:
+    """The same of a latent in whole numbers and its rotated lanes, whose pages may both lie in lines."""
+    both = [attention.captures[name] for name in ("latent", "k_rope")]
+    sizes = [(each.shape[0], 1, *each.shape[2:]) for each in both]
+    by_rows = [_rows(a, folder, *each, held) for each in zip(both, sizes, strict=True)]
+    if None in by_rows:
+        by_rows = [_in_lines(a, *each) for each in zip(both, sizes, strict=True)]
+    return {value: each for value, each in zip(both, by_rows, strict=True) if each is not None}
+
+
+def _in_lines(a: Algebra, value: Value, sizes: tuple[Any, Any, Any, Any]) -> Reading | None:
+    """`value`, whose elements are [B, 1, T, A · L], as rows of pages [Block, .., Size, L] in lines."""
+    batch, _, keys, width = sizes
+    wanted = _cut_last(a, value)
+    for gathered in _gathered(value):
+        source, *index = gathered.args
+        table = _per_sequence(a, index[0], batch) if len(index) == 1 else None
+        if table is None or source.rank < 4 or not all(isinstance(each, int) for each in (keys, *source.shape[1:])):
+            continue
+        *before, size, line = source.shape[1:]
+        many, lines = table.shape[1], prod(before)
+        if lines * line != width or not isinstance(many, int) or not many * size >= keys:
+            continue
+        opened = a.reshape(gathered, (batch, many, lines, size, line))
+        rows = a.reshape(a.permute(opened, (0, 1, 3, 2, 4)), (batch, 1, many * size, width))
+        cut = a.slice(rows, 2, 0, keys)
+        if cut is not None and _cut_last(a, a.reshape(cut, value.shape)) is wanted:
+            table = wrapped(a, table, source.shape[0])
+            return Reading("paged_lines", {"rows": value, "pages": source, "table": table, "size": size})
+    return None
 
 
 def _latents(reading: Reading) -> list[Value]:

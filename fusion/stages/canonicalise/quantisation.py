@@ -135,15 +135,15 @@ class _Rounded:
     rounded: bool = False
 
 
-def _rounded(value: Value) -> _Rounded:
+def rounded(value: Value) -> _Rounded:
     """What is cast to int8, below its rounding, its bounds and casts between floats."""
     if value.op == "round":
-        return replace(_rounded(value.arg), rounded=True)
+        return replace(rounded(value.arg), rounded=True)
     if value.op == "clip":
-        found, (low, high) = _rounded(value.arg), value.attrs
+        found, (low, high) = rounded(value.arg), value.attrs
         return replace(found, low=max(found.low, low), high=min(found.high, high))
     if value.op == "reshape" or (value.op == "cast" and is_float(value.arg)):
-        return _rounded(value.arg)
+        return rounded(value.arg)
     return _Rounded(value)
 
 
@@ -159,7 +159,7 @@ def unscaled(value: Value) -> tuple[Value, float]:
 
 def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str | None:
     """`value`, of int8, as rows in whole numbers, with their scale; why it is not; None if nothing is like it."""
-    below = _rounded(value.arg)
+    below = rounded(value.arg)
     if below.quotient.op in ("add", "shift") and any(each.op == "round" for each in below.quotient.args):
         return "a zero point is added to whole numbers, where those of the operator are symmetric"
     quotient, outside = unscaled(below.quotient)

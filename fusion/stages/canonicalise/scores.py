@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from fusion.graph import Algebra, Value, broadcast
+from fusion.stages.canonicalise import whole_scores
 from fusion.stages.canonicalise.arrangement import Arrangement, Step, arrangement
 from fusion.stages.canonicalise.contractions import matmul, swapped
 from fusion.stages.canonicalise.masks import MASKED, Term
@@ -147,6 +148,8 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
         case "mul" if _number(z.args[0]) or _number(z.args[1]):
             scores, factor = z.args if _number(z.args[1]) else z.args[::-1]
             return scores_of(a, replace(found, scale=found.scale * _number(factor)), scores)
+        case "mul" if (whole := whole_scores.scaled_sum(a, z)) is not None:
+            return scores_of(a, found, whole)
         case "mul" if _product_in(z) is not None:
             return replace(found, odd="the scores are scaled by a tensor, where the operator takes a number")
         case _:
@@ -163,7 +166,7 @@ def _number(x: Value) -> float:
 
 
 def _added(a: Algebra, found: Scores, z: Value) -> Scores:
-    whole = _joined(a, *z.args)
+    whole = _joined(a, *z.args) or whole_scores.joined(a, *z.args)
     if whole is not None:
         return scores_of(a, found, whole)
     for scores, other in (z.args, z.args[::-1]):

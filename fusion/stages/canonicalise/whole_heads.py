@@ -22,18 +22,27 @@ Found = dict[Value, Reading]
 def readings(a: Algebra, found: Mapping[Value, Reading]) -> Found:
     """Where the parts of latent queries come from, if a layer in whole numbers gives them."""
     layers = {_computed(value): value for value, reading in found.items() if reading.op == "whole_linear"}
-    queries = [reading for reading in found.values() if reading.op == "latent_queries"] if layers else []
     made: Found = {}
-    for each in queries:
-        for value, reading in _of_query(a, found, layers, each):
+    for absorbed, rotated in _queries(found) if layers else []:
+        for value, reading in _of_query(a, found, layers, absorbed, rotated):
             made[value] = reading
     return made
 
 
+def _queries(found: Mapping[Value, Reading]) -> list[tuple[Value, Value]]:
+    """Absorbed and rotated queries of every attention over a latent, in floats or before they were quantised."""
+    queries = [each.captures for each in found.values() if each.op == "latent_queries"]
+    pairs = [(each["absorbed"], each["rope"]) for each in queries]
+    for attention in [each.captures for each in found.values() if each.op == "whole_latent_attention"]:
+        quantised, folded = found.get(attention["query"]), found.get(attention["rope"])
+        if quantised is not None and quantised.op == "token_quantised" and folded is not None:
+            pairs.append((quantised.captures["x"], folded.captures["rope"]))
+    return pairs
+
+
 def _of_query(
-    a: Algebra, found: Mapping[Value, Reading], layers: Mapping[Value, Value], query: Reading
+    a: Algebra, found: Mapping[Value, Reading], layers: Mapping[Value, Value], absorbed: Value, rotated: Value
 ) -> Iterator[tuple[Value, Reading]]:
-    absorbed, rotated = query.captures["absorbed"], query.captures["rope"]
     up = absorbed.args[1] if absorbed.op == "matmul" and absorbed.arg.rank == 4 else None
     if up is None or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != absorbed.shape[1:2]:
         return

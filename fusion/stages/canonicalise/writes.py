@@ -130,10 +130,14 @@ def _may_fit(count: Dim, size: Dim) -> bool:
 
 
 def _two_indices(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
-    """cache[block, offset] = rows."""
+    """cache[block, offset] = rows; or cache[block, .., offset] = rows, whose dims stand before those between."""
     shape = broadcast(*(index.shape for index in found))
-    if axis != 1 or shape is None:
+    if shape is None:
         return None
+    if axis != 1:
+        order = (0, axis, *(each for each in range(1, cache.rank) if each != axis))
+        filled = _two_indices(a, a.permute(cache, order), found, rows, 1)
+        return filled and a.permute(filled, [order.index(each) for each in range(cache.rank)])
     count = math.prod(shape)
     rest = cache.shape[2:]
     rows = a.reshape(a.expand(rows, (*shape, *rest)), (count, *rest))

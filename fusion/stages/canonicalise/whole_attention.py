@@ -1,0 +1,133 @@
+"""Attention over a latent that lies in whole numbers of 8 bits, and what its queries are.
+
+    scores = c · ((q8 k8ᵀ) · tokens · of_keys + q_rope k_ropeᵀ)        out = P k8 · of_values
+
+    whole_latent_attention(query, tokens, rope, latent, k_rope, of_keys, of_values, keys_by, values_by, dtype, …)
+    folded_query(rope, tokens, of_keys, by)         rope / (tokens · of_keys · by): what the operator adds to q8 k8ᵀ
+
+`query` [B, N, S, C] and `latent` are int8; `tokens` [B, N, S, 1] holds a scale for each token and head. The latent has
+one scale, for keys `of_keys` [1] times the number `keys_by`; without a tensor the number alone. The model may multiply
+by scales before the products or behind them, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.graph.algebra import widens
+from fusion.stages.canonicalise.arrangement import once
+from fusion.stages.canonicalise.latents import joined_parts
+from fusion.stages.canonicalise.whole_scores import WIDE, Whole, whole
+
+FLOATS = "the latent lies in whole numbers and the queries do not: no operator multiplies both"
+SHARED = "whole queries have no scale for each token and head"
+BY_TOKEN = "the latent has a scale for each token, where the operator takes one for all"
+UNLIKE = "rotated queries and keys have different dtypes, or heads have keys of their own"
+REASONS = frozenset((FLOATS, SHARED, BY_TOKEN, UNLIKE))
+"""Why attention over whole numbers is not what the operator computes."""
+_NARROW = (torch.bfloat16, torch.float16)
+
+Parts = tuple[dict[str, Any], dict[Value, Reading | str]]
+
+
+def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | str | None:
+    """What attention over such a latent consists of, and what its queries are; why it is none; None if nothing is."""
+    values = _once(a, whole(a, v))
+    pieces = [(start, each, _once(a, whole(a, each))) for start, each in joined_parts(a, k)]
+    if values is None or values.base.shape[1] != 1:
+        return None
+    latents = [each for each in pieces if each[2] is not None and each[2].base is values.base]
+    ropes = [each for each in pieces if each[2] is None]
+    if len(latents) != 1 or len(ropes) != 1 or len(pieces) != 2:
+        return None
+    (start, lanes, keys), (offset, k_rope, _) = latents[0], ropes[0]
+    nope = _lanes(a, q, start, start + lanes.shape[-1])
+    rotated = _lanes(a, q, offset, offset + k_rope.shape[-1])
+    query = None if nope is None else whole(a, nope)
+    if query is None or rotated is None or keys is None:
+        return FLOATS
+    if query.rows is None:
+        return SHARED
+    if keys.rows is not None or values.rows is not None:
+        return BY_TOKEN
+    narrow = _narrow(_cancelled(a, rotated), once(a, k_rope))
+    if narrow is None or narrow[1].shape[1] != 1:
+        return UNLIKE
+    (rotated, k_rope), tokens = narrow, query.rows
+    of_keys, by = _one(a, (*query.ones, *keys.ones)), query.number * keys.number
+    folded = _folded(a, rotated, tokens, of_keys, by)
+    of_values = _one(a, values.ones)
+    if folded is None:
+        return None
+    optional = {"of_keys": of_keys, "of_values": of_values}
+    scales = {name: each for name, each in optional.items() if each is not None}
+    found = {"query": query.base, "tokens": tokens, "rope": folded, "latent": values.base, "k_rope": k_rope}
+    how = {"rope": rotated, "tokens": tokens, "by": by} | ({} if of_keys is None else {"of_keys": of_keys})
+    return found | scales | {"keys_by": by, "values_by": values.number}, {folded: Reading("folded_query", how)}
+
+
+def _lanes(a: Algebra, x: Value, start: Any, stop: Any) -> Value | None:
+    """Some lanes of what may be joined below views that leave lanes alone."""
+    keeps = x.op in ("reshape", "permute", "expand") and x.arg.shape[-1:] == x.shape[-1:]
+    if not keeps or (x.op == "permute" and x.attrs[-1] != x.rank - 1):
+        return a.slice(x, -1, start, stop)
+    below = _lanes(a, x.arg, start, stop)
+    if below is None or x.op == "permute":
+        return below and a.permute(below, x.attrs)
+    shape = (*x.shape[:-1], below.shape[-1])
+    return a.reshape(below, shape) if x.op == "reshape" else a.expand(below, shape)
+
+
+def _once(a: Algebra, found: Whole | None) -> Whole | None:
+    """The same without the repetition of heads."""
+    return None if found is None else replace(found, base=once(a, found.base))
+
+
+def _narrow(*tensors: Value) -> tuple[Value, Value] | None:
+    """Both rotated tensors before they were widened, in one dtype."""
+    q, k = (_unwidened(each) for each in tensors)
+    return (q, k) if q.dtype == k.dtype else None
+
+
+def _unwidened(x: Value) -> Value:
+    return x.arg if x.op == "cast" and widens(x.arg.dtype, x.dtype) and x.arg.dtype in _NARROW else x
+
+
+def _cancelled(a: Algebra, x: Value) -> Value:
+    """`x` without factors that it is multiplied by and divided by."""
+    factors = _factors(a, x)
+    inverses = [(each, a.power(each, -1)) for each in factors]
+    left = list(factors)
+    for each, inverse in inverses:
+        if each in left and inverse in left and each is not inverse:
+            left.remove(each)
+            left.remove(inverse)
+    return left[0] if len(left) == 1 and left[0].shape == x.shape else x
+
+
+def _factors(a: Algebra, x: Value) -> list[Value]:
+    """The factors of a product, those below the line one by one."""
+    if x.op == "mul":
+        return [factor for each in x.args for factor in _factors(a, each)]
+    if x.op == "power" and x.attrs == (-1.0,) and x.arg.op == "mul":
+        return [a.power(factor, -1) for factor in _factors(a, x.arg)]
+    return [x]
+
+
+def _one(a: Algebra, ones: Sequence[Value]) -> Value | None:
+    """The product of factors of a whole tensor, in float32 [1]; None without any."""
+    wide = [a.cast(each, WIDE) for each in ones]
+    return reduce(lambda x, y: a.mul(x, y) or x, wide) if wide else None
+
+
+def _folded(a: Algebra, rotated: Value, tokens: Value, of_keys: Value | None, by: float) -> Value | None:
+    """Rotated queries divided by what the operator multiplies them by."""
+    scale = a.scale(tokens, by) if of_keys is None else a.mul(a.scale(tokens, by), of_keys)
+    quotient = None if scale is None else a.mul(a.cast(rotated, WIDE), a.power(scale, -1))
+    return None if quotient is None else a.cast(quotient, rotated.dtype)

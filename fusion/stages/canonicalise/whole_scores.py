@@ -1,0 +1,235 @@
+"""Scores and sums of which one part multiplies whole numbers of 8 bits, with all factors put to one side.
+
+    c · (q8 k8ᵀ) · tokens · ones + d · q_r k_rᵀ  =  d · [q8 · tokens · ones · c / d, q_r] [k8, k_r]ᵀ
+
+The model may multiply by scales before the products or behind them, in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Value, broadcast
+from fusion.stages.canonicalise.contractions import matmul, swapped
+from fusion.stages.canonicalise.quantisation import is_float
+
+WIDE = torch.float32
+
+
+@dataclass(frozen=True)
+class Whole:
+    """base · rows · ones · number: whole numbers, a factor of each row [.., 1], and those of the whole tensor [1]."""
+
+    base: Value
+    rows: Value | None = None
+    ones: tuple[Value, ...] = ()
+    number: float = 1.0
+
+
+def whole(a: Algebra, value: Value) -> Whole | None:
+    """The whole numbers of 8 bits that `value` is computed from, with all factors; None where it is something else."""
+    if value.op == "cast" and value.arg.dtype == torch.int8:
+        return Whole(value.arg) if is_float(value) else None
+    if value.op == "mul":
+        return _multiplied(a, value, *value.args) or _multiplied(a, value, *value.args[::-1])
+    if value.op not in ("cast", "scale", "reshape", "permute", "expand", "slice") or not is_float(value):
+        return None
+    found = whole(a, value.arg)
+    if found is None or value.op == "cast":
+        return found
+    if value.op == "scale":
+        return replace(found, number=found.number * value.attrs[0])
+    return _viewed(a, value, found)
+
+
+def _multiplied(a: Algebra, value: Value, x: Value, factor: Value) -> Whole | None:
+    """One more factor, of rows or of the whole tensor."""
+    found = whole(a, x)
+    if found is None or x.shape != value.shape:
+        return None
+    if prod(factor.shape) == 1:
+        return replace(found, ones=(*found.ones, a.reshape(_plain(factor), (1,))))
+    if factor.shape[-1] != 1:
+        return None
+    rows = a.expand(a.cast(_plain(factor), WIDE), (*x.shape[:-1], 1))
+    both = rows if found.rows is None else a.mul(found.rows, rows)
+    return None if both is None else replace(found, rows=both)
+
+
+def _viewed(a: Algebra, value: Value, found: Whole) -> Whole | None:
+    """The same seen through a view that leaves the last dim alone."""
+    last, rank = value.rank - 1, value.rank
+    if value.shape[-1:] != value.arg.shape[-1:] or (value.op == "permute" and value.attrs[-1] != last):
+        return None
+    if value.op == "slice" and value.attrs[0] == last:
+        return None
+
+    def seen(x: Value) -> Value | None:
+        shape = (*value.shape[:-1], x.shape[-1])
+        match value.op:
+            case "reshape":
+                return a.reshape(x, shape)
+            case "permute":
+                return a.permute(x, value.attrs)
+            case "expand":
+                return a.expand(x, shape)
+            case _:
+                return a.slice(x, value.attrs[0] - rank, *value.attrs[1:])
+
+    base = seen(found.base)
+    rows = None if found.rows is None else seen(found.rows)
+    lost = base is None or (rows is None and found.rows is not None)
+    return None if lost or base is None else replace(found, base=base, rows=rows)
+
+
+# scores ------------------------------------------------------------------------------------------------------------
+
+Steps = tuple[tuple[str, tuple[Any, ...]], ...]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """number · factors · (x yᵀ), each factor one of rows or of all, arranged by steps."""
+
+    x: Value
+    y: Value
+    factors: tuple[Value, ...] = ()
+    number: float = 1.0
+    steps: Steps = ()
+
+
+def _product(a: Algebra, z: Value, found: _Product | None = None) -> _Product | None:
+    """The product below `z`, with all factors that stand behind it."""
+    so = found or _Product(z, z)
+    match z.op:
+        case "matmul":
+            return replace(so, x=z.arg, y=z.args[1])
+        case "cast":
+            return _product(a, z.arg, so)
+        case "scale":
+            return _product(a, z.arg, replace(so, number=so.number * z.attrs[0]))
+        case "mul":
+            factors = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
+            inner = [each for each in z.args if each.shape == z.shape and each not in factors]
+            if len(factors) != 1 or len(inner) != 1:
+                return None
+            return _product(a, inner[0], replace(so, factors=(*so.factors, factors[0])))
+        case "reshape" | "permute" if z.shape[-1:] == z.arg.shape[-1:]:
+            kept = tuple(_below(a, z, each) for each in so.factors)
+            step = ("reshape", z.shape) if z.op == "reshape" else ("permute", z.attrs)
+            return _product(a, z.arg, replace(so, factors=kept, steps=(step, *so.steps)))
+        case _:
+            return None
+
+
+def _below(a: Algebra, z: Value, factor: Value) -> Value:
+    """A factor of what a view `z` shows, as one of what lies below."""
+    if prod(factor.shape) == 1:
+        return factor
+    rows = a.expand(factor, (*z.shape[:-1], 1))
+    if z.op == "reshape":
+        return a.reshape(rows, (*z.arg.shape[:-1], 1))
+    return a.permute(rows, [z.attrs.index(axis) for axis in range(z.rank)])
+
+
+def joined(a: Algebra, left: Value, right: Value) -> Value | None:
+    """A sum of two products, one of whole numbers, as one product with all factors in the queries."""
+    first, second = (_product(a, each) for each in (left, right))
+    if first is None or second is None or first.steps != second.steps:
+        return None
+    of_floats = [each for each in (first, second) if not _is_whole(a, each)]
+    if len(of_floats) != 1 or not of_floats[0].number:
+        return None
+    number = of_floats[0].number
+    queries = [_with_factors(a, each, number) for each in (first, second)]
+    keys = [a.cast(swapped(a, each.y), WIDE) for each in (first, second)]
+    product = _beside(a, queries, keys)
+    for op, how in first.steps:
+        product = product and (a.reshape(product, how) if op == "reshape" else a.permute(product, how))
+    return None if product is None else a.scale(product, number)
+
+
+def _beside(a: Algebra, queries: Sequence[Value | None], keys: Sequence[Value]) -> Value | None:
+    """[q, r] [k, s]ᵀ; what one has for all heads is repeated."""
+    sides: list[Value] = []
+    for pair in ([each for each in queries if each is not None], list(keys)):
+        lead = broadcast(pair[0].shape[:-1], pair[-1].shape[:-1])
+        if len(pair) != 2 or lead is None:
+            return None
+        sides.append(a.cat([a.expand(each, (*lead, each.shape[-1])) for each in pair], -1))
+    return matmul(a, sides[0], swapped(a, sides[1]))
+
+
+def _is_whole(a: Algebra, found: _Product) -> bool:
+    return whole(a, found.x) is not None and whole(a, swapped(a, found.y)) is not None
+
+
+def _with_factors(a: Algebra, found: _Product, number: float) -> Value | None:
+    x: Value | None = a.cast(found.x, WIDE)
+    for factor in found.factors:
+        x = None if x is None else a.mul(x, a.cast(_plain(factor), WIDE))
+    return None if x is None else a.scale(x, found.number / number)
+
+
+def _plain(factor: Value) -> Value:
+    """A factor before it was cast from floats to floats."""
+    while factor.op == "cast" and is_float(factor.arg):
+        factor = factor.arg
+    return factor
+
+
+def scaled_sum(a: Algebra, z: Value) -> Value | None:
+    """(products added) · factors, of rows or of all, as one product; None for others."""
+    factors: list[Value] = []
+    number = 1.0
+    while z.op in ("mul", "scale", "cast"):
+        if z.op == "mul":
+            small = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
+            if len(small) != 1 or z.args[0] is z.args[1]:
+                return None
+            factors.append(small[0])
+            z = z.args[1] if z.args[0] is small[0] else z.args[0]
+            continue
+        number *= z.attrs[0] if z.op == "scale" else 1.0
+        z = z.arg
+    if z.op != "add" or not factors:
+        return None
+    sides: list[Value | None] = list(z.args)
+    for factor in factors:
+        sides = [each and a.mul(each, a.cast(factor, each.dtype)) for each in sides]
+    if sides[0] is None or sides[1] is None:
+        return None
+    whole_product = joined(a, sides[0], sides[1])
+    return None if whole_product is None else a.scale(whole_product, number)
+
+
+def weighted_sum(a: Algebra, value: Value) -> tuple[Value, tuple[tuple[str, tuple[Any, ...]], ...]] | None:
+    """P k8 with the factors behind it put to k8, and how the result is arranged; None where `value` is no such sum."""
+    ones: list[Value] = []
+    steps: list[tuple[str, tuple[Any, ...]]] = []
+    number = 1.0
+    while value.op != "matmul":
+        single = [each for each in value.args if prod(each.shape) == 1] if value.op == "mul" else []
+        if single:
+            ones.append(single[0])
+            value = value.args[1] if value.args[0] is single[0] else value.args[0]
+            continue
+        if value.op in ("reshape", "permute"):
+            steps.append((value.op, value.shape if value.op == "reshape" else value.attrs))
+        elif value.op == "scale":
+            number *= value.attrs[0]
+        elif value.op != "cast" or not is_float(value.arg):
+            return None
+        value = value.arg
+    if (number == 1 and not ones) or whole(a, value.args[1]) is None:
+        return None
+    values = value.args[1]
+    for one in ones:
+        values = a.mul(values, a.cast(one, values.dtype)) or values
+    inside = (value.arg, a.scale(values, number))  # made as it is: `matmul` would put the number outside again
+    return a.make("matmul", inside, (), value.shape, value.dtype), tuple(reversed(steps))
