@@ -8,7 +8,7 @@ import fusion
 HIDDEN, HEADS, Q_LORA, LATENT, NOPE, ROPE, VALUE = 1024, 4, 1536, 512, 128, 64, 128
 BLOCKS, SIZE, BATCH, PROMPT = 8, 16, 2, 20
 TABLE = torch.tensor([[3, 6, 1], [0, 5, 2]], dtype=torch.int32)
-OPTIONS = {"target": "ascend910_93", "plan_lower": "torchair"}
+OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "torchair"}
 
 
 class Attention(nn.Module):

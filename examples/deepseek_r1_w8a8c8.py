@@ -14,7 +14,7 @@ import fusion
 BATCH, PROMPT, BLOCKS, SIZE = 2, 20, 8, 128
 LINES = {"latents": (HCKV // 32, SIZE, 32), "ropes": (DR // 16, SIZE, 16)}
 TABLE = torch.tensor([[3, 6], [0, 5]], dtype=torch.int32)
-OPTIONS = {"target": "ascend910_93", "plan_lower": "torchair"}
+OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "torchair"}
 
 
 class Attention(nn.Module):

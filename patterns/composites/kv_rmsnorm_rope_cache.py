@@ -50,11 +50,20 @@ def paged(
     caches: tuple[Tensor, Tensor], **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotated keys and latents [T, 1, 1, ..], and both caches, lines going to slots [T] of all pages."""
-    lead = kv.shape[:-1] if kv.dim() == 3 else (1, slots.shape[0])
-    cos, sin = (table.expand(*lead, table.shape[-1]).reshape(-1, 1, table.shape[-1]) for table in (cos, sin))
+    cos, sin = (_of_tokens(table, kv, slots.shape[0]) for table in (cos, sin))
     lines = kv[..., lanes].reshape(slots.shape[0], 1, -1)
     pages = (caches[1].reshape(*caches[1].shape[:2], 1, -1), caches[0].reshape(*caches[0].shape[:2], 1, -1))
     return called(lines, gamma, eps, factor, cos, sin, slots.long(), pages, cache_mode="PA_BNSD", **how)
+
+
+def _of_tokens(table: Tensor, kv: Tensor, tokens: Any) -> Tensor:
+    """A table [T, U, Dr], of tokens [B, S] or of packed ones, as [B · S, 1, Dr]."""
+    if table.shape[0] * table.shape[1] == tokens:
+        return table.reshape(-1, 1, table.shape[-1])
+    lead = kv.shape[:-1] if kv.dim() == 3 else (1, tokens)
+    fits = all(size in (1, wanted) for size, wanted in zip(table.shape, lead, strict=False))
+    require(fits, "the tokens are packed, and share rows of the tables")
+    return table.expand(*lead, -1).reshape(-1, 1, table.shape[-1])
 
 
 def positions(start: Tensor, tokens: Tensor, size: Any) -> Tensor:
