@@ -147,9 +147,11 @@ class Graph:
         found: dict[Value, Value] = {}
         while isinstance(made, Value) and unviewed(made) is not place:
             seen = [made]
-            while seen[-1].op in _VIEWS and not self._is_write(seen[-1]):
+            while seen[-1].op in _VIEWS:
                 seen.append(seen[-1].arg)
-            if not self._is_write(seen[-1]):
+            while seen and not self._is_write(seen[-1]):  # a write in lines is itself a view of one by rows
+                seen.pop()
+            if not seen:
                 return {}
             cache = unviewed(self.readings[seen[-1]].captures["cache"])
             found.update(dict.fromkeys(seen, cache))

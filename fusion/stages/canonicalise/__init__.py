@@ -86,7 +86,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
         found.visit(value)
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
     rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
-    fixed_rows, odd_fixed = fixed_scales.readings(walk.algebra, walk.places, rows)
+    fixed_rows, odd_fixed = fixed_scales.readings(walk.algebra, walk.places, rows, odd_rows)
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
     heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
     readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **products}

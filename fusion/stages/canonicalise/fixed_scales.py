@@ -14,20 +14,23 @@ import torch
 
 from fusion.cost import is_view
 from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.quantisation import Found, Misses, Places, exact, is_float, rounded, unscaled
+from fusion.stages.canonicalise.quantisation import UNSCALED, Found, Misses, Places, exact, is_float, rounded, unscaled
 
 WIDE = torch.float32
 
 
-def readings(a: Algebra, places: Places, known: Found) -> tuple[Found, Misses]:
-    """Readings of all numbers that are quantised so, but those that are `known` otherwise; why others are none."""
+def readings(a: Algebra, places: Places, known: Found, odd: Misses) -> tuple[Found, Misses]:
+    """Readings of all numbers that are quantised so, but those that are `known` otherwise; why others are none.
+
+    What is `odd` because of a scale of its own keeps that reason.
+    """
     found: Found = {}
     misses: Misses = {}
     for value in [each for each in places if each.op == "cast" and each.dtype == torch.int8 and is_float(each.arg)]:
         made = None if value in known or is_view(places[value][0].target) else _read(a, value)
-        if isinstance(made, str):
+        if isinstance(made, str) and odd.get(value, ("", UNSCALED))[1] == UNSCALED:
             misses[value] = ("fixed_quantised", made)
-        elif made is not None:
+        elif isinstance(made, Reading):
             found[value] = made
     return found, misses
 

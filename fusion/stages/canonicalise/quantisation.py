@@ -26,6 +26,7 @@ Places = Mapping[Value, Sequence[fx.Node]]
 Found = dict[Value, Reading]
 Misses = dict[Value, tuple[str, str]]
 LARGEST = 127
+UNSCALED = "numbers are rounded to int8 without a scale that is the largest of their row"
 FAINT = 1e-5
 """A scale up to which a row counts as zeros: the least that quantisation code keeps scales at."""
 
@@ -179,7 +180,7 @@ def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str
         s = a.reshape(s, (*x.shape[:-1], 1)) if math.prod(s.shape) == math.prod(x.shape[:-1]) else s
         how = {"x": x, "dtype": s.dtype}
         return Reading("token_quantised", {**how, "scale": s}), s, Reading("token_scale", how)
-    return "numbers are rounded to int8 without a scale that is the largest of their row"
+    return UNSCALED
 
 
 def _scale_in(quotient: Value) -> bool:
