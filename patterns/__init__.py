@@ -25,6 +25,7 @@ from patterns.primitives.cache_write import CacheWrite
 from patterns.primitives.dynamic_quant import DynamicQuant
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.layer_norm import LayerNorm
+from patterns.primitives.page_gather import PageGather
 from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.quant_matmul import QuantMatmul
 from patterns.primitives.rms_norm import RMSNorm
@@ -68,5 +69,6 @@ def library() -> tuple[Rule, ...]:
         MlaPreprocess(),
         CacheWrite(),
         PagedWrite(),
+        PageGather(),
         SlidingWrite(),
     )

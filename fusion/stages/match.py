@@ -34,6 +34,7 @@ CANONICAL = frozenset(
         "head_lanes",
         "chosen_keys",
         "paged_rows",
+        "gathered_pages",
         "counted_keys",
         "index_selection",
         "write",
@@ -100,7 +101,7 @@ class _Search:
         self._refused: set[tuple[str, Value]] = set()
         for value in graph.values():
             self._by_head[value.op].append(value)
-        for value, reading in graph.readings.items():
+        for value, reading in (*graph.readings.items(), *graph.also):
             self._read(value, reading)
 
     def readings(self, value: Value, op: str) -> Sequence[Reading]:

@@ -23,6 +23,7 @@ from fusion.stages.canonicalise import (
     contractions,
     exponentials,
     logic,
+    page_rows,
     projections,
     quantisation,
     ranges,
@@ -86,10 +87,11 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
     readings = {**_linears(walk, readings, fixed), **readings, **rows, **products}
     readings |= whole_heads.readings(walk.algebra, readings)
-    misses = {**misses, **odd_rows, **odd_products}
+    pages, odd_pages = page_rows.readings(walk.algebra, folder, walk.places, fixed)
+    misses = {**odd_pages, **misses, **odd_rows, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
-        readings, misses, fixed, facts,
+        readings, misses, fixed, facts, tuple(pages.items()),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from fusion.stages.canonicalise.translate import WHOLE
 from fusion.stages.canonicalise.writes import iota, wrapped
 
 
-class _Gather(NamedTuple):
+class Gather(NamedTuple):
     """What was gathered, from which pages [Blocks, ..], by which table [B, M]."""
 
     gathered: Value
@@ -58,7 +58,7 @@ def _rows(
         return None
     wanted = _cut_last(a, value)
     for gathered in _gathered(value):
-        for each in _gathers(a, folder, gathered, sizes):
+        for each in gathers(a, folder, gathered, sizes):
             for heads_first, pages, rows in _forms(a, each, sizes):
                 if _cut_last(a, a.reshape(rows, value.shape)) is wanted:
                     table = wrapped(a, each.table, pages.shape[0])
@@ -95,8 +95,8 @@ def _gathered(value: Value) -> Iterator[Value]:
         yield value
 
 
-def _gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, Any, Any]) -> Iterator[_Gather]:
-    """Pages by their number in whole, or by the number of every row."""
+def gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, Any, Any]) -> Iterator[Gather]:
+    """Pages of `sizes` [B, N, T, D] by their number in whole, or by the number of every row."""
     source, *index = gathered.args
     batch, _, keys, _ = sizes
     by_block = len(index) == 2
@@ -104,12 +104,12 @@ def _gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any,
     blocks = None if rows is None else source.shape[0] if by_block else _divided(source.shape[0], rows[1])
     if rows is not None and blocks is not None:
         table, size = rows
-        yield _Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
+        yield Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
     elif not by_block:
         yield from _whole(a, gathered, source, index[0], batch, keys)
 
 
-def _whole(a: Algebra, gathered: Value, source: Value, index: Value, batch: Any, keys: int) -> Iterator[_Gather]:
+def _whole(a: Algebra, gathered: Value, source: Value, index: Value, batch: Any, keys: int) -> Iterator[Gather]:
     """pages[table]."""
     table = _per_sequence(a, index, batch)
     if table is None or not isinstance(table.shape[1], int):
@@ -118,7 +118,7 @@ def _whole(a: Algebra, gathered: Value, source: Value, index: Value, batch: Any,
         table.shape[1], 1
     )}:  # fmt: skip
         if isinstance(size, int) and size > 0:
-            yield _Gather(gathered, source, table, size)
+            yield Gather(gathered, source, table, size)
 
 
 def _per_sequence(a: Algebra, index: Value, batch: Any) -> Value | None:
@@ -201,7 +201,7 @@ def _divided(rows: Any, size: int) -> Any:
     return rows // size if isinstance(rows, int) and rows % size == 0 else None
 
 
-def _forms(a: Algebra, found: _Gather, sizes: tuple[Any, Any, Any, Any]) -> Iterator[tuple[bool, Value, Value]]:
+def _forms(a: Algebra, found: Gather, sizes: tuple[Any, Any, Any, Any]) -> Iterator[tuple[bool, Value, Value]]:
     """Pages with positions before heads, and with heads before positions, and the rows [B, N, T, D] of them."""
     batch, heads, keys, width = sizes
     many, size = found.table.shape[1], found.size
