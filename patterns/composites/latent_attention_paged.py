@@ -20,7 +20,7 @@ from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as paged
 from patterns.primitives import latent_calls
 
-SEVERAL = dict(values=("transposed", "multiplied"), version=(2, 1))
+SEVERAL = dict(values=("transposed", "heads first", "multiplied"), version=(2, 1))
 """How the values are expanded, and which version of the operator runs."""
 
 
@@ -135,18 +135,23 @@ class _Pages:
         return paged.Table(self.blocks, self.size, keys if self.first is None else self.first)
 
     def attended(
-        self, absorbed: Tensor, q_rope: Tensor, seen: calls.Seen = calls.Seen(), mask: Tensor | None = None
-    ) -> Tensor:
-        """Queries [B, N, S, C + Dr] over all pages, as [B, S, N, C]."""
+        self, absorbed: Tensor, q_rope: Tensor, heads_first: bool, seen: calls.Seen = calls.Seen(),
+        mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Queries [B, N, S, C + Dr] over all pages, as [B, S, N, C], in memory with `heads_first` as [N, B, S, C]."""
         latent, rope = (paged.laid(each, self.size) for each in (self.latent, self.rope))
         seen, many = paged.lengths(seen, absorbed, self.table())
         queries = absorbed.shape[2]
+        of = dict(softmax_scale=self.scale, **self.table().arguments())
+        if heads_first and mask is None and not calls.few(queries):
+            return calls.heads_before((absorbed, q_rope), latent, rope, many, seen, self.version, **of)
         told = seen.arguments(absorbed.device, queries) if mask is None else calls.shown(mask, queries)
-        return calls.fused(
+        y, _ = calls.fused(
             absorbed.transpose(1, 2), latent, latent, many, self.version, query_rope=q_rope.transpose(1, 2),
-            key_rope=rope, num_query_heads=absorbed.shape[1], num_key_value_heads=1, softmax_scale=self.scale,
-            input_layout="BSND", **told, **self.table().arguments(),
-        )[0]  # fmt: skip
+            key_rope=rope, num_query_heads=absorbed.shape[1], num_key_value_heads=1,
+            input_layout="BSND_NBSD" if heads_first else "BSND", **told, **of,
+        )  # fmt: skip
+        return y.permute(1, 2, 0, 3) if heads_first else y
 
 
 def _told(
@@ -155,11 +160,14 @@ def _told(
 ) -> Tensor:  # fmt: skip
     known = seen.order != "mask" or count is not None
     require(known, "what the mask lets through is not proven to be causal, a window or a length")
+    first = values == "heads first"
     if count is None:
-        return calls.finished(latent_calls.expanded(of.attended(absorbed, q_rope, seen), up_value, values), finish)
+        return calls.finished(
+            latent_calls.expanded(of.attended(absorbed, q_rope, first, seen), up_value, values), finish
+        )
     keys = of.table().keys
     (absorbed, length), (q_rope, _) = (paged.given_some(each, count, keys, empty) for each in (absorbed, q_rope))
-    y = of.attended(absorbed, q_rope, calls.Seen("full", length=length))
+    y = of.attended(absorbed, q_rope, first, calls.Seen("full", length=length))
     if empty == "nan":
         y = y.masked_fill((count <= 0).reshape(-1, 1, 1, 1), torch.nan)
     return calls.finished(latent_calls.expanded(y, up_value, values), finish)
@@ -172,7 +180,8 @@ def _shown(
     require(mask is not None, "there is no mask")
     assert mask is not None
     (absorbed, hidden), (q_rope, _) = (paged.shown_some(each, mask, empty) for each in (absorbed, q_rope))
-    y = of.attended(absorbed, q_rope, mask=paged.wide(hidden, of.table(), absorbed.shape[0]))
+    wide = paged.wide(hidden, of.table(), absorbed.shape[0])
+    y = of.attended(absorbed, q_rope, values == "heads first", mask=wide)
     if empty == "nan":
         y = y.masked_fill(mask.all(-1, keepdim=True).transpose(1, 2), torch.nan)
     return calls.finished(latent_calls.expanded(y, up_value, values), finish)

@@ -89,24 +89,28 @@ def absorbed(nope: Tensor | None, up: Tensor | None) -> Tensor:
 def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:
     """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E]; y itself without `up`.
 
-    `values` is "transposed" for the operator that turns heads back, or "multiplied" for a batched product.
+    `values` is "transposed" for the operator that turns heads back, "heads first" for the same where heads lie first in
+    memory, or "multiplied" for a batched product.
     """
-    return (by_transpose if values == "transposed" else by_matmul)(y, up)
+    if values == "multiplied":
+        return by_matmul(y, up)
+    return by_transpose(y, up, heads_first=values == "heads first")
 
 
-def _turned(x: Tensor, weight: Tensor) -> Tensor:
-    """x [B, S, N, K] times weight [N, K, M], as [B, S, N, M]."""
+def _turned(x: Tensor, weight: Tensor, heads_first: bool = False) -> Tensor:
+    """x [B, S, N, K] times weight [N, K, M], as [B, S, N, M]; x may lie in memory as [N, B, S, K]."""
+    read = x.permute(2, 0, 1, 3).flatten(1, 2) if heads_first else x.flatten(0, 1)
     rows = torch.ops.npu.npu_transpose_batchmatmul(
-        x.flatten(0, 1), weight.contiguous(), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
+        read, weight.contiguous(), perm_x1=[0, 1, 2] if heads_first else [1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
     )
     return rows.unflatten(0, x.shape[:2])
 
 
-def by_transpose(y: Tensor, up: Tensor | None) -> Tensor:
+def by_transpose(y: Tensor, up: Tensor | None, heads_first: bool = False) -> Tensor:
     """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E], by the operator that turns heads back."""
     require(up is not None, "the model itself expands the result")
     assert up is not None
-    return _turned(y, up).transpose(1, 2)
+    return _turned(y, up, heads_first).transpose(1, 2)
 
 
 def by_matmul(y: Tensor, up: Tensor | None) -> Tensor:

@@ -70,6 +70,14 @@ def test_decode_reads_the_latent(family, operator, most, attention):
     assert block(report) <= most, report
 
 
+def test_heads_that_the_kernel_cannot_turn_cost_no_launch_more():
+    """128 heads: norm, prolog, attention, the product behind it and the projection, with the norm of the next block."""
+    of = built("DeepseekV3", num_attention_heads=128, num_key_value_heads=128)
+    report = fusion.explain(of.model, **call(of, "decode_static"), options={"target": TARGET})
+    assert {name: report.ops.get(name) for name in (*ATTENTION, PROLOG)} == {**ATTENTION, PROLOG: LAYERS}, report
+    assert block(report) == 6, report
+
+
 def _expands(node: fx.Node, of: Built) -> bool:
     """Whether a node holds keys or values of every head for every place of the cache."""
     val = node.meta.get("val")
