@@ -42,6 +42,7 @@ CANONICAL = frozenset(
         "write_places",
         "write_slice",
         "write_pages",
+        "write_lines",
         "write_inside",
         "slide",
     }

@@ -13,6 +13,10 @@ PAGES = (128, 64, 32, 16)
 """Sizes of pages as which a contiguous cache is read, the first that divides it."""
 
 
+LINE = 16
+"""How many numbers of two bytes a line of NZ holds."""
+
+
 def attended(p, q, kv, up, rows=None, **seen):
     """The term of attention of queries (nope, rope, absorbed) over a latent and its rope, projected by `up`."""
     (nope, rope, absorbed), (latent, k_rope), (up_key, up_value) = q, kv, up
@@ -62,6 +66,31 @@ def pages(cache: Tensor, axis: int) -> Tensor:
     page = next((each for each in PAGES if isinstance(size, int) and size % each == 0), 0)
     require(page, "the cache holds {size} positions, which no size of a page divides", size=size)
     return cache.reshape(-1, page, 1, cache.shape[-1])
+
+
+def per_token(table: Tensor, batch: Any, rows: Any) -> Tensor:
+    """A table [B or 1, S or 1, D], or [1, B · S, D] where the model packs its tokens, as [B, S, D]."""
+    sizes = (batch, rows, *table.shape[:2])
+    packed = all(isinstance(each, int) for each in sizes) and tuple(table.shape[:2]) == (1, batch * rows)
+    return table.reshape(batch, rows, -1) if packed else table.expand(batch, rows, table.shape[-1])
+
+
+def in_rows(pages: Tensor, line: Any) -> Tensor:
+    """Pages of one head as [Block, Size, 1, D]: those in lines of NZ [Block, .., A, Size, L] are the same memory."""
+    size = pages.shape[1] if line is None else pages.shape[-2]
+    return pages.reshape(pages.shape[0], size, 1, -1)
+
+
+def in_lines(pages: Tensor, size: Any) -> Tensor:
+    """Pages of one head that hold rows in lines of NZ, [Block, .., A, Size, L], as [Block, 1, A, Size, L]."""
+    of_line(pages.shape[-1])
+    require(pages.is_contiguous(), "the lines of the pages do not lie together")
+    return pages.reshape(pages.shape[0], 1, -1, size, pages.shape[-1])
+
+
+def of_line(line: Any) -> None:
+    """Refuse lines that are not those of NZ; None stands for whole rows."""
+    require(line in (None, LINE), "the pages hold rows in lines of {line} numbers, not of 16", line=line)
 
 
 def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) -> Tensor:

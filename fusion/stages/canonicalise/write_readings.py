@@ -2,6 +2,7 @@
 
     write(cache, rows, start; axis)          write_rows(cache, rows, index; axis)      write_slice(…; start, axis)
     write_places(…, index, inner, slots)     write_pages(cache, rows, slots)           slide(cache, rows; axis)
+    write_lines(cache, rows, slots; line): pages [Block, .., A, Size, L] that hold a row in A lines of L
     write_inside(cache, rows, position; axis): where(arange == position, rows, cache), nothing where it is outside
 
 A slot counts the rows of all pages [Block, Size, …]. Look-alikes of writes into an input are told with their reason.
@@ -26,7 +27,7 @@ _UNREAD = (
     "aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.index_add.default",
     "aten.masked_scatter.default",
 )  # fmt: skip
-READ = ("write", "write_rows", "slice_scatter", "cat", "reshape", "where", "add", *_UNREAD)
+READ = ("write", "write_rows", "write_lines", "slice_scatter", "cat", "reshape", "where", "add", *_UNREAD)
 """Ops of values that may be writes, or look like one."""
 
 Outcome = Reading | str | None
@@ -61,6 +62,8 @@ class Writes:
                 return _at_start(cache, rows, start, value.attrs[0])
             case "write_rows":
                 return self._rows(value)
+            case "write_lines":
+                return self._lines(value)
             case "slice_scatter":
                 return self._slice(value)
             case "cat":
@@ -84,9 +87,17 @@ class Writes:
         captures: dict[str, Any] = {"cache": cache, "rows": rows, "index": index, "axis": value.attrs[0]}
         if not inner:
             return Reading("write_rows", captures)
-        slots = _slots(self._algebra, cache, index, inner[0])
+        slots = _slots(self._algebra, cache.shape[:2], index, inner[0])
         known = {} if slots is None else {"slots": slots}
         return Reading("write_places", captures | {"inner": inner[0]} | known)
+
+    def _lines(self, value: Value) -> Outcome:
+        """Rows of pages [Block, .., A, Size, L], where each lies in A lines."""
+        cache, rows, block, place = value.args
+        slots = _slots(self._algebra, (cache.shape[0], cache.shape[-2]), block, place)
+        if slots is None:
+            return _NO_FORM if self._is_cache(cache) else None
+        return Reading("write_lines", {"cache": cache, "rows": rows, "slots": slots, "line": cache.shape[-1]})
 
     def _slice(self, value: Value) -> Outcome:
         cache, rows = value.args
@@ -210,9 +221,12 @@ def _at_start(cache: Value, rows: Value, start: Value, axis: int) -> Reading:
     return Reading("write", {"cache": cache, "rows": rows, "start": start, "axis": axis})
 
 
-def _slots(a: Algebra, cache: Value, block: Value, place: Value) -> Value | None:
-    """block · Size + place [T], if every place is proven to lie in its page; of slot // Size, slot % Size the slot."""
-    blocks, size = cache.shape[:2]
+def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Value | None:
+    """block · Size + place [T], if every place is proven to lie in its page; of slot // Size, slot % Size the slot.
+
+    `sizes` are the number of blocks and Size.
+    """
+    blocks, size = sizes
     if not isinstance(size, int) or not 0 <= bounds(place)[0] <= bounds(place)[1] < size:
         return None
     source = unviewed(block.arg if block.op == "wrap" else block)
