@@ -4,8 +4,8 @@
 
 rows = pages[table], the pages of a sequence one behind the other, the sequences too. `lengths` says how many rows of
 every sequence are kept, one number for all or one for each; `shape`, in which one size may be symbolic, is that of the
-value. What stands in a row beyond
-what a sequence really holds is kept where the model keeps it: lengths that only tensors know cut nothing here.
+value. What stands in a row beyond what a sequence really holds is kept where the model keeps it: lengths that only
+tensors know cut nothing here.
 """
 
 from __future__ import annotations
