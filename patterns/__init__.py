@@ -28,6 +28,7 @@ from patterns.primitives.dynamic_quant import DynamicQuant
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.head_projection import HeadProjection
 from patterns.primitives.layer_norm import LayerNorm
+from patterns.primitives.page_gather import PageGather
 from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.quant_matmul import QuantMatmul
 from patterns.primitives.rms_norm import RMSNorm
@@ -74,5 +75,6 @@ def library() -> tuple[Rule, ...]:
         MlaPreprocess(),
         CacheWrite(),
         PagedWrite(),
+        PageGather(),
         SlidingWrite(),
     )

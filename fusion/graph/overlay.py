@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -50,6 +50,7 @@ class Graph:
         misses: values that look like such a thing but are not, with its name and why.
         fixed: the nodes that are computed from Parameters alone.
         facts: what is known of the inputs.
+        also: further readings, of values that may have one already.
     """
 
     source: fx.Graph
@@ -61,6 +62,7 @@ class Graph:
     misses: Mapping[Value, tuple[str, str]]
     fixed: Set[fx.Node] = frozenset()
     facts: Facts = field(default_factory=Facts)
+    also: Sequence[tuple[Value, Reading]] = ()
     _masks: dict[fx.Node, int] = field(default_factory=dict, repr=False)
 
     def node(self, value: Value) -> fx.Node | None:

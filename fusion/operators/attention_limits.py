@@ -164,7 +164,7 @@ def _kernel(names: Names) -> tuple[Limit | str, ...]:
         "dtype(key) == dtype(query)",
         "dtype(value) == dtype(query)",
         f"{heads} <= 256",
-        Limit(f"{heads} <= 64 * num_key_value_heads", when="num_key_value_heads > 0"),
+        Limit(f"{heads} <= 64 * num_key_value_heads", when=f"num_key_value_heads > 0 and {_PLAIN}"),
         Limit("B <= 65536", when=_BATCHED),
         *(Limit(f"({width}) % 16 == 0 and {width} <= 512".format(heads), when=when) for when, width in _WIDTHS),
         Limit("shape(key) == shape(value)", when=_BATCHED),

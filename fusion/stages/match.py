@@ -29,9 +29,6 @@ CANONICAL = frozenset(
         "whole_latent_attention",
         "folded_query",
         "fixed_quantised",
-        "channels_quantised",
-        "paged_lines",
-        "write_lines",
         "merged_parts",
         "latent_queries",
         "latent_keys",
@@ -40,6 +37,7 @@ CANONICAL = frozenset(
         "head_lanes",
         "chosen_keys",
         "paged_rows",
+        "gathered_pages",
         "counted_keys",
         "index_selection",
         "write",
@@ -47,6 +45,7 @@ CANONICAL = frozenset(
         "write_places",
         "write_slice",
         "write_pages",
+        "write_lines",
         "write_inside",
         "slide",
     }
@@ -106,7 +105,7 @@ class _Search:
         self._refused: set[tuple[str, Value]] = set()
         for value in graph.values():
             self._by_head[value.op].append(value)
-        for value, reading in graph.readings.items():
+        for value, reading in (*graph.readings.items(), *graph.also):
             self._read(value, reading)
 
     def readings(self, value: Value, op: str) -> Sequence[Reading]:

@@ -33,7 +33,7 @@ def called(
     caches: tuple[Tensor, Tensor], **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotated keys and latents [B, 1, S, ..] of lines [B, S, W], and their caches, with tables [B or 1, S or 1, Dr]."""
-    tables = [each.expand(*kv.shape[:2], each.shape[-1]).unsqueeze(1).contiguous() for each in (cos, sin)]
+    tables = [latent_calls.per_token(each, *kv.shape[:2]).unsqueeze(1).contiguous() for each in (cos, sin)]
     return torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional(
         kv.unsqueeze(1).contiguous(),
         gamma if factor == 1 else gamma * factor,
@@ -47,23 +47,15 @@ def called(
 
 def paged(
     kv: Tensor, gamma: Tensor, eps: float, factor: float, cos: Tensor, sin: Tensor, lanes: slice, slots: Tensor,
-    caches: tuple[Tensor, Tensor], **how: Any,
+    caches: tuple[Tensor, Tensor], line: Any = None, **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotated keys and latents [T, 1, 1, ..], and both caches, lines going to slots [T] of all pages."""
-    cos, sin = (_of_tokens(table, kv, slots.shape[0]) for table in (cos, sin))
+    lead = kv.shape[:-1] if kv.dim() == 3 else (1, slots.shape[0])
+    cos, sin = (latent_calls.per_token(each, *lead).reshape(-1, 1, each.shape[-1]) for each in (cos, sin))
     lines = kv[..., lanes].reshape(slots.shape[0], 1, -1)
-    pages = (caches[1].reshape(*caches[1].shape[:2], 1, -1), caches[0].reshape(*caches[0].shape[:2], 1, -1))
-    return called(lines, gamma, eps, factor, cos, sin, slots.long(), pages, cache_mode="PA_BNSD", **how)
-
-
-def _of_tokens(table: Tensor, kv: Tensor, tokens: Any) -> Tensor:
-    """A table [T, U, Dr], of tokens [B, S] or of packed ones, as [B · S, 1, Dr]."""
-    if table.shape[0] * table.shape[1] == tokens:
-        return table.reshape(-1, 1, table.shape[-1])
-    lead = kv.shape[:-1] if kv.dim() == 3 else (1, tokens)
-    fits = all(size in (1, wanted) for size, wanted in zip(table.shape, lead, strict=False))
-    require(fits, "the tokens are packed, and share rows of the tables")
-    return table.expand(*lead, -1).reshape(-1, 1, table.shape[-1])
+    pages = (latent_calls.in_rows(caches[1], line), latent_calls.in_rows(caches[0], line))
+    mode = "PA_BNSD" if line is None else "PA_NZ"
+    return called(lines, gamma, eps, factor, cos, sin, slots.long(), pages, cache_mode=mode, **how)
 
 
 def positions(start: Tensor, tokens: Tensor, size: Any) -> Tensor:
@@ -110,8 +102,20 @@ class KvRmsnormRopeCache(_Line):
         caches = zip((kv_cache, kr_cache), lines, strict=True)
         return tuple(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
 
-    def guard(self, kv: Any, slots: Any, kv_cache: Any, start: Any, axis: int):
+    @pattern
+    def in_lines(
+        self, p, kv=tensor("*B W"), gamma=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
+        kv_cache=tensor("*C L"), kr_cache=tensor("*R L"), slots=tensor("N"), eps=scalar(), factor=scalar(),
+        begin=attribute(), split=attribute(), end=attribute(), dtype=attribute(), line=attribute(),
+    ):  # fmt: skip
+        """Rows go to slots of all pages, which hold them in lines of NZ."""
+        lines = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
+        caches = zip((kv_cache, kr_cache), lines, strict=True)
+        return tuple(p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+
+    def guard(self, kv: Any, slots: Any, kv_cache: Any, start: Any, axis: int, line: Any):
         """How the tokens and the caches are laid out."""
+        latent_calls.of_line(line)
         if slots is None:
             require(len(kv.shape) == 3, "the tokens of all sequences are packed")
             written = latent_calls.sequences(kv_cache, start, axis)
@@ -134,13 +138,13 @@ class KvRmsnormRopeCache(_Line):
         return latents.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 
     @lowering
-    def by_page(self, kv, gamma, eps, factor, cos, sin, begin, end, kv_cache, kr_cache, start, slots, axis):
+    def by_page(self, kv, gamma, eps, factor, cos, sin, begin, end, kv_cache, kr_cache, start, slots, axis, line):
         """One call, into pages, which may be those of a contiguous cache of more sequences than there are tokens of."""
         caches = (kv_cache, kr_cache)
         if slots is None:
             slots = latent_calls.slots(start, kv.shape[0], kv.shape[1], kv_cache.shape[axis], kv.device).flatten()
             caches = (latent_calls.pages(kv_cache, axis), latent_calls.pages(kr_cache, axis))
-        _, _, kr, latents = paged(kv, gamma, eps, factor, cos, sin, slice(begin, end), slots, caches)
+        _, _, kr, latents = paged(kv, gamma, eps, factor, cos, sin, slice(begin, end), slots, caches, line)
         return latents.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 
     def examples(self) -> Iterator[Example]:
@@ -167,11 +171,27 @@ class KvRmsnormRopeCacheRows(_Line):
         caches = ((kv_cache, latent), (kr_cache, rope))
         return latent, rope, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
 
+    @pattern
+    def in_lines(
+        self, p, kv=tensor("*B W"), gamma=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
+        kv_cache=tensor("*C L"), kr_cache=tensor("*R L"), slots=tensor("N"), eps=scalar(), factor=scalar(),
+        begin=attribute(), split=attribute(), end=attribute(), dtype=attribute(), line=attribute(),
+    ):  # fmt: skip
+        """Rows go to slots of all pages, which hold them in lines of NZ."""
+        latent, rope = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
+        caches = ((kv_cache, latent), (kr_cache, rope))
+        written = (p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        return latent, rope, *written
+
+    def guard(self, line: Any):
+        """How the pages hold their rows."""
+        latent_calls.of_line(line)
+
     @lowering
-    def by_page(self, kv, gamma, eps, factor, cos, sin, begin, split, end, kv_cache, kr_cache, slots):
+    def by_page(self, kv, gamma, eps, factor, cos, sin, begin, split, end, kv_cache, kr_cache, slots, line):
         """One call."""
         rope, latent, kr, latents = paged(
-            kv, gamma, eps, factor, cos, sin, slice(begin, end), slots, (kv_cache, kr_cache), is_output_kv=True
+            kv, gamma, eps, factor, cos, sin, slice(begin, end), slots, (kv_cache, kr_cache), line, is_output_kv=True
         )
         found = latent.reshape(*kv.shape[:-1], split - begin), rope.reshape(*kv.shape[:-1], end - split)
         return *found, latents.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)

@@ -22,7 +22,7 @@ from patterns.primitives import latent_attention_calls as forms
 from patterns.primitives import latent_calls
 from patterns.primitives.latent_phases import Sizes, break_even
 
-SEVERAL = dict(by=("words", "mask"), values=("transposed", "multiplied"), version=(2, 1))
+SEVERAL = dict(by=("words", "mask"), values=("transposed", "heads first", "multiplied"), version=(2, 1))
 """How the operator learns what is seen, how the values are expanded, and which version of the operator runs."""
 
 
@@ -65,7 +65,7 @@ class LatentAttention(Rule):
               finish, by, values, version):  # fmt: skip
         """Latent and rotated lanes apart."""
         seen = forms.Seen(by, order, window, known, length, rows, mask, empty)
-        y = forms.apart((absorbed, q_rope), (latent, k_rope), seen, scale, version)
+        y = forms.apart((absorbed, q_rope), (latent, k_rope), seen, scale, version, values)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
@@ -74,11 +74,12 @@ class LatentAttention(Rule):
                        known, empty, finish, by, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
         seen = forms.Seen(by, order, window, known, length, rows, mask, empty)
-        y = forms.apart((latent_calls.absorbed(nope, up_key), q_rope), (latent, k_rope), seen, scale, version)
+        q = (latent_calls.absorbed(nope, up_key), q_rope)
+        y = forms.apart(q, (latent, k_rope), seen, scale, version, values)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
-    @variants(**SEVERAL)
+    @variants(**{**SEVERAL, "values": ("transposed", "multiplied")})
     def joined(self, absorbed, q_rope, latent, k_rope, up_value, rows, mask, length, scale, order, window, known, empty,
                finish, by, values, version):  # fmt: skip
         """Both side by side, as one key head, for widths that the operator does not take apart."""

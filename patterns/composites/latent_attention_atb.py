@@ -81,7 +81,7 @@ class LatentAttentionAtb(Rule):
     ):  # fmt: skip
         """Over pages of a cache that a block table names."""
         both = ((whole, cache), (whole_rope, rope_cache))
-        how = dict(table=table, size=size, heads_first=False)
+        how = dict(table=table, size=size, lies="rows")
         latent, k_rope = (p.reshaped(p.paged_rows(rows=rows, pages=of, **how)) for rows, of in both)
         return latent_calls.attended(
             p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),

@@ -34,14 +34,14 @@ class LatentAttentionWhole(Rule):
     def counted(
         self, p, query=tensor("B N S C"), tokens=tensor("B N S 1"), rope=tensor("B N S Dr"), latent=tensor("*L C"),
         k_rope=tensor("*R Dr"), of_keys=tensor("1", optional=True), of_values=tensor("1", optional=True),
-        pages=tensor("*P C"), rope_pages=tensor("*Q Dr"), table=tensor("B P"), mask=tensor("*M S T"),
-        count=tensor("B"), size=attribute(), scale=scalar(), order=attribute(), window=attribute(), known=attribute(),
-        empty=attribute(), finish=attribute(), keys_by=scalar(), values_by=scalar(),
+        pages=tensor("*P"), rope_pages=tensor("*Q"), table=tensor("B P"), mask=tensor("*M S T"),
+        count=tensor("B"), size=attribute(), lies=attribute(), scale=scalar(), order=attribute(), window=attribute(),
+        known=attribute(), empty=attribute(), finish=attribute(), keys_by=scalar(), values_by=scalar(),
     ):  # fmt: skip
         """Pages, and a mask up to a length that may be 0: `count` keys are seen."""
         how = dict(order=order, window=window, known=known, empty=empty, finish=finish, scale=scale)
         scales = dict(of_keys=of_keys, of_values=of_values, keys_by=keys_by, values_by=values_by)
-        rows = whole.gathered(p, latent, k_rope, pages, rope_pages, table, size)
+        rows = whole.gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
         mask = p.counted_keys(mask=mask, length=count)
         return whole.attended(p, query, tokens, rope, rows, mask=mask, **scales, **how)
 
@@ -49,44 +49,15 @@ class LatentAttentionWhole(Rule):
     def told_of_pages(
         self, p, query=tensor("B N S C"), tokens=tensor("B N S 1"), rope=tensor("B N S Dr"), latent=tensor("*L C"),
         k_rope=tensor("*R Dr"), of_keys=tensor("1", optional=True), of_values=tensor("1", optional=True),
-        pages=tensor("*P C"), rope_pages=tensor("*Q Dr"), table=tensor("B P"), mask=tensor("*M S T", optional=True),
-        length=tensor("B", optional=True), size=attribute(), scale=scalar(), order=attribute(), window=attribute(),
-        known=attribute(), empty=attribute(), finish=attribute(), keys_by=scalar(), values_by=scalar(),
+        pages=tensor("*P"), rope_pages=tensor("*Q"), table=tensor("B P"), mask=tensor("*M S T", optional=True),
+        length=tensor("B", optional=True), size=attribute(), lies=attribute(), scale=scalar(), order=attribute(),
+        window=attribute(), known=attribute(), empty=attribute(), finish=attribute(), keys_by=scalar(),
+        values_by=scalar(),
     ):  # fmt: skip
         """Pages, and any other mask."""
         how = dict(order=order, window=window, known=known, empty=empty, finish=finish, scale=scale)
         scales = dict(of_keys=of_keys, of_values=of_values, keys_by=keys_by, values_by=values_by)
-        rows = whole.gathered(p, latent, k_rope, pages, rope_pages, table, size)
-        return whole.attended(p, query, tokens, rope, rows, mask=mask, length=length, **scales, **how)
-
-    @pattern
-    def counted_in_lines(
-        self, p, query=tensor("B N S C"), tokens=tensor("B N S 1"), rope=tensor("B N S Dr"), latent=tensor("*L C"),
-        k_rope=tensor("*R Dr"), of_keys=tensor("1", optional=True), of_values=tensor("1", optional=True),
-        lines=tensor("*P Size L"), rope_lines=tensor("*Q Size M"), table=tensor("B P"), mask=tensor("*M S T"),
-        count=tensor("B"), size=attribute(), scale=scalar(), order=attribute(), window=attribute(), known=attribute(),
-        empty=attribute(), finish=attribute(), keys_by=scalar(), values_by=scalar(),
-    ):  # fmt: skip
-        """The first in lines."""
-        how = dict(order=order, window=window, known=known, empty=empty, finish=finish, scale=scale)
-        scales = dict(of_keys=of_keys, of_values=of_values, keys_by=keys_by, values_by=values_by)
-        rows = whole.in_lines(p, latent, k_rope, lines, rope_lines, table, size)
-        mask = p.counted_keys(mask=mask, length=count)
-        return whole.attended(p, query, tokens, rope, rows, mask=mask, **scales, **how)
-
-    @pattern
-    def told_of_lines(
-        self, p, query=tensor("B N S C"), tokens=tensor("B N S 1"), rope=tensor("B N S Dr"), latent=tensor("*L C"),
-        k_rope=tensor("*R Dr"), of_keys=tensor("1", optional=True), of_values=tensor("1", optional=True),
-        lines=tensor("*P Size L"), rope_lines=tensor("*Q Size M"), table=tensor("B P"),
-        mask=tensor("*M S T", optional=True), length=tensor("B", optional=True), size=attribute(), scale=scalar(),
-        order=attribute(), window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
-        keys_by=scalar(), values_by=scalar(),
-    ):  # fmt: skip
-        """The second in lines."""
-        how = dict(order=order, window=window, known=known, empty=empty, finish=finish, scale=scale)
-        scales = dict(of_keys=of_keys, of_values=of_values, keys_by=keys_by, values_by=values_by)
-        rows = whole.in_lines(p, latent, k_rope, lines, rope_lines, table, size)
+        rows = whole.gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
         return whole.attended(p, query, tokens, rope, rows, mask=mask, length=length, **scales, **how)
 
     @pattern
@@ -103,7 +74,7 @@ class LatentAttentionWhole(Rule):
         return whole.attended(p, query, tokens, rope, (latent, k_rope), mask=mask, length=length, **scales, **how)
 
     @lowering
-    def told(self, query, tokens, rope, latent, k_rope, pages, rope_pages, lines, rope_lines, table, size, of_keys,
+    def told(self, query, tokens, rope, latent, k_rope, pages, rope_pages, table, size, lies, of_keys,
              of_values, keys_by, values_by, count, length, scale, order, window, known, empty, finish):  # fmt: skip
         """What is seen in words, by the block table or as the rows lie."""
         seen = calls.Seen(order, window, known, length)
@@ -111,15 +82,15 @@ class LatentAttentionWhole(Rule):
         if table is None:
             rows = [each.reshape(query.shape[0], -1, 1, each.shape[-1]) for each in (latent, k_rope)]
             return calls.finished(whole.as_they_lie(query, rope, rows, scales, scale, seen), finish)
-        caches = whole.laid(table, (pages, rope_pages), (lines, rope_lines), size)
+        caches = whole.laid(table, (pages, rope_pages), size, lies)
         table = paged.Table(table, size, whole.keys(latent, query))
         return calls.finished(whole.by_table(query, rope, caches, table, scales, scale, seen, count, empty), finish)
 
     @lowering
-    def shown(self, query, tokens, rope, latent, pages, rope_pages, lines, rope_lines, table, size, of_keys, of_values,
+    def shown(self, query, tokens, rope, latent, pages, rope_pages, table, size, lies, of_keys, of_values,
               keys_by, values_by, mask, scale, empty, finish):  # fmt: skip
         """By the block table, what is seen shown by the mask."""
-        caches = whole.laid(table, (pages, rope_pages), (lines, rope_lines), size)
+        caches = whole.laid(table, (pages, rope_pages), size, lies)
         scales = whole.Scales(tokens, of_keys, keys_by, of_values, values_by)
         table = paged.Table(table, size, whole.keys(latent, query))
         return calls.finished(whole.shown_by_table(query, rope, caches, table, scales, scale, mask, empty), finish)

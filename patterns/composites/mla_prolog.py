@@ -72,7 +72,7 @@ def _read(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What every version reads first."""
     weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
-    tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
+    tables = [latent_calls.per_token(each, *x.shape[:2]).contiguous() for each in (sin, cos)]
     return x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables
 
 

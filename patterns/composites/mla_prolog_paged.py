@@ -1,7 +1,7 @@
 """Queries and latents of multi-head latent attention, from the hidden states to the pages of a cache, in one operator.
 
-*Matches* what `MlaProlog` matches, with rows written to the pages of both caches at the same slots, beside an attention
-that reads absorbed queries. *Replaces with* `npu_mla_prolog_v3`, which writes to the pages itself.
+*Matches* what `MlaProlog` matches, with rows written to the pages of both caches at the same slots, whole or in lines
+of NZ, beside an attention that reads absorbed queries. *Replaces with* `npu_mla_prolog_v3`, which writes to the pages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.composites.mla_prolog import MlaProlog, prolog, queries, rows
 from patterns.examples import mla_prolog_paged
+from patterns.primitives import latent_calls
 
 
 @dataclass(frozen=True)
@@ -68,25 +69,44 @@ class MlaPrologPaged(Rule):
         caches = zip((kv_cache, kr_cache), kv, strict=True)
         return *q, *(p.write_places(cache=c, rows=p.reshaped(row), **at) for c, row in caches)
 
+    @pattern
+    def in_lines(
+        self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
+        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
+        sin=tensor("T U Dr"), kv_cache=tensor("*P L"), kr_cache=tensor("*Q L"),
+        slots=tensor("Rows"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
+        eps_cq=scalar(), eps_ckv=scalar(), factor_q=scalar(), factor_kv=scalar(),
+        width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
+        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), line=attribute(),
+    ):  # fmt: skip
+        """A block and a place in it, of pages that hold rows in lines of NZ."""
+        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
+        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, factor_q, cos, sin, fixed=fixed, beside=beside_q, **how)
+        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, factor_kv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
+        caches = zip((kv_cache, kr_cache), kv, strict=True)
+        return *q, *(p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        slots: Any,
+        slots: Any, line: Any,
     ):  # fmt: skip
         """As for `MlaProlog`; and how the pages are laid out."""
         MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
         require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
-        require(all(size == 1 for size in kv_cache.shape[2:-1]), "the pages hold several heads")
+        latent_calls.of_line(line)
+        alone = line is not None or all(size == 1 for size in kv_cache.shape[2:-1])
+        require(alone, "the pages hold several heads")
 
     @lowering
     def run(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv,
-            heads_first, kv_cache, kr_cache, slots):  # fmt: skip
+            heads_first, kv_cache, kr_cache, slots, line):  # fmt: skip
         """One call."""
         both = (kv_cache, kr_cache)
         require(all(each.is_contiguous() for each in both), "the pages are not contiguous")
         *found, kv, kr = prolog(
             x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv, heads_first,
-            tuple(each.reshape(*each.shape[:2], 1, each.shape[-1]) for each in both), cache_mode="PA_BSND",
-            cache_index=slots.to(torch.int64).reshape(x.shape[:2]),
+            (latent_calls.in_rows(kv_cache, line), latent_calls.in_rows(kr_cache, line)),
+            cache_mode="PA_BSND" if line is None else "PA_NZ", cache_index=slots.to(torch.int64).reshape(x.shape[:2]),
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 

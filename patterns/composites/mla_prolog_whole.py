@@ -39,11 +39,12 @@ class MlaPrologWhole(Prolog):
         self, p, x=tensor("*B He"), tokens=tensor("*B 1"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
         uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
         gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_lines=tensor("*P Size L"), kr_lines=tensor("*Q Size M"), slots=tensor("Rows"),
+        kv_lines=tensor("*P"), kr_lines=tensor("*Q"), slots=tensor("Rows"),
         stored=tensor("1", optional=True), read=tensor("1", optional=True), stored_by=scalar(), read_by=scalar(),
         eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
         end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
-        scale_dtype=attribute(), layer_dtype=attribute(), query_dtype=attribute(),
+        scale_dtype=attribute(), layer_dtype=attribute(), query_dtype=attribute(), kv_line=attribute(),
+        kr_line=attribute(),
     ):  # fmt: skip
         """A place in every line of a block."""
         how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, query_dtype=query_dtype)
@@ -51,8 +52,9 @@ class MlaPrologWhole(Prolog):
         layers = ((dq, dq_scale), (uq, uq_scale), (dkv, dkv_scale))
         found, both = _read(p, x, tokens, layers, up, (gamma_cq, gamma_ckv), (eps_cq, eps_ckv), cos, sin, lanes,
                             (dtype_q, dtype_kv), (split, end), (stored, stored_by), (read, read_by), how)  # fmt: skip
-        caches = zip((kv_lines, kr_lines), both, strict=True)
-        return *found, *(p.write_lines(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
+        caches = zip((kv_lines, kr_lines), both, (kv_line, kr_line), strict=True)
+        written = (p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row, line in caches)
+        return *found, *written
 
     @pattern
     def through_a_view(

@@ -67,6 +67,33 @@ def kept(latent: Tensor, rope: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     return latent, rope, *viewed(latent, rope, *rest)
 
 
+LINE = 16
+
+
+def lined(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
+    """To pages [Block, A, Size, L] that hold a row in lines."""
+    for pages, rows in ((latents, latent), (ropes, rope)):
+        pages[at // SIZE, :, at % SIZE] = rows.reshape(at.shape[0], -1, pages.shape[-1])
+    return latents, ropes
+
+
+def lined_of_a_head(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of pages [Block, 1, A, Size, L]."""
+    for pages, rows in ((latents, latent), (ropes, rope)):
+        pages[at // SIZE, :, :, at % SIZE] = rows.reshape(at.shape[0], 1, -1, LINE)
+    return latents, ropes
+
+
+def kept_lines(latent: Tensor, rope: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """The rows beside the pages in lines."""
+    return latent, rope, *lined(latent, rope, *rest)
+
+
+def lines(line: int = LINE, *heads: int) -> tuple[tuple[int, ...], ...]:
+    """Pages of both caches in lines."""
+    return tuple((BLOCKS, *heads, width // line, SIZE, line) for width in (C, DR))
+
+
 CACHES = (B, T, C), (B, T, DR)
 PAGES = (BLOCKS, SIZE, 1, C), (BLOCKS, SIZE, 1, DR)
 SLOTS = (3, 40, 0, 17, 30, 2)
@@ -82,11 +109,14 @@ EXAMPLES = (
     Example("more sequences than tokens", model(lengths), line((B + 1, T, C), (B + 1, T, DR), tokens=1)),
     Example("pages", model(viewed), line(*PAGES, index=SLOTS)),
     Example("pages without heads", model(flat), line((BLOCKS, SIZE, C), (BLOCKS, SIZE, DR), index=SLOTS)),
+    Example("pages in lines", model(lined), line(*lines(), index=SLOTS)),
+    Example("pages of one head in lines", model(lined_of_a_head), line(*lines(LINE, 1), index=SLOTS)),
     Example("slots counted from the end", model(viewed), line(*PAGES, tokens=1, index=(-1, 5))),
 )
 ROW_EXAMPLES = (
     Example("a prompt", model(kept), line(*PAGES, index=SLOTS)),
     Example("a token", model(kept), line(*PAGES, tokens=1, index=(7, 33))),
+    Example("pages in lines", model(kept_lines), line(*lines(), index=SLOTS)),
 )
 
 
@@ -121,5 +151,6 @@ REJECTS = (
         line((2 * B, T, C), (2 * B, T, DR), tokens=4),
         "other sequences than",
     ),
+    Example("short lines", model(lined), line(*lines(8), index=SLOTS), "in lines of 8 numbers"),
     Example("caches that lie otherwise", model(copied), turned_caches, "is not contiguous"),
 )

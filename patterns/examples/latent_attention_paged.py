@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -98,6 +99,63 @@ def cut(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, leng
     return scaled_dot_product_attention(q, k, v, ~hidden(lengths)[..., :10], scale=SCALE)
 
 
+WIDE = 2 * R
+"""Rotated lanes of rows in lines, of which there are several."""
+
+
+def lines(queries: int, *more: Tensor, line: int = 16, heads: tuple[int, ...] = ()) -> Inputs:
+    """The same inputs with pages in lines of NZ, [Block, .., A, Size, L]."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        _, _, _, *rest = inputs(queries, *more)(dtype)
+        shapes = (C, WIDE)
+        pages = (normal(n + 1, BLOCKS, *heads, width // line, SIZE, line).to(dtype) for n, width in enumerate(shapes))
+        return normal(0, B, N, queries, D + WIDE).to(dtype), *pages, *rest
+
+    return make
+
+
+Rows = Callable[[Tensor, Tensor], Tensor]
+
+
+def turned(pages: Tensor, table: Tensor) -> Tensor:
+    """Rows of gathered lines."""
+    return pages[table].transpose(2, 3).reshape(B, ROOM, -1)
+
+
+def turned_first(pages: Tensor, table: Tensor) -> Tensor:
+    """Lines that are rows before they are gathered."""
+    return pages.transpose(1, 2).reshape(BLOCKS, SIZE, -1)[table].view(B, ROOM, -1)
+
+
+def of_a_head(pages: Tensor, table: Tensor) -> Tensor:
+    """The same of pages with a dim for one head."""
+    return pages[table].squeeze(2).permute(0, 1, 3, 2, 4).flatten(3).flatten(1, 2)
+
+
+def lined(rows: Rows) -> Callable[..., Tensor]:
+    """Attention to the rows, absorbed, one query of each sequence."""
+
+    def forward(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
+        nope, rotated = q.split((D, WIDE), -1)
+        up_key, up_value = up.unflatten(0, (N, -1)).split((D, E), 1)
+        latent, rope = (rows(pages, table) for pages in (latent, rope))
+        query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
+        scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
+        shares = (scores.float() * SCALE).masked_fill(hidden(lengths), -math.inf).softmax(-1).to(q.dtype)
+        return torch.einsum("bnsc,nec->bnse", torch.einsum("bnst,btc->bnsc", shares, latent), up_value)
+
+    return forward
+
+
+def lined_sdpa(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
+    """Expanded, by sdpa, over pages in lines."""
+    latent, rope = (turned(pages, table) for pages in (latent, rope))
+    k, v = linear(latent, up).unflatten(-1, (N, -1)).transpose(1, 2).split((D, E), -1)
+    k = torch.cat((k, rope[:, None].expand(-1, N, -1, -1)), -1)
+    return scaled_dot_product_attention(q, k, v, ~hidden(lengths), scale=SCALE)
+
+
 EXAMPLES = (
     Example("absorbed", absorbed, inputs(1, LENGTHS)),
     Example("absorbed, a sequence without keys", absorbed, inputs(1, EMPTY)),
@@ -107,6 +165,10 @@ EXAMPLES = (
     Example("several queries, absorbed", several_absorbed, inputs(3, torch.tensor([2, 12]))),
     Example("the first rows", cut, inputs(1, torch.tensor([0, 10]))),
     Example("whole pages", whole, inputs(1)),
+    Example("pages in lines", lined(turned), lines(1, LENGTHS)),
+    Example("pages in lines, turned before", lined(turned_first), lines(1, LENGTHS)),
+    Example("pages of one head in lines", lined(of_a_head), lines(1, EMPTY, heads=(1,))),
+    Example("pages in lines, expanded", lined_sdpa, lines(1, EMPTY)),
 )
 
 
@@ -115,4 +177,19 @@ def together(q: Tensor, both: Tensor, _: Tensor, table: Tensor, up: Tensor, leng
     return by_sdpa(q, both[..., : C - R], both[..., C - R :], table, up[:, : C - R], lengths)
 
 
-REJECTS = (Example("one cache for both", together, inputs(1, LENGTHS), "do not lie together"),)
+def apart(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
+    """Lines of pages whose rows lie whole in memory."""
+    return lined(turned)(q, latent.transpose(1, 2), rope.transpose(1, 2), table, up, lengths)
+
+
+def whole_rows(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Pages [Block, Size, A, L]."""
+    q, latent, rope, *rest = lines(1, LENGTHS)(dtype)
+    return q, *(pages.transpose(1, 2).contiguous() for pages in (latent, rope)), *rest
+
+
+REJECTS = (
+    Example("one cache for both", together, inputs(1, LENGTHS), "do not lie together"),
+    Example("short lines", lined(turned), lines(1, LENGTHS, line=8), "in lines of 8 numbers"),
+    Example("lines of whole rows", apart, whole_rows, "the lines of the pages do not lie together"),
+)

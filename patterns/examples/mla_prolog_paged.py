@@ -45,7 +45,20 @@ def inputs(queries: int, *more: Tensor, heads: tuple[int, ...] = ()) -> Inputs:
 Write = Callable[[Tensor, Tensor, Tensor], None]
 
 
-def model_of(write: Write) -> Callable[..., Tensor]:
+Read = Callable[[Tensor, Tensor], Tensor]
+
+
+def whole(pages: Tensor, table: Tensor) -> Tensor:
+    """The rows of all pages of each sequence."""
+    return pages[table].reshape(B, -1, pages.shape[-1])
+
+
+def of_lines(pages: Tensor, table: Tensor) -> Tensor:
+    """The same, of pages [Block, A, Size, L] or [Block, 1, A, Size, L]."""
+    return pages[table].flatten(2, -3).transpose(2, 3).reshape(B, -1, pages.shape[-3] * pages.shape[-1])
+
+
+def model_of(write: Write, read: Read = whole) -> Callable[..., Tensor]:
     """A function that writes the rows of a token, or of several, and attends to the pages."""
 
     def forward(
@@ -57,7 +70,7 @@ def model_of(write: Write) -> Callable[..., Tensor]:
         q = rope_last(q, cos.unsqueeze(-3), sin.unsqueeze(-3))
         for pages, rows in zip((latents, ropes), rows_of(x, dkv, gain_kv, cos, sin), strict=True):
             write(pages, rows.flatten(0, 1), slots)
-        latent, rope = (pages[table].reshape(B, -1, pages.shape[-1]) for pages in (latents, ropes))
+        latent, rope = (read(pages, table) for pages in (latents, ropes))
         nope, values = linear(latent, ukv).unflatten(-1, (N, -1)).transpose(1, 2).split((D, ukv.shape[0] // N - D), -1)
         keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, N, -1, -1)), dim=-1)
         at = lengths[:, None] - queries + torch.arange(queries)
@@ -87,6 +100,29 @@ def by_block(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     pages[slots // SIZE, slots % SIZE] = rows
 
 
+def in_lines(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Pages [Block, A, Size, L] that hold a row in lines."""
+    pages[slots // SIZE, :, slots % SIZE] = rows.unflatten(-1, (-1, pages.shape[-1]))
+
+
+def of_a_head_in_lines(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """The same of pages [Block, 1, A, Size, L]."""
+    pages[slots // SIZE, :, :, slots % SIZE] = rows.view(rows.shape[0], 1, -1, pages.shape[-1])
+
+
+def lines(queries: int, line: int = 16, *heads: int) -> Inputs:
+    """The same inputs with pages in lines."""
+    plain = inputs(queries)
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        given = list(plain(dtype))
+        for place in (-5, -4):
+            given[place] = given[place].view(BLOCKS, *heads, -1, SIZE, line)
+        return tuple(given)
+
+    return make
+
+
 def anywhere(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     """A place that may lie in no page."""
     pages[slots // SIZE, slots - slots // SIZE * SIZE] = rows
@@ -109,9 +145,12 @@ EXAMPLES = (
     Example("two tokens by index_copy", model_of(copied), inputs(2)),
     Example("pages of one head", model_of(of_a_head), inputs(1, heads=(1,))),
     Example("a token by block", model_of(by_block), inputs(1)),
+    Example("a token in lines", model_of(in_lines, of_lines), lines(1)),
+    Example("two tokens in lines of a head", model_of(of_a_head_in_lines, of_lines), lines(2, 16, 1)),
 )
 REJECTS = (
     Example("places of unknown range", model_of(anywhere), inputs(1), "not proven to lie in its page"),
     Example("two tokens at a slot", model_of(two_in_a_row), inputs(2, heads=(2,)), "hold several heads"),
+    Example("short lines", model_of(in_lines, of_lines), lines(1, 8), "in lines of 8 numbers"),
     Example("pages that lie otherwise", model_of(by_block), turned_pages, "the pages are not contiguous"),
 )

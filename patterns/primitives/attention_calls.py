@@ -154,6 +154,29 @@ def _in_sequence(
     return y.unflatten(0, (batch, queries)).transpose(1, 2)
 
 
+def few(queries: Any) -> bool:
+    """Whether there are as many queries as layouts that give heads first, one sequence beside the other, are for."""
+    return isinstance(queries, int) and 1 < queries <= 16
+
+
+def heads_before(
+    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, seen: Seen, version: int, **arguments: Any
+) -> Tensor:
+    """Queries [B, N, S, C] and [B, N, S, Dr] over a latent, one sequence after the other, as [B, S, N, C].
+
+    In memory it is [N, B, S, C]. Without a block table, `latent` [B · T, 1, C] and `rope` are packed too.
+    """
+    batch: Any = q[0].shape[0]
+    heads, queries = q[0].shape[1:3]
+    rows, turned = (each.transpose(1, 2).flatten(0, 1) for each in q)
+    y, _ = fused(
+        rows, latent, latent, lengths, version, query_rope=turned, key_rope=rope, input_layout="TND_NTD",
+        actual_seq_qlen=ends_of(batch, queries, rows.device, beside=lengths), num_query_heads=heads,
+        num_key_value_heads=1, **seen.arguments(rows.device, queries), **arguments,
+    )  # fmt: skip
+    return y.unflatten(1, (batch, queries)).permute(1, 2, 0, 3)
+
+
 def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """A whole sequence that attends to itself."""
     last = heads_last(q) and heads_last(k) and heads_last(v)

@@ -34,14 +34,14 @@ class PagedAttention(Rule):
     def counted(
         self, p, q=tensor("B N S D"), k=tensor("B M T D"), v=tensor("B M T E"), key_pages=tensor("*K W"),
         value_pages=tensor("*V X"), table=tensor("B P"), mask=tensor("*L S T"), count=tensor("B"),
-        sink=tensor("N", optional=True), size=attribute(), heads_first=attribute(), scale=scalar(), order=attribute(),
+        sink=tensor("N", optional=True), size=attribute(), lies=attribute(), scale=scalar(), order=attribute(),
         window=attribute(),
         known=attribute(), empty=attribute(), finish=attribute(),
     ):  # fmt: skip
         """A mask up to a length that may be 0: `count` keys are seen."""
         return p.softmax_attention(
-            q=q, k=p.paged_rows(rows=k, pages=key_pages, table=table, size=size, heads_first=heads_first),
-            v=p.paged_rows(rows=v, pages=value_pages, table=table, size=size, heads_first=heads_first),
+            q=q, k=p.paged_rows(rows=k, pages=key_pages, table=table, size=size, lies=lies),
+            v=p.paged_rows(rows=v, pages=value_pages, table=table, size=size, lies=lies),
             mask=p.counted_keys(mask=mask, length=count), sink=sink, scale=scale, order=order, window=window,
             known=known, empty=empty, finish=finish,
         )  # fmt: skip
@@ -50,44 +50,44 @@ class PagedAttention(Rule):
     def written(
         self, p, q=tensor("B N S D"), k=tensor("B M T D"), v=tensor("B M T E"), key_pages=tensor("*K W"),
         value_pages=tensor("*V X"), table=tensor("B P"), mask=tensor("*L S T", optional=True),
-        length=tensor("B", optional=True), sink=tensor("N", optional=True), size=attribute(), heads_first=attribute(),
+        length=tensor("B", optional=True), sink=tensor("N", optional=True), size=attribute(), lies=attribute(),
         scale=scalar(),
         order=attribute(), window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
     ):  # fmt: skip
         """Any other mask, as in `Attention.written`."""
         return p.softmax_attention(
-            q=q, k=p.paged_rows(rows=k, pages=key_pages, table=table, size=size, heads_first=heads_first),
-            v=p.paged_rows(rows=v, pages=value_pages, table=table, size=size, heads_first=heads_first),
+            q=q, k=p.paged_rows(rows=k, pages=key_pages, table=table, size=size, lies=lies),
+            v=p.paged_rows(rows=v, pages=value_pages, table=table, size=size, lies=lies),
             mask=mask, length=length, sink=sink, scale=scale, order=order, window=window, known=known, empty=empty,
             finish=finish,
         )  # fmt: skip
 
     @lowering
-    def told(self, q, k, key_pages, value_pages, table, count, length, sink, size, heads_first, scale, order, window,
+    def told(self, q, k, key_pages, value_pages, table, count, length, sink, size, lies, scale, order, window,
              known, empty, finish):  # fmt: skip
         """What is seen in words, one sequence beside the other."""
         require(sink is None, "with a sink the operator reads packed sequences")
-        of = _of(k, key_pages, value_pages, table, size, heads_first, scale)
+        of = _of(k, key_pages, value_pages, table, size, lies, scale)
         return calls.finished(
             _told(paged.batched, q, of, calls.Seen(order, window, known, length), count, empty), finish
         )
 
     @lowering
-    def packed(self, q, k, key_pages, value_pages, table, count, length, sink, size, heads_first, scale, order, window,
+    def packed(self, q, k, key_pages, value_pages, table, count, length, sink, size, lies, scale, order, window,
                known, empty, finish):  # fmt: skip
         """The same, one sequence after the other."""
-        of = _of(k, key_pages, value_pages, table, size, heads_first, scale)
+        of = _of(k, key_pages, value_pages, table, size, lies, scale)
         of |= {} if sink is None else dict(learnable_sink=sink)
         return calls.finished(
             _told(paged.packed, q, of, calls.Seen(order, window, known, length), count, empty), finish
         )
 
     @lowering
-    def shown(self, q, k, key_pages, value_pages, table, mask, sink, size, heads_first, scale, empty, finish):
+    def shown(self, q, k, key_pages, value_pages, table, mask, sink, size, lies, scale, empty, finish):
         """What is seen, shown by the mask."""
         require(mask is not None, "there is no mask")
         require(sink is None, "with a sink the operator reads packed sequences")
-        of = _of(k, key_pages, value_pages, table, size, heads_first, scale)
+        of = _of(k, key_pages, value_pages, table, size, lies, scale)
         queries, hidden = paged.shown_some(q, mask, empty)
         y = paged.batched(queries, seen=calls.Seen(), mask=paged.wide(hidden, of["table"], q.shape[0]), **of)
         return calls.finished(y.masked_fill(mask.all(-1, keepdim=True), torch.nan) if empty == "nan" else y, finish)
@@ -102,11 +102,11 @@ class PagedAttention(Rule):
 
 
 def _of(
-    k: Tensor, key_pages: Tensor, value_pages: Tensor, table: Tensor, size: int, heads_first: bool, scale: float
+    k: Tensor, key_pages: Tensor, value_pages: Tensor, table: Tensor, size: int, lies: str, scale: float
 ) -> dict[str, Any]:
     """What the operator reads, and how."""
     heads = k.shape[1]
-    keys, values = (paged.laid(each, size, heads if heads_first else None) for each in (key_pages, value_pages))
+    keys, values = (paged.laid(each, size, heads if lies == "heads" else None) for each in (key_pages, value_pages))
     of = paged.Table(table, size, k.shape[2])
     return dict(k=keys, v=values, table=of, num_key_value_heads=heads, softmax_scale=scale)
 

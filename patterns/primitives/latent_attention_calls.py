@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from fusion import require
 from patterns.primitives import attention_calls as calls
+from patterns.primitives import latent_calls
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,44 @@ class Seen:
         return kv if self.rows is None else kv[:, : self.rows]
 
 
-def apart(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int) -> Tensor:
-    """Queries [B, N, S, C] and [B, N, S, Dr] over a latent [.., C] and [.., Dr], as [B, S, N, C]."""
+def apart(
+    q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int, values: str
+) -> Tensor:
+    """Queries [B, N, S, C] and [B, N, S, Dr] over a latent [.., C] and [.., Dr], as [B, S, N, C].
+
+    In memory it is [N, B, S, C] where `values` are expanded from "heads first".
+    """
     queries = q[0].shape[2]
     latent, rope = _by_sequence(q[0], kv)
+    how = dict(scale=scale, version=version, heads_first=values == "heads first")
     if seen.by == "mask":
         latent, rope = seen.cut(latent), seen.cut(rope)
-        y = _fused(q, latent, rope, None, scale, version, **calls.shown(seen.shown(), queries)).transpose(1, 2)
+        y = _fused(q, latent, rope, None, **how, **calls.shown(seen.shown(), queries)).transpose(1, 2)
         return calls.where_empty(y, latent.transpose(1, 2), seen.shown(), seen.empty).transpose(1, 2)
     told = seen.told(queries, latent.shape[1])
+    if how["heads_first"] and not calls.few(queries):
+        return _packed(q, latent, rope, told, scale, version)
     lengths = told.length if told.known is None else [told.known]
-    return _fused(q, latent, rope, lengths, scale, version, **told.arguments(latent.device, queries))
+    return _fused(q, latent, rope, lengths, **how, **told.arguments(latent.device, queries))
+
+
+def _packed(
+    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, told: calls.Seen, scale: float, version: int
+) -> Tensor:
+    """The same for queries of one sequence after the other; a latent that is seen in part is read as pages."""
+    batch: Any = q[0].shape[0]
+    if told.known is None and told.length is None:
+        lengths = calls.ends_of(batch, latent.shape[1], latent.device)
+        latent, rope = (each.flatten(0, 1) for each in (latent, rope))
+        return calls.heads_before(q, latent, rope, lengths, told, version, softmax_scale=scale)
+    blocks = [latent_calls.pages(each, 1) for each in (latent, rope)]
+    table = torch.arange(blocks[0].shape[0], dtype=torch.int32, device=latent.device).reshape(batch, -1)
+    known = [told.known] * batch if isinstance(batch, int) else torch.full((batch,), told.known or 0)
+    latent, rope = (each.flatten(2) for each in blocks)
+    return calls.heads_before(
+        q, latent, rope, known if told.length is None else told.length, told, version, softmax_scale=scale,
+        block_table=table, block_size=latent.shape[1],
+    )  # fmt: skip
 
 
 def joined(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int) -> Tensor:
@@ -85,8 +113,11 @@ def expanded(
     rows = _by_sequence(nope, kv)
     told = seen.told(queries, rows[0].shape[1])
     latent, rope = (seen.cut(each)[:, : told.known] for each in rows)
-    weights = (up_key.flatten(0, 1), up_value.transpose(1, 2).flatten(0, 1))
-    k, v = (linear(latent.squeeze(2), each.contiguous()).unflatten(-1, (heads, -1)) for each in weights)
+    if nope.shape[0] == 1 and told.length is None and not any(map(calls.heads_last, (nope, rotated))):
+        weights = (up_key.transpose(1, 2), up_value)
+        return _heads_first((nope, rotated), latent[0, :, 0], rope[0], weights, told, scale, version)
+    joined = (up_key.flatten(0, 1), up_value.transpose(1, 2).flatten(0, 1))
+    k, v = (linear(latent.squeeze(2), each.contiguous()).unflatten(-1, (heads, -1)) for each in joined)
     query, query_rope = (each.transpose(1, 2) for each in (nope, rotated))
     return calls.fused(
         query, k, v, told.length, version, query_rope=query_rope, num_query_heads=heads, num_key_value_heads=heads,
@@ -95,16 +126,35 @@ def expanded(
     )[0]  # fmt: skip
 
 
+def _heads_first(
+    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, up: tuple[Tensor, Tensor], told: calls.Seen, scale: float,
+    version: int,
+) -> Tensor:  # fmt: skip
+    """The same for one sequence whose heads lie first in memory, over a latent [T, C] times [N, C, D] and [N, C, E]."""
+    query, query_rope = (each.squeeze(0) for each in q)
+    heads, queries = query.shape[:2]
+    k, v = (torch.matmul(latent, each.contiguous()) for each in up)
+    y, _ = calls.fused(
+        query, k, v, calls.ends_of(1, latent.shape[0], k.device), version, query_rope=query_rope,
+        key_rope=rope.transpose(0, 1).expand(heads, -1, -1).contiguous(), num_query_heads=heads,
+        num_key_value_heads=heads, softmax_scale=scale, input_layout="NTD_TND",
+        actual_seq_qlen=calls.ends_of(1, queries, k.device), **told.arguments(k.device, queries),
+    )  # fmt: skip
+    return y.unsqueeze(0)
+
+
 def _by_sequence(q: Tensor, kv: tuple[Tensor, Tensor]) -> list[Tensor]:
     """Latents as [B, T, 1, C] and [B, T, 1, Dr]."""
     return [each.reshape(q.shape[0], -1, 1, each.shape[-1]) for each in kv]
 
 
 def _fused(
-    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int, **told: Any
-) -> Tensor:
+    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int, heads_first: bool,
+    **told: Any,
+) -> Tensor:  # fmt: skip
     query, query_rope = (each.transpose(1, 2) for each in q)
-    return calls.fused(
+    y, _ = calls.fused(
         query, latent, latent, lengths, version, query_rope=query_rope, key_rope=rope, num_query_heads=query.shape[2],
-        num_key_value_heads=1, softmax_scale=scale, input_layout="BSND", **told,
-    )[0]  # fmt: skip
+        num_key_value_heads=1, softmax_scale=scale, input_layout="BSND_NBSD" if heads_first else "BSND", **told,
+    )  # fmt: skip
+    return y.permute(1, 2, 0, 3) if heads_first else y

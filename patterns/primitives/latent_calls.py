@@ -13,6 +13,10 @@ PAGES = (128, 64, 32, 16)
 """Sizes of pages as which a contiguous cache is read, the first that divides it."""
 
 
+LINE = 16
+"""How many numbers of two bytes a line of NZ holds."""
+
+
 def attended(p, q, kv, up, rows=None, **seen):
     """The term of attention of queries (nope, rope, absorbed) over a latent and its rope, projected by `up`."""
     (nope, rope, absorbed), (latent, k_rope), (up_key, up_value) = q, kv, up
@@ -64,6 +68,34 @@ def pages(cache: Tensor, axis: int) -> Tensor:
     return cache.reshape(-1, page, 1, cache.shape[-1])
 
 
+def per_token(table: Tensor, batch: Any, rows: Any) -> Tensor:
+    """A table [B or 1, S or 1, D], or of B · S tokens however the model packs them, as [B, S, D]."""
+    sizes = (batch, rows, *table.shape[:2])
+    if all(isinstance(each, int) for each in sizes) and table.shape[0] * table.shape[1] == batch * rows:
+        return table.reshape(batch, rows, -1)
+    fits = all(size in (1, wanted) for size, wanted in zip(table.shape, (batch, rows), strict=False))
+    require(fits, "the tokens are packed, and share rows of the tables")
+    return table.expand(batch, rows, table.shape[-1])
+
+
+def in_rows(pages: Tensor, line: Any) -> Tensor:
+    """Pages of one head as [Block, Size, 1, D]: those in lines of NZ [Block, .., A, Size, L] are the same memory."""
+    size = pages.shape[1] if line is None else pages.shape[-2]
+    return pages.reshape(pages.shape[0], size, 1, -1)
+
+
+def in_lines(pages: Tensor, size: Any) -> Tensor:
+    """Pages of one head that hold rows in lines of NZ, [Block, .., A, Size, L], as [Block, 1, A, Size, L]."""
+    of_line(pages.shape[-1])
+    require(pages.is_contiguous(), "the lines of the pages do not lie together")
+    return pages.reshape(pages.shape[0], 1, -1, size, pages.shape[-1])
+
+
+def of_line(line: Any) -> None:
+    """Refuse lines that are not those of NZ; None stands for whole rows."""
+    require(line in (None, LINE), "the pages hold rows in lines of {line} numbers, not of 16", line=line)
+
+
 def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) -> Tensor:
     """Where `rows` tokens of every sequence go among all places of the pages, [B, S]; -1 for what is beyond the end.
 
@@ -89,24 +121,28 @@ def absorbed(nope: Tensor | None, up: Tensor | None) -> Tensor:
 def expanded(y: Tensor, up: Tensor | None, values: str) -> Tensor:
     """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E]; y itself without `up`.
 
-    `values` is "transposed" for the operator that turns heads back, or "multiplied" for a batched product.
+    `values` is "transposed" for the operator that turns heads back, "heads first" for the same where heads lie first in
+    memory, or "multiplied" for a batched product.
     """
-    return (by_transpose if values == "transposed" else by_matmul)(y, up)
+    if values == "multiplied":
+        return by_matmul(y, up)
+    return by_transpose(y, up, heads_first=values == "heads first")
 
 
-def turned(x: Tensor, weight: Tensor) -> Tensor:
-    """x [B, S, N, K] times weight [N, K, M], as [B, S, N, M]."""
+def turned(x: Tensor, weight: Tensor, heads_first: bool = False) -> Tensor:
+    """x [B, S, N, K] times weight [N, K, M], as [B, S, N, M]; x may lie in memory as [N, B, S, K]."""
+    read = x.permute(2, 0, 1, 3).flatten(1, 2) if heads_first else x.flatten(0, 1)
     rows = torch.ops.npu.npu_transpose_batchmatmul(
-        x.flatten(0, 1), weight.contiguous(), perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
+        read, weight.contiguous(), perm_x1=[0, 1, 2] if heads_first else [1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
     )
     return rows.unflatten(0, x.shape[:2])
 
 
-def by_transpose(y: Tensor, up: Tensor | None) -> Tensor:
+def by_transpose(y: Tensor, up: Tensor | None, heads_first: bool = False) -> Tensor:
     """y [B, S, N, C] of every head times up [N, C, E], as [B, N, S, E], by the operator that turns heads back."""
     require(up is not None, "the model itself expands the result")
     assert up is not None
-    return turned(y, up).transpose(1, 2)
+    return turned(y, up, heads_first).transpose(1, 2)
 
 
 def by_matmul(y: Tensor, up: Tensor | None) -> Tensor:

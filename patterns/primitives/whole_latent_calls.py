@@ -20,16 +20,10 @@ def attended(p, query, tokens, rope, rows, **how):
     return p.whole_latent_attention(query=query, tokens=tokens, rope=rope, latent=latent, k_rope=k_rope, **how)
 
 
-def gathered(p, latent, k_rope, pages, rope_pages, table, size):
+def gathered(p, latent, k_rope, pages, rope_pages, table, size, lies):
     """Both as rows of pages."""
     both = ((latent, pages), (k_rope, rope_pages))
-    return [p.reshaped(p.paged_rows(rows=x, pages=of, table=table, size=size, heads_first=False)) for x, of in both]
-
-
-def in_lines(p, latent, k_rope, lines, rope_lines, table, size):
-    """Both as rows of pages in lines."""
-    both = ((latent, lines), (k_rope, rope_lines))
-    return [p.reshaped(p.paged_lines(rows=x, pages=of, table=table, size=size)) for x, of in both]
+    return [p.reshaped(p.paged_rows(rows=x, pages=of, table=table, size=size, lies=lies)) for x, of in both]
 
 
 @dataclass(frozen=True)
@@ -64,19 +58,14 @@ def keys(latent: Tensor, query: Tensor) -> Any:
     return latent.numel() // latent.shape[-1] // query.shape[0]
 
 
-Caches = tuple[Tensor | None, Tensor | None]
-
-
-def laid(table: Tensor | None, pages: Caches, lines: Caches, size: int) -> list[Tensor]:
+def laid(table: Tensor | None, pages: tuple[Tensor, Tensor], size: int, lies: str) -> list[Tensor]:
     """Pages of latent and rotated lanes as the operator reads them: [Block, Size, D], or [Block, 1, D/L, Size, L]."""
     require(table is not None, "no block table names the pages")
-    caches = [paged.laid(each, size) for each in pages if each is not None]
-    if caches:
-        return caches
-    given = [each for each in lines if each is not None]
-    together = all(each.is_contiguous() for each in given)
+    if lies != "lines":
+        return [paged.laid(each, size) for each in pages]
+    together = all(each.is_contiguous() for each in pages)
     require(together, "the pages do not lie together, so that reading them in place would copy them all")
-    return [each.reshape(each.shape[0], 1, -1, *each.shape[-2:]) for each in given]
+    return [each.reshape(each.shape[0], 1, -1, *each.shape[-2:]) for each in pages]
 
 
 def by_table(

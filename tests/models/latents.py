@@ -43,6 +43,27 @@ def steps(model: Any, run: Any, config: Any, count: int = STEPS) -> tuple[list[T
     return logits, state
 
 
+def padded(of: Built, cache: str, tokens: int, side: str) -> dict[str, Any]:
+    """A step of some tokens behind a prompt of which the first sequence is shorter, padded on one `side` if any."""
+    ids = torch.randint(3, 90, (2, PROMPT + tokens), generator=torch.Generator().manual_seed(7))
+    mask = torch.ones_like(ids)
+    if side:
+        mask[0, slice(0, 5) if side == "left" else slice(PROMPT - 5, PROMPT)] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    kept: Any = transformers.DynamicCache(config=of.config)
+    if cache == "static":
+        kept = transformers.StaticCache(config=of.config, max_cache_len=ROOM)
+
+    def of_tokens(begin: int, end: int) -> dict[str, Any]:
+        given = dict(input_ids=ids[:, begin:end].contiguous(), past_key_values=kept, use_cache=True)
+        shown = dict(attention_mask=mask[:, :end], position_ids=positions[:, begin:end].contiguous())
+        return given | (shown if side else {})
+
+    with torch.no_grad():
+        of.model(**of_tokens(0, PROMPT))
+    return of_tokens(PROMPT, PROMPT + tokens)
+
+
 def differences(trial: Trial) -> list[float]:
     """Relative errors of all results and inputs of a graph before and after the pass, both run in float64."""
     given = len(trial.captured.inputs)

@@ -17,7 +17,7 @@ from fusion.testing import Trial, capture
 from fusion.verification import relative_error
 
 from .families import LAYERS, Built, build, caches
-from .latents import call, differences, steps
+from .latents import call, differences, padded, steps
 
 TARGET = "ascend910_93"
 LEGAL = dict(hidden_size=1024, q_lora_rank=1536)
@@ -70,6 +70,14 @@ def test_decode_reads_the_latent(family, operator, most, attention):
     assert block(report) <= most, report
 
 
+def test_heads_that_the_kernel_cannot_turn_cost_no_launch_more():
+    """128 heads: norm, prolog, attention, the product behind it and the projection, with the norm of the next block."""
+    of = built("DeepseekV3", num_attention_heads=128, num_key_value_heads=128)
+    report = fusion.explain(of.model, **call(of, "decode_static"), options={"target": TARGET})
+    assert {name: report.ops.get(name) for name in (*ATTENTION, PROLOG)} == {**ATTENTION, PROLOG: LAYERS}, report
+    assert block(report) == 6, report
+
+
 def _expands(node: fx.Node, of: Built) -> bool:
     """Whether a node holds keys or values of every head for every place of the cache."""
     val = node.meta.get("val")
@@ -106,6 +114,30 @@ def test_a_prompt_and_many_steps(family):
     tensors = [caches(dict(past_key_values=each)) for each in (kept, before, after)]
     for want, own, have in zip(*tensors, strict=True):
         assert relative_error(have, want) <= 1.5 * relative_error(own, want) + torch.finfo(torch.bfloat16).eps
+
+
+STEPS = [("static", 4, "left"), ("static", 16, ""), ("static", 1, "right"), ("dynamic", 1, "left"), ("dynamic", 32, "")]
+
+
+@pytest.mark.parametrize(
+    ("cache", "tokens", "side"), [STEPS[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in STEPS[1:])]
+)
+@pytest.mark.parametrize("family", ["DeepseekV3", pytest.param("Mistral4", marks=pytest.mark.nightly)])
+def test_several_tokens_and_padded_prompts(family, cache, tokens, side):
+    """Speculative queries, a chunk behind others, prompts padded on either side."""
+    of, exact = built(family), built(family, torch.float64)
+    options = {"target": TARGET, "lower": "eager"}
+    report = fusion.explain(of.model, **padded(of, cache, tokens, side), options=options)
+    assert report.ops.get("npu::npu_fused_infer_attention_score_v2") == LAYERS, report
+    left = named(report)
+    assert not [name for name in ("softmax", "scaled_dot_product", "index_put") if name in left], left
+    torch._dynamo.reset()
+    fused = torch.compile(of.model, backend="cann_fusion", options=options)
+    with torch.no_grad():
+        want = exact.model(**padded(exact, cache, tokens, side)).logits
+        own = of.model(**padded(of, cache, tokens, side)).logits
+        have = fused(**padded(of, cache, tokens, side)).logits
+    assert relative_error(have, want) <= 1.5 * relative_error(own, want) + torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize(("tokens", "absorbed"), [(16, True), (4096, False)])

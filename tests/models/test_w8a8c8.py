@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 OPERATORS = {
     "npu::npu_add_rms_norm_dynamic_quant", "npu::npu_mla_prolog_v3", "npu::npu_fused_infer_attention_score_v2",
     "npu::npu_dynamic_quant", "npu::npu_quant_matmul",
+    "npu::npu_transpose_batchmatmul",
 }  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def blocks(example: ModuleType, *dtypes: torch.dtype) -> list[torch.nn.Module]:
     return [example.converted(state, dtype, example.Attention) for dtype in dtypes]
 
 
-def test_a_token_becomes_five_operators_that_pass_whole_numbers_on(example: ModuleType):
+def test_a_token_becomes_six_operators_that_pass_whole_numbers_on(example: ModuleType):
     (block,) = blocks(example, torch.bfloat16)
     with torch.no_grad():
         report = fusion.explain(block, *example.step(example.PROMPT, 1, torch.bfloat16), options=example.OPTIONS)

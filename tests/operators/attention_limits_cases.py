@@ -254,6 +254,8 @@ KERNEL_EDGES: list[Edge] = [
     ),
     (latent(), latent(d=256), "D in (128, 512)"),
     (latent(), latent(rope=32), "Dr == 64"),
+    (latent(n=128), latent(n=256), "num_query_heads in (1, 2, 4, 8, 16, 32, 64, 128)"),
+    (latent(n=128), latent(n=128) | {"query_rope": None, "key_rope": None}, "<= 64 * num_key_value_heads"),
     (latent(), latent(n=8, m=2), "num_key_value_heads == 1 and num_query_heads in (1, 2, 4"),
     (latent() | CAUSAL, latent() | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 3, 4)"),
     (latent(), latent() | {"return_softmax_lse": True}, "not return_softmax_lse"),

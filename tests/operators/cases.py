@@ -181,6 +181,29 @@ def _atb_pages(*slots: int):
     return make
 
 
+def _gathered(
+    lengths: tuple[int, ...],
+    table: tuple[tuple[int, ...], ...],
+    *,
+    room: int | None = None,
+    sums: bool = False,
+    **more: Any,
+):
+    """Keys of 16 and values of 32 channels from 5 pages of 4 rows, into `room` rows that hold numbers before."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        caches = [torch.randn(5, 4, 2, d, dtype=torch.float64).to(dtype) for d in (16, 32)]
+        count = sum(lengths) if room is None else room
+        rows = [torch.randn(count, 2, d, dtype=torch.float64).to(dtype) for d in (16, 32)]
+        told = [sum(lengths[:n]) for n in range(len(lengths) + 1)] if sums else list(lengths)
+        call = {"key_cache": caches[0], "value_cache": caches[1], "key": rows[0], "value": rows[1]}
+        call |= {name: torch.tensor(each, dtype=torch.int32) for name, each in more.items()}
+        whole = {"block_tables": torch.tensor(table, dtype=torch.int32), "is_seq_lens_cumsum": sums}
+        return call | whole | {"seq_lens": torch.tensor(told, dtype=torch.int32)}
+
+    return make
+
+
 def _both(names: tuple[str, ...], label: str, make: Callable[[torch.dtype], dict[str, Any]]) -> tuple[Case, ...]:
     return tuple(Case(name, label, make) for name in names)
 
@@ -188,6 +211,7 @@ def _both(names: tuple[str, ...], label: str, make: Callable[[torch.dtype], dict
 _ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 _RUN = ("scatter_update", "scatter_update_")
 _PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
+_GATHER = ("npu_gather_pa_kv_cache", "npu_gather_pa_kv_cache_functional")
 _PROLOG = ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional")
 OLDER = tuple(f"npu_mla_prolog{which}.{form}" for which in ("", "_v2") for form in ("in_place", "functional"))
 _ATB = ("atb::_npu_reshape_and_cache", "atb::_npu_reshape_and_cache.functional")
@@ -276,6 +300,11 @@ CASES = (
     *_both(_ATB, "padding", _atb_pages(-1, 5, -1, 0)),
     *_both(_ATB, "padding alone", _atb_pages(-1, -1)),
     *_both(_ATB, "no token", _atb_pages()),
+    *_both(_GATHER, "lengths", _gathered((6, 1, 8), ((3, 0), (2, 4), (4, 1)))),
+    *_both(_GATHER, "sums, a sequence without rows", _gathered((3, 0, 8), ((3, 0), (2, 2), (4, 1)), sums=True)),
+    *_both(_GATHER, "offsets", _gathered((4, 3), ((3, 0, 1), (2, 4, 0)), seq_offset=(4, 8))),
+    *_both(_GATHER, "blocks that are none, and too few of them", _gathered((12, 2), ((3, -1), (7, 0)))),
+    *_both(_GATHER, "room for more", _gathered((5, 2), ((3, 0), (2, 4)), room=9)),
     *(case for label, make in sparse.PROLOG for case in _both(_PROLOG, label, make)),
     *(case for label, make in line.CASES for case in _both(line.NAMES, label, make)),
     *(case for label, make in sparse.OLDER for case in _both(OLDER, label, make)),

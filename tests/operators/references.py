@@ -121,6 +121,26 @@ def pages(
     return tuple(written)
 
 
+def gathered(
+    key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor, value: Tensor,
+    seq_offset: Tensor | None = None, is_seq_lens_cumsum: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One row after the other; those behind the last sequence stay as they are."""
+    key, value = key.clone(), value.clone()
+    blocks, size = key_cache.shape[:2]
+    lengths = seq_lens.diff().tolist() if is_seq_lens_cumsum else seq_lens.tolist()
+    token = 0
+    for sequence, length in enumerate(lengths):
+        first = 0 if seq_offset is None else int(seq_offset[sequence]) // size
+        for place in range(length):
+            column = first + place // size
+            block = int(block_tables[sequence, column]) if column < block_tables.shape[1] else -1
+            for cache, rows in ((key_cache, key), (value_cache, value)):
+                rows[token] = cache[block, place % size] if 0 <= block < blocks else 0
+            token += 1
+    return key, value
+
+
 def reshape_and_cache(slot_indices: Tensor, **call: Tensor) -> tuple[Tensor, Tensor]:
     return pages(slot_mapping=slot_indices, **call)
 
@@ -157,6 +177,7 @@ REFERENCES = {
     "scatter_update_": scatter_update,
     "npu_scatter_pa_kv_cache": pages,
     "npu_scatter_pa_kv_cache_functional": pages,
+    **dict.fromkeys(("npu_gather_pa_kv_cache", "npu_gather_pa_kv_cache_functional"), gathered),
     "atb::_npu_reshape_and_cache": reshape_and_cache,
     "atb::_npu_reshape_and_cache.functional": reshape_and_cache,
     **dict.fromkeys(line.NAMES, line.reference),

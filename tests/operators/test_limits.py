@@ -98,6 +98,13 @@ def pages(mode: str = "Norm", line: int = 16, dtype: torch.dtype = BF16, **more:
     return call | {"cache_mode": mode} | more
 
 
+def gathers(width: int = 32, dtype: torch.dtype = BF16, tokens: int = 6, **more: Any) -> dict[str, Any]:
+    caches = {name: t(3, 4, 2, width, dtype=dtype) for name in ("key_cache", "value_cache")}
+    rows = {name: t(tokens, 2, width, dtype=dtype) for name in ("key", "value")}
+    whole = {"block_tables": t(2, 2, dtype=torch.int32), "seq_lens": t(2, dtype=torch.int32)}
+    return caches | rows | whole | more
+
+
 def atb_pages(**more: Any) -> dict[str, Any]:
     call = pages()
     del call["cache_mode"], call["slot_mapping"]
@@ -115,6 +122,8 @@ ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 RUN = ("scatter_update", "scatter_update_")
 ATB = ("atb::_npu_reshape_and_cache", "atb::_npu_reshape_and_cache.functional")
 PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
+GATHER = ("npu_gather_pa_kv_cache", "npu_gather_pa_kv_cache_functional")
+SUMS = gathers(seq_lens=t(3, dtype=torch.int32), is_seq_lens_cumsum=True)
 EDGES = [
     # npu_rms_norm
     ("npu_rms_norm", (HOST, *CHIPS), NORM, NORM | {"gamma": t()}, "rank(gamma) >= 1"),
@@ -381,6 +390,34 @@ EDGES = [
         )
         for name in PA
     ),
+    # npu_gather_pa_kv_cache
+    *((n, (HOST, *CHIPS), gathers(), gathers(seq_lens=t(3, dtype=torch.int32)), "L == B (") for n in GATHER),
+    *((n, (HOST, *CHIPS), SUMS, SUMS | {"seq_lens": t(2, dtype=torch.int32)}, "L == B + 1") for n in GATHER),
+    *((n, CHIPS, gathers(), gathers(seq_lens=t(2, dtype=torch.int64)), "needs seq_lens in int32") for n in GATHER),
+    *((n, CHIPS, gathers(dtype=torch.int8), gathers(dtype=F32), "needs key_cache in bfloat16") for n in GATHER),
+    *(
+        (n, CHIPS, gathers(), gathers(**{name: other}), f"dtype({name}) == dtype(key_cache)")
+        for n in GATHER
+        for name, other in (
+            ("value_cache", t(3, 4, 2, 32, dtype=F16)),
+            ("key", t(6, 2, 32, dtype=F16)),
+            ("value", t(6, 2, 32, dtype=F16)),
+        )
+    ),
+    *((n, CHIPS, gathers(8), gathers(12), "N * D * itemsize(key_cache) % 32 == 0") for n in GATHER),
+    *((n, CHIPS, gathers(37888), gathers(37904), "N * D * itemsize(key_cache) <= 151552") for n in GATHER),
+    *(
+        (
+            n,
+            CHIPS,
+            gathers(value_cache=t(3, 4, 2, small), value=t(6, 2, small)),
+            gathers(value_cache=t(3, 4, 2, large), value=t(6, 2, large)),
+            f"N * E * itemsize(value_cache) {text}",
+        )
+        for n in GATHER
+        for small, large, text in ((8, 12, "% 32 == 0"), (37888, 37904, "<= 151552"))
+    ),
+    *((n, CHIPS, gathers(tokens=1), gathers(tokens=0), "T > 0") for n in GATHER),
     # _npu_reshape_and_cache
     *(
         (name, CHIPS, atb_pages(), atb_pages(key=t(5, 2, 32, dtype=F16)), "dtype(key_cache) == dtype(key)")

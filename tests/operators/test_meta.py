@@ -151,6 +151,17 @@ GROWING = [
         },
     ),
     (
+        "npu_gather_pa_kv_cache_functional",
+        lambda b, s: {
+            "key_cache": torch.randn(4, 4, 2, 8),
+            "value_cache": torch.randn(4, 4, 2, 8),
+            "block_tables": torch.arange(b * 2, dtype=torch.int32).view(b, 2) % 4,
+            "seq_lens": torch.full((b,), s, dtype=torch.int32),
+            "key": torch.zeros(b * s, 2, 8),
+            "value": torch.zeros(b * s, 2, 8),
+        },
+    ),
+    (
         "npu_scatter_nd_update",
         lambda b, s: {
             "input": torch.randn(b, s, 8),

@@ -25,6 +25,7 @@ from fusion.stages.canonicalise import (
     fixed_scales,
     head_products,
     logic,
+    page_rows,
     projections,
     quantisation,
     ranges,
@@ -91,10 +92,11 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
     readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **products}
     readings |= whole_heads.readings(walk.algebra, readings)
-    misses = {**odd_heads, **misses, **odd_rows, **odd_fixed, **odd_products}
+    pages, odd_pages = page_rows.readings(walk.algebra, folder, walk.places, fixed)
+    misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
-        readings, misses, fixed, facts,
+        readings, misses, fixed, facts, tuple(pages.items()),
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Numbers in whole numbers of 8 bits by a scale that the model holds: q = int8(clamp(round(x / scale))).
 
     fixed_quantised(x, scale, by)           scale [1] times the number `by`; without a tensor the number alone
-    channels_quantised(x, scale)            scale [D], one for each channel
 
 The scale is the one that gives x back. Of the rounding and its bounds it does not matter which stands first.
 """
@@ -52,11 +51,9 @@ def _read(a: Algebra, value: Value) -> Reading | str | None:
         return None
     if below.low != -128 or below.high != 127:
         return f"whole numbers are bounded by {below.low:g} and {below.high:g}, those of the operator by -128 and 127"
-    captures = {"x": exact(quotient)} | ({} if scale is None else {"scale": scale})
     if scale is not None and scale.shape != (1,):
-        if number != 1:
-            return None
-        return Reading("channels_quantised", captures)
+        return None
+    captures = {"x": exact(quotient)} | ({} if scale is None else {"scale": scale})
     return Reading("fixed_quantised", captures | {"by": 1 / number})
 
 

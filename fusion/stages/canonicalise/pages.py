@@ -1,8 +1,8 @@
 """Keys and values that are gathered from pages: rows[b, p · Size + o] = pages[table[b, p], o].
 
-    paged_rows(rows, pages, table; size, heads_first)        table [B, M]; pages [Blocks, Size, N, D] or, with heads
-                                                             first, [Blocks, N, Size, D], perhaps with other dims
-    paged_lines(rows, pages, table; size)                    pages [Blocks, .., Size, L], a row in lines of L
+    paged_rows(rows, pages, table; size, lies)      table [B, M]; pages [Blocks, Size, N, D], where `lies` is "rows",
+                                                    [Blocks, N, Size, D] for "heads", or for "lines", of one head,
+                                                    [Blocks, D / L, Size, L]; perhaps with other dims
 
 A page may be taken whole, by its number, or row by row, by `table · Size + o`. Every form is proven by building it.
 What a sequence does not reach of its pages may be cut off behind. A negative number counts pages from the end: `wrap`
@@ -21,7 +21,7 @@ from fusion.stages.canonicalise.translate import WHOLE
 from fusion.stages.canonicalise.writes import iota, wrapped
 
 
-class _Gather(NamedTuple):
+class Gather(NamedTuple):
     """What was gathered, from which pages [Blocks, ..], by which table [B, M]."""
 
     gathered: Value
@@ -40,7 +40,7 @@ def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading], held: Cont
         names = (attention.captures["k"], attention.captures["v"])
         parts = [part for each in names if each in found for part in _latents(found[each])]
         heads = [(each, each.shape[1], keys) for each in names]
-        for value, count, keys in (*heads, *((each, 1, prod(each.shape[1:-1])) for each in parts)):
+        for value, count, keys in (*heads, *((each, 1, _keys(each, batch)) for each in parts)):
             lies = value.arg if value in found and value.op == "reshape" else value  # one value has one reading
             reading = _rows(a, folder, lies, (batch, count, keys, value.shape[-1]), held)
             readings |= {} if reading is None else {lies: reading}
@@ -48,35 +48,20 @@ def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading], held: Cont
 
 
 def _of_whole(a: Algebra, folder: Folder, attention: Reading, held: Container[Value]) -> dict[Value, Reading]:
-    """The same of a latent in whole numbers and its rotated lanes, whose pages may both lie in lines."""
-    both = [attention.captures[name] for name in ("latent", "k_rope")]
-    sizes = [(each.shape[0], 1, *each.shape[2:]) for each in both]
-    by_rows = [_rows(a, folder, *each, held) for each in zip(both, sizes, strict=True)]
-    if None in by_rows:
-        by_rows = [_in_lines(a, *each) for each in zip(both, sizes, strict=True)]
-    return {value: each for value, each in zip(both, by_rows, strict=True) if each is not None}
+    """The same of a latent in whole numbers and its rotated lanes, of which one line alone could be a row as well."""
+    parts = [attention.captures[name] for name in ("latent", "k_rope")]
+    both = [(each, (each.shape[0], 1, *each.shape[2:])) for each in parts]
+    found = [_rows(a, folder, value, sizes, held) for value, sizes in both]
+    if len({each and each.captures["lies"] for each in found}) > 1:
+        found = [_rows(a, folder, value, sizes, held, ("lines",)) for value, sizes in both]
+    return {value: reading for (value, _), reading in zip(both, found, strict=True) if reading is not None}
 
 
-def _in_lines(a: Algebra, value: Value, sizes: tuple[Any, Any, Any, Any]) -> Reading | None:
-    """`value`, whose elements are [B, 1, T, A · L], as rows of pages [Block, .., Size, L] in lines."""
-    batch, _, keys, width = sizes
-    wanted = _cut_last(a, value)
-    for gathered in _gathered(value):
-        source, *index = gathered.args
-        table = _per_sequence(a, index[0], batch) if len(index) == 1 else None
-        if table is None or source.rank < 4 or not all(isinstance(each, int) for each in (keys, *source.shape[1:])):
-            continue
-        *before, size, line = source.shape[1:]
-        many, lines = table.shape[1], prod(before)
-        if lines * line != width or not isinstance(many, int) or not many * size >= keys:
-            continue
-        opened = a.reshape(gathered, (batch, many, lines, size, line))
-        rows = a.reshape(a.permute(opened, (0, 1, 3, 2, 4)), (batch, 1, many * size, width))
-        cut = a.slice(rows, 2, 0, keys)
-        if cut is not None and _cut_last(a, a.reshape(cut, value.shape)) is wanted:
-            table = wrapped(a, table, source.shape[0])
-            return Reading("paged_lines", {"rows": value, "pages": source, "table": table, "size": size})
-    return None
+def _keys(latent: Value, batch: Any) -> Any:
+    """How many rows each sequence has of a latent [B, .., T, D] or, packed, [B · T, D]."""
+    count = prod(latent.shape[:-1])
+    packed = latent.shape[0] != batch and isinstance(count, int) and isinstance(batch, int) and batch > 0
+    return count // batch if packed else prod(latent.shape[1:-1])
 
 
 def _latents(reading: Reading) -> list[Value]:
@@ -86,20 +71,21 @@ def _latents(reading: Reading) -> list[Value]:
 
 
 def _rows(
-    a: Algebra, folder: Folder, value: Value, sizes: tuple[Any, Any, Any, Any], held: Container[Value]
-) -> Reading | None:
-    """`value`, whose elements are [B, N, T, D], as rows of pages."""
+    a: Algebra, folder: Folder, value: Value, sizes: tuple[Any, Any, Any, Any], held: Container[Value],
+    among: Container[str] = ("rows", "heads", "lines"),
+) -> Reading | None:  # fmt: skip
+    """`value`, whose elements are [B, N, T, D], as rows of pages that lie in one of some ways."""
     if not all(isinstance(each, int) for each in sizes[1:]) or prod(value.shape) != prod(sizes):
         return None
     wanted = _cut_last(a, value)
     for gathered in _gathered(value):
-        for each in _gathers(a, folder, gathered, sizes):
-            for heads_first, pages, rows in _forms(a, each, sizes):
-                if _cut_last(a, a.reshape(rows, value.shape)) is wanted:
+        for each in gathers(a, folder, gathered, sizes):
+            for lies, pages, rows in _forms(a, each, sizes):
+                if lies in among and _cut_last(a, a.reshape(rows, value.shape)) is wanted:
                     table = wrapped(a, each.table, pages.shape[0])
-                    size = pages.shape[2 if heads_first else 1]
-                    captures = {"rows": value, "pages": _as_held(a, pages, held), "table": table, "size": size}
-                    captures |= {"heads_first": heads_first}
+                    lie = pages if lies == "lines" else _as_held(a, pages, held)
+                    captures = {"rows": value, "pages": lie, "table": table}
+                    captures |= {"size": each.size, "lies": lies}
                     return Reading("paged_rows", captures)
     return None
 
@@ -130,8 +116,8 @@ def _gathered(value: Value) -> Iterator[Value]:
         yield value
 
 
-def _gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, Any, Any]) -> Iterator[_Gather]:
-    """Pages by their number in whole, or by the number of every row."""
+def gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, Any, Any]) -> Iterator[Gather]:
+    """Pages of `sizes` [B, N, T, D] by their number in whole, or by the number of every row."""
     source, *index = gathered.args
     batch, _, keys, _ = sizes
     by_block = len(index) == 2
@@ -139,21 +125,20 @@ def _gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any,
     blocks = None if rows is None else source.shape[0] if by_block else _divided(source.shape[0], rows[1])
     if rows is not None and blocks is not None:
         table, size = rows
-        yield _Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
+        yield Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
     elif not by_block:
         yield from _whole(a, gathered, source, index[0], batch, keys)
 
 
-def _whole(a: Algebra, gathered: Value, source: Value, index: Value, batch: Any, keys: int) -> Iterator[_Gather]:
+def _whole(a: Algebra, gathered: Value, source: Value, index: Value, batch: Any, keys: int) -> Iterator[Gather]:
     """pages[table]."""
     table = _per_sequence(a, index, batch)
     if table is None or not isinstance(table.shape[1], int):
         return
-    for size in {source.shape[1] if source.rank > 2 else 0, source.shape[2] if source.rank > 3 else 0, keys // max(
-        table.shape[1], 1
-    )}:  # fmt: skip
+    places = [source.shape[place] for place in (1, 2, 3) if place < source.rank - 1]
+    for size in dict.fromkeys((*places, keys // max(table.shape[1], 1))):
         if isinstance(size, int) and size > 0:
-            yield _Gather(gathered, source, table, size)
+            yield Gather(gathered, source, table, size)
 
 
 def _per_sequence(a: Algebra, index: Value, batch: Any) -> Value | None:
@@ -236,8 +221,8 @@ def _divided(rows: Any, size: int) -> Any:
     return rows // size if isinstance(rows, int) and rows % size == 0 else None
 
 
-def _forms(a: Algebra, found: _Gather, sizes: tuple[Any, Any, Any, Any]) -> Iterator[tuple[bool, Value, Value]]:
-    """Pages with positions before heads, and with heads before positions, and the rows [B, N, T, D] of them."""
+def _forms(a: Algebra, found: Gather, sizes: tuple[Any, Any, Any, Any]) -> Iterator[tuple[str, Value, Value]]:
+    """How pages lie, the pages, and the rows [B, N, T, D] of them."""
     batch, heads, keys, width = sizes
     many, size = found.table.shape[1], found.size
     blocks, room = found.pages.shape[0], many * size
@@ -249,11 +234,27 @@ def _forms(a: Algebra, found: _Gather, sizes: tuple[Any, Any, Any, Any]) -> Iter
     behind = a.permute(behind, (0, 2, 1, 3))
     before = a.reshape(found.gathered, (batch, many, heads, size, width))
     before = a.reshape(a.permute(before, (0, 2, 1, 3, 4)), (batch, heads, room, width))
-    for heads_first, rows in ((False, behind), (True, before)):
-        cut = a.slice(rows, 2, 0, keys)
-        shape = (blocks, heads, size, width) if heads_first else (blocks, size, heads, width)
+    turned = _of_lines(found.pages)
+    rows, first = (a.reshape(found.pages, (blocks, *of)) for of in ((size, heads, width), (heads, size, width)))
+    forms = [("rows", rows, behind), ("heads", first, before)]
+    if heads == 1 and turned is not None and turned.shape[-2] == size:
+        forms.insert(0, ("lines", turned, behind))
+    line = found.pages.shape[-1]
+    if heads == 1 and found.pages.rank > 3 and found.pages.shape[-2] == size and width % line == 0:
+        lines = a.reshape(found.gathered, (batch, many, width // line, size, line))
+        lines = a.reshape(a.permute(lines, (0, 1, 3, 2, 4)), (batch, 1, room, width))
+        forms.append(("lines", found.pages, lines))
+    for lies, pages, each in forms:
+        cut = a.slice(each, 2, 0, keys)
         if cut is not None:
-            yield heads_first, a.reshape(found.pages, shape), cut
+            yield lies, pages, cut
+
+
+def _of_lines(pages: Value) -> Value | None:
+    """The pages [Blocks, A, Size, L] that were turned to be [Blocks, Size, A · L] before they are gathered."""
+    turned = pages.arg if pages.op == "reshape" else pages
+    whole = turned.op == "permute" and turned.attrs == (0, 2, 1, 3) and pages.shape[:2] == turned.shape[:2]
+    return turned.arg if whole else None
 
 
 def _uncast(x: Value) -> Value:

@@ -2,7 +2,7 @@
 
     write(cache, rows, start; axis)          write_rows(cache, rows, index; axis)      write_slice(…; start, axis)
     write_places(…, index, inner, slots)     write_pages(cache, rows, slots)           slide(cache, rows; axis)
-    write_lines(cache, rows, slots): pages [Block, .., Size, L] of lines, rows [T, .., L]
+    write_lines(cache, rows, slots; line): pages [Block, .., A, Size, L] that hold a row in A lines of L
     write_inside(cache, rows, position; axis): where(arange == position, rows, cache), nothing where it is outside
 
 A slot counts the rows of all pages [Block, Size, …]. Look-alikes of writes into an input are told with their reason.
@@ -27,7 +27,7 @@ _UNREAD = (
     "aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.index_add.default",
     "aten.masked_scatter.default",
 )  # fmt: skip
-READ = ("write", "write_rows", "slice_scatter", "cat", "reshape", "permute", "where", "add", *_UNREAD)
+READ = ("write", "write_rows", "write_lines", "slice_scatter", "cat", "reshape", "where", "add", *_UNREAD)
 """Ops of values that may be writes, or look like one."""
 
 Outcome = Reading | str | None
@@ -62,14 +62,14 @@ class Writes:
                 return _at_start(cache, rows, start, value.attrs[0])
             case "write_rows":
                 return self._rows(value)
+            case "write_lines":
+                return self._lines(value)
             case "slice_scatter":
                 return self._slice(value)
             case "cat":
                 return _slide(value)
             case "reshape":
-                return self._pages(value) or self._lines(value)
-            case "permute":
-                return self._lines(value)
+                return self._pages(value)
             case "where":
                 return self._chosen(value)
             case "add":
@@ -87,9 +87,17 @@ class Writes:
         captures: dict[str, Any] = {"cache": cache, "rows": rows, "index": index, "axis": value.attrs[0]}
         if not inner:
             return Reading("write_rows", captures)
-        slots = _slots(self._algebra, cache, index, inner[0])
+        slots = _slots(self._algebra, cache.shape[:2], index, inner[0])
         known = {} if slots is None else {"slots": slots}
         return Reading("write_places", captures | {"inner": inner[0]} | known)
+
+    def _lines(self, value: Value) -> Outcome:
+        """Rows of pages [Block, .., A, Size, L], where each lies in A lines."""
+        cache, rows, block, place = value.args
+        slots = _slots(self._algebra, (cache.shape[0], cache.shape[-2]), block, place)
+        if slots is None:
+            return _NO_FORM if self._is_cache(cache) else None
+        return Reading("write_lines", {"cache": cache, "rows": rows, "slots": slots, "line": cache.shape[-1]})
 
     def _slice(self, value: Value) -> Outcome:
         cache, rows = value.args
@@ -99,30 +107,6 @@ class Writes:
         if step != 1:
             return _STEP.format(step=step) if self._is_cache(cache) else None
         return Reading("write_slice", {"cache": cache, "rows": rows, "start": start, "axis": axis})
-
-    def _lines(self, value: Value) -> Outcome:
-        """cache[block, :, place] = rows, for pages [Block, .., Size, L] in which a row lies in several lines."""
-        filled = unviewed(value)
-        if filled.op != "write_rows" or len(filled.args) != 4 or filled in self.readings:
-            return None  # something else, or a view of what was written
-        turned, rows, block, place = filled.args
-        cache, a = self._seen(value, filled, turned), self._algebra
-        order = (0, value.rank - 2, *range(1, value.rank - 2), value.rank - 1)
-        slots = None if value.rank < 4 else _slots(a, turned, block, place)
-        if slots is None or a.reshape(a.permute(cache, order), turned.shape) is not turned:
-            return _NO_FORM if self._is_cache(cache) else None
-        return Reading("write_lines", {"cache": cache, "rows": rows, "slots": slots})
-
-    def _seen(self, value: Value, filled: Value, cache: Value) -> Value:
-        """`cache` as `value` shows `filled`, through the same views."""
-        if value is filled:
-            return cache
-        below = self._seen(value.arg, filled, cache)
-        return (
-            self._algebra.reshape(below, value.shape)
-            if value.op == "reshape"
-            else self._algebra.permute(below, value.attrs)
-        )
 
     def _pages(self, value: Value) -> Reading | None:
         """cache.view(-1, N, D)[slots] = rows, viewed as [Block, Size, N, D] again."""
@@ -237,9 +221,12 @@ def _at_start(cache: Value, rows: Value, start: Value, axis: int) -> Reading:
     return Reading("write", {"cache": cache, "rows": rows, "start": start, "axis": axis})
 
 
-def _slots(a: Algebra, cache: Value, block: Value, place: Value) -> Value | None:
-    """block · Size + place [T], if every place is proven to lie in its page; of slot // Size, slot % Size the slot."""
-    blocks, size = cache.shape[:2]
+def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Value | None:
+    """block · Size + place [T], if every place is proven to lie in its page; of slot // Size, slot % Size the slot.
+
+    `sizes` are the number of blocks and Size.
+    """
+    blocks, size = sizes
     if not isinstance(size, int) or not 0 <= bounds(place)[0] <= bounds(place)[1] < size:
         return None
     source = unviewed(block.arg if block.op == "wrap" else block)

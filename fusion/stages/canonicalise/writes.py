@@ -2,6 +2,7 @@
 
     write(cache, rows, start; axis)         rows go to start, start + 1, … along axis; start is () or [B]
     write_rows(cache, rows, *index; axis)   row i goes to index[i] (with two: index[0][i], index[1][i]), -1 is an error
+    write_lines(cache, rows, block, place)  row i goes to cache[block[i], .., place[i], :], in lines
     slice_scatter, cat                      the same at a known place
 
 A negative position of index_put counts from the end: `wrap` makes that explicit.
@@ -94,7 +95,11 @@ def _index_put(
     if len(found) == 1:
         return _one_index(a, cache, found[0], rows, given[0])
     if len(found) == 2 and given[0] == 0:
-        return _by_batch(a, cache, found, rows, given[1]) or _two_indices(a, cache, found, rows, given[1])
+        return (
+            _by_batch(a, cache, found, rows, given[1])
+            or _two_indices(a, cache, found, rows, given[1])
+            or _in_lines(a, cache, found, rows, given[1])
+        )
     return None
 
 
@@ -130,14 +135,10 @@ def _may_fit(count: Dim, size: Dim) -> bool:
 
 
 def _two_indices(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
-    """cache[block, offset] = rows; or cache[block, .., offset] = rows, whose dims stand before those between."""
+    """cache[block, offset] = rows."""
     shape = broadcast(*(index.shape for index in found))
-    if shape is None:
+    if axis != 1 or shape is None:
         return None
-    if axis != 1:
-        order = (0, axis, *(each for each in range(1, cache.rank) if each != axis))
-        filled = _two_indices(a, a.permute(cache, order), found, rows, 1)
-        return filled and a.permute(filled, [order.index(each) for each in range(cache.rank)])
     count = math.prod(shape)
     rest = cache.shape[2:]
     rows = a.reshape(a.expand(rows, (*shape, *rest)), (count, *rest))
@@ -146,6 +147,21 @@ def _two_indices(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, 
         for each, size in zip(found, cache.shape, strict=False)
     ]
     return a.make("write_rows", (cache, rows, *index), (0,), cache.shape, cache.dtype)
+
+
+def _in_lines(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
+    """cache[block, .., place] = rows, for pages [Block, .., A, Size, L] that hold a row in lines of L."""
+    shape = broadcast(*(index.shape for index in found))
+    if cache.rank < 4 or axis != cache.rank - 2 or shape is None:
+        return None
+    rest = (*cache.shape[1:axis], cache.shape[-1])
+    count = math.prod(shape)
+    rows = a.reshape(a.expand(rows, (*shape, *rest)), (count, math.prod(rest)))
+    block, place = (
+        wrapped(a, a.reshape(a.expand(each, shape), (count,)), cache.shape[where])
+        for each, where in zip(found, (0, axis), strict=True)
+    )
+    return a.make("write_lines", (cache, rows, block, place), (), cache.shape, cache.dtype)
 
 
 @translates("aten.scatter.src")

@@ -1,0 +1,155 @@
+"""Pages that are gathered for whatever use, and what of them is kept: the first rows of each sequence.
+
+    gathered_pages(pages, table; size, lengths, shape)     pages [Blocks, Size, ..], table [B, M]
+
+rows = pages[table], the pages of a sequence one behind the other, the sequences too. `lengths` says how many rows of
+every sequence are kept, one number for all or one for each; `shape`, in which one size may be symbolic, is that of the
+value. What stands in a row beyond what a sequence really holds is kept where the model keeps it: lengths that only
+tensors know cut nothing here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch.fx as fx
+
+from fusion.graph import Algebra, Reading, Value, unviewed
+from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.pages import Gather, gathers
+from fusion.stages.canonicalise.writes import wrapped
+
+_ALONE = (
+    "the pages of one cache are gathered by this table: the operator reads two caches at once, of pages of one size, "
+    "up to the same lengths"
+)
+_FROM = ("reshape", "slice")
+
+
+class _Rows(NamedTuple):
+    """The first `lengths` rows of each sequence [B] of the pages [Blocks, Size, ..] that `table` [B, M] names."""
+
+    pages: Value
+    table: Value
+    size: int
+    lengths: Any
+
+
+def readings(
+    a: Algebra, folder: Folder, places: Mapping[Value, Sequence[fx.Node]], fixed: Collection[fx.Node]
+) -> tuple[dict[Value, Reading], dict[Value, tuple[str, str]]]:
+    """Readings of gathered pages of caches of which two are gathered alike; why others are not."""
+    known = [value for value in places if sum(not isinstance(size, int) for size in value.shape) < 2]
+    found = {value: rows for value in known if (rows := _read(a, folder, value)) is not None}
+    found = {value: rows for value, rows in found.items() if not _is_fixed(rows.pages, places, fixed)}
+    alike = Counter((rows.table, rows.size, rows.lengths) for rows in found.values())
+    pairs = {value for value, rows in found.items() if alike[rows.table, rows.size, rows.lengths] > 1}
+    told = {value: _reading(a, value, found[value]) for value in found if value in pairs}
+    return told, {value: ("page_gather", _ALONE) for value in found if value not in pairs}
+
+
+def _reading(a: Algebra, value: Value, rows: _Rows) -> Reading:
+    table = wrapped(a, rows.table, rows.pages.shape[0])
+    captures = {"pages": rows.pages, "table": table, "size": rows.size, "lengths": rows.lengths}
+    return Reading("gathered_pages", {**captures, "shape": value.shape})
+
+
+def _is_fixed(pages: Value, places: Mapping[Value, Sequence[fx.Node]], fixed: Collection[fx.Node]) -> bool:
+    """Whether what is gathered from is a weight: a table of rows, no cache."""
+    nodes = places.get(unviewed(pages), ())
+    return any(node in fixed for node in nodes)
+
+
+def _read(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
+    if value.op == "index":
+        return next(_whole(a, folder, value), None)
+    if value.op == "slice":
+        return _cut(a, folder, value)
+    if value.op == "cat" and value.attrs == (0,):
+        return _joined(a, [_read(a, folder, _unreshaped(each)) for each in value.args], value)
+    return None
+
+
+def _unreshaped(value: Value) -> Value:
+    return value.arg if value.op == "reshape" else value
+
+
+def _whole(a: Algebra, folder: Folder, value: Value) -> Iterator[_Rows]:
+    """Pages as they are gathered."""
+    if value.attrs not in ((0,), (0, 1)):
+        return
+    opened = _opened(value.arg)
+    lanes, count = prod(opened.shape[2:]), prod(value.shape)
+    for batch in _batches(value.args[1]):
+        known = opened.rank > 2 and isinstance(batch, int) and isinstance(count, int) and lanes
+        keys = count // lanes // max(batch, 1) if known else 0
+        for found in gathers(a, folder, value, (batch, None, keys, None)):
+            whole = found._replace(pages=opened) if found.pages is value.arg else found
+            if _is_of_pages(whole):
+                yield _Rows(whole.pages, whole.table, whole.size, whole.table.shape[1] * whole.size)
+
+
+def _opened(pages: Value) -> Value:
+    """Pages [Blocks, Size, ..] whose rows were made one."""
+    flat = pages.rank == 2 and pages.op == "reshape" and pages.arg.shape[0] == pages.shape[0]
+    return pages.arg if flat else pages
+
+
+def _batches(index: Value) -> Iterator[Any]:
+    """How many sequences there may be."""
+    if index.op == "reshape" and index.arg.rank > 1:
+        yield index.arg.shape[0]
+    if index.rank > 1:
+        yield index.shape[0]
+    yield 1
+
+
+def _is_of_pages(found: Gather) -> bool:
+    """Whether what lies behind one number is a page: several rows of several lanes."""
+    pages, table, size = found.pages, found.table, found.size
+    sizes = (*pages.shape[1:], table.shape[1])
+    known = table.rank == 2 and pages.rank > 2 and all(isinstance(each, int) for each in sizes)
+    if not known or size == 1 or pages.shape[1] != size:
+        return False
+    return prod(found.gathered.shape) == prod((*table.shape, *pages.shape[1:]))
+
+
+def _cut(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
+    """The first rows of every sequence."""
+    axis, start, stop, step = value.attrs
+    gathered = _unreshaped(value.arg)
+    if (start, step) != (0, 1) or gathered.op != "index":
+        return None
+    for rows in _whole(a, folder, gathered):
+        if prod(value.arg.shape[:axis]) == rows.table.shape[0] and value.arg.shape[axis] == rows.lengths:
+            return rows._replace(lengths=stop)
+    return None
+
+
+def _joined(a: Algebra, pieces: Sequence[_Rows | None], value: Value) -> _Rows | None:
+    """The sequences one after the other, each with a length of its own."""
+    known = [each for each in pieces if each is not None and each.table.shape[0] == 1]
+    if len(known) != len(pieces) or len({(each.pages, each.size) for each in known}) != 1:
+        return None
+    rows = prod(value.shape[1:]) == prod(known[0].pages.shape[2:])
+    if not rows or value.shape[0] != sum(each.lengths for each in known):
+        return None
+    table = _one_table(a, [each.table for each in known])
+    lengths = tuple(each.lengths for each in known)
+    return None if table is None else known[0]._replace(table=table, lengths=lengths)
+
+
+def _one_table(a: Algebra, rows: Sequence[Value]) -> Value | None:
+    """The table [B, M] of which these are the rows [1, m], perhaps with what no sequence reaches cut off."""
+    whole = rows[0]
+    while whole.op in _FROM:
+        whole = whole.arg
+    if whole.rank == 2 and whole.shape[0] == len(rows):
+        parts = [a.slice(whole, 0, number, number + 1) or whole for number in range(len(rows))]
+        cuts = [a.slice(part, 1, 0, int(row.shape[1])) for part, row in zip(parts, rows, strict=True)]
+        if all(cut is not None and a.reshape(cut, row.shape) is row for cut, row in zip(cuts, rows, strict=True)):
+            return whole
+    return a.cat(rows, 0) if len({row.shape for row in rows}) == 1 else None

@@ -1,0 +1,75 @@
+"""rows[b, p · Size + o] = pages[table[b, p], o], of two caches, the sequences one behind the other.
+
+*Matches* the pages of keys and of values, or of a latent and its rotated lanes, that one block table gathers: whole
+pages, the first rows of every sequence, or sequences of lengths of their own that are joined. *Replaces with*
+`npu_gather_pa_kv_cache`, one call for both. Where attention reads the pages in place nothing is gathered, and that
+costs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Example, Rule, attribute, lowering, pattern, tensor
+from patterns.examples import page_gather
+from patterns.primitives.attention_page_calls import laid
+
+
+@dataclass(frozen=True)
+class PageGather(Rule):
+    """Rows of two caches, out of their pages."""
+
+    def reference(self, key_pages: Tensor, value_pages: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        """The meaning: pages [Block, Size, W], table [B, M], lengths [B] → two times [T, W], T the sum of lengths."""
+        tokens = [(row, int(length)) for row, length in zip(table, lengths, strict=True)]
+        caches = (key_pages, value_pages)
+        return tuple(torch.cat([pages[row].flatten(0, 1)[:length] for row, length in tokens]) for pages in caches)
+
+    @pattern
+    def gathered(
+        self, p, key_pages=tensor("*K"), value_pages=tensor("*V"), table=tensor("B M"), size=attribute(),
+        lengths=attribute(), key_shape=attribute(), value_shape=attribute(),
+    ):  # fmt: skip
+        """What the canonicaliser has read."""
+        of = dict(table=table, size=size, lengths=lengths)
+        keys = p.gathered_pages(pages=key_pages, shape=key_shape, **of)
+        return keys, p.gathered_pages(pages=value_pages, shape=value_shape, **of)
+
+    @lowering
+    def run(self, key_pages: Tensor, value_pages: Tensor, table: Tensor, size: int, lengths: Any, key_shape: Any,
+            value_shape: Any):  # fmt: skip
+        """One call for both, into memory of its own."""
+        caches = [laid(each, size).unsqueeze(2) for each in (key_pages, value_pages)]
+        told = _told(lengths, table)
+        count = lengths * table.shape[0] if isinstance(lengths, int) else sum(lengths)
+        rows = [torch.empty((count, 1, x.shape[3]), dtype=x.dtype, device=x.device) for x in caches]
+        found = torch.ops.npu.npu_gather_pa_kv_cache_functional(*caches, table.int(), told, *rows)
+        return tuple(_as(each, shape) for each, shape in zip(found, (key_shape, value_shape), strict=True))
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(page_gather.EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(page_gather.REJECTS)
+
+
+def _told(lengths: Any, table: Tensor) -> Tensor:
+    """How many rows each sequence of the table [B, M] has, [B]."""
+    runs = [(lengths, table.shape[0])]
+    if not isinstance(lengths, int):
+        runs = [(length, len(list(alike))) for length, alike in groupby(lengths)]
+    made = [torch.full((many,), length, dtype=torch.int32, device=table.device) for length, many in runs]
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _as(rows: Tensor, shape: Any) -> Tensor:
+    """Rows in the dims of the model, of which one may be symbolic."""
+    return rows.reshape([each if isinstance(each, int) else -1 for each in shape])
