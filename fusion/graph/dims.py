@@ -28,6 +28,16 @@ def dims_of(sizes: Iterable[int | torch.SymInt]) -> tuple[Dim, ...]:
     return tuple(dim_of(size) for size in sizes)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is proven to lie in row-major order without gaps; symbolic sizes get no guard by this."""
+    expected: Any = 1
+    for size, stride in zip(reversed(dims_of(tensor.shape)), reversed(dims_of(tensor.stride())), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected = expected * size
+    return True
+
+
 def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...] | None:
     """Return the shape that all `shapes` broadcast to, None where they do not (or cannot be proven to)."""
     rank = max((len(shape) for shape in shapes), default=0)

@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from fusion.facts import Facts
 from fusion.graph.algebra import Algebra
+from fusion.graph.dims import is_dense
 from fusion.graph.value import Value
 
 Held = Value | tuple["Value | None", ...]
@@ -98,7 +99,7 @@ class Graph:
     def _passed_on(self, value: Value) -> Value:
         """The reshape through which all users read `value`; `value` where there is none, or it copies."""
         places = self.places.get(value, ())
-        if not places or not places[-1].meta["val"].is_contiguous():
+        if not places or not is_dense(places[-1].meta["val"]):
             return value
         users = [self.held.get(user) for each in places for user in each.users if user not in places]
         if len(users) != 1 or not isinstance(users[0], Value) or users[0].op != "reshape" or users[0].arg is not value:
@@ -148,21 +149,16 @@ class Graph:
         """The writes by which `made` came from `place`; none where anything else did it."""
         found: dict[Value, Value] = {}
         while isinstance(made, Value) and unviewed(made) is not place:
-            seen = [made]
-            while seen[-1].op in _VIEWS:
-                seen.append(seen[-1].arg)
-            while seen and not self._is_write(seen[-1]):  # a write in lines is itself a view of one by rows
-                seen.pop()
-            if not seen:
+            reading = self.readings.get(unviewed(made))
+            if reading is None or not reading.op.startswith("write"):
                 return {}
-            cache = unviewed(self.readings[seen[-1]].captures["cache"])
-            found.update(dict.fromkeys(seen, cache))
+            cache = unviewed(reading.captures["cache"])
+            while made.op in _VIEWS:
+                found[made] = cache
+                made = made.arg
+            found[made] = cache
             made = cache
         return found if isinstance(made, Value) else {}
-
-    def _is_write(self, value: Value) -> bool:
-        reading = self.readings.get(value)
-        return reading is not None and reading.op.startswith("write")
 
     @cached_property
     def order(self) -> Mapping[fx.Node, int]:

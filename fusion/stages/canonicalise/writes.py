@@ -156,7 +156,7 @@ def _in_lines(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axi
         return None
     rest = (*cache.shape[1:axis], cache.shape[-1])
     count = math.prod(shape)
-    rows = a.reshape(a.expand(rows, (*shape, *rest)), (count, math.prod(rest)))
+    rows = a.reshape(a.expand(rows, (*shape, *rest)), (count, *rest))
     block, place = (
         wrapped(a, a.reshape(a.expand(each, shape), (count,)), cache.shape[where])
         for each, where in zip(found, (0, axis), strict=True)
