@@ -8,12 +8,12 @@ from zlib import crc32
 import pytest
 
 SHARES = {
-    "laws/test_laws.py": 3,
-    "corpus/test_corpus.py": 3,
-    "corpus/test_recognition.py": 3,
-    "corpus/test_attention.py": 2,
-    "operators/test_fallbacks.py": 3,
-    "operators/test_meta.py": 3,
+    "laws/test_laws.py": 5,
+    "corpus/test_corpus.py": 5,
+    "corpus/test_recognition.py": 5,
+    "corpus/test_attention.py": 4,
+    "operators/test_fallbacks.py": 4,
+    "operators/test_meta.py": 4,
 }
 """Modules of which one test in so many runs for each push; tests without parameters always run."""
 

@@ -69,13 +69,13 @@ def pages(cache: Tensor, axis: int) -> Tensor:
 
 
 def per_token(table: Tensor, batch: Any, rows: Any) -> Tensor:
-    """A table [B or 1, S or 1, D], or of B · S tokens however the model packs them, as [B, S, D]."""
-    sizes = (batch, rows, *table.shape[:2])
-    if all(isinstance(each, int) for each in sizes) and table.shape[0] * table.shape[1] == batch * rows:
-        return table.reshape(batch, rows, -1)
-    fits = all(size in (1, wanted) for size, wanted in zip(table.shape, (batch, rows), strict=False))
-    require(fits, "the tokens are packed, and share rows of the tables")
-    return table.expand(batch, rows, table.shape[-1])
+    """A table [B or 1, S or 1, D], of tokens that the caller may have packed otherwise, as [batch, rows, D]."""
+    first, second = table.shape[:2]
+    if (first, second) == (1, 1) or not all(isinstance(each, int) for each in (batch, rows, first, second)):
+        return table.expand(batch, rows, table.shape[-1])
+    tokens = batch * rows
+    first, second = (tokens // second, second) if first == 1 else (first, tokens // first)
+    return table.expand(first, second, table.shape[-1]).reshape(batch, rows, -1)
 
 
 def in_rows(pages: Tensor, line: Any) -> Tensor:

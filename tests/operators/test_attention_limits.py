@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusion.operators import HOST, operator, refusal
+from fusion.operators.attention_whole_limits import FLOATS
 from tests.operators.attention_limits_cases import (
     HOST_EDGES,
     KERNEL_EDGES,
@@ -68,7 +69,8 @@ def test_both_sides_of_what_every_machine_asks_for(edge: Edge, chip: str):
     legal, illegal, text = edge
     judged(V2, chip, edge)
     judged(f"{V2}.tensor_lengths", chip, (in_tensors(legal), in_tensors(illegal), text))
-    if in_both(edge):
+    by_dtype = chip != HOST and FLOATS.startswith(text)  # the first version has no whole numbers on any chip
+    if in_both(edge) and not by_dtype:
         judged(V1, chip, (renamed(legal), renamed(illegal), said_in_first(text)))
 
 
