@@ -128,8 +128,9 @@ class Fakes:
     def _built(self, value: Value) -> torch.Tensor:
         if not buildable(value):
             raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
-        args = {str(number): self.of(arg).detach() for number, arg in enumerate(self._graph.parts(value))}
-        recorder, result = self.record(lambda: build(value, self.size, *args.values()), args)
+        recipe = self._graph.recipe(value)
+        args = {str(number): self.of(arg).detach() for number, arg in enumerate(recipe.args)}
+        recorder, result = self.record(lambda: build(recipe, self.size, *args.values()), args)
         self._launches[value] = sum(not is_view(step.target) and touches_data(step, args) for step in recorder.steps)
         return result
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ Held = Value | tuple["Value | None", ...]
 
 
 _VIEWS = ("reshape", "permute")
+_RESHAPED_INSIDE = ("cat", "cast")
+
+
+def _size(value: Value) -> Hashable:
+    return value.op, value.dtype, prod(value.shape)
 
 
 def unviewed(value: Value) -> Value:
@@ -76,25 +82,50 @@ class Graph:
 
         `copy(x, value)` passes nothing on: it moves every element.
         """
+        places = self.places.get(value, ())
         return tuple(
             node
-            for node in self.places.get(value, ())
-            if node.target is torch.ops.aten.copy.default
-            or not any(self.held.get(source) is value for source in node.all_input_nodes)
+            for node in places
+            if node.target is torch.ops.aten.copy.default or not self._is_passed_on(value, node, len(places))
         )
+
+    def _is_passed_on(self, value: Value, node: fx.Node, places: int) -> bool:
+        """Whether `node` reads a node that holds `value` already, or does through steps that undo each other."""
+        sources = node.all_input_nodes
+        while places > 1 and len(sources) == 1 and self.held.get(sources[0]) is not value:
+            sources = sources[0].all_input_nodes
+        return any(self.held.get(source) is value for source in sources)
 
     def reads(self, value: Value) -> tuple[fx.Node, ...]:
         """The nodes from which `value` is read or built."""
         node = self.node(value)
-        return (node,) if node is not None else tuple(each for arg in self.parts(value) for each in self.reads(arg))
+        return (
+            (node,) if node is not None else tuple(each for arg in self.recipe(value).args for each in self.reads(arg))
+        )
 
-    def parts(self, value: Value) -> tuple[Value, ...]:
-        """What `value`, which no node holds, is built from.
+    def recipe(self, value: Value) -> Value:
+        """What builds `value`, which no node holds: an equal value, whose args are held or have a recipe.
 
         Every reshape of x is a value of x alone; where all users of x read it through one other reshape, x is read
-        there too, so that what makes that reshape can be replaced.
+        there too, so that what makes that reshape can be replaced. A reshape of what is joined or cast is joined or
+        cast from reshapes: where a node holds it in another shape, it is not made again.
         """
-        return value.args if value.op != "reshape" else (self._passed_on(value.arg),)
+        if value.op in _RESHAPED_INSIDE:
+            alike = self._joined_or_cast.get(_size(value), ())
+            read = next((each for each in alike if self.algebra.reshape(each, value.shape) is value), None)
+        else:
+            passed = self._passed_on(value.arg) if value.op == "reshape" else None
+            read = None if passed is None or passed is value.arg else passed
+        return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
+
+    @cached_property
+    def _joined_or_cast(self) -> Mapping[Hashable, Sequence[Value]]:
+        """Held values that a reshape changes inside, by op, dtype and number of elements."""
+        found: dict[Hashable, list[Value]] = {}
+        for value in self.places:
+            if value.op in _RESHAPED_INSIDE:
+                found.setdefault(_size(value), []).append(value)
+        return found
 
     def _passed_on(self, value: Value) -> Value:
         """The reshape through which all users read `value`; `value` where there is none, or it copies."""

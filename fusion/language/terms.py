@@ -236,8 +236,8 @@ class Cast(Tensorial):
         return inner | {"cast"} if inner else inner
 
     def follows(self, bound: Bindings) -> bool:
-        """Whether what is cast is bound already."""
-        return self.inner in bound
+        """Whether what is cast is bound already, or follows."""
+        return self.inner in bound or self.inner.follows(bound)
 
     def pinned(self, bound: Bindings) -> torch.dtype | None:
         """The dtype, once known."""

@@ -89,7 +89,7 @@ class PerToken(Tensorial):
     """A table that `of` is multiplied by, taken as [B or 1, S or 1, D].
 
     `of`, which is bound before, is [B, S, D], [S, D] or has heads before or behind S: `heads_first` says where, None
-    for a single head.
+    for a single head or for none.
     """
 
     inner: Term
@@ -141,9 +141,9 @@ def _is_reshaped(source: Value, value: Value, cx: Context) -> bool:
 def _per_token(table: Value, rows: Sequence[Any], heads_first: bool | None, cx: Context) -> Value | None:
     """A table that broadcasts to `rows`, which are all dims but the last, without the dim of heads."""
     lead = (*(1,) * (len(rows) + 1 - table.rank), *table.shape[:-1])
-    if len(rows) == 3:
+    if len(rows) == 3 or heads_first is not None:
         first = rows[1] == 1 if heads_first is None else heads_first
-        heads = 1 if first else 2
+        heads = len(rows) - (2 if first else 1)
         if lead[heads] != 1 or (heads_first is None and rows[heads] != 1):
             return None
         lead = (*lead[:heads], *lead[heads + 1 :])

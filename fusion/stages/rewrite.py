@@ -109,9 +109,10 @@ class _Editor:
         if places:
             read = (node for node in places if not candidate.dying.isdisjoint(node.users))
             return places[0] if value.args else next(read, places[0])
-        args = [self._read(arg, candidate, anchor, added) for arg in self._graph.parts(value)]
+        recipe = self._graph.recipe(value)
+        args = [self._read(arg, candidate, anchor, added) for arg in recipe.args]
         fakes = {str(number): arg.meta["val"].detach() for number, arg in enumerate(args)}
-        recorder, result = self._fakes.record(lambda: build(value, self._fakes.size, *fakes.values()), fakes)
+        recorder, result = self._fakes.record(lambda: build(recipe, self._fakes.size, *fakes.values()), fakes)
         nodes = self._emit(recorder.steps, dict(zip(fakes, args, strict=True)), anchor, added)
         self._now[value] = self._at(recorder.name(result), nodes, dict(zip(fakes, args, strict=True)), anchor, added)
         return self._now[value]

@@ -55,7 +55,7 @@ def prolog(
     sin: Tensor, eps_cq: float, eps_ckv: float, factor_q: float, factor_kv: float, heads_first: bool,
     caches: tuple[Tensor, Tensor], **how: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Rotated queries, absorbed queries [B, N, S, C], their latent [B, S, Q], and both caches with new rows."""
+    """Rotated and absorbed queries [B, N, S, C] or [T, N, C], their latent [.., Q], and both caches with new rows."""
     lowest = min(factor_q, factor_kv)
     require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
     query, q_rope, _, latent, _, *written = torch.ops.npu.npu_mla_prolog_v3_functional(
@@ -63,7 +63,8 @@ def prolog(
         rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, query_norm_flag=True, qc_qr_scale=factor_q,
         kc_scale=factor_kv, **how,
     )  # fmt: skip
-    return q_rope.transpose(1, 2) if heads_first else q_rope, query.transpose(1, 2), latent, *written
+    rope = q_rope.transpose(1, 2) if heads_first else q_rope
+    return rope, query.transpose(1, 2) if x.dim() == 3 else query, latent, *written
 
 
 def _read(
@@ -72,7 +73,8 @@ def _read(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What every version reads first."""
     weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
-    tables = [latent_calls.per_token(each, *x.shape[:2]).contiguous() for each in (sin, cos)]
+    batch, rows = x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
+    tables = [latent_calls.per_token(each, batch, rows).reshape(*x.shape[:-1], -1) for each in (sin, cos)]
     return x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables
 
 
@@ -97,7 +99,7 @@ class Prolog(Rule):
         start: Any, axis: int,
     ):  # fmt: skip
         """How the tokens, the weights and the caches are laid out."""
-        require(len(x.shape) == 3, "the tokens of all sequences are packed")
+        require(kv_cache is None or len(x.shape) == 3, "the tokens of all sequences are packed")
         require(begin == 0 and first == up.shape[1], "the lanes that are rotated do not follow those that are not")
         require(split == up.shape[2] and end == dkv.shape[0], "latent and rotated key do not make up one projection")
         require(width == first + end - split, "the heads have more lanes than both parts of the queries")
@@ -186,11 +188,11 @@ class MlaPrologRows(Prolog):
                    heads_first, split, end):  # fmt: skip
         """One call, into memory of its own."""
         made = dict(dtype=x.dtype, device=x.device)
-        rows = (*x.shape[:2], 1)
+        rows = (*x.shape[:-1], 1)
         buffers = (torch.empty((*rows, split), **made), torch.empty((*rows, end - split), **made))
         *found, kv, kr = prolog(
             x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv, heads_first,
-            buffers, cache_mode="BSND",
+            buffers, cache_mode="BSND" if x.dim() == 3 else "TND",
         )  # fmt: skip
         return *found, kv, kr
 

@@ -67,7 +67,7 @@ class MlaPrologPaged(Rule):
         *found, kv, kr = prolog(
             x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv, heads_first,
             (latent_calls.in_rows(kv_cache, line), latent_calls.in_rows(kr_cache, line)),
-            cache_mode="PA_BSND" if line is None else "PA_NZ", cache_index=slots.to(torch.int64).reshape(x.shape[:2]),
+            cache_mode="PA_BSND" if line is None else "PA_NZ", cache_index=slots.to(torch.int64).reshape(x.shape[:-1]),
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 

@@ -140,11 +140,53 @@ def turned_pages(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return *given, latents, ropes, table, lengths, slots
 
 
+def packed(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Tokens without their sequences, of which each has one."""
+    x, *some, cos, sin, latents, ropes, table, lengths, slots = inputs(1)(dtype)
+    return x[:, 0], *some, cos[:, 0], sin[:, 0], latents, ropes, table, lengths, slots
+
+
+def stepped(
+    x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor, cos: Tensor,
+    sin: Tensor, latents: Tensor, ropes: Tensor, table: Tensor, lengths: Tensor, slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """A step of packed tokens that absorbs both projections, by einsum."""
+    q = linear(norm(linear(x, dq), gain_q), uq).view(x.shape[0], N, -1)
+    nope, turned = rope_last(q, cos.unsqueeze(1), sin.unsqueeze(1)).split((D, DR), dim=-1)
+    for pages, rows in zip((latents, ropes), rows_of(x, dkv, gain_kv, cos, sin), strict=True):
+        viewed(pages, rows, slots)
+    latent, rope = (whole(pages, table) for pages in (latents, ropes))
+    up, down = ukv.view(N, -1, C).split((D, ukv.shape[0] // N - D), dim=1)
+    absorbed = torch.einsum("tnd,ndc->tnc", nope, up)
+    scores = torch.einsum("tnc,tkc->tnk", absorbed, latent) + torch.einsum("tnr,tkr->tnk", turned, rope)
+    hidden = torch.arange(latent.shape[1]) >= lengths[:, None, None]
+    weights = (scores.float() * 0.3).masked_fill(hidden, -torch.inf).softmax(-1).to(x.dtype)
+    return torch.einsum("tnc,nec->tne", torch.einsum("tnk,tkc->tnc", weights, latent), down).flatten(1)
+
+
+def expanding(
+    x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor, cos: Tensor,
+    sin: Tensor, latents: Tensor, ropes: Tensor, table: Tensor, lengths: Tensor, slots: Tensor,
+) -> Tensor:  # fmt: skip
+    """A step of packed tokens over expanded keys and values."""
+    q = linear(norm(linear(x, dq), gain_q), uq).view(x.shape[0], N, -1)
+    q = rope_last(q, cos.unsqueeze(1), sin.unsqueeze(1))
+    for pages, rows in zip((latents, ropes), rows_of(x, dkv, gain_kv, cos, sin), strict=True):
+        by_block(pages, rows, slots)
+    latent, rope = (whole(pages, table) for pages in (latents, ropes))
+    nope, values = linear(latent, ukv).unflatten(-1, (N, -1)).transpose(1, 2).split((D, ukv.shape[0] // N - D), -1)
+    keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, N, -1, -1)), dim=-1)
+    hidden = torch.arange(latent.shape[1]) >= lengths[:, None, None, None]
+    return scaled_dot_product_attention(q.unsqueeze(2), keys, values, attn_mask=~hidden).squeeze(2)
+
+
 EXAMPLES = (
     Example("a token through a view", model_of(viewed), inputs(1)),
     Example("two tokens by index_copy", model_of(copied), inputs(2)),
     Example("pages of one head", model_of(of_a_head), inputs(1, heads=(1,))),
     Example("a token by block", model_of(by_block), inputs(1)),
+    Example("packed tokens that absorb", stepped, packed),
+    Example("packed tokens over expanded keys", expanding, packed),
     Example("a token in lines", model_of(in_lines, of_lines), lines(1)),
     Example("two tokens in lines of a head", model_of(of_a_head_in_lines, of_lines), lines(2, 16, 1)),
 )

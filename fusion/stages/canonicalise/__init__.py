@@ -41,6 +41,7 @@ from fusion.stages.canonicalise import (
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.attention import Outcome, attention, contraction
 from fusion.stages.canonicalise.folding import Folder
+from fusion.stages.canonicalise.head_rows import told_apart
 from fusion.stages.canonicalise.indexer import index_selection
 from fusion.stages.canonicalise.latents import latents
 from fusion.stages.canonicalise.log_sums import log_sums
@@ -90,13 +91,13 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     fixed_rows, odd_fixed = fixed_scales.readings(walk.algebra, walk.places, rows, odd_rows)
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
     heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
-    readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **products}
+    readings = {**_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **products}
     readings |= whole_heads.readings(walk.algebra, readings)
     pages, odd_pages = page_rows.readings(walk.algebra, folder, walk.places, fixed)
     misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
-        readings, misses, fixed, facts, (*pages.items(), *found.also.items()),
+        readings, misses, fixed, facts, (*heads.items(), *pages.items(), *found.also.items()),
     )  # fmt: skip
 
 
@@ -149,7 +150,10 @@ def _beside(
 ) -> Outcome:
     """An attention with what its queries, keys and values are, and what lists the keys that its mask shows."""
     found = dict(outcome)
-    known = [each for each in outcome.values() if isinstance(each, Reading)]
+    for root, each in outcome.items():
+        if isinstance(each, Reading) and each.op == "softmax_attention":
+            found |= told_apart(walk.algebra, root, outcome)
+    known = [each for each in found.values() if isinstance(each, Reading)]
     lists = [each for each in known if each.op == "chosen_keys"]
     for each in lists:
         places = each.captures["places"]

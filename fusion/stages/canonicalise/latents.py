@@ -48,7 +48,14 @@ class HeadProjection:
 
 
 def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """The linear layer of which `value` [B, N, S, D] or [B, S, N, D] holds some lanes of every head."""
+    """The linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head.
+
+    The last is for tokens that the layer takes without their sequences, [T, K].
+    """
+    if value.rank == 3:
+        tokens = a.reshape(value, (value.shape[0], 1, *value.shape[1:]))
+        found = head_projection(a, tokens, heads, 1)
+        return None if found is None or found.source.rank != 2 else replace(found, heads_first=False)
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
@@ -121,9 +128,9 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
     """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it."""
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
     whole, rows = _uncut(k, v)
-    parts = joined_parts(a, whole[0])
     if v.shape[1] == k.shape[1] == 1:
-        return _absorbed(a, found, (q, k, v), whole[1], rows, parts)
+        return _absorbed(a, found, (q, k, v), whole, rows)
+    parts = joined_parts(a, whole[0])
     heads, keys = q.shape[1], whole[0].shape[2]
     values = head_projection(a, whole[1], heads, keys)
     if values is None:
@@ -142,32 +149,32 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         return "the parts of the keys have symbolic widths"
     nope, rotated = a.slice(q, -1, start, start + width), a.slice(q, -1, offset, offset + rest)
     up_key, up_value = up.lanes(a, width), swapped(a, values.lanes(a, v.shape[-1]))
-    absorbed = None if nope is None else matmul(a, nope, up_key)
-    if nope is None or rotated is None or absorbed is None:
+    query = None if nope is None else _absorbing(a, nope, up_key)
+    if query is None or rotated is None:
         return "the queries cannot be cut into the parts of the keys"
     return {
-        q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed}),
+        q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": query.absorbed}),
         k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
         v: Reading("latent_values", {"latent": up.source, "up": up_value}),
-        **_query_sources(a, found, nope, rotated, absorbed, up_key),
+        **_query_sources(a, found, query, rotated),
     }
 
 
 def _absorbed(
-    a: Algebra, found: Mapping[Value, Reading], qkv: tuple[Value, Value, Value], latent: Value, rows: int | None,
-    parts: Sequence[tuple[int, Value]],
+    a: Algebra, found: Mapping[Value, Reading], qkv: tuple[Value, Value, Value], whole: tuple[Value, Value],
+    rows: int | None,
 ) -> Readings | None:  # fmt: skip
     """Readings where the model absorbs the projections itself: the values are the latent, the keys latent and rope."""
-    q, k, v = qkv
-    start = next((start for start, each in parts if each is latent), None)
-    if start is None or not isinstance(k.shape[-1], int):
+    (q, k, v), (keys, latent) = qkv, whole
+    width, count = k.shape[-1], v.shape[-1]
+    if not isinstance(width, int) or not isinstance(count, int) or count >= width:
         return None
-    stop, width = start + int(v.shape[-1]), int(k.shape[-1])
-    others = [bounds for bounds in ((0, start), (stop, width)) if bounds[0] < bounds[1]]
-    if len(others) != 1:
+    start = next((at for at in (0, width - count) if a.slice(keys, -1, at, at + count) is latent), None)
+    if start is None:
         return None
-    rope = next((each for start, each in parts if start == others[0][0]), None)
-    absorbed, rotated = (a.slice(q, -1, *of) for of in ((start, stop), others[0]))
+    others = (count, width) if start == 0 else (0, start)
+    rope = a.slice(keys, -1, *others)
+    absorbed, rotated = (a.slice(q, -1, *of) for of in ((start, start + count), others))
     if absorbed is None or rotated is None or rope is None:
         return None
     readings = {
@@ -175,10 +182,8 @@ def _absorbed(
         k: Reading("latent_keys", {"latent": latent, "rope": rope, "rows": rows}),
         v: Reading("latent_values", {"latent": latent}),
     }
-    up = absorbed.args[1] if absorbed.op == "matmul" else None
-    if up is None or absorbed.arg.rank != 4 or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != q.shape[1:2]:
-        return readings
-    return readings | _query_sources(a, found, absorbed.arg, rotated, absorbed, a.reshape(up, up.shape[-3:]))
+    query = _absorbed_by(a, absorbed)
+    return readings if query is None else readings | _query_sources(a, found, query, rotated)
 
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
@@ -206,17 +211,69 @@ def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
     return found
 
 
-def _query_sources(
-    a: Algebra, found: Mapping[Value, Reading], nope: Value, rotated: Value, absorbed: Value, up_key: Value
-) -> Readings:
+@dataclass(frozen=True)
+class _Query:
+    """Lanes [B, N, S, D] times up [N, D, C]: the product [B, N, S, C], and as it is `held`, this or [T, N, C]."""
+
+    nope: Value
+    up: Value
+    absorbed: Value
+    held: Value
+
+
+def _absorbing(a: Algebra, nope: Value, up: Value) -> _Query | None:
+    """The product of lanes and `up`, of the tokens as the layer takes them that the lanes come from."""
+    layer = _of_queries(a, nope, nope.shape[1], nope.shape[2])
+    flat = None if layer is None or layer.source.rank != 2 else packed(a, nope)
+    product = matmul(a, nope if flat is None else a.permute(flat, (1, 0, 2)), up)
+    if product is None or flat is None:
+        return None if product is None else _Query(nope, up, product, product)
+    held = a.permute(product, (1, 0, 2))
+    return _Query(nope, up, _opened(a, held, nope), held)
+
+
+def _absorbed_by(a: Algebra, absorbed: Value) -> _Query | None:
+    """What a model has absorbed itself, of heads [B, N, S, D] or of tokens [N, T, D]."""
+    product = next((each for each in sources(absorbed) if each.op == "matmul"), None)
+    up = None if product is None else product.args[1]
+    if product is None or up is None or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != absorbed.shape[1:2]:
+        return None
+    up = a.reshape(up, up.shape[-3:])
+    if product is absorbed:
+        return _Query(product.arg, up, absorbed, absorbed) if product.arg.rank == 4 else None
+    if product.rank != 3:
+        return None
+    x, held = (a.permute(each, (1, 0, 2)) for each in (product.arg, product))
+    return _Query(_opened(a, x, absorbed), up, absorbed, held) if _opened(a, held, absorbed) is absorbed else None
+
+
+def packed(a: Algebra, heads: Value) -> Value | None:
+    """Heads [B, N, S, D] as those of tokens [T, N, D]; None where B · S is not known."""
+    batch, count, rows, width = heads.shape
+    if 1 in (batch, rows):
+        tokens = rows if batch == 1 else batch
+    elif isinstance(batch, int) and isinstance(rows, int):
+        tokens = batch * rows
+    else:
+        return None
+    return a.reshape(a.permute(heads, (0, 2, 1, 3)), (tokens, count, width))
+
+
+def _opened(a: Algebra, flat: Value, like: Value) -> Value:
+    """Heads of tokens [T, N, D] as [B, N, S, D], B and S those of `like`."""
+    batch, count, rows, _ = like.shape
+    return a.permute(a.reshape(flat, (batch, rows, count, flat.shape[-1])), (0, 2, 1, 3))
+
+
+def _query_sources(a: Algebra, found: Mapping[Value, Reading], query: _Query, rotated: Value) -> Readings:
     """Where both parts of the queries come from, if one linear layer gives them."""
-    _, heads, rows, _ = nope.shape
+    _, heads, rows, _ = query.nope.shape
     sources: Readings = {}
-    query = _of_queries(a, nope, heads, rows)
-    if query is not None:
-        sources[absorbed] = Reading("absorbed_query", {**query.captures(), "up": up_key})
+    layer = _of_queries(a, query.nope, heads, rows)
+    if layer is not None:
+        sources[query.held] = Reading("absorbed_query", {**layer.captures(), "up": query.up})
     for rotation in rotations(a, found, rotated):
-        x = uncast(a, rotation.captures["x"], nope.dtype)
+        x = uncast(a, rotation.captures["x"], query.nope.dtype)
         lanes = head_projection(a, x, heads, rows)  # what it is multiplied by is in the tables
         if lanes is not None:
             sources[x] = Reading("head_lanes", {**lanes.captures(), "heads_first": lanes.heads_first})
@@ -235,7 +292,8 @@ def _of_queries(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjecti
 
 
 def rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
-    """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions."""
-    forms = (rotated, a.permute(rotated, (0, 2, 1, 3)))
+    """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions, or as [T, N, D]."""
+    flat = packed(a, rotated)
+    forms = (rotated, a.permute(rotated, (0, 2, 1, 3)), *([] if flat is None else [flat]))
     turned = [each for form in forms for each in (found.get(form), form.op == "cast" and found.get(form.arg)) if each]
     return [each for each in turned if each.op == "rotation"]

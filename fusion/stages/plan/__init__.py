@@ -251,7 +251,7 @@ class Planner:
 
         def visit(value: Value) -> None:
             if self.graph.node(value) is None and value not in found:
-                for arg in self.graph.parts(value):
+                for arg in self.graph.recipe(value).args:
                     visit(arg)
                 found[value] = None
 
