@@ -107,14 +107,17 @@ def capture(
 def widen(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of `gm` in which every floating dtype is float64 and every complex one complex128, for such inputs.
 
-    A default epsilon stays that of the narrow dtype. Fused operators run by their fallbacks, which compute float64 in
-    float64.
+    A default epsilon stays that of the narrow dtype, and bytes stay those of narrow numbers. Fused operators run by
+    their fallbacks, which compute float64 in float64.
     """
     wide = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     for node in wide.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(wide, node.target, None), Tensor):
             setattr(wide, node.target, widened(getattr(wide, node.target)))
-        if node.op == "call_function":
+        if node.target is torch.ops.aten.view.dtype:
+            source = node.all_input_nodes[0].meta["val"].dtype
+            node.target, node.args = _as_bits, (*node.args, source)
+        elif node.op == "call_function":
             node.args, node.kwargs = tree_map_only(torch.dtype, _wide, (_pinned(node), dict(node.kwargs)))
             _make_wide(node)
     wide.recompile()
@@ -128,6 +131,11 @@ def widened(value: Any) -> Any:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
+
+
+def _as_bits(x: Tensor, dtype: torch.dtype, source: torch.dtype) -> Tensor:
+    """The memory that `x` has in its narrow dtype `source`, read as another."""
+    return widened(x.to(source).view(dtype))
 
 
 def _pinned(node: fx.Node) -> tuple[Any, ...]:

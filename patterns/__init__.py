@@ -15,6 +15,7 @@ from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
 from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
+from patterns.composites.mla_prolog_tiles import MlaPrologTiles
 from patterns.composites.mla_prolog_whole import MlaPrologWhole
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.ring_mla import RingMla
@@ -72,6 +73,7 @@ def library() -> tuple[Rule, ...]:
         MlaPrologQuantised(),
         MlaPrologQuantisedRows(),
         MlaPrologWhole(),
+        MlaPrologTiles(),
         MlaPreprocess(),
         CacheWrite(),
         PagedWrite(),

@@ -18,6 +18,7 @@ from fusion.graph.overlay import Held
 from fusion.mutation import closing_writes, is_write, reserves
 from fusion.stages.canonicalise import (
     arithmetic,
+    byte_lines,
     choices,
     complex_numbers,
     contractions,
@@ -55,6 +56,7 @@ __all__ = ["canonicalise"]
 # Imported for their translators.
 _FAMILIES = (
     arithmetic,
+    byte_lines,
     choices,
     complex_numbers,
     contractions,
@@ -88,12 +90,13 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
     rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
     fixed_rows, odd_fixed = fixed_scales.readings(walk.algebra, walk.places, rows, odd_rows)
+    lines, odd_lines = byte_lines.readings(walk.algebra, walk.places, rows, odd_rows)
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
     heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
-    readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **products}
+    readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **lines, **products}
     readings |= whole_heads.readings(walk.algebra, readings)
     pages, odd_pages = page_rows.readings(walk.algebra, folder, walk.places, fixed)
-    misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_products}
+    misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_lines, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, fixed, facts, tuple(pages.items()),
