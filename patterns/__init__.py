@@ -12,6 +12,7 @@ from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_preprocess import MlaPreprocess
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
+from patterns.composites.mla_prolog_channels import MlaPrologChannels
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
 from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
@@ -73,6 +74,7 @@ def library() -> tuple[Rule, ...]:
         MlaPrologQuantised(),
         MlaPrologQuantisedRows(),
         MlaPrologWhole(),
+        MlaPrologChannels(),
         MlaPrologTiles(),
         MlaPreprocess(),
         CacheWrite(),
