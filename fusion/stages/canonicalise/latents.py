@@ -175,10 +175,22 @@ def _absorbed(
         k: Reading("latent_keys", {"latent": latent, "rope": rope, "rows": rows}),
         v: Reading("latent_values", {"latent": latent}),
     }
-    up = absorbed.args[1] if absorbed.op == "matmul" else None
-    if up is None or absorbed.arg.rank != 4 or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != q.shape[1:2]:
+    factors = absorption(a, absorbed)
+    if factors is None:
         return readings
-    return readings | _query_sources(a, found, absorbed.arg, rotated, absorbed, a.reshape(up, up.shape[-3:]))
+    return readings | _query_sources(a, found, factors[0], rotated, absorbed, factors[1])
+
+
+def absorption(a: Algebra, absorbed: Value) -> tuple[Value, Value] | None:
+    """Queries [B, N, S, D] and matrices [N, D, C] of which `absorbed` is the product; one sequence may lack its dim."""
+    single = absorbed.op == "reshape" and absorbed.shape == (1, *absorbed.arg.shape)
+    product = absorbed.arg if single else absorbed
+    if product.op != "matmul" or absorbed.rank != 4 or product.arg.rank != product.rank:
+        return None
+    nope, up = product.args
+    if prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != absorbed.shape[1:2]:
+        return None
+    return a.reshape(nope, (*absorbed.shape[:-1], nope.shape[-1])), a.reshape(up, up.shape[-3:])
 
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
