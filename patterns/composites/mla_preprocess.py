@@ -23,6 +23,7 @@ from fusion import Example, Rule, attribute, lowering, pattern, require, scalar,
 from patterns.composites.mla_prolog import NZ, MlaProlog
 from patterns.composites.mla_prolog_quantised import layer, queries, rows
 from patterns.examples import mla_preprocess
+from patterns.primitives import latent_calls
 
 LINE = 32  # lanes of int8 in a line of NZ
 EPSILON = 1e-6  # compiled into the kernel
@@ -76,55 +77,34 @@ class MlaPreprocess(Rule):
         return MlaProlog().reference(h, dq, uq, up, dkv, gamma_cq, gamma_ckv)
 
     @pattern
-    def through_a_view(
+    def written(
         self, p, x=tensor("*B He"), gamma=tensor("He"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
         uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
         gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"), slots=tensor("Rows"), eps=scalar(), eps_cq=scalar(),
-        eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
-        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
-        scale_dtype=attribute(), layer_dtype=attribute(), source=attribute(),
+        kv_cache=tensor("*P"), kr_cache=tensor("*Q"), slots=tensor("Rows", optional=True), eps=scalar(),
+        eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
+        end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
+        scale_dtype=attribute(), layer_dtype=attribute(), source=attribute(), line=attribute(),
     ):  # fmt: skip
-        """Rows of all pages by their number."""
+        """Rows of all pages by their number, or by a block and a place in it."""
         how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, source=source)
         q, kv = front(
             p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv,
             cos, sin, width, begin, first, split, end, heads_first, dtype_q, dtype_kv, how,
         )  # fmt: skip
         caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
-
-    @pattern
-    def by_block(
-        self, p, x=tensor("*B He"), gamma=tensor("He"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
-        uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
-        gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"), slots=tensor("Rows", optional=True),
-        block=tensor("Rows"), place=tensor("Rows"), eps=scalar(), eps_cq=scalar(), eps_ckv=scalar(), width=attribute(),
-        begin=attribute(), first=attribute(), split=attribute(), end=attribute(), heads_first=attribute(),
-        dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(), scale_dtype=attribute(),
-        layer_dtype=attribute(), source=attribute(),
-    ):  # fmt: skip
-        """A block and a place in it."""
-        how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, source=source)
-        q, kv = front(
-            p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv,
-            cos, sin, width, begin, first, split, end, heads_first, dtype_q, dtype_kv, how,
-        )  # fmt: skip
-        at = dict(index=block, inner=place, slots=slots, axis=axis)
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_places(cache=c, rows=p.reshaped(row), **at) for c, row in caches)
+        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        slots: Any, eps: float, eps_cq: float, eps_ckv: float, source: str,
+        slots: Any, eps: float, eps_cq: float, eps_ckv: float, line: Any,
     ):  # fmt: skip
         """As for `MlaProlog`; and what the kernel takes no argument for."""
         MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
         other = next((each for each in (eps, eps_cq, eps_ckv) if each != EPSILON), EPSILON)
         require(other == EPSILON, "a norm adds {other}, the kernel of npu_mla_preprocess 1e-6", other=other)
-        require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
-        require(all(size == 1 for size in kv_cache.shape[2:-1]), "the pages hold several heads")
+        require(line is None, "the pages hold rows in lines")
+        latent_calls.of_pages(kv_cache, slots, line)
 
     @lowering
     def run(self, x, gamma, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, source,
