@@ -3,8 +3,8 @@
     kv_cache[slot] = int8(norm(k) / c)      kr_cache[slot] = int8(rope(k_r) / r), with a scale of each channel
 
 *Matches* what `mla_prolog_quantised` does with the heads of the queries quantised, both rows quantised by fixed scales
-where they are written to pages. *Replaces with* `npu_mla_prolog_v3`, which quantises the latent before it would be
-rounded.
+where they are written to pages, or to pages in lines of NZ. *Replaces with* `npu_mla_prolog_v3`, which quantises the
+latent before it would be rounded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fusion import Example, attribute, lowering, pattern, require, scalar, tenso
 from patterns.composites.mla_prolog import Prolog
 from patterns.composites.mla_prolog_quantised import prolog, queries, rows
 from patterns.examples import mla_prolog_channels
+from patterns.primitives import latent_calls
 from patterns.primitives.whole_latent_calls import multipliers
 
 
@@ -30,12 +31,12 @@ class MlaPrologChannels(Prolog):
     def heads_alone(
         self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"),
         up=tensor("N D Hckv"), dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"),
-        cos=tensor("T U Dr"), sin=tensor("T U Dr"), kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"),
-        slots=tensor("Rows"), kv_scale=tensor("C", optional=True), kr_scale=tensor("R", optional=True),
+        cos=tensor("T U Dr"), sin=tensor("T U Dr"), kv_cache=tensor("*P"), kr_cache=tensor("*Q"),
+        slots=tensor("Rows", optional=True), kv_scale=tensor("C", optional=True), kr_scale=tensor("R", optional=True),
         beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True), kv_by=scalar(), kr_by=scalar(),
         eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
         end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
-        scale_dtype=attribute(), layer_dtype=attribute(),
+        scale_dtype=attribute(), layer_dtype=attribute(), line=attribute(),
     ):  # fmt: skip
         """The layer of the queries' heads is quantised."""
         how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed)
@@ -47,29 +48,30 @@ class MlaPrologChannels(Prolog):
         kv = p.fixed_quantised(x=p.reshaped(kv), scale=kv_scale, by=kv_by)
         kr = p.fixed_quantised(x=p.reshaped(kr), scale=kr_scale, by=kr_by)
         caches = ((kv_cache, kv), (kr_cache, kr))
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
+        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
+        slots: Any, line: Any,
     ):  # fmt: skip
         """As for `MlaProlog`; and how the pages are laid out."""
         Prolog.guard(self, x, up, dkv, width, begin, first, split, end, None, None, 0)
-        require(all(size == 1 for size in kv_cache.shape[2:-1]), "the pages hold several heads")
+        latent_calls.of_pages(kv_cache, slots, line, latent_calls.WHOLE_LINE)
 
     @lowering
     def run(self, x, dq, uq, uq_scale, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, kv_cache,
-            kr_cache, slots, kv_scale, kv_by, kr_scale, kr_by, scale_dtype):  # fmt: skip
+            kr_cache, slots, line, split, end, kv_scale, kv_by, kr_scale, kr_by, scale_dtype):  # fmt: skip
         """One call."""
         both = (kv_cache, kr_cache)
         require(all(each.is_contiguous() for each in both), "the pages are not contiguous")
-        blocks, size = kv_cache.shape[:2]
-        pages = (kv_cache.reshape(blocks, size, 1, -1), kr_cache.reshape(blocks, size, 1, -1))
+        pages = (latent_calls.in_rows(kv_cache, line), latent_calls.in_rows(kr_cache, line))
         *found, kv, kr = prolog(
             x, None, (dq, uq, dkv), (None, uq_scale, None), up, (gamma_cq, gamma_ckv), cos, sin, pages, heads_first,
-            scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, cache_mode="PA_BSND",
+            scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv,
+            cache_mode="PA_BSND" if line is None else "PA_NZ",
             cache_index=slots.to(torch.int64).reshape(x.shape[:2]), kv_cache_quant_mode=2,
-            quant_scale_ckv=multipliers(kv_scale, kv_by, kv_cache.shape[-1], x.device).reshape(1, -1),
-            quant_scale_ckr=multipliers(kr_scale, kr_by, kr_cache.shape[-1], x.device).reshape(1, -1),
+            quant_scale_ckv=multipliers(kv_scale, kv_by, split, x.device).reshape(1, -1),
+            quant_scale_ckr=multipliers(kr_scale, kr_by, end - split, x.device).reshape(1, -1),
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 

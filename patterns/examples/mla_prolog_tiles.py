@@ -192,6 +192,7 @@ EXAMPLES = (
     Example("a token, the heads quantised", model(viewed, all_layers=False), inputs(1, False)),
     Example("several tokens, all quantised", model(viewed), inputs(2, True)),
     Example("times the inverse of the scale", model(viewed, by_inverse), inputs(2, True)),
+    Example("by a block and a place", model(by_block), inputs(1, True, 1)),
     Example("pages of one head", model(of_a_head, all_layers=False), inputs(2, False, 1)),
 )
 REJECTS = (
@@ -204,5 +205,6 @@ REJECTS = (
     Example("scales of others", model(viewed, other_scales), inputs(1, True), "that its whole numbers were divided by"),
     Example("cut off", model(viewed, cut_off), inputs(1, True), "cut off toward zero"),
     Example("one scale for all", model(viewed, by_number), inputs(1, True), "by a scale that is the largest of each"),
-    Example("two lines at a slot", model(two_in_a_row), pairs, "several lines for a token"),
+    Example("pages that lie otherwise", model(by_block), turned_pages, "the pages are not contiguous"),
+    Example("two lines at a slot", model(two_in_a_row), pairs, "hold several heads"),
 )
