@@ -6,6 +6,7 @@ from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuan
 from patterns.composites.attention_update import AttentionUpdate
 from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
+from patterns.composites.kv_rmsnorm_rope_cache_whole import KvRmsnormRopeCacheWhole
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_atb import LatentAttentionAtb
 from patterns.composites.latent_attention_paged import PagedLatentAttention
@@ -68,6 +69,7 @@ def library() -> tuple[Rule, ...]:
         SparseAttention(),
         KvRmsnormRopeCache(),
         KvRmsnormRopeCacheRows(),
+        KvRmsnormRopeCacheWhole(),
         MlaProlog(),
         MlaPrologPaged(),
         MlaPrologRows(),
