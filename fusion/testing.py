@@ -44,6 +44,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDENED = 1e-12
 """Relative error up to which two float64 graphs are the same algebra."""
 
+BYTES = 64
+"""How far from it no whole number is that was rounded to the one in float64, or to one beside that."""
+
 _CONTEXTS: Mapping[Level, Callable[[], Any]] = {
     "composite": preserve_composites, "decomposed": nullcontext, "core": nullcontext,
 }  # fmt: skip
@@ -267,10 +270,14 @@ def means_what_it_says(t: Trial) -> None:
 
 
 def _holds_the_same_whole_numbers(number: int, exact: Tensor, same: Tensor, old: Tensor, new: Tensor) -> None:
-    """Numbers that stand for others: the same in float64, else at most the one beside, and not more often."""
+    """Numbers that stand for others: the same in float64, else at most the one beside, and not more often.
+
+    Bytes of wider numbers, which the original itself has far from those in float64, are only counted.
+    """
     assert torch.equal(same, exact), f"result {number}: the algebra is wrong, float64 differs"
     off, before = ((each.int() - exact.int()).abs() for each in (new, old))
-    assert off.max() <= max(1, int(before.max())), f"result {number} is {off.max()} beside the number in float64"
+    near = off.max() <= max(1, int(before.max())) or before.max() > BYTES
+    assert near, f"result {number} is {off.max()} beside the number in float64"
     limit = 1.5 * before.bool().sum() + 1 + exact.numel() // 100
     assert off.bool().sum() <= limit, f"result {number}: {off.bool().sum()} numbers differ, {limit:g} may"
 

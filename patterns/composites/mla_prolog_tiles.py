@@ -28,7 +28,7 @@ TILE = 128
 def line(p, both, gammas, eps, cos, sin, parts, dtype, tile):
     """The line of bytes of a token; `both` projects x to it."""
     latent, rope = rows(p, both, gammas[0], gammas[1], eps, cos, sin, parts[0], parts[1], dtype)
-    rope = p.reshaped(p.maybe_cast(rope, to=torch.bfloat16))
+    rope = p.reshaped(p.maybe_cast(p.reshaped(rope), to=torch.bfloat16))
     return p.byte_line(latent=p.reshaped(latent), rope=rope, tile=tile)
 
 

@@ -80,9 +80,9 @@ def rows_of_lines(pages: Tensor, table: Tensor) -> Tensor:
 
 
 def model(
-    write: Write, store: Store = divided, twice: float = 1.0, read: Callable[[Tensor, Tensor], Tensor] = rows_of
+    write: Write, store: Store = divided, power: int = 1, read: Callable[[Tensor, Tensor], Tensor] = rows_of
 ) -> Callable[..., Tensor]:
-    """A function that writes the rows of some tokens and attends to the caches, read by scales times `twice`."""
+    """A function that writes the rows of some tokens and attends to the caches, read by a power of their scales."""
 
     def forward(
         x: Tensor, dq: Tensor, uq: Tensor, uq_scale: Tensor, dkv: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor,
@@ -98,7 +98,7 @@ def model(
         write(latents, store(norm(latent, gain_kv), of_latent).flatten(0, 1), slots)
         write(ropes, store(turned(turning, cos, sin), of_rope).flatten(0, 1), slots)
         latent, k_rope = (
-            (read(pages, table).unsqueeze(1).float() * scale * twice).to(x.dtype)
+            (read(pages, table).unsqueeze(1).float() * scale**power).to(x.dtype)
             for pages, scale in ((latents, of_latent), (ropes, of_rope))
         )
         up = ukv.unflatten(0, (N, -1))[:, :D]
@@ -141,7 +141,7 @@ EXAMPLES = (
     Example("pages of one head, a scale of all channels", model(of_a_head), inputs(2, 1, of_all=True)),
     Example("lines", model(in_lines, read=rows_of_lines), inputs(2, line=32)),
     Example("a scale that is a number", model(by_block, by_number), inputs(1)),
-    Example("read by other scales", model(viewed, divided, 2.0), inputs(1)),
+    Example("read by other scales", model(viewed, divided, 2), inputs(1)),
 )
 REJECTS = (
     Example("short lines", model(in_lines, read=rows_of_lines), inputs(1, line=16), "in lines of 16 numbers"),

@@ -204,7 +204,7 @@ REJECTS = (
     ),
     Example("scales of others", model(viewed, other_scales), inputs(1, True), "that its whole numbers were divided by"),
     Example("cut off", model(viewed, cut_off), inputs(1, True), "cut off toward zero"),
-    Example("one scale for all", model(viewed, by_number), inputs(1, True), "by a scale that is the largest of each"),
+    Example("one scale for all", model(viewed, by_number), inputs(1, True), "a scale that is the largest of"),
     Example("pages that lie otherwise", model(by_block), turned_pages, "the pages are not contiguous"),
     Example("two lines at a slot", model(two_in_a_row), pairs, "hold several heads"),
 )

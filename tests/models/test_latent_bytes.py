@@ -139,7 +139,9 @@ class Attention(nn.Module):
         scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", q_rope, rope)
         at = lengths[:, None, None, None] - tokens + torch.arange(tokens)[:, None]
         seen = torch.arange(latent.shape[1]) <= at
-        shares = (wide(scores) * (D + DR) ** -0.5).masked_fill(~seen, -torch.inf).softmax(-1).to(x.dtype)
+        shares = (
+            (wide(scores) * (D + DR) ** -0.5).masked_fill(~seen, torch.finfo(torch.float32).min).softmax(-1).to(x.dtype)
+        )
         y = torch.einsum("bnst,btc->bnsc", shares, latent)
         y = torch.einsum("bnsc,nec->bsne", y, up_value).flatten(2)
         return self.out(quantise(y), x.dtype)
