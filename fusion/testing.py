@@ -44,6 +44,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDENED = 1e-12
 """Relative error up to which two float64 graphs are the same algebra."""
 
+BYTES = 64
+"""How far from it no whole number is that was rounded to the one in float64, or to one beside that."""
+
 _CONTEXTS: Mapping[Level, Callable[[], Any]] = {
     "composite": preserve_composites, "decomposed": nullcontext, "core": nullcontext,
 }  # fmt: skip
@@ -107,14 +110,17 @@ def capture(
 def widen(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of `gm` in which every floating dtype is float64 and every complex one complex128, for such inputs.
 
-    A default epsilon stays that of the narrow dtype. Fused operators run by their fallbacks, which compute float64 in
-    float64.
+    A default epsilon stays that of the narrow dtype, and bytes stay those of narrow numbers. Fused operators run by
+    their fallbacks, which compute float64 in float64.
     """
     wide = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     for node in wide.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(wide, node.target, None), Tensor):
             setattr(wide, node.target, widened(getattr(wide, node.target)))
-        if node.op == "call_function":
+        if node.target is torch.ops.aten.view.dtype:
+            source = node.all_input_nodes[0].meta["val"].dtype
+            node.target, node.args = _as_bits, (*node.args, source)
+        elif node.op == "call_function":
             node.args, node.kwargs = tree_map_only(torch.dtype, _wide, (_pinned(node), dict(node.kwargs)))
             _make_wide(node)
     wide.recompile()
@@ -128,6 +134,11 @@ def widened(value: Any) -> Any:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
+
+
+def _as_bits(x: Tensor, dtype: torch.dtype, source: torch.dtype) -> Tensor:
+    """The memory that `x` has in its narrow dtype `source`, read as another."""
+    return widened(x.to(source).view(dtype))
 
 
 def _pinned(node: fx.Node) -> tuple[Any, ...]:
@@ -259,10 +270,14 @@ def means_what_it_says(t: Trial) -> None:
 
 
 def _holds_the_same_whole_numbers(number: int, exact: Tensor, same: Tensor, old: Tensor, new: Tensor) -> None:
-    """Numbers that stand for others: the same in float64, else at most the one beside, and not more often."""
+    """Numbers that stand for others: the same in float64, else at most the one beside, and not more often.
+
+    Bytes of wider numbers, which the original itself has far from those in float64, are only counted.
+    """
     assert torch.equal(same, exact), f"result {number}: the algebra is wrong, float64 differs"
     off, before = ((each.int() - exact.int()).abs() for each in (new, old))
-    assert off.max() <= max(1, int(before.max())), f"result {number} is {off.max()} beside the number in float64"
+    near = off.max() <= max(1, int(before.max())) or before.max() > BYTES
+    assert near, f"result {number} is {off.max()} beside the number in float64"
     limit = 1.5 * before.bool().sum() + 1 + exact.numel() // 100
     assert off.bool().sum() <= limit, f"result {number}: {off.bool().sum()} numbers differ, {limit:g} may"
 

@@ -6,15 +6,18 @@ from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuan
 from patterns.composites.attention_update import AttentionUpdate
 from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
+from patterns.composites.kv_rmsnorm_rope_cache_whole import KvRmsnormRopeCacheWhole
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_atb import LatentAttentionAtb
 from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_preprocess import MlaPreprocess
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
+from patterns.composites.mla_prolog_channels import MlaPrologChannels
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
 from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
+from patterns.composites.mla_prolog_tiles import MlaPrologTiles
 from patterns.composites.mla_prolog_whole import MlaPrologWhole
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.ring_mla import RingMla
@@ -66,12 +69,15 @@ def library() -> tuple[Rule, ...]:
         SparseAttention(),
         KvRmsnormRopeCache(),
         KvRmsnormRopeCacheRows(),
+        KvRmsnormRopeCacheWhole(),
         MlaProlog(),
         MlaPrologPaged(),
         MlaPrologRows(),
         MlaPrologQuantised(),
         MlaPrologQuantisedRows(),
         MlaPrologWhole(),
+        MlaPrologChannels(),
+        MlaPrologTiles(),
         MlaPreprocess(),
         CacheWrite(),
         PagedWrite(),

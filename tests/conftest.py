@@ -15,6 +15,7 @@ SHARES = {
     "models/test_heads_first.py": 3,
     "models/test_latent_atb.py": 2,
     "models/test_paged_lines.py": 3,
+    "models/test_latent_bytes.py": 4,
     "models/test_w8a8c8.py": 3,
     "operators/test_fallbacks.py": 4,
     "operators/test_meta.py": 4,

@@ -2,6 +2,8 @@
 
     [c ‖ r] = kv   →   ckv_cache[slot] = norm(c), k_cache[slot] = rope(r)
 
+A cache of int8 takes int8(norm(c) · scale), with a scale of each channel, and rope(r) likewise, neither rounded before.
+
 A slot is a position of its sequence ("Norm"), a token of all pages ("PA", "PA_BNSD", "PA_NZ"), or the first token of
 the page that a run of tokens fills ("PA_BLK_BNSD", "PA_BLK_NZ").
 """
@@ -23,8 +25,9 @@ from fusion.operators.dtypes import HALVES, compute_dtype
 from fusion.operators.pages import stored, write, written
 from fusion.operators.rope import interleave_half
 
-_LINE = 16
-"""Elements of a line of NZ in caches of floating-point numbers of two bytes."""
+_LINES = {torch.int8: 32}
+"""Elements of a line of NZ; 16 of numbers of two bytes."""
+_STORED = (("k_cache", "k_rope_scale"), ("ckv_cache", "c_kv_scale"))
 _TOKENS = ("PA", "PA_BNSD", "PA_NZ")
 _BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")
 _BY_LINES = ("PA_NZ", "PA_BLK_NZ")
@@ -32,13 +35,20 @@ Given = Mapping[str, Any]
 
 
 def _rows(given: Given) -> tuple[Tensor, Tensor]:
-    """Rotated keys [B, 1, S, Dr] and normalised latents [B, 1, S, Hckv], each rounded once."""
+    """Rotated keys [B, 1, S, Dr] and normalised latents [B, 1, S, Hckv], not rounded."""
     kv, gamma, cos, sin = (given[name] for name in ("kv", "gamma", "cos", "sin"))
     wide = compute_dtype(kv)
     latent, rope = kv.to(wide).split([gamma.shape[0], cos.shape[-1]], dim=-1)
     root = (latent.square().mean(-1, keepdim=True) + given["epsilon"]).sqrt()
     turned = interleave_half(rope, cos.to(wide), sin.to(wide))
-    return turned.to(kv.dtype), (latent / root * gamma.to(wide)).to(kv.dtype)
+    return turned, latent / root * gamma.to(wide)
+
+
+def _kept(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows as a cache keeps them: rounded once, or as whole numbers, halves to even."""
+    if scale is None:
+        return rows.to(dtype)
+    return (rows * scale.to(rows.dtype)).round().clamp(-128, 127).to(torch.int8)
 
 
 def _slots(given: Given) -> Tensor:
@@ -61,7 +71,8 @@ def _cached(cache: Tensor, rows: Tensor, slots: Tensor, mode: str, in_place: boo
     """The cache itself, or a copy, with `rows` [B, 1, S, D]."""
     pages = cache.transpose(1, 2) if mode == "Norm" else cache
     if mode in _BY_LINES:
-        pages = cache.view(cache.shape[0], cache.shape[3] // _LINE, cache.shape[1], _LINE)
+        line = _LINES.get(cache.dtype, 16)
+        pages = cache.view(cache.shape[0], cache.shape[3] // line, cache.shape[1], line)
     form = "PA_NZ" if mode in _BY_LINES else "Norm"
     tokens = rows.reshape(-1, 1, rows.shape[-1])
     filled = (write if in_place else written)(pages, *stored(pages, tokens, slots, form))
@@ -70,13 +81,14 @@ def _cached(cache: Tensor, rows: Tensor, slots: Tensor, mode: str, in_place: boo
 
 def _computed(given: Given, *, in_place: bool) -> tuple[Tensor, ...]:
     """Rotated keys and latents, zeros if nobody asked for them, and both caches."""
-    rows, slots = _rows(given), _slots(given)
+    rows, slots, dtype = _rows(given), _slots(given), given["kv"].dtype
     caches = (
-        _cached(given[name], each, slots, given["cache_mode"], in_place)
-        for name, each in zip(("k_cache", "ckv_cache"), rows, strict=True)
+        _cached(given[name], _kept(each, given[scale], dtype), slots, given["cache_mode"], in_place)
+        for (name, scale), each in zip(_STORED, rows, strict=True)
     )
     keys, latents = caches
-    return *(each if given["is_output_kv"] else torch.zeros_like(each) for each in rows), keys, latents
+    rounded = (each.to(dtype) for each in rows)
+    return *(each if given["is_output_kv"] else torch.zeros_like(each) for each in rounded), keys, latents
 
 
 def _in_place(given: Given) -> tuple[Tensor, ...]:
@@ -110,11 +122,15 @@ _DIMS = {
     "index": _dims("B S", "I", "I"),
     "k_cache": _dims("B 1 Length Dr", *["Blocks Size 1 Dr"] * 2),
     "ckv_cache": _dims("B 1 Length Hckv", *["Blocks Size 1 Hckv"] * 2),
+    "k_rope_scale": "Dr",
+    "c_kv_scale": "Hckv",
 }
-_OF_KV = ("gamma", "cos", "sin", "k_cache", "ckv_cache")
-_QUANTISED = ("k_rope_scale", "c_kv_scale", "k_rope_offset", "c_kv_offset", "k_cache_dtype", "ckv_cache_dtype")
+_CACHES = ("k_cache", "ckv_cache")
+_OTHERWISE = ("k_rope_offset", "c_kv_offset", "k_cache_dtype", "ckv_cache_dtype")
 _HOST = (
-    *(Limit(f"not given({name})", because="quantisation is not decomposed") for name in _QUANTISED),
+    *(Limit(f"not given({name})", because="other quantisation is not decomposed") for name in _OTHERWISE),
+    *(Limit(f"dtype({cache}) == 'int8'", when=f"given({scale})") for cache, scale in _STORED),
+    *(Limit(f"dtype({cache}) != 'int8'", when=f"not given({scale})") for cache, scale in _STORED),
     Limit("not given(v)", because="values beside the keys are not decomposed"),
     Limit("is_output_kv == False", when="cache_mode == 'Norm'", because="rows are given beside pages alone"),
     "W == Hckv + Dr",
@@ -124,9 +140,19 @@ _HOST = (
     Limit("I == B * S", when=f"cache_mode in {_TOKENS}"),
     Limit("I == B * ((S + Size - 1) // Size)", when=f"cache_mode in {_BLOCKS}", because="each page has one index"),
     Limit("Hckv % 16 == 0 and Dr % 16 == 0", when=f"cache_mode in {_BY_LINES}", because="a line of NZ holds 16"),
+    *(
+        Limit(f"{size} % 32 == 0", when=f"cache_mode in {_BY_LINES} and given({scale})", because="one of int8 holds 32")
+        for size, (_, scale) in zip(("Dr", "Hckv"), _STORED, strict=True)
+    ),
 )
 _KERNEL = (
-    *(f"dtype({name}) == dtype(kv)" for name in _OF_KV),
+    *(f"dtype({name}) == dtype(kv)" for name in ("gamma", "cos", "sin")),
+    *(Limit(f"dtype({cache}) == dtype(kv)", when=f"not given({scale})") for cache, scale in _STORED),
+    Limit(
+        "Size % 32 == 0",
+        when="cache_mode != 'Norm' and (given(k_rope_scale) or given(c_kv_scale))",
+        because="a column of whole numbers fills 32 bytes",
+    ),
     Limit("Blocks >= B * ((S + Size - 1) // Size)", when="cache_mode != 'Norm'"),
 )
 _A2 = (*_KERNEL, "Hckv == 512", "Dr == 64")
@@ -144,7 +170,12 @@ _FUNCTIONAL_SCHEMA = (
     f"npu::npu_kv_rmsnorm_rope_cache_v2_functional({_SCHEMA.format(caches='Tensor k_cache, Tensor ckv_cache')}) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-_DTYPES = {**dict.fromkeys(("kv", *_OF_KV), HALVES), "index": frozenset({torch.int64})}
+_DTYPES = {
+    **dict.fromkeys(("kv", "gamma", "cos", "sin"), HALVES),
+    **dict.fromkeys(_CACHES, HALVES | {torch.int8}),
+    **dict.fromkeys(("k_rope_scale", "c_kv_scale"), frozenset({torch.float32})),
+    "index": frozenset({torch.int64}),
+}
 _LIMITS = {"host": _HOST, "ascend910b": _A2, "ascend910_93": _A2, "ascend950": _KERNEL}
 _SOURCE = (
     "op-plugin: torch_npu.npu_kv_rmsnorm_rope_cache, of which this form declares its writes; kernel: ops-transformer "
@@ -153,7 +184,8 @@ _SOURCE = (
 )
 _SUMMARY = (
     "[c ‖ r] = kv; k_cache[slot] = round(rope(r)), by pairs, even components first; ckv_cache[slot] = "
-    "round(c / sqrt(mean(c²) + epsilon) · gamma); both in float32; both rows are results if is_output_kv"
+    "round(c / sqrt(mean(c²) + epsilon) · gamma); both in float32; both rows are results if is_output_kv; "
+    "whole numbers: k_cache[slot] = int8(rope(r) · k_rope_scale), ckv_cache[slot] = int8(norm · c_kv_scale)"
 )
 
 KV_RMSNORM_ROPE_CACHE_V2 = Operator(

@@ -69,6 +69,8 @@ def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
         for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2")
     }
     return lengths | {
+        aten.all.dim: _all,
+        aten.view.dtype: _bits,
         aten.index_copy.default: _index_copy,
         aten.index_put.default: _index_put,
         torch.ops.npu.npu_gemma_rms_norm.default: _gemma_rms_norm,
@@ -126,6 +128,23 @@ def _with_tensor_lengths(name: str) -> Callable[..., Any]:
         return getattr(torch.ops.air, name).default(*args, **kwargs)
 
     return converted
+
+
+def _all(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    return torch.any(torch.logical_not(x), dim, keepdim).logical_not()
+
+
+def _bits(x: Tensor, dtype: torch.dtype) -> Any:
+    """The memory of x as another dtype, by shapes that hold for torch and for GE.
+
+    Between sizes, torch keeps the number of dims, and GE's Bitcast adds or takes away a last one.
+    """
+    wider, last = dtype.itemsize // x.dtype.itemsize, x.shape[-1]
+    if wider == 1 or last == max(wider, 1):
+        return NotImplemented  # what is returned below is traced with this form too
+    shape = (*x.shape[:-1], last * x.dtype.itemsize // dtype.itemsize)
+    parts = x.unflatten(-1, (-1, wider)) if wider else x.unsqueeze(-1)
+    return aten.view.dtype(parts, dtype).reshape(shape)
 
 
 def _index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:

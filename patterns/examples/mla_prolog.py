@@ -22,9 +22,9 @@ def weights(he: int = HE, head: int = D + DR, line: int = C + DR) -> list[Tensor
     return [dq, uq, dkv, 1 + normal(4, HCQ) / 8, 1 + normal(5, C) / 8, ukv]
 
 
-def tables(tokens: tuple[int, ...]) -> list[Tensor]:
-    """cos and sin [*tokens, Dr]; their halves are equal."""
-    angles = normal(6, *tokens, DR // 2)
+def tables(tokens: tuple[int, ...], width: int = DR) -> list[Tensor]:
+    """cos and sin [*tokens, width]; their halves are equal."""
+    angles = normal(6, *tokens, width // 2)
     angles = torch.cat((angles, angles), dim=-1)
     return [angles.cos(), angles.sin()]
 

@@ -111,3 +111,14 @@ def _fused(
         num_query_heads=query.shape[1], num_key_value_heads=1, softmax_scale=scale, input_layout="BSND",
         **seen.arguments(query.device, query.shape[2]), **scales.arguments(), **pages,
     )[0].transpose(1, 2)  # fmt: skip
+
+
+def multipliers(scale: Tensor | None, by: float, width: Any, device: torch.device) -> Tensor:
+    """What rows [.., width] are multiplied by to become whole numbers, [width], of a scale that gives them back.
+
+    The scale is [1], [width], or missing, times the number `by`.
+    """
+    if scale is None:
+        return torch.full((width,), 1 / by, dtype=torch.float32, device=device)
+    inverse = torch.reciprocal(scale.float() if by == 1 else scale.float() * by)
+    return inverse.expand(width).contiguous()

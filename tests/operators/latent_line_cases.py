@@ -38,6 +38,22 @@ def line(batch: int, tokens: int, index: Any, mode: str = "PA_BNSD", table: int 
     return make
 
 
+def quantised(make: Make, *names: str) -> Make:
+    """The same call with these caches in whole numbers, and a scale of each channel for them."""
+
+    def whole(dtype: torch.dtype) -> dict[str, Any]:
+        call = make(dtype)
+        for name in names:
+            width, scale = call[name].shape[-1], "k_rope_scale" if name == "k_cache" else "c_kv_scale"
+            call[name] = torch.randint(-128, 128, call[name].shape, dtype=torch.int8)
+            factors = (torch.rand(width, dtype=torch.float64) + 0.5) * 30  # of which some leave int8
+            call[scale] = factors.to(torch.promote_types(dtype, torch.float32))
+        return call
+
+    return whole
+
+
+BOTH = ("k_cache", "ckv_cache")
 CASES: tuple[tuple[str, Make], ...] = (
     ("positions", line(2, 3, ((1, 2, 3), (0, 4, 5)), "Norm")),
     ("positions, skipped", line(2, 2, ((-1, 2), (5, -3)), "Norm", epsilon=0.5)),
@@ -52,12 +68,17 @@ CASES: tuple[tuple[str, Make], ...] = (
     ("runs of pages", line(2, 6, (4, 12, 0, 8), "PA_BLK_BNSD", is_output_kv=True)),
     ("runs of pages, one skipped", line(2, 5, (7, -1, 0, 8), "PA_BLK_BNSD")),
     ("runs of pages, NZ", line(1, 6, (4, 12), "PA_BLK_NZ")),
+    ("whole numbers", quantised(line(2, 3, (3, 7, 0, 11, -1, 2), is_output_kv=True), *BOTH)),
+    ("whole latents", quantised(line(2, 2, ((-1, 2), (5, 3)), "Norm"), "ckv_cache")),
+    ("whole keys", quantised(line(5, 1, (3, 7, 0, 11, 6), "PA"), "k_cache")),
+    ("whole latents, NZ", quantised(line(2, 3, (3, 7, 0, 11, -1, 2), "PA_NZ"), "ckv_cache")),
 )
 
 
 def reference(
     kv: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor, index: Tensor, k_cache: Tensor, ckv_cache: Tensor,
     cache_mode: str, epsilon: float = 1e-5, is_output_kv: bool = False, stored: torch.dtype = torch.float64,
+    k_rope_scale: Tensor | None = None, c_kv_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Token by token; `stored` is the dtype to which the kernel rounds."""
     batch, _, tokens, _ = kv.shape
@@ -71,8 +92,9 @@ def reference(
             norm = x / ((x @ x) / width + epsilon) ** 0.5 * gamma
             turned = sparse.rope(r, sin[b, 0, s % table], cos[b, 0, s % table])
             norms[b, 0, s], ropes[b, 0, s] = norm.to(stored), turned.to(stored)
-            for cache, row in ((keys, ropes), (latents, norms)):
-                _store(cache, row[b, 0, s], index, cache_mode, (b, s, tokens))
+            for cache, row, scale in ((keys, turned, k_rope_scale), (latents, norm, c_kv_scale)):
+                kept = row.to(stored) if scale is None else (row * scale).round().clamp(-128, 127).to(torch.int8)
+                _store(cache, kept, index, cache_mode, (b, s, tokens))
     given = (ropes, norms) if is_output_kv else (torch.zeros_like(ropes), torch.zeros_like(norms))
     return *given, keys, latents
 
@@ -105,10 +127,10 @@ def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def call(
-    mode: str = "PA_BNSD", b: int = 2, s: int = 3, hckv: int = 512, dr: int = 64, blocks: int = 9,
+    mode: str = "PA_BNSD", b: int = 2, s: int = 3, hckv: int = 512, dr: int = 64, blocks: int = 9, size: int = 16,
     dtype: torch.dtype = torch.bfloat16, index: Any = None, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    lead = (b, 1, 32) if mode == "Norm" else (blocks, 16, 1)
+    lead = (b, 1, 32) if mode == "Norm" else (blocks, size, 1)
     count = {"Norm": (b, s)}.get(mode, (b * -(-s // 16),) if "BLK" in mode else (b * s,))
     shapes = {"kv": (b, 1, s, hckv + dr), "gamma": (hckv,), "cos": (b, 1, s, dr), "sin": (b, 1, s, dr)}
     shapes |= {"k_cache": (*lead, dr), "ckv_cache": (*lead, hckv)}
@@ -116,9 +138,32 @@ def call(
     return tensors | {"index": t(*(index or count), dtype=LONG), "cache_mode": mode} | more
 
 
-_SCALES = ("k_rope_scale", "c_kv_scale", "k_rope_offset", "c_kv_offset")
+def whole(*names: str, size: int = 32, dr: int = 64, hckv: int = 512, **more: Any) -> dict[str, Any]:
+    """The same with these caches in whole numbers, by scales of each channel."""
+    widths = {"k_cache": (dr, "k_rope_scale"), "ckv_cache": (hckv, "c_kv_scale")}
+    found = call(size=size, dr=dr, hckv=hckv, **more)
+    for name in names:
+        width, scale = widths[name]
+        found |= {name: t(9, size, 1, width, dtype=torch.int8), scale: t(width, dtype=torch.float32)}
+    return found
+
+
+_OFFSETS = ("k_rope_offset", "c_kv_offset")
 _LIMITS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
-    *((EVERY, call(), call(**{name: t(512, dtype=torch.float32)}), f"not given({name})") for name in _SCALES),
+    *((EVERY, call(), call(**{name: t(512, dtype=torch.float32)}), f"not given({name})") for name in _OFFSETS),
+    (EVERY, whole("k_cache"), call(k_rope_scale=t(64, dtype=torch.float32)), "dtype(k_cache) == 'int8'"),
+    (EVERY, whole("ckv_cache"), call(c_kv_scale=t(512, dtype=torch.float32)), "dtype(ckv_cache) == 'int8'"),
+    (EVERY, call(), call(k_cache=t(9, 16, 1, 64, dtype=torch.int8)), "dtype(k_cache) != 'int8'"),
+    (EVERY, call(), call(ckv_cache=t(9, 16, 1, 512, dtype=torch.int8)), "dtype(ckv_cache) != 'int8'"),
+    (EVERY, whole(*BOTH), whole(*BOTH) | {"c_kv_scale": t(1, dtype=torch.float32)}, "needs c_kv_scale as [Hckv]"),
+    (CHIPS, whole(*BOTH), whole(*BOTH) | {"k_rope_scale": t(64)}, "needs k_rope_scale in float32"),
+    (CHIPS, whole(*BOTH), whole(*BOTH, size=16), "Size % 32 == 0"),
+    (CHIPS, whole("k_cache"), whole("k_cache", size=16), "Size % 32 == 0"),
+    (CHIPS, call(size=16), whole("ckv_cache", size=16), "Size % 32 == 0"),
+    ((HOST, A5), whole("k_cache", mode="PA_NZ"), whole("k_cache", mode="PA_NZ", dr=48), "Dr % 32 == 0"),
+    ((HOST, A5), whole(*BOTH, mode="PA_BLK_NZ"), whole(*BOTH, mode="PA_BLK_NZ", hckv=528), "Hckv % 32 == 0"),
+    ((A2, A3), whole("k_cache", mode="PA_NZ"), whole("k_cache", mode="PA_NZ", dr=48), "Dr % 32 == 0"),
+    ((A2, A3), whole("ckv_cache", mode="PA_NZ"), whole("ckv_cache", mode="PA_NZ", hckv=528), "Hckv % 32 == 0"),
     *((EVERY, call(), call(**{name: 1}), f"not given({name})") for name in ("k_cache_dtype", "ckv_cache_dtype")),
     (EVERY, call(), call(v=t(2, 1, 3, 128)), "not given(v)"),
     (EVERY, call(is_output_kv=True), call("Norm", is_output_kv=True), "is_output_kv == False"),

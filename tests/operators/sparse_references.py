@@ -73,9 +73,9 @@ def store(cache: Tensor, row: Tensor, slot: int, mode: str) -> None:
         cache.flatten(0, -3)[slot, 0] = row
         return
     blocks, size, _, width = cache.shape
-    memory = cache.view(blocks, width * size)
+    memory, line = cache.view(blocks, width * size), 32 if cache.dtype == torch.int8 else 16
     for c in range(width):
-        memory[slot // size, c // 16 * size * 16 + slot % size * 16 + c % 16] = row[c]
+        memory[slot // size, c // line * size * line + slot % size * line + c % line] = row[c]
 
 
 def product(input: Tensor, weight: Tensor, **more: Any) -> Tensor:

@@ -18,6 +18,7 @@ from fusion.graph.overlay import Held
 from fusion.mutation import closing_writes, is_write, reserves
 from fusion.stages.canonicalise import (
     arithmetic,
+    byte_lines,
     choices,
     complex_numbers,
     contractions,
@@ -56,6 +57,7 @@ __all__ = ["canonicalise"]
 # Imported for their translators.
 _FAMILIES = (
     arithmetic,
+    byte_lines,
     choices,
     complex_numbers,
     contractions,
@@ -89,12 +91,13 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
     rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
     fixed_rows, odd_fixed = fixed_scales.readings(walk.algebra, walk.places, rows, odd_rows)
+    lines, odd_lines = byte_lines.readings(walk.algebra, walk.places, rows, odd_rows)
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
     heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
-    readings = {**_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **products}
+    readings = {**_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **lines, **products}
     readings |= whole_heads.readings(walk.algebra, readings)
     pages, odd_pages = page_rows.readings(walk.algebra, folder, walk.places, fixed)
-    misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_products}
+    misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_lines, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, fixed, facts, (*heads.items(), *pages.items(), *found.also.items()),

@@ -1,6 +1,7 @@
 """Numbers in whole numbers of 8 bits by a scale that the model holds: q = int8(clamp(round(x / scale))).
 
     fixed_quantised(x, scale, by)           scale [1] times the number `by`; without a tensor the number alone
+                                            a scale of each channel [C], by 1
 
 The scale is the one that gives x back. Of the rounding and its bounds it does not matter which stands first.
 """
@@ -51,8 +52,6 @@ def _read(a: Algebra, value: Value) -> Reading | str | None:
         return None
     if below.low != -128 or below.high != 127:
         return f"whole numbers are bounded by {below.low:g} and {below.high:g}, those of the operator by -128 and 127"
-    if scale is not None and scale.shape != (1,):
-        return None
     captures = {"x": exact(quotient)} | ({} if scale is None else {"scale": scale})
     return Reading("fixed_quantised", captures | {"by": 1 / number})
 
@@ -63,7 +62,14 @@ def _factored(quotient: Value, number: float) -> tuple[Value, Value] | None:
     for x, factor in pairs:
         if prod(factor.shape) == 1 and prod(x.shape) != 1:
             return x, factor
-    for x, factor in pairs if number == 1 else ():
+    for x, factor in sorted(pairs, key=lambda pair: not _is_held(pair[1])) if number == 1 else ():
         if factor.rank and factor.shape[-1:] == x.shape[-1:] and prod(factor.shape) == factor.shape[-1]:
             return x, factor
     return None
+
+
+def _is_held(factor: Value) -> bool:
+    """Whether a factor is an input, or a part or a function of one: of a single token's channels x are as many."""
+    while len(factor.args) == 1:
+        factor = factor.arg
+    return not factor.args

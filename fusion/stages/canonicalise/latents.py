@@ -149,14 +149,14 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         return "the parts of the keys have symbolic widths"
     nope, rotated = a.slice(q, -1, start, start + width), a.slice(q, -1, offset, offset + rest)
     up_key, up_value = up.lanes(a, width), swapped(a, values.lanes(a, v.shape[-1]))
-    query = None if nope is None else _absorbing(a, nope, up_key)
-    if query is None or rotated is None:
+    absorbed = None if nope is None else _absorbing(a, nope, up_key)
+    if nope is None or absorbed is None or rotated is None:
         return "the queries cannot be cut into the parts of the keys"
     return {
-        q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": query.absorbed}),
+        q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed}),
         k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
         v: Reading("latent_values", {"latent": up.source, "up": up_value}),
-        **_query_sources(a, found, query, rotated),
+        **_query_sources(a, found, nope, up_key, absorbed, rotated),
     }
 
 
@@ -182,8 +182,8 @@ def _absorbed(
         k: Reading("latent_keys", {"latent": latent, "rope": rope, "rows": rows}),
         v: Reading("latent_values", {"latent": latent}),
     }
-    query = _absorbed_by(a, absorbed)
-    return readings if query is None else readings | _query_sources(a, found, query, rotated)
+    factors = absorption(a, absorbed)
+    return readings if factors is None else readings | _query_sources(a, found, *factors, absorbed, rotated)
 
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
@@ -211,40 +211,31 @@ def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
     return found
 
 
-@dataclass(frozen=True)
-class _Query:
-    """Lanes [B, N, S, D] times up [N, D, C]: the product [B, N, S, C], and as it is `held`, this or [T, N, C]."""
-
-    nope: Value
-    up: Value
-    absorbed: Value
-    held: Value
-
-
-def _absorbing(a: Algebra, nope: Value, up: Value) -> _Query | None:
-    """The product of lanes and `up`, of the tokens as the layer takes them that the lanes come from."""
+def _absorbing(a: Algebra, nope: Value, up: Value) -> Value | None:
+    """Lanes [B, N, S, D] times up [N, D, C], of the tokens as the layer takes them that the lanes come from."""
     layer = _of_queries(a, nope, nope.shape[1], nope.shape[2])
     flat = None if layer is None or layer.source.rank != 2 else packed(a, nope)
-    product = matmul(a, nope if flat is None else a.permute(flat, (1, 0, 2)), up)
-    if product is None or flat is None:
-        return None if product is None else _Query(nope, up, product, product)
-    held = a.permute(product, (1, 0, 2))
-    return _Query(nope, up, _opened(a, held, nope), held)
+    if flat is None:
+        return matmul(a, nope, up)
+    product = matmul(a, a.permute(flat, (1, 0, 2)), up)
+    return None if product is None else _opened(a, a.permute(product, (1, 0, 2)), nope)
 
 
-def _absorbed_by(a: Algebra, absorbed: Value) -> _Query | None:
-    """What a model has absorbed itself, of heads [B, N, S, D] or of tokens [N, T, D]."""
+def absorption(a: Algebra, absorbed: Value) -> tuple[Value, Value] | None:
+    """Lanes [B, N, S, D] and matrices [N, D, C] of which `absorbed` is the product, of heads or of tokens [N, T, D]."""
     product = next((each for each in sources(absorbed) if each.op == "matmul"), None)
-    up = None if product is None else product.args[1]
-    if product is None or up is None or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != absorbed.shape[1:2]:
+    if product is None or absorbed.rank != 4:
+        return None
+    x, up = product.args
+    if prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != absorbed.shape[1:2]:
         return None
     up = a.reshape(up, up.shape[-3:])
     if product is absorbed:
-        return _Query(product.arg, up, absorbed, absorbed) if product.arg.rank == 4 else None
-    if product.rank != 3:
+        return (x, up) if x.rank == 4 else None
+    if product.rank != 3 or x.rank != 3:
         return None
-    x, held = (a.permute(each, (1, 0, 2)) for each in (product.arg, product))
-    return _Query(_opened(a, x, absorbed), up, absorbed, held) if _opened(a, held, absorbed) is absorbed else None
+    x, rows = (a.permute(each, (1, 0, 2)) for each in (x, product))
+    return (_opened(a, x, absorbed), up) if _opened(a, rows, absorbed) is absorbed else None
 
 
 def packed(a: Algebra, heads: Value) -> Value | None:
@@ -259,21 +250,28 @@ def packed(a: Algebra, heads: Value) -> Value | None:
     return a.reshape(a.permute(heads, (0, 2, 1, 3)), (tokens, count, width))
 
 
+def as_taken(a: Algebra, heads: Value, source: Value) -> Value:
+    """Heads [B, N, S, D] as [T, N, D] where the layer that they come from takes tokens without their sequences."""
+    return (packed(a, heads) if source.rank == 2 else None) or heads
+
+
 def _opened(a: Algebra, flat: Value, like: Value) -> Value:
     """Heads of tokens [T, N, D] as [B, N, S, D], B and S those of `like`."""
     batch, count, rows, _ = like.shape
     return a.permute(a.reshape(flat, (batch, rows, count, flat.shape[-1])), (0, 2, 1, 3))
 
 
-def _query_sources(a: Algebra, found: Mapping[Value, Reading], query: _Query, rotated: Value) -> Readings:
+def _query_sources(
+    a: Algebra, found: Mapping[Value, Reading], nope: Value, up: Value, absorbed: Value, rotated: Value
+) -> Readings:
     """Where both parts of the queries come from, if one linear layer gives them."""
-    _, heads, rows, _ = query.nope.shape
+    _, heads, rows, _ = nope.shape
     sources: Readings = {}
-    layer = _of_queries(a, query.nope, heads, rows)
+    layer = _of_queries(a, nope, heads, rows)
     if layer is not None:
-        sources[query.held] = Reading("absorbed_query", {**layer.captures(), "up": query.up})
+        sources[as_taken(a, absorbed, layer.source)] = Reading("absorbed_query", {**layer.captures(), "up": up})
     for rotation in rotations(a, found, rotated):
-        x = uncast(a, rotation.captures["x"], query.nope.dtype)
+        x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = head_projection(a, x, heads, rows)  # what it is multiplied by is in the tables
         if lanes is not None:
             sources[x] = Reading("head_lanes", {**lanes.captures(), "heads_first": lanes.heads_first})

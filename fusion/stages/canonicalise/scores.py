@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from fusion.graph import Algebra, Value, broadcast
+from fusion.graph.algebra import widens
 from fusion.stages.canonicalise import whole_scores
 from fusion.stages.canonicalise.arrangement import Arrangement, Step, arrangement
 from fusion.stages.canonicalise.contractions import matmul, swapped
@@ -210,7 +211,7 @@ def _side_by_side(a: Algebra, left: Value, right: Value) -> Value | None:
     lead = broadcast(left.shape[:-1], right.shape[:-1])
     if lead is None or left.dtype != right.dtype:
         return None
-    if left.op == right.op == "cast" and left.arg.dtype == right.arg.dtype:
+    if left.op == right.op == "cast" and left.arg.dtype == right.arg.dtype and widens(left.arg.dtype, left.dtype):
         inner = _side_by_side(a, left.arg, right.arg)
         return None if inner is None else a.cast(inner, left.dtype)
     return a.cat([a.expand(each, (*lead, each.shape[-1])) for each in (left, right)], -1)

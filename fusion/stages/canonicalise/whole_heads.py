@@ -14,7 +14,7 @@ from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise.arrangement import uncast
-from fusion.stages.canonicalise.latents import lane_forms, rotations, sources
+from fusion.stages.canonicalise.latents import absorption, lane_forms, rotations, sources
 
 Found = dict[Value, Reading]
 
@@ -43,14 +43,14 @@ def _queries(found: Mapping[Value, Reading]) -> list[tuple[Value, Value]]:
 def _of_query(
     a: Algebra, found: Mapping[Value, Reading], layers: Mapping[Value, Value], absorbed: Value, rotated: Value
 ) -> Iterator[tuple[Value, Reading]]:
-    up = absorbed.args[1] if absorbed.op == "matmul" and absorbed.arg.rank == 4 else None
-    if up is None or prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != absorbed.shape[1:2]:
+    factors = absorption(a, absorbed)
+    if factors is None:
         return
-    nope, heads = absorbed.arg, absorbed.shape[1]
+    (nope, up), heads = factors, absorbed.shape[1]
     of = _lanes(a, nope, heads, nope.shape[2], layers)
     if of is not None:
         del of["heads_first"]
-        yield absorbed, Reading("layer_query", {**of, "up": a.reshape(up, up.shape[-3:])})
+        yield absorbed, Reading("layer_query", {**of, "up": up})
     for rotation in rotations(a, found, rotated):
         x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = _lanes(a, x, heads, nope.shape[2], layers)
