@@ -4,9 +4,10 @@
     query = q W_uk        query_rope = rope(q_r)      pages[slot] = norm(k)      rope_pages[slot] = rope(k_r)
 
 *Matches* three layers in whole numbers with a scale of each token and of each channel, the norms before them, and rows
-written to the pages of both caches at the same slots, beside an attention that reads absorbed queries. *Replaces with*
-`npu_mla_preprocess`, whose norms add 1e-6; weights are prepared once: both that x is multiplied by joined, rotated
-rows of pairs put in halves, in lines of 32 in FRACTAL_NZ. It keeps the latent of the queries for itself.
+written to the pages of both caches at the same slots, whole or in lines of NZ, beside an attention that reads absorbed
+queries. *Replaces with* `npu_mla_preprocess`, whose norms add 1e-6; weights are prepared once: both that x is
+multiplied by joined, rotated rows of pairs put in halves, in lines of 32 in FRACTAL_NZ. It keeps the latent of the
+queries for itself.
 Layers whose scale and zero point are constants (per tensor) are not read as such, and so never come here.
 """
 
@@ -23,6 +24,7 @@ from fusion import Example, Rule, attribute, lowering, pattern, require, scalar,
 from patterns.composites.mla_prolog import NZ, MlaProlog
 from patterns.composites.mla_prolog_quantised import layer, queries, rows
 from patterns.examples import mla_preprocess
+from patterns.primitives import latent_calls
 
 LINE = 32  # lanes of int8 in a line of NZ
 EPSILON = 1e-6  # compiled into the kernel
@@ -57,6 +59,13 @@ def by_halves(weight: Tensor, heads: int, turning: Any, source: str) -> Tensor:
 def lines(weight: Tensor) -> Tensor:
     """A weight [out, in] as [1, in / 32, out, 32]."""
     return torch.ops.npu.npu_format_cast(weight.unflatten(1, (-1, LINE)).transpose(0, 1).contiguous()[None], NZ)
+
+
+def told(pages: Tensor, line: Any) -> Tensor:
+    """Pages of one head as the operator reads them: [Block, Size, 1, D], or in lines [Block, D / L, Size, L]."""
+    if line is None:
+        return pages.reshape(*pages.shape[:2], 1, pages.shape[-1])
+    return pages.reshape(pages.shape[0], -1, *pages.shape[-2:])
 
 
 @dataclass(frozen=True)
@@ -115,35 +124,57 @@ class MlaPreprocess(Rule):
         caches = zip((kv_cache, kr_cache), kv, strict=True)
         return *q, *(p.write_places(cache=c, rows=p.reshaped(row), **at) for c, row in caches)
 
+    @pattern
+    def in_lines(
+        self, p, x=tensor("*B He"), gamma=tensor("He"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
+        uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
+        gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
+        kv_cache=tensor("*P L"), kr_cache=tensor("*Q L"), slots=tensor("Rows"), eps=scalar(), eps_cq=scalar(),
+        eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
+        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
+        scale_dtype=attribute(), layer_dtype=attribute(), source=attribute(), line=attribute(),
+    ):  # fmt: skip
+        """A block and a place in it, of pages that hold rows in lines of NZ."""
+        how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, source=source)
+        q, kv = front(
+            p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv,
+            cos, sin, width, begin, first, split, end, heads_first, dtype_q, dtype_kv, how,
+        )  # fmt: skip
+        caches = zip((kv_cache, kr_cache), kv, strict=True)
+        return *q, *(p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        slots: Any, eps: float, eps_cq: float, eps_ckv: float, source: str,
+        slots: Any, line: Any, eps: float, eps_cq: float, eps_ckv: float, source: str,
     ):  # fmt: skip
         """As for `MlaProlog`; and what the kernel takes no argument for."""
         MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
         other = next((each for each in (eps, eps_cq, eps_ckv) if each != EPSILON), EPSILON)
         require(other == EPSILON, "a norm adds {other}, the kernel of npu_mla_preprocess 1e-6", other=other)
         require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
-        require(all(size == 1 for size in kv_cache.shape[2:-1]), "the pages hold several heads")
+        latent_calls.of_line(line)
+        alone = line is not None or all(size == 1 for size in kv_cache.shape[2:-1])
+        require(alone, "the pages hold several heads")
 
     @lowering
     def run(self, x, gamma, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, source,
-            heads_first, kv_cache, kr_cache, slots):  # fmt: skip
+            heads_first, kv_cache, kr_cache, slots, line):  # fmt: skip
         """One call, that writes to the pages and to fresh memory."""
         both = (kv_cache, kr_cache)
         require(all(each.is_contiguous() for each in both), "the pages are not contiguous")
         require(dq.shape[1] % LINE == uq.shape[1] % LINE == 0, "the weights do not fill lines of 32 numbers")
-        heads, turning, tokens = up.shape[0], kr_cache.shape[-1], x.shape[0] * x.shape[1]
+        heads, turning, tokens = up.shape[0], cos.shape[-1], x.shape[0] * x.shape[1]
         down, down_scale = (
             torch.cat((by_halves(kv, 1, turning, source), q)) for kv, q in ((dkv, dq), (dkv_scale, dq_scale))
         )
         wide, wide_scale = (by_halves(each, heads, turning, source) for each in (uq, uq_scale))
         tables = (each.expand(*x.shape[:2], turning).reshape(tokens, turning) for each in (cos, sin))
-        kv, kr = (each.reshape(*each.shape[:2], 1, each.shape[-1]) for each in both)
+        kv, kr = (told(each, line) for each in both)
         query, kv, rope, kr = torch.ops.atb.npu_mla_preprocess.functional(
             x.reshape(tokens, -1), gamma, torch.zeros_like(gamma), lines(down), down_scale.float(), gamma_cq,
             torch.zeros_like(gamma_cq), lines(wide), wide_scale.float(), gamma_ckv, *tables, up.contiguous(), kv, kr,
-            slots.reshape(-1).to(torch.int32), cache_mode="krope_ctkv", quant_mode="per_token_quant_symm",
+            slots.reshape(-1).to(torch.int32), cache_mode="krope_ctkv" if line is None else "nzcache",
+            quant_mode="per_token_quant_symm",
             q_out0=torch.empty((tokens, heads, up.shape[2]), dtype=x.dtype, device=x.device), kv_cache_out0=kv,
             q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr,
         )  # fmt: skip
