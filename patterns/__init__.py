@@ -11,6 +11,7 @@ from patterns.composites.latent_attention_atb import LatentAttentionAtb
 from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_preprocess import MlaPreprocess
+from patterns.composites.mla_preprocess_fixed import MlaPreprocessFixed
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
@@ -73,6 +74,7 @@ def library() -> tuple[Rule, ...]:
         MlaPrologQuantisedRows(),
         MlaPrologWhole(),
         MlaPreprocess(),
+        MlaPreprocessFixed(),
         CacheWrite(),
         PagedWrite(),
         PageGather(),

@@ -29,6 +29,7 @@ CANONICAL = frozenset(
         "whole_latent_attention",
         "folded_query",
         "fixed_quantised",
+        "shifted_quantised",
         "merged_parts",
         "latent_queries",
         "latent_keys",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fusion
+from patterns.examples import mla_preprocess_fixed as by_constants
 from patterns.examples.mla_preprocess import Sizes, inputs, lines, model
 from patterns.examples.mla_prolog_paged import in_lines, of_lines, viewed
 
@@ -56,6 +57,18 @@ def test_pages_in_lines_of_nz_are_written_as_they_lie():
     assert call.kwargs["cache_mode"] == "nzcache"
     assert [list(call.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 32, 128, 16], [9, 4, 128, 16]]
     assert not [name for name in called(report) if "clone" in name or "copy_." in name or "index_put" in name]
+
+
+def test_scales_and_zero_points_that_the_model_holds_are_told():
+    given = by_constants.inputs(1, sizes=PAGES)(HALF)
+    with torch.no_grad():
+        report = fusion.explain(by_constants.model(viewed, heads=PAGES.n), *given, options=OPTIONS)
+    (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
+    assert call.kwargs["quant_mode"] == "per_tensor_quant_asymm"
+    told = {name: call.kwargs[name].meta["val"] for name in ("quant_scale0", "quant_offset1", "bias0", "bias1")}
+    assert {name: each.dtype for name, each in told.items()} == {
+        "quant_scale0": HALF, "quant_offset1": torch.int8, "bias0": torch.int32, "bias1": torch.int32,
+    }  # fmt: skip
 
 
 @pytest.mark.nightly

@@ -37,6 +37,7 @@ from fusion.stages.canonicalise import (
     whole_products,
     write_readings,
     writes,
+    zero_points,
 )
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.attention import Outcome, attention, contraction
@@ -88,15 +89,16 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
     rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
     fixed_rows, odd_fixed = fixed_scales.readings(walk.algebra, walk.places, rows, odd_rows)
+    shifted, odd_shifted = zero_points.readings(walk.algebra, walk.places)
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
     heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
     readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **products}
     readings |= whole_heads.readings(walk.algebra, readings)
     pages, odd_pages = page_rows.readings(walk.algebra, folder, walk.places, fixed)
-    misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_products}
+    misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_shifted, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
-        readings, misses, fixed, facts, tuple(pages.items()),
+        readings, misses, fixed, facts, (*pages.items(), *shifted.items()),
     )  # fmt: skip
 
 

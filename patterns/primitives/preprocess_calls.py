@@ -1,0 +1,72 @@
+"""How the front of latent attention is put to `npu_mla_preprocess`: weights in lines, pages as they lie, one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import require
+
+LINE = 32  # lanes of int8 in a line of NZ
+NZ = 29  # the storage format in which the operator reads its weights
+EPSILON = 1e-6  # compiled into the kernel
+Both = tuple[Tensor, Tensor]
+
+
+def epsilons(*given: float) -> None:
+    """Refuse what the kernel takes no argument for."""
+    other = next((each for each in given if each != EPSILON), EPSILON)
+    require(other == EPSILON, "a norm adds {other}, the kernel of npu_mla_preprocess 1e-6", other=other)
+
+
+def rows(q: Tensor, kv: Tensor, wide: Tensor, up: Tensor, turning: Any, source: str) -> Both:
+    """What belongs to rows of the layers of x (dkv and dq), and of the heads (uq), in the order of the operator."""
+    return torch.cat((_by_halves(kv, 1, turning, source), q)), _by_halves(wide, up.shape[0], turning, source)
+
+
+def _by_halves(weight: Tensor, heads: int, turning: Any, source: str) -> Tensor:
+    """Rows of a layer [N · W, ..], the last of each head in the order in which they are rotated by halves."""
+    if source == "half":
+        return weight
+    each = weight.unflatten(0, (heads, -1))
+    kept, pairs = each[:, :-turning], each[:, -turning:]
+    return torch.cat((kept, pairs[:, ::2], pairs[:, 1::2]), dim=1).flatten(0, 1)
+
+
+def called(
+    x: Tensor, gammas: tuple[Tensor, ...], betas: Both, weights: Both, scales: Both, up: Tensor, tables: Both,
+    caches: Both, slots: Tensor, heads_first: bool, cache_mode: str,
+    **how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Rotated and absorbed queries, and both caches with new rows."""
+    require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
+    whole = all(weight.shape[1] % LINE == 0 for weight in weights)
+    require(whole, "the weights do not fill lines of 32 numbers")
+    tokens, (heads, _, width) = x.shape[0] * x.shape[1], up.shape
+    turning: Any = tables[0].shape[-1]
+    cos, sin = (each.expand(*x.shape[:2], turning).reshape(tokens, turning) for each in tables)
+    (down, wide), (down_scale, wide_scale) = map(_lines, weights), (each.float() for each in scales)
+    kv, kr = (_laid(each, cache_mode) for each in caches)
+    query, kv, rope, kr = torch.ops.atb.npu_mla_preprocess.functional(
+        x.reshape(tokens, -1), gammas[0], betas[0], down, down_scale, gammas[1], betas[1], wide, wide_scale, gammas[2],
+        cos, sin, up.contiguous(), kv, kr, slots.reshape(-1).to(torch.int32), cache_mode=cache_mode,
+        q_out0=torch.empty((tokens, heads, width), dtype=kv.dtype, device=x.device), kv_cache_out0=kv,
+        q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr, **how,
+    )  # fmt: skip
+    query, rope = (each.unflatten(0, x.shape[:2]) for each in (query, rope))
+    rope = rope.transpose(1, 2) if heads_first else rope
+    return rope, query.transpose(1, 2), kv.reshape(caches[0].shape), kr.reshape(caches[1].shape)
+
+
+def _lines(weight: Tensor) -> Tensor:
+    """A weight [out, in] as [1, in / 32, out, 32]."""
+    return torch.ops.npu.npu_format_cast(weight.unflatten(1, (-1, LINE)).transpose(0, 1).contiguous()[None], NZ)
+
+
+def _laid(pages: Tensor, cache_mode: str) -> Tensor:
+    """Pages of one head as the operator reads them: [Block, Size, 1, D], or in lines [Block, D / L, Size, L]."""
+    if cache_mode == "krope_ctkv":
+        return pages.reshape(*pages.shape[:2], 1, pages.shape[-1])
+    return pages.reshape(pages.shape[0], -1, *pages.shape[-2:])
