@@ -46,7 +46,6 @@ CANONICAL = frozenset(
         "write_places",
         "write_slice",
         "write_pages",
-        "write_lines",
         "write_inside",
         "slide",
     }

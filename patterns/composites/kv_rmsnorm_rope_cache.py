@@ -94,32 +94,22 @@ class KvRmsnormRopeCache(_Line):
     @pattern
     def by_slot(
         self, p, kv=tensor("*B W"), gamma=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), slots=tensor("R"), eps=scalar(), factor=scalar(),
-        begin=attribute(), split=attribute(), end=attribute(), dtype=attribute(),
-    ):  # fmt: skip
-        """Rows go to slots of all pages."""
-        lines = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
-        caches = zip((kv_cache, kr_cache), lines, strict=True)
-        return tuple(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
-
-    @pattern
-    def in_lines(
-        self, p, kv=tensor("*B W"), gamma=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*C L"), kr_cache=tensor("*R L"), slots=tensor("N"), eps=scalar(), factor=scalar(),
+        kv_cache=tensor("*C"), kr_cache=tensor("*D"), slots=tensor("R", optional=True), eps=scalar(), factor=scalar(),
         begin=attribute(), split=attribute(), end=attribute(), dtype=attribute(), line=attribute(),
     ):  # fmt: skip
-        """Rows go to slots of all pages, which hold them in lines of NZ."""
+        """Rows go to slots of all pages, which hold them whole or in lines of NZ."""
         lines = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
         caches = zip((kv_cache, kr_cache), lines, strict=True)
-        return tuple(p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        return tuple(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
 
     def guard(self, kv: Any, slots: Any, kv_cache: Any, start: Any, axis: int, line: Any):
         """How the tokens and the caches are laid out."""
-        latent_calls.of_line(line)
-        if slots is None:
-            require(len(kv.shape) == 3, "the tokens of all sequences are packed")
-            written = latent_calls.sequences(kv_cache, start, axis)
-            require(kv.shape[0] == written, "the caches hold other sequences than the tokens")
+        if start is None:
+            latent_calls.of_pages(kv_cache, slots, line)
+            return
+        require(len(kv.shape) == 3, "the tokens of all sequences are packed")
+        written = latent_calls.sequences(kv_cache, start, axis)
+        require(kv.shape[0] == written, "the caches hold other sequences than the tokens")
 
     @lowering
     def by_position(self, kv, gamma, eps, factor, cos, sin, begin, end, kv_cache, kr_cache, start, slots, axis):
@@ -163,29 +153,18 @@ class KvRmsnormRopeCacheRows(_Line):
     @pattern
     def by_slot(
         self, p, kv=tensor("*B W"), gamma=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*C Hckv"), kr_cache=tensor("*C Dr"), slots=tensor("R"), eps=scalar(), factor=scalar(),
-        begin=attribute(), split=attribute(), end=attribute(), dtype=attribute(),
-    ):  # fmt: skip
-        """Rows go to slots of all pages."""
-        latent, rope = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
-        caches = ((kv_cache, latent), (kr_cache, rope))
-        return latent, rope, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
-
-    @pattern
-    def in_lines(
-        self, p, kv=tensor("*B W"), gamma=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*C L"), kr_cache=tensor("*R L"), slots=tensor("N"), eps=scalar(), factor=scalar(),
+        kv_cache=tensor("*C"), kr_cache=tensor("*D"), slots=tensor("R", optional=True), eps=scalar(), factor=scalar(),
         begin=attribute(), split=attribute(), end=attribute(), dtype=attribute(), line=attribute(),
     ):  # fmt: skip
-        """Rows go to slots of all pages, which hold them in lines of NZ."""
+        """Rows go to slots of all pages, which hold them whole or in lines of NZ."""
         latent, rope = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
         caches = ((kv_cache, latent), (kr_cache, rope))
-        written = (p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        written = (p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
         return latent, rope, *written
 
-    def guard(self, line: Any):
+    def guard(self, kv_cache: Any, slots: Any, line: Any):
         """How the pages hold their rows."""
-        latent_calls.of_line(line)
+        latent_calls.of_pages(kv_cache, slots, line)
 
     @lowering
     def by_page(self, kv, gamma, eps, factor, cos, sin, begin, split, end, kv_cache, kr_cache, slots, line):

@@ -45,7 +45,7 @@ class PagedLatentAttention(Rule):
         empty=attribute(), finish=attribute(),
     ):  # fmt: skip
         """A mask up to a length that may be 0: `count` keys are seen."""
-        of = _gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
+        of = latent_calls.gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
         return latent_calls.attended(
             p, (nope, q_rope, absorbed), of, (up_key, up_value), rows=rows,
             mask=p.counted_keys(mask=mask, length=count), scale=scale, order=order, window=window, known=known,
@@ -62,11 +62,16 @@ class PagedLatentAttention(Rule):
         order=attribute(), window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
     ):  # fmt: skip
         """Any other mask, as in `Attention.written`."""
-        of = _gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
+        of = latent_calls.gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
         return latent_calls.attended(
             p, (nope, q_rope, absorbed), of, (up_key, up_value), rows=rows,
             mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty, finish=finish,
         )  # fmt: skip
+
+    def guard(self, pages: Any, rope_pages: Any, lies: str):
+        """How the pages hold their rows."""
+        for each in (pages, rope_pages):
+            latent_calls.of_line(each.shape[-1] if lies == "lines" else None)
 
     @lowering
     @variants(**SEVERAL)
@@ -109,12 +114,6 @@ class PagedLatentAttention(Rule):
     def rejects(self) -> Iterator[Example]:
         """Functions that must be refused."""
         return iter(latent_attention_paged.REJECTS)
-
-
-def _gathered(p, latent, k_rope, pages, rope_pages, table, size, lies):
-    """The latent and its rotated lanes as rows of pages."""
-    rows = ((latent, pages), (k_rope, rope_pages))
-    return [p.reshaped(p.paged_rows(rows=x, pages=of, table=table, size=size, lies=lies)) for x, of in rows]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fusion import Example, Rule, attribute, lowering, pattern, scalar, tensor
 from patterns.examples import latent_attention_whole
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as paged
+from patterns.primitives import latent_calls
 from patterns.primitives import whole_latent_calls as whole
 
 
@@ -41,7 +42,7 @@ class LatentAttentionWhole(Rule):
         """Pages, and a mask up to a length that may be 0: `count` keys are seen."""
         how = dict(order=order, window=window, known=known, empty=empty, finish=finish, scale=scale)
         scales = dict(of_keys=of_keys, of_values=of_values, keys_by=keys_by, values_by=values_by)
-        rows = whole.gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
+        rows = latent_calls.gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
         mask = p.counted_keys(mask=mask, length=count)
         return whole.attended(p, query, tokens, rope, rows, mask=mask, **scales, **how)
 
@@ -57,7 +58,7 @@ class LatentAttentionWhole(Rule):
         """Pages, and any other mask."""
         how = dict(order=order, window=window, known=known, empty=empty, finish=finish, scale=scale)
         scales = dict(of_keys=of_keys, of_values=of_values, keys_by=keys_by, values_by=values_by)
-        rows = whole.gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
+        rows = latent_calls.gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
         return whole.attended(p, query, tokens, rope, rows, mask=mask, length=length, **scales, **how)
 
     @pattern

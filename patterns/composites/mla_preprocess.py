@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Example, Rule, attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_prolog import MlaProlog
 from patterns.composites.mla_prolog_quantised import layer, queries, rows
 from patterns.examples import mla_preprocess
@@ -66,10 +66,7 @@ class Preprocess(Rule):
         """As for `MlaProlog`; and what the kernel takes no argument for."""
         MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
         calls.epsilons(eps, eps_cq, eps_ckv)
-        require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
-        latent_calls.of_line(line)
-        alone = line is not None or all(size == 1 for size in kv_cache.shape[2:-1])
-        require(alone, "the pages hold several heads")
+        latent_calls.of_pages(kv_cache, slots, line)
 
 
 @dataclass(frozen=True)
@@ -77,63 +74,23 @@ class MlaPreprocess(Preprocess):
     """The whole front of latent attention in whole numbers, up to both caches."""
 
     @pattern
-    def through_a_view(
+    def written(
         self, p, x=tensor("*B He"), gamma=tensor("He"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
         uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
         gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"), slots=tensor("Rows"), eps=scalar(), eps_cq=scalar(),
-        eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
-        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
-        scale_dtype=attribute(), layer_dtype=attribute(), source=attribute(),
-    ):  # fmt: skip
-        """Rows of all pages by their number."""
-        how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, source=source)
-        q, kv = front(
-            p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv,
-            cos, sin, width, begin, first, split, end, heads_first, dtype_q, dtype_kv, how,
-        )  # fmt: skip
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
-
-    @pattern
-    def by_block(
-        self, p, x=tensor("*B He"), gamma=tensor("He"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
-        uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
-        gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"), slots=tensor("Rows", optional=True),
-        block=tensor("Rows"), place=tensor("Rows"), eps=scalar(), eps_cq=scalar(), eps_ckv=scalar(), width=attribute(),
-        begin=attribute(), first=attribute(), split=attribute(), end=attribute(), heads_first=attribute(),
-        dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(), scale_dtype=attribute(),
-        layer_dtype=attribute(), source=attribute(),
-    ):  # fmt: skip
-        """A block and a place in it."""
-        how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, source=source)
-        q, kv = front(
-            p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv,
-            cos, sin, width, begin, first, split, end, heads_first, dtype_q, dtype_kv, how,
-        )  # fmt: skip
-        at = dict(index=block, inner=place, slots=slots, axis=axis)
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_places(cache=c, rows=p.reshaped(row), **at) for c, row in caches)
-
-    @pattern
-    def in_lines(
-        self, p, x=tensor("*B He"), gamma=tensor("He"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
-        uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
-        gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*P L"), kr_cache=tensor("*Q L"), slots=tensor("Rows"), eps=scalar(), eps_cq=scalar(),
-        eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
-        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
+        kv_cache=tensor("*P"), kr_cache=tensor("*Q"), slots=tensor("Rows", optional=True), eps=scalar(),
+        eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
+        end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
         scale_dtype=attribute(), layer_dtype=attribute(), source=attribute(), line=attribute(),
     ):  # fmt: skip
-        """A block and a place in it, of pages that hold rows in lines of NZ."""
+        """Rows of all pages by their number, or by a block and a place in it; whole, or in lines of NZ."""
         how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, source=source)
         q, kv = front(
             p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv,
             cos, sin, width, begin, first, split, end, heads_first, dtype_q, dtype_kv, how,
         )  # fmt: skip
         caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
 
     @lowering
     def run(self, x, gamma, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, source,

@@ -54,20 +54,20 @@ class MlaPreprocessFixed(Preprocess):
     """The whole front with scales and zero points that are constants."""
 
     @pattern
-    def through_a_view(
+    def written(
         self, p, x=tensor("*B He"), gamma=tensor("He"), beta=tensor("He", optional=True), dq=tensor("Hcq He"),
         dq_scale=tensor("Hcq"), dq_bias=tensor("Hcq", optional=True), uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"),
         uq_bias=tensor("Nq", optional=True), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
         dkv_bias=tensor("Nk", optional=True), gamma_cq=tensor("Hcq"), beta_cq=tensor("Hcq", optional=True),
-        gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"), kv_cache=tensor("*P Hckv"),
-        kr_cache=tensor("*P Dr"), slots=tensor("Rows"), scale=tensor("1", optional=True),
+        gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"), kv_cache=tensor("*P"),
+        kr_cache=tensor("*Q"), slots=tensor("Rows", optional=True), scale=tensor("1", optional=True),
         zero=tensor("1", optional=True), scale_cq=tensor("1", optional=True), zero_cq=tensor("1", optional=True),
         by=scalar(), shift=scalar(), by_cq=scalar(), shift_cq=scalar(), eps=scalar(), eps_cq=scalar(),
         eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
         heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
-        layer_dtype=attribute(), source=attribute(),
+        layer_dtype=attribute(), source=attribute(), line=attribute(),
     ):  # fmt: skip
-        """Rows of all pages by their number."""
+        """Rows of all pages by their number, or by a block and a place in it; whole, or in lines of NZ."""
         layers = ((dq, dq_scale, dq_bias), (uq, uq_scale, uq_bias), (dkv, dkv_scale, dkv_bias))
         scales = (
             dict(scale=scale, by=by, zero=zero, shift=shift),
@@ -79,7 +79,7 @@ class MlaPreprocessFixed(Preprocess):
             lanes, split, end, (dtype_q, dtype_kv), dict(layer_dtype=layer_dtype, fixed=fixed, source=source),
         )  # fmt: skip
         caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
+        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,

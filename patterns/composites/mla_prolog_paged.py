@@ -34,57 +34,21 @@ class MlaPrologPaged(Rule):
         return MlaProlog().reference(x, dq, uq, up, dkv, gamma_cq, gamma_ckv)
 
     @pattern
-    def through_a_view(
+    def written(
         self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
         dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
-        sin=tensor("T U Dr"), kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"),
-        slots=tensor("Rows"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
-        eps_cq=scalar(), eps_ckv=scalar(), factor_q=scalar(), factor_kv=scalar(),
-        width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
-        end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
-    ):  # fmt: skip
-        """Rows of all pages by their number."""
-        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
-        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, factor_q, cos, sin, fixed=fixed, beside=beside_q, **how)
-        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, factor_kv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
-
-    @pattern
-    def by_block(
-        self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
-        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
-        sin=tensor("T U Dr"), kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"),
-        slots=tensor("Rows", optional=True), block=tensor("Rows"), place=tensor("Rows"),
+        sin=tensor("T U Dr"), kv_cache=tensor("*P"), kr_cache=tensor("*Q"), slots=tensor("Rows", optional=True),
         beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True), eps_cq=scalar(), eps_ckv=scalar(),
-        factor_q=scalar(), factor_kv=scalar(),
-        width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
-        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), axis=attribute(),
+        factor_q=scalar(), factor_kv=scalar(), width=attribute(), begin=attribute(), first=attribute(),
+        split=attribute(), end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(),
+        fixed=attribute(), line=attribute(),
     ):  # fmt: skip
-        """A block and a place in it."""
-        how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
-        q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, factor_q, cos, sin, fixed=fixed, beside=beside_q, **how)
-        kv = rows(p, x, dkv, gamma_ckv, eps_ckv, factor_kv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
-        at = dict(index=block, inner=place, slots=slots, axis=axis)
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_places(cache=c, rows=p.reshaped(row), **at) for c, row in caches)
-
-    @pattern
-    def in_lines(
-        self, p, x=tensor("*B He"), dq=tensor("Hcq He"), uq=tensor("Nq Hcq"), up=tensor("N D Hckv"),
-        dkv=tensor("Nk He"), gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"),
-        sin=tensor("T U Dr"), kv_cache=tensor("*P L"), kr_cache=tensor("*Q L"),
-        slots=tensor("Rows"), beside_q=tensor("*E", optional=True), beside_kv=tensor("*F", optional=True),
-        eps_cq=scalar(), eps_ckv=scalar(), factor_q=scalar(), factor_kv=scalar(),
-        width=attribute(), begin=attribute(), first=attribute(), split=attribute(), end=attribute(),
-        heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(), line=attribute(),
-    ):  # fmt: skip
-        """A block and a place in it, of pages that hold rows in lines of NZ."""
+        """Rows of all pages by their number, or by a block and a place in it; whole, or in lines of NZ."""
         how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
         q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, factor_q, cos, sin, fixed=fixed, beside=beside_q, **how)
         kv = rows(p, x, dkv, gamma_ckv, eps_ckv, factor_kv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
         caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
@@ -92,10 +56,7 @@ class MlaPrologPaged(Rule):
     ):  # fmt: skip
         """As for `MlaProlog`; and how the pages are laid out."""
         MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
-        require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
-        latent_calls.of_line(line)
-        alone = line is not None or all(size == 1 for size in kv_cache.shape[2:-1])
-        require(alone, "the pages hold several heads")
+        latent_calls.of_pages(kv_cache, slots, line)
 
     @lowering
     def run(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv,

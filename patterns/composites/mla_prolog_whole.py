@@ -21,9 +21,7 @@ from fusion import Example, attribute, lowering, pattern, require, scalar, tenso
 from patterns.composites.mla_prolog import Prolog
 from patterns.composites.mla_prolog_quantised import called, layer, queries, rows
 from patterns.examples import mla_prolog_whole
-
-LINES = (32, 16)
-"""Lanes of a line of NZ, of whole numbers and of floats of 16 bits."""
+from patterns.primitives import latent_calls
 
 
 @dataclass(frozen=True)
@@ -35,96 +33,49 @@ class MlaPrologWhole(Prolog):
         return frozenset({"latent_attention_whole"})
 
     @pattern
-    def in_lines(
+    def written(
         self, p, x=tensor("*B He"), tokens=tensor("*B 1"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
         uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
         gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_lines=tensor("*P"), kr_lines=tensor("*Q"), slots=tensor("Rows"),
+        kv_cache=tensor("*P"), kr_cache=tensor("*Q"), slots=tensor("Rows", optional=True),
         stored=tensor("1", optional=True), read=tensor("1", optional=True), stored_by=scalar(), read_by=scalar(),
         eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
         end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
         scale_dtype=attribute(), layer_dtype=attribute(), query_dtype=attribute(), kv_line=attribute(),
         kr_line=attribute(),
     ):  # fmt: skip
-        """A place in every line of a block."""
+        """Rows of all pages by their number, or by a block and a place in it; whole, or in lines of NZ."""
         how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, query_dtype=query_dtype)
         lanes = dict(width=width, begin=begin, first=first, heads_first=heads_first)
         layers = ((dq, dq_scale), (uq, uq_scale), (dkv, dkv_scale))
         found, both = _read(p, x, tokens, layers, up, (gamma_cq, gamma_ckv), (eps_cq, eps_ckv), cos, sin, lanes,
                             (dtype_q, dtype_kv), (split, end), (stored, stored_by), (read, read_by), how)  # fmt: skip
-        caches = zip((kv_lines, kr_lines), both, (kv_line, kr_line), strict=True)
-        written = (p.write_lines(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row, line in caches)
-        return *found, *written
-
-    @pattern
-    def through_a_view(
-        self, p, x=tensor("*B He"), tokens=tensor("*B 1"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
-        uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
-        gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"), slots=tensor("Rows"),
-        stored=tensor("1", optional=True), read=tensor("1", optional=True), stored_by=scalar(), read_by=scalar(),
-        eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(), first=attribute(), split=attribute(),
-        end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
-        scale_dtype=attribute(), layer_dtype=attribute(), query_dtype=attribute(),
-    ):  # fmt: skip
-        """Rows of all pages by their number."""
-        how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, query_dtype=query_dtype)
-        lanes = dict(width=width, begin=begin, first=first, heads_first=heads_first)
-        layers = ((dq, dq_scale), (uq, uq_scale), (dkv, dkv_scale))
-        found, both = _read(p, x, tokens, layers, up, (gamma_cq, gamma_ckv), (eps_cq, eps_ckv), cos, sin, lanes,
-                            (dtype_q, dtype_kv), (split, end), (stored, stored_by), (read, read_by), how)  # fmt: skip
-        caches = zip((kv_cache, kr_cache), both, strict=True)
-        return *found, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots) for c, row in caches)
-
-    @pattern
-    def by_block(
-        self, p, x=tensor("*B He"), tokens=tensor("*B 1"), dq=tensor("Hcq He"), dq_scale=tensor("Hcq"),
-        uq=tensor("Nq Hcq"), uq_scale=tensor("Nq"), up=tensor("N D Hckv"), dkv=tensor("Nk He"), dkv_scale=tensor("Nk"),
-        gamma_cq=tensor("Hcq"), gamma_ckv=tensor("Hckv"), cos=tensor("T U Dr"), sin=tensor("T U Dr"),
-        kv_cache=tensor("*P Hckv"), kr_cache=tensor("*P Dr"), slots=tensor("Rows", optional=True),
-        block=tensor("Rows"), place=tensor("Rows"), stored=tensor("1", optional=True), read=tensor("1", optional=True),
-        stored_by=scalar(), read_by=scalar(), eps_cq=scalar(), eps_ckv=scalar(), width=attribute(), begin=attribute(),
-        first=attribute(), split=attribute(), end=attribute(), heads_first=attribute(), dtype_q=attribute(),
-        dtype_kv=attribute(), fixed=attribute(), axis=attribute(), scale_dtype=attribute(), layer_dtype=attribute(),
-        query_dtype=attribute(),
-    ):  # fmt: skip
-        """A block and a place in it."""
-        how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, query_dtype=query_dtype)
-        lanes = dict(width=width, begin=begin, first=first, heads_first=heads_first)
-        layers = ((dq, dq_scale), (uq, uq_scale), (dkv, dkv_scale))
-        found, both = _read(p, x, tokens, layers, up, (gamma_cq, gamma_ckv), (eps_cq, eps_ckv), cos, sin, lanes,
-                            (dtype_q, dtype_kv), (split, end), (stored, stored_by), (read, read_by), how)  # fmt: skip
-        at = dict(index=block, inner=place, slots=slots, axis=axis)
-        caches = zip((kv_cache, kr_cache), both, strict=True)
-        return *found, *(p.write_places(cache=c, rows=p.reshaped(row), **at) for c, row in caches)
+        caches = zip((kv_cache, kr_cache), both, (kv_line, kr_line), strict=True)
+        return *found, *(p.write_pages(cache=c, rows=p.reshaped(r), slots=slots, line=line) for c, r, line in caches)
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        slots: Any, stored: Any, read: Any, stored_by: float, read_by: float, kv_lines: Any, kr_lines: Any,
+        slots: Any, stored: Any, read: Any, stored_by: float, read_by: float, kv_line: Any, kr_line: Any,
     ):  # fmt: skip
         """As for `MlaProlog`; how the pages are laid out; and that both sides mean one scale."""
         Prolog.guard(self, x, up, dkv, width, begin, first, split, end, None, None, 0)
-        require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
-        single = kv_cache is None or all(size == 1 for size in kv_cache.shape[2:-1])
-        require(single, "the pages hold several heads")
-        lines = kv_lines is None or (kv_lines.shape[-1], kr_lines.shape[-1]) == LINES
-        require(lines, "a line of the pages holds other than 32 whole numbers, or other than 16 rotated lanes")
+        latent_calls.of_pages(kv_cache, slots, kv_line, latent_calls.WHOLE_LINE)
+        latent_calls.of_line(kr_line)
+        require((kv_line is None) == (kr_line is None), "one cache holds rows in lines, the other whole ones")
         one = stored is read and math.isclose(stored_by, read_by, rel_tol=1e-6)
         require(one, "the latent is read with another scale than it is written with")
 
     @lowering
     def run(self, x, tokens, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, eps_cq,
-            eps_ckv, kv_cache, kr_cache, kv_lines, kr_lines, slots, stored, stored_by, scale_dtype,
-            query_dtype):  # fmt: skip
+            eps_ckv, kv_cache, kr_cache, slots, stored, stored_by, scale_dtype, query_dtype, kv_line):  # fmt: skip
         """One call."""
-        caches = (kv_cache, kr_cache) if kv_lines is None else (kv_lines, kr_lines)
+        caches = (kv_cache, kr_cache)
         require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
-        size = caches[0].shape[1 if kv_lines is None else -2]
-        pages = tuple(each.reshape(each.shape[0], size, 1, -1) for each in caches)
+        pages = (latent_calls.in_rows(kv_cache, kv_line), latent_calls.in_rows(kr_cache, kv_line))
         query, rope, query_scale, latent, scale, kv, kr = called(
             x, tokens, (dq, uq, dkv), (dq_scale, uq_scale, dkv_scale), up, (gamma_cq, gamma_ckv), cos, sin, pages,
             rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv,
-            cache_mode="PA_BSND" if kv_lines is None else "PA_NZ",
+            cache_mode="PA_BSND" if kv_line is None else "PA_NZ",
             cache_index=slots.to(torch.int64).reshape(x.shape[:2]), kv_cache_quant_mode=1, query_quant_mode=1,
             quant_scale_ckv=_inverse(stored, stored_by, x.device),
         )  # fmt: skip

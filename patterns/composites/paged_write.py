@@ -32,26 +32,17 @@ class PagedWrite(Rule):
         return key_cache, value_cache
 
     @pattern
-    def through_a_view(
-        self, p, key_cache=tensor("Block Size N D"), key=tensor("T N D"), slots=tensor("T"),
-        value_cache=tensor("Block Size N E"), value=tensor("T N E"),
-    ):  # fmt: skip
-        """Rows of all pages by their number."""
-        keys = p.write_pages(cache=key_cache, rows=key, slots=slots)
-        return keys, p.write_pages(cache=value_cache, rows=value, slots=slots)
-
-    @pattern
-    def by_block(
+    def written(
         self, p, key_cache=tensor("Block Size N D"), key=tensor("T N D"), slots=tensor("T", optional=True),
-        value_cache=tensor("Block Size N E"), value=tensor("T N E"), block=tensor("T"), place=tensor("T"),
-        axis=attribute(),
+        value_cache=tensor("Block Size N E"), value=tensor("T N E"), line=attribute(),
     ):  # fmt: skip
-        """A block and a place in it."""
-        at = dict(index=block, inner=place, slots=slots, axis=axis)
-        return p.cache_write(cache=key_cache, rows=key, **at), p.cache_write(cache=value_cache, rows=value, **at)
+        """Rows of all pages by their number, or by a block and a place in it."""
+        keys = p.write_pages(cache=key_cache, rows=key, slots=slots, line=line)
+        return keys, p.write_pages(cache=value_cache, rows=value, slots=slots, line=line)
 
-    def guard(self, slots: Any):
-        """A place beyond the end of a page is an error for the model, and another page for the operator."""
+    def guard(self, slots: Any, line: Any):
+        """Whole rows, by slots that are proven."""
+        require(line is None, "the pages hold rows in lines")
         require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
 
     @lowering

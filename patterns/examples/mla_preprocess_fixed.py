@@ -24,7 +24,7 @@ from patterns.examples.mla_preprocess import (
 from patterns.examples.mla_preprocess import (
     lines as tokens_in_lines,
 )
-from patterns.examples.mla_prolog_paged import Read, Write, viewed
+from patterns.examples.mla_prolog_paged import Read, Write, by_block, in_lines, of_lines, viewed
 from patterns.examples.mla_prolog_paged import whole as in_rows
 from patterns.examples.quantisation import product
 
@@ -176,7 +176,10 @@ def late(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, dtype: torch.dt
 
 EXAMPLES = (
     Example("a token", model(viewed), inputs(1)),
-    Example("two tokens, no bias", model(viewed, bounded, without, bare, of_halves), inputs(2)),
+    Example(
+        "two tokens in lines, no bias", model(in_lines, bounded, without, bare, of_halves, read=of_lines), lines(2)
+    ),
+    Example("a token by block", model(by_block), inputs(1)),
     Example("numbers", model(viewed, by_numbers), inputs(1)),
     Example("no zero point", model(viewed, symmetric), inputs(1)),
 )
@@ -189,4 +192,5 @@ REJECTS = (
     Example("a scale that is rounded", model(viewed, odd), inputs(1), "does not hold the scale"),
     Example("multiplied by the scale", model(viewed, times), inputs(1), "where the operator divides"),
     Example("a bias behind the scales", model(viewed, layer=late), inputs(1), "the operator one of int32"),
+    Example("short lines", model(in_lines, read=of_lines), lines(1, 8), "in lines of 8 numbers"),
 )

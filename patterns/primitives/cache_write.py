@@ -56,11 +56,10 @@ class CacheWrite(Rule):
 
     @pattern
     def at_places(
-        self, p, cache=tensor("*C"), rows=tensor("*R"), index=tensor("S"), inner=tensor("S"),
-        slots=tensor("S", optional=True), axis=attribute(),
-    ):  # fmt: skip
+        self, p, cache=tensor("*C"), rows=tensor("*R"), index=tensor("S"), inner=tensor("S"), axis=attribute()
+    ):
         """At any places of pages."""
-        return p.write_places(cache=cache, rows=rows, index=index, inner=inner, slots=slots, axis=axis)
+        return p.write_places(cache=cache, rows=rows, index=index, inner=inner, axis=axis)
 
     @pattern
     def chosen(self, p, cache=tensor("*C"), rows=tensor("*R"), position=tensor("*S"), axis=attribute()):

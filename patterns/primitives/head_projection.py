@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fusion import Example, Rule, attribute, lowering, pattern, require, tensor
@@ -41,10 +40,7 @@ class HeadProjection(Rule):
     def first(self, x, weight, finish):
         """Heads stand first in memory."""
         require(x.shape[0] == 1, "the heads of each sequence stand apart")
-        y = torch.ops.npu.npu_transpose_batchmatmul(
-            x.squeeze(0), weight.contiguous(), perm_x1=[0, 1, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
-        )
-        return finished(y.unsqueeze(0).transpose(1, 2), finish)
+        return finished(turned(x.transpose(1, 2), weight, heads_first=True).transpose(1, 2), finish)
 
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""

@@ -13,8 +13,8 @@ PAGES = (128, 64, 32, 16)
 """Sizes of pages as which a contiguous cache is read, the first that divides it."""
 
 
-LINE = 16
-"""How many numbers of two bytes a line of NZ holds."""
+LINE, WHOLE_LINE = 16, 32
+"""How many numbers of two bytes, and of one, a line of NZ holds."""
 
 
 def attended(p, q, kv, up, rows=None, **seen):
@@ -25,6 +25,12 @@ def attended(p, q, kv, up, rows=None, **seen):
         k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows),
         v=p.latent_values(latent=latent, up=up_value), **seen,
     )  # fmt: skip
+
+
+def gathered(p, latent, k_rope, pages, rope_pages, table, size, lies):
+    """The terms of a latent and its rotated lanes as rows of pages."""
+    both = ((latent, pages), (k_rope, rope_pages))
+    return [p.reshaped(p.paged_rows(rows=x, pages=of, table=table, size=size, lies=lies)) for x, of in both]
 
 
 def lengths(keys: Tensor, queries: Any, order: str, known: Any, length: Tensor | None) -> tuple[int, Tensor | None]:
@@ -86,14 +92,22 @@ def in_rows(pages: Tensor, line: Any) -> Tensor:
 
 def in_lines(pages: Tensor, size: Any) -> Tensor:
     """Pages of one head that hold rows in lines of NZ, [Block, .., A, Size, L], as [Block, 1, A, Size, L]."""
-    of_line(pages.shape[-1])
     require(pages.is_contiguous(), "the lines of the pages do not lie together")
     return pages.reshape(pages.shape[0], 1, -1, size, pages.shape[-1])
 
 
-def of_line(line: Any) -> None:
+def of_pages(cache: Any, slots: Any, line: Any, lanes: int = LINE) -> None:
+    """Refuse writes to pages whose slots are not proven, or that hold rows of several heads, or in other lines."""
+    require(slots is not None, "the place is not proven to lie in its page: slot % Size is")
+    of_line(line, lanes)
+    require(line is not None or all(size == 1 for size in cache.shape[2:-1]), "the pages hold several heads")
+
+
+def of_line(line: Any, lanes: int = LINE) -> None:
     """Refuse lines that are not those of NZ; None stands for whole rows."""
-    require(line in (None, LINE), "the pages hold rows in lines of {line} numbers, not of 16", line=line)
+    require(
+        line in (None, lanes), "the pages hold rows in lines of {line} numbers, not of {lanes}", line=line, lanes=lanes
+    )
 
 
 def slots(start: Any, batch: Any, rows: Any, size: Any, device: torch.device) -> Tensor:

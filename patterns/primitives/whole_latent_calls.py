@@ -12,18 +12,13 @@ from torch import Tensor
 from fusion import require
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as paged
+from patterns.primitives import latent_calls
 
 
 def attended(p, query, tokens, rope, rows, **how):
     """The term of attention over a latent and its rotated lanes; the queries are divided by their scales."""
     latent, k_rope = rows
     return p.whole_latent_attention(query=query, tokens=tokens, rope=rope, latent=latent, k_rope=k_rope, **how)
-
-
-def gathered(p, latent, k_rope, pages, rope_pages, table, size, lies):
-    """Both as rows of pages."""
-    both = ((latent, pages), (k_rope, rope_pages))
-    return [p.reshaped(p.paged_rows(rows=x, pages=of, table=table, size=size, lies=lies)) for x, of in both]
 
 
 @dataclass(frozen=True)
@@ -61,11 +56,8 @@ def keys(latent: Tensor, query: Tensor) -> Any:
 def laid(table: Tensor | None, pages: tuple[Tensor, Tensor], size: int, lies: str) -> list[Tensor]:
     """Pages of latent and rotated lanes as the operator reads them: [Block, Size, D], or [Block, 1, D/L, Size, L]."""
     require(table is not None, "no block table names the pages")
-    if lies != "lines":
-        return [paged.laid(each, size) for each in pages]
-    together = all(each.is_contiguous() for each in pages)
-    require(together, "the pages do not lie together, so that reading them in place would copy them all")
-    return [each.reshape(each.shape[0], 1, -1, *each.shape[-2:]) for each in pages]
+    lay = latent_calls.in_lines if lies == "lines" else paged.laid
+    return [lay(each, size) for each in pages]
 
 
 def by_table(

@@ -98,7 +98,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_shifted, **odd_products}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
-        readings, misses, fixed, facts, (*pages.items(), *shifted.items()),
+        readings, misses, fixed, facts, (*pages.items(), *found.also.items(), *shifted.items()),
     )  # fmt: skip
 
 

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch.fx as fx
 
-from fusion.graph import Algebra, Reading, Value, unviewed
+from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.pages import Gather, gathers
+from fusion.stages.canonicalise.projections import is_fixed
 from fusion.stages.canonicalise.writes import wrapped
 
 _ALONE = (
@@ -44,7 +45,7 @@ def readings(
     """Readings of gathered pages of caches of which two are gathered alike; why others are not."""
     known = [value for value in places if sum(not isinstance(size, int) for size in value.shape) < 2]
     found = {value: rows for value in known if (rows := _read(a, folder, value)) is not None}
-    found = {value: rows for value, rows in found.items() if not _is_fixed(rows.pages, places, fixed)}
+    found = {value: rows for value, rows in found.items() if not is_fixed(places, fixed, rows.pages)}
     alike = Counter((rows.table, rows.size, rows.lengths) for rows in found.values())
     pairs = {value for value, rows in found.items() if alike[rows.table, rows.size, rows.lengths] > 1}
     told = {value: _reading(a, value, found[value]) for value in found if value in pairs}
@@ -55,12 +56,6 @@ def _reading(a: Algebra, value: Value, rows: _Rows) -> Reading:
     table = wrapped(a, rows.table, rows.pages.shape[0])
     captures = {"pages": rows.pages, "table": table, "size": rows.size, "lengths": rows.lengths}
     return Reading("gathered_pages", {**captures, "shape": value.shape})
-
-
-def _is_fixed(pages: Value, places: Mapping[Value, Sequence[fx.Node]], fixed: Collection[fx.Node]) -> bool:
-    """Whether what is gathered from is a weight: a table of rows, no cache."""
-    nodes = places.get(unviewed(pages), ())
-    return any(node in fixed for node in nodes)
 
 
 def _read(a: Algebra, folder: Folder, value: Value) -> _Rows | None:

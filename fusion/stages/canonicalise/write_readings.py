@@ -1,11 +1,12 @@
 """Readings of writes: which values are a cache with new rows, in the words of rules.
 
     write(cache, rows, start; axis)          write_rows(cache, rows, index; axis)      write_slice(…; start, axis)
-    write_places(…, index, inner, slots)     write_pages(cache, rows, slots)           slide(cache, rows; axis)
-    write_lines(cache, rows, slots; line): pages [Block, .., A, Size, L] that hold a row in A lines of L
+    write_places(…, index, inner; axis)      slide(cache, rows; axis)
+    write_pages(cache, rows, slots; line): pages [Block, Size, ..], or [Block, .., A, Size, L] where a row is A lines
     write_inside(cache, rows, position; axis): where(arange == position, rows, cache), nothing where it is outside
 
-A slot counts the rows of all pages [Block, Size, …]. Look-alikes of writes into an input are told with their reason.
+A slot counts the rows of all pages; it is missing where a place is not proven to lie in its page. Look-alikes of writes
+into an input are told with their reason.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Writes:
     def __init__(self, a: Algebra, folder: Folder, written: Collection[Value]) -> None:
         """`written` are the inputs that the graph changes."""
         self.readings: dict[Value, Reading] = {}
+        self.also: dict[Value, Reading] = {}  # places of pages, told once more as slots
         self.misses: dict[Value, tuple[str, str]] = {}
         self._algebra, self._folder, self._written = a, folder, written
 
@@ -87,9 +89,8 @@ class Writes:
         captures: dict[str, Any] = {"cache": cache, "rows": rows, "index": index, "axis": value.attrs[0]}
         if not inner:
             return Reading("write_rows", captures)
-        slots = _slots(self._algebra, cache.shape[:2], index, inner[0])
-        known = {} if slots is None else {"slots": slots}
-        return Reading("write_places", captures | {"inner": inner[0]} | known)
+        self.also[value] = _to_pages(cache, rows, _slots(self._algebra, cache.shape[:2], index, inner[0]))
+        return Reading("write_places", captures | {"inner": inner[0]})
 
     def _lines(self, value: Value) -> Outcome:
         """Rows of pages [Block, .., A, Size, L], where each lies in A lines."""
@@ -97,7 +98,7 @@ class Writes:
         slots = _slots(self._algebra, (cache.shape[0], cache.shape[-2]), block, place)
         if slots is None:
             return _NO_FORM if self._is_cache(cache) else None
-        return Reading("write_lines", {"cache": cache, "rows": rows, "slots": slots, "line": cache.shape[-1]})
+        return _to_pages(cache, rows, slots, cache.shape[-1])
 
     def _slice(self, value: Value) -> Outcome:
         cache, rows = value.args
@@ -118,8 +119,7 @@ class Writes:
             return None
         if flat.op == "write" and rows.shape[0] != 1:
             return None
-        slots = self._algebra.reshape(index, rows.shape[:1])
-        return Reading("write_pages", {"cache": cache.arg, "rows": rows, "slots": slots})
+        return _to_pages(cache.arg, rows, self._algebra.reshape(index, rows.shape[:1]))
 
     # choices ---------------------------------------------------------------------------------------------------
 
@@ -219,6 +219,11 @@ def _limited(rows: Value, value: Value, one: Sequence[Any]) -> tuple[Any, ...]:
 
 def _at_start(cache: Value, rows: Value, start: Value, axis: int) -> Reading:
     return Reading("write", {"cache": cache, "rows": rows, "start": start, "axis": axis})
+
+
+def _to_pages(cache: Value, rows: Value, slots: Value | None, line: Any = None) -> Reading:
+    known = {} if slots is None else {"slots": slots}
+    return Reading("write_pages", {"cache": cache, "rows": rows, **known, "line": line})
 
 
 def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Value | None:
