@@ -8,6 +8,7 @@ from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_atb import LatentAttentionAtb
+from patterns.composites.latent_attention_atb_whole import LatentAttentionAtbWhole
 from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_preprocess import MlaPreprocess
@@ -61,6 +62,7 @@ def library() -> tuple[Rule, ...]:
         LatentAttention(),
         PagedLatentAttention(),
         LatentAttentionAtb(),
+        LatentAttentionAtbWhole(),
         LatentAttentionWhole(),
         RingMla(),
         AttentionUpdate(),

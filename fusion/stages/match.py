@@ -27,6 +27,7 @@ CANONICAL = frozenset(
         "partial_rotation",
         "softmax_attention",
         "whole_latent_attention",
+        "rounded_latent_attention",
         "folded_query",
         "fixed_quantised",
         "shifted_quantised",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import fusion
+from patterns.examples import latent_attention_atb_whole as whole
 
 MLA = "atb::npu_multi_head_latent_attention"
 OTHERS = (
@@ -105,6 +106,39 @@ def test_parts_of_the_keys_are_merged_in_the_call():
 def test_rows_of_128_heads_need_the_mask_of_fixed_shape():
     assert report(model(last), *inputs(2, heads=128)).ops[MLA] == 1
     assert MLA not in report(model(none), *inputs(2, heads=128)).ops
+
+
+def whole_lines(rows: int) -> tuple[Tensor, ...]:
+    """Queries and latents in int8, the latter in lines of 32; rotated lanes, a block table, scales of 8 heads."""
+    torch.manual_seed(0)
+    q, latents = (torch.randint(-127, 128, shape, dtype=torch.int8) for shape in ((B, 8, rows, C), (4, 16, 128, 32)))
+    rope, ropes = (torch.randn(shape).bfloat16() for shape in ((B, 8, rows, DR), (4, 4, 128, 16)))
+    scales = (torch.rand(8) / 2**unit for unit in (14, 8))
+    return q, rope, latents, ropes, torch.tensor([[3, 0], [1, 2]]), *scales
+
+
+def over_whole(mask: Callable[[int], Tensor | None], table: bool) -> Callable[..., Tensor]:
+    def forward(
+        q: Tensor, rope: Tensor, latents: Tensor, ropes: Tensor, blocks: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        both = (x[blocks].transpose(2, 3) if table else x.transpose(1, 2) for x in (latents, ropes))
+        latent, k_rope = (x.reshape(B, T, -1) for x in both)
+        seen = mask(q.shape[2])
+        seen = torch.ones((), dtype=torch.bool) if seen is None else seen
+        return whole.written_out(q, rope, latent, k_rope, seen, keys, values)
+
+    return forward
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["own order", "block table"])
+@pytest.mark.parametrize(("rows", "mask"), [(1, none), (4, last)])
+def test_whole_numbers_in_lines_with_rounded_weights(rows: int, mask: Any, table: bool):
+    found = report(over_whole(mask, table), *whole_lines(rows))
+    assert found.ops == {MLA: 1}
+    call = next(node for node in found.graphs[0].graph.nodes if "latent_attention" in str(node.target))
+    assert call.kwargs["cache_mode"] == "int8_nzcache"
+    assert call.kwargs.get("mask_type") == ("mask_type_free" if rows > 1 else None)
+    assert all(call.kwargs[name].meta["val"].dtype == torch.float32 for name in ("qk_descale", "pv_descale"))
 
 
 def test_it_stands_back_where_the_other_attention_is_there():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ from fusion.stages.canonicalise.log_sums import log_sums
 from fusion.stages.canonicalise.merges import merges
 from fusion.stages.canonicalise.pages import paged
 from fusion.stages.canonicalise.rotation import rotation
+from fusion.stages.canonicalise.rounded_attention import NAME as ROUNDED
+from fusion.stages.canonicalise.rounded_attention import rounded_attention
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 from fusion.weights import derived
 
@@ -69,6 +72,9 @@ _FAMILIES = (
     whole_products,
     writes,
 )
+
+_ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
+"""Ops of values that may be attention."""
 
 
 def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
@@ -127,10 +133,15 @@ def _attentions(
     for value in list(walk.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
             misses[value] = ("softmax_attention", sdpa.left_whole(walk.places[value][0]))
-        if value.op not in ("matmul", "cast", "reshape", "permute", "mul", "scale") or _only_arranges(walk, value):
+        if value.op not in _ATTENDING or _only_arranges(walk, value):
             continue
-        outcome = attention(walk.algebra, folder, assumed, written, value)
-        if isinstance(outcome, str):
+        read = partial(attention, walk.algebra, folder, assumed, written)
+        outcome = read(value)
+        rounded = rounded_attention(walk.algebra, value, read) if outcome is None else None
+        outcome = rounded or outcome
+        if isinstance(rounded, str):
+            misses.update({value: (ROUNDED, rounded)} if _ends(walk, value) else {})
+        elif isinstance(outcome, str):
             whole = outcome in whole_attention.REASONS
             misses[value] = ("whole_latent_attention" if whole else "softmax_attention", outcome)
         elif outcome is not None:
@@ -139,6 +150,12 @@ def _attentions(
             lists = any(isinstance(each, str) or each.op == "chosen_keys" for each in outcome.values())
             name = "sparse_attention" if lists else "latent_attention"
             misses.update({each: (name, why) for each, why in found.items() if isinstance(why, str)})
+
+
+def _ends(walk: _Walk, value: Value) -> bool:
+    """Whether what uses a value does more than to scale it, to cast it or to arrange it otherwise."""
+    held = [walk.held.get(user) for node in walk.places[value] for user in node.users]
+    return not any(isinstance(each, Value) and each.op in _ATTENDING for each in held)
 
 
 def _beside(
