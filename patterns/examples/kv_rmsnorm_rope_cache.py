@@ -55,6 +55,20 @@ def viewed(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Ten
     return latents, ropes
 
 
+def by_block(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
+    """To a block and a place in it."""
+    for pages, rows in ((latents, latent), (ropes, rope)):
+        pages[at // SIZE, at % SIZE] = rows.reshape(-1, 1, rows.shape[-1])
+    return latents, ropes
+
+
+def anywhere(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
+    """To a block and a place that may lie outside it."""
+    for pages, rows in ((latents, latent), (ropes, rope)):
+        pages[at // SIZE, at] = rows.reshape(-1, 1, rows.shape[-1])
+    return latents, ropes
+
+
 def flat(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
     """To slots of all pages, which have no dim of heads."""
     latents.flatten(0, 1).index_copy_(0, at, latent.flatten(0, 1))
@@ -108,6 +122,7 @@ EXAMPLES = (
     Example("behind other lanes", model(copied, 24), line(*CACHES, width=24 + C + DR + 8)),
     Example("more sequences than tokens", model(lengths), line((B + 1, T, C), (B + 1, T, DR), tokens=1)),
     Example("pages", model(viewed), line(*PAGES, index=SLOTS)),
+    Example("pages by a block and a place", model(by_block), line(*PAGES, index=SLOTS)),
     Example("pages without heads", model(flat), line((BLOCKS, SIZE, C), (BLOCKS, SIZE, DR), index=SLOTS)),
     Example("pages in lines", model(lined), line(*lines(), index=SLOTS)),
     Example("pages of one head in lines", model(lined_of_a_head), line(*lines(LINE, 1), index=SLOTS)),
@@ -151,6 +166,7 @@ REJECTS = (
         line((2 * B, T, C), (2 * B, T, DR), tokens=4),
         "other sequences than",
     ),
+    Example("a place beyond its page", model(anywhere), line(*PAGES, index=(3, 4, 0, 7, 9, 2)), "not proven to lie in"),
     Example("short lines", model(lined), line(*lines(8), index=SLOTS), "in lines of 8 numbers"),
     Example("caches that lie otherwise", model(copied), turned_caches, "is not contiguous"),
 )
