@@ -13,6 +13,7 @@ from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_preprocess import MlaPreprocess
 from patterns.composites.mla_preprocess_fixed import MlaPreprocessFixed
+from patterns.composites.mla_preprocess_whole import MlaPreprocessWhole
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
@@ -77,6 +78,7 @@ def library() -> tuple[Rule, ...]:
         MlaPrologWhole(),
         MlaPreprocess(),
         MlaPreprocessFixed(),
+        MlaPreprocessWhole(),
         CacheWrite(),
         PagedWrite(),
         PageGather(),

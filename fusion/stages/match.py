@@ -31,6 +31,7 @@ CANONICAL = frozenset(
         "folded_query",
         "fixed_quantised",
         "shifted_quantised",
+        "heads_quantised",
         "merged_parts",
         "latent_queries",
         "latent_keys",

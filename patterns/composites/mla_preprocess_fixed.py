@@ -9,15 +9,11 @@ a layer adds a bias in int32, in which the zero point may be made up for, before
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fusion import Example, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Example, attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_preprocess import Preprocess
 from patterns.composites.mla_prolog import rotated_lanes
 from patterns.composites.mla_prolog_quantised import rows
@@ -87,26 +83,21 @@ class MlaPreprocessFixed(Preprocess):
     ):  # fmt: skip
         """As for every front; and where a bias is added."""
         Preprocess.guard(self, x, up, dkv, width, begin, first, split, end, kv_cache, slots, line, eps, eps_cq, eps_ckv)
-        dtypes = [each.dtype for each in (dq_bias, uq_bias, dkv_bias) if each is not None]
-        other = next((each for each in dtypes if each != torch.int32), torch.int32)
-        require(other == torch.int32, "a layer adds a bias of {dtype}, the operator one of int32", dtype=other)
+        calls.of_int32(dq_bias, uq_bias, dkv_bias)
 
     @lowering
     def run(self, x, gamma, beta, dq, dq_scale, dq_bias, uq, uq_scale, uq_bias, up, dkv, dkv_scale, dkv_bias, gamma_cq,
             beta_cq, gamma_ckv, cos, sin, source, heads_first, kv_cache, kr_cache, slots, scale, zero, scale_cq,
             zero_cq, by, shift, by_cq, shift_cq, line):  # fmt: skip
         """One call, that writes to the pages and to fresh memory."""
-        biases = _bias(dq_bias, dq), _bias(dkv_bias, dkv), _bias(uq_bias, uq)
-        weights, scales, (down_bias, wide_bias) = (
-            calls.rows(*each, up, cos.shape[-1], source)
-            for each in ((dq, dkv, uq), (dq_scale, dkv_scale, uq_scale), biases)
+        weights, scales, biases = calls.joined(
+            (dq, dq_scale, dq_bias), (dkv, dkv_scale, dkv_bias), (uq, uq_scale, uq_bias), up, cos, source
         )
         return calls.called(
-            x, (gamma, gamma_cq, gamma_ckv), (_beta(beta, gamma), _beta(beta_cq, gamma_cq)), weights, scales, up,
-            (cos, sin), (kv_cache, kr_cache), slots, heads_first, "krope_ctkv" if line is None else "nzcache",
-            quant_mode="per_tensor_quant_asymm", bias0=down_bias, bias1=wide_bias,
-            quant_scale0=_scale(scale, by, x), quant_offset0=_zero(zero, shift, x),
-            quant_scale1=_scale(scale_cq, by_cq, x), quant_offset1=_zero(zero_cq, shift_cq, x),
+            x, (gamma, gamma_cq, gamma_ckv), (calls.beta_of(beta, gamma), calls.beta_of(beta_cq, gamma_cq)), weights,
+            scales, up, (cos, sin), (kv_cache, kr_cache), slots, heads_first,
+            "krope_ctkv" if line is None else "nzcache",
+            **calls.told(x, biases, (scale, by, zero, shift), (scale_cq, by_cq, zero_cq, shift_cq)),
         )  # fmt: skip
 
     def examples(self) -> Iterator[Example]:
@@ -116,29 +107,3 @@ class MlaPreprocessFixed(Preprocess):
     def rejects(self) -> Iterator[Example]:
         """Functions that must be refused."""
         return iter(mla_preprocess_fixed.REJECTS)
-
-
-def _beta(beta: Tensor | None, gamma: Tensor) -> Tensor:
-    """What a norm adds behind its gain."""
-    return torch.zeros_like(gamma) if beta is None else beta
-
-
-def _bias(bias: Tensor | None, weight: Tensor) -> Tensor:
-    if bias is not None:
-        return bias
-    return torch.zeros((weight.shape[0],), dtype=torch.int32, device=weight.device)
-
-
-def _scale(scale: Tensor | None, by: float, like: Tensor) -> Tensor:
-    """The scale [1] in the dtype of `like`, which must hold it as it is."""
-    if scale is None:
-        lanes = math.frexp(by)[0] * 2 / torch.finfo(like.dtype).eps
-        require(abs(lanes - round(lanes)) < 1e-9, "the dtype of x does not hold the scale {by} as it is", by=by)
-        return torch.full((1,), by, dtype=like.dtype, device=like.device)
-    same = scale.dtype == like.dtype and by == 1
-    require(same, "a scale of {dtype} is not one in the dtype of x, as the operator takes it", dtype=scale.dtype)
-    return scale
-
-
-def _zero(zero: Tensor | None, shift: float, like: Tensor) -> Tensor:
-    return torch.full((1,), int(shift), dtype=torch.int8, device=like.device) if zero is None else zero

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,10 @@ LINE = 32  # lanes of int8 in a line of NZ
 NZ = 29  # the storage format in which the operator reads its weights
 EPSILON = 1e-6  # compiled into the kernel
 Both = tuple[Tensor, Tensor]
+Layer = tuple[Tensor, Tensor, Tensor | None]
+"""A weight, its scales and a bias."""
+Constants = tuple[Tensor | None, float, Tensor | None, float]
+"""A scale and a number that it is multiplied by; a zero point and a number that is added to it."""
 
 
 def epsilons(*given: float) -> None:
@@ -70,3 +75,56 @@ def _laid(pages: Tensor, cache_mode: str) -> Tensor:
     if cache_mode == "krope_ctkv":
         return pages.reshape(*pages.shape[:2], 1, pages.shape[-1])
     return pages.reshape(pages.shape[0], -1, *pages.shape[-2:])
+
+
+# constants of quantisation
+
+
+def of_int32(*biases: Any) -> None:
+    """Refuse biases that are not added among the whole numbers."""
+    other = next((each.dtype for each in biases if each is not None and each.dtype != torch.int32), torch.int32)
+    require(other == torch.int32, "a layer adds a bias of {dtype}, the operator one of int32", dtype=other)
+
+
+def joined(dq: Layer, dkv: Layer, uq: Layer, up: Tensor, cos: Tensor, source: str) -> list[Both]:
+    """Weights, scales and biases of the layers of x, and of the heads, as the operator reads them."""
+    biases = _bias(dq), _bias(dkv), _bias(uq)
+    each = (dq[0], dkv[0], uq[0]), (dq[1], dkv[1], uq[1]), biases
+    return [rows(*of, up, cos.shape[-1], source) for of in each]
+
+
+def told(x: Tensor, biases: Both, first: Constants, second: Constants) -> dict[str, Any]:
+    """What the operator is told of constants: a scale, its factor, a zero point and a number beside it, twice."""
+    constants = {
+        name: of
+        for n, (scale, by, zero, shift) in enumerate((first, second))
+        for name, of in ((f"quant_scale{n}", scale_of(scale, by, x)), (f"quant_offset{n}", _zero(zero, shift, x)))
+    }
+    return dict(quant_mode="per_tensor_quant_asymm", bias0=biases[0], bias1=biases[1], **constants)
+
+
+def beta_of(beta: Tensor | None, gamma: Tensor) -> Tensor:
+    """What a norm adds behind its gain."""
+    return torch.zeros_like(gamma) if beta is None else beta
+
+
+def _bias(layer: Layer) -> Tensor:
+    weight, _, bias = layer
+    if bias is not None:
+        return bias
+    return torch.zeros((weight.shape[0],), dtype=torch.int32, device=weight.device)
+
+
+def scale_of(scale: Tensor | None, by: float, like: Tensor) -> Tensor:
+    """The scale [1] in the dtype of `like`, which must hold it as it is."""
+    if scale is None:
+        lanes = math.frexp(by)[0] * 2 / torch.finfo(like.dtype).eps
+        require(abs(lanes - round(lanes)) < 1e-9, "the dtype of x does not hold the scale {by} as it is", by=by)
+        return torch.full((1,), by, dtype=like.dtype, device=like.device)
+    same = scale.dtype == like.dtype and by == 1
+    require(same, "a scale of {dtype} is not one in the dtype of x, as the operator takes it", dtype=scale.dtype)
+    return scale
+
+
+def _zero(zero: Tensor | None, shift: float, like: Tensor) -> Tensor:
+    return torch.full((1,), int(shift), dtype=torch.int8, device=like.device) if zero is None else zero

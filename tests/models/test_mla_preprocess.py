@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fusion
 from patterns.examples import mla_preprocess_fixed as by_constants
+from patterns.examples import mla_preprocess_whole as whole
 from patterns.examples.mla_preprocess import Sizes, inputs, lines, model
 from patterns.examples.mla_prolog_paged import in_lines, of_lines, viewed
 
@@ -69,6 +70,19 @@ def test_scales_and_zero_points_that_the_model_holds_are_told():
     assert {name: each.dtype for name, each in told.items()} == {
         "quant_scale0": HALF, "quant_offset1": torch.int8, "bias0": torch.int32, "bias1": torch.int32,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["scales of tokens", "constants"])
+def test_whole_queries_and_a_whole_cache_come_from_one_call(fixed: bool):
+    given = (whole.of_constants if fixed else whole.of_tokens)(1, sizes=PAGES)(HALF)
+    options = OPTIONS | {"lengths": "host"}
+    with torch.no_grad():
+        report = fusion.explain(whole.model(fixed, heads=PAGES.n), *given, options=options)
+    assert report.ops == {MLAPO: 1, "atb::npu_multi_head_latent_attention": 1}
+    front, attention = [node for node in report.graphs[0].graph.nodes if "atb" in str(node.target)]
+    assert front.kwargs["cache_mode"] == attention.kwargs["cache_mode"] == "int8_nzcache"
+    assert front.kwargs["quant_mode"] == ("per_tensor_quant_asymm" if fixed else "per_token_quant_symm")
+    assert [list(front.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 16, 128, 32], [9, 4, 128, 16]]
 
 
 @pytest.mark.nightly
