@@ -38,6 +38,19 @@ class LatentAttentionAtb(Rule):
         return scores.softmax(-1).to(q.dtype) @ v
 
     @pattern
+    def gathered_with_sums(
+        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
+        whole=tensor("*L"), whole_rope=tensor("*R"), cache=tensor("*P"), rope_cache=tensor("*Q"),
+        table=tensor("B P"), up_key=tensor("N D C", optional=True), up_value=tensor("N C E", optional=True),
+        length=tensor("B", optional=True), size=attribute(), scale=scalar(), order=attribute(),
+        window=attribute(), known=attribute(), empty=attribute(), summed=attribute(),
+    ):  # fmt: skip
+        """With the log-sum-exp of the scores, over pages of a cache that a block table names."""
+        seen = dict(length=length, scale=scale, order=order, window=window, known=known, empty=empty)
+        latent, k_rope = latent_calls.gathered(p, whole, whole_rope, cache, rope_cache, table, size, "rows")
+        return _summed(p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value), summed, seen)
+
+    @pattern
     def with_sums(
         self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
         latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
@@ -46,11 +59,7 @@ class LatentAttentionAtb(Rule):
     ):  # fmt: skip
         """With the log-sum-exp of the scores, in the dtype of the queries."""
         seen = dict(length=length, scale=scale, order=order, window=window, known=known, empty=empty)
-        q = p.latent_queries(nope=nope, rope=q_rope, absorbed=absorbed)
-        k = p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None)
-        v = p.latent_values(latent=latent, up=up_value)
-        sums = p.as_dtype(p.attention_log_sum(q=q, k=k, **seen), q_rope)
-        return p.softmax_attention(q=q, k=k, v=v, finish=summed, **seen), sums
+        return _summed(p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value), summed, seen)
 
     @pattern
     def in_lines(
@@ -120,6 +129,7 @@ class LatentAttentionAtb(Rule):
     def listed(self, absorbed, q_rope, cache, rope_cache, table, size, lies, up_value, length, scale, order, window,
                known, finish, values):  # fmt: skip
         """The same over pages that a block table names."""
+        require(finish is not None, "the log-sum-exp of the scores is used")
         require(table is not None, "no block table names the pages")
         pages = atb.listed(cache, rope_cache, table, size, MODES[lies])
         y = atb.told(absorbed, q_rope, pages, length, scale, order, window, known)
@@ -127,12 +137,16 @@ class LatentAttentionAtb(Rule):
 
     @lowering
     @variants(values=("transposed", "multiplied"))
-    def ring(self, absorbed, q_rope, latent, k_rope, up_value, length, scale, window, known, summed, values):
+    def ring(self, absorbed, q_rope, latent, k_rope, cache, rope_cache, table, size, up_value, length, scale, window,
+             known, summed, values):  # fmt: skip
         """One query of each sequence, with the log-sum-exp of its scores."""
         require(summed is not None, "nothing uses the log-sum-exp of the scores")
         one = absorbed.shape[2] == 1 and window is None and length is None
         require(one, "with the log-sum-exp, each sequence has one query, and keys whose number is known before")
-        pages = _pages(absorbed.shape[0], latent, k_rope, None, None)
+        if table is None:
+            pages = _pages(absorbed.shape[0], latent, k_rope, None, None)
+        else:
+            pages = atb.listed(cache, rope_cache, table, size, "krope_ctkv")
         context = [pages.room if known is None else known] * absorbed.shape[0]
         y, sums = atb.attended(
             absorbed, q_rope, pages, context, scale, dict(calc_type="calc_type_ring", return_lse=True)
@@ -166,6 +180,16 @@ class LatentAttentionAtb(Rule):
     def rejects(self) -> Iterator[Example]:
         """Functions that must be refused."""
         return iter(latent_attention_atb.REJECTS)
+
+
+def _summed(p, q, kv, up, finish, seen):
+    """The terms of attention and of its log-sum-exp."""
+    (nope, rope, absorbed), (latent, k_rope), (up_key, up_value) = q, kv, up
+    query = p.latent_queries(nope=nope, rope=rope, absorbed=absorbed)
+    k = p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=None)
+    v = p.latent_values(latent=latent, up=up_value)
+    sums = p.as_dtype(p.attention_log_sum(q=query, k=k, **seen), rope)
+    return p.softmax_attention(q=query, k=k, v=v, finish=finish, **seen), sums
 
 
 def _pages(

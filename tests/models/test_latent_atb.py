@@ -12,6 +12,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 import fusion
 from patterns.examples import latent_attention_atb_whole as whole
+from patterns.examples import ring_mla
 
 MLA = "atb::npu_multi_head_latent_attention"
 OTHERS = (
@@ -23,20 +24,31 @@ OTHERS = (
 B, D, DR, C, E, T = 2, 128, 64, 512, 128, 256
 
 
-def inputs(rows: int, heads: int = 8, paged: bool = False) -> tuple[Tensor, ...]:
-    """Queries, latents (or pages in lines of 16), rotated keys, and the projection, a Parameter."""
+TABLE = torch.tensor([[3, 0], [1, 2]])
+"""Which of four pages belong to the sequences."""
+
+
+def inputs(rows: int, heads: int = 8, lies: str = "rows") -> tuple[Tensor, ...]:
+    """Queries, latents (or pages, or those in lines of 16), rotated keys, and the projection, a Parameter."""
     torch.manual_seed(0)
     shapes = (B, heads, rows, D + DR), (B, T, C), (B, T, DR), (heads * (D + E), C)
     q, latent, rope, up = (torch.randn(shape).bfloat16() / 4 for shape in shapes)
-    if paged:
+    if "lines" in lies:
         latent, rope = (x.view(-1, 128, x.shape[-1] // 16, 16).transpose(1, 2).contiguous() for x in (latent, rope))
+    elif lies == "pages":
+        latent, rope = (x.view(-1, 128, x.shape[-1]) for x in (latent, rope))
     return q, latent, rope, torch.nn.Parameter(up / 8, requires_grad=False)
 
 
-def model(mask: Callable[[int], Tensor | None], paged: bool = False) -> Callable[..., Tensor]:
+def rows_of(x: Tensor, lies: str) -> Tensor:
+    """Rows [B, T, D] of pages in their own order, or in that of the table."""
+    x = x if lies in ("rows", "lines") else x[TABLE]
+    return (x.transpose(-3, -2) if "lines" in lies else x).reshape(B, T, -1)
+
+
+def model(mask: Callable[[int], Tensor | None], lies: str = "rows") -> Callable[..., Tensor]:
     def forward(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
-        if paged:
-            latent, rope = (x.transpose(1, 2).reshape(B, T, -1) for x in (latent, rope))
+        latent, rope = (rows_of(x, lies) for x in (latent, rope))
         heads = q.shape[1]
         nope, v = linear(latent, up).unflatten(-1, (heads, D + E)).transpose(1, 2).split((D, E), dim=-1)
         k = torch.cat((nope, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
@@ -53,54 +65,74 @@ def none(rows: int) -> None:
     return None
 
 
+def some(rows: int) -> Tensor:
+    """What no words tell; a query sees its own key."""
+    return (torch.arange(T) * (torch.arange(rows)[:, None] + 5) % 7 > 2) | (last(rows) & ~last(rows + 1)[:-1])
+
+
 def report(function: Any, *args: Any, **options: Any) -> Any:
     chosen = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager", "disable": OTHERS}
     return fusion.explain(function, *args, options=chosen | options)
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "lines"])
-@pytest.mark.parametrize(("rows", "mask"), [(1, none), (4, last)])
-def test_the_chip_takes_it_where_nothing_else_is_left(rows: int, mask: Any, paged: bool):
-    found = report(model(mask, paged), *inputs(rows, paged=paged))
+SPEC = "calc_type_spec"
+
+
+@pytest.mark.parametrize("lies", ["rows", "lines", "pages", "lines by a table"])
+@pytest.mark.parametrize(
+    ("rows", "mask", "told"),
+    [
+        (1, none, (None, None)),
+        (4, none, (None, SPEC)),
+        (4, last, ("mask_type_free", SPEC)),
+        (3, some, ("mask_type_spec", SPEC)),
+    ],
+)
+def test_the_chip_takes_it_where_nothing_else_is_left(rows: int, mask: Any, told: tuple[Any, Any], lies: str):
+    found = report(model(mask, lies), *inputs(rows, lies=lies))
     assert found.ops[MLA] == 1
-    assert ("nzcache" in str(found.graphs[0].graph)) == paged
+    call = next(node for node in found.graphs[0].graph.nodes if "latent_attention" in str(node.target))
+    assert (call.kwargs.get("mask_type"), call.kwargs.get("calc_type")) == told
+    assert call.kwargs["cache_mode"] == ("nzcache" if "lines" in lies else "krope_ctkv")
 
 
 def parts(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over some keys [B, N, T, D + Dr], with the log-sum-exp in the dtype of the model."""
     nope, v = linear(latent, up).unflatten(-1, (q.shape[1], D + E)).transpose(1, 2).split((D, E), dim=-1)
     k = torch.cat((nope, rope.unsqueeze(1).expand(-1, q.shape[1], -1, -1)), dim=-1)
-    return summed(q, k, v)
+    out, sums = ring_mla.attended(q, k, v)
+    return out, sums.to(q.dtype)
 
 
-def summed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    scores = (q @ k.transpose(-2, -1)).float() * 0.1
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    return (weights / total).to(q.dtype) @ v, (top + total.log()).to(v.dtype)
+def of_pages(q: Tensor, latents: Tensor, ropes: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return parts(q, rows_of(latents, "pages"), rows_of(ropes, "pages"), up)
 
 
-def merged(q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    scores = (q @ k.transpose(-2, -1)).float() * 0.1
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    out, lse = (weights / total).to(q.dtype) @ v, top + total.log()
-    top = torch.maximum(sums, lse)
-    old, new = (sums - top).exp(), (lse - top).exp()
-    return ((before.float() * old + out.float() * new) / (old + new)).to(q.dtype), top + (old + new).log()
+@pytest.mark.parametrize(("function", "lies"), [(parts, "rows"), (of_pages, "pages")])
+def test_sums_come_from_the_same_call(function: Any, lies: str):
+    graph = report(function, *inputs(1, lies=lies)).graphs[0].graph
+    assert "npu_multi_head_latent_attention.lse" in str(graph)
+    assert "aten.index.Tensor" not in str(graph)
 
 
-def test_sums_come_from_the_same_call():
-    assert "npu_multi_head_latent_attention.lse" in str(report(parts, *inputs(1)).graphs[0].graph)
+@pytest.mark.parametrize("before", [False, True], ids=["first", "merged"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "diagonal"])
+def test_parts_of_the_keys_are_one_step_of_a_ring(before: bool, causal: bool):
+    rows = 512 if causal else 32
+    shapes = (rows, D + DR), (512, D + DR), (512, E), (rows, E)
+    q, k, v, result = (torch.randn(B, 8, *shape).bfloat16() for shape in shapes)
+    weight = torch.nn.Parameter(torch.randn(D + DR, D + DR).bfloat16(), requires_grad=False)
+    function = ring_mla.merged if before else ring_mla.attended
 
+    def step(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        seen = torch.full((rows, rows), -torch.inf).triu(1) if causal else None
+        return function(linear(q, weight), *rest, mask=seen)
 
-def test_parts_of_the_keys_are_merged_in_the_call():
-    q, k, v, before = (torch.randn(B, 8, n, d).bfloat16() for n, d in ((32, D + DR), (T, D + DR), (T, E), (32, E)))
-    found = report(merged, q, k, v, before, torch.randn(B, 8, 32, 1))
+    found = report(step, q, k, v, *((result, torch.randn(B, 8, rows, 1)) if before else ()))
     assert found.ops["atb::npu_ring_mla"] == 1
-    assert "calc_type_default" in str(found.graphs[0].graph)
+    call = next(node for node in found.graphs[0].graph.nodes if "ring_mla" in str(node.target))
+    assert call.kwargs["calc_type"] == ("calc_type_default" if before else "calc_type_first_ring")
+    assert call.kwargs["mask_type"] == ("mask_type_triu" if causal else "no_mask")
 
 
 def test_rows_of_128_heads_need_the_mask_of_fixed_shape():
