@@ -124,6 +124,14 @@ def rounded_total(q, rope, latent, k_rope, seen, of_scores, of_values):
     return (y * of_values[:, None, None]).to(rope.dtype)
 
 
+def cut(q, rope, latent, k_rope, seen, of_scores, of_values):
+    """Cut off toward zero."""
+    scores = scored(q, rope, latent, k_rope, seen, of_scores)
+    shares = (scores - scores.amax(-1, keepdim=True)).exp()
+    y = torch.einsum("bnst,btc->bnsc", (shares * 127).to(torch.int8).float(), latent.float())
+    return (y / shares.sum(-1, keepdim=True) * (of_values[:, None, None] / 127)).to(rope.dtype)
+
+
 def of_sequences(q, rope, latent, k_rope, seen, of_scores, of_values):
     """A scale of each sequence besides."""
     more = torch.arange(1, 1 + q.shape[0]).float()[:, None]
@@ -133,6 +141,7 @@ def of_sequences(q, rope, latent, k_rope, seen, of_scores, of_values):
 REJECTS = (
     Example("scales of sequences", by_table(of_sequences), inputs(1), "else than one scale of each head"),
     Example("other steps", by_table(other_steps), inputs(1), "to steps of 1 / 255"),
+    Example("cut off", by_table(cut), inputs(1), "cut off toward zero"),
     Example("rounded shares", by_table(rounded_shares), inputs(1), "shares of 1 are rounded"),
     Example("divided by the rounded sum", by_table(rounded_total), inputs(1), "as they were before they were rounded"),
     Example("other lines", by_table(written_out), inputs(1, 16), "in lines of 16 numbers, not of 32"),

@@ -173,6 +173,53 @@ def test_whole_numbers_in_lines_with_rounded_weights(rows: int, mask: Any, table
     assert all(call.kwargs[name].meta["val"].dtype == torch.float32 for name in ("qk_descale", "pv_descale"))
 
 
+def exponentials(scores: Tensor, top: Tensor | None = None) -> Tensor:
+    return (scores - (scores.amax(-1, keepdim=True) if top is None else top)).exp()
+
+
+def halved(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounded, then halved, then cut off."""
+    shares = exponentials(scores)
+    return ((shares * 127).round() / 2).to(torch.int8).float() * 2, shares.sum(-1, keepdim=True)
+
+
+def of_another_row(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest score is that of other queries."""
+    shares = exponentials(scores, scores.flip(1).amax(-1, keepdim=True))
+    return (shares * 127).round(), shares.sum(-1, keepdim=True)
+
+
+def narrowed(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest score is rounded to 16 bits first."""
+    shares = exponentials(scores, scores.amax(-1, keepdim=True).bfloat16().float())
+    return (shares * 127).round(), shares.sum(-1, keepdim=True)
+
+
+def bounded(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of at most 100."""
+    shares = exponentials(scores)
+    return (shares * 127).round().clamp(0, 100), shares.sum(-1, keepdim=True)
+
+
+def squared(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Divided by the sum twice."""
+    shares = exponentials(scores)
+    return (shares * 127).round(), shares.sum(-1, keepdim=True).square()
+
+
+@pytest.mark.parametrize("weigh", [halved, of_another_row, narrowed, bounded, squared])
+def test_other_weights_stay_as_they_are(weigh: Callable[[Tensor], tuple[Tensor, Tensor]]):
+    def attend(q, rope, latent, k_rope, seen, of_scores, of_values):
+        weights, total = weigh(whole.scored(q, rope, latent, k_rope, seen, of_scores))
+        y = torch.einsum("bnst,btc->bnsc", weights, latent.float()) / total
+        return (y * (of_values[:, None, None] / 127)).to(rope.dtype)
+
+    options = {"target": "host", "lower": "eager", "disable": OTHERS, "lengths": "host"}
+    inputs = whole.inputs(1)(torch.bfloat16)
+    assert MLA in fusion.explain(whole.by_table(whole.in_floats), *inputs, options=options).ops
+    assert MLA not in fusion.explain(whole.by_table(attend), *inputs, options=options).ops
+
+
 def test_it_stands_back_where_the_other_attention_is_there():
     ops = report(model(none), *inputs(1), disable=()).ops
     assert "npu::npu_fused_infer_attention_score_v2" in ops

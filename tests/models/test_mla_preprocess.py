@@ -60,12 +60,15 @@ def test_pages_in_lines_of_nz_are_written_as_they_lie():
     assert not [name for name in called(report) if "clone" in name or "copy_." in name or "index_put" in name]
 
 
-def test_scales_and_zero_points_that_the_model_holds_are_told():
-    given = by_constants.inputs(1, sizes=PAGES)(HALF)
+@pytest.mark.parametrize("lined", [False, True], ids=["rows", "lines"])
+def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
+    given = (by_constants.lines if lined else by_constants.inputs)(1, sizes=PAGES)(HALF)
+    forms = dict(write=in_lines, read=of_lines) if lined else dict(write=viewed)
     with torch.no_grad():
-        report = fusion.explain(by_constants.model(viewed, heads=PAGES.n), *given, options=OPTIONS)
+        report = fusion.explain(by_constants.model(heads=PAGES.n, **forms), *given, options=OPTIONS)
     (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
     assert call.kwargs["quant_mode"] == "per_tensor_quant_asymm"
+    assert call.kwargs["cache_mode"] == ("nzcache" if lined else "krope_ctkv")
     told = {name: call.kwargs[name].meta["val"] for name in ("quant_scale0", "quant_offset1", "bias0", "bias1")}
     assert {name: each.dtype for name, each in told.items()} == {
         "quant_scale0": HALF, "quant_offset1": torch.int8, "bias0": torch.int32, "bias1": torch.int32,

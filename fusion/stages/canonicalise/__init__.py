@@ -100,19 +100,11 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
     heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
     by_heads, odd_by_heads = head_scales.readings(walk.algebra, walk.places)
-    readings = {**heads, **_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **by_heads, **products}
+    readings = {**heads, **_linears(walk, readings, fixed), **readings, **by_heads, **rows, **fixed_rows, **products}
     readings |= whole_heads.readings(walk.algebra, readings)
     pages, odd_pages = page_rows.readings(walk.algebra, folder, walk.places, fixed)
-    misses = {
-        **odd_heads,
-        **odd_pages,
-        **misses,
-        **odd_rows,
-        **odd_fixed,
-        **odd_shifted,
-        **odd_by_heads,
-        **odd_products,
-    }
+    misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_shifted, **odd_by_heads}
+    misses |= odd_products
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
         readings, misses, fixed, facts, (*pages.items(), *found.also.items(), *shifted.items()),

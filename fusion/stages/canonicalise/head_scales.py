@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.quantisation import Found, Misses, Places, exact, is_float, rounded
+from fusion.stages.canonicalise.quantisation import Found, Misses, Places, exact, is_float, rounded, unscaled
 
 _DIVIDED = "queries are divided by a scale of each head, where the operator multiplies by one"
 _BOUNDS = "whole queries are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"
@@ -35,7 +35,7 @@ def _read(a: Algebra, value: Value) -> Reading | str | None:
         if heads == 1 or (1,) * (4 - factor.rank) + factor.shape != (1, heads, 1, 1) or not below.rounded:
             continue
         scale = exact(a.reshape(factor, (heads,)))
-        if scale.op == "power":
+        if unscaled(scale)[0].op == "power":
             return _DIVIDED
         if (below.low, below.high) != (-128, 127):
             return _BOUNDS.format(low=below.low, high=below.high)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from math import isclose, prod
 from typing import Any
 
+import torch
+
 from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise.arrangement import Step
 from fusion.stages.canonicalise.quantisation import exact, is_float, unscaled
@@ -24,6 +26,7 @@ STEPS = 127
 NAME = "rounded_latent_attention"
 _COUNT = "weights are rounded to steps of 1 / {steps:g}, by the operator to 1 / 127"
 _SHARES = "shares of 1 are rounded, where the operator rounds exp(s - max s) and divides by its sum behind the product"
+_CUT = "weights are cut off toward zero, where the operator rounds to the nearest"
 _LOST = "what is rounded is not exp(s - max s) of a row"
 _TOTAL = "the result is not divided by the sum of the weights as they were before they were rounded"
 _HEADS = "scores are multiplied by something else than one scale of each head"
@@ -65,6 +68,8 @@ def _down(a: Algebra, z: Value, so: _Steps, to: str) -> tuple[Value, _Steps] | N
     """The value of an op below casts, factors and arrangements that leave the last dim alone."""
     while z.op != to:
         below = z.arg if z.args else z
+        if not is_float(z) and not _holds_rounded(z):
+            return None
         if z.op == "scale":
             so = replace(so, number=so.number * z.attrs[0])
         elif z.op == "mul":
@@ -81,6 +86,15 @@ def _down(a: Algebra, z: Value, so: _Steps, to: str) -> tuple[Value, _Steps] | N
             return None
         z = below
     return z, so
+
+
+def _holds_rounded(z: Value) -> bool:
+    """Whether whole numbers hold what was rounded, and nothing else."""
+    if z.dtype is torch.bool:
+        return False
+    while z.op in ("cast", "reshape", "permute", "clip"):
+        z = z.arg
+    return z.op == "round"
 
 
 def _beneath(a: Algebra, z: Value, factor: Value) -> Value:
@@ -107,7 +121,7 @@ def _weights(a: Algebra, p: Value, so: _Steps) -> tuple[Value, list[Value], floa
     if clipped is not None and clipped[0].attrs[0] <= 0 and clipped[0].attrs[1] >= STEPS:
         above = _down(a, clipped[0].arg, clipped[1], "round")
     if above is None:
-        return None
+        return _CUT if _is_cut(a, p) else None
     below = _down(a, above[0].arg, _Steps(), "exp")
     if below is None:
         return _SHARES if _down(a, above[0].arg, _Steps(), "softmax") else None
@@ -119,12 +133,21 @@ def _weights(a: Algebra, p: Value, so: _Steps) -> tuple[Value, list[Value], floa
         return _SHARES
     if not isclose(steps.number, STEPS, rel_tol=1e-6):
         return _COUNT.format(steps=steps.number)
+    if not isinstance(exps.shape[-1], int):
+        return "the number of keys is not known before"
     factors = [_behind(a, each, steps.arranged, above[0].arg) for each in above[1].factors]
     found = _without_total(a, exps, [part for each in factors for part in _parts(each)])
     if found is None:
         return _TOTAL
     rest, number = found
     return scores, rest, number * above[1].number * STEPS, (*steps.arranged, *above[1].arranged)
+
+
+def _is_cut(a: Algebra, p: Value) -> bool:
+    """Whether weights are made whole numbers without being rounded."""
+    while p.op in ("cast", "reshape", "permute", "scale") and is_float(p):
+        p = p.arg
+    return p.op == "cast" and is_float(p.arg) and _down(a, p.arg, _Steps(), "exp") is not None
 
 
 def _behind(a: Algebra, factor: Value, steps: Sequence[Step], z: Value) -> Value:
@@ -140,8 +163,8 @@ def _scores(exps: Value) -> Value | None:
     """Scores of which the largest of each row is subtracted before exponentials are taken."""
     for scores, less in (exps.arg.args, exps.arg.args[::-1]) if exps.arg.op == "add" else ():
         top, factor = unscaled(less)
-        while top.op in ("reshape", "expand", "cast"):
-            top = top.arg
+        while exact(top) is not top or top.op in ("reshape", "expand"):
+            top = exact(top) if exact(top) is not top else top.arg
         if factor == -1 and top.op == "greatest" and top.attrs == (-1,) and exact(top.arg) is exact(scores):
             return scores
     return None
@@ -221,8 +244,8 @@ def _of_heads(a: Algebra, factor: Value, heads: Any) -> Value | None:
     if factor.op == "scale":
         inner = _of_heads(a, factor.arg, heads)
         return None if inner is None else a.scale(inner, factor.attrs[0])
-    while factor.op in ("expand", "cast") and is_float(factor.arg):
-        factor = factor.arg
+    while exact(factor) is not factor or factor.op == "expand":
+        factor = exact(factor) if exact(factor) is not factor else factor.arg
     if prod(factor.shape) == 1:
         return a.cast(a.reshape(factor, (1,)), WIDE)
     lead = (1,) * (4 - factor.rank) + factor.shape
