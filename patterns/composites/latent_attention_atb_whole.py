@@ -20,6 +20,7 @@ from fusion import Example, Rule, attribute, lowering, pattern, require, scalar,
 from patterns.examples import latent_attention_atb_whole
 from patterns.primitives import atb_latent_calls as atb
 from patterns.primitives import attention_calls as calls
+from patterns.primitives import attention_page_calls as page_calls
 from patterns.primitives import latent_calls
 
 STEPS = 127
@@ -34,6 +35,22 @@ class LatentAttentionAtbWhole(Rule):
         scores = (q.float() @ latent.float().mT) * heads + rope.float() @ k_rope.float().mT
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
         return (weights * STEPS).round() @ latent.float() / STEPS / weights.sum(-1, keepdim=True)
+
+    @pattern
+    def counted(
+        self, p, query=tensor("B N S C"), rope=tensor("B N S Dr"), latent=tensor("*L"), k_rope=tensor("*R"),
+        pages=tensor("*P"), rope_pages=tensor("*Q"), table=tensor("B P"), of_scores=tensor("N"),
+        of_values=tensor("V", optional=True), mask=tensor("*M S T"), count=tensor("B"), values_by=scalar(),
+        scale=scalar(), size=attribute(), lies=attribute(), order=attribute(), window=attribute(), known=attribute(),
+        empty=attribute(), finish=attribute(),
+    ):  # fmt: skip
+        """The same up to a length that may be 0: `count` keys are seen."""
+        rows = latent_calls.gathered(p, latent, k_rope, pages, rope_pages, table, size, lies)
+        return p.rounded_latent_attention(
+            query=query, rope=rope, latent=rows[0], k_rope=rows[1], of_scores=of_scores, of_values=of_values,
+            values_by=values_by, mask=p.counted_keys(mask=mask, length=count), scale=scale, order=order, window=window,
+            known=known, empty=empty, finish=finish,
+        )  # fmt: skip
 
     @pattern
     def gathered(
@@ -77,7 +94,7 @@ class LatentAttentionAtbWhole(Rule):
 
     @lowering
     def told(self, query, rope, latent_lines, rope_lines, pages, rope_pages, table, size, of_scores, of_values,
-             values_by, length, scale, order, window, known, finish):  # fmt: skip
+             values_by, count, length, scale, order, window, known, empty, finish):  # fmt: skip
         """What is seen, told in words."""
         batch, heads = query.shape[:2]
         if table is None:
@@ -86,7 +103,12 @@ class LatentAttentionAtbWhole(Rule):
             paged = atb.listed(pages, rope_pages, table, size, "int8_nzcache")
         values = _values(of_values, values_by, query.device).expand(heads).contiguous()
         scales = dict(qk_descale=of_scores.float(), pv_descale=values)
+        if count is not None:
+            (query, length), (rope, _) = (page_calls.given_some(x, count, paged.room, empty) for x in (query, rope))
+            order = "full"
         y = atb.told(query, rope, paged, length, scale, order, window, known, **scales)
+        if count is not None and empty == "nan":
+            y = y.masked_fill((count <= 0).reshape(-1, 1, 1, 1), torch.nan)
         return calls.finished(y.transpose(1, 2), finish)
 
     def examples(self) -> Iterator[Example]:

@@ -15,12 +15,12 @@ from patterns.examples.quantisation import weights
 B, N, C, R, BLOCKS, SIZE = 2, 4, 64, 32, 7, 8
 TABLE = torch.tensor([[3, 6, 1], [5, 0, 2]])
 KEYS = TABLE.shape[1] * SIZE
-LENGTHS = torch.tensor([6, 19])
+LENGTHS, EMPTY = torch.tensor([6, 19]), torch.tensor([0, 20])
 SCALE = 0.125
 Attend = Callable[..., Tensor]
 
 
-def inputs(queries: int, line: int = 32, blocks: int = BLOCKS) -> Inputs:
+def inputs(queries: int, line: int = 32, blocks: int = BLOCKS, lengths: Tensor = LENGTHS) -> Inputs:
     """Whole and rotated queries, both caches in lines of NZ, the block table, lengths, scales of heads."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -28,16 +28,18 @@ def inputs(queries: int, line: int = 32, blocks: int = BLOCKS) -> Inputs:
         rope, k_rope = (normal(1 + n, *shape).to(dtype) for n, shape in enumerate(((B, N, queries, R), ropes)))
         heads = ((weights(5 + n, N).float().abs() + 9) / 2**unit for n, unit in enumerate((20, 12)))
         scales = (torch.nn.Parameter(each, requires_grad=False) for each in heads)
-        return weights(3, B, N, queries, C), rope, weights(4, *latents), k_rope, TABLE.clone(), LENGTHS.clone(), *scales
+        return weights(3, B, N, queries, C), rope, weights(4, *latents), k_rope, TABLE.clone(), lengths.clone(), *scales
 
     return make
 
 
-def scored(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, of_scores: Tensor) -> Tensor:
+def scored(
+    q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, of_scores: Tensor, fill: float = -math.inf
+) -> Tensor:
     """Scores in float32, those of both parts added."""
     scores = torch.einsum("bnsc,btc->bnst", q.float(), latent.float()) * of_scores[..., None, None]
     scores = (scores + torch.einsum("bnsr,btr->bnst", rope.float(), k_rope.float())) * SCALE
-    return scores.masked_fill(~seen, -math.inf)
+    return scores.masked_fill(~seen, fill)
 
 
 def written_out(q, rope, latent, k_rope, seen, of_scores, of_values):
@@ -47,6 +49,14 @@ def written_out(q, rope, latent, k_rope, seen, of_scores, of_values):
     whole = (shares * 127).round().to(torch.int8)
     y = torch.einsum("bnst,btc->bnsc", whole.float(), latent.float()) / shares.sum(-1, keepdim=True)
     return (y * (of_values[:, None, None] / 127)).to(rope.dtype)
+
+
+def least(q, rope, latent, k_rope, seen, of_scores, of_values):
+    """Hidden keys have the least number, by which a sequence without keys gives the mean."""
+    scores = scored(q, rope, latent, k_rope, seen, of_scores, torch.finfo(torch.float32).min)
+    shares = (scores - scores.amax(-1, keepdim=True)).exp()
+    y = torch.einsum("bnst,btc->bnsc", (shares * 127).round() / 127, latent.float()) / shares.sum(-1, keepdim=True)
+    return (y * of_values[:, None, None]).to(rope.dtype)
 
 
 def in_floats(q, rope, latent, k_rope, seen, of_scores, of_values):
@@ -61,6 +71,11 @@ def in_floats(q, rope, latent, k_rope, seen, of_scores, of_values):
 def single(lengths: Tensor, queries: int, keys: int) -> Tensor:
     """Up to a length that is at least 1, [B, 1, 1, T]."""
     return (torch.arange(keys) <= lengths[:, None])[:, None, None]
+
+
+def counted(lengths: Tensor, queries: int, keys: int) -> Tensor:
+    """Up to a length that may be 0, [B, 1, 1, T]."""
+    return (torch.arange(keys) < lengths[:, None])[:, None, None]
 
 
 def in_line(lengths: Tensor, queries: int, keys: int) -> Tensor:
@@ -96,6 +111,8 @@ def in_order(attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
 EXAMPLES = (
     Example("a query", by_table(written_out), inputs(1)),
     Example("a query, in floats", by_table(in_floats), inputs(1)),
+    Example("a sequence without keys", by_table(written_out, counted), inputs(1, lengths=EMPTY)),
+    Example("a sequence without keys, the least number", by_table(least, counted), inputs(1, lengths=EMPTY)),
     Example("the last queries", by_table(written_out, in_line), inputs(3)),
     Example("pages in their own order", in_order(written_out, everything), inputs(1, blocks=2 * TABLE.shape[1])),
     Example("the last queries, own order", in_order(in_floats, in_line), inputs(2, blocks=2 * TABLE.shape[1])),
