@@ -96,9 +96,7 @@ class MlaPreprocess(Preprocess):
     def run(self, x, gamma, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, source,
             heads_first, kv_cache, kr_cache, slots, line):  # fmt: skip
         """One call, that writes to the pages and to fresh memory."""
-        weights, scales = (
-            calls.rows(*each, up, cos.shape[-1], source) for each in ((dq, dkv, uq), (dq_scale, dkv_scale, uq_scale))
-        )
+        weights, scales = calls.joined((dq, dkv, uq), (dq_scale, dkv_scale, uq_scale), up, cos, source)
         betas = (torch.zeros_like(gamma), torch.zeros_like(gamma_cq))
         return calls.called(
             x, (gamma, gamma_cq, gamma_ckv), betas, weights, scales, up, (cos, sin), (kv_cache, kr_cache), slots,

@@ -90,9 +90,8 @@ class MlaPreprocessFixed(Preprocess):
             beta_cq, gamma_ckv, cos, sin, source, heads_first, kv_cache, kr_cache, slots, scale, zero, scale_cq,
             zero_cq, by, shift, by_cq, shift_cq, line):  # fmt: skip
         """One call, that writes to the pages and to fresh memory."""
-        weights, scales, biases = calls.joined(
-            (dq, dq_scale, dq_bias), (dkv, dkv_scale, dkv_bias), (uq, uq_scale, uq_bias), up, cos, source
-        )
+        weights, scales = calls.joined((dq, dkv, uq), (dq_scale, dkv_scale, uq_scale), up, cos, source)
+        biases = calls.biases((dq_bias, dq), (dkv_bias, dkv), (uq_bias, uq), up, cos, source)
         return calls.called(
             x, (gamma, gamma_cq, gamma_ckv), (calls.beta_of(beta, gamma), calls.beta_of(beta_cq, gamma_cq)), weights,
             scales, up, (cos, sin), (kv_cache, kr_cache), slots, heads_first,

@@ -117,11 +117,10 @@ class MlaPreprocessWhole(Preprocess):
         require(
             same, "a scale of {dtype} is not one in the dtype of x, as the operator takes it", dtype=query_scale.dtype
         )
-        weights, scales, biases = calls.joined(
-            (dq, dq_scale, dq_bias), (dkv, dkv_scale, dkv_bias), (uq, uq_scale, uq_bias), up, cos, source
-        )
+        weights, scales = calls.joined((dq, dkv, uq), (dq_scale, dkv_scale, uq_scale), up, cos, source)
         how = dict(quant_mode="per_token_quant_symm")
         if by is not None:
+            biases = calls.biases((dq_bias, dq), (dkv_bias, dkv), (uq_bias, uq), up, cos, source)
             how = calls.told(x, biases, (scale, by, zero, shift), (scale_cq, by_cq, zero_cq, shift_cq))
         betas = (calls.beta_of(beta, gamma), calls.beta_of(beta_cq, gamma_cq))
         return calls.called(

@@ -107,7 +107,7 @@ def model(
 
 EXAMPLES = (
     Example("a token", model(), of_tokens(1)),
-    Example("two tokens by halves", model(rotate=of_halves), of_tokens(2)),
+    Example("a token by halves", model(rotate=of_halves), of_tokens(1)),
     Example("a token, constants", model(fixed=True), of_constants(1)),
 )
 

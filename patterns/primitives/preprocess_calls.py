@@ -14,8 +14,9 @@ LINE = 32  # lanes of int8 in a line of NZ
 NZ = 29  # the storage format in which the operator reads its weights
 EPSILON = 1e-6  # compiled into the kernel
 Both = tuple[Tensor, Tensor]
-Layer = tuple[Tensor, Tensor, Tensor | None]
-"""A weight, its scales and a bias."""
+Three = tuple[Tensor, Tensor, Tensor]
+Layer = tuple[Tensor | None, Tensor]
+"""A bias and a weight."""
 Constants = tuple[Tensor | None, float, Tensor | None, float]
 """A scale and a number that it is multiplied by; a zero point and a number that is added to it."""
 
@@ -86,21 +87,24 @@ def of_int32(*biases: Any) -> None:
     require(other == torch.int32, "a layer adds a bias of {dtype}, the operator one of int32", dtype=other)
 
 
-def joined(dq: Layer, dkv: Layer, uq: Layer, up: Tensor, cos: Tensor, source: str) -> list[Both]:
-    """Weights, scales and biases of the layers of x, and of the heads, as the operator reads them."""
-    biases = _bias(dq), _bias(dkv), _bias(uq)
-    each = (dq[0], dkv[0], uq[0]), (dq[1], dkv[1], uq[1]), biases
-    return [rows(*of, up, cos.shape[-1], source) for of in each]
+def joined(weights: Three, scales: Three, up: Tensor, cos: Tensor, source: str) -> tuple[Both, Both]:
+    """Weights and scales of the layers of x, and of the heads, as the operator reads them; given as dq, dkv, uq."""
+    return rows(*weights, up, cos.shape[-1], source), rows(*scales, up, cos.shape[-1], source)
 
 
-def told(x: Tensor, biases: Both, first: Constants, second: Constants) -> dict[str, Any]:
+def biases(dq: Layer, dkv: Layer, uq: Layer, up: Tensor, cos: Tensor, source: str) -> Both:
+    """The same of biases, each of which stands before its weight; zeros where there is none."""
+    return rows(_bias(*dq), _bias(*dkv), _bias(*uq), up, cos.shape[-1], source)
+
+
+def told(x: Tensor, added: Both, first: Constants, second: Constants) -> dict[str, Any]:
     """What the operator is told of constants: a scale, its factor, a zero point and a number beside it, twice."""
     constants = {
         name: of
         for n, (scale, by, zero, shift) in enumerate((first, second))
         for name, of in ((f"quant_scale{n}", scale_of(scale, by, x)), (f"quant_offset{n}", _zero(zero, shift, x)))
     }
-    return dict(quant_mode="per_tensor_quant_asymm", bias0=biases[0], bias1=biases[1], **constants)
+    return dict(quant_mode="per_tensor_quant_asymm", bias0=added[0], bias1=added[1], **constants)
 
 
 def beta_of(beta: Tensor | None, gamma: Tensor) -> Tensor:
@@ -108,8 +112,7 @@ def beta_of(beta: Tensor | None, gamma: Tensor) -> Tensor:
     return torch.zeros_like(gamma) if beta is None else beta
 
 
-def _bias(layer: Layer) -> Tensor:
-    weight, _, bias = layer
+def _bias(bias: Tensor | None, weight: Tensor) -> Tensor:
     if bias is not None:
         return bias
     return torch.zeros((weight.shape[0],), dtype=torch.int32, device=weight.device)
