@@ -9,9 +9,12 @@ from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsn
 from patterns.composites.kv_rmsnorm_rope_cache_whole import KvRmsnormRopeCacheWhole
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_atb import LatentAttentionAtb
+from patterns.composites.latent_attention_atb_whole import LatentAttentionAtbWhole
 from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_preprocess import MlaPreprocess
+from patterns.composites.mla_preprocess_fixed import MlaPreprocessFixed
+from patterns.composites.mla_preprocess_whole import MlaPreprocessWhole
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_channels import MlaPrologChannels
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
@@ -63,6 +66,7 @@ def library() -> tuple[Rule, ...]:
         LatentAttention(),
         PagedLatentAttention(),
         LatentAttentionAtb(),
+        LatentAttentionAtbWhole(),
         LatentAttentionWhole(),
         RingMla(),
         AttentionUpdate(),
@@ -79,6 +83,8 @@ def library() -> tuple[Rule, ...]:
         MlaPrologChannels(),
         MlaPrologTiles(),
         MlaPreprocess(),
+        MlaPreprocessFixed(),
+        MlaPreprocessWhole(),
         CacheWrite(),
         PagedWrite(),
         PageGather(),

@@ -4,10 +4,10 @@
     query = q W_uk        query_rope = rope(q_r)      pages[slot] = norm(k)      rope_pages[slot] = rope(k_r)
 
 *Matches* three layers in whole numbers with a scale of each token and of each channel, the norms before them, and rows
-written to the pages of both caches at the same slots, beside an attention that reads absorbed queries. *Replaces with*
-`npu_mla_preprocess`, whose norms add 1e-6; weights are prepared once: both that x is multiplied by joined, rotated
-rows of pairs put in halves, in lines of 32 in FRACTAL_NZ. It keeps the latent of the queries for itself.
-Layers whose scale and zero point are constants (per tensor) are not read as such, and so never come here.
+written to the pages of both caches at the same slots, whole or in lines of NZ, beside an attention that reads absorbed
+queries. *Replaces with* `npu_mla_preprocess`, whose norms add 1e-6; weights are prepared once: both that x is
+multiplied by joined, rotated rows of pairs put in halves, in lines of 32 in FRACTAL_NZ. It keeps the latent of the
+queries for itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.composites.mla_prolog import NZ, MlaProlog
+from fusion import Example, Rule, attribute, lowering, pattern, scalar, tensor
+from patterns.composites.mla_prolog import MlaProlog
 from patterns.composites.mla_prolog_quantised import layer, queries, rows
 from patterns.examples import mla_preprocess
 from patterns.primitives import latent_calls
-
-LINE = 32  # lanes of int8 in a line of NZ
-EPSILON = 1e-6  # compiled into the kernel
+from patterns.primitives import preprocess_calls as calls
 
 
 def front(p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv, cos,
@@ -46,23 +44,8 @@ def front(p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamm
     return (rotated, absorbed), kv
 
 
-def by_halves(weight: Tensor, heads: int, turning: Any, source: str) -> Tensor:
-    """Rows of a layer [N · W, ..], the last of each head in the order in which they are rotated by halves."""
-    if source == "half":
-        return weight
-    each = weight.unflatten(0, (heads, -1))
-    kept, pairs = each[:, :-turning], each[:, -turning:]
-    return torch.cat((kept, pairs[:, ::2], pairs[:, 1::2]), dim=1).flatten(0, 1)
-
-
-def lines(weight: Tensor) -> Tensor:
-    """A weight [out, in] as [1, in / 32, out, 32]."""
-    return torch.ops.npu.npu_format_cast(weight.unflatten(1, (-1, LINE)).transpose(0, 1).contiguous()[None], NZ)
-
-
-@dataclass(frozen=True)
-class MlaPreprocess(Rule):
-    """The whole front of latent attention in whole numbers, up to both caches."""
+class Preprocess(Rule):
+    """What the rules of whole fronts share."""
 
     def beside(self) -> frozenset[str]:
         """The attention that reads absorbed queries."""
@@ -73,8 +56,22 @@ class MlaPreprocess(Rule):
         gamma_ckv: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The meaning without rotation or quantisation: absorbed queries [B, N, S, C], their latent, rows [B, S, C]."""
-        h = torch.nn.functional.rms_norm(x, gamma.shape, gamma, EPSILON)
+        h = torch.nn.functional.rms_norm(x, gamma.shape, gamma, calls.EPSILON)
         return MlaProlog().reference(h, dq, uq, up, dkv, gamma_cq, gamma_ckv)
+
+    def guard(
+        self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
+        slots: Any, line: Any, eps: float, eps_cq: float, eps_ckv: float,
+    ):  # fmt: skip
+        """As for `MlaProlog`; and what the kernel takes no argument for."""
+        MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
+        calls.epsilons(eps, eps_cq, eps_ckv)
+        latent_calls.of_pages(kv_cache, slots, line)
+
+
+@dataclass(frozen=True)
+class MlaPreprocess(Preprocess):
+    """The whole front of latent attention in whole numbers, up to both caches."""
 
     @pattern
     def written(
@@ -86,7 +83,7 @@ class MlaPreprocess(Rule):
         end=attribute(), heads_first=attribute(), dtype_q=attribute(), dtype_kv=attribute(), fixed=attribute(),
         scale_dtype=attribute(), layer_dtype=attribute(), source=attribute(), line=attribute(),
     ):  # fmt: skip
-        """Rows of all pages by their number, or by a block and a place in it."""
+        """Rows of all pages by their number, or by a block and a place in it; whole, or in lines of NZ."""
         how = dict(scale_dtype=scale_dtype, layer_dtype=layer_dtype, fixed=fixed, source=source)
         q, kv = front(
             p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv,
@@ -95,41 +92,16 @@ class MlaPreprocess(Rule):
         caches = zip((kv_cache, kr_cache), kv, strict=True)
         return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
 
-    def guard(
-        self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        slots: Any, eps: float, eps_cq: float, eps_ckv: float, line: Any,
-    ):  # fmt: skip
-        """As for `MlaProlog`; and what the kernel takes no argument for."""
-        MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
-        other = next((each for each in (eps, eps_cq, eps_ckv) if each != EPSILON), EPSILON)
-        require(other == EPSILON, "a norm adds {other}, the kernel of npu_mla_preprocess 1e-6", other=other)
-        require(line is None, "the pages hold rows in lines")
-        latent_calls.of_pages(kv_cache, slots, line)
-
     @lowering
     def run(self, x, gamma, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, source,
-            heads_first, kv_cache, kr_cache, slots):  # fmt: skip
+            heads_first, kv_cache, kr_cache, slots, line):  # fmt: skip
         """One call, that writes to the pages and to fresh memory."""
-        both = (kv_cache, kr_cache)
-        require(all(each.is_contiguous() for each in both), "the pages are not contiguous")
-        require(dq.shape[1] % LINE == uq.shape[1] % LINE == 0, "the weights do not fill lines of 32 numbers")
-        heads, turning, tokens = up.shape[0], kr_cache.shape[-1], x.shape[0] * x.shape[1]
-        down, down_scale = (
-            torch.cat((by_halves(kv, 1, turning, source), q)) for kv, q in ((dkv, dq), (dkv_scale, dq_scale))
-        )
-        wide, wide_scale = (by_halves(each, heads, turning, source) for each in (uq, uq_scale))
-        tables = (each.expand(*x.shape[:2], turning).reshape(tokens, turning) for each in (cos, sin))
-        kv, kr = (each.reshape(*each.shape[:2], 1, each.shape[-1]) for each in both)
-        query, kv, rope, kr = torch.ops.atb.npu_mla_preprocess.functional(
-            x.reshape(tokens, -1), gamma, torch.zeros_like(gamma), lines(down), down_scale.float(), gamma_cq,
-            torch.zeros_like(gamma_cq), lines(wide), wide_scale.float(), gamma_ckv, *tables, up.contiguous(), kv, kr,
-            slots.reshape(-1).to(torch.int32), cache_mode="krope_ctkv", quant_mode="per_token_quant_symm",
-            q_out0=torch.empty((tokens, heads, up.shape[2]), dtype=x.dtype, device=x.device), kv_cache_out0=kv,
-            q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr,
+        weights, scales = calls.joined((dq, dkv, uq), (dq_scale, dkv_scale, uq_scale), up, cos, source)
+        betas = (torch.zeros_like(gamma), torch.zeros_like(gamma_cq))
+        return calls.called(
+            x, (gamma, gamma_cq, gamma_ckv), betas, weights, scales, up, (cos, sin), (kv_cache, kr_cache), slots,
+            heads_first, "krope_ctkv" if line is None else "nzcache", quant_mode="per_token_quant_symm",
         )  # fmt: skip
-        query, rope = (each.unflatten(0, x.shape[:2]) for each in (query, rope))
-        rope = rope.transpose(1, 2) if heads_first else rope
-        return rope, query.transpose(1, 2), kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,32 @@ def lines(queries: int, *more: Callable[[], Tensor]) -> Inputs:
     return make
 
 
+TABLE = torch.tensor([[2, 0], [3, 1]])
+
+
+def by_table(form: Callable[..., Any], lined: bool = False) -> Callable[..., Any]:
+    """The same over pages that a block table names, which hold rows whole or in lines."""
+
+    def forward(q: Tensor, latents: Tensor, ropes: Tensor, up: Tensor, table: Tensor, *more: Tensor) -> Any:
+        gathered = (x[table].transpose(2, 3) if lined else x[table] for x in (latents, ropes))
+        latent, rope = (x.reshape(B, T, -1) for x in gathered)
+        return form(q, latent, rope, up, *more)
+
+    return forward
+
+
+def listed(queries: int, lined: bool, *more: Callable[[], Tensor]) -> Inputs:
+    """The inputs with two pages for each sequence, and a block table."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        q, latents, ropes, up, *others = lines(queries, *more)(dtype)
+        if not lined:
+            latents, ropes = (x.transpose(1, 2).reshape(2 * B, T // 2, -1) for x in (latents, ropes))
+        return q, latents, ropes, up, TABLE.clone(), *others
+
+    return make
+
+
 def with_sums(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Keys of one part of the cache: what they give is merged elsewhere, by log-sum-exps in the dtype of the model."""
     k, v = keys_values(latent, rope, up)
@@ -87,6 +114,12 @@ EXAMPLES = (
     Example("pages of a table", latent_attention_paged.whole, latent_attention_paged.inputs(1)),
     Example("queries that see all, pages of a table", latent_attention_paged.whole, latent_attention_paged.inputs(FEW)),
     Example("one query, with its sum", with_sums, given(1, T)),
+    Example("one query, with its sum, pages of a table", by_table(with_sums), listed(1, False)),
+    *(Example(f"{name}, of a table", by_table(form), listed(n, False, *more)) for name, form, n, *more in PAGED[2:]),
+    *(
+        Example(f"{name}, in lines of a table", by_table(form, True), listed(n, True, *more))
+        for name, form, n, *more in PAGED
+    ),
     *(Example(f"{name}, in lines", by_lines(form), lines(queries, *more)) for name, form, queries, *more in PAGED),
 )
 REJECTS = (

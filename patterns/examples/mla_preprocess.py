@@ -16,14 +16,21 @@ from patterns.examples.mla_prolog_paged import (
     LENGTHS,
     SIZE,
     TABLE,
+    Read,
     Write,
     anywhere,
     by_block,
     copied,
+    in_lines,
     of_a_head,
+    of_a_head_in_lines,
+    of_lines,
     two_in_a_row,
     viewed,
 )  # fmt: skip
+from patterns.examples.mla_prolog_paged import (
+    whole as in_rows,
+)
 from patterns.examples.mla_prolog_quantised import multiplied, whole
 from patterns.examples.quantisation import quantised
 
@@ -33,7 +40,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of hidden states, both latents, rotated lanes and other ones, values; and how many heads."""
+    """Widths of hidden states, both latents, rotated lanes and other ones, values; heads, and rows of a page."""
 
     he: int = 64
     hcq: int = 96
@@ -42,6 +49,7 @@ class Sizes:
     d: int = 16
     e: int = 16
     n: int = 4
+    size: int = SIZE
 
 
 SIZES = Sizes()
@@ -60,12 +68,24 @@ def inputs(queries: int, heads: tuple[int, ...] = (), sizes: Sizes = SIZES) -> I
         gains = [(1 + normal(4 + n, width) / 8).to(dtype) for n, width in enumerate((he, hcq, c))]
         up = (normal(3, sizes.n * (sizes.d + sizes.e), c) / 8).to(dtype)
         fixed = [torch.nn.Parameter(each, requires_grad=False) for each in (gains[0], *layers, *gains[1:], up)]
-        pages = (normal(9 + n, BLOCKS, SIZE, *heads, width).to(dtype) for n, width in enumerate((c, dr)))
+        pages = (normal(9 + n, BLOCKS, sizes.size, *heads, width).to(dtype) for n, width in enumerate((c, dr)))
         angles = normal(6, B, queries, dr // 2).repeat(1, 1, 2)
         at = LENGTHS[:, None] - queries + torch.arange(queries)
-        slots = (TABLE.gather(1, at // SIZE) * SIZE + at % SIZE).flatten()
+        slots = (TABLE.gather(1, at // sizes.size) * sizes.size + at % sizes.size).flatten()
         turning = (angles.cos().to(dtype), angles.sin().to(dtype))
         return normal(8, B, queries, he).to(dtype), *fixed, *turning, *pages, TABLE.clone(), LENGTHS.clone(), slots
+
+    return make
+
+
+def lines(queries: int, *heads: int, line: int = 16, sizes: Sizes = SIZES) -> Inputs:
+    """The same inputs with pages in lines."""
+    plain = inputs(queries, sizes=sizes)
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        *given, latents, ropes, table, lengths, slots = plain(dtype)
+        latents, ropes = (each.view(BLOCKS, *heads, -1, sizes.size, line) for each in (latents, ropes))
+        return *given, latents, ropes, table, lengths, slots
 
     return make
 
@@ -90,7 +110,9 @@ def of_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def model(write: Write, rotate: Rotate = of_pairs, eps: float = EPS, heads: int = SIZES.n) -> Callable[..., Tensor]:
+def model(
+    write: Write, rotate: Rotate = of_pairs, eps: float = EPS, heads: int = SIZES.n, read: Read = in_rows
+) -> Callable[..., Tensor]:
     """A function that writes the rows of a token, or of several, and attends to the pages."""
 
     def forward(
@@ -98,7 +120,7 @@ def model(write: Write, rotate: Rotate = of_pairs, eps: float = EPS, heads: int 
         dkv_scale: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor, cos: Tensor, sin: Tensor, latents: Tensor,
         ropes: Tensor, table: Tensor, lengths: Tensor, slots: Tensor,
     ) -> Tensor:  # fmt: skip
-        queries, width, turning = x.shape[1], latents.shape[-1], ropes.shape[-1]
+        queries, width, turning = x.shape[1], gain_kv.shape[0], cos.shape[-1]
         tokens = quantised(norm(x, gain, eps))
         low = norm(multiplied(tokens, dq, dq_scale, x.dtype), gain_q)
         q = multiplied(quantised(low), uq, uq_scale, x.dtype).unflatten(-1, (heads, -1))
@@ -107,7 +129,7 @@ def model(write: Write, rotate: Rotate = of_pairs, eps: float = EPS, heads: int 
         latent, rope = multiplied(tokens, dkv, dkv_scale, x.dtype).split((width, turning), dim=-1)
         for pages, rows in ((latents, norm(latent, gain_kv)), (ropes, rotate(rope, cos, sin))):
             write(pages, rows.flatten(0, 1), slots)
-        latent, rope = (pages[table].reshape(x.shape[0], -1, pages.shape[-1]) for pages in (latents, ropes))
+        latent, rope = (read(pages, table) for pages in (latents, ropes))
         both = linear(latent, ukv).unflatten(-1, (heads, -1)).transpose(1, 2)
         k, values = both.split((nope.shape[-1], both.shape[-1] - nope.shape[-1]), dim=-1)
         keys = torch.cat((k, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
@@ -130,11 +152,14 @@ EXAMPLES = (
     Example("two tokens by index_copy, rotated by halves", model(copied, of_halves), inputs(2)),
     Example("pages of one head", model(of_a_head), inputs(1, heads=(1,))),
     Example("a token by block", model(by_block), inputs(1)),
+    Example("a token in lines", model(in_lines, read=of_lines), lines(1)),
+    Example("two tokens in lines of a head", model(of_a_head_in_lines, of_halves, read=of_lines), lines(2, 1)),
 )
 REJECTS = (
     Example("another epsilon", model(viewed, eps=1e-5), inputs(1), "the kernel of npu_mla_preprocess 1e-6"),
     Example("places of unknown range", model(anywhere), inputs(1), "not proven to lie in its page"),
     Example("two tokens at a slot", model(two_in_a_row), inputs(2, heads=(2,)), "hold several heads"),
     Example("pages that lie otherwise", model(by_block), turned_pages, "the pages are not contiguous"),
-    Example("short lines", model(viewed), inputs(1, sizes=Sizes(he=48)), "do not fill lines of 32"),
+    Example("weights in short lines", model(viewed), inputs(1, sizes=Sizes(he=48)), "do not fill lines of 32"),
+    Example("short lines", model(in_lines, read=of_lines), lines(1, line=8), "in lines of 8 numbers"),
 )

@@ -102,7 +102,8 @@ def by_block(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 def in_lines(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     """Pages [Block, A, Size, L] that hold a row in lines."""
-    pages[slots // SIZE, :, slots % SIZE] = rows.unflatten(-1, (-1, pages.shape[-1]))
+    size = pages.shape[-2]
+    pages[slots // size, :, slots % size] = rows.unflatten(-1, (-1, pages.shape[-1]))
 
 
 def of_a_head_in_lines(pages: Tensor, rows: Tensor, slots: Tensor) -> None:

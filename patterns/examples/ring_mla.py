@@ -52,18 +52,38 @@ def chosen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Parts:
     return (weights / total).to(q.dtype) @ v, top + total.log()
 
 
-def merged(q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor) -> Parts:
+def merged(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor, mask: Tensor | None = None
+) -> Parts:  # fmt: skip
     """Over more keys than those that gave `before` [B, N, S, E], with log-sum-exps `sums` [B, N, S, 1]."""
-    out, lse = attended(q, k, v)
+    out, lse = attended(q, k, v, mask)
     top = torch.maximum(sums, lse)
     old, new = (sums - top).exp(), (lse - top).exp()
     total = old + new
     return ((before.float() * old + out.float() * new) / total).to(q.dtype), top + total.log()
 
 
-def with_before(dtype: torch.dtype) -> tuple[Tensor, ...]:
+def with_before(queries: int = S, keys: int = T) -> Inputs:
     """The inputs with the result of other keys."""
-    return *parts()(dtype), normal(3, B, N, S, E).to(dtype), normal(4, B, N, S, 1).float()
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        before, sums = normal(3, B, N, queries, E).to(dtype), normal(4, B, N, queries, 1).float()
+        return *parts(queries, keys)(dtype), before, sums
+
+    return make
+
+
+def diagonal_merged(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor, weight: Tensor
+) -> Parts:  # fmt: skip
+    """The block on the diagonal after others."""
+    mask = hidden(causal(q.shape[2], q.shape[2]), torch.float32)
+    return merged(linear(q, weight), k, v, before, sums, mask)
+
+
+def projected_with_before(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The inputs of a whole sequence, the result of other keys, and a projection, a Parameter."""
+    return *with_before(LONG, LONG)(dtype), projected(dtype)[-1]
 
 
 def offset(q: Tensor, k: Tensor, v: Tensor) -> Parts:
@@ -90,7 +110,8 @@ def shown(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 EXAMPLES = (
-    Example("merged with other keys", merged, with_before),
+    Example("merged with other keys", merged, with_before()),
+    Example("the diagonal, merged with other keys", diagonal_merged, projected_with_before),
     Example("keys that came before", attended, parts()),
     Example("the diagonal", diagonal, projected),
     Example("shared keys", without_last_dim, parts(heads=2)),

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import fusion
+from patterns.examples import latent_attention_atb_whole as whole
+from patterns.examples import ring_mla
 
 MLA = "atb::npu_multi_head_latent_attention"
 OTHERS = (
@@ -22,20 +24,31 @@ OTHERS = (
 B, D, DR, C, E, T = 2, 128, 64, 512, 128, 256
 
 
-def inputs(rows: int, heads: int = 8, paged: bool = False) -> tuple[Tensor, ...]:
-    """Queries, latents (or pages in lines of 16), rotated keys, and the projection, a Parameter."""
+TABLE = torch.tensor([[3, 0], [1, 2]])
+"""Which of four pages belong to the sequences."""
+
+
+def inputs(rows: int, heads: int = 8, lies: str = "rows") -> tuple[Tensor, ...]:
+    """Queries, latents (or pages, or those in lines of 16), rotated keys, and the projection, a Parameter."""
     torch.manual_seed(0)
     shapes = (B, heads, rows, D + DR), (B, T, C), (B, T, DR), (heads * (D + E), C)
     q, latent, rope, up = (torch.randn(shape).bfloat16() / 4 for shape in shapes)
-    if paged:
+    if "lines" in lies:
         latent, rope = (x.view(-1, 128, x.shape[-1] // 16, 16).transpose(1, 2).contiguous() for x in (latent, rope))
+    elif lies == "pages":
+        latent, rope = (x.view(-1, 128, x.shape[-1]) for x in (latent, rope))
     return q, latent, rope, torch.nn.Parameter(up / 8, requires_grad=False)
 
 
-def model(mask: Callable[[int], Tensor | None], paged: bool = False) -> Callable[..., Tensor]:
+def rows_of(x: Tensor, lies: str) -> Tensor:
+    """Rows [B, T, D] of pages in their own order, or in that of the table."""
+    x = x if lies in ("rows", "lines") else x[TABLE]
+    return (x.transpose(-3, -2) if "lines" in lies else x).reshape(B, T, -1)
+
+
+def model(mask: Callable[[int], Tensor | None], lies: str = "rows") -> Callable[..., Tensor]:
     def forward(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
-        if paged:
-            latent, rope = (x.transpose(1, 2).reshape(B, T, -1) for x in (latent, rope))
+        latent, rope = (rows_of(x, lies) for x in (latent, rope))
         heads = q.shape[1]
         nope, v = linear(latent, up).unflatten(-1, (heads, D + E)).transpose(1, 2).split((D, E), dim=-1)
         k = torch.cat((nope, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
@@ -52,59 +65,159 @@ def none(rows: int) -> None:
     return None
 
 
+def some(rows: int) -> Tensor:
+    """What no words tell; a query sees its own key."""
+    return (torch.arange(T) * (torch.arange(rows)[:, None] + 5) % 7 > 2) | (last(rows) & ~last(rows + 1)[:-1])
+
+
 def report(function: Any, *args: Any, **options: Any) -> Any:
     chosen = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager", "disable": OTHERS}
     return fusion.explain(function, *args, options=chosen | options)
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "lines"])
-@pytest.mark.parametrize(("rows", "mask"), [(1, none), (4, last)])
-def test_the_chip_takes_it_where_nothing_else_is_left(rows: int, mask: Any, paged: bool):
-    found = report(model(mask, paged), *inputs(rows, paged=paged))
+SPEC = "calc_type_spec"
+
+
+@pytest.mark.parametrize("lies", ["rows", "lines", "pages", "lines by a table"])
+@pytest.mark.parametrize(
+    ("rows", "mask", "told"),
+    [
+        (1, none, (None, None)),
+        (4, none, (None, SPEC)),
+        (4, last, ("mask_type_free", SPEC)),
+        (3, some, ("mask_type_spec", SPEC)),
+    ],
+)
+def test_the_chip_takes_it_where_nothing_else_is_left(rows: int, mask: Any, told: tuple[Any, Any], lies: str):
+    found = report(model(mask, lies), *inputs(rows, lies=lies))
     assert found.ops[MLA] == 1
-    assert ("nzcache" in str(found.graphs[0].graph)) == paged
+    call = next(node for node in found.graphs[0].graph.nodes if "latent_attention" in str(node.target))
+    assert (call.kwargs.get("mask_type"), call.kwargs.get("calc_type")) == told
+    assert call.kwargs["cache_mode"] == ("nzcache" if "lines" in lies else "krope_ctkv")
 
 
 def parts(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over some keys [B, N, T, D + Dr], with the log-sum-exp in the dtype of the model."""
     nope, v = linear(latent, up).unflatten(-1, (q.shape[1], D + E)).transpose(1, 2).split((D, E), dim=-1)
     k = torch.cat((nope, rope.unsqueeze(1).expand(-1, q.shape[1], -1, -1)), dim=-1)
-    return summed(q, k, v)
+    out, sums = ring_mla.attended(q, k, v)
+    return out, sums.to(q.dtype)
 
 
-def summed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    scores = (q @ k.transpose(-2, -1)).float() * 0.1
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    return (weights / total).to(q.dtype) @ v, (top + total.log()).to(v.dtype)
+def of_pages(q: Tensor, latents: Tensor, ropes: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return parts(q, rows_of(latents, "pages"), rows_of(ropes, "pages"), up)
 
 
-def merged(q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    scores = (q @ k.transpose(-2, -1)).float() * 0.1
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    out, lse = (weights / total).to(q.dtype) @ v, top + total.log()
-    top = torch.maximum(sums, lse)
-    old, new = (sums - top).exp(), (lse - top).exp()
-    return ((before.float() * old + out.float() * new) / (old + new)).to(q.dtype), top + (old + new).log()
+@pytest.mark.parametrize(("function", "lies"), [(parts, "rows"), (of_pages, "pages")])
+def test_sums_come_from_the_same_call(function: Any, lies: str):
+    graph = report(function, *inputs(1, lies=lies)).graphs[0].graph
+    assert "npu_multi_head_latent_attention.lse" in str(graph)
+    assert "aten.index.Tensor" not in str(graph)
 
 
-def test_sums_come_from_the_same_call():
-    assert "npu_multi_head_latent_attention.lse" in str(report(parts, *inputs(1)).graphs[0].graph)
+@pytest.mark.parametrize("before", [False, True], ids=["first", "merged"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "diagonal"])
+def test_parts_of_the_keys_are_one_step_of_a_ring(before: bool, causal: bool):
+    rows = 512 if causal else 32
+    shapes = (rows, D + DR), (512, D + DR), (512, E), (rows, E)
+    q, k, v, result = (torch.randn(B, 8, *shape).bfloat16() for shape in shapes)
+    weight = torch.nn.Parameter(torch.randn(D + DR, D + DR).bfloat16(), requires_grad=False)
+    function = ring_mla.merged if before else ring_mla.attended
 
+    def step(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        seen = torch.full((rows, rows), -torch.inf).triu(1) if causal else None
+        return function(linear(q, weight), *rest, mask=seen)
 
-def test_parts_of_the_keys_are_merged_in_the_call():
-    q, k, v, before = (torch.randn(B, 8, n, d).bfloat16() for n, d in ((32, D + DR), (T, D + DR), (T, E), (32, E)))
-    found = report(merged, q, k, v, before, torch.randn(B, 8, 32, 1))
+    found = report(step, q, k, v, *((result, torch.randn(B, 8, rows, 1)) if before else ()))
     assert found.ops["atb::npu_ring_mla"] == 1
-    assert "calc_type_default" in str(found.graphs[0].graph)
+    call = next(node for node in found.graphs[0].graph.nodes if "ring_mla" in str(node.target))
+    assert call.kwargs["calc_type"] == ("calc_type_default" if before else "calc_type_first_ring")
+    assert call.kwargs["mask_type"] == ("mask_type_triu" if causal else "no_mask")
 
 
 def test_rows_of_128_heads_need_the_mask_of_fixed_shape():
     assert report(model(last), *inputs(2, heads=128)).ops[MLA] == 1
     assert MLA not in report(model(none), *inputs(2, heads=128)).ops
+
+
+def whole_lines(rows: int) -> tuple[Tensor, ...]:
+    """Queries and latents in int8, the latter in lines of 32; rotated lanes, a block table, scales of 8 heads."""
+    torch.manual_seed(0)
+    q, latents = (torch.randint(-127, 128, shape, dtype=torch.int8) for shape in ((B, 8, rows, C), (4, 16, 128, 32)))
+    rope, ropes = (torch.randn(shape).bfloat16() for shape in ((B, 8, rows, DR), (4, 4, 128, 16)))
+    scales = (torch.rand(8) / 2**unit for unit in (14, 8))
+    return q, rope, latents, ropes, torch.tensor([[3, 0], [1, 2]]), *scales
+
+
+def over_whole(mask: Callable[[int], Tensor | None], table: bool) -> Callable[..., Tensor]:
+    def forward(
+        q: Tensor, rope: Tensor, latents: Tensor, ropes: Tensor, blocks: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        both = (x[blocks].transpose(2, 3) if table else x.transpose(1, 2) for x in (latents, ropes))
+        latent, k_rope = (x.reshape(B, T, -1) for x in both)
+        seen = mask(q.shape[2])
+        seen = torch.ones((), dtype=torch.bool) if seen is None else seen
+        return whole.written_out(q, rope, latent, k_rope, seen, keys, values)
+
+    return forward
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["own order", "block table"])
+@pytest.mark.parametrize(("rows", "mask"), [(1, none), (4, last)])
+def test_whole_numbers_in_lines_with_rounded_weights(rows: int, mask: Any, table: bool):
+    found = report(over_whole(mask, table), *whole_lines(rows))
+    assert found.ops == {MLA: 1}
+    call = next(node for node in found.graphs[0].graph.nodes if "latent_attention" in str(node.target))
+    assert call.kwargs["cache_mode"] == "int8_nzcache"
+    assert call.kwargs.get("mask_type") == ("mask_type_free" if rows > 1 else None)
+    assert all(call.kwargs[name].meta["val"].dtype == torch.float32 for name in ("qk_descale", "pv_descale"))
+
+
+def exponentials(scores: Tensor, top: Tensor | None = None) -> Tensor:
+    return (scores - (scores.amax(-1, keepdim=True) if top is None else top)).exp()
+
+
+def halved(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounded, then halved, then cut off."""
+    shares = exponentials(scores)
+    return ((shares * 127).round() / 2).to(torch.int8).float() * 2, shares.sum(-1, keepdim=True)
+
+
+def of_another_row(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest score is that of other queries."""
+    shares = exponentials(scores, scores.flip(1).amax(-1, keepdim=True))
+    return (shares * 127).round(), shares.sum(-1, keepdim=True)
+
+
+def narrowed(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest score is rounded to 16 bits first."""
+    shares = exponentials(scores, scores.amax(-1, keepdim=True).bfloat16().float())
+    return (shares * 127).round(), shares.sum(-1, keepdim=True)
+
+
+def bounded(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of at most 100."""
+    shares = exponentials(scores)
+    return (shares * 127).round().clamp(0, 100), shares.sum(-1, keepdim=True)
+
+
+def squared(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Divided by the sum twice."""
+    shares = exponentials(scores)
+    return (shares * 127).round(), shares.sum(-1, keepdim=True).square()
+
+
+@pytest.mark.parametrize("weigh", [halved, of_another_row, narrowed, bounded, squared])
+def test_other_weights_stay_as_they_are(weigh: Callable[[Tensor], tuple[Tensor, Tensor]]):
+    def attend(q, rope, latent, k_rope, seen, of_scores, of_values):
+        weights, total = weigh(whole.scored(q, rope, latent, k_rope, seen, of_scores))
+        y = torch.einsum("bnst,btc->bnsc", weights, latent.float()) / total
+        return (y * (of_values[:, None, None] / 127)).to(rope.dtype)
+
+    options = {"target": "host", "lower": "eager", "disable": OTHERS, "lengths": "host"}
+    inputs = whole.inputs(1)(torch.bfloat16)
+    assert MLA in fusion.explain(whole.by_table(whole.in_floats), *inputs, options=options).ops
+    assert MLA not in fusion.explain(whole.by_table(attend), *inputs, options=options).ops
 
 
 def test_it_stands_back_where_the_other_attention_is_there():

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 import fusion
-from patterns.examples.mla_preprocess import Sizes, inputs, model
-from patterns.examples.mla_prolog_paged import viewed
+from patterns.examples import mla_preprocess_fixed as by_constants
+from patterns.examples import mla_preprocess_whole as whole
+from patterns.examples.mla_preprocess import Sizes, inputs, lines, model
+from patterns.examples.mla_prolog_paged import in_lines, of_lines, viewed
 
 MLAPO = "atb::npu_mla_preprocess"
 PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")
 OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager", "disable": frozenset(PROLOGS)}
 KERNEL = Sizes(he=7168, hcq=1536, c=512, dr=64, d=128, e=128, n=32)
 """What the kernel takes: the sizes of DeepSeek-V3, with a quarter of its heads."""
+PAGES = replace(KERNEL, size=128)
+"""The same with pages as it takes them in lines of NZ."""
 HALF = torch.bfloat16
 FORWARD = model(viewed, heads=KERNEL.n)
 
@@ -43,6 +48,44 @@ def test_the_front_is_one_call_and_no_cache_is_copied(given: tuple[Tensor, ...])
     (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
     assert call.args[13] is call.kwargs["kv_cache_out0"]
     assert call.args[14] is call.kwargs["kv_cache_out1"]
+
+
+def test_pages_in_lines_of_nz_are_written_as_they_lie():
+    given = lines(1, sizes=PAGES)(HALF)
+    with torch.no_grad():
+        report = fusion.explain(model(in_lines, heads=PAGES.n, read=of_lines), *given, options=OPTIONS)
+    (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
+    assert call.kwargs["cache_mode"] == "nzcache"
+    assert [list(call.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 32, 128, 16], [9, 4, 128, 16]]
+    assert not [name for name in called(report) if "clone" in name or "copy_." in name or "index_put" in name]
+
+
+@pytest.mark.parametrize("lined", [False, True], ids=["rows", "lines"])
+def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
+    given = (by_constants.lines if lined else by_constants.inputs)(1, sizes=PAGES)(HALF)
+    forms = dict(write=in_lines, read=of_lines) if lined else dict(write=viewed)
+    with torch.no_grad():
+        report = fusion.explain(by_constants.model(heads=PAGES.n, **forms), *given, options=OPTIONS)
+    (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
+    assert call.kwargs["quant_mode"] == "per_tensor_quant_asymm"
+    assert call.kwargs["cache_mode"] == ("nzcache" if lined else "krope_ctkv")
+    told = {name: call.kwargs[name].meta["val"] for name in ("quant_scale0", "quant_offset1", "bias0", "bias1")}
+    assert {name: each.dtype for name, each in told.items()} == {
+        "quant_scale0": HALF, "quant_offset1": torch.int8, "bias0": torch.int32, "bias1": torch.int32,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["scales of tokens", "constants"])
+def test_whole_queries_and_a_whole_cache_come_from_one_call(fixed: bool):
+    given = (whole.of_constants if fixed else whole.of_tokens)(1, sizes=PAGES)(HALF)
+    options = OPTIONS | {"lengths": "host"}
+    with torch.no_grad():
+        report = fusion.explain(whole.model(fixed, heads=PAGES.n), *given, options=options)
+    assert report.ops == {MLAPO: 1, "atb::npu_multi_head_latent_attention": 1}
+    front, attention = [node for node in report.graphs[0].graph.nodes if "atb" in str(node.target)]
+    assert front.kwargs["cache_mode"] == attention.kwargs["cache_mode"] == "int8_nzcache"
+    assert front.kwargs["quant_mode"] == ("per_tensor_quant_asymm" if fixed else "per_token_quant_symm")
+    assert [list(front.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 16, 128, 32], [9, 4, 128, 16]]
 
 
 @pytest.mark.nightly

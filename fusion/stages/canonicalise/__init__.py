@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fusion.stages.canonicalise import (
     exponentials,
     fixed_scales,
     head_products,
+    head_scales,
     logic,
     page_rows,
     projections,
@@ -38,6 +40,7 @@ from fusion.stages.canonicalise import (
     whole_products,
     write_readings,
     writes,
+    zero_points,
 )
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.attention import Outcome, attention, contraction
@@ -49,6 +52,8 @@ from fusion.stages.canonicalise.log_sums import log_sums
 from fusion.stages.canonicalise.merges import merges
 from fusion.stages.canonicalise.pages import paged
 from fusion.stages.canonicalise.rotation import rotation
+from fusion.stages.canonicalise.rounded_attention import NAME as ROUNDED
+from fusion.stages.canonicalise.rounded_attention import rounded_attention
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
 from fusion.weights import derived
 
@@ -72,6 +77,13 @@ _FAMILIES = (
     writes,
 )
 
+_ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
+"""Ops of values that may be attention."""
+
+
+_Readings = dict[Value, Reading]
+_Misses = dict[Value, tuple[str, str]]
+
 
 def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     """Return the canonical view of `source`, whose nodes must carry fake tensors in `meta["val"]`."""
@@ -89,19 +101,30 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
     for value in list(walk.places):
         found.visit(value)
     readings, misses = {**found.readings, **readings}, {**found.misses, **misses}
-    rows, odd_rows = quantisation.readings(walk.algebra, walk.places)
-    fixed_rows, odd_fixed = fixed_scales.readings(walk.algebra, walk.places, rows, odd_rows)
-    lines, odd_lines = byte_lines.readings(walk.algebra, walk.places, rows, odd_rows)
-    products, odd_products = whole_products.readings(walk.algebra, walk.places, fixed)
-    heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
-    readings = {**_linears(walk, readings, fixed), **readings, **rows, **fixed_rows, **lines, **products}
+    whole, shifted, odd_whole = _whole_numbers(walk, fixed)
+    readings = {**_linears(walk, readings, fixed), **readings, **whole}
     readings |= whole_heads.readings(walk.algebra, readings)
+    heads, odd_heads = head_products.readings(walk.algebra, walk.places, fixed)
     pages, odd_pages = page_rows.readings(walk.algebra, folder, walk.places, fixed)
-    misses = {**odd_heads, **odd_pages, **misses, **odd_rows, **odd_fixed, **odd_lines, **odd_products}
+    also = (*heads.items(), *pages.items(), *found.also.items(), *shifted.items())
+    misses = {**odd_heads, **odd_pages, **misses, **odd_whole}
     return Graph(
         source, walk.algebra, walk.held, {value: tuple(nodes) for value, nodes in walk.places.items()}, walk.regions,
-        readings, misses, fixed, facts, (*heads.items(), *pages.items(), *found.also.items()),
+        readings, misses, fixed, facts, also,
     )  # fmt: skip
+
+
+def _whole_numbers(walk: _Walk, fixed: set[fx.Node]) -> tuple[_Readings, _Readings, _Misses]:
+    """Readings of what is quantised, further readings of what may have one, and why others are none."""
+    a, places = walk.algebra, walk.places
+    rows, odd_rows = quantisation.readings(a, places)
+    heads, odd_heads = head_scales.readings(a, places)
+    scaled, odd_scaled = fixed_scales.readings(a, places, rows, odd_rows)
+    lines, odd_lines = byte_lines.readings(a, places, rows, odd_rows)
+    shifted, odd_shifted = zero_points.readings(a, places)
+    products, odd_products = whole_products.readings(a, places, fixed)
+    misses = {**odd_rows, **odd_scaled, **odd_lines, **odd_shifted, **odd_heads, **odd_products}
+    return {**heads, **rows, **scaled, **lines, **products}, shifted, misses
 
 
 def _rotations(walk: _Walk) -> tuple[dict[Value, Reading], dict[Value, tuple[str, str]]]:
@@ -129,10 +152,15 @@ def _attentions(
     for value in list(walk.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
             misses[value] = ("softmax_attention", sdpa.left_whole(walk.places[value][0]))
-        if value.op not in ("matmul", "cast", "reshape", "permute", "mul", "scale") or _only_arranges(walk, value):
+        if value.op not in _ATTENDING or _only_arranges(walk, value):
             continue
-        outcome = attention(walk.algebra, folder, assumed, written, value)
-        if isinstance(outcome, str):
+        read = partial(attention, walk.algebra, folder, assumed, written)
+        outcome = read(value)
+        rounded = rounded_attention(walk.algebra, value, read) if outcome is None else None
+        outcome = rounded or outcome
+        if isinstance(rounded, str):
+            misses.update({value: (ROUNDED, rounded)} if _ends(walk, value) else {})
+        elif isinstance(outcome, str):
             whole = outcome in whole_attention.REASONS
             misses[value] = ("whole_latent_attention" if whole else "softmax_attention", outcome)
         elif outcome is not None:
@@ -141,6 +169,12 @@ def _attentions(
             lists = any(isinstance(each, str) or each.op == "chosen_keys" for each in outcome.values())
             name = "sparse_attention" if lists else "latent_attention"
             misses.update({each: (name, why) for each, why in found.items() if isinstance(why, str)})
+
+
+def _ends(walk: _Walk, value: Value) -> bool:
+    """Whether what uses a value does more than to scale it, to cast it or to arrange it otherwise."""
+    held = [walk.held.get(user) for node in walk.places[value] for user in node.users]
+    return not any(isinstance(each, Value) and each.op in _ATTENDING for each in held)
 
 
 def _beside(

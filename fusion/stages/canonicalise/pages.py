@@ -20,6 +20,8 @@ from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.translate import WHOLE
 from fusion.stages.canonicalise.writes import iota, wrapped
 
+_WHOLE = ("whole_latent_attention", "rounded_latent_attention")
+
 
 class Gather(NamedTuple):
     """What was gathered, from which pages [Blocks, ..], by which table [B, M]."""
@@ -33,7 +35,7 @@ class Gather(NamedTuple):
 def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading], held: Container[Value]) -> dict[Value, Reading]:
     """Readings of the keys, values and latents of attention that are gathered from pages, those that a node `held`."""
     readings: dict[Value, Reading] = {}
-    for attention in [each for each in found.values() if each.op == "whole_latent_attention"]:
+    for attention in [each for each in found.values() if each.op in _WHOLE]:
         readings |= _of_whole(a, folder, attention, held)
     for attention in [each for each in found.values() if each.op == "softmax_attention"]:
         batch, _, keys, _ = attention.captures["k"].shape

@@ -37,6 +37,10 @@ def _queries(found: Mapping[Value, Reading]) -> list[tuple[Value, Value]]:
         quantised, folded = found.get(attention["query"]), found.get(attention["rope"])
         if quantised is not None and quantised.op == "token_quantised" and folded is not None:
             pairs.append((quantised.captures["x"], folded.captures["rope"]))
+    for attention in [each.captures for each in found.values() if each.op == "rounded_latent_attention"]:
+        quantised = found.get(attention["query"])
+        if quantised is not None and quantised.op == "heads_quantised":
+            pairs.append((quantised.captures["x"], attention["rope"]))
     return pairs
 
 

@@ -1,0 +1,43 @@
+"""Queries in whole numbers of 8 bits by one factor of each head: q8 = int8(clamp(round(x · s))).
+
+heads_quantised(x, scale)           x [B, N, S, C], scale [N]
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion.graph import Algebra, Reading, Value
+from fusion.stages.canonicalise.quantisation import Found, Misses, Places, exact, is_float, rounded, unscaled
+
+_DIVIDED = "queries are divided by a scale of each head, where the operator multiplies by one"
+_BOUNDS = "whole queries are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"
+
+
+def readings(a: Algebra, places: Places) -> tuple[Found, Misses]:
+    """Readings of all queries that are quantised so; why others are not."""
+    found: Found = {}
+    misses: Misses = {}
+    for value in [each for each in places if each.op == "cast" and each.dtype == torch.int8 and is_float(each.arg)]:
+        made = _read(a, value)
+        if isinstance(made, str):
+            misses[value] = ("heads_quantised", made)
+        elif made is not None:
+            found[value] = made
+    return found, misses
+
+
+def _read(a: Algebra, value: Value) -> Reading | str | None:
+    below = rounded(value.arg)
+    product = below.quotient
+    for x, factor in (product.args, product.args[::-1]) if product.op == "mul" else ():
+        heads = x.shape[1] if x.rank == 4 else 1
+        if heads == 1 or (1,) * (4 - factor.rank) + factor.shape != (1, heads, 1, 1) or not below.rounded:
+            continue
+        scale = exact(a.reshape(factor, (heads,)))
+        if unscaled(scale)[0].op == "power":
+            return _DIVIDED
+        if (below.low, below.high) != (-128, 127):
+            return _BOUNDS.format(low=below.low, high=below.high)
+        return Reading("heads_quantised", {"x": exact(x), "scale": scale})
+    return None

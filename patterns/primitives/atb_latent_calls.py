@@ -1,0 +1,96 @@
+"""How attention of few queries over a latent is put to atb: pages, lengths, masks of fixed shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import require
+from patterns.primitives import attention_page_calls as page_calls
+from patterns.primitives import latent_calls
+
+HIDDEN = -10000.0
+"""What is added to the score of a hidden key: its weight is 0."""
+ROWS = 4
+"""The most queries of a sequence."""
+LINES = (0, 2, 1, 3)
+"""How pages in lines of NZ [Blocks, D/L, Size, L] are turned to be read, one row after the other."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of the latent and its rotated lanes, how they lie, how many rows one has, and how many a sequence has."""
+
+    latents: Tensor
+    ropes: Tensor
+    mode: str
+    size: Any
+    room: Any
+    table: Tensor | None = None
+
+
+def in_lines(batch: Any, latents: Tensor, ropes: Tensor, mode: str) -> Pages:
+    """Pages in lines of NZ, in their own order."""
+    blocks, size = latents.shape[0], latents.shape[2]
+    return Pages(latents, ropes, mode, size, blocks * size // batch)
+
+
+def in_rows(batch: Any, latent: Tensor, k_rope: Tensor) -> Pages:
+    """The latent [.., C] with its rotated lanes [.., Dr], contiguous, as pages [Blocks, Size, 1, ..]."""
+    rows = (each.reshape(batch, -1, each.shape[-1]) for each in (latent, k_rope))
+    latents, ropes = (latent_calls.pages(each, 1) for each in rows)
+    size = latents.shape[1]
+    return Pages(latents, ropes, "krope_ctkv", size, latents.shape[0] * size // batch)
+
+
+def listed(latents: Tensor, ropes: Tensor, table: Tensor, size: Any, mode: str) -> Pages:
+    """Pages that a block table names; in lines of NZ in every mode but one."""
+    latents, ropes = (_laid(each, size, mode) for each in (latents, ropes))
+    return Pages(latents, ropes, mode, size, table.shape[1] * size, table.int())
+
+
+def _laid(pages: Tensor, size: Any, mode: str) -> Tensor:
+    if mode == "krope_ctkv":
+        return page_calls.laid(pages, size).unsqueeze(2)
+    require(pages.is_contiguous(), "the lines of the pages do not lie together")
+    return pages.reshape(pages.shape[0], -1, *pages.shape[-2:])
+
+
+def told(
+    query: Tensor, rope: Tensor, pages: Pages, length: Tensor | None, scale: float, order: str, window: Any,
+    known: Any, **scales: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attention [B, S, N, C] over what is told in words."""
+    require(order != "mask" and window is None, "what the mask lets through is not proven to be causal or a length")
+    batch, _, queries = query.shape[:3]
+    rows: dict[str, Any] = {} if queries == 1 else dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
+    if queries > 1 and order != "full":
+        rows |= dict(mask_type="mask_type_free", mask=_free(queries, pages.size, rope))
+    count = queries if order == "left" else pages.room if known is None else known
+    require(length is not None or count <= pages.room, "there are fewer keys than queries")
+    return attended(query, rope, pages, [count] * batch if length is None else length, scale, rows | scales)
+
+
+def _free(queries: int, size: int, like: Tensor) -> Tensor:
+    """The mask of fixed shape for so many queries, [Size - 3 + 2 · queries, Size]."""
+    shape = (size - 3 + 2 * queries, size)
+    return torch.full(shape, HIDDEN, dtype=like.dtype, device=like.device).triu(2 - queries)
+
+
+def attended(query: Tensor, rope: Tensor, pages: Pages, context: Any, scale: float, rows: dict[str, Any]) -> Any:
+    """Queries [B, N, S, C + Dr] over pages, as [B, S, N, C]; with `return_lse` also its log-sum-exp [B, S, N, 1]."""
+    batch, heads, queries = query.shape[:3]
+    blocks = pages.table
+    if blocks is None:
+        blocks = torch.arange(pages.latents.shape[0], dtype=torch.int32, device=query.device).reshape(batch, -1)
+    operator = torch.ops.atb.npu_multi_head_latent_attention
+    run = operator.lse if "return_lse" in rows else operator.default
+    run = operator.tensor_lengths if isinstance(context, Tensor) else run
+    query, rope = (each.transpose(1, 2).flatten(0, 1) for each in (query, rope))
+    caches = pages.latents, pages.ropes
+    y = run(query, rope, *caches, blocks, context, heads, scale, 1, cache_mode=pages.mode, **rows)
+    rows_of = (batch, queries)
+    return tuple(each.unflatten(0, rows_of) for each in y) if isinstance(y, tuple) else y.unflatten(0, rows_of)
