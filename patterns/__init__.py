@@ -19,6 +19,7 @@ from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_channels import MlaPrologChannels
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
 from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
+from patterns.composites.mla_prolog_quantised_paged import MlaPrologQuantisedPaged
 from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
 from patterns.composites.mla_prolog_tiles import MlaPrologTiles
 from patterns.composites.mla_prolog_whole import MlaPrologWhole
@@ -78,6 +79,7 @@ def library() -> tuple[Rule, ...]:
         MlaPrologPaged(),
         MlaPrologRows(),
         MlaPrologQuantised(),
+        MlaPrologQuantisedPaged(),
         MlaPrologQuantisedRows(),
         MlaPrologWhole(),
         MlaPrologChannels(),

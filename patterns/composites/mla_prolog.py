@@ -63,8 +63,7 @@ def prolog(
         rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, query_norm_flag=True, qc_qr_scale=factor_q,
         kc_scale=factor_kv, **how,
     )  # fmt: skip
-    rope = q_rope.transpose(1, 2) if heads_first else q_rope
-    return rope, query.transpose(1, 2) if x.dim() == 3 else query, latent, *written
+    return q_rope.transpose(1, 2) if heads_first else q_rope, latent_calls.heads_before(query), latent, *written
 
 
 def _read(
@@ -73,8 +72,7 @@ def _read(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What every version reads first."""
     weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
-    batch, rows = x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
-    tables = [latent_calls.per_token(each, batch, rows).reshape(*x.shape[:-1], -1) for each in (sin, cos)]
+    tables = [latent_calls.of_tokens(each, x).contiguous() for each in (sin, cos)]
     return x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables
 
 

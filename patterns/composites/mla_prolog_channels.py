@@ -69,7 +69,7 @@ class MlaPrologChannels(Prolog):
             x, None, (dq, uq, dkv), (None, uq_scale, None), up, (gamma_cq, gamma_ckv), cos, sin, pages, heads_first,
             scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv,
             cache_mode="PA_BSND" if line is None else "PA_NZ",
-            cache_index=slots.to(torch.int64).reshape(x.shape[:2]), kv_cache_quant_mode=2,
+            cache_index=slots.to(torch.int64).reshape(x.shape[:-1]), kv_cache_quant_mode=2,
             quant_scale_ckv=multipliers(kv_scale, kv_by, split, x.device).reshape(1, -1),
             quant_scale_ckr=multipliers(kr_scale, kr_by, end - split, x.device).reshape(1, -1),
         )  # fmt: skip

@@ -56,7 +56,8 @@ def prolog(
     """Rotated and absorbed queries, their latent in whole numbers with its scale, and both caches with new rows."""
     query, rope, _, latent, scale, kv, kr = called(x, tokens, weights, scales, up, gammas, cos, sin, caches, **how)
     rope = rope.transpose(1, 2) if heads_first else rope
-    return rope, query.transpose(1, 2), latent, scale.reshape(*x.shape[:2], 1).to(scale_dtype), kv, kr
+    scale = scale.reshape(*x.shape[:-1], 1).to(scale_dtype)
+    return rope, latent_calls.heads_before(query), latent, scale, kv, kr
 
 
 def called(
@@ -68,7 +69,7 @@ def called(
     `weights` and `scales` are those of dq, uq and dkv; only uq has a scale where `tokens`, that of x, is None.
     """
     cast = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in weights]
-    tables = [each.expand(*x.shape[:2], each.shape[-1]).contiguous() for each in (sin, cos)]
+    tables = [latent_calls.of_tokens(each, x).contiguous() for each in (sin, cos)]
     row = [None if each is None else each.float().reshape(1, -1) for each in scales]
     whole: dict[str, Any] = dict(weight_quant_mode=1)
     if tokens is not None:

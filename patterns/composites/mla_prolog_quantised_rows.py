@@ -61,11 +61,11 @@ class MlaPrologQuantisedRows(Prolog):
                    eps_cq, eps_ckv, heads_first, split, end, scale_dtype):  # fmt: skip
         """One call, into memory of its own."""
         made = dict(dtype=gamma_ckv.dtype, device=x.device)
-        lead = (*x.shape[:2], 1)
+        lead, mode = (*x.shape[:-1], 1), "BSND" if x.dim() == 3 else "TND"
         buffers = (torch.empty((*lead, split), **made), torch.empty((*lead, end - split), **made))
         *found, kv, kr = prolog(
             x, tokens, (dq, uq, dkv), (dq_scale, uq_scale, dkv_scale), up, (gamma_cq, gamma_ckv), cos, sin, buffers,
-            heads_first, scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, cache_mode="BSND",
+            heads_first, scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, cache_mode=mode,
         )  # fmt: skip
         return *found, kv, kr
 

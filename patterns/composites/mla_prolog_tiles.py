@@ -93,7 +93,7 @@ class MlaPrologTiles(Prolog):
         *found, kv, _ = prolog(
             x, tokens, (dq, uq, dkv), (dq_scale, uq_scale, dkv_scale), up, (gamma_cq, gamma_ckv), cos, sin,
             (pages, none), heads_first, scale_dtype, rmsnorm_epsilon_cq=eps_cq,
-            rmsnorm_epsilon_ckv=eps_ckv, cache_mode="PA_BSND", cache_index=slots.to(torch.int64).reshape(x.shape[:2]),
+            rmsnorm_epsilon_ckv=eps_ckv, cache_mode="PA_BSND", cache_index=slots.to(torch.int64).reshape(x.shape[:-1]),
             kv_cache_quant_mode=3, k_nope_clip_alpha=torch.ones(1, dtype=torch.float32, device=x.device),
             ckvkr_repo_mode=1, quant_scale_repo_mode=1, tile_size=TILE,
         )  # fmt: skip

@@ -76,13 +76,13 @@ class MlaPrologWhole(Prolog):
             x, tokens, (dq, uq, dkv), (dq_scale, uq_scale, dkv_scale), up, (gamma_cq, gamma_ckv), cos, sin, pages,
             rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv,
             cache_mode="PA_BSND" if kv_line is None else "PA_NZ",
-            cache_index=slots.to(torch.int64).reshape(x.shape[:2]), kv_cache_quant_mode=1, query_quant_mode=1,
+            cache_index=slots.to(torch.int64).reshape(x.shape[:-1]), kv_cache_quant_mode=1, query_quant_mode=1,
             quant_scale_ckv=_inverse(stored, stored_by, x.device),
         )  # fmt: skip
-        rows = (*x.shape[:2], -1, 1)
+        rows = (*x.shape[:-1], -1, 1)
         query_scale = query_scale.reshape(rows).transpose(1, 2).to(query_dtype)
         found = query.transpose(1, 2), rope.transpose(1, 2), query_scale, latent
-        scale = scale.reshape(*x.shape[:2], 1).to(scale_dtype)
+        scale = scale.reshape(*x.shape[:-1], 1).to(scale_dtype)
         return *found, scale, *(new.reshape(old.shape) for new, old in zip((kv, kr), caches, strict=True))
 
     def examples(self) -> Iterator[Example]:

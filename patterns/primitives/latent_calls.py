@@ -84,6 +84,17 @@ def per_token(table: Tensor, batch: Any, rows: Any) -> Tensor:
     return table.expand(first, second, table.shape[-1]).reshape(batch, rows, -1)
 
 
+def of_tokens(table: Tensor, tokens: Tensor) -> Tensor:
+    """A table as [B, S, D] for tokens [B, S, H], or as [T, D] for those without their sequences, [T, H]."""
+    batch, rows = tokens.shape[:2] if tokens.dim() == 3 else (1, tokens.shape[0])
+    return per_token(table, batch, rows).reshape(*tokens.shape[:-1], table.shape[-1])
+
+
+def heads_before(query: Tensor) -> Tensor:
+    """Heads [B, S, N, C] before their positions; those of tokens without sequences, [T, N, C], as they are."""
+    return query.transpose(1, 2) if query.dim() == 4 else query
+
+
 def in_rows(pages: Tensor, line: Any) -> Tensor:
     """Pages of one head as [Block, Size, 1, D]: those in lines of NZ [Block, .., A, Size, L] are the same memory."""
     size = pages.shape[1] if line is None else pages.shape[-2]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import require
+from patterns.primitives import latent_calls
 
 LINE = 32  # lanes of int8 in a line of NZ
 NZ = 29  # the storage format in which the operator reads its weights
@@ -50,9 +51,9 @@ def called(
     require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
     whole = all(weight.shape[1] % LINE == 0 for weight in weights)
     require(whole, "the weights do not fill lines of 32 numbers")
-    tokens, (heads, _, width) = x.shape[0] * x.shape[1], up.shape
+    tokens, (heads, _, width) = slots.numel(), up.shape
     turning: Any = tables[0].shape[-1]
-    cos, sin = (each.expand(*x.shape[:2], turning).reshape(tokens, turning) for each in tables)
+    cos, sin = (latent_calls.of_tokens(each, x).reshape(tokens, turning) for each in tables)
     (down, wide), (down_scale, wide_scale) = map(_lines, weights), (each.float() for each in scales)
     kv, kr = (_laid(each, cache_mode) for each in caches)
     query, kv, rope, kr = torch.ops.atb.npu_mla_preprocess.functional(
@@ -61,9 +62,9 @@ def called(
         q_out0=torch.empty((tokens, heads, width), dtype=kv.dtype, device=x.device), kv_cache_out0=kv,
         q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr, **how,
     )  # fmt: skip
-    query, rope = (each.unflatten(0, x.shape[:2]) for each in (query, rope))
+    query, rope = (each.unflatten(0, x.shape[:-1]) if x.dim() == 3 else each for each in (query, rope))
     rope = rope.transpose(1, 2) if heads_first else rope
-    return rope, query.transpose(1, 2), kv.reshape(caches[0].shape), kr.reshape(caches[1].shape)
+    return rope, latent_calls.heads_before(query), kv.reshape(caches[0].shape), kr.reshape(caches[1].shape)
 
 
 def _lines(weight: Tensor) -> Tensor:

@@ -48,14 +48,10 @@ class HeadProjection:
 
 
 def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """The linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head.
-
-    The last is for tokens that the layer takes without their sequences, [T, K].
-    """
+    """The linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head."""
     if value.rank == 3:
-        tokens = a.reshape(value, (value.shape[0], 1, *value.shape[1:]))
-        found = head_projection(a, tokens, heads, 1)
-        return None if found is None or found.source.rank != 2 else replace(found, heads_first=False)
+        found = head_projection(a, a.reshape(value, (value.shape[0], 1, *value.shape[1:])), heads, 1)
+        return None if found is None else replace(found, heads_first=False)
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
@@ -149,7 +145,7 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         return "the parts of the keys have symbolic widths"
     nope, rotated = a.slice(q, -1, start, start + width), a.slice(q, -1, offset, offset + rest)
     up_key, up_value = up.lanes(a, width), swapped(a, values.lanes(a, v.shape[-1]))
-    absorbed = None if nope is None else _absorbing(a, nope, up_key)
+    absorbed = None if nope is None or rotated is None else _absorbing(a, nope, up_key, are_packed(a, found, rotated))
     if nope is None or absorbed is None or rotated is None:
         return "the queries cannot be cut into the parts of the keys"
     return {
@@ -211,10 +207,9 @@ def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
     return found
 
 
-def _absorbing(a: Algebra, nope: Value, up: Value) -> Value | None:
-    """Lanes [B, N, S, D] times up [N, D, C], of the tokens as the layer takes them that the lanes come from."""
-    layer = _of_queries(a, nope, nope.shape[1], nope.shape[2])
-    flat = None if layer is None or layer.source.rank != 2 else packed(a, nope)
+def _absorbing(a: Algebra, nope: Value, up: Value, is_packed: bool) -> Value | None:
+    """Lanes [B, N, S, D] times up [N, D, C], as a product of tokens [N, T, D] where the model packs them."""
+    flat = packed(a, nope) if is_packed else None
     if flat is None:
         return matmul(a, nope, up)
     product = matmul(a, a.permute(flat, (1, 0, 2)), up)
@@ -250,9 +245,14 @@ def packed(a: Algebra, heads: Value) -> Value | None:
     return a.reshape(a.permute(heads, (0, 2, 1, 3)), (tokens, count, width))
 
 
-def as_taken(a: Algebra, heads: Value, source: Value) -> Value:
-    """Heads [B, N, S, D] as [T, N, D] where the layer that they come from takes tokens without their sequences."""
-    return (packed(a, heads) if source.rank == 2 else None) or heads
+def are_packed(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> bool:
+    """Whether a model rotates the heads of tokens without their sequences, [T, N, D]."""
+    return any(each.captures["x"].rank == 3 for each in rotations(a, found, rotated))
+
+
+def as_held(a: Algebra, found: Mapping[Value, Reading], heads: Value, rotated: Value) -> Value:
+    """Heads [B, N, S, D] as [T, N, D] where a model packs tokens."""
+    return (packed(a, heads) if are_packed(a, found, rotated) else None) or heads
 
 
 def _opened(a: Algebra, flat: Value, like: Value) -> Value:
@@ -269,7 +269,7 @@ def _query_sources(
     sources: Readings = {}
     layer = _of_queries(a, nope, heads, rows)
     if layer is not None:
-        sources[as_taken(a, absorbed, layer.source)] = Reading("absorbed_query", {**layer.captures(), "up": up})
+        sources[as_held(a, found, absorbed, rotated)] = Reading("absorbed_query", {**layer.captures(), "up": up})
     for rotation in rotations(a, found, rotated):
         x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = head_projection(a, x, heads, rows)  # what it is multiplied by is in the tables

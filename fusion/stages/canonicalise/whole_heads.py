@@ -14,7 +14,7 @@ from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise.arrangement import uncast
-from fusion.stages.canonicalise.latents import absorption, lane_forms, rotations, sources
+from fusion.stages.canonicalise.latents import absorption, as_held, lane_forms, rotations, sources
 
 Found = dict[Value, Reading]
 
@@ -54,7 +54,7 @@ def _of_query(
     of = _lanes(a, nope, heads, nope.shape[2], layers)
     if of is not None:
         del of["heads_first"]
-        yield absorbed, Reading("layer_query", {**of, "up": up})
+        yield as_held(a, found, absorbed, rotated), Reading("layer_query", {**of, "up": up})
     for rotation in rotations(a, found, rotated):
         x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = _lanes(a, x, heads, nope.shape[2], layers)
@@ -63,7 +63,10 @@ def _of_query(
 
 
 def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: Mapping[Value, Value]) -> dict[str, Any] | None:
-    """The layer of which `value` [B, N, S, D] or [B, S, N, D] holds some lanes of every head."""
+    """The layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head."""
+    if value.rank == 3:
+        found = _lanes(a, a.reshape(value, (value.shape[0], 1, *value.shape[1:])), heads, 1, layers)
+        return None if found is None else {**found, "heads_first": False}
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
