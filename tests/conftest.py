@@ -8,18 +8,21 @@ from zlib import crc32
 import pytest
 
 SHARES = {
-    "laws/test_laws.py": 5,
-    "corpus/test_corpus.py": 5,
-    "corpus/test_recognition.py": 5,
+    "laws/test_laws.py": 8,
     "corpus/test_attention.py": 4,
+    "corpus/test_attention_numbers.py": 2,
+    "corpus/test_corpus.py": 5,
+    "corpus/test_recognition.py": 6,
+    "corpus/test_sparse_attention.py": 4,
+    "corpus/test_sparse_attention_numbers.py": 2,
     "models/test_heads_first.py": 3,
     "models/test_latent_atb.py": 3,
-    "models/test_mla_preprocess.py": 2,
+    "models/test_latent_bytes.py": 3,
+    "models/test_mla_preprocess.py": 3,
     "models/test_paged_lines.py": 3,
-    "models/test_latent_bytes.py": 4,
     "models/test_w8a8c8.py": 3,
     "operators/test_fallbacks.py": 4,
-    "operators/test_meta.py": 4,
+    "operators/test_meta.py": 6,
 }
 """Modules of which one test in so many runs for each push; tests without parameters always run."""
 
