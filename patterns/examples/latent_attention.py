@@ -61,6 +61,16 @@ def absorbed(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
     return torch.einsum("bnsc,nec->bsne", torch.einsum("bnst,btc->bnsc", weights, latent), up_value)
 
 
+def of_one_cache(q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
+    """The same over rows that hold latent and rotated lanes, with one product for the scores."""
+    up_key, up_value = up.unflatten(0, (N, -1)).split((D, up.shape[0] // N - D), dim=1)
+    nope, rotated = q.split((D, q.shape[-1] - D), dim=-1)
+    query = torch.cat((torch.einsum("bnsd,ndc->bnsc", nope, up_key), rotated), dim=-1)
+    weights = softmax(torch.einsum("bnsc,btc->bnst", query, rows) * SCALE, dim=-1, dtype=torch.float32).to(q.dtype)
+    read = torch.einsum("bnst,btc->bnsc", weights, rows[..., : up.shape[1]])
+    return torch.einsum("bnsc,nec->bsne", read, up_value)
+
+
 def at_position(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, at: Tensor) -> Tensor:
     """One query over a cache that is filled up to its own position."""
     seen = torch.arange(T) <= at
@@ -91,12 +101,19 @@ def given(queries: int = S, keys: int = S, *more: Callable[[], Tensor]) -> Input
     return make
 
 
+def given_together(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The same with both in one cache."""
+    q, latent, rope, up = given(1, T)(dtype)
+    return q, torch.cat((latent, rope), dim=-1), up
+
+
 EXAMPLES = (
     Example("step", step, given(1, T)),
     Example("prompt", prompt, given()),
     Example("chunk", chunk, given(S, T)),
     Example("more queries than keys", few_keys, given(S, FEW)),
     Example("absorbed", absorbed, given(1, T)),
+    Example("of one cache", of_one_cache, given_together),
     Example("at a position", at_position, given(1, T, position)),
     Example("padded", padded, given(S, S, there)),
 )

@@ -98,6 +98,16 @@ def by_table(attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
     return forward
 
 
+def by_rows(attend: Attend) -> Attend:
+    """Over pages that hold rows whole."""
+
+    def forward(q, rope, latents, ropes, table, lengths, of_scores, of_values):
+        latent, k_rope = (pages.view(BLOCKS, SIZE, -1)[table].reshape(B, KEYS, -1) for pages in (latents, ropes))
+        return attend(q, rope, latent, k_rope, single(lengths, q.shape[2], KEYS), of_scores, of_values)
+
+    return forward
+
+
 def in_order(attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
     """Over pages in their own order."""
 
@@ -156,6 +166,7 @@ def of_sequences(q, rope, latent, k_rope, seen, of_scores, of_values):
 
 
 REJECTS = (
+    Example("whole rows", by_rows(written_out), inputs(1), "do not hold rows in lines of NZ"),
     Example("scales of sequences", by_table(of_sequences), inputs(1), "else than one scale of each head"),
     Example("other steps", by_table(other_steps), inputs(1), "to steps of 1 / 255"),
     Example("cut off", by_table(cut), inputs(1), "cut off toward zero"),

@@ -10,24 +10,29 @@ from torch import Tensor
 from fusion import Example
 from patterns.examples import latent_attention_atb_whole as attention
 from patterns.examples import mla_preprocess, mla_preprocess_fixed
+from patterns.examples import mla_prolog_paged as paged
 from patterns.examples.inputs import Inputs, normal
 from patterns.examples.mla_preprocess import Rotate, Sizes, norm, of_halves, of_pairs
-from patterns.examples.mla_prolog_paged import BLOCKS, Write, in_lines, of_lines
+from patterns.examples.mla_prolog_paged import BLOCKS, Read, Write, in_lines, of_lines
 from patterns.examples.mla_prolog_quantised import multiplied
 from patterns.examples.quantisation import quantised, weights
 
 SIZES = Sizes(c=64, dr=32)
 
 
-def of_tokens(queries: int, line: int = 32, sizes: Sizes = SIZES) -> Inputs:
-    """The inputs of `mla_preprocess`, a latent cache of int8 in lines, W_uk, scales of queries, latent, attention."""
+def of_tokens(queries: int, line: int = 32, sizes: Sizes = SIZES, others: bool = False) -> Inputs:
+    """The inputs of `mla_preprocess`, a latent cache of int8 in lines, W_uk, scales of queries, latent, attention.
+
+    Without lines the caches hold rows whole; `others` gives the scales of queries another dtype.
+    """
     plain = mla_preprocess.inputs(queries, sizes=sizes)
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         *given, ukv, cos, sin, _, ropes, table, lengths, slots = plain(dtype)
-        pages = weights(50, BLOCKS, sizes.c // line, sizes.size, line)
+        pages = weights(50, BLOCKS, *((sizes.c // line, sizes.size, line) if line else (sizes.size, sizes.c)))
         up = (normal(51, sizes.n, sizes.d, sizes.c) / 8).to(dtype)
-        heads = torch.arange(10, 10 + sizes.n).to(dtype)
+        another = torch.float16 if dtype != torch.float16 else torch.bfloat16
+        heads = torch.arange(10, 10 + sizes.n).to(another if others else dtype)
         constants = (
             up,
             heads,
@@ -36,7 +41,7 @@ def of_tokens(queries: int, line: int = 32, sizes: Sizes = SIZES) -> Inputs:
             torch.full((sizes.n,), 1 / 32),
         )
         kept = (torch.nn.Parameter(each, requires_grad=False) for each in constants)
-        ropes = ropes.view(BLOCKS, -1, sizes.size, 16)
+        ropes = ropes.view(BLOCKS, -1, sizes.size, 16) if line else ropes
         return *given, ukv, cos, sin, pages, ropes, table, lengths - queries, slots, *kept
 
     return make
@@ -68,7 +73,7 @@ def stored(rows: Tensor, scale: Tensor) -> Tensor:
 
 def model(
     fixed: bool = False, rotate: Rotate = of_pairs, query: Queries = of_heads, store: Queries = stored,
-    write: Write = in_lines, heads: int = SIZES.n,
+    write: Write = in_lines, heads: int = SIZES.n, read: Read = of_lines,
 ) -> Callable[..., Tensor]:  # fmt: skip
     """A function that writes the rows of a token, or of several, and attends to the pages."""
 
@@ -96,7 +101,7 @@ def model(
         latent, k_rope = both.split((width, turning), dim=-1)
         write(latents, store(norm(latent, gain_kv), of_latent).flatten(0, 1), slots)
         write(ropes, rotate(k_rope, cos, sin).flatten(0, 1), slots)
-        latent, k_rope = (of_lines(pages, table) for pages in (latents, ropes))
+        latent, k_rope = (read(pages, table) for pages in (latents, ropes))
         at = position[:, None] + torch.arange(x.shape[1])
         seen = torch.arange(latent.shape[1]) <= at[:, None, :, None]
         query8 = query(nope @ up, of_queries)
@@ -128,6 +133,8 @@ def shifted(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 REJECTS = (
+    Example("whole rows", model(write=paged.viewed, read=paged.whole), of_tokens(1, 0), "not lines of NZ"),
+    Example("scales of another dtype", model(), of_tokens(1, others=True), "is not one in the dtype of x"),
     Example("short lines", model(), of_tokens(1, 16), "in lines of 16 numbers, not of 32"),
     Example("other bounds of queries", model(query=cut), of_tokens(1), "queries are bounded by -127"),
     Example("queries divided", model(query=divided), of_tokens(1), "where the operator multiplies by one"),

@@ -75,6 +75,21 @@ EXAMPLES = (
     Example("slot // Size, slot % Size, counted from the end", _by_block, _pages(torch.tensor([-1, 3, -20]))),
     Example("a block table", _by_table, _pages(TABLE, torch.tensor([5, 0, 7]))),
 )
+
+
+def _lines(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Caches whose pages hold a row in as many lines as rows."""
+    caches, rows = (BLOCKS, SIZE, SIZE, 16), (3, SIZE, 16)
+    return *(normal(seed, *shape).to(dtype) for seed, shape in enumerate((caches, caches, rows, rows))), SLOTS.clone()
+
+
+def _in_lines(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    keys[slots // SIZE, :, slots % SIZE] = key
+    values[slots // SIZE, :, slots % SIZE] = value
+    return keys * 2, values * 2
+
+
 REJECTS = (
+    Example("lines of NZ", _in_lines, _lines, "the pages hold rows in lines"),
     Example("places of unknown range", _anywhere, _pages(SLOTS // SIZE, SLOTS % SIZE), "not proven to lie in its page"),
 )

@@ -26,10 +26,11 @@ def told_apart(a: Algebra, root: Value, found: Found) -> dict[Value, Reading]:
     if isinstance(listed, Reading) and listed.op != "counted_keys":
         return {}
     alike = mask is None or (mask.op == "expand" and mask.arg.rank == 4 and mask.arg.shape[1:3] == (1, 1))
-    alone = one == k.shape[1] == v.shape[1] == 1 and attention.captures["order"] in ("full", "mask")
+    said = attention.captures
+    alone = one == k.shape[1] == v.shape[1] == 1 and said["order"] in ("full", "mask") and "sink" not in said
     if not alike or not alone or not any(_by_heads(a, part, heads) for _, part in joined_parts(a, q)):
         return {}
-    captures: dict[str, Any] = dict(attention.captures)
+    captures: dict[str, Any] = dict(said)
     captures["q"] = a.reshape(q, (batch, heads, 1, q.shape[-1]))
     if not captures["finish"] or captures["finish"][0][0] != "reshape":
         rows = (batch if isinstance(batch, int) else "B", 1, heads, v.shape[-1])

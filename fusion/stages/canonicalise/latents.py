@@ -246,8 +246,9 @@ def packed(a: Algebra, heads: Value) -> Value | None:
 
 
 def are_packed(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> bool:
-    """Whether a model rotates the heads of tokens without their sequences, [T, N, D]."""
-    return any(each.captures["x"].rank == 3 for each in rotations(a, found, rotated))
+    """Whether a model rotates the heads of tokens without their sequences, [T, N, D], and no others."""
+    turned = rotations(a, found, rotated)
+    return bool(turned) and all(each.captures["x"].rank == 3 for each in turned)
 
 
 def as_held(a: Algebra, found: Mapping[Value, Reading], heads: Value, rotated: Value) -> Value:
