@@ -8,13 +8,13 @@ from zlib import crc32
 import pytest
 
 SHARES = {
-    "laws/test_laws.py": 8,
     "corpus/test_attention.py": 4,
     "corpus/test_attention_numbers.py": 2,
     "corpus/test_corpus.py": 5,
     "corpus/test_recognition.py": 6,
     "corpus/test_sparse_attention.py": 4,
     "corpus/test_sparse_attention_numbers.py": 2,
+    "laws/test_laws.py": 8,
     "models/test_caches.py": 2,
     "models/test_dynamic.py": 2,
     "models/test_generate.py": 2,
@@ -22,6 +22,7 @@ SHARES = {
     "models/test_latent_atb.py": 3,
     "models/test_latent_bytes.py": 3,
     "models/test_mla_preprocess.py": 3,
+    "models/test_models.py": 2,
     "models/test_paged_lines.py": 3,
     "models/test_projections.py": 2,
     "models/test_sparse_attention.py": 2,
