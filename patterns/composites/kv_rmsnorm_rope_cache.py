@@ -98,9 +98,8 @@ class KvRmsnormRopeCache(_Line):
         begin=attribute(), split=attribute(), end=attribute(), dtype=attribute(), line=attribute(),
     ):  # fmt: skip
         """Rows go to slots of all pages, which hold them whole or in lines of NZ."""
-        lines = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
-        caches = zip((kv_cache, kr_cache), lines, strict=True)
-        return tuple(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        new = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
+        return tuple(latent_calls.written(p, (kv_cache, kr_cache), new, slots, line))
 
     def guard(self, kv: Any, slots: Any, kv_cache: Any, start: Any, axis: int, line: Any):
         """How the tokens and the caches are laid out."""
@@ -157,10 +156,8 @@ class KvRmsnormRopeCacheRows(_Line):
         begin=attribute(), split=attribute(), end=attribute(), dtype=attribute(), line=attribute(),
     ):  # fmt: skip
         """Rows go to slots of all pages, which hold them whole or in lines of NZ."""
-        latent, rope = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
-        caches = ((kv_cache, latent), (kr_cache, rope))
-        written = (p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
-        return latent, rope, *written
+        new = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
+        return *new, *latent_calls.written(p, (kv_cache, kr_cache), new, slots, line)
 
     def guard(self, kv_cache: Any, slots: Any, line: Any):
         """How the pages hold their rows."""

@@ -42,8 +42,7 @@ class KvRmsnormRopeCacheWhole(Rule):
         latent, rope = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
         latent = p.fixed_quantised(x=p.reshaped(latent), scale=kv_scale, by=kv_by)
         rope = p.fixed_quantised(x=p.reshaped(rope), scale=kr_scale, by=kr_by)
-        caches = ((kv_cache, latent), (kr_cache, rope))
-        return tuple(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        return tuple(latent_calls.written(p, (kv_cache, kr_cache), (latent, rope), slots, line))
 
     @pattern
     def latent_alone(
@@ -55,8 +54,7 @@ class KvRmsnormRopeCacheWhole(Rule):
         """The latent, beside a rotated key in floats."""
         latent, rope = rows(p, kv, gamma, eps, factor, cos, sin, begin, split, end, dtype)
         latent = p.fixed_quantised(x=p.reshaped(latent), scale=kv_scale, by=kv_by)
-        caches = ((kv_cache, latent, line), (kr_cache, rope, kr_line))
-        return tuple(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=of) for c, row, of in caches)
+        return tuple(latent_calls.written(p, (kv_cache, kr_cache), (latent, rope), slots, line, kr_line))
 
     def guard(self, kv_cache: Any, slots: Any, line: Any, kr_line: Any, kr_by: Any):
         """How the pages hold their rows."""

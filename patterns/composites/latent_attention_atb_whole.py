@@ -22,6 +22,7 @@ from patterns.primitives import atb_latent_calls as atb
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as page_calls
 from patterns.primitives import latent_calls
+from patterns.primitives.whole_latent_calls import scale_of
 
 STEPS = 127
 
@@ -101,7 +102,7 @@ class LatentAttentionAtbWhole(Rule):
             paged = atb.in_lines(batch, latent_lines, rope_lines, "int8_nzcache")
         else:
             paged = atb.listed(pages, rope_pages, table, size, "int8_nzcache")
-        values = _values(of_values, values_by, query.device).expand(heads).contiguous()
+        values = scale_of(of_values, values_by, query.device).expand(heads).contiguous()
         scales = dict(qk_descale=of_scores.float(), pv_descale=values)
         if count is not None:
             (query, length), (rope, _) = (page_calls.given_some(x, count, paged.room, empty) for x in (query, rope))
@@ -118,10 +119,3 @@ class LatentAttentionAtbWhole(Rule):
     def rejects(self) -> Iterator[Example]:
         """Functions that must be refused."""
         return iter(latent_attention_atb_whole.REJECTS)
-
-
-def _values(scale: Tensor | None, by: float, device: torch.device) -> Tensor:
-    """What the result is multiplied by, [N] or [1]."""
-    if scale is None:
-        return torch.full((1,), by, dtype=torch.float32, device=device)
-    return scale.float() if by == 1 else scale.float() * by

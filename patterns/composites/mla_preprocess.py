@@ -89,8 +89,7 @@ class MlaPreprocess(Preprocess):
             p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv,
             cos, sin, width, begin, first, split, end, heads_first, dtype_q, dtype_kv, how,
         )  # fmt: skip
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        return *q, *latent_calls.written(p, (kv_cache, kr_cache), kv, slots, line)
 
     @lowering
     def run(self, x, gamma, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, source,

@@ -18,6 +18,7 @@ from patterns.composites.mla_preprocess import Preprocess
 from patterns.composites.mla_prolog import rotated_lanes
 from patterns.composites.mla_prolog_quantised import rows
 from patterns.examples import mla_preprocess_fixed
+from patterns.primitives import latent_calls
 from patterns.primitives import preprocess_calls as calls
 
 
@@ -74,8 +75,7 @@ class MlaPreprocessFixed(Preprocess):
             p, x, layers, (gamma, gamma_cq, gamma_ckv), (beta, beta_cq), (eps, eps_cq, eps_ckv), scales, up, cos, sin,
             lanes, split, end, (dtype_q, dtype_kv), dict(layer_dtype=layer_dtype, fixed=fixed, source=source),
         )  # fmt: skip
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        return *q, *latent_calls.written(p, (kv_cache, kr_cache), kv, slots, line)
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,

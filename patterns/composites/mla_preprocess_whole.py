@@ -24,16 +24,12 @@ from patterns.primitives import preprocess_calls as calls
 MODE = "int8_nzcache"
 
 
-def whole(p, found, stored, query_scale, caches, slots):
+def whole(p, found, stored, query_scale, caches, slots, *lines):
     """Queries and latent rows of a front, quantised; both caches with new rows."""
     (rotated, absorbed), (latent, rope) = found
-    lines = p.shifted_quantised(x=p.reshaped(latent), **stored)
+    latent = p.shifted_quantised(x=p.reshaped(latent), **stored)
     query = p.heads_quantised(x=absorbed, scale=query_scale)
-    written = (
-        p.write_pages(cache=cache, rows=p.reshaped(row), slots=slots, line=line)
-        for row, (cache, line) in zip((lines, rope), caches, strict=True)
-    )
-    return rotated, query, *written
+    return rotated, query, *latent_calls.written(p, caches, (latent, rope), slots, *lines)
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class MlaPreprocessWhole(Preprocess):
             cos, sin, width, begin, first, split, end, heads_first, dtype_q, dtype_kv, how,
         )  # fmt: skip
         kept = dict(scale=stored, by=stored_by, shift=stored_shift)
-        return whole(p, found, kept, query_scale, ((kv_cache, line), (kr_cache, rope_line)), slots)
+        return whole(p, found, kept, query_scale, (kv_cache, kr_cache), slots, line, rope_line)
 
     @pattern
     def of_constants(
@@ -92,7 +88,7 @@ class MlaPreprocessWhole(Preprocess):
             lanes, split, end, (dtype_q, dtype_kv), dict(layer_dtype=layer_dtype, fixed=fixed, source=source),
         )  # fmt: skip
         kept = dict(scale=stored, by=stored_by, shift=stored_shift)
-        return whole(p, found, kept, query_scale, ((kv_cache, line), (kr_cache, rope_line)), slots)
+        return whole(p, found, kept, query_scale, (kv_cache, kr_cache), slots, line, rope_line)
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
@@ -113,10 +109,6 @@ class MlaPreprocessWhole(Preprocess):
             beta_cq, gamma_ckv, cos, sin, source, heads_first, kv_cache, kr_cache, slots, scale, zero, scale_cq,
             zero_cq, by, shift, by_cq, shift_cq, stored, stored_by, query_scale):  # fmt: skip
         """One call, that writes to the pages and to fresh memory."""
-        same = query_scale.dtype == x.dtype
-        require(
-            same, "a scale of {dtype} is not one in the dtype of x, as the operator takes it", dtype=query_scale.dtype
-        )
         weights, scales = calls.joined((dq, dkv, uq), (dq_scale, dkv_scale, uq_scale), up, cos, source)
         how = dict(quant_mode="per_token_quant_symm")
         if by is not None:
@@ -125,7 +117,8 @@ class MlaPreprocessWhole(Preprocess):
         betas = (calls.beta_of(beta, gamma), calls.beta_of(beta_cq, gamma_cq))
         return calls.called(
             x, (gamma, gamma_cq, gamma_ckv), betas, weights, scales, up, (cos, sin), (kv_cache, kr_cache), slots,
-            heads_first, MODE, ctkv_scale=calls.scale_of(stored, stored_by, x), q_nope_scale=query_scale, **how,
+            heads_first, MODE, ctkv_scale=calls.scale_of(stored, stored_by, x),
+            q_nope_scale=calls.scale_of(query_scale, 1, x), **how,
         )  # fmt: skip
 
     def examples(self) -> Iterator[Example]:

@@ -21,8 +21,7 @@ from torch import Tensor
 from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.examples import mla_prolog
 from patterns.primitives import latent_calls
-
-NZ = 29  # the storage format in which the operator reads its large weights
+from patterns.primitives.quant_matmul import prepared
 
 
 def queries(p, x, dq, uq, up, gamma, eps, factor, cos, sin, width, begin, first, heads_first, dtype, fixed, beside):
@@ -71,7 +70,7 @@ def _read(
     sin: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """What every version reads first."""
-    weights = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in (dq, uq, dkv)]
+    weights = [prepared(each) for each in (dq, uq, dkv)]
     tables = [latent_calls.of_tokens(each, x).contiguous() for each in (sin, cos)]
     return x, weights[0], weights[1], up.contiguous(), weights[2], gamma_cq, gamma_ckv, *tables
 

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from fusion import Example, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Example, attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_prolog import Prolog
 from patterns.composites.mla_prolog_quantised import prolog, queries, rows
 from patterns.examples import mla_prolog_channels
@@ -47,8 +45,7 @@ class MlaPrologChannels(Prolog):
         kv, kr = rows(p, both, gamma_cq, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv)
         kv = p.fixed_quantised(x=p.reshaped(kv), scale=kv_scale, by=kv_by)
         kr = p.fixed_quantised(x=p.reshaped(kr), scale=kr_scale, by=kr_by)
-        caches = ((kv_cache, kv), (kr_cache, kr))
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        return *q, *latent_calls.written(p, (kv_cache, kr_cache), (kv, kr), slots, line)
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
@@ -62,16 +59,13 @@ class MlaPrologChannels(Prolog):
     def run(self, x, dq, uq, uq_scale, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, heads_first, kv_cache,
             kr_cache, slots, line, split, end, kv_scale, kv_by, kr_scale, kr_by, scale_dtype):  # fmt: skip
         """One call."""
-        both = (kv_cache, kr_cache)
-        require(all(each.is_contiguous() for each in both), "the pages are not contiguous")
-        pages = (latent_calls.in_rows(kv_cache, line), latent_calls.in_rows(kr_cache, line))
+        pages, where = latent_calls.into_pages((kv_cache, kr_cache), slots, line, x)
         *found, kv, kr = prolog(
             x, None, (dq, uq, dkv), (None, uq_scale, None), up, (gamma_cq, gamma_ckv), cos, sin, pages, heads_first,
             scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv,
-            cache_mode="PA_BSND" if line is None else "PA_NZ",
-            cache_index=slots.to(torch.int64).reshape(x.shape[:-1]), kv_cache_quant_mode=2,
+            kv_cache_quant_mode=2,
             quant_scale_ckv=multipliers(kv_scale, kv_by, split, x.device).reshape(1, -1),
-            quant_scale_ckr=multipliers(kr_scale, kr_by, end - split, x.device).reshape(1, -1),
+            quant_scale_ckr=multipliers(kr_scale, kr_by, end - split, x.device).reshape(1, -1), **where,
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 

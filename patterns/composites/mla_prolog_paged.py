@@ -10,28 +10,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.composites.mla_prolog import MlaProlog, prolog, queries, rows
+from fusion import Example, attribute, lowering, pattern, scalar, tensor
+from patterns.composites.mla_prolog import Prolog, prolog, queries, rows
 from patterns.examples import mla_prolog_paged
 from patterns.primitives import latent_calls
 
 
-@dataclass(frozen=True)
-class MlaPrologPaged(Rule):
-    """The prolog with the writes into the pages of both caches."""
+class PagedProlog(Prolog):
+    """A prolog that writes the rows of both caches to pages, beside an attention that reads them."""
 
     def beside(self) -> frozenset[str]:
         """The attention that reads absorbed queries."""
         return frozenset({"paged_latent_attention", "latent_attention"})
 
-    def reference(
-        self, x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The meaning without rotation: absorbed queries [B, N, S, C], their latent, rows [B, S, C]."""
-        return MlaProlog().reference(x, dq, uq, up, dkv, gamma_cq, gamma_ckv)
+    def guard(
+        self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
+        slots: Any, line: Any,
+    ):  # fmt: skip
+        """As for every prolog; and how the pages are laid out."""
+        Prolog.guard(self, x, up, dkv, width, begin, first, split, end, None, None, 0)
+        latent_calls.of_pages(kv_cache, slots, line)
+
+
+@dataclass(frozen=True)
+class MlaPrologPaged(PagedProlog):
+    """The prolog with the writes into the pages of both caches."""
 
     @pattern
     def written(
@@ -47,27 +50,16 @@ class MlaPrologPaged(Rule):
         how = dict(width=width, begin=begin, first=first, heads_first=heads_first, dtype=dtype_q)
         q = queries(p, x, dq, uq, up, gamma_cq, eps_cq, factor_q, cos, sin, fixed=fixed, beside=beside_q, **how)
         kv = rows(p, x, dkv, gamma_ckv, eps_ckv, factor_kv, cos, sin, split, end, dtype_kv, fixed, beside_kv)
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
-
-    def guard(
-        self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        slots: Any, line: Any,
-    ):  # fmt: skip
-        """As for `MlaProlog`; and how the pages are laid out."""
-        MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
-        latent_calls.of_pages(kv_cache, slots, line)
+        return *q, *latent_calls.written(p, (kv_cache, kr_cache), kv, slots, line)
 
     @lowering
     def run(self, x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv,
             heads_first, kv_cache, kr_cache, slots, line):  # fmt: skip
         """One call."""
-        both = (kv_cache, kr_cache)
-        require(all(each.is_contiguous() for each in both), "the pages are not contiguous")
+        pages, where = latent_calls.into_pages((kv_cache, kr_cache), slots, line, x)
         *found, kv, kr = prolog(
             x, dq, uq, up, dkv, gamma_cq, gamma_ckv, cos, sin, eps_cq, eps_ckv, factor_q, factor_kv, heads_first,
-            (latent_calls.in_rows(kv_cache, line), latent_calls.in_rows(kr_cache, line)),
-            cache_mode="PA_BSND" if line is None else "PA_NZ", cache_index=slots.to(torch.int64).reshape(x.shape[:-1]),
+            pages, **where,
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fusion import Example, attribute, lowering, pattern, scalar, tensor
-from patterns.composites.mla_prolog import NZ, Prolog, rotated_lanes
+from patterns.composites.mla_prolog import Prolog, rotated_lanes
 from patterns.examples import mla_prolog_quantised as examples
 from patterns.primitives import latent_calls
+from patterns.primitives.quant_matmul import prepared
 
 
 def layer(p, x, weight, scale, tokens, dtype, fixed):
@@ -68,7 +69,7 @@ def called(
 
     `weights` and `scales` are those of dq, uq and dkv; only uq has a scale where `tokens`, that of x, is None.
     """
-    cast = [torch.ops.npu.npu_format_cast(each.t().contiguous(), NZ) for each in weights]
+    cast = [prepared(each) for each in weights]
     tables = [latent_calls.of_tokens(each, x).contiguous() for each in (sin, cos)]
     row = [None if each is None else each.float().reshape(1, -1) for each in scales]
     whole: dict[str, Any] = dict(weight_quant_mode=1)

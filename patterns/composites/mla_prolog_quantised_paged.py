@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from fusion import Example, attribute, lowering, pattern, require, scalar, tensor
-from patterns.composites.mla_prolog import Prolog
+from fusion import Example, attribute, lowering, pattern, scalar, tensor
+from patterns.composites.mla_prolog_paged import PagedProlog
 from patterns.composites.mla_prolog_quantised import layer, prolog, queries, rows
 from patterns.examples import mla_prolog_quantised_paged
 from patterns.primitives import latent_calls
 
 
 @dataclass(frozen=True)
-class MlaPrologQuantisedPaged(Prolog):
+class MlaPrologQuantisedPaged(PagedProlog):
     """The quantised prolog with the writes into the pages of both caches."""
-
-    def beside(self) -> frozenset[str]:
-        """The attention that reads absorbed queries."""
-        return frozenset({"paged_latent_attention", "latent_attention"})
 
     @pattern
     def heads_alone(
@@ -44,8 +37,7 @@ class MlaPrologQuantisedPaged(Prolog):
                     dtype_q, how)  # fmt: skip
         both = p.linear(x=x, weight=dkv, fixed=fixed, beside=beside_kv)
         kv = rows(p, both, gamma_cq, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv)
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
+        return *q, *latent_calls.written(p, (kv_cache, kr_cache), kv, slots, line)
 
     @pattern
     def all_layers(
@@ -64,29 +56,16 @@ class MlaPrologQuantisedPaged(Prolog):
                     dtype_q, how)  # fmt: skip
         both = layer(p, x, dkv, dkv_scale, tokens, layer_dtype, fixed)
         kv = rows(p, both, gamma_cq, gamma_ckv, eps_ckv, cos, sin, split, end, dtype_kv)
-        caches = zip((kv_cache, kr_cache), kv, strict=True)
-        return *q, *(p.write_pages(cache=c, rows=p.reshaped(row), slots=slots, line=line) for c, row in caches)
-
-    def guard(
-        self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
-        slots: Any, line: Any,
-    ):  # fmt: skip
-        """As for `MlaProlog`; and how the pages are laid out."""
-        Prolog.guard(self, x, up, dkv, width, begin, first, split, end, None, None, 0)
-        latent_calls.of_pages(kv_cache, slots, line)
+        return *q, *latent_calls.written(p, (kv_cache, kr_cache), kv, slots, line)
 
     @lowering
     def run(self, x, tokens, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, eps_cq,
             eps_ckv, heads_first, kv_cache, kr_cache, slots, scale_dtype, line):  # fmt: skip
         """One call."""
-        both = (kv_cache, kr_cache)
-        require(all(each.is_contiguous() for each in both), "the pages are not contiguous")
-        pages = (latent_calls.in_rows(kv_cache, line), latent_calls.in_rows(kr_cache, line))
+        pages, where = latent_calls.into_pages((kv_cache, kr_cache), slots, line, x)
         *found, kv, kr = prolog(
             x, tokens, (dq, uq, dkv), (dq_scale, uq_scale, dkv_scale), up, (gamma_cq, gamma_ckv), cos, sin, pages,
-            heads_first, scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv,
-            cache_mode="PA_BSND" if line is None else "PA_NZ",
-            cache_index=slots.to(torch.int64).reshape(x.shape[:-1]),
+            heads_first, scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, **where,
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 

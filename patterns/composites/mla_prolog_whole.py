@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fusion import Example, attribute, lowering, pattern, require, scalar, tensor
 from patterns.composites.mla_prolog import Prolog
 from patterns.composites.mla_prolog_quantised import called, layer, queries, rows
 from patterns.examples import mla_prolog_whole
 from patterns.primitives import latent_calls
+from patterns.primitives.whole_latent_calls import multipliers
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ class MlaPrologWhole(Prolog):
         layers = ((dq, dq_scale), (uq, uq_scale), (dkv, dkv_scale))
         found, both = _read(p, x, tokens, layers, up, (gamma_cq, gamma_ckv), (eps_cq, eps_ckv), cos, sin, lanes,
                             (dtype_q, dtype_kv), (split, end), (stored, stored_by), (read, read_by), how)  # fmt: skip
-        caches = zip((kv_cache, kr_cache), both, (kv_line, kr_line), strict=True)
-        return *found, *(p.write_pages(cache=c, rows=p.reshaped(r), slots=slots, line=line) for c, r, line in caches)
+        return *found, *latent_calls.written(p, (kv_cache, kr_cache), both, slots, kv_line, kr_line)
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,
@@ -69,21 +66,18 @@ class MlaPrologWhole(Prolog):
     def run(self, x, tokens, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, eps_cq,
             eps_ckv, kv_cache, kr_cache, slots, stored, stored_by, scale_dtype, query_dtype, kv_line):  # fmt: skip
         """One call."""
-        caches = (kv_cache, kr_cache)
-        require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
-        pages = (latent_calls.in_rows(kv_cache, kv_line), latent_calls.in_rows(kr_cache, kv_line))
+        pages, where = latent_calls.into_pages((kv_cache, kr_cache), slots, kv_line, x)
         query, rope, query_scale, latent, scale, kv, kr = called(
             x, tokens, (dq, uq, dkv), (dq_scale, uq_scale, dkv_scale), up, (gamma_cq, gamma_ckv), cos, sin, pages,
             rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv,
-            cache_mode="PA_BSND" if kv_line is None else "PA_NZ",
-            cache_index=slots.to(torch.int64).reshape(x.shape[:-1]), kv_cache_quant_mode=1, query_quant_mode=1,
-            quant_scale_ckv=_inverse(stored, stored_by, x.device),
+            **where, kv_cache_quant_mode=1, query_quant_mode=1,
+            quant_scale_ckv=multipliers(stored, stored_by, 1, x.device),
         )  # fmt: skip
         rows = (*x.shape[:-1], -1, 1)
         query_scale = query_scale.reshape(rows).transpose(1, 2).to(query_dtype)
         found = query.transpose(1, 2), rope.transpose(1, 2), query_scale, latent
         scale = scale.reshape(*x.shape[:-1], 1).to(scale_dtype)
-        return *found, scale, *(new.reshape(old.shape) for new, old in zip((kv, kr), caches, strict=True))
+        return *found, scale, *(new.reshape(old.shape) for new, old in zip((kv, kr), (kv_cache, kr_cache), strict=True))
 
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""
@@ -92,13 +86,6 @@ class MlaPrologWhole(Prolog):
     def rejects(self) -> Iterator[Example]:
         """Functions that must be refused."""
         return iter(mla_prolog_whole.REJECTS)
-
-
-def _inverse(scale: Tensor | None, by: float, device: torch.device) -> Tensor:
-    """What the latent is multiplied by before it is rounded, [1]."""
-    if scale is None:
-        return torch.full((1,), 1 / by, dtype=torch.float32, device=device)
-    return torch.reciprocal(scale.float() if by == 1 else scale.float() * by)
 
 
 def _read(p, x, tokens, layers, up, gammas, eps, cos, sin, lanes, dtypes, parts, stored, read, how):

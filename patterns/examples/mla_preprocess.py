@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
 
 from fusion import Example
 from patterns.examples.inputs import Inputs, normal
@@ -19,6 +18,7 @@ from patterns.examples.mla_prolog_paged import (
     Read,
     Write,
     anywhere,
+    attended,
     by_block,
     copied,
     in_lines,
@@ -120,7 +120,7 @@ def model(
         dkv_scale: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor, cos: Tensor, sin: Tensor, latents: Tensor,
         ropes: Tensor, table: Tensor, lengths: Tensor, slots: Tensor,
     ) -> Tensor:  # fmt: skip
-        queries, width, turning = x.shape[1], gain_kv.shape[0], cos.shape[-1]
+        width, turning = gain_kv.shape[0], cos.shape[-1]
         tokens = quantised(norm(x, gain, eps))
         low = norm(multiplied(tokens, dq, dq_scale, x.dtype), gain_q)
         q = multiplied(quantised(low), uq, uq_scale, x.dtype).unflatten(-1, (heads, -1))
@@ -130,12 +130,7 @@ def model(
         for pages, rows in ((latents, norm(latent, gain_kv)), (ropes, rotate(rope, cos, sin))):
             write(pages, rows.flatten(0, 1), slots)
         latent, rope = (read(pages, table) for pages in (latents, ropes))
-        both = linear(latent, ukv).unflatten(-1, (heads, -1)).transpose(1, 2)
-        k, values = both.split((nope.shape[-1], both.shape[-1] - nope.shape[-1]), dim=-1)
-        keys = torch.cat((k, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
-        at = lengths[:, None] - queries + torch.arange(queries)
-        seen = torch.arange(latent.shape[1]) <= at[:, None, :, None]
-        return scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+        return attended(q, latent, rope, ukv, lengths)
 
     return forward
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
 
 from fusion import Example
 from patterns.examples.inputs import Inputs, normal
@@ -24,7 +23,7 @@ from patterns.examples.mla_preprocess import (
 from patterns.examples.mla_preprocess import (
     lines as tokens_in_lines,
 )
-from patterns.examples.mla_prolog_paged import Read, Write, by_block, in_lines, of_lines, viewed
+from patterns.examples.mla_prolog_paged import Read, Write, attended, by_block, in_lines, of_lines, viewed
 from patterns.examples.mla_prolog_paged import whole as in_rows
 from patterns.examples.quantisation import product
 
@@ -108,7 +107,7 @@ def model(
         ropes: Tensor, table: Tensor, lengths: Tensor, slots: Tensor, beta: Tensor, beta_q: Tensor, dq_bias: Tensor,
         uq_bias: Tensor, dkv_bias: Tensor, scale: Tensor, scale_q: Tensor, zero: Tensor, zero_q: Tensor,
     ) -> Tensor:  # fmt: skip
-        queries, width, turning = x.shape[1], gain_kv.shape[0], cos.shape[-1]
+        width, turning = gain_kv.shape[0], cos.shape[-1]
         whole = quantise(normed(x, gain, beta), scale, zero)
         low = normed(layer(whole, dq, dq_scale, dq_bias, x.dtype), gain_q, beta_q)
         q = layer(quantise(low, scale_q, zero_q), uq, uq_scale, uq_bias, x.dtype).unflatten(-1, (heads, -1))
@@ -118,12 +117,7 @@ def model(
         for pages, rows in ((latents, norm(latent, gain_kv)), (ropes, rotate(rope, cos, sin))):
             write(pages, rows.flatten(0, 1), slots)
         latent, rope = (read(pages, table) for pages in (latents, ropes))
-        both = linear(latent, ukv).unflatten(-1, (heads, -1)).transpose(1, 2)
-        k, values = both.split((nope.shape[-1], both.shape[-1] - nope.shape[-1]), dim=-1)
-        keys = torch.cat((k, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
-        at = lengths[:, None] - queries + torch.arange(queries)
-        seen = torch.arange(latent.shape[1]) <= at[:, None, :, None]
-        return scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+        return attended(q, latent, rope, ukv, lengths)
 
     return forward
 

@@ -58,6 +58,17 @@ def of_lines(pages: Tensor, table: Tensor) -> Tensor:
     return pages[table].flatten(2, -3).transpose(2, 3).reshape(B, -1, pages.shape[-3] * pages.shape[-1])
 
 
+def attended(q: Tensor, latent: Tensor, rope: Tensor, ukv: Tensor, lengths: Tensor) -> Tensor:
+    """The last queries [B, N, S, D + Dr] of sequences so long, over keys and values expanded from rows [B, T, ..]."""
+    (heads, queries), width = q.shape[1:3], q.shape[-1] - rope.shape[-1]
+    both = linear(latent, ukv).unflatten(-1, (heads, -1)).transpose(1, 2)
+    nope, values = both.split((width, both.shape[-1] - width), dim=-1)
+    keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
+    at = lengths[:, None] - queries + torch.arange(queries)
+    seen = torch.arange(latent.shape[1]) <= at[:, None, :, None]
+    return scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+
+
 def model_of(write: Write, read: Read = whole) -> Callable[..., Tensor]:
     """A function that writes the rows of a token, or of several, and attends to the pages."""
 
@@ -71,11 +82,7 @@ def model_of(write: Write, read: Read = whole) -> Callable[..., Tensor]:
         for pages, rows in zip((latents, ropes), rows_of(x, dkv, gain_kv, cos, sin), strict=True):
             write(pages, rows.flatten(0, 1), slots)
         latent, rope = (read(pages, table) for pages in (latents, ropes))
-        nope, values = linear(latent, ukv).unflatten(-1, (N, -1)).transpose(1, 2).split((D, ukv.shape[0] // N - D), -1)
-        keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, N, -1, -1)), dim=-1)
-        at = lengths[:, None] - queries + torch.arange(queries)
-        seen = torch.arange(latent.shape[1]) <= at[:, None, :, None]
-        return scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+        return attended(q, latent, rope, ukv, lengths)
 
     return forward
 
@@ -175,10 +182,7 @@ def expanding(
     for pages, rows in zip((latents, ropes), rows_of(x, dkv, gain_kv, cos, sin), strict=True):
         by_block(pages, rows, slots)
     latent, rope = (whole(pages, table) for pages in (latents, ropes))
-    nope, values = linear(latent, ukv).unflatten(-1, (N, -1)).transpose(1, 2).split((D, ukv.shape[0] // N - D), -1)
-    keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, N, -1, -1)), dim=-1)
-    hidden = torch.arange(latent.shape[1]) >= lengths[:, None, None, None]
-    return scaled_dot_product_attention(q.unsqueeze(2), keys, values, attn_mask=~hidden).squeeze(2)
+    return attended(q.unsqueeze(2), latent, rope, ukv, lengths).squeeze(2)
 
 
 EXAMPLES = (

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 
 from fusion import Example
 from patterns.examples import mla_prolog_paged as paged
 from patterns.examples.inputs import Inputs
-from patterns.examples.mla_prolog import DR, C, D, N, norm, rope_last, turned
+from patterns.examples.mla_prolog import DR, C, N, norm, rope_last, turned
 from patterns.examples.mla_prolog_quantised import multiplied, whole
 from patterns.examples.quantisation import quantised
 
@@ -63,11 +63,7 @@ def model(project: Project, write: paged.Write = paged.viewed, read: paged.Read 
         for pages, rows in ((latents, norm(latent, gain_kv)), (ropes, turned(rope, cos, sin))):
             write(pages, rows.reshape(-1, rows.shape[-1]), slots)
         latent, rope = (read(pages, table) for pages in (latents, ropes))
-        nope, values = linear(latent, ukv).unflatten(-1, (N, -1)).transpose(1, 2).split((D, ukv.shape[0] // N - D), -1)
-        keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, N, -1, -1)), dim=-1)
-        at = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2])
-        seen = torch.arange(latent.shape[1]) <= at[:, None, :, None]
-        return scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+        return paged.attended(q, latent, rope, ukv, lengths)
 
     return forward
 

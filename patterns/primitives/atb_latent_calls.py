@@ -55,8 +55,7 @@ def listed(latents: Tensor, ropes: Tensor, table: Tensor, size: Any, mode: str) 
 def _laid(pages: Tensor, size: Any, mode: str) -> Tensor:
     if mode == "krope_ctkv":
         return page_calls.laid(pages, size).unsqueeze(2)
-    require(pages.is_contiguous(), "the lines of the pages do not lie together")
-    return pages.reshape(pages.shape[0], -1, *pages.shape[-2:])
+    return latent_calls.in_lines(pages, size).squeeze(1)
 
 
 def told(

@@ -33,6 +33,15 @@ def gathered(p, latent, k_rope, pages, rope_pages, table, size, lies):
     return [p.reshaped(p.paged_rows(rows=x, pages=of, table=table, size=size, lies=lies)) for x, of in both]
 
 
+def written(p, caches, rows, slots, *lines):
+    """The terms of writes of rows to pages of their caches, at the same slots; in `lines`, one of all or of each."""
+    of_each = lines if len(lines) > 1 else lines * len(caches)
+    return [
+        p.write_pages(cache=cache, rows=p.reshaped(row), slots=slots, line=line)
+        for cache, row, line in zip(caches, rows, of_each, strict=True)
+    ]
+
+
 def lengths(keys: Tensor, queries: Any, order: str, known: Any, length: Tensor | None) -> tuple[int, Tensor | None]:
     """Sparse mode, and how many of keys [B, T, ..] are there for each sequence, [B] in int32, None for all.
 
@@ -99,6 +108,14 @@ def in_rows(pages: Tensor, line: Any) -> Tensor:
     """Pages of one head as [Block, Size, 1, D]: those in lines of NZ [Block, .., A, Size, L] are the same memory."""
     size = pages.shape[1] if line is None else pages.shape[-2]
     return pages.reshape(pages.shape[0], size, 1, -1)
+
+
+def into_pages(caches: tuple[Tensor, Tensor], slots: Tensor, line: Any, tokens: Tensor) -> tuple[Any, dict[str, Any]]:
+    """Caches as the prolog writes them, and how it is told where the rows of `tokens` [.., H] go."""
+    require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
+    mode = "PA_BSND" if line is None else "PA_NZ"
+    index = slots.to(torch.int64).reshape(tokens.shape[:-1])
+    return tuple(in_rows(each, line) for each in caches), dict(cache_mode=mode, cache_index=index)
 
 
 def in_lines(pages: Tensor, size: Any) -> Tensor:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fusion import require
 from patterns.primitives import latent_calls
+from patterns.primitives.quant_matmul import NZ
 
-LINE = 32  # lanes of int8 in a line of NZ
-NZ = 29  # the storage format in which the operator reads its weights
 EPSILON = 1e-6  # compiled into the kernel
 Both = tuple[Tensor, Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
@@ -49,7 +48,7 @@ def called(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Rotated and absorbed queries, and both caches with new rows."""
     require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
-    whole = all(weight.shape[1] % LINE == 0 for weight in weights)
+    whole = all(weight.shape[1] % latent_calls.WHOLE_LINE == 0 for weight in weights)
     require(whole, "the weights do not fill lines of 32 numbers")
     tokens, (heads, _, width) = slots.numel(), up.shape
     turning: Any = tables[0].shape[-1]
@@ -69,14 +68,15 @@ def called(
 
 def _lines(weight: Tensor) -> Tensor:
     """A weight [out, in] as [1, in / 32, out, 32]."""
-    return torch.ops.npu.npu_format_cast(weight.unflatten(1, (-1, LINE)).transpose(0, 1).contiguous()[None], NZ)
+    lines = weight.unflatten(1, (-1, latent_calls.WHOLE_LINE)).transpose(0, 1)
+    return torch.ops.npu.npu_format_cast(lines.contiguous()[None], NZ)
 
 
 def _laid(pages: Tensor, cache_mode: str) -> Tensor:
     """Pages of one head as the operator reads them: [Block, Size, 1, D], or in lines [Block, D / L, Size, L]."""
     if cache_mode == "krope_ctkv":
-        return pages.reshape(*pages.shape[:2], 1, pages.shape[-1])
-    return pages.reshape(pages.shape[0], -1, *pages.shape[-2:])
+        return latent_calls.in_rows(pages, None)
+    return latent_calls.in_lines(pages, pages.shape[-2]).squeeze(1)
 
 
 # constants of quantisation

@@ -33,19 +33,22 @@ class Scales:
 
     def arguments(self) -> dict[str, Any]:
         """As the operator is told."""
-        of_keys = self._of(self.keys, self.keys_by)
+        device = self.tokens.device
+        of_keys = scale_of(self.keys, self.keys_by, device)
         alike = self.keys is self.values and self.keys_by == self.values_by
         return dict(
             query_quant_mode=3,
             dequant_scale_query=self.tokens.float().transpose(1, 2).squeeze(-1).contiguous(),
             dequant_scale_key=of_keys,
-            dequant_scale_value=of_keys if alike else self._of(self.values, self.values_by),
+            dequant_scale_value=of_keys if alike else scale_of(self.values, self.values_by, device),
         )
 
-    def _of(self, scale: Tensor | None, by: float) -> Tensor:
-        if scale is None:
-            return torch.full((1,), by, dtype=torch.float32, device=self.tokens.device)
-        return scale.float() if by == 1 else scale.float() * by
+
+def scale_of(scale: Tensor | None, by: float, device: torch.device) -> Tensor:
+    """A scale [1], or one of each head or channel, times the number `by`, in float32; without a tensor the number."""
+    if scale is None:
+        return torch.full((1,), by, dtype=torch.float32, device=device)
+    return scale.float() if by == 1 else scale.float() * by
 
 
 def keys(latent: Tensor, query: Tensor) -> Any:
@@ -120,5 +123,4 @@ def multipliers(scale: Tensor | None, by: float, width: Any, device: torch.devic
     """
     if scale is None:
         return torch.full((width,), 1 / by, dtype=torch.float32, device=device)
-    inverse = torch.reciprocal(scale.float() if by == 1 else scale.float() * by)
-    return inverse.expand(width).contiguous()
+    return torch.reciprocal(scale_of(scale, by, device)).expand(width).contiguous()

@@ -145,14 +145,15 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         return "the parts of the keys have symbolic widths"
     nope, rotated = a.slice(q, -1, start, start + width), a.slice(q, -1, offset, offset + rest)
     up_key, up_value = up.lanes(a, width), swapped(a, values.lanes(a, v.shape[-1]))
-    absorbed = None if nope is None or rotated is None else _absorbing(a, nope, up_key, are_packed(a, found, rotated))
+    turned = [] if rotated is None else rotations(a, found, rotated)
+    absorbed = None if nope is None else _absorbing(a, nope, up_key, turned)
     if nope is None or absorbed is None or rotated is None:
         return "the queries cannot be cut into the parts of the keys"
     return {
         q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed}),
         k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
         v: Reading("latent_values", {"latent": up.source, "up": up_value}),
-        **_query_sources(a, found, nope, up_key, absorbed, rotated),
+        **_query_sources(a, nope, up_key, absorbed, turned),
     }
 
 
@@ -179,7 +180,9 @@ def _absorbed(
         v: Reading("latent_values", {"latent": latent}),
     }
     factors = absorption(a, absorbed)
-    return readings if factors is None else readings | _query_sources(a, found, *factors, absorbed, rotated)
+    if factors is None:
+        return readings
+    return readings | _query_sources(a, *factors, absorbed, rotations(a, found, rotated))
 
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
@@ -207,9 +210,9 @@ def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
     return found
 
 
-def _absorbing(a: Algebra, nope: Value, up: Value, is_packed: bool) -> Value | None:
+def _absorbing(a: Algebra, nope: Value, up: Value, turned: Sequence[Reading]) -> Value | None:
     """Lanes [B, N, S, D] times up [N, D, C], as a product of tokens [N, T, D] where the model packs them."""
-    flat = packed(a, nope) if is_packed else None
+    flat = packed(a, nope) if _are_packed(turned) else None
     if flat is None:
         return matmul(a, nope, up)
     product = matmul(a, a.permute(flat, (1, 0, 2)), up)
@@ -245,15 +248,14 @@ def packed(a: Algebra, heads: Value) -> Value | None:
     return a.reshape(a.permute(heads, (0, 2, 1, 3)), (tokens, count, width))
 
 
-def are_packed(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> bool:
-    """Whether a model rotates the heads of tokens without their sequences, [T, N, D], and no others."""
-    turned = rotations(a, found, rotated)
+def _are_packed(turned: Sequence[Reading]) -> bool:
+    """Whether these rotations are of the heads of tokens without their sequences, [T, N, D], and of no others."""
     return bool(turned) and all(each.captures["x"].rank == 3 for each in turned)
 
 
-def as_held(a: Algebra, found: Mapping[Value, Reading], heads: Value, rotated: Value) -> Value:
-    """Heads [B, N, S, D] as [T, N, D] where a model packs tokens."""
-    return (packed(a, heads) if are_packed(a, found, rotated) else None) or heads
+def as_turned(a: Algebra, heads: Value, turned: Sequence[Reading]) -> Value:
+    """Heads [B, N, S, D] as [T, N, D] where the model rotates those of packed tokens."""
+    return (packed(a, heads) if _are_packed(turned) else None) or heads
 
 
 def _opened(a: Algebra, flat: Value, like: Value) -> Value:
@@ -262,16 +264,14 @@ def _opened(a: Algebra, flat: Value, like: Value) -> Value:
     return a.permute(a.reshape(flat, (batch, rows, count, flat.shape[-1])), (0, 2, 1, 3))
 
 
-def _query_sources(
-    a: Algebra, found: Mapping[Value, Reading], nope: Value, up: Value, absorbed: Value, rotated: Value
-) -> Readings:
+def _query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: Sequence[Reading]) -> Readings:
     """Where both parts of the queries come from, if one linear layer gives them."""
     _, heads, rows, _ = nope.shape
     sources: Readings = {}
     layer = _of_queries(a, nope, heads, rows)
     if layer is not None:
-        sources[as_held(a, found, absorbed, rotated)] = Reading("absorbed_query", {**layer.captures(), "up": up})
-    for rotation in rotations(a, found, rotated):
+        sources[as_turned(a, absorbed, turned)] = Reading("absorbed_query", {**layer.captures(), "up": up})
+    for rotation in turned:
         x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = head_projection(a, x, heads, rows)  # what it is multiplied by is in the tables
         if lanes is not None:

@@ -21,6 +21,7 @@ from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise.arrangement import Step
 from fusion.stages.canonicalise.quantisation import exact, is_float, unscaled
 from fusion.stages.canonicalise.whole_scores import WIDE, whole
+from fusion.stages.canonicalise.whole_scores import below as of_below
 
 STEPS = 127
 NAME = "rounded_latent_attention"
@@ -80,7 +81,7 @@ def _down(a: Algebra, z: Value, so: _Steps, to: str) -> tuple[Value, _Steps] | N
             so, below = replace(so, factors=(*so.factors, small[0])), inner[0]
         elif z.op in ("reshape", "permute") and z.shape[-1:] == below.shape[-1:]:
             step: Step = (z.op, z.shape if z.op == "reshape" else z.attrs)
-            kept = tuple(_beneath(a, z, each) for each in so.factors)
+            kept = tuple(of_below(a, z, each) for each in so.factors)
             so = replace(so, arranged=(step, *so.arranged), factors=kept)
         elif z.op != "cast":
             return None
@@ -95,16 +96,6 @@ def _holds_rounded(z: Value) -> bool:
     while z.op in ("cast", "reshape", "permute", "clip"):
         z = z.arg
     return z.op == "round"
-
-
-def _beneath(a: Algebra, z: Value, factor: Value) -> Value:
-    """A factor of what a view `z` shows, as one of what lies below."""
-    if prod(factor.shape) == 1:
-        return factor
-    rows = a.expand(factor, (*z.shape[:-1], 1))
-    if z.op == "reshape":
-        return a.reshape(rows, (*z.arg.shape[:-1], 1))
-    return a.permute(rows, [z.attrs.index(axis) for axis in range(z.rank)])
 
 
 def _arranged(a: Algebra, x: Value, steps: Sequence[Step]) -> Value:
@@ -155,7 +146,7 @@ def _behind(a: Algebra, factor: Value, steps: Sequence[Step], z: Value) -> Value
     for _ in reversed(steps):
         while z.op not in ("reshape", "permute"):
             z = z.arg
-        factor, z = _beneath(a, z, factor), z.arg
+        factor, z = of_below(a, z, factor), z.arg
     return factor
 
 

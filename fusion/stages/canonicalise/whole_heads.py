@@ -14,7 +14,7 @@ from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise.arrangement import uncast
-from fusion.stages.canonicalise.latents import absorption, as_held, lane_forms, rotations, sources
+from fusion.stages.canonicalise.latents import absorption, as_turned, lane_forms, rotations, sources
 
 Found = dict[Value, Reading]
 
@@ -51,11 +51,12 @@ def _of_query(
     if factors is None:
         return
     (nope, up), heads = factors, absorbed.shape[1]
+    turned = rotations(a, found, rotated)
     of = _lanes(a, nope, heads, nope.shape[2], layers)
     if of is not None:
         del of["heads_first"]
-        yield as_held(a, found, absorbed, rotated), Reading("layer_query", {**of, "up": up})
-    for rotation in rotations(a, found, rotated):
+        yield as_turned(a, absorbed, turned), Reading("layer_query", {**of, "up": up})
+    for rotation in turned:
         x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = _lanes(a, x, heads, nope.shape[2], layers)
         if lanes is not None:

@@ -120,14 +120,14 @@ def _product(a: Algebra, z: Value, found: _Product | None = None) -> _Product | 
                 return None
             return _product(a, inner[0], replace(so, factors=(*so.factors, factors[0])))
         case "reshape" | "permute" if z.shape[-1:] == z.arg.shape[-1:]:
-            kept = tuple(_below(a, z, each) for each in so.factors)
+            kept = tuple(below(a, z, each) for each in so.factors)
             step = ("reshape", z.shape) if z.op == "reshape" else ("permute", z.attrs)
             return _product(a, z.arg, replace(so, factors=kept, steps=(step, *so.steps)))
         case _:
             return None
 
 
-def _below(a: Algebra, z: Value, factor: Value) -> Value:
+def below(a: Algebra, z: Value, factor: Value) -> Value:
     """A factor of what a view `z` shows, as one of what lies below."""
     if prod(factor.shape) == 1:
         return factor
