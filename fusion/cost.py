@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ _COMPOSITES = {
 _COMPLEX = 6  # no complex arithmetic in the vector unit: four products and two sums
 
 
+@cache
 def is_view(target: Any) -> bool:
     """Whether a call only gives another shape or name to memory that exists (or reserves memory)."""
     if target is operator.getitem:

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from fusion._torch import OpOverload, TorchDispatchMode, fake_like, fake_mode_in, schema_of, tree_leaves
 from fusion.cost import is_data, is_view
-from fusion.graph import Dim, Graph, Value, dim_of
+from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
 from fusion.records import Input, Output, Step
@@ -69,6 +69,17 @@ def substitute(argument: Any, kinds: type | tuple[type, ...], change: Callable[[
     return argument
 
 
+def frozen(argument: Any) -> Any:
+    """What a call depends on, to compare and to keep: of tensors how they look, of numbers their type as well."""
+    if isinstance(argument, torch.Tensor):
+        return dims_of(argument.shape), dims_of(argument.stride()), argument.dtype, argument.device
+    if isinstance(argument, (tuple, list)):
+        return tuple(map(frozen, argument))
+    if isinstance(argument, Mapping):
+        return tuple((name, frozen(each)) for name, each in sorted(argument.items()))
+    return dim_of(argument) if isinstance(argument, torch.SymInt) else (type(argument), argument)
+
+
 def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Fill in what the dispatcher left out: defaults of fused operators differ between operators and versions."""
     if func.namespace in ("aten", "prims"):
@@ -92,6 +103,7 @@ class Fakes:
         self._mode = fake_mode_in(vals)
         self._known: dict[Value, torch.Tensor] = {}
         self._launches: dict[Value, int] = {}
+        self._runs: dict[Any, tuple[Any, Exception | None]] = {}
         sizes = [size for val in vals for size in (val.shape if isinstance(val, torch.Tensor) else (val,))]
         self._symbols: dict[Any, torch.SymInt] = {
             dim_of(size): size for size in reversed(sizes) if isinstance(size, torch.SymInt)
@@ -149,12 +161,15 @@ class Fakes:
             return recorder, function()
 
     def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
-        """The fake result of one call, or the error that it raises."""
-        try:
-            with self._faking(), torch.no_grad():
-                return target(*args, **kwargs), None
-        except (RuntimeError, ValueError) as error:
-            return None, error
+        """The fake result of one call, or the error that it raises: the same for equal calls."""
+        key = (target, frozen(args), frozen(kwargs))
+        if key not in self._runs:
+            try:
+                with self._faking(), torch.no_grad():
+                    self._runs[key] = target(*args, **kwargs), None
+            except (RuntimeError, ValueError) as error:
+                self._runs[key] = None, error
+        return self._runs[key]
 
     def like(self, val: Any) -> Any:
         """Fresh fakes with the metadata of `val`: nodes that shared a fake would look like aliases of each other."""

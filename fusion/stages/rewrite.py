@@ -20,7 +20,7 @@ from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
 from fusion.mutation import is_write, reserves
 from fusion.origin import inherit
-from fusion.recording import Fakes, SizeNodes, substitute
+from fusion.recording import Fakes, SizeNodes, frozen, substitute
 from fusion.records import Candidate, Input, Output, Step
 
 _STRICT_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -172,7 +172,7 @@ class _Editor:
         undone = _undone(target, args)
         if undone is not None:
             return undone
-        key = (target, _frozen(args), _frozen(tuple(sorted(kwargs.items()))))
+        key = (target, frozen(args), frozen(kwargs))
         if key in self._made and not reserves(target):
             return self._made[key]
         moved = any(each in self._moved for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Node))
@@ -216,7 +216,7 @@ class _Editor:
                 node.args, val = self._run(node.target, node.args, node.kwargs, node)
             if not _same_strides(node.meta["val"], val):
                 self._moved.add(node)
-                node.meta["val"] = val
+                node.meta["val"] = self._fakes.like(val)
                 waiting.extend(node.users)
 
     def _run(self, target: Any, args: Any, kwargs: Any, anchor: fx.Node) -> tuple[Any, Any]:
@@ -232,7 +232,7 @@ class _Editor:
     def _copy(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
         """A contiguous copy, at the graph's insertion point."""
         copy = self._source.call_function(_CLONE, (node,), {"memory_format": torch.contiguous_format})
-        copy.meta["val"], _ = self._fakes.run(_CLONE, (node.meta["val"],), copy.kwargs)
+        copy.meta["val"] = self._fakes.like(self._fakes.run(_CLONE, (node.meta["val"],), copy.kwargs)[0])
         inherit(copy, anchor)
         self._order[copy] = self._order[anchor]
         return copy
@@ -245,12 +245,6 @@ def _is_needless(copy: fx.Node) -> bool:
 
 def _is_pure(node: fx.Node) -> bool:
     return node.op == "call_function" and not node.is_impure()
-
-
-def _frozen(argument: Any) -> Any:
-    if isinstance(argument, (list, tuple)):
-        return tuple(_frozen(each) for each in argument)
-    return argument
 
 
 def _same_strides(old: Any, new: Any) -> bool:

@@ -52,6 +52,8 @@ class Planner:
         self.refusals: list[Refusal] = []
         self._elsewhere = elsewhere
         self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options)
+        self._costs: dict[fx.Node, float] = {}
+        self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`.
@@ -182,14 +184,23 @@ class Planner:
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
         """What it costs to run nodes of the model."""
-        return math.fsum(node_cost(node, self.target) for node in nodes)  # the same in whatever order
+        return math.fsum(map(self._cost, nodes))  # the same in whatever order
+
+    def _cost(self, node: fx.Node) -> float:
+        if node not in self._costs:
+            self._costs[node] = node_cost(node, self.target)
+        return self._costs[node]
 
     def _dying_together(self, match: Match, lowering: str, plan: Plan, shared: _Sharing) -> frozenset[fx.Node]:
         """What nothing needs any more once all matches that share a call of this one are rewritten like it."""
-        calls = [_shared(match, lowering, number, names) for number, (_, names) in enumerate(plan.costs)]
-        sharers = {each: of for call in calls for each, of in shared.calls[call]}
-        if len(sharers) < 2:
-            return frozenset()
+        every = (_shared(match, lowering, number, names) for number, (_, names) in enumerate(plan.costs))
+        calls = tuple(call for call in every if len(shared.calls[call]) > 1)
+        if calls not in self._together:  # the same for all that share them
+            self._together[calls] = self._dying_of(dict(sharer for call in calls for sharer in shared.calls[call]))
+        return self._together[calls]
+
+    def _dying_of(self, sharers: Mapping[Match, Plan]) -> frozenset[fx.Node]:
+        """What several matches make needless together, and none of them alone."""
         read = {value for each, of in sharers.items() for value in of.tensors(each).values()}
         alone = (self._dying([each], set(of.tensors(each).values())) for each, of in sharers.items())
         return self._dying(list(sharers), read) - frozenset[fx.Node]().union(*alone)
@@ -212,7 +223,7 @@ class Planner:
                 if user in dying or user.target is operator.getitem:
                     continue
                 if is_contiguous_copy(user) and lies[node].is_contiguous() and is_only_read(user):
-                    costs.append(-node_cost(user, self.target))
+                    costs.append(-self._cost(user))
                 if not is_view(user.target):
                     continue
                 args, kwargs = map_arg((user.args, user.kwargs), lambda each: lies.get(each, each.meta["val"]))

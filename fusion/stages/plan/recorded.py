@@ -13,7 +13,7 @@ from fusion.graph import Graph, Value, dims_of, unviewed
 from fusion.language import Lowering, Refused
 from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.options import Options
-from fusion.recording import Fakes, substitute
+from fusion.recording import Fakes, frozen, substitute
 from fusion.records import Input, Match, Output, Plan, Step
 from fusion.target import Target
 
@@ -50,7 +50,7 @@ class PlanBook:
         except Refused as refused:
             return {each.name: refused for each in match.rule.lowerings()}
         kept = _Kept(self._written_back(match), self._prepared_in(match))
-        signature = tuple((name, _signature(each), *kept.of(name)) for name, each in captures.items())
+        signature = tuple((name, frozen(each), *kept.of(name)) for name, each in captures.items())
         key = (match.rule.name, tuple(each.shape for each in match.results), signature)
         if key not in self._plans:
             self._plans[key] = self._record_all(match, captures, kept)
@@ -235,9 +235,3 @@ def _lookup(reference: Any, steps: Sequence[Step], inputs: Mapping[str, torch.Te
         result = steps[reference.step].result
         return result if reference.item is None else result[reference.item]
     return reference
-
-
-def _signature(capture: Any) -> Any:
-    if not isinstance(capture, torch.Tensor):
-        return capture
-    return dims_of(capture.shape), dims_of(capture.stride()), capture.dtype, capture.device
