@@ -30,6 +30,7 @@ from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.primitives.attention import Attention
 from patterns.primitives.attention_pages import PagedAttention
+from patterns.primitives.attention_part import AttentionPart
 from patterns.primitives.cache_write import CacheWrite
 from patterns.primitives.dynamic_quant import DynamicQuant
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
@@ -64,6 +65,7 @@ def library() -> tuple[Rule, ...]:
         ExpertShares(),
         Attention(),
         PagedAttention(),
+        AttentionPart(),
         LatentAttention(),
         PagedLatentAttention(),
         LatentAttentionAtb(),

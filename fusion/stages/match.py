@@ -184,15 +184,16 @@ class _Search:
     def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:
         """Match the first result at `value`; results that this does not reach are those beside it."""
         for bound in form.results[0].match(value, {}, self):
-            yield from self._join(form.results[1:], value, bound)
+            yield from self._join(form, form.results[1:], value, bound)
 
-    def _join(self, missing: Sequence[Term], first: Value, bound: Bindings) -> Iterator[Bindings]:
+    def _join(self, form: Pattern, missing: Sequence[Term], first: Value, bound: Bindings) -> Iterator[Bindings]:
         missing = [term for term in missing if term not in bound]  # one may hold another
         if not missing:
             yield bound
             return
         order, start = self.graph.order, self.graph.makers(first)[0]
-        anywhere = missing[0].follows(bound)  # else the first of two alike comes first, so that a pair is found once
+        alike = not missing[0].heads().isdisjoint(form.results[0].heads())
+        anywhere = not alike or missing[0].follows(bound)  # else the first of two comes first: a pair is found once
         for value in self._candidates(missing[0]):
             makers = self.graph.makers(value)
             if value is first or not self._may_replace(value):
@@ -200,7 +201,7 @@ class _Search:
             if makers and not anywhere and (order[makers[0]] < order[start] or self.graph.depends(makers[0], start)):
                 continue
             for found in missing[0].match(value, bound, self):
-                yield from self._join(missing[1:], first, found)
+                yield from self._join(form, missing[1:], first, found)
 
     def _refuse(self, rule: str, cause: Refused | str, value: Value) -> None:
         makers = self.graph.makers(value)

@@ -43,7 +43,7 @@ from fusion.stages.canonicalise import (
     zero_points,
 )
 from fusion.stages.canonicalise.assumed import Assumed
-from fusion.stages.canonicalise.attention import Outcome, attention, contraction
+from fusion.stages.canonicalise.attention import Outcome, attention, stripped
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.head_rows import told_apart
 from fusion.stages.canonicalise.indexer import index_selection
@@ -211,9 +211,9 @@ def _linears(walk: _Walk, readings: Mapping[Value, Reading], fixed: set[fx.Node]
 
 def _only_arranges(walk: _Walk, value: Value) -> bool:
     """Whether a node only passes on a contraction that the node before it holds, in another arrangement."""
-    product = contraction(value)
+    product, _ = stripped(value)
     held = (walk.held.get(source) for source in walk.places[value][0].all_input_nodes)
-    return any(isinstance(each, Value) and each.dtype == value.dtype and contraction(each) is product for each in held)
+    return any(isinstance(each, Value) and each.dtype == value.dtype and stripped(each)[0] is product for each in held)
 
 
 def _holds_one(walk: _Walk, value: Value, readings: Mapping[Value, Reading], depth: int = 3) -> bool:

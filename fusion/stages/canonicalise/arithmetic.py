@@ -96,7 +96,7 @@ def _function(op: str) -> Any:
     return translate
 
 
-for _name in ("exp", "sigmoid", "cos", "sin", "tanh", "log"):
+for _name in ("sigmoid", "cos", "sin", "tanh", "log"):
     translates(f"aten.{_name}.default")(_function(_name))
 
 

@@ -32,7 +32,7 @@ def attention(
 
     `written` are the writes of rows that the graph makes.
     """
-    value, finish = whole_scores.weighted_sum(a, root) or stripped(root)
+    value, finish = contraction(a, root)
     if value.op != "matmul":
         return None
     weights = weights_of(a, value.arg)
@@ -48,9 +48,9 @@ def attention(
     return _reading(a, folder, assumed, written, root, value, weights, scores, finish)
 
 
-def contraction(value: Value) -> Value:
-    """What is below casts and other arrangements."""
-    return stripped(value)[0]
+def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:
+    """The product of weights and values that `root` is computed from, and how it is arranged, innermost first."""
+    return whole_scores.weighted_sum(a, root) or _divided_late(a, root) or stripped(root)
 
 
 def stripped(root: Value) -> tuple[Value, Finish]:
@@ -61,6 +61,35 @@ def stripped(root: Value) -> tuple[Value, Finish]:
         finish.append((value.op, value.shape if value.op == "reshape" else value.attrs))
         value = value.arg
     return value, tuple(reversed(finish))
+
+
+def _divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
+    """softmax(z) v for (exp(z) v) / Σ exp(z); None for another product."""
+    value, finish = stripped(root)
+    for product, inverse in (value.args, value.args[::-1]) if value.op == "mul" else ():
+        sum_of = product
+        while sum_of.op in ("cast", "reshape"):
+            sum_of = sum_of.arg
+        exp = sum_of.arg if sum_of.op == "matmul" else sum_of
+        while exp.op in ("cast", "reshape"):
+            exp = exp.arg
+        if exp.op != "exp" or exp is sum_of or exp.shape[:-1] != product.shape[:-1]:
+            continue
+        share = a.mul(exp, inverse)
+        if share is not None and share.op == "softmax" and share.attrs[0] == -1:
+            weights = _replaced(a, sum_of.arg, exp, share)
+            whole = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
+            placed = () if whole.shape == product.shape else (("reshape", product.shape),)
+            return whole, (*placed, *finish)
+    return None
+
+
+def _replaced(a: Algebra, x: Value, old: Value, new: Value) -> Value:
+    """`x`, which casts and reshapes `old`, of `new`."""
+    if x is old:
+        return new
+    below = _replaced(a, x.arg, old, new)
+    return a.cast(below, x.dtype) if x.op == "cast" else a.reshape(below, x.shape)
 
 
 def _reading(

@@ -29,6 +29,46 @@ def logsumexp(a: Algebra, out: Out, x: Value, dim: int | Sequence[int], keepdim:
     return a.reshape(a.make("log_sum_exp", (a.cast(x, out.dtype),), axes, shape, out.dtype), out.shape)
 
 
+@translates("aten.exp.default")
+def exp(a: Algebra, out: Out, x: Value) -> Translated:
+    """exp(x), where exp(x - log Σ exp(x)) is a softmax."""
+    x = a.cast(x, out.dtype)
+    for z, minus in (x.args, x.args[::-1]) if x.op == "add" and len(x.args) == 2 else ():
+        if minus.op == "scale" and minus.attrs == (-1.0,) and minus.shape[-1:] == (1,) and summed(minus.arg) is z:
+            return a.make("softmax", (z,), (-1, "nan"), x.shape, x.dtype)
+    return a.unary("exp", x)
+
+
+def summed(value: Value) -> Value | None:
+    """The x of which `value` is log Σ exp(x) over its last dim, for x or for x less a number for each row."""
+    value = bare(value)
+    if value.op == "log_sum_exp":
+        return value.arg if value.attrs == (-1,) else None
+    if value.op == "log":
+        return _exponents(value)
+    for top, log in (value.args, value.args[::-1]) if value.op == "add" and len(value.args) == 2 else ():
+        z = _exponents(bare(log))
+        for x, minus in (z.args, z.args[::-1]) if z is not None and z.op == "add" else ():
+            if minus.op == "scale" and minus.attrs == (-1.0,) and bare(minus.arg) is bare(top):
+                return x
+    return None
+
+
+def _exponents(log: Value) -> Value | None:
+    """The z of log Σ exp(z) over the last dim."""
+    inner = bare(log.arg) if log.op == "log" else log
+    mean = bare(inner.arg) if inner.op == "scale" else inner
+    z = mean.arg.arg if mean.op == "mean" and mean.arg.op == "exp" else None
+    return z if z is not None and mean.attrs == (-1,) and inner.attrs[:1] == (z.shape[-1],) else None
+
+
+def bare(x: Value) -> Value:
+    """What is below dims of size 1 that were added or taken away."""
+    while x.op == "reshape" and but_ones(x.shape) == but_ones(x.arg.shape):
+        x = x.arg
+    return x
+
+
 @dataclass
 class Exponentials:
     """Values as shares, and the values whose exponentials they are."""

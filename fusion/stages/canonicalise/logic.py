@@ -42,7 +42,15 @@ def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype |
     replaced = x.op == "full" and x.attrs == (0,) and y.op == "softmax" and y.attrs == (-1, "nan")
     if replaced and (_sees_nothing(condition, y.arg) or _is_nan(condition, y) or _is_hidden(condition, y.arg)):
         return softmax(a, y.arg, -1, "zero")
+    if _is_never(condition) and y.shape == condition.shape and math.prod(x.shape) == 1:
+        return y
     return _pointwise(a, "where", (condition, x, y), (), dtype)
+
+
+def _is_never(condition: Value) -> bool:
+    """Whether it asks where a softmax is infinite."""
+    share, number = condition.args if condition.op == "compare" and condition.attrs == ("eq",) else (condition,) * 2
+    return share.op == "softmax" and number.op == "full" and math.isinf(number.attrs[0])
 
 
 def either(a: Algebra, x: Value, y: Value) -> Value | None:

@@ -29,7 +29,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Scores:
-    """scale · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was on the way."""
+    """scale · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was on the way.
+
+    `shifted`: something was taken from whole rows, which a softmax does not see.
+    """
 
     product: Value | None = None
     scale: float = 1.0
@@ -37,6 +40,7 @@ class Scores:
     terms: tuple[Term, ...] = ()
     sink: Value | None = None
     odd: str = ""
+    shifted: bool = False
 
 
 def dropped(p: Value) -> bool:
@@ -175,8 +179,8 @@ def _added(a: Algebra, found: Scores, z: Value) -> Scores:
         if product is None:
             continue
         of_rows = other.shape[-1:] == (1,) and z.shape[-1] != 1
-        if of_rows and found.sink is None and not found.terms and _computed_from(other, product):
-            return scores_of(a, found, scores)  # the same for a whole row, as its maximum: the softmax does not see it
+        if of_rows and found.sink is None and not found.terms and computed_from(other, product):
+            return scores_of(a, replace(found, shifted=True), scores)  # the same for a whole row, as its maximum
         if found.steps:
             return replace(found, odd="the scores are masked before they are arranged otherwise")
         term = Term("add", other, found.scale)
@@ -228,7 +232,7 @@ def _chosen(a: Algebra, found: Scores, z: Value) -> Scores:
     return found
 
 
-def _computed_from(x: Value, source: Value) -> bool:
+def computed_from(x: Value, source: Value) -> bool:
     """Whether `source` is among what `x` is computed from."""
     seen, waiting = {x}, [x]
     while waiting:

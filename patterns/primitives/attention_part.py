@@ -1,0 +1,97 @@
+"""out, lse = softmax(scale · q kᵀ, masked) v, log Σ exp(scale · q kᵀ, masked): attention over a part of the keys.
+
+*Matches* attention whose log-sum-exp is used beside it, to merge it with attention over other keys (ring and chunked
+attention, split keys). *Replaces with* `npu_fused_infer_attention_score_v2`, which gives both, or its first version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from patterns.examples import attention_part
+from patterns.primitives import attention_calls as calls
+
+
+@dataclass(frozen=True)
+class AttentionPart(Rule):
+    """Attention over some of the keys, and the log-sum-exp of its scores."""
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """The meaning without a mask: q [B, N, S, D], k [B, M, T, D], v [B, M, T, E] → [B, N, S, E], [B, N, S, 1]."""
+        scores = (q @ k.transpose(-2, -1)).float() * scale
+        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
+
+    @pattern
+    def written(
+        self, p, q=tensor("B N S D"), k=tensor("B M T D"), v=tensor("B M T E"), mask=tensor("*L S T", optional=True),
+        length=tensor("B", optional=True), sink=tensor("N", optional=True), scale=scalar(), order=attribute(),
+        window=attribute(), known=attribute(), empty=attribute(), finish=attribute(),
+    ):  # fmt: skip
+        """What the canonicaliser has read; see `Attention.written`."""
+        seen = dict(
+            mask=mask, length=length, sink=sink, scale=scale, order=order, window=window, known=known, empty=empty
+        )
+        return p.softmax_attention(q=q, k=k, v=v, finish=finish, **seen), p.attention_log_sum(q=q, k=k, **seen)
+
+    def guard(self, sink: Any, empty: str):
+        """What the log-sum-exp of the operator is of."""
+        require(sink is None, "the log-sum-exp of the operator does not count the sink")
+        require(empty != "mean", "a query without keys has a finite log-sum-exp, of which the operator says +inf")
+
+    @lowering
+    def told(self, q, k, v, length, scale, order, window, known, finish):
+        """What is seen, told in words."""
+        _require_a_key(q, k, length, order, known)
+        y, lse = calls.batched(q, k, v, scale, calls.Seen(order, window, known, length), lse=True)
+        return calls.finished(y, finish), lse
+
+    @lowering
+    def shown(self, q, k, v, mask, scale, empty, finish):
+        """What is seen, shown by the mask."""
+        require(mask is not None, "there is no mask")
+        y, lse = calls.batched(q, k, v, scale, mask=mask, lse=True)
+        return calls.finished(calls.where_empty(y, v, mask, empty), finish), _of_shown(lse, mask)
+
+    @lowering
+    def told_v1(self, q, k, v, length, scale, order, window, known, finish):
+        """`told`, for whom the second version of the operator is left out."""
+        _require_a_key(q, k, length, order, known)
+        y, lse = calls.batched(q, k, v, scale, calls.Seen(order, window, known, length), lse=True, version=1)
+        return calls.finished(y, finish), lse
+
+    @lowering
+    def shown_v1(self, q, k, v, mask, scale, empty, finish):
+        """`shown`, likewise."""
+        require(mask is not None, "there is no mask")
+        y, lse = calls.batched(q, k, v, scale, mask=mask, lse=True, version=1)
+        return calls.finished(calls.where_empty(y, v, mask, empty), finish), _of_shown(lse, mask)
+
+    def examples(self) -> Iterator[Example]:
+        """Functions that must be recognised."""
+        return iter(attention_part.EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(attention_part.REJECTS)
+
+
+def _require_a_key(q: Tensor, k: Tensor, length: Tensor | None, order: str, known: Any) -> None:
+    """Every query sees a key: of none the operator says +inf."""
+    require(order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
+    enough = order != "right" or _are_as_many(q.shape[2], k.shape[2] if known is None else known)
+    require(length is None and enough, "a query may see no key, of which the operator says +inf")
+
+
+def _are_as_many(queries: Any, keys: Any) -> bool:
+    return isinstance(queries, int) and isinstance(keys, int) and queries <= keys
+
+
+def _of_shown(lse: Tensor, mask: Tensor) -> Tensor:
+    """-inf, not +inf, for a query that sees no key."""
+    return torch.where(mask.all(-1, keepdim=True), -torch.inf, lse)
