@@ -138,9 +138,9 @@ class Fakes:
         return self._known[value]
 
     def _built(self, value: Value) -> torch.Tensor:
-        if not buildable(value):
-            raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
         recipe = self._graph.recipe(value)
+        if not buildable(recipe):
+            raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
         args = {str(number): self.of(arg).detach() for number, arg in enumerate(recipe.args)}
         recorder, result = self.record(lambda: build(recipe, self.size, *args.values()), args)
         self._launches[value] = sum(not is_view(step.target) and touches_data(step, args) for step in recorder.steps)

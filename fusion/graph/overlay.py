@@ -14,6 +14,7 @@ import torch.fx as fx
 from fusion.facts import Facts
 from fusion.graph.algebra import Algebra
 from fusion.graph.dims import is_dense
+from fusion.graph.recipe import buildable
 from fusion.graph.value import Value
 
 Held = Value | tuple["Value | None", ...]
@@ -108,7 +109,7 @@ class Graph:
 
         Every reshape of x is a value of x alone; where all users of x read it through one other reshape, x is read
         there too, so that what makes that reshape can be replaced. A reshape of what is joined or cast is joined or
-        cast from reshapes: where a node holds it in another shape, it is not made again.
+        cast from reshapes: where a node holds it in another shape, it is not made again. So is what has no recipe.
         """
         if value.op in _RESHAPED_INSIDE:
             alike = self._joined_or_cast.get(_size(value), ())
@@ -116,6 +117,7 @@ class Graph:
         else:
             passed = self._passed_on(value.arg) if value.op == "reshape" else None
             read = None if passed is None or passed is value.arg else passed
+            read = read if buildable(value) else self._reshaped.get(value)
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
 
     @cached_property
@@ -125,6 +127,15 @@ class Graph:
         for value in self.places:
             if value.op in _RESHAPED_INSIDE:
                 found.setdefault(_size(value), []).append(value)
+        return found
+
+    @cached_property
+    def _reshaped(self) -> Mapping[Value, Value]:
+        """What nodes hold in another shape only, and the first that does."""
+        found: dict[Value, Value] = {}
+        for value in self.places:
+            if value.op == "reshape":
+                found.setdefault(value.arg, value)
         return found
 
     def _passed_on(self, value: Value) -> Value:

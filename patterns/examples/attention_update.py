@@ -61,6 +61,33 @@ def one_by_one(x: Tensor, y: Tensor, z: Tensor, a: Tensor, b: Tensor, c: Tensor)
     return ((both - every).exp().unsqueeze(-1) * first + (c - every).exp().unsqueeze(-1) * z).to(x.dtype)
 
 
+def heads_first(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Two parts whose sums have heads before tokens."""
+    top = torch.maximum(a, b)
+    old, new = (a - top).exp(), (b - top).exp()
+    old, new = ((each / (old + new)).transpose(0, 1).unsqueeze(-1) for each in (old, new))
+    return (x * old + y * new).to(x.dtype)
+
+
+def turned(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Two parts, their sums [N, T]."""
+    *outs, a, b = parts(2)(dtype)
+    return *outs, a.T.contiguous(), b.T.contiguous()
+
+
+def rounded(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Two parts, with weights in the dtype of the parts."""
+    both = torch.logaddexp(a, b)
+    old, new = ((each - both).exp().unsqueeze(-1).to(x.dtype) for each in (a, b))
+    return x * old + y * new
+
+
+def contracted(x: Tensor, y: Tensor, z: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Three parts, by one product."""
+    weights = torch.stack((a, b, c)).softmax(0)
+    return torch.einsum("ptn,ptnd->tnd", weights, torch.stack((x, y, z)).float()).to(x.dtype)
+
+
 def undivided(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Weights that do not add up to one."""
     top = torch.maximum(a, b)
@@ -80,6 +107,9 @@ EXAMPLES = (
     Example("below a maximum", below_maximum, parts(2)),
     Example("sigmoid", sigmoid, parts(2)),
     Example("one by one", one_by_one, parts(3)),
+    Example("heads before tokens", heads_first, turned),
+    Example("rounded weights", rounded, parts(2)),
+    Example("one product", contracted, parts(3)),
 )
 REJECTS = (
     Example("undivided", undivided, parts(2), "not shares of one"),

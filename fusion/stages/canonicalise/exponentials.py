@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fusion.graph import Algebra, Dim, Value
-from fusion.stages.canonicalise.shares import ONE, Powers, Share, divides, generator, total
+from fusion.graph.algebra import widens
+from fusion.stages.canonicalise.quantisation import is_float
+from fusion.stages.canonicalise.shares import ONE, Powers, Share, divides, generator, moved, total
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 MOST = 16  # entries of a dim that are told apart
@@ -16,7 +18,7 @@ Pick = tuple[int, int] | None
 
 
 class Picked(NamedTuple):
-    """A pick below a reshape."""
+    """A pick below a reshape or a permute."""
 
     pick: Pick
 
@@ -177,15 +179,40 @@ class Exponentials:
                 return self._arranged("is", x, pick)
 
     def _arranged(self, kind: str, x: Value, pick: Pick) -> Share | None:
-        """Dims of size 1 come and go, and an entry of what was joined is a piece of it."""
-        if x.op == "reshape":
-            inner = reshaped_pick(x, pick)
+        """Dims of size 1 come and go, dims change places, numbers are rounded; an entry of what was joined is a piece.
+
+        A weight may be rounded: the operator keeps it as it is. What stands in an exponential may not.
+        """
+        if x.op == "cast" and (widens(x.arg.dtype, x.dtype) or (kind == "is" and is_float(x.arg))):
+            return self._kept(kind, x.arg, pick)
+        if x.op in ("reshape", "permute"):
+            inner = arranged_pick(x, pick)
             if inner is not None:
                 return self._kept(kind, x.arg, inner.pick)
+        if x.op == "permute" and pick is None:
+            return self._permuted(kind, x)
         if pick is None and x.op == "slice" and x.attrs[2] - x.attrs[1] == 1:
             return self._kept(kind, x.arg, (x.attrs[0] - x.rank, x.attrs[1]))
         part = None if pick is None else cut(self.a, x, pick)
         return None if part is None else self._kept(kind, part, None)
+
+    def _permuted(self, kind: str, x: Value) -> Share | None:
+        """The same of values of which the dims have changed places, and those that have its exponentials."""
+        inner = self._kept(kind, x.arg, None)
+        if inner is None:
+            return None
+        kept = [axis for axis in x.attrs if x.arg.shape[axis] != 1]
+        order = [sorted(kept).index(axis) for axis in kept]
+
+        def move(value: Value) -> Value:
+            return self.a.permute(value, order)
+
+        below = inner.generators
+        for (factor, powers), values in list(self.logs.items()):
+            if all(each in below for each, _ in powers):
+                known = self.logs.setdefault((factor, moved(powers, move)), [])
+                known.extend(each for each in map(move, values) if each not in known)
+        return inner.moved(move)
 
 
 def but_ones(shape: Sequence[Dim]) -> tuple[Dim, ...]:
@@ -224,8 +251,13 @@ def cut(a: Algebra, x: Value, pick: Pick) -> Value | None:
     return None if part is None else a.reshape(part, shape)
 
 
-def reshaped_pick(x: Value, pick: Pick) -> Picked | None:
-    """The same entry in what `x`, a reshape, has given or taken dims of size 1; None for other reshapes."""
+def arranged_pick(x: Value, pick: Pick) -> Picked | None:
+    """The same entry in what `x` arranges otherwise, if the entry itself stays as it is but for dims of size 1."""
+    if x.op == "permute":
+        rest = x.attrs if pick is None else tuple(axis for p, axis in enumerate(x.attrs) if p - x.rank != pick[0])
+        kept = [axis for axis in rest if x.arg.shape[axis] != 1]
+        inner = None if pick is None else (x.attrs[pick[0]] - x.rank, pick[1])
+        return Picked(inner) if kept == sorted(kept) else None
     if but_ones(x.shape) != but_ones(x.arg.shape):
         return None
     if pick is None:

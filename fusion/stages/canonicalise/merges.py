@@ -1,6 +1,6 @@
 """Outputs of attention over parts of the keys, merged by the log-sum-exps of their scores.
 
-merged_parts(out0, sum0, out1, sum1, …)      Σᵢ exp(sumᵢ - sum) outᵢ, with sum = log Σᵢ exp(sumᵢ), in float32 or wider
+merged_parts(out0, sum0, out1, sum1, …)      Σᵢ exp(sumᵢ - sum) outᵢ, with sum = log Σᵢ exp(sumᵢ)
 
 Every weight is brought into one form, a product of powers of exponentials and of their sums, in which maxima and
 partial sums cancel. What is left must be one exponential each, over the sum of all.
@@ -12,18 +12,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.exponentials import Exponentials, Pick, but_ones, cut, reshaped_pick, stacked
+from fusion.stages.canonicalise.exponentials import (
+    Exponentials,
+    Pick,
+    Picked,
+    arranged_pick,
+    bare,
+    but_ones,
+    cut,
+    stacked,
+)
+from fusion.stages.canonicalise.quantisation import is_float
 from fusion.stages.canonicalise.shares import ONE, Share, divides, total
 
 PARTS = 8
 """As many as the rule's pattern names."""
 Outs = Mapping[Value, Share]
 Found = tuple[dict[Value, Reading], dict[Value, tuple[str, str]]]
-_WIDE = (torch.float32, torch.float64)
 _NAME = "attention_update"
 
 
@@ -33,7 +40,9 @@ def merges(a: Algebra, values: Iterable[Value]) -> Found:
     readings: dict[Value, Reading] = {}
     misses: dict[Value, tuple[str, str]] = {}
     for value in list(values):
-        if value.op not in ("add", "mul", "scale") or value.dtype not in _WIDE or value.rank < 2:
+        merged = bare(value)
+        single = value.op == "reshape" and merged.op != "matmul"
+        if single or merged.op not in ("add", "mul", "scale", "matmul") or not is_float(value) or value.rank < 2:
             continue
         outs = walk.outs(value, None)
         if len(outs) < 2 or not all(share.is_weight for share in outs.values()):
@@ -75,8 +84,11 @@ class _Merges:
         return self.known[key]
 
     def _whole(self, x: Value, pick: Pick) -> Outs:
-        while x.op == "cast" and widens(x.arg.dtype, x.dtype):
-            x = x.arg
+        while (x.op == "cast" and widens(x.arg.dtype, x.dtype)) or x.op == "permute":
+            below = arranged_pick(x, pick) if x.op == "permute" else Picked(pick)
+            if below is None:
+                break
+            x, pick = x.arg, below.pick
         part = cut(self.a, x, pick)
         if part is None:
             return {}
@@ -87,7 +99,7 @@ class _Merges:
         return {self.a.reshape(part, but_ones(part.shape)): ONE}
 
     def _opened(self, x: Value, pick: Pick) -> Outs | None:
-        if x.dtype not in _WIDE:
+        if not is_float(x):
             return None
         match x.op:
             case "add":
@@ -96,8 +108,13 @@ class _Merges:
                 return {out: share.scaled(x.attrs[0]) for out, share in self.outs(x.arg, pick).items()}
             case "mul":
                 return self._weighed(x, pick)
+            case "cast" if is_float(x.arg):  # what is rounded between two merges is kept as it is
+                outs = self._opened(x.arg, pick)
+                return outs if outs and any(share.is_weight for share in outs.values()) else None
+            case "matmul" if pick is None and x.shape[-2] == 1:
+                return self._contracted(*x.args)
             case "reshape":
-                inner = reshaped_pick(x, pick)
+                inner = arranged_pick(x, pick)
                 return None if inner is None else self.outs(x.arg, inner.pick)
             case "mean":
                 parts = None if pick is not None else stacked(x)
@@ -120,9 +137,24 @@ class _Merges:
                 return {out: each * share for out, each in outs.items()}
         return None
 
+    def _contracted(self, weights: Value, y: Value) -> Outs | None:
+        """A sum over parts that were stacked, as a product with one row of weights."""
+        stack = y
+        while stack.op in ("cast", "permute", "reshape"):
+            stack = stack.arg
+        count = y.shape[-2]
+        if stack.op != "cat" or len(stack.args) != count:
+            return None
+        terms: list[Outs] = []
+        for entry in range(len(stack.args)):
+            share = self.exponentials.value(weights, (-1, entry))
+            outs = self.outs(y, (-2, entry))
+            terms.append({} if share is None else {out: each * share for out, each in outs.items()})
+        return self._sum(terms)
+
     def _differing(self, y: Value, pick: Pick) -> Outs:
         """The two terms of a difference; else the terms that are weighed already."""
-        minus = y.op == "add" and y.dtype in _WIDE and any(each.op == "scale" for each in y.args)
+        minus = y.op == "add" and is_float(y) and any(each.op == "scale" for each in y.args)
         if not minus:
             return self.outs(y, pick)
         return _added([self.outs(each, _on(each, pick)) for each in y.args]) or self.outs(y, pick)

@@ -7,7 +7,7 @@ A sum has a first term of 1, which makes it one of a kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from math import isfinite
@@ -47,8 +47,30 @@ class Share:
         inside = (powers for terms, _ in self.sums for powers, _ in terms)
         return any(kind == "exp" for powers in (self.powers, *inside) for (kind, _), _ in powers)
 
+    @property
+    def generators(self) -> frozenset[Generator]:
+        """What it is made of."""
+        inside = (powers for terms, _ in self.sums for powers, _ in terms)
+        return frozenset(each for powers in (self.powers, *inside) for each, _ in powers)
+
+    def moved(self, move: Callable[[Value], Value]) -> Share | None:
+        """The same of other values."""
+        share = Share(self.factor, moved(self.powers, move))
+        for terms, count in self.sums:
+            whole = total([Share(factor, moved(powers, move)) for powers, factor in terms])
+            if whole is None:
+                return None
+            for _ in range(abs(count)):
+                share = share * (whole if count > 0 else whole.inverse())
+        return share
+
 
 ONE = Share()
+
+
+def moved(powers: Powers, move: Callable[[Value], Value]) -> Powers:
+    """Powers of generators of other values."""
+    return frozenset(((kind, move(value)), count) for (kind, value), count in powers)
 
 
 def divides(number: float) -> bool:
