@@ -11,6 +11,7 @@ from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_atb import LatentAttentionAtb
 from patterns.composites.latent_attention_atb_whole import LatentAttentionAtbWhole
 from patterns.composites.latent_attention_paged import PagedLatentAttention
+from patterns.composites.latent_attention_part import LatentAttentionPart
 from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_preprocess import MlaPreprocess
 from patterns.composites.mla_preprocess_fixed import MlaPreprocessFixed
@@ -68,6 +69,7 @@ def library() -> tuple[Rule, ...]:
         AttentionPart(),
         LatentAttention(),
         PagedLatentAttention(),
+        LatentAttentionPart(),
         LatentAttentionAtb(),
         LatentAttentionAtbWhole(),
         LatentAttentionWhole(),

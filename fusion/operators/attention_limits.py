@@ -245,6 +245,9 @@ def _packed(names: Names) -> tuple[Limit | str, ...]:
     )
 
 
+_SUMS = "serving code takes log-sum-exps over a latent in these layouts alone"
+
+
 def _latent(names: Names) -> tuple[Limit | str, ...]:
     """Limits of calls with rope apart, as latent attention makes them: head dim 512 absorbed, 128 not."""
     heads, rope = names.heads, "given(query_rope)"
@@ -255,7 +258,7 @@ def _latent(names: Names) -> tuple[Limit | str, ...]:
         absorbed = f"{rope} and {when} and {width} == 512"
         found.append(Limit(f"num_key_value_heads == 1 and {heads} in (1, 2, 4, 8, 16, 32, 64, 128)", when=absorbed))
         found.append(Limit("sparse_mode in (0, 3, 4)", when=absorbed))
-        found.append(Limit(f"not {names.lse}", when=absorbed))
+        found.append(Limit("input_layout in ('BSND', 'BNSD')", when=f"{absorbed} and {names.lse}", because=_SUMS))
         found.append(Limit("input_layout in (" + _ABSORBED + ")", when=absorbed))
         split = f"{rope} and {when} and {width} == 128"
         found.append(Limit("input_layout in (" + _SPLIT + ")", when=split))

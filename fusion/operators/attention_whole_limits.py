@@ -42,6 +42,7 @@ WHOLE_KERNEL = (
     Limit("Cr * Lr == 64 and Lr == 16", when=f"{_WHOLE} and rank(key) == 5", because="a line holds 16 floats"),
     Limit("block_size == 128", when=_WHOLE),
     Limit("sparse_mode in (0, 3)", when=_WHOLE),
+    Limit("not return_softmax_lse", when=_WHOLE, because="of whole numbers no log-sum-exp is documented"),
     Limit("not given(atten_mask)", when=f"{_WHOLE} and sparse_mode == 0"),
     Limit("sparse_mode == 0", when=f"{_WHOLE} and {_BATCHED} and S == 1", because="one query sees all keys"),
     Limit("sparse_mode == 3", when=f"{_WHOLE} and {_BATCHED} and S > 1", because="several queries are in line"),

@@ -84,7 +84,7 @@ class LatentAttention(Rule):
                finish, by, values, version):  # fmt: skip
         """Both side by side, as one key head, for widths that the operator does not take apart."""
         seen = forms.Seen(by, order, window, known, length, rows, mask, empty)
-        y = forms.joined((absorbed, q_rope), (latent, k_rope), seen, scale, version)
+        y = forms.joined((absorbed, q_rope), (latent, k_rope), seen, scale, version)[0]
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
@@ -93,7 +93,7 @@ class LatentAttention(Rule):
                  empty, finish, version):  # fmt: skip
         """Keys and values of all heads, the rotated lanes apart: for so many queries that this costs less."""
         seen = forms.Seen("words", order, window, known, length, rows, mask, empty)
-        y = forms.expanded((nope, q_rope), (latent, k_rope), (up_key, up_value), seen, scale, version)
+        y = forms.expanded((nope, q_rope), (latent, k_rope), (up_key, up_value), seen, scale, version)[0]
         return calls.finished(y.transpose(1, 2), finish)
 
     def examples(self) -> Iterator[Example]:

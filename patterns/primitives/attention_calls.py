@@ -202,6 +202,19 @@ def where_empty(y: Tensor, v: Tensor, mask: Tensor, empty: str) -> Tensor:
     return torch.where(nothing, mean, y)
 
 
+def sum_where_empty(lse: Tensor, mask: Tensor) -> Tensor:
+    """A log-sum-exp, which the operator says is +inf for a query that sees no key, with -inf there."""
+    return torch.where(mask.all(-1, keepdim=True), -torch.inf, lse)
+
+
+def require_a_key(queries: Any, keys: Any, length: Tensor | None, order: str, known: Any) -> None:
+    """That every query sees a key, where what is seen is told in words."""
+    require(order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
+    room = keys if known is None else known
+    enough = order != "right" or (isinstance(queries, int) and isinstance(room, int) and queries <= room)
+    require(length is None and enough, "a query may see no key, of which the operator says +inf")
+
+
 def beside_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """y · exp(lse) / (exp(lse) + exp(sink)): y [B, N, S, E], lse [B, N, S, 1], sink [N]."""
     share = torch.sigmoid(lse - sink.to(lse.dtype).reshape(-1, 1, 1))

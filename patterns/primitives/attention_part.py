@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
@@ -47,7 +46,7 @@ class AttentionPart(Rule):
     @lowering
     def told(self, q, k, v, length, scale, order, window, known, finish):
         """What is seen, told in words."""
-        _require_a_key(q, k, length, order, known)
+        calls.require_a_key(q.shape[2], k.shape[2], length, order, known)
         y, lse = calls.batched(q, k, v, scale, calls.Seen(order, window, known, length), lse=True)
         return calls.finished(y, finish), lse
 
@@ -56,12 +55,12 @@ class AttentionPart(Rule):
         """What is seen, shown by the mask."""
         require(mask is not None, "there is no mask")
         y, lse = calls.batched(q, k, v, scale, mask=mask, lse=True)
-        return calls.finished(calls.where_empty(y, v, mask, empty), finish), _of_shown(lse, mask)
+        return calls.finished(calls.where_empty(y, v, mask, empty), finish), calls.sum_where_empty(lse, mask)
 
     @lowering
     def told_v1(self, q, k, v, length, scale, order, window, known, finish):
         """`told`, for whom the second version of the operator is left out."""
-        _require_a_key(q, k, length, order, known)
+        calls.require_a_key(q.shape[2], k.shape[2], length, order, known)
         y, lse = calls.batched(q, k, v, scale, calls.Seen(order, window, known, length), lse=True, version=1)
         return calls.finished(y, finish), lse
 
@@ -70,7 +69,7 @@ class AttentionPart(Rule):
         """`shown`, likewise."""
         require(mask is not None, "there is no mask")
         y, lse = calls.batched(q, k, v, scale, mask=mask, lse=True, version=1)
-        return calls.finished(calls.where_empty(y, v, mask, empty), finish), _of_shown(lse, mask)
+        return calls.finished(calls.where_empty(y, v, mask, empty), finish), calls.sum_where_empty(lse, mask)
 
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""
@@ -79,19 +78,3 @@ class AttentionPart(Rule):
     def rejects(self) -> Iterator[Example]:
         """Functions that must be refused."""
         return iter(attention_part.REJECTS)
-
-
-def _require_a_key(q: Tensor, k: Tensor, length: Tensor | None, order: str, known: Any) -> None:
-    """Every query sees a key: of none the operator says +inf."""
-    require(order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
-    enough = order != "right" or _are_as_many(q.shape[2], k.shape[2] if known is None else known)
-    require(length is None and enough, "a query may see no key, of which the operator says +inf")
-
-
-def _are_as_many(queries: Any, keys: Any) -> bool:
-    return isinstance(queries, int) and isinstance(keys, int) and queries <= keys
-
-
-def _of_shown(lse: Tensor, mask: Tensor) -> Tensor:
-    """-inf, not +inf, for a query that sees no key."""
-    return torch.where(mask.all(-1, keepdim=True), -torch.inf, lse)

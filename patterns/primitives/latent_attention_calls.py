@@ -55,17 +55,35 @@ def apart(
     In memory it is [N, B, S, C] where `values` are expanded from "heads first".
     """
     queries = q[0].shape[2]
+    heads_first = values == "heads first"
+    if heads_first and seen.by == "words" and not calls.few(queries):
+        latent, rope = _by_sequence(q[0], kv)
+        return _packed(q, latent, rope, seen.told(queries, latent.shape[1]), scale, version)
+    return _beside(q, kv, seen, scale, version, heads_first=heads_first)[0]
+
+
+def apart_with_sum(
+    q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int
+) -> tuple[Tensor, Tensor]:
+    """The same with the log-sum-exp of the scores, [B, N, S, 1], where every query is known to see a key."""
+    y, total = _beside(q, kv, seen, scale, version, return_softmax_lse=True)
+    return y, total if seen.by == "words" else calls.sum_where_empty(total, seen.shown())
+
+
+def _beside(
+    q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """One sequence beside the other."""
+    queries = q[0].shape[2]
     latent, rope = _by_sequence(q[0], kv)
-    how = dict(scale=scale, version=version, heads_first=values == "heads first")
     if seen.by == "mask":
         latent, rope = seen.cut(latent), seen.cut(rope)
-        y = _fused(q, latent, rope, None, **how, **calls.shown(seen.shown(), queries)).transpose(1, 2)
-        return calls.where_empty(y, latent.transpose(1, 2), seen.shown(), seen.empty).transpose(1, 2)
+        y, total = _fused(q, latent, rope, None, scale, version, **how, **calls.shown(seen.shown(), queries))
+        y = calls.where_empty(y.transpose(1, 2), latent.transpose(1, 2), seen.shown(), seen.empty)
+        return y.transpose(1, 2), total
     told = seen.told(queries, latent.shape[1])
-    if how["heads_first"] and not calls.few(queries):
-        return _packed(q, latent, rope, told, scale, version)
     lengths = told.length if told.known is None else [told.known]
-    return _fused(q, latent, rope, lengths, **how, **told.arguments(latent.device, queries))
+    return _fused(q, latent, rope, lengths, scale, version, **how, **told.arguments(latent.device, queries))
 
 
 def _packed(
@@ -87,21 +105,25 @@ def _packed(
     )  # fmt: skip
 
 
-def joined(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int) -> Tensor:
+def joined(
+    q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int, lse: bool = False
+) -> tuple[Tensor, Tensor]:
     """The same with queries and keys [.., C + Dr], and values of which the first C lanes count."""
     query, key = torch.cat(q, dim=-1), seen.cut(torch.cat(_by_sequence(q[0], kv), dim=-1)).transpose(1, 2)
     if seen.by == "mask":
-        y = calls.batched(query, key, key, scale, mask=seen.shown(), version=version)[0]
+        y, total = calls.batched(query, key, key, scale, mask=seen.shown(), version=version, lse=lse)
         y = calls.where_empty(y, key, seen.shown(), seen.empty)
+        total = calls.sum_where_empty(total, seen.shown()) if lse else total
     else:
-        y = calls.batched(query, key, key, scale, seen.told(query.shape[2], key.shape[2]), version=version)[0]
-    return y[..., : q[0].shape[-1]].transpose(1, 2)
+        told = seen.told(query.shape[2], key.shape[2])
+        y, total = calls.batched(query, key, key, scale, told, version=version, lse=lse)
+    return y[..., : q[0].shape[-1]].transpose(1, 2), total
 
 
 def expanded(
     q: tuple[Tensor | None, Tensor], kv: tuple[Tensor, Tensor], up: tuple[Tensor | None, Tensor | None], seen: Seen,
-    scale: float, version: int,
-) -> Tensor:  # fmt: skip
+    scale: float, version: int, **more: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries [B, N, S, D] and [B, N, S, Dr] over keys and values of all heads, as [B, S, N, E]."""
     nope, rotated = q
     up_key, up_value = up
@@ -115,32 +137,32 @@ def expanded(
     latent, rope = (seen.cut(each)[:, : told.known] for each in rows)
     if nope.shape[0] == 1 and told.length is None and not any(map(calls.heads_last, (nope, rotated))):
         weights = (up_key.transpose(1, 2), up_value)
-        return _heads_first((nope, rotated), latent[0, :, 0], rope[0], weights, told, scale, version)
+        return _heads_first((nope, rotated), latent[0, :, 0], rope[0], weights, told, scale, version, **more)
     joined = (up_key.flatten(0, 1), up_value.transpose(1, 2).flatten(0, 1))
     k, v = (linear(latent.squeeze(2), each.contiguous()).unflatten(-1, (heads, -1)) for each in joined)
     query, query_rope = (each.transpose(1, 2) for each in (nope, rotated))
     return calls.fused(
         query, k, v, told.length, version, query_rope=query_rope, num_query_heads=heads, num_key_value_heads=heads,
         key_rope=rope.expand(-1, -1, heads, -1).contiguous(), softmax_scale=scale, input_layout="BSND",
-        **told.arguments(k.device, queries),
-    )[0]  # fmt: skip
+        **told.arguments(k.device, queries), **more,
+    )  # fmt: skip
 
 
 def _heads_first(
     q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, up: tuple[Tensor, Tensor], told: calls.Seen, scale: float,
-    version: int,
-) -> Tensor:  # fmt: skip
+    version: int, **more: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same for one sequence whose heads lie first in memory, over a latent [T, C] times [N, C, D] and [N, C, E]."""
     query, query_rope = (each.squeeze(0) for each in q)
     heads, queries = query.shape[:2]
     k, v = (torch.matmul(latent, each.contiguous()) for each in up)
-    y, _ = calls.fused(
+    y, total = calls.fused(
         query, k, v, calls.ends_of(1, latent.shape[0], k.device), version, query_rope=query_rope,
         key_rope=rope.transpose(0, 1).expand(heads, -1, -1).contiguous(), num_query_heads=heads,
         num_key_value_heads=heads, softmax_scale=scale, input_layout="NTD_TND",
-        actual_seq_qlen=calls.ends_of(1, queries, k.device), **told.arguments(k.device, queries),
+        actual_seq_qlen=calls.ends_of(1, queries, k.device), **told.arguments(k.device, queries), **more,
     )  # fmt: skip
-    return y.unsqueeze(0)
+    return y.unsqueeze(0), total.transpose(0, 1).unsqueeze(0) if more else total
 
 
 def _by_sequence(q: Tensor, kv: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -149,12 +171,12 @@ def _by_sequence(q: Tensor, kv: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 
 def _fused(
-    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int, heads_first: bool,
-    **told: Any,
-) -> Tensor:  # fmt: skip
+    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int,
+    heads_first: bool = False, **told: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     query, query_rope = (each.transpose(1, 2) for each in q)
-    y, _ = calls.fused(
+    y, total = calls.fused(
         query, latent, latent, lengths, version, query_rope=query_rope, key_rope=rope, num_query_heads=query.shape[2],
         num_key_value_heads=1, softmax_scale=scale, input_layout="BSND_NBSD" if heads_first else "BSND", **told,
     )  # fmt: skip
-    return y.permute(1, 2, 0, 3) if heads_first else y
+    return y.permute(1, 2, 0, 3) if heads_first else y, total

@@ -19,12 +19,24 @@ LINE, WHOLE_LINE = 16, 32
 
 def attended(p, q, kv, up, rows=None, **seen):
     """The term of attention of queries (nope, rope, absorbed) over a latent and its rope, projected by `up`."""
+    queries, keys, values = _operands(p, q, kv, up, rows)
+    return p.softmax_attention(q=queries, k=keys, v=values, **seen)
+
+
+def attended_part(p, q, kv, up, rows, finish, **seen):
+    """The same, and the term of the log-sum-exp of its scores."""
+    queries, keys, values = _operands(p, q, kv, up, rows)
+    lse = p.attention_log_sum(q=queries, k=keys, **seen)
+    return p.softmax_attention(q=queries, k=keys, v=values, finish=finish, **seen), lse
+
+
+def _operands(p, q, kv, up, rows):
     (nope, rope, absorbed), (latent, k_rope), (up_key, up_value) = q, kv, up
-    return p.softmax_attention(
-        q=p.latent_queries(nope=nope, rope=rope, absorbed=absorbed),
-        k=p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows),
-        v=p.latent_values(latent=latent, up=up_value), **seen,
-    )  # fmt: skip
+    return (
+        p.latent_queries(nope=nope, rope=rope, absorbed=absorbed),
+        p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows),
+        p.latent_values(latent=latent, up=up_value),
+    )
 
 
 def gathered(p, latent, k_rope, pages, rope_pages, table, size, lies):

@@ -58,10 +58,13 @@ def summed(value: Value) -> Value | None:
 
 def _exponents(log: Value) -> Value | None:
     """The z of log Σ exp(z) over the last dim."""
-    inner = bare(log.arg) if log.op == "log" else log
+    if log.op != "log":
+        return None
+    inner = bare(log.arg)
     mean = bare(inner.arg) if inner.op == "scale" else inner
-    z = mean.arg.arg if mean.op == "mean" and mean.arg.op == "exp" else None
-    return z if z is not None and mean.attrs == (-1,) and inner.attrs[:1] == (z.shape[-1],) else None
+    exp = bare(mean.arg) if mean.op == "mean" else mean
+    whole = mean.op == "mean" and mean.attrs == (-1,) and inner.attrs[:1] == mean.arg.shape[-1:] == exp.shape[-1:]
+    return exp.arg if whole and exp.op == "exp" else None
 
 
 def bare(x: Value) -> Value:

@@ -1,0 +1,92 @@
+"""Log-sum-exps of scores: what is one of the scores that an attention sees, and what is of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion import Example, testing
+from patterns.primitives.attention_part import AttentionPart
+
+B, N, S, T, D = 2, 3, 4, 6, 16
+Parts = tuple[Tensor, Tensor]
+
+
+def tried(function: Callable[..., Parts]) -> testing.Trial:
+    def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        return tuple(torch.randn(B, N, rows, D, dtype=dtype) for rows in (S, T, T))
+
+    def called(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+        return function(q @ k.transpose(-2, -1), v)
+
+    return testing.trial(AttentionPart(), Example("", called, inputs), torch.float32)
+
+
+def below_another_row(scores: Tensor, v: Tensor) -> Parts:
+    """A softmax does not see what is taken from a row: the sum is that of the scores themselves."""
+    lse = scores.logsumexp(-1)
+    return (scores - scores[..., :1]).softmax(-1) @ v, lse
+
+
+def divided_in_place(scores: Tensor, v: Tensor) -> Parts:
+    """Weights and sums that are divided and logged after the product."""
+    top = scores.amax(-1)
+    weights = (scores - top[..., None]).exp()
+    total = weights.sum(-1)
+    return (weights @ v) / total[..., None], torch.log(total) + top
+
+
+def first(scores: Tensor, v: Tensor) -> Parts:
+    """The sum is needed to compute the weights."""
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    return torch.exp(scores - lse) @ v, lse
+
+
+def shifted(scores: Tensor, v: Tensor) -> Parts:
+    """The sum of scores from which something was taken."""
+    scores = scores - scores.amax(-1, keepdim=True)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def of_half(scores: Tensor, v: Tensor) -> Parts:
+    """The sum over some of the keys."""
+    return scores.softmax(-1) @ v, scores[..., : T // 2].logsumexp(-1)
+
+
+def not_logged(scores: Tensor, v: Tensor) -> Parts:
+    """The maximum and the sum, without a logarithm."""
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    return (weights / total) @ v, top + total
+
+
+def another_top(scores: Tensor, v: Tensor) -> Parts:
+    """A sum below one number, to which another is added."""
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    return (weights / total) @ v, scores.amin(-1, keepdim=True) + total.log()
+
+
+def divided_by_another(scores: Tensor, v: Tensor) -> Parts:
+    """A product that is divided by a sum of other weights."""
+    weights, others = scores.exp(), (scores / 2).exp()
+    return (weights @ v) / others.sum(-1, keepdim=True), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("function", [below_another_row, divided_in_place, first])
+def test_a_log_sum_of_the_scores_comes_with_the_attention(function: Callable[..., Parts]):
+    t = tried(function)
+    assert [each.match.rule.name for each in t.outcome.chosen] == ["attention_part"]
+    testing.means_what_it_says(t)
+
+
+@pytest.mark.parametrize("function", [shifted, of_half, not_logged, another_top, divided_by_another])
+def test_what_is_a_log_sum_of_something_else_stays(function: Callable[..., Parts]):
+    t = tried(function)
+    assert not t.outcome.chosen
