@@ -169,7 +169,7 @@ class _Editor:
         added: list[fx.Node],
     ) -> fx.Node:
         """One call; equal calls of pure operators are made once."""
-        undone = _undone(target, args)
+        undone = _undone(target, args, kwargs)
         if undone is not None:
             return undone
         key = (target, frozen(args), frozen(kwargs))
@@ -253,10 +253,12 @@ def _same_strides(old: Any, new: Any) -> bool:
     return all(dims_of(a.stride()) == dims_of(b.stride()) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
-def _undone(target: Any, args: tuple[Any, ...]) -> fx.Node | None:
-    """A transpose of a transpose of the same dims is where it began."""
+def _undone(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node | None:
+    """A transpose of a transpose of the same dims is where it began; so is a contiguous copy of what lies so now."""
     transpose = torch.ops.aten.transpose.int
     source = args[0] if args else None
+    if target is _CLONE and kwargs.get("memory_format") is torch.contiguous_format and isinstance(source, fx.Node):
+        return source if source.meta["val"].is_contiguous() else None
     if target is not transpose or not isinstance(source, fx.Node) or source.target is not transpose:
         return None
     val = source.meta["val"]

@@ -49,10 +49,16 @@ def shown(mask: Tensor, queries: Any) -> dict[str, Any]:
 
 
 def finished(y: Tensor, finish: Any) -> Tensor:
-    """[B, N, S, E] in the arrangement of the model, whose symbolic sizes are named."""
+    """[B, N, S, E] in the arrangement and the dtype of the model, whose symbolic sizes are named."""
     sizes: dict[Any, Any] = {"B": y.shape[0], "S": y.shape[2]}
     for op, how in finish:
-        y = y.reshape([sizes.get(each, each) for each in how]) if op == "reshape" else y.permute(how)
+        match op:
+            case "reshape":
+                y = y.reshape([sizes.get(each, each) for each in how])
+            case "cast":
+                y = y.to(*how)
+            case _:
+                y = y.permute(how)
     return y
 
 

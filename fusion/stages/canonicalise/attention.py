@@ -5,7 +5,7 @@ Queries, keys and values come out as [B, N, S, D], every key head once, with wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -80,7 +80,8 @@ def _divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
             weights = _replaced(a, sum_of.arg, exp, share)
             whole = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
             placed = () if whole.shape == product.shape else (("reshape", product.shape),)
-            return whole, (*placed, *finish)
+            widened = (("cast", (root.dtype,)),) if root is value and root.dtype != whole.dtype else ()
+            return whole, (*placed, *finish, *widened)
     return None
 
 
@@ -128,7 +129,8 @@ def _reading(
     else:
         q, k, v = _narrow(a, root.dtype, q, k, v)
         operands = {"q": q, "k": k, "v": v}
-        if len({root.dtype, q.dtype, k.dtype, v.dtype}) != 1:
+        given = product.dtype if ("cast", (root.dtype,)) in finish else root.dtype
+        if len({given, q.dtype, k.dtype, v.dtype}) != 1:
             return "queries, keys, values and result have different dtypes"
     captures: dict[str, Any] = {**operands, "scale": scores.scale}
     steps = _finish((batch, heads, queries), weights, v.shape[-1], finish)
@@ -244,8 +246,12 @@ def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Valu
     return a.reshape(sink, (heads,)) if len(shape) > 2 and prod(lead[1:-2]) == heads == prod(lead) else None
 
 
+def _named(size: Any, names: Mapping[Any, str]) -> Any:
+    return size if isinstance(size, int) else names.get(size, -1)
+
+
 def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:
-    """How [B, N, S, E] becomes the result; a symbolic size is "B", "S" or -1."""
+    """How [B, N, S, E] becomes the result; a symbolic size is "B", "S" or -1, and the dtype a cast."""
     names = {rows[2]: "S", rows[0]: "B"}
     steps: list[Step] = []
     placed = weights.rows
@@ -266,5 +272,5 @@ def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Fi
         if op == "reshape" and kept and kept[-1][0] == "reshape":
             kept.pop()
         if (op, of) != ("reshape", (*rows, width)) or kept:
-            kept.append((op, tuple(each if isinstance(each, int) else names.get(each, -1) for each in of)))
+            kept.append((op, of if op == "cast" else tuple(_named(each, names) for each in of)))
     return None if any(op == "reshape" and of.count(-1) > 1 for op, of in kept) else tuple(kept)
