@@ -43,6 +43,18 @@ def of_another(outs: Tensor, sums: Tensor) -> Tensor:
     return weights[0] * outs[0] + weights[1] * outs[1]
 
 
+def running(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Halves of the keys one after the other, divided at the end."""
+    top = torch.full((B, N, S, 1), -torch.inf)
+    total, out = torch.zeros(B, N, S, 1), torch.zeros(B, N, S, D)
+    for keys, values in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True):
+        scores = q @ keys.transpose(-2, -1)
+        now = torch.maximum(top, scores.amax(-1, keepdim=True))
+        weights, old = (scores - now).exp(), (top - now).exp()
+        total, out, top = total * old + weights.sum(-1, keepdim=True), out * old + weights @ values, now
+    return out / total
+
+
 def random(*shapes: tuple[int, ...]) -> Callable[[torch.dtype], tuple[Tensor, ...]]:
     torch.manual_seed(0)
     return lambda dtype: tuple(torch.randn(shape, dtype=dtype) for shape in shapes)
@@ -73,6 +85,7 @@ def test_a_merge_is_one_operator(function: Callable[..., Tensor], shapes: tuple[
     [
         (gathered, ((9, S, D), (9, S)), "more than 8 parts"),
         (of_another, ((3, S, D), (3, S)), "not shares of one"),
+        (running, ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)), "not divided by their own sums"),
     ],
 )
 def test_what_is_no_merge_stays(function: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...], reason: str):

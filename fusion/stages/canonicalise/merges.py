@@ -182,6 +182,16 @@ def _on(x: Value, pick: Pick) -> Pick:
     return None if pick is None or x.rank < -pick[0] or x.shape[pick[0]] == 1 else pick
 
 
+def _is_undivided(out: Value) -> bool:
+    """Whether a part is a product with exponentials as they are."""
+    while out.op in ("cast", "reshape", "permute"):
+        out = out.arg
+    weights = out.arg if out.op == "matmul" else out
+    while weights.op in ("cast", "reshape"):
+        weights = weights.arg
+    return out.op == "matmul" and weights.op == "exp"
+
+
 def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> Reading | str:
     """The parts of which `value` is the merge, or why it is none."""
     shares = list(outs.values())
@@ -189,6 +199,8 @@ def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> R
         return f"more than {PARTS} parts are merged"
     added = total(shares)
     if added is None or added.powers or added.sums or abs(added.factor - 1) > 1e-9:
+        if any(map(_is_undivided, outs)):
+            return "the parts are not divided by their own sums before they are merged, but all of them at the end"
         return "the weights of the parts are not shares of one: they are not exp(lseᵢ - lse) with the lse of all parts"
     if len({share.sums for share in shares}) > 1:
         return "a part is weighed by more than the exponential of one number for each row"
