@@ -134,6 +134,11 @@ def in_float32(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bia
     return (linear(whole.float(), weight.float()) * (tokens * scale.view(1, -1)) + bias).half()
 
 
+def dequantised(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A linear layer of what was multiplied by its scales before."""
+    return linear((whole.float() * tokens).bfloat16(), (weight.float() * scale.unsqueeze(-1)).bfloat16())
+
+
 def without_tokens(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """A scale of each channel alone."""
     return (product(whole, weight) * scale).bfloat16()
@@ -158,6 +163,7 @@ PRODUCTS = (
     Example("sums in int32", scaled(in_int32), layer(5)),
     Example("a batch", scaled(in_int32), layer(2, 3, parameters=False)),
     Example("sums in float32, a bias", scaled(in_float32), layer(2, 3, bias=True)),
+    Example("scales first", scaled(dequantised), layer(2, 3)),
     Example("channels alone", scaled(without_tokens), layer(5)),
 )
 OTHER_PRODUCTS = (

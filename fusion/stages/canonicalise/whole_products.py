@@ -2,7 +2,8 @@
 
     whole_linear(x, weight, scale, tokens, bias, dtype, fixed)      x [*B, K], weight [N, K], scale [N], tokens [*B, 1]
 
-The sums may be computed in int32 (`_int_mm` or a product in int32), or in float32 or bfloat16, which round them.
+The sums may be computed in int32 (`_int_mm` or a product in int32), or in float32 or bfloat16, which round them; or of
+operands that were multiplied by their scales before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fusion.stages.canonicalise.contractions import matmul, swapped
 from fusion.stages.canonicalise.projections import is_fixed
 from fusion.stages.canonicalise.quantisation import Found, Misses, Places, is_float, unscaled
 from fusion.stages.canonicalise.translate import Out, Translated, translates
+from fusion.stages.canonicalise.whole_scores import whole
 
 _SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
 """Dtypes in which sums of products of int8 are computed; float16 ends at 65504."""
@@ -96,9 +98,9 @@ def _further(a: Algebra, found: _Product, value: Value, other: Value | None) -> 
         early = value.dtype == torch.float16 and found.channels is None
         if found.channels is not None and value.arg.dtype in _RESULTS:
             return None  # what is computed from the result
-        whole = value.dtype is None or not value.dtype.is_floating_point
+        cut = value.dtype is None or not value.dtype.is_floating_point
         reason = "sums are cast to float16, which ends at 65504, before their scales are in them"
-        return None if whole else reason if early else found
+        return None if cut else reason if early else found
     if value.op == "scale":
         return replace(found, factor=found.factor * value.attrs[0])
     assert other is not None
@@ -106,13 +108,22 @@ def _further(a: Algebra, found: _Product, value: Value, other: Value | None) -> 
 
 
 def _bare(a: Algebra, value: Value) -> _Product | None:
+    if math.prod(value.args[1].shape[:-2]) != 1:
+        return None  # a weight for each batch
     x, y = (_int8(a, each) for each in value.args)
     if x is None or y is None:
-        return None
-    if math.prod(y.shape[:-2]) != 1:
-        return None  # a weight for each batch
+        return _dequantised(a, *value.args)
     odd = "" if value.dtype in _SUMS else "sums of products are computed in float16, which ends at 65504"
     return _Product(x, swapped(a, a.reshape(y, y.shape[-2:])), odd=odd)
+
+
+def _dequantised(a: Algebra, x: Value, y: Value) -> _Product | None:
+    """A product of whole numbers each of which was multiplied by its scale first: its sums end nowhere."""
+    left, right = whole(a, x), whole(a, swapped(a, a.reshape(y, y.shape[-2:])))
+    if left is None or right is None or left.rows is None or right.rows is None or left.ones or right.ones:
+        return None
+    channels = a.reshape(right.rows, right.rows.shape[:1])
+    return _Product(left.base, right.base, left.rows, channels, factor=left.number * right.number)
 
 
 def _with_rows(a: Algebra, found: _Product, value: Value) -> _Product:
