@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,11 +121,13 @@ class _Search:
         self._by_head[f"reading:{reading.op}"].append(value)
 
     def _candidates(self, term: Term) -> Iterable[Value]:
-        heads = sorted(term.heads())
-        if len(heads) == 1:
-            return tuple(self._by_head.get(heads[0], ()))
-        merged = {value for head in heads for value in self._by_head.get(head, ())}
-        return sorted(merged, key=lambda value: value.id)
+        """In the order in which nodes hold them; what no node holds comes last."""
+        found = {value: None for head in sorted(term.heads()) for value in self._by_head.get(head, ())}
+        return sorted(found, key=self._place)
+
+    def _place(self, value: Value) -> tuple[float, int]:
+        node = self.graph.node(value)
+        return (math.inf if node is None else self.graph.order[node]), value.id
 
     def apply(self, rule: Rule) -> None:
         """Find the matches of one rule; the first form that holds at a value is the one."""

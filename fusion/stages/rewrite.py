@@ -25,6 +25,7 @@ from fusion.records import Candidate, Input, Output, Step
 
 _STRICT_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _CLONE = torch.ops.aten.clone.default
+_SCATTER = torch.ops.aten.select_scatter.default
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,25 @@ class _Editor:
             if node in dead and not node.users:
                 dead.update(each for each in node.all_input_nodes if _is_pure(each))
                 self._source.erase_node(node)
+        for node in self._source.find_nodes(op="call_function", target=_SCATTER):
+            self._seen_through(node)
         if self._unordered:
             _sort(self._source)
+
+    def _seen_through(self, scatter: fx.Node) -> None:
+        """What is put over the one entry of a dim is seen with that dim: nothing of the other tensor is left."""
+        given: Any = scatter.args[1]
+        dim: Any = scatter.args[2]
+        val = scatter.meta["val"]
+        with self._source.inserting_before(scatter):
+            view = self._source.call_function(torch.ops.aten.unsqueeze.default, (given, dim))
+        view.meta["val"] = self._fakes.like(self._fakes.run(view.target, (given.meta["val"], dim), {})[0])
+        if val.shape[dim] != 1 or not _same_strides(view.meta["val"], val):
+            self._source.erase_node(view)
+            return
+        inherit(view, scatter)
+        scatter.replace_all_uses_with(view)
+        self._source.erase_node(scatter)
 
     def _follow_strides(self, waiting: list[fx.Node]) -> None:
         """Bring the fakes of nodes up to date whose inputs now lie differently in memory.

@@ -75,7 +75,7 @@ def _divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
             exp = exp.arg
         if exp.op != "exp" or exp is sum_of or exp.shape[:-1] != product.shape[:-1]:
             continue
-        share = a.mul(exp, inverse)
+        share = a.mul(exp, _wide(a, inverse, exp.dtype))
         if share is not None and share.op == "softmax" and share.attrs[0] == -1:
             weights = _replaced(a, sum_of.arg, exp, share)
             whole = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
@@ -83,6 +83,13 @@ def _divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
             widened = (("cast", (root.dtype,)),) if root is value and root.dtype != whole.dtype else ()
             return whole, (*placed, *finish, *widened)
     return None
+
+
+def _wide(a: Algebra, inverse: Value, dtype: Any) -> Value:
+    """1 / Σ exp(z) of a sum that was not rounded to the dtype of the product."""
+    below = inverse.arg if inverse.op == "power" else inverse
+    rounded = below is not inverse and below.op == "cast" and below.arg.dtype == dtype
+    return a.power(below.arg, inverse.attrs[0]) if rounded else inverse
 
 
 def _replaced(a: Algebra, x: Value, old: Value, new: Value) -> Value:

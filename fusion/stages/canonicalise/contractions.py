@@ -4,6 +4,7 @@ x·s @ y, x @ (y·s)              → scale(matmul(x, y), s)       linear(x, w, 
 mm of flattened rows            → matmul of the rows as they were
 bmm of flattened batch dims     → matmul with the batch dims
 einsum of two operands          → matmul of permuted operands
+[T, N, 1, K] · [N, K, M]        → matmul of the rows of each head
 a row with a row                → the sum of their elementwise product
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Value, broadcast
@@ -58,7 +60,24 @@ def _of_batches(a: Algebra, x: Value, y: Value) -> Value | None:
             batch = flat.arg.shape[:-2]
             whole = matmul(a, *(a.reshape(each, (*batch, *each.shape[-2:])) for each in (x, y)))
             return None if whole is None else a.reshape(whole, (*x.shape[:-2], *whole.shape[-2:]))
+    lead = x.rank - len(_batch(y)) - 2
+    if x.shape[-2] == 1 and len(_batch(y)) == 1 and lead > 0 and prod(x.shape[:lead]) != 1:
+        return _of_heads(a, x, y, lead)
     return _product(a, x, y)
+
+
+def _batch(y: Value) -> tuple[Any, ...]:
+    """The batch dims of a matrix from the first that is not of size 1."""
+    own = next((place for place, size in enumerate(y.shape[:-2]) if size != 1), y.rank - 2)
+    return y.shape[own:-2]
+
+
+def _of_heads(a: Algebra, x: Value, y: Value, lead: int) -> Value | None:
+    """A matrix for each head, of single rows [*lead, N, 1, K]: the rows of a head together."""
+    heads, width = x.shape[lead], x.shape[-1]
+    rows = a.permute(a.reshape(x, (prod(x.shape[:lead]), heads, width)), (1, 0, 2))
+    product = _product(a, rows, a.reshape(y, y.shape[-3:]))
+    return None if product is None else a.reshape(a.permute(product, (1, 0, 2)), (*x.shape[:-1], y.shape[-1]))
 
 
 def _product(a: Algebra, x: Value, y: Value) -> Value | None:

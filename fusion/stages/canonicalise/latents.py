@@ -270,7 +270,10 @@ def _query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: 
     sources: Readings = {}
     layer = _of_queries(a, nope, heads, rows)
     if layer is not None:
-        sources[as_turned(a, absorbed, turned)] = Reading("absorbed_query", {**layer.captures(), "up": up})
+        placed = as_turned(a, absorbed, turned)
+        sources[placed] = Reading("absorbed_query", {**layer.captures(), "up": up})
+        if a.reshape(absorbed, placed.shape) is placed:
+            sources[absorbed] = sources[placed]  # which a node may hold before the other
     for rotation in turned:
         x = uncast(a, rotation.captures["x"], nope.dtype)
         lanes = head_projection(a, x, heads, rows)  # what it is multiplied by is in the tables

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fusion.graph import Algebra, Reading, Value, unviewed
+from fusion.stages.canonicalise.exponentials import but_ones
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.positions import Affine, Formula, Leaf, Positions, negation
 from fusion.stages.canonicalise.ranges import bounds
@@ -110,12 +111,17 @@ class Writes:
         return Reading("write_slice", {"cache": cache, "rows": rows, "start": start, "axis": axis})
 
     def _pages(self, value: Value) -> Reading | None:
-        """cache.view(-1, N, D)[slots] = rows, viewed as [Block, Size, N, D] again."""
+        """cache.view(-1, N, D)[slots] = rows, viewed as [Block, Size, N, D] again; dims of size 1 come and go."""
         flat = value.arg
-        if flat.op not in ("write_rows", "write") or flat.attrs != (0,) or len(flat.args) != 3:
+        if flat.op not in ("write_rows", "write") or flat.attrs != (0,):
             return None
-        cache, rows, index = flat.args
-        if cache.op != "reshape" or cache.arg.shape != value.shape or cache.shape[1:] != value.shape[2:]:
+        cache, rows, index, *inner = flat.args
+        if cache.op != "reshape" or cache.arg.shape != value.shape:
+            return None
+        if inner:
+            alike = cache.shape[:2] == value.shape[:2] and but_ones(cache.shape) == but_ones(value.shape)
+            return _to_pages(cache.arg, rows, _slots(self._algebra, cache.shape[:2], index, *inner)) if alike else None
+        if but_ones(cache.shape[1:]) != but_ones(value.shape[2:]):
             return None
         if flat.op == "write" and rows.shape[0] != 1:
             return None
