@@ -22,25 +22,13 @@ from .lookalikes_attention import LOOKALIKES
 HOST = Options(target="host", lower="eager")
 SPELLINGS = (*attention.SPELLINGS, *attention_masks.SPELLINGS)
 
-# Not recognised yet, or refused without its reason: (entry, level or None for all) and what it would take.
-MISSED = {
-    ("normalised_last", None): "the division by the sum stands behind the product with the values",
-    ("by_log_softmax", None): "exp(log_softmax(x)) is not read as a softmax",
-    ("by_logsumexp", None): "exp(x - logsumexp(x)) is not read as a softmax",
-    ("nan_to_num", "core"): "core aten also replaces infinities, which a softmax has not",
-    ("tiled_by_einsum", "decomposed"): "the keys of tiled heads are flattened with the batch",
-    ("tiled_by_einsum", "core"): "the keys of tiled heads are flattened with the batch",
-}
-
 
 def settings(entries: tuple[Entry, ...], levels: int) -> Any:
     """Every entry at some levels, so that each has its turn at each level, and at all of them every night."""
 
     def one(number: int, entry: Entry, place: int) -> Any:
         level = LEVELS[(number + place) % len(LEVELS)]
-        reason = MISSED.get((entry.name, level)) or MISSED.get((entry.name, None))
-        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-        marks += [pytest.mark.nightly] if place >= levels else []
+        marks = [pytest.mark.nightly] if place >= levels else []
         return pytest.param(entry, level, id=f"{entry.name}-{level}", marks=marks)
 
     chosen = [one(number, each, place) for number, each in enumerate(entries) for place in range(len(LEVELS))]

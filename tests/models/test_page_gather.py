@@ -39,7 +39,7 @@ class Context(nn.Module):
 def inputs(queries: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(queries)
     shapes = ((2, N, queries, D + R), (BLOCKS, SIZE, C), (BLOCKS, SIZE, R))
-    return *(torch.randn(shape, generator=generator).bfloat16().to(dtype) for shape in shapes), TABLE
+    return *(torch.randn(shape, generator=generator).bfloat16().to(dtype) for shape in shapes), TABLE.clone()
 
 
 def explained(queries: int, **options: object) -> fusion.Report:

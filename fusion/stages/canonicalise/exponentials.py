@@ -26,19 +26,42 @@ class Picked(NamedTuple):
 @translates("aten.logsumexp.default")
 def logsumexp(a: Algebra, out: Out, x: Value, dim: int | Sequence[int], keepdim: bool = False) -> Translated:
     """log Σ exp(x)."""
-    axes = tuple(sorted(axis % x.rank - x.rank for axis in ([dim] if isinstance(dim, int) else dim)))
+    return a.reshape(_log_sum_exp(a, a.cast(x, out.dtype), [dim] if isinstance(dim, int) else dim), out.shape)
+
+
+def _log_sum_exp(a: Algebra, x: Value, dims: Sequence[int]) -> Value:
+    """The same with dims of size 1 for those that are summed over."""
+    axes = tuple(sorted(axis % x.rank - x.rank for axis in dims))
     shape = tuple(1 if position - x.rank in axes else size for position, size in enumerate(x.shape))
-    return a.reshape(a.make("log_sum_exp", (a.cast(x, out.dtype),), axes, shape, out.dtype), out.shape)
+    return a.make("log_sum_exp", (x,), axes, shape, x.dtype)
+
+
+@translates("aten.log_softmax.int", "aten._log_softmax.default")
+def log_softmax(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
+    """x - log Σ exp(x)."""
+    x = a.cast(x, out.dtype)
+    return a.add(x, a.scale(_log_sum_exp(a, x, [dim]), -1)) if x.rank else None
 
 
 @translates("aten.exp.default")
 def exp(a: Algebra, out: Out, x: Value) -> Translated:
     """exp(x), where exp(x - log Σ exp(x)) is a softmax."""
     x = a.cast(x, out.dtype)
-    for z, minus in (x.args, x.args[::-1]) if x.op == "add" and len(x.args) == 2 else ():
-        if minus.op == "scale" and minus.attrs == (-1.0,) and minus.shape[-1:] == (1,) and summed(minus.arg) is z:
+    for z, less in differences(x):
+        if summed(less) is z:
             return a.make("softmax", (z,), (-1, "nan"), x.shape, x.dtype)
     return a.unary("exp", x)
+
+
+def differences(x: Value) -> list[tuple[Value, Value]]:
+    """The z and r of which `x` is z - r, with one number r [.., 1] for each row of z."""
+    pairs = (x.args, x.args[::-1]) if x.op == "add" and len(x.args) == 2 else ()
+    less = [(z, minus) for z, minus in pairs if minus.op == "scale" and minus.attrs == (-1.0,)]
+    return [(z, minus.arg) for z, minus in less if z.shape == x.shape and _of_rows(minus, z)]
+
+
+def _of_rows(value: Value, z: Value) -> bool:
+    return (1,) * (z.rank - value.rank) + value.shape == (*z.shape[:-1], 1)
 
 
 def summed(value: Value) -> Value | None:
@@ -50,8 +73,8 @@ def summed(value: Value) -> Value | None:
         return _exponents(value)
     for top, log in (value.args, value.args[::-1]) if value.op == "add" and len(value.args) == 2 else ():
         z = _exponents(bare(log))
-        for x, minus in (z.args, z.args[::-1]) if z is not None and z.op == "add" else ():
-            if minus.op == "scale" and minus.attrs == (-1.0,) and bare(minus.arg) is bare(top):
+        for x, less in differences(z) if z is not None else ():
+            if bare(less) is bare(top):
                 return x
     return None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise.attention import contraction
-from fusion.stages.canonicalise.exponentials import but_ones, summed
+from fusion.stages.canonicalise.exponentials import but_ones, differences, summed
 from fusion.stages.canonicalise.scores import Scores, computed_from, scores_of, weights_of
 
 _OF_VALUES = ("v", "finish")
@@ -37,7 +37,4 @@ def log_sums(a: Algebra, values: Iterable[Value], attentions: Mapping[Value, Rea
 
 def _unshifted(scores: Value) -> Value:
     """Scores before something that is computed from them was taken from a whole row."""
-    for x, minus in (scores.args, scores.args[::-1]) if scores.op == "add" else ():
-        if minus.op == "scale" and minus.attrs == (-1.0,) and minus.shape[-1:] == (1,) and computed_from(minus, x):
-            return x
-    return scores
+    return next((x for x, less in differences(scores) if computed_from(less, x)), scores)
