@@ -144,7 +144,9 @@ def absorbed_by_einsum(q, latent, rope, up, seen):
     nope, turn = q.transpose(1, 2).split((D, R), -1)
     scores = torch.einsum("bsnc,btc->bsnt", torch.einsum("bsnd,ndc->bsnc", nope, up_k), latent)
     scores = scores + torch.einsum("bsnr,btr->bsnt", turn, rope)
-    p = shares(scores, None if seen is None else seen[:, None], q.dtype)
+    if seen is not None:
+        seen = seen.transpose(1, 2) if seen.dim() == 4 else seen[:, None]
+    p = shares(scores, seen, q.dtype)
     return torch.einsum("bsnc,nec->bsne", torch.einsum("bsnt,btc->bsnc", p, latent), up_v)
 
 

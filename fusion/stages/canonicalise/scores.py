@@ -112,8 +112,8 @@ def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
 def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:
     """`z` permuted, below all that is done to single scores."""
     if z.op in ("cast", "scale", "add", "where", "cat"):
-        rank = len(order)
-        args = [_permuted(a, a.reshape(each, (*(1,) * (rank - each.rank), *each.shape)), order) for each in z.args]
+        whole = [a.reshape(each, (*(1,) * (len(order) - each.rank), *each.shape)) for each in z.args]
+        args = [each if not each.shape else _permuted(a, x, order) for each, x in zip(z.args, whole, strict=True)]
         return a.make(z.op, args, z.attrs, tuple(z.shape[axis] for axis in order), z.dtype)
     return a.permute(z, order)
 
