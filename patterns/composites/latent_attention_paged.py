@@ -146,7 +146,7 @@ class _Pages:
         latent, rope = (laid(each, self.size) for each in (self.latent, self.rope))
         seen, many = paged.lengths(seen, absorbed, self.table())
         queries = absorbed.shape[2]
-        of = dict(softmax_scale=self.scale, **self.table().arguments())
+        of: dict[str, Any] = dict(softmax_scale=self.scale, **self.table().arguments())
         if heads_first and mask is None and not calls.few(queries):
             return calls.heads_before((absorbed, q_rope), latent, rope, many, seen, self.version, **of)
         told = seen.arguments(absorbed.device, queries) if mask is None else calls.shown(mask, queries)

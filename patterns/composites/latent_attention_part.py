@@ -9,28 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Example, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.examples import latent_attention_part
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import latent_attention_calls as forms
 from patterns.primitives import latent_calls
+from patterns.primitives.attention_part import Part
 
 SEVERAL = dict(by=("words", "mask"), values=("transposed", "multiplied"), version=(2, 1))
 """How the operator learns what is seen, how the values are expanded, and which version of the operator runs."""
 
 
 @dataclass(frozen=True)
-class LatentAttentionPart(Rule):
+class LatentAttentionPart(Part):
     """Attention over a part of a latent that all heads share, and the log-sum-exp of its scores."""
-
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], [B, N, S, 1]."""
-        scores = (q @ k.transpose(-2, -1)).float() * scale
-        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
     @pattern
     def written(
@@ -56,7 +49,6 @@ class LatentAttentionPart(Rule):
               finish, by, values, version):  # fmt: skip
         """Latent and rotated lanes apart."""
         seen = forms.Seen(by, order, window, known, length, rows, mask, empty)
-        _require_keys(seen, absorbed, latent)
         y, lse = forms.apart_with_sum((absorbed, q_rope), (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish), lse
 
@@ -66,9 +58,8 @@ class LatentAttentionPart(Rule):
                        known, empty, finish, by, values, version):  # fmt: skip
         """The same for queries of heads that are projected first."""
         seen = forms.Seen(by, order, window, known, length, rows, mask, empty)
-        query = latent_calls.absorbed(nope, up_key)
-        _require_keys(seen, query, latent)
-        y, lse = forms.apart_with_sum((query, q_rope), (latent, k_rope), seen, scale, version)
+        q = (latent_calls.absorbed(nope, up_key), q_rope)
+        y, lse = forms.apart_with_sum(q, (latent, k_rope), seen, scale, version)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish), lse
 
     @lowering
@@ -77,7 +68,6 @@ class LatentAttentionPart(Rule):
                finish, by, values, version):  # fmt: skip
         """Both side by side, as one key head, for widths that the operator does not take apart."""
         seen = forms.Seen(by, order, window, known, length, rows, mask, empty)
-        _require_keys(seen, absorbed, latent)
         y, lse = forms.joined((absorbed, q_rope), (latent, k_rope), seen, scale, version, lse=True)
         return calls.finished(latent_calls.expanded(y, up_value, values), finish), lse
 
@@ -87,9 +77,7 @@ class LatentAttentionPart(Rule):
                  empty, finish, version):  # fmt: skip
         """Keys and values of all heads, the rotated lanes apart: for so many queries that this costs less."""
         seen = forms.Seen("words", order, window, known, length, rows, mask, empty)
-        _require_keys(seen, q_rope, latent)
-        up = (up_key, up_value)
-        y, lse = forms.expanded((nope, q_rope), (latent, k_rope), up, seen, scale, version, return_softmax_lse=True)
+        y, lse = forms.expanded((nope, q_rope), (latent, k_rope), (up_key, up_value), seen, scale, version, lse=True)
         return calls.finished(y.transpose(1, 2), finish), lse
 
     def examples(self) -> Iterator[Example]:
@@ -99,10 +87,3 @@ class LatentAttentionPart(Rule):
     def rejects(self) -> Iterator[Example]:
         """Functions that must be refused."""
         return iter(latent_attention_part.REJECTS)
-
-
-def _require_keys(seen: forms.Seen, q: Any, latent: Tensor) -> None:
-    """Every query [B, N, S, ..] sees a key of a latent [.., C], where that is told in words."""
-    if seen.by == "words":
-        keys = latent.numel() // latent.shape[-1] // q.shape[0] if seen.rows is None else seen.rows
-        calls.require_a_key(q.shape[2], keys, seen.length, seen.order, seen.known)

@@ -17,21 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Example, attribute, lowering, pattern, require, scalar, tensor
 from patterns.examples import ring_mla
 from patterns.primitives import attention_calls as calls
+from patterns.primitives.attention_part import Part
 
 TRIANGLE = 512
 
 
 @dataclass(frozen=True)
-class RingMla(Rule):
-    """Attention over some of the keys, and the log-sum-exp of its scores."""
-
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """The meaning without a mask: q [B, N, S, D], k [B, M, T, D], v [B, M, T, E] → [B, N, S, E], [B, N, S, 1]."""
-        scores = (q @ k.transpose(-2, -1)).float() * scale
-        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
+class RingMla(Part):
+    """Attention over some of the keys, with what other keys gave."""
 
     @pattern
     def first(

@@ -7,15 +7,11 @@ from torch import Tensor
 
 from fusion import Example
 from patterns.examples.attention import lowest
+from patterns.examples.attention_part import scores_of
 from patterns.examples.latent_attention import given
 from patterns.examples.sparse_attention import SCALE, B, D, N, S, T, causal, keys_values
 
 Parts = tuple[Tensor, Tensor]
-
-
-def scores_of(q: Tensor, k: Tensor) -> Tensor:
-    """In float32."""
-    return (q @ k.transpose(-2, -1)).float() * SCALE
 
 
 def step(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Parts:

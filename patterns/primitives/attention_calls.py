@@ -62,8 +62,11 @@ def finished(y: Tensor, finish: Any) -> Tensor:
     return y
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, version: int, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """The operator of this version, for lengths as numbers or in a tensor."""
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any, version: int, lse: bool = False, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """The operator of this version, for lengths as numbers or in a tensor; with `lse` its log-sum-exps as well."""
+    arguments |= dict(return_softmax_lse=True) if lse else {}
     operator = torch.ops.npu.npu_fused_infer_attention_score_v2
     if version == 1:
         operator = torch.ops.npu.npu_fused_infer_attention_score
@@ -95,15 +98,13 @@ def batched(
         v = torch.nn.functional.pad(v, (0, k.shape[3] - width))
     arguments: dict[str, Any] = dict(num_query_heads=q.shape[1], num_key_value_heads=k.shape[1], softmax_scale=scale)
     arguments |= seen.arguments(q.device, queries) if mask is None else dict(sparse_mode=1, **shown(mask, queries))
-    if lse:
-        arguments |= dict(return_softmax_lse=True)
     lengths = seen.length if seen.known is None else [seen.known]  # one number for every sequence
     last = heads_last(k) and heads_last(v)
     if last:
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     mixed = not last and queries != 1 and heads_last(q)
     layout = "BSND" if last else "BNSD_BSND" if mixed else "BNSD"
-    y, total = fused(q, k, v, lengths, version, input_layout=layout, **arguments)
+    y, total = fused(q, k, v, lengths, version, lse, input_layout=layout, **arguments)
     y = y.transpose(1, 2) if last or mixed else y
     return y[..., :width], total
 
@@ -213,12 +214,12 @@ def sum_where_empty(lse: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.all(-1, keepdim=True), -torch.inf, lse)
 
 
-def require_a_key(queries: Any, keys: Any, length: Tensor | None, order: str, known: Any) -> None:
-    """That every query sees a key, where what is seen is told in words."""
-    require(order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
-    room = keys if known is None else known
-    enough = order != "right" or (isinstance(queries, int) and isinstance(room, int) and queries <= room)
-    require(length is None and enough, "a query may see no key, of which the operator says +inf")
+def require_a_key(seen: Seen, queries: Any, keys: Any) -> None:
+    """That every query sees one of so many keys, where what is seen is told in words."""
+    require(seen.order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
+    room = keys if seen.known is None else seen.known
+    enough = seen.order != "right" or (isinstance(queries, int) and isinstance(room, int) and queries <= room)
+    require(seen.length is None and enough, "a query may see no key, of which the operator says +inf")
 
 
 def beside_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

@@ -12,19 +12,24 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.examples import attention_part
 from patterns.primitives import attention_calls as calls
 
 
 @dataclass(frozen=True)
-class AttentionPart(Rule):
-    """Attention over some of the keys, and the log-sum-exp of its scores."""
+class Part(Rule):
+    """What the rules of attention over a part of the keys mean."""
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """The meaning without a mask: q [B, N, S, D], k [B, M, T, D], v [B, M, T, E] → [B, N, S, E], [B, N, S, 1]."""
         scores = (q @ k.transpose(-2, -1)).float() * scale
         return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class AttentionPart(Part):
+    """Attention over some of the keys, and the log-sum-exp of its scores."""
 
     @pattern
     def written(
@@ -44,31 +49,20 @@ class AttentionPart(Rule):
         require(empty != "mean", "a query without keys has a finite log-sum-exp, of which the operator says +inf")
 
     @lowering
-    def told(self, q, k, v, length, scale, order, window, known, finish):
+    @variants(version=(2, 1))
+    def told(self, q, k, v, length, scale, order, window, known, finish, version):
         """What is seen, told in words."""
-        calls.require_a_key(q.shape[2], k.shape[2], length, order, known)
-        y, lse = calls.batched(q, k, v, scale, calls.Seen(order, window, known, length), lse=True)
+        seen = calls.Seen(order, window, known, length)
+        calls.require_a_key(seen, q.shape[2], k.shape[2])
+        y, lse = calls.batched(q, k, v, scale, seen, lse=True, version=version)
         return calls.finished(y, finish), lse
 
     @lowering
-    def shown(self, q, k, v, mask, scale, empty, finish):
+    @variants(version=(2, 1))
+    def shown(self, q, k, v, mask, scale, empty, finish, version):
         """What is seen, shown by the mask."""
         require(mask is not None, "there is no mask")
-        y, lse = calls.batched(q, k, v, scale, mask=mask, lse=True)
-        return calls.finished(calls.where_empty(y, v, mask, empty), finish), calls.sum_where_empty(lse, mask)
-
-    @lowering
-    def told_v1(self, q, k, v, length, scale, order, window, known, finish):
-        """`told`, for whom the second version of the operator is left out."""
-        calls.require_a_key(q.shape[2], k.shape[2], length, order, known)
-        y, lse = calls.batched(q, k, v, scale, calls.Seen(order, window, known, length), lse=True, version=1)
-        return calls.finished(y, finish), lse
-
-    @lowering
-    def shown_v1(self, q, k, v, mask, scale, empty, finish):
-        """`shown`, likewise."""
-        require(mask is not None, "there is no mask")
-        y, lse = calls.batched(q, k, v, scale, mask=mask, lse=True, version=1)
+        y, lse = calls.batched(q, k, v, scale, mask=mask, lse=True, version=version)
         return calls.finished(calls.where_empty(y, v, mask, empty), finish), calls.sum_where_empty(lse, mask)
 
     def examples(self) -> Iterator[Example]:

@@ -27,8 +27,14 @@ class Seen:
     mask: Tensor | None
     empty: str
 
-    def told(self, queries: Any, keys: Any) -> calls.Seen:
-        """In words, of so many queries and keys: the operator's causal order ends at the last key, whichever it is."""
+    def told(self, queries: Any, keys: Any, lse: bool = False) -> calls.Seen:
+        """In words, of so many queries and keys: the operator's causal order ends at the last key, whichever it is.
+
+        For `lse`, the log-sum-exp, every query must see a key.
+        """
+        if lse:
+            own = calls.Seen(self.order, self.window, self.known, self.length)
+            calls.require_a_key(own, queries, keys if self.rows is None else self.rows)
         require(self.order != "mask", "what the mask lets through is not proven to be causal, a window or a length")
         if self.order == "left":
             require(queries <= (keys if self.rows is None else self.rows), "there are fewer keys than queries")
@@ -66,24 +72,26 @@ def apart_with_sum(
     q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int
 ) -> tuple[Tensor, Tensor]:
     """The same with the log-sum-exp of the scores, [B, N, S, 1], where every query is known to see a key."""
-    y, total = _beside(q, kv, seen, scale, version, return_softmax_lse=True)
+    y, total = _beside(q, kv, seen, scale, version, lse=True)
     return y, total if seen.by == "words" else calls.sum_where_empty(total, seen.shown())
 
 
 def _beside(
-    q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int, **how: Any
-) -> tuple[Tensor, Tensor]:
+    q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seen: Seen, scale: float, version: int, lse: bool = False,
+    heads_first: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One sequence beside the other."""
+    how = dict(scale=scale, version=version, lse=lse, heads_first=heads_first)
     queries = q[0].shape[2]
     latent, rope = _by_sequence(q[0], kv)
     if seen.by == "mask":
         latent, rope = seen.cut(latent), seen.cut(rope)
-        y, total = _fused(q, latent, rope, None, scale, version, **how, **calls.shown(seen.shown(), queries))
+        y, total = _fused(q, latent, rope, None, **how, **calls.shown(seen.shown(), queries))
         y = calls.where_empty(y.transpose(1, 2), latent.transpose(1, 2), seen.shown(), seen.empty)
         return y.transpose(1, 2), total
-    told = seen.told(queries, latent.shape[1])
+    told = seen.told(queries, latent.shape[1], lse)
     lengths = told.length if told.known is None else [told.known]
-    return _fused(q, latent, rope, lengths, scale, version, **how, **told.arguments(latent.device, queries))
+    return _fused(q, latent, rope, lengths, **how, **told.arguments(latent.device, queries))
 
 
 def _packed(
@@ -115,14 +123,14 @@ def joined(
         y = calls.where_empty(y, key, seen.shown(), seen.empty)
         total = calls.sum_where_empty(total, seen.shown()) if lse else total
     else:
-        told = seen.told(query.shape[2], key.shape[2])
+        told = seen.told(query.shape[2], key.shape[2], lse)
         y, total = calls.batched(query, key, key, scale, told, version=version, lse=lse)
     return y[..., : q[0].shape[-1]].transpose(1, 2), total
 
 
 def expanded(
     q: tuple[Tensor | None, Tensor], kv: tuple[Tensor, Tensor], up: tuple[Tensor | None, Tensor | None], seen: Seen,
-    scale: float, version: int, **more: Any,
+    scale: float, version: int, lse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries [B, N, S, D] and [B, N, S, Dr] over keys and values of all heads, as [B, S, N, E]."""
     nope, rotated = q
@@ -133,36 +141,36 @@ def expanded(
     assert up_value is not None
     heads, queries = up_key.shape[0], nope.shape[2]
     rows = _by_sequence(nope, kv)
-    told = seen.told(queries, rows[0].shape[1])
+    told = seen.told(queries, rows[0].shape[1], lse)
     latent, rope = (seen.cut(each)[:, : told.known] for each in rows)
     if nope.shape[0] == 1 and told.length is None and not any(map(calls.heads_last, (nope, rotated))):
         weights = (up_key.transpose(1, 2), up_value)
-        return _heads_first((nope, rotated), latent[0, :, 0], rope[0], weights, told, scale, version, **more)
+        return _heads_first((nope, rotated), latent[0, :, 0], rope[0], weights, told, scale, version, lse)
     joined = (up_key.flatten(0, 1), up_value.transpose(1, 2).flatten(0, 1))
     k, v = (linear(latent.squeeze(2), each.contiguous()).unflatten(-1, (heads, -1)) for each in joined)
     query, query_rope = (each.transpose(1, 2) for each in (nope, rotated))
     return calls.fused(
-        query, k, v, told.length, version, query_rope=query_rope, num_query_heads=heads, num_key_value_heads=heads,
+        query, k, v, told.length, version, lse, query_rope=query_rope, num_query_heads=heads, num_key_value_heads=heads,
         key_rope=rope.expand(-1, -1, heads, -1).contiguous(), softmax_scale=scale, input_layout="BSND",
-        **told.arguments(k.device, queries), **more,
+        **told.arguments(k.device, queries),
     )  # fmt: skip
 
 
 def _heads_first(
     q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, up: tuple[Tensor, Tensor], told: calls.Seen, scale: float,
-    version: int, **more: Any,
+    version: int, lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same for one sequence whose heads lie first in memory, over a latent [T, C] times [N, C, D] and [N, C, E]."""
     query, query_rope = (each.squeeze(0) for each in q)
     heads, queries = query.shape[:2]
     k, v = (torch.matmul(latent, each.contiguous()) for each in up)
     y, total = calls.fused(
-        query, k, v, calls.ends_of(1, latent.shape[0], k.device), version, query_rope=query_rope,
+        query, k, v, calls.ends_of(1, latent.shape[0], k.device), version, lse, query_rope=query_rope,
         key_rope=rope.transpose(0, 1).expand(heads, -1, -1).contiguous(), num_query_heads=heads,
         num_key_value_heads=heads, softmax_scale=scale, input_layout="NTD_TND",
-        actual_seq_qlen=calls.ends_of(1, queries, k.device), **told.arguments(k.device, queries), **more,
+        actual_seq_qlen=calls.ends_of(1, queries, k.device), **told.arguments(k.device, queries),
     )  # fmt: skip
-    return y.unsqueeze(0), total.transpose(0, 1).unsqueeze(0) if more else total
+    return y.unsqueeze(0), total.transpose(0, 1).unsqueeze(0) if lse else total
 
 
 def _by_sequence(q: Tensor, kv: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -171,12 +179,13 @@ def _by_sequence(q: Tensor, kv: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 
 def _fused(
-    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int,
-    heads_first: bool = False, **told: Any,
+    q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int, lse: bool,
+    heads_first: bool, **told: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     query, query_rope = (each.transpose(1, 2) for each in q)
     y, total = calls.fused(
-        query, latent, latent, lengths, version, query_rope=query_rope, key_rope=rope, num_query_heads=query.shape[2],
-        num_key_value_heads=1, softmax_scale=scale, input_layout="BSND_NBSD" if heads_first else "BSND", **told,
+        query, latent, latent, lengths, version, lse, query_rope=query_rope, key_rope=rope,
+        num_query_heads=query.shape[2], num_key_value_heads=1, softmax_scale=scale,
+        input_layout="BSND_NBSD" if heads_first else "BSND", **told,
     )  # fmt: skip
     return y.permute(1, 2, 0, 3) if heads_first else y, total
