@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -39,10 +39,9 @@ def is_view(target: Any) -> bool:
     return isinstance(target, OpOverload) and schema_of(target).name.split("::")[-1].rstrip("_") in _VIEWS
 
 
-def is_contiguous_copy(node: fx.Node) -> bool:
-    """Whether a node copies a tensor to make it contiguous."""
-    wanted = node.kwargs.get("memory_format") is torch.contiguous_format
-    return node.target is torch.ops.aten.clone.default and wanted
+def is_contiguous_copy(target: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call copies a tensor to make it contiguous."""
+    return target is torch.ops.aten.clone.default and kwargs.get("memory_format") is torch.contiguous_format
 
 
 def is_only_read(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fusion.graph.dims import Dim, broadcast
+from fusion.graph.dims import Dim, broadcast, but_ones
 from fusion.graph.value import Value
 
 MAX_STOP = 2**62  # aten writes "to the end" as a stop beyond any size
@@ -82,9 +82,9 @@ class Algebra:
     def _below_cut(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
         """Dims of size 1 come or go before others are cut; None where more changes, or one of size 1 is cut."""
         axis, *bounds = cut.attrs
-        if cut.shape[axis] == 1 or _but_ones(shape) != _but_ones(cut.shape):
+        if cut.shape[axis] == 1 or but_ones(shape) != but_ones(cut.shape):
             return None
-        place = [n for n, size in enumerate(shape) if size != 1][len(_but_ones(cut.shape[:axis]))]
+        place = [n for n, size in enumerate(shape) if size != 1][len(but_ones(cut.shape[:axis]))]
         return self.slice(
             self.reshape(cut.arg, (*shape[:place], cut.arg.shape[axis], *shape[place + 1 :])), place, *bounds
         )
@@ -92,8 +92,8 @@ class Algebra:
     def _below_cat(self, joined: Value, shape: tuple[Dim, ...]) -> Value | None:
         """Dims of size 1 before the joined one come or go in each piece; a change of later dims stays above."""
         axis = joined.attrs[0]
-        before = [size for size in joined.shape[:axis] if size != 1]
-        place = next((p for p in range(len(shape) + 1) if [s for s in shape[:p] if s != 1] == before), None)
+        before = but_ones(joined.shape[:axis])
+        place = next((p for p in range(len(shape) + 1) if but_ones(shape[:p]) == before), None)
         if place is None:
             return None
         while shape[place : place + 1] == (1,) and shape[place:] != joined.shape[axis:]:
@@ -125,11 +125,11 @@ class Algebra:
         kept = [axis for axis in order if x.shape[axis] != 1]
         if kept == sorted(kept):
             return self.reshape(x, shape)
-        if x.op == "reshape" and _but_ones(x.shape) == _but_ones(x.arg.shape):
+        if x.op == "reshape" and but_ones(x.shape) == but_ones(x.arg.shape):
             moved = self._permute_below(x, kept)
             return self.reshape(moved, shape)
         if any(shape[place] == 1 != x.shape[place] for place in range(x.rank)):
-            squeezed = self.reshape(x, _but_ones(x.shape))
+            squeezed = self.reshape(x, but_ones(x.shape))
             return self.reshape(self.permute(squeezed, [sorted(kept).index(axis) for axis in kept]), shape)
         if x.op == "slice":
             cut, *bounds = x.attrs
@@ -356,10 +356,6 @@ class Algebra:
         if not all(isinstance(size, int) for size in sizes):
             return None
         return self.scale(self.mean(x, axes), math.prod(int(size) for size in sizes))
-
-
-def _but_ones(shape: Sequence[Dim]) -> list[Dim]:
-    return [size for size in shape if size != 1]
 
 
 def _alike_behind(shape: Sequence[Dim], other: Sequence[Dim]) -> int:

@@ -28,6 +28,11 @@ def dims_of(sizes: Iterable[int | torch.SymInt]) -> tuple[Dim, ...]:
     return tuple(dim_of(size) for size in sizes)
 
 
+def but_ones(shape: Sequence[Dim]) -> tuple[Dim, ...]:
+    """Return a shape without its dims of size 1."""
+    return tuple(size for size in shape if size != 1)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is proven to lie in row-major order without gaps; symbolic sizes get no guard by this."""
     expected: Any = 1

@@ -30,9 +30,7 @@ def _size(value: Value) -> Hashable:
 
 def unviewed(value: Value) -> Value:
     """What `value` is seen from through reshapes and permutes."""
-    while value.op in _VIEWS:
-        value = value.arg
-    return value
+    return value.below(*_VIEWS)
 
 
 @dataclass(frozen=True)
@@ -114,10 +112,10 @@ class Graph:
         if value.op in _RESHAPED_INSIDE:
             alike = self._joined_or_cast.get(_size(value), ())
             read = next((each for each in alike if self.algebra.reshape(each, value.shape) is value), None)
+        elif buildable(value):
+            read = self._passed_on(value.arg) if value.op == "reshape" else None
         else:
-            passed = self._passed_on(value.arg) if value.op == "reshape" else None
-            read = None if passed is None or passed is value.arg else passed
-            read = read if buildable(value) else self._reshaped.get(value)
+            read = self._reshaped.get(value)
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
 
     @cached_property
@@ -138,14 +136,14 @@ class Graph:
                 found.setdefault(value.arg, value)
         return found
 
-    def _passed_on(self, value: Value) -> Value:
-        """The reshape through which all users read `value`; `value` where there is none, or it copies."""
+    def _passed_on(self, value: Value) -> Value | None:
+        """The reshape through which all users read `value`; None where there is none, or it copies."""
         places = self.places.get(value, ())
         if not places or not is_dense(places[-1].meta["val"]):
-            return value
+            return None
         users = [self.held.get(user) for each in places for user in each.users if user not in places]
         if len(users) != 1 or not isinstance(users[0], Value) or users[0].op != "reshape" or users[0].arg is not value:
-            return value
+            return None
         return users[0]
 
     def values(self) -> Iterator[Value]:

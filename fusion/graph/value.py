@@ -43,6 +43,13 @@ class Value:
         """The first argument."""
         return self.args[0]
 
+    def below(self, *ops: str) -> Value:
+        """What it is computed from through steps of these ops alone; itself where its own op is another."""
+        value = self
+        while value.op in ops:
+            value = value.arg
+        return value
+
     def __str__(self) -> str:
         """Render as `v12:mul f32[2,3,64]`."""
         dtype = str(self.dtype).removeprefix("torch.") if self.dtype else "-"

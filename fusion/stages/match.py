@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import merge
 from typing import Any
 
 import torch.fx as fx
@@ -117,13 +119,14 @@ class _Search:
         return [each for each in self._readings.get(value, ()) if each.op == op]
 
     def _read(self, value: Value, reading: Reading) -> None:
+        if not self.readings(value, reading.op):
+            insort(self._by_head[f"reading:{reading.op}"], value, key=self._place)
         self._readings[value].append(reading)
-        self._by_head[f"reading:{reading.op}"].append(value)
 
     def _candidates(self, term: Term) -> Iterable[Value]:
         """In the order in which nodes hold them; what no node holds comes last."""
-        found = {value: None for head in sorted(term.heads()) for value in self._by_head.get(head, ())}
-        return sorted(found, key=self._place)
+        held = [self._by_head[head] for head in term.heads() if head in self._by_head]
+        return list(held[0]) if len(held) == 1 else list(dict.fromkeys(merge(*held, key=self._place)))
 
     def _place(self, value: Value) -> tuple[float, int]:
         node = self.graph.node(value)

@@ -25,6 +25,7 @@ from fusion.records import Candidate, Input, Output, Step
 
 _STRICT_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _CLONE = torch.ops.aten.clone.default
+_OPENED = torch.ops.aten.unsqueeze.default
 _SCATTER = torch.ops.aten.select_scatter.default
 
 
@@ -204,13 +205,12 @@ class _Editor:
         """What is put over the one entry of a dim is seen with that dim: nothing of the other tensor is left."""
         given: Any = scatter.args[1]
         dim: Any = scatter.args[2]
-        val = scatter.meta["val"]
-        with self._source.inserting_before(scatter):
-            view = self._source.call_function(torch.ops.aten.unsqueeze.default, (given, dim))
-        view.meta["val"] = self._fakes.like(self._fakes.run(view.target, (given.meta["val"], dim), {})[0])
-        if val.shape[dim] != 1 or not _same_strides(view.meta["val"], val):
-            self._source.erase_node(view)
+        seen, _ = self._fakes.run(_OPENED, (given.meta["val"], dim), {})
+        if scatter.meta["val"].shape[dim] != 1 or not _same_strides(seen, scatter.meta["val"]):
             return
+        with self._source.inserting_before(scatter):
+            view = self._source.call_function(_OPENED, (given, dim))
+        view.meta["val"] = self._fakes.like(seen)
         inherit(view, scatter)
         scatter.replace_all_uses_with(view)
         self._source.erase_node(scatter)
@@ -258,7 +258,8 @@ class _Editor:
 
 def _is_needless(copy: fx.Node) -> bool:
     """Whether a copy that makes a tensor contiguous is of one that is, and nobody else gets hold of it."""
-    return is_contiguous_copy(copy) and copy.all_input_nodes[0].meta["val"].is_contiguous() and is_only_read(copy)
+    copies = is_contiguous_copy(copy.target, copy.kwargs)
+    return copies and copy.all_input_nodes[0].meta["val"].is_contiguous() and is_only_read(copy)
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -275,7 +276,7 @@ def _undone(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx
     """A transpose of a transpose of the same dims is where it began; so is a contiguous copy of what lies so now."""
     transpose = torch.ops.aten.transpose.int
     source = args[0] if args else None
-    if target is _CLONE and kwargs.get("memory_format") is torch.contiguous_format and isinstance(source, fx.Node):
+    if is_contiguous_copy(target, kwargs) and isinstance(source, fx.Node):
         return source if source.meta["val"].is_contiguous() else None
     if target is not transpose or not isinstance(source, fx.Node) or source.target is not transpose:
         return None

@@ -80,37 +80,33 @@ class Block(nn.Module):
         nope, turning = q.split((NOPE, ROPE), dim=-1)
         latent, key = linear(x, self.dkv).split((LATENT, ROPE), dim=-1)
         latent, key = norm(latent, self.gain_kv), rotated(key, cos, sin)
-        if self.joint:
-            latents.view(-1, LATENT + ROPE)[slots] = torch.cat((latent, key), dim=-1)
-            rows, turned = latents[table].flatten(1, 2).split((LATENT, ROPE), dim=-1)
-        else:
-            latents.view(-1, LATENT)[slots] = latent
-            ropes.view(-1, ROPE)[slots] = key
-            rows, turned = (each[table].flatten(1, 2) for each in (latents, ropes))
+        rows, turned = self.kept(latent, key, latents, ropes, table, slots)
         seen = torch.arange(rows.shape[1]) < lengths[:, None]
         y = self.attend((nope, rotated(turning, cos[:, None], sin[:, None])), rows, turned, self.up, seen)
         return linear(y.reshape(tokens, -1), self.out)
+
+    def kept(
+        self, latent: Tensor, key: Tensor, latents: Tensor, ropes: Tensor, table: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        """All rows of each sequence, the new ones among them."""
+        if self.joint:
+            latents.view(-1, LATENT + ROPE)[slots] = torch.cat((latent, key), dim=-1)
+            return latents[table].flatten(1, 2).split((LATENT, ROPE), dim=-1)
+        latents.view(-1, LATENT)[slots] = latent
+        ropes.view(-1, ROPE)[slots] = key
+        return tuple(each[table].flatten(1, 2) for each in (latents, ropes))
 
 
 class Placed(Block):
     """The same with a dim for the one head of the pages, which are written by block and place."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, latents: Tensor, ropes: Tensor, table: Tensor, lengths: Tensor,
-        slots: Tensor,
-    ) -> Tensor:  # fmt: skip
-        nope, turning = linear(norm(linear(x, self.dq), self.gain_q), self.uq).view(
-            -1, HEADS, NOPE + ROPE
-        ).split((NOPE, ROPE), dim=-1)  # fmt: skip
-        latent, key = linear(x, self.dkv).split((LATENT, ROPE), dim=-1)
-        latents.unsqueeze(2)[slots // SIZE, slots % SIZE, 0] = norm(latent, self.gain_kv)
-        ropes.unsqueeze(2)[slots // SIZE, slots % SIZE, 0] = rotated(key, cos, sin)
-        rows, turned = (
-            each.index_select(0, table.flatten()).view(len(x), -1, each.shape[-1]) for each in (latents, ropes)
-        )
-        seen = torch.arange(rows.shape[1]) < lengths[:, None]
-        y = self.attend((nope, rotated(turning, cos[:, None], sin[:, None])), rows, turned, self.up, seen)
-        return linear(y.reshape(len(x), -1), self.out)
+    def kept(
+        self, latent: Tensor, key: Tensor, latents: Tensor, ropes: Tensor, table: Tensor, slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        for pages, rows in ((latents, latent), (ropes, key)):
+            pages.unsqueeze(2)[slots // SIZE, slots % SIZE, 0] = rows
+        pages = table.flatten()
+        return tuple(each.index_select(0, pages).view(len(table), -1, each.shape[-1]) for each in (latents, ropes))
 
 
 def inputs(joint: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:

@@ -6,7 +6,7 @@ belongs to one side, but is shared along some dims, can be carried over to the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -31,6 +31,20 @@ class Arrangement:
     def identity(self) -> bool:
         """Whether nothing changes."""
         return self.before == self.after
+
+
+def named(steps: Sequence[Step], names: Mapping[Any, str]) -> tuple[Step, ...] | None:
+    """The steps with symbolic sizes by name, -1 for one of each; of reshapes in a row only the last.
+
+    None where a reshape has several sizes without a name.
+    """
+    found: list[Step] = []
+    for op, how in steps:
+        if op == "reshape" and found and found[-1][0] == "reshape":
+            found.pop()
+        said = how if op != "reshape" else tuple(each if isinstance(each, int) else names.get(each, -1) for each in how)
+        found.append((op, said))
+    return None if any(op == "reshape" and how.count(-1) > 1 for op, how in found) else tuple(found)
 
 
 def arrangement(shape: Sequence[Any], steps: Sequence[Step]) -> Arrangement | None:

@@ -5,13 +5,13 @@ Queries, keys and values come out as [B, N, S, D], every key head once, with wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise import whole_attention, whole_scores
-from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement, carried, once, uncast
+from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement, carried, named, once, uncast
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
 from fusion.stages.canonicalise.folding import Folder
@@ -67,12 +67,8 @@ def _divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
     """softmax(z) v for (exp(z) v) / Σ exp(z); None for another product."""
     value, finish = stripped(root)
     for product, inverse in (value.args, value.args[::-1]) if value.op == "mul" else ():
-        sum_of = product
-        while sum_of.op in ("cast", "reshape"):
-            sum_of = sum_of.arg
-        exp = sum_of.arg if sum_of.op == "matmul" else sum_of
-        while exp.op in ("cast", "reshape"):
-            exp = exp.arg
+        sum_of = product.below("cast", "reshape")
+        exp = sum_of.arg.below("cast", "reshape") if sum_of.op == "matmul" else sum_of
         if exp.op != "exp" or exp is sum_of or exp.shape[:-1] != product.shape[:-1]:
             continue
         share = a.mul(exp, _wide(a, inverse, exp.dtype))
@@ -247,19 +243,13 @@ def _narrow(a: Algebra, dtype: Any, *tensors: Value) -> list[Value]:
 
 def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Value | None:
     """One number for each head, [N], of a sink that was spread over all rows."""
-    while sink.op in ("expand", "cast"):
-        sink = sink.arg
+    sink = sink.below("expand", "cast")
     lead = (*(1,) * (len(shape) + 1 - sink.rank), *sink.shape)
     return a.reshape(sink, (heads,)) if len(shape) > 2 and prod(lead[1:-2]) == heads == prod(lead) else None
 
 
-def _named(size: Any, names: Mapping[Any, str]) -> Any:
-    return size if isinstance(size, int) else names.get(size, -1)
-
-
 def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:
     """How [B, N, S, E] becomes the result; a symbolic size is "B", "S" or -1, and the dtype a cast."""
-    names = {rows[2]: "S", rows[0]: "B"}
     steps: list[Step] = []
     placed = weights.rows
     if not placed.identity:
@@ -272,12 +262,7 @@ def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Fi
         steps.append(("reshape", (*(prod(sizes[atom] for atom in run) for run in placed.after), width)))
     elif weights.softmax.shape[:-1] != rows:
         steps.append(("reshape", (*weights.softmax.shape[:-1], width)))
-    kept: list[tuple[str, tuple[Any, ...]]] = []
-    for op, of in (*steps, *finish):
-        if op == "permute" and of == tuple(range(len(of))):
-            continue
-        if op == "reshape" and kept and kept[-1][0] == "reshape":
-            kept.pop()
-        if (op, of) != ("reshape", (*rows, width)) or kept:
-            kept.append((op, of if op == "cast" else tuple(_named(each, names) for each in of)))
-    return None if any(op == "reshape" and of.count(-1) > 1 for op, of in kept) else tuple(kept)
+    moved = [(op, how) for op, how in (*steps, *finish) if op != "permute" or how != tuple(range(len(how)))]
+    names = {rows[2]: "S", rows[0]: "B"}
+    said = named(moved, names)
+    return said[1:] if said and said[:1] == named([("reshape", (*rows, width))], names) else said

@@ -24,8 +24,7 @@ _SCALES = "the scales in a line of bytes are not those that its whole numbers we
 
 @translates("aten.view.dtype")
 def _bits(a: Algebra, out: Out, x: Value, dtype: torch.dtype) -> Translated:
-    while x.op == "bits":
-        x = x.arg
+    x = x.below("bits")
     if x.dtype == out.dtype:
         return a.reshape(x, out.shape)
     return a.make("bits", (x,), (), out.shape, out.dtype)
@@ -67,9 +66,7 @@ def _line(a: Algebra, places: Places, value: Value, rows: Found, odd: Misses) ->
 
 def _source(piece: Value) -> Value:
     """What the bytes of a piece are; the piece itself where they are numbers."""
-    below = piece
-    while below.op == "reshape":
-        below = below.arg
+    below = piece.below("reshape")
     return below.arg if below.op == "bits" else piece
 
 

@@ -6,14 +6,13 @@ heads that stand first before and behind it is left alone: nothing is arranged a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from math import prod
-from typing import Any
 
 import torch.fx as fx
 
 from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.arrangement import Step
+from fusion.stages.canonicalise.arrangement import Step, named
 from fusion.stages.canonicalise.attention import stripped
 from fusion.stages.canonicalise.projections import Places, is_fixed
 
@@ -55,16 +54,8 @@ def _reading(a: Algebra, x: Value, weight: Value, arranged: Sequence[Step]) -> R
     shape = (*x.shape[:-1], weight.shape[-1])
     rows = shape if x.rank == 4 else (1, *shape)
     steps = [*([("reshape", shape)] if x.rank == 3 else []), *arranged]
-    finish = tuple(_named(steps, {rows[2]: "S", rows[0]: "B"}))
-    if any(how.count(-1) > 1 for _, how in finish):
+    finish = named(steps, {rows[2]: "S", rows[0]: "B"})
+    if finish is None:
         return "the result is arranged by several symbolic sizes"
     opened = a.reshape(x, (*rows[:-1], x.shape[-1]))
     return Reading("head_product", {"x": opened, "weight": a.reshape(weight, weight.shape[-3:]), "finish": finish})
-
-
-def _named(steps: list[Step], names: dict[Any, str]) -> Iterator[Step]:
-    """The steps with symbolic sizes by name; of reshapes in a row only the last."""
-    for number, (op, how) in enumerate(steps):
-        if [op] == [each for each, _ in steps[number + 1 : number + 2]] == ["reshape"]:
-            continue
-        yield op, tuple(each if isinstance(each, int) else names.get(each, -1) for each in how)

@@ -187,9 +187,8 @@ def _unmasked(found: _Scores) -> _Scores | str:
 
 def _is_scores(z: Value) -> bool:
     """Whether a sum over heads stands below."""
-    while z.op in ("scale", "cast", "reshape", "permute"):
-        z = z.arg
-    return z.op in ("matmul", "mean") or (z.op in ("add", "where") and any(map(_is_scores, z.args[-2:])))
+    total = z.below("scale", "cast", "reshape", "permute")
+    return total.op in ("matmul", "mean") or (total.op in ("add", "where") and any(map(_is_scores, total.args[-2:])))
 
 
 def _parts(a: Algebra, total: Value) -> tuple[Value, Value, Value] | str:

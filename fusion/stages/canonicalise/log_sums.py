@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from fusion.graph import Algebra, Reading, Value
+from fusion.graph import Algebra, Reading, Value, but_ones
 from fusion.stages.canonicalise.attention import contraction
-from fusion.stages.canonicalise.exponentials import but_ones, differences, summed
+from fusion.stages.canonicalise.logarithms import differences, summed
 from fusion.stages.canonicalise.scores import Scores, computed_from, scores_of, weights_of
 
 _OF_VALUES = ("v", "finish")

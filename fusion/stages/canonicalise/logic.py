@@ -49,7 +49,9 @@ def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype |
 
 def _is_never(condition: Value) -> bool:
     """Whether it asks where a softmax is infinite."""
-    share, number = condition.args if condition.op == "compare" and condition.attrs == ("eq",) else (condition,) * 2
+    if condition.op != "compare" or condition.attrs != ("eq",):
+        return False
+    share, number = condition.args
     return share.op == "softmax" and number.op == "full" and math.isinf(number.attrs[0])
 
 
@@ -183,8 +185,7 @@ def _is_nan(condition: Value, x: Value) -> bool:
 
 def _is_hidden(condition: Value, scores: Value) -> bool:
     """Whether a condition holds where scores have been replaced by -inf."""
-    while scores.op == "cast":
-        scores = scores.arg
+    scores = scores.below("cast")
     filled = scores.op == "where" and scores.args[0] is condition and scores.args[1].op == "full"
     return filled and scores.args[1].attrs == (-math.inf,)
 

@@ -12,18 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusion.graph import Algebra, Reading, Value
+from fusion.graph import Algebra, Reading, Value, but_ones
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.exponentials import (
-    Exponentials,
-    Pick,
-    Picked,
-    arranged_pick,
-    bare,
-    but_ones,
-    cut,
-    stacked,
-)
+from fusion.stages.canonicalise.exponentials import Exponentials
+from fusion.stages.canonicalise.logarithms import bare
+from fusion.stages.canonicalise.picks import Pick, Picked, arranged_pick, cut, pick_on, stacked
 from fusion.stages.canonicalise.quantisation import is_float
 from fusion.stages.canonicalise.shares import ONE, Share, divides, total
 
@@ -103,7 +96,7 @@ class _Merges:
             return None
         match x.op:
             case "add":
-                return self._sum([self.outs(each, _on(each, pick)) for each in x.args])
+                return self._sum([self.outs(each, pick_on(each, pick)) for each in x.args])
             case "scale" if divides(x.attrs[0]):
                 return {out: share.scaled(x.attrs[0]) for out, share in self.outs(x.arg, pick).items()}
             case "mul":
@@ -131,17 +124,15 @@ class _Merges:
             rows = (*y.shape[:-1], 1)
             if weight.shape[-1:] != (1,) or y.shape[-1] == 1 or but_ones(weight.shape) != but_ones(rows):
                 continue
-            share = self.exponentials.value(weight, _on(weight, pick))
+            share = self.exponentials.value(weight, pick_on(weight, pick))
             if share is not None and but_ones(x.shape) == but_ones(y.shape):
-                outs = self._differing(y, _on(y, pick))
+                outs = self._differing(y, pick_on(y, pick))
                 return {out: each * share for out, each in outs.items()}
         return None
 
     def _contracted(self, weights: Value, y: Value) -> Outs | None:
         """A sum over parts that were stacked, as a product with one row of weights."""
-        stack = y
-        while stack.op in ("cast", "permute", "reshape"):
-            stack = stack.arg
+        stack = y.below("cast", "permute", "reshape")
         count = y.shape[-2]
         if stack.op != "cat" or len(stack.args) != count:
             return None
@@ -157,7 +148,7 @@ class _Merges:
         minus = y.op == "add" and is_float(y) and any(each.op == "scale" for each in y.args)
         if not minus:
             return self.outs(y, pick)
-        return _added([self.outs(each, _on(each, pick)) for each in y.args]) or self.outs(y, pick)
+        return _added([self.outs(each, pick_on(each, pick)) for each in y.args]) or self.outs(y, pick)
 
     def _sum(self, terms: list[Outs]) -> Outs | None:
         """The sum of terms of which one is weighed; what is only added up stays one."""
@@ -177,19 +168,10 @@ def _added(terms: list[Outs]) -> Outs | None:
     return complete if len(complete) == len(added) else None
 
 
-def _on(x: Value, pick: Pick) -> Pick:
-    """The entry of an operand that is broadcast, perhaps, along the dim."""
-    return None if pick is None or x.rank < -pick[0] or x.shape[pick[0]] == 1 else pick
-
-
 def _is_undivided(out: Value) -> bool:
     """Whether a part is a product with exponentials as they are."""
-    while out.op in ("cast", "reshape", "permute"):
-        out = out.arg
-    weights = out.arg if out.op == "matmul" else out
-    while weights.op in ("cast", "reshape"):
-        weights = weights.arg
-    return out.op == "matmul" and weights.op == "exp"
+    product = out.below("cast", "reshape", "permute")
+    return product.op == "matmul" and product.arg.below("cast", "reshape").op == "exp"
 
 
 def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> Reading | str:

@@ -139,9 +139,7 @@ def _joined(a: Algebra, pieces: Sequence[_Rows | None], value: Value) -> _Rows |
 
 def _one_table(a: Algebra, rows: Sequence[Value]) -> Value | None:
     """The table [B, M] of which these are the rows [1, m], perhaps with what no sequence reaches cut off."""
-    whole = rows[0]
-    while whole.op in _FROM:
-        whole = whole.arg
+    whole = rows[0].below(*_FROM)
     if whole.rank == 2 and whole.shape[0] == len(rows):
         parts = [a.slice(whole, 0, number, number + 1) or whole for number in range(len(rows))]
         cuts = [a.slice(part, 1, 0, int(row.shape[1])) for part, row in zip(parts, rows, strict=True)]

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from fusion.graph import Algebra, Reading, Value
+from fusion.graph import Algebra, Reading, Value, but_ones
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.translate import WHOLE
 from fusion.stages.canonicalise.writes import iota, wrapped
@@ -102,7 +102,7 @@ def _as_held(a: Algebra, pages: Value, held: Container[Value]) -> Value:
 def _cut_last(a: Algebra, value: Value) -> Value:
     """`value`, cut after dims of size 1 have come or gone, not before."""
     cut = value.arg if value.op == "reshape" else value
-    if value is cut or cut.op != "slice" or [n for n in value.shape if n != 1] != [n for n in cut.shape if n != 1]:
+    if value is cut or cut.op != "slice" or but_ones(value.shape) != but_ones(cut.shape):
         return value
     axis, *bounds = cut.attrs
     place = [n for n, size in enumerate(value.shape) if size != 1][sum(size != 1 for size in cut.shape[:axis])]
@@ -112,10 +112,9 @@ def _cut_last(a: Algebra, value: Value) -> Value:
 
 def _gathered(value: Value) -> Iterator[Value]:
     """What is gathered below views and cuts."""
-    while value.op in ("reshape", "permute", "slice"):
-        value = value.arg
-    if value.op == "index" and value.attrs in ((0,), (0, 1)):
-        yield value
+    below = value.below("reshape", "permute", "slice")
+    if below.op == "index" and below.attrs in ((0,), (0, 1)):
+        yield below
 
 
 def gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, Any, Any]) -> Iterator[Gather]:
@@ -176,9 +175,8 @@ def _counted(x: Value, last: Any) -> int:
     """How many there are of 0, 1, … along the last dim and along no other; 0 for other numbers."""
     if not isinstance(last, int) or prod(x.shape) != last or x.shape[-1:] != (last,):
         return 0
-    while x.op in ("reshape", "cast"):
-        x = x.arg
-    return last if x.rank == 1 and iota(x) == 0 else 0
+    row = x.below("reshape", "cast")
+    return last if row.rank == 1 and iota(row) == 0 else 0
 
 
 def _by_block(
@@ -191,9 +189,7 @@ def _by_block(
     if block.shape[-1:] == (1,) and _counted(place, size):
         table = _per_sequence(a, a.reshape(block, block.shape[:-1]), batch)
         return None if table is None else (table, size)
-    below = block
-    while below.op in ("reshape", "cast"):
-        below = below.arg
+    below = block.below("reshape", "cast")
     if below.op != "index" or below.attrs[-1:] != (1,) or below.arg.rank != 2 or below.arg.shape[0] != batch:
         return None
     table, columns = below.arg, below.args[-1]

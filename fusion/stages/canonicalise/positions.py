@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusion.graph import Value
+from fusion.graph import Value, but_ones
 from fusion.stages.canonicalise.choices import lists_all
 from fusion.stages.canonicalise.folding import Folder, band
 from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction, disjunction, negation, number
@@ -119,7 +119,7 @@ class Positions:
                 return x.arg, (*at[:axis], moved, *at[axis + 1 :])
             case "reshape":
                 kept = [each for each, size in zip(at, x.shape, strict=True) if size != 1]
-                if [size for size in x.shape if size != 1] != [size for size in x.arg.shape if size != 1]:
+                if but_ones(x.shape) != but_ones(x.arg.shape):
                     return None
                 sizes = iter(kept)
                 return x.arg, tuple(number(0) if size == 1 else next(sizes) for size in x.arg.shape)

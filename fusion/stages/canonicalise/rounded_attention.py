@@ -91,11 +91,7 @@ def _down(a: Algebra, z: Value, so: _Steps, to: str) -> tuple[Value, _Steps] | N
 
 def _holds_rounded(z: Value) -> bool:
     """Whether whole numbers hold what was rounded, and nothing else."""
-    if z.dtype is torch.bool:
-        return False
-    while z.op in ("cast", "reshape", "permute", "clip"):
-        z = z.arg
-    return z.op == "round"
+    return z.dtype is not torch.bool and z.below("cast", "reshape", "permute", "clip").op == "round"
 
 
 def _arranged(a: Algebra, x: Value, steps: Sequence[Step]) -> Value:

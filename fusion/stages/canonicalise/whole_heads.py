@@ -21,7 +21,7 @@ Found = dict[Value, Reading]
 
 def readings(a: Algebra, found: Mapping[Value, Reading]) -> Found:
     """Where the parts of latent queries come from, if a layer in whole numbers gives them."""
-    layers = {_computed(value): value for value, reading in found.items() if reading.op == "whole_linear"}
+    layers = {value.below("cast", "reshape"): value for value, reading in found.items() if reading.op == "whole_linear"}
     made: Found = {}
     for absorbed, rotated in _queries(found) if layers else []:
         for value, reading in _of_query(a, found, layers, absorbed, rotated):
@@ -72,7 +72,8 @@ def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: Mapping[Valu
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
     starts = sorted({0, *(each.attrs[1] for each in sources(value) if each.op == "slice")})
-    layer = next((layers[each] for each in map(_computed, sources(value)) if each in layers), None)
+    below = (each.below("cast", "reshape") for each in sources(value))
+    layer = next((layers[each] for each in below if each in layers), None)
     size = None if layer is None else layer.shape[-1]
     if layer is None or not isinstance(size, int) or size % heads or prod(layer.shape[:-1]) != value.shape[0] * rows:
         return None
@@ -83,10 +84,3 @@ def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: Mapping[Valu
         if value in forms:
             return {"layer": layer, "width": width, "start": start, "heads_first": value is not forms[0]}
     return None
-
-
-def _computed(value: Value) -> Value:
-    """What a value is computed from by its last step that is neither a cast nor another shape."""
-    while value.op in ("cast", "reshape"):
-        value = value.arg
-    return value

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from fusion.graph import Algebra, Reading, Value, unviewed
-from fusion.stages.canonicalise.exponentials import but_ones
+from fusion.graph import Algebra, Reading, Value, but_ones, unviewed
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.positions import Affine, Formula, Leaf, Positions, negation
 from fusion.stages.canonicalise.ranges import bounds
@@ -212,9 +211,8 @@ def _truth(a: Algebra, x: Value) -> Value | None:
 
 def _is_mask(a: Algebra, x: Value) -> bool:
     """Whether `x` holds booleans as numbers, or 1 without them."""
-    while x.op in ("shift", "scale"):
-        x = x.arg
-    return x.op == "cast" and _truth(a, x) is not None
+    below = x.below("shift", "scale")
+    return below.op == "cast" and _truth(a, below) is not None
 
 
 def _limited(rows: Value, value: Value, one: Sequence[Any]) -> tuple[Any, ...]:

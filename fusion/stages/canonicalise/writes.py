@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fusion.graph import Algebra, Dim, Value
+from fusion.graph import Algebra, Dim, Value, but_ones
 from fusion.graph.dims import broadcast
 from fusion.stages.canonicalise import choices, shapes
 from fusion.stages.canonicalise.ranges import bounds
@@ -65,7 +65,7 @@ def _from(a: Algebra, counted: Value, start: Value, total: Value) -> Run | None:
         or start.shape[-1:] not in ((), (1,))
     ):
         return None
-    return Run(a.reshape(start, tuple(size for size in lead if size != 1)), below.offset)
+    return Run(a.reshape(start, but_ones(lead)), below.offset)
 
 
 def wrapped(a: Algebra, x: Value, size: Dim) -> Value:
@@ -251,7 +251,7 @@ def _start(a: Algebra, cache: Value, positions: Value, axis: int) -> Value | int
     """The first of consecutive positions, a number where the graph says which; None where they are not consecutive."""
     found = run(a, positions)
     if found is None and positions.shape[-1] == 1:
-        found = Run(a.reshape(positions, tuple(each for each in positions.shape[:-1] if each != 1)), 0)
+        found = Run(a.reshape(positions, but_ones(positions.shape[:-1])), 0)
     if found is None or (axis == 0 and found.start is not None and found.start.rank):
         return None
     return found.offset if found.start is None else a.shift(found.start, found.offset)

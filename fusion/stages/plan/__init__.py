@@ -222,7 +222,7 @@ class Planner:
             for user in node.users:
                 if user in dying or user.target is operator.getitem:
                     continue
-                if is_contiguous_copy(user) and lies[node].is_contiguous() and is_only_read(user):
+                if is_contiguous_copy(user.target, user.kwargs) and lies[node].is_contiguous() and is_only_read(user):
                     costs.append(-self._cost(user))
                 if not is_view(user.target):
                     continue

@@ -9,7 +9,7 @@ import torch
 
 from fusion._torch import tree_leaves
 from fusion.cost import aten_flops, call_cost, is_data, is_view
-from fusion.graph import Graph, Value, dims_of, unviewed
+from fusion.graph import Graph, Value, but_ones, dims_of, unviewed
 from fusion.language import Lowering, Refused
 from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.options import Options
@@ -116,7 +116,7 @@ class PlanBook:
 
     def _fitted(self, result: torch.Tensor, value: Value) -> torch.Tensor:
         """A result with the dims of size 1 that the model's has."""
-        have, want = ([size for size in shape if size != 1] for shape in (dims_of(result.shape), value.shape))
+        have, want = map(but_ones, (dims_of(result.shape), value.shape))
         if have != want or dims_of(result.shape) == value.shape:
             return result
         return result.reshape([self._fakes.size(size) for size in value.shape])
