@@ -212,15 +212,21 @@ def _parts(a: Algebra, total: Value) -> tuple[Value, Value, Value] | str:
 
 def _products(a: Algebra, total: Value) -> list[tuple[Value, Value, tuple[int, ...]]]:
     """Weights and rectified products, with the order that makes them [B, S, N, 1] and [B, S, N, T]."""
-    as_is, turned = (0, 1, 2, 3), (0, 2, 1, 3)
+    order = (0, 1, 2, 3)
     if total.op == "matmul":
-        x, y = total.args
-        return [(swapped(a, x), y, as_is), (y, swapped(a, x), as_is)]
-    if total.op != "mean" or total.arg.op != "mul" or total.attrs not in ((-2,), (-3,)):
+        x, y = swapped(a, total.arg), total.args[1]
+    elif total.op == "mean" and total.arg.op == "mul" and total.attrs in ((-2,), (-3,)):
+        x, y = total.arg.args
+        order = order if total.attrs == (-2,) else (0, 2, 1, 3)
+    else:
         return []
-    order = as_is if total.attrs == (-2,) else turned
-    x, y = total.arg.args
-    return [(x, y, order), (y, x, order)]
+    opened = [(x, y)] if y.rank == 4 else [(_opened(a, x, place), _opened(a, y, place)) for place in (1, 0)]
+    return [(*each, order) for pair in opened for each in (pair, pair[::-1])]
+
+
+def _opened(a: Algebra, x: Value, place: int) -> Value:
+    """With a dim for the one query of each sequence, or for the one sequence of all queries, where there is none."""
+    return a.reshape(x, (*x.shape[:place], 1, *x.shape[place:])) if x.rank == 3 else x
 
 
 def _below_relu(value: Value) -> tuple[Value, tuple[Step, ...]] | None:
