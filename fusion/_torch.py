@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [  # types and functions of torch that are used as they are
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
@@ -32,6 +33,7 @@ __all__ = [  # types and functions of torch that are used as they are
 ]
 
 aten = torch.ops.aten
+Mode = TypeVar("Mode", bound=FakeTensorMode)
 
 COMPOSITES: tuple[OpOverload, ...] = (
     aten.linear.default,
@@ -182,11 +184,11 @@ def fake_mode_in(values: Sequence[Any]) -> FakeTensorMode | None:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
-def fresh_fake_mode() -> FakeTensorMode:
+def fresh_fake_mode(kind: type[Mode] = FakeTensorMode) -> Mode:
     """A fake mode of its own, in which real tensors that a function closes over may appear."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    return kind(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def compile_apart(function: Callable[..., Any], backend: Any, dynamic: bool | None) -> Callable[..., Any]:

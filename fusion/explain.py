@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from fusion._torch import compile_apart, fake_copies, fresh_fake_mode, keep_marks, unwrapped
 from fusion.backend import Explainer, FusionBackend
 from fusion.errors import FusionError
+from fusion.guesses import Guesses
 from fusion.language import Rule
 from fusion.options import Options
 from fusion.report import GraphReport, Report
@@ -30,7 +31,8 @@ def explain(
     """Trace a function or module under fake tensors and report what fuses.
 
     Nothing is run and no input, parameter or cache is changed: the model and its inputs are copied as fake tensors,
-    which have no memory. Takes the arguments that the call would take; `options` as for the backend.
+    which have no memory. Takes the arguments that the call would take; `options` as for the backend. Where Python reads
+    a number or a size that depends on data, it gets 1, and True for a truth value; the report says where.
 
     Returns:
         The report over all graphs of the call.
@@ -42,7 +44,7 @@ def explain(
     parts: list[GraphReport] = []
     backend = FusionBackend(checked, None if rules is None else tuple(rules))
     explainer = Explainer(backend, parts, _positional(fn_or_module))
-    mode = fresh_fake_mode()
+    mode = fresh_fake_mode(Guesses)
     copied: dict[int, Any] = {}
     with fake_copies(mode):
         model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs), copied)
@@ -54,8 +56,11 @@ def explain(
     except Exception as error:
         if isinstance(unwrapped(error), FusionError):
             raise unwrapped(error) from None
+        if mode.places:
+            told = ", ".join(mode.places)
+            error.add_note(f"explaining runs nothing: numbers that depend on data were taken for 1 at {told}")
         raise
-    return Report(Target.resolve(checked.target).name, tuple(parts))
+    return Report(Target.resolve(checked.target).name, tuple(parts), dict(mode.places))
 
 
 def _positional(called: Callable[..., Any]) -> tuple[str, ...]:

@@ -133,10 +133,12 @@ class Report:
     Attributes:
         target: name of the target that it was planned for.
         parts: one report per graph.
+        guesses: how often Python read a number that depends on data, by `file:line`; it got 1, as nothing was run.
     """
 
     target: str
     parts: tuple[GraphReport, ...]
+    guesses: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
@@ -219,6 +221,7 @@ class Report:
             },
             "layers": {path: asdict(layer) for path, layer in self.layers.items()},
             "assumptions": self.assumptions,
+            "guesses": dict(self.guesses),
             "matches": [asdict(each) for each in self.matches],
             "refusals": refusals,
         }
@@ -240,6 +243,7 @@ class Report:
         found: list[Any] = [self._operators(title), self._modules()]
         found += [self._remarks()] if any(each.remark for each in self.matches) else []
         found += [self._assumed()] if self.assumptions else []
+        found += [self._guessed()] if self.guesses else []
         if self.prepared:
             found.append(self._prepared())
         return [*found, self._refused()] if self.refusals else found
@@ -278,6 +282,15 @@ class Report:
             table.add_column(name)
         for name, kind in self.assumptions.items():
             table.add_row(name, kind)
+        return table
+
+    def _guessed(self) -> Table:
+        title = "read from data, as nothing was run taken for 1"
+        table = Table(title=title, title_justify="left", min_width=len(title))
+        for name in ("read at", "times"):
+            table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
+        for place, count in self.guesses.items():
+            table.add_row(place, str(count))
         return table
 
     def _prepared(self) -> Table:

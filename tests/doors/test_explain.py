@@ -110,6 +110,54 @@ def test_the_tenth_report_says_what_the_first_says():
     assert all(isinstance(size, int) for shapes in sizes for shape in shapes for size in shape)
 
 
+def experts(x, w, chosen):
+    """A mixture of experts as it is written without a grouped product: every expert takes its own tokens."""
+    x = norm(x, w)
+    y = torch.zeros_like(x)
+    for expert in chosen.unique():
+        rows = torch.where(chosen == int(expert))[0]
+        if rows.numel():
+            y.index_add_(0, rows, norm(x[rows], w))
+    if torch.equal(x, y) or bool((y > 0).all()):
+        y = norm(y, w)
+    return y[chosen > 1]
+
+
+def test_code_behind_numbers_that_depend_on_data_is_traced_and_the_report_says_where():
+    report = explain(experts, numbers(6, 64), W, torch.tensor([0, 2, 1, 1, 0, 3]))
+    assert report.ops == {"npu::npu_rms_norm": 3}
+    assert len(report.guesses) >= 4
+    assert all(place.startswith(f"{__file__}:") for place in report.guesses)
+    assert "taken for 1" in str(report)
+    assert json.loads(report.to_json())["guesses"] == report.guesses
+    sizes = [size for graph in report.graphs for node in graph.graph.nodes for size in shape_of(node)]
+    assert all(isinstance(size, int) for size in sizes)
+
+
+def shape_of(node):
+    val = node.meta.get("val")
+    return val.shape if isinstance(val, torch.Tensor) else ()
+
+
+def test_a_loop_that_waits_for_another_number_is_an_error(monkeypatch):
+    def search(x, w):
+        while int(x.argmax()) == 1:
+            x = norm(x, w)
+        return x
+
+    monkeypatch.setattr("fusion.guesses.MOST", 20)
+    with pytest.raises(
+        fusion.FusionError, match=r"20 numbers that depend on data were read, the last at .*test_explain"
+    ):
+        explain(search, X, W)
+
+
+def test_an_error_of_the_models_own_code_tells_what_was_guessed():
+    with pytest.raises(KeyError) as caught:
+        explain(lambda x, w: {0: norm}[int(x.argmax())](x, w), X, W)
+    assert "taken for 1 at" in "".join(caught.value.__notes__)
+
+
 def test_a_report_leaves_no_traces_in_what_is_compiled_later():
     for length in range(1, 11):
         explain(norm, numbers(2, length, 64), W)

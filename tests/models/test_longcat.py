@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LongcatFlashConfig
+from transformers import LongcatFlashConfig, LongcatFlashForCausalLM, StaticCache
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMLA
 
 import fusion
@@ -70,3 +70,21 @@ def test_factors_of_queries_and_latents_are_the_prologs():
         expected, truth = step(model)(*plain), step(attention(torch.float64))(*exact)
     for have, want, true in zip((got, *fused[3:5]), (expected, *plain[3:5]), (truth, *exact[3:5]), strict=True):
         assert relative_error(have, true) <= 1.5 * relative_error(want, true) + torch.finfo(torch.bfloat16).eps
+
+
+def test_a_whole_model_is_explained_whose_experts_are_looped_over():
+    config = LongcatFlashConfig(
+        vocab_size=128, hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=4, num_layers=1,
+        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        ffn_hidden_size=64, expert_ffn_hidden_size=32, n_routed_experts=4, zero_expert_num=2, moe_topk=2,
+    )  # fmt: skip
+    model = LongcatFlashForCausalLM(config).bfloat16().eval().requires_grad_(False)
+    cache = StaticCache(config=config, max_cache_len=64)
+    tokens = torch.ones(2, 4, dtype=torch.int64)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+    given = dict(input_ids=tokens[:, :1], past_key_values=cache)
+    report = fusion.explain(model, **given, options={"target": "ascend910_93"})
+    ops = ("npu_mla_prolog_v3", "npu_fused_infer_attention_score_v2")
+    assert [report.ops[f"npu::{name}"] for name in ops] == [2, 2]
+    assert any("modeling_longcat_flash.py" in place for place in report.guesses)

@@ -221,7 +221,7 @@ def _products(a: Algebra, total: Value) -> list[tuple[Value, Value, tuple[int, .
     else:
         return []
     opened = [(x, y)] if y.rank == 4 else [(_opened(a, x, place), _opened(a, y, place)) for place in (1, 0)]
-    return [(*each, order) for pair in opened for each in (pair, pair[::-1])]
+    return [(weights, products, order) for x, y in opened for weights, products in ((x, y), (y, x))]
 
 
 def _opened(a: Algebra, x: Value, place: int) -> Value:
