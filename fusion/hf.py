@@ -16,6 +16,7 @@ import torch
 
 from fusion._torch import fresh_fake_mode
 from fusion.errors import FusionError, OptionError
+from fusion.guesses import Guesses
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 ATTENTIONS = ("sdpa", "eager")
@@ -94,7 +95,7 @@ def build(request: Request) -> Call:
     if request.tiny:
         return _call(transformers, _shrunk(config), request, notices, nullcontext())
     try:
-        return _call(transformers, config, request, notices, fresh_fake_mode())
+        return _call(transformers, config, request, notices, fresh_fake_mode(Guesses))
     except Exception as error:  # a model's own code may fail under fake tensors in any way
         told = f"{request.model_type} cannot be built of fake tensors ({_first_line(error)}): real tensors, small sizes"
         small = replace(request, tiny=True)
