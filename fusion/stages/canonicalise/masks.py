@@ -17,7 +17,10 @@ MASKED = -1e4  # a score lowered by so much counts as masked: -inf, the least of
 
 LOST = -1e30  # a finite number that swallows any score it is added to
 Sizes = tuple[Any, Any, Any, Any]
-UNPROVEN = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
+UNPROVEN = (
+    "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4 (of a "
+    "mask that is passed in, the option assume says it)"
+)
 
 
 @dataclass(frozen=True)
