@@ -123,7 +123,13 @@ SPELLINGS = (
     entry("tables_of_tokens", rope=tables_of_tokens, index_rope=halves_of_tokens),
     entry("see_up_to", see=see_up_to),
     entry("one_sequence", batch=1, write=written_one_head, cache=lambda cache: cache.unsqueeze(1)),
-    entry("fewer_tokens_than_listed", ("prefill", "chunk"), tokens=3),
-    entry("as_many_tokens_as_listed", ("prefill", "chunk"), tokens=K),
-    entry("as_many_tokens_as_sequences", ("prefill", "chunk"), tokens=2),
+    entry("fewer_tokens_than_listed", ("chunk",), tokens=3),
+    entry("as_many_tokens_as_listed", ("chunk",), tokens=K),
+    entry("as_many_tokens_as_sequences", ("chunk",), tokens=2),
+)
+
+# Prompts of which every key is listed.
+WHOLE = tuple(
+    entry(name, ("prefill",), tokens=tokens, indexer=0, sparse=0)
+    for name, tokens in (("fewer", K - 1), ("as_many", K), ("as_many_as_sequences", 2))
 )

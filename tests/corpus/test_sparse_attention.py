@@ -132,6 +132,16 @@ def test_spelling_is_fused(entry: Entry, mode: str, level: testing.Level):
     testing.emits_valid_calls(t)
 
 
+@settings(sparse_attention_blocks.WHOLE)
+def test_attention_that_lists_every_key_is_dense(entry: Entry, mode: str, level: testing.Level):
+    dtype = torch.bfloat16
+    t = tried(entry.make(mode, dtype), entry.inputs(mode, dtype), level)
+    assert called(t) == entry.expected(dtype), "\n".join(map(str, t.outcome.refusals))
+    assert any("npu_fused_infer_attention_score" in str(node.target) for node in t.fused.graph.nodes)
+    means_the_same(t)
+    testing.emits_valid_calls(t)
+
+
 @settings(LOOKALIKES)
 def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, mode: str, level: testing.Level):
     t = tried(entry.make(mode, torch.bfloat16), entry.inputs(mode, torch.bfloat16), level)
