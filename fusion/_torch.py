@@ -364,8 +364,8 @@ def shares_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
-def constant_numbers(node: fx.Node) -> tuple[int, ...] | None:
-    """The integers of a small tensor that a graph holds as an attribute, None for any other attribute.
+def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
+    """The integers of a small tensor, or the one real number of any, that a graph holds as an attribute; else None.
 
     Private: `torch._subclasses.fake_tensor.FakeTensor.constant`, which keeps the numbers of a constant under fakes.
     """
@@ -374,10 +374,12 @@ def constant_numbers(node: fx.Node) -> tuple[int, ...] | None:
         found = getattr(found, part, None)
     if isinstance(found, FakeTensor):
         found = found.constant
-    if not isinstance(found, torch.Tensor) or found.dtype not in (torch.int32, torch.int64) or found.numel() > 64:
+    if not isinstance(found, torch.Tensor) or found.is_complex():
+        return None
+    if found.numel() > (64 if found.dtype in (torch.int32, torch.int64) else 1):
         return None
     with unset_fake_temporarily():
-        return tuple(int(each) for each in found.detach().reshape(-1).tolist())
+        return tuple(found.detach().reshape(-1).tolist())
 
 
 def has_kernel(operator: str, device: str) -> bool:

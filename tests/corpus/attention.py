@@ -65,6 +65,10 @@ def scaled_by_tensor_constant(q, k, v):
     return scores.softmax(dim=-1) @ v
 
 
+def scaled_by_the_root_of_a_tensor(q, k, v):
+    return (q @ k.transpose(-1, -2) / torch.tensor(D).sqrt()).softmax(dim=-1) @ v
+
+
 def unscaled(q, k, v):
     return (q @ k.transpose(-1, -2)).softmax(dim=-1) @ v
 
@@ -263,6 +267,7 @@ SPELLINGS = (
     Entry(scaled_keys),
     Entry(scaled_both),
     Entry(scaled_by_tensor_constant),
+    Entry(scaled_by_the_root_of_a_tensor),
     Entry(unscaled, scale=1.0),
     Entry(einsum_heads),
     Entry(einsum_ellipsis),

@@ -222,6 +222,17 @@ scattered = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(5)) <
 length = torch.tensor([4, 6])
 
 
+def where_number_in_a_tensor(q, k, v):
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+    return torch.where(seen, scores_of(q, k), torch.tensor(-1e30, dtype=q.dtype)).softmax(-1) @ v
+
+
+def added_numbers_in_tensors(q, k, v):
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+    bias = torch.where(seen, torch.tensor(0.0), torch.tensor(-math.inf))
+    return (scores_of(q, k) + bias.to(q.dtype)).softmax(-1) @ v
+
+
 def both_seen(padding):
     return lambda b, i, j: j <= i and bool(padding[b, j])
 
@@ -239,6 +250,8 @@ SPELLINGS = (
     Entry(added_times_ten_thousand, "left", seen=causal_seen),
     Entry(where_compared, "left", seen=causal_seen),
     Entry(where_full, "left", seen=causal_seen),
+    Entry(where_number_in_a_tensor, "left", seen=causal_seen),
+    Entry(added_numbers_in_tensors, "left", seen=causal_seen),
     Entry(sdpa_mask, "left", seen=causal_seen),
     Entry(sdpa_added, "left", seen=causal_seen),
     Entry(transposed_triu, "left", seen=causal_seen),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -262,17 +263,25 @@ class _Walk:
 
     def _leaf(self, node: fx.Node) -> Value | None:
         val = node.meta.get("val")
-        numbers = constant_numbers(node) if node.op == "get_attr" else None
-        if isinstance(val, torch.Tensor) and numbers is not None:
-            return self.algebra.make("constant", (), (numbers,), dims_of(val.shape), val.dtype)
         if isinstance(val, torch.Tensor):
-            return self.algebra.make("input", (), (node.name, self._region), dims_of(val.shape), val.dtype)
+            known = self._constant(val, constant_numbers(node)) if node.op == "get_attr" else None
+            place = (node.name, self._region)
+            return known or self.algebra.make("input", (), place, dims_of(val.shape), val.dtype)
         if val is None and node.op == "placeholder" and node.users:
             raise FusionError(
                 f"reading the graph: node {node.name} has no shape in meta['val']; "
                 "trace the graph under fake tensors (or run torch.fx.passes.fake_tensor_prop) before the pass"
             )
         return None
+
+    def _constant(self, val: torch.Tensor, numbers: tuple[float, ...] | None) -> Value | None:
+        """A tensor that the graph holds, whose numbers are known."""
+        if not numbers or math.isnan(numbers[0]):  # NaN is not equal to itself
+            return None
+        shape = dims_of(val.shape)
+        if val.is_floating_point() or not shape:
+            return logic.constant(self.algebra, numbers[0], shape, val.dtype)
+        return self.algebra.make("constant", (), (numbers,), shape, val.dtype)
 
     def _operand(self, argument: Any) -> Any:
         """A value for a tensor, a dim for a symbolic number, anything else as it is."""
