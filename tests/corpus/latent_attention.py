@@ -158,6 +158,27 @@ def absorbed_and_joined(q, latent, rope, up, seen):
     return (shares(query @ keys.mT, seen, q.dtype) @ keys[..., :C]) @ up_v.mT
 
 
+def absorbed_and_scaled_on_both_sides(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    nope, turn = q.transpose(1, 2).split((D, R), -1)
+    query = torch.cat((torch.einsum("bsnd,ndc->bsnc", nope, up_k), turn), -1) * SCALE**0.5
+    keys = torch.cat((latent, rope), -1)
+    scores = torch.einsum("bsnc,btc->bsnt", query, keys * SCALE**0.5)
+    if seen is not None:
+        seen = seen.transpose(1, 2) if seen.dim() == 4 else seen[:, None]
+        scores = torch.where(seen, scores, torch.tensor(-1e30, dtype=q.dtype))
+    y = torch.einsum("bsnt,btc->bsnc", scores.softmax(-1), keys[..., :C])
+    return torch.einsum("bsnc,nec->bsne", y, up_v)
+
+
+def absorbed_by_sdpa(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    query = torch.cat((q[..., :D] @ up_k, q[..., D:]), -1)
+    keys = torch.cat((latent, rope), -1)[:, None]
+    y = F.scaled_dot_product_attention(query, keys, keys[..., :C], seen, scale=SCALE, enable_gqa=True)
+    return y @ up_v.mT
+
+
 def by_sdpa(q, latent, rope, up, seen):
     k, v = F.linear(latent, up).view(B, -1, N, D + E).transpose(1, 2).split((D, E), -1)
     k = torch.cat((k, rope[:, None].expand(-1, N, -1, -1)), -1)
@@ -166,7 +187,7 @@ def by_sdpa(q, latent, rope, up, seen):
 
 SPELLINGS: tuple[Callable[..., Tensor], ...] = (
     expanded_by_expand, expanded_by_repeat, expanded_by_two_sums, expanded_by_bmm, absorbed_by_matmul,
-    absorbed_by_einsum, absorbed_and_joined, by_sdpa,
+    absorbed_by_einsum, absorbed_and_joined, absorbed_and_scaled_on_both_sides, absorbed_by_sdpa, by_sdpa,
 )  # fmt: skip
 
 

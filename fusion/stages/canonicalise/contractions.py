@@ -36,12 +36,14 @@ def _unscaled(a: Algebra, x: Value) -> tuple[Value, float]:
     if x.op == "scale":
         inner, factor = _unscaled(a, x.arg)
         return inner, factor * x.attrs[0]
-    if x.op not in ("permute", "expand"):
+    if x.op not in ("permute", "expand", "reshape"):
         return x, 1.0
     inner, factor = _unscaled(a, x.arg)
     if factor == 1:
         return x, 1.0
-    return a.permute(inner, x.attrs) if x.op == "permute" else a.expand(inner, x.shape), factor
+    if x.op == "permute":
+        return a.permute(inner, x.attrs), factor
+    return a.expand(inner, x.shape) if x.op == "expand" else a.reshape(inner, x.shape), factor
 
 
 def _of_rows(a: Algebra, x: Value, y: Value) -> Value | None:
