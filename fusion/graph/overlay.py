@@ -14,13 +14,13 @@ import torch.fx as fx
 from fusion.facts import Facts
 from fusion.graph.algebra import Algebra
 from fusion.graph.dims import is_dense
-from fusion.graph.recipe import buildable
 from fusion.graph.value import Value
 
 Held = Value | tuple["Value | None", ...]
 
 
 _VIEWS = ("reshape", "permute")
+_SEEN = ("permute", "slice", "expand")  # built from what they see, without computing anything
 _RESHAPED_INSIDE = ("cat", "cast")
 
 
@@ -107,15 +107,15 @@ class Graph:
 
         Every reshape of x is a value of x alone; where all users of x read it through one other reshape, x is read
         there too, so that what makes that reshape can be replaced. A reshape of what is joined or cast is joined or
-        cast from reshapes: where a node holds it in another shape, it is not made again. So is what has no recipe.
+        cast from reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed.
         """
         if value.op in _RESHAPED_INSIDE:
             alike = self._joined_or_cast.get(_size(value), ())
             read = next((each for each in alike if self.algebra.reshape(each, value.shape) is value), None)
-        elif buildable(value):
-            read = self._passed_on(value.arg) if value.op == "reshape" else None
+        elif value.op == "reshape":
+            read = self._passed_on(value.arg)
         else:
-            read = self._reshaped.get(value)
+            read = None if value.op in _SEEN else self._reshaped.get(value)
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
 
     @cached_property
