@@ -150,12 +150,13 @@ class _Pages:
         if heads_first and mask is None and not calls.few(queries):
             return calls.heads_before((absorbed, q_rope), latent, rope, many, seen, self.version, **of)
         told = seen.arguments(absorbed.device, queries) if mask is None else calls.shown(mask, queries)
+        query, turned = (calls.with_heads(each.transpose(1, 2)) for each in (absorbed, q_rope))
         y, _ = calls.fused(
-            absorbed.transpose(1, 2), latent, latent, many, self.version, query_rope=q_rope.transpose(1, 2),
-            key_rope=rope, num_query_heads=absorbed.shape[1], num_key_value_heads=1,
+            query, latent, latent, many, self.version, query_rope=turned, key_rope=rope,
+            num_query_heads=query.shape[2], num_key_value_heads=1,
             input_layout="BSND_NBSD" if heads_first else "BSND", **told, **of,
         )  # fmt: skip
-        return y.permute(1, 2, 0, 3) if heads_first else y
+        return (y.permute(1, 2, 0, 3) if heads_first else y)[:, :, : absorbed.shape[1]]
 
 
 def _told(

@@ -53,7 +53,8 @@ def chunk(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
 
 def absorbed(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
     """The model absorbs both projections itself, and adds two products."""
-    up_key, up_value = up.unflatten(0, (N, -1)).split((D, up.shape[0] // N - D), dim=1)
+    heads = q.shape[1]
+    up_key, up_value = up.unflatten(0, (heads, -1)).split((D, up.shape[0] // heads - D), dim=1)
     nope, rotated = q.split((D, q.shape[-1] - D), dim=-1)
     query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
     scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
@@ -101,6 +102,16 @@ def given(queries: int = S, keys: int = S, *more: Callable[[], Tensor]) -> Input
     return make
 
 
+def given_heads(heads: int) -> Inputs:
+    """The same for one query of so many heads."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        q, latent, rope, up = given(1, T)(dtype)
+        return q[:, :heads], latent, rope, torch.nn.Parameter(up[: up.shape[0] // N * heads], requires_grad=False)
+
+    return make
+
+
 def given_together(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The same with both in one cache."""
     q, latent, rope, up = given(1, T)(dtype)
@@ -113,6 +124,7 @@ EXAMPLES = (
     Example("chunk", chunk, given(S, T)),
     Example("more queries than keys", few_keys, given(S, FEW)),
     Example("absorbed", absorbed, given(1, T)),
+    Example("absorbed, three heads", absorbed, given_heads(3)),
     Example("of one cache", of_one_cache, given_together),
     Example("at a position", at_position, given(1, T, position)),
     Example("padded", padded, given(S, S, there)),

@@ -18,13 +18,13 @@ SCALE = (D + R) ** -0.5
 TABLE = torch.tensor([[3, 6, -1], [5, 3, 2]])
 
 
-def inputs(queries: int, *more: Tensor) -> Inputs:
+def inputs(queries: int, *more: Tensor, heads: int = N) -> Inputs:
     """Queries [B, N, S, D + R], pages of latents and rotated lanes, the block table, the projection, and more."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        shapes = ((B, N, queries, D + R), (BLOCKS, SIZE, C), (BLOCKS, SIZE, R))
+        shapes = ((B, heads, queries, D + R), (BLOCKS, SIZE, C), (BLOCKS, SIZE, R))
         data = (normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
-        up = torch.nn.Parameter((normal(3, N * (D + E), C) / 8).to(dtype), requires_grad=False)
+        up = torch.nn.Parameter((normal(3, heads * (D + E), C) / 8).to(dtype), requires_grad=False)
         return *data, TABLE.clone(), up, *(each.clone() for each in more)
 
     return make
@@ -48,7 +48,7 @@ def expanded(latent: Tensor, rope: Tensor, table: Tensor, up: Tensor) -> tuple[T
 def absorbed(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
     """One token each by two products; a sequence without keys gives NaN."""
     nope, rotated = q.split((D, R), -1)
-    up_key, up_value = up.unflatten(0, (N, -1)).split((D, E), 1)
+    up_key, up_value = up.unflatten(0, (q.shape[1], -1)).split((D, E), 1)
     latent, rope = (pages[table].view(B, ROOM, -1) for pages in (latent, rope))
     query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
     scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
@@ -158,6 +158,7 @@ def lined_sdpa(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tenso
 
 EXAMPLES = (
     Example("absorbed", absorbed, inputs(1, LENGTHS)),
+    Example("absorbed, three heads", absorbed, inputs(1, LENGTHS, heads=3)),
     Example("absorbed, a sequence without keys", absorbed, inputs(1, EMPTY)),
     Example("expanded, the least number", replaced, inputs(1, EMPTY)),
     Example("expanded, sdpa", by_sdpa, inputs(1, EMPTY)),

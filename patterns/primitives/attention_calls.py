@@ -166,6 +166,13 @@ def few(queries: Any) -> bool:
     return isinstance(queries, int) and 1 < queries <= 16
 
 
+def with_heads(q: Tensor) -> Tensor:
+    """Queries [B, S, N, C] with heads of zeros, so that their number is a power of two: over a latent it must be."""
+    heads = q.shape[2]
+    more = (1 << (heads - 1).bit_length()) - heads
+    return torch.nn.functional.pad(q, (0, 0, 0, more)) if more else q
+
+
 def heads_before(
     q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, seen: Seen, version: int, **arguments: Any
 ) -> Tensor:

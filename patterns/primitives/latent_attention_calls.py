@@ -182,10 +182,11 @@ def _fused(
     q: tuple[Tensor, Tensor], latent: Tensor, rope: Tensor, lengths: Any, scale: float, version: int, lse: bool,
     heads_first: bool, **told: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    query, query_rope = (each.transpose(1, 2) for each in q)
+    query, query_rope = (calls.with_heads(each.transpose(1, 2)) for each in q)
     y, total = calls.fused(
         query, latent, latent, lengths, version, lse, query_rope=query_rope, key_rope=rope,
         num_query_heads=query.shape[2], num_key_value_heads=1, softmax_scale=scale,
         input_layout="BSND_NBSD" if heads_first else "BSND", **told,
     )  # fmt: skip
-    return y.permute(1, 2, 0, 3) if heads_first else y, total
+    heads = q[0].shape[1]
+    return (y.permute(1, 2, 0, 3) if heads_first else y)[:, :, :heads], total[:, :heads] if lse else total

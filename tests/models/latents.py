@@ -16,13 +16,13 @@ from .families import Built
 PROMPT, STEPS, ROOM = 40, 4, 96
 
 
-def call(of: Built, mode: str, tokens: int = PROMPT) -> dict[str, Any]:
+def call(of: Built, mode: str, tokens: int = PROMPT, room: int = ROOM) -> dict[str, Any]:
     """One step over a cache that is there before the graph is captured, filled where the step decodes."""
     ids = torch.randint(3, 90, (2, tokens + 1), generator=torch.Generator().manual_seed(7))
     if mode.endswith("dynamic"):
         cache: Any = transformers.DynamicCache(config=of.config)
     else:
-        cache = transformers.StaticCache(config=of.config, max_cache_len=ROOM)
+        cache = transformers.StaticCache(config=of.config, max_cache_len=room)
         with torch.no_grad():
             of.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
         cache.reset()

@@ -70,6 +70,15 @@ def test_decode_reads_the_latent(family, operator, most, attention):
     assert block(report) <= most, report
 
 
+def test_heads_that_are_no_power_of_two_read_the_latent_beside_heads_of_zeros():
+    of = built("DeepseekV3", num_attention_heads=12, num_key_value_heads=12)
+    report = fusion.explain(of.model, **call(of, "decode_static", room=512), options={"target": TARGET})
+    calls = [node for graph in report.graphs for node in graph.graph.nodes if "fused_infer" in str(node.target)]
+    assert [each.kwargs["num_query_heads"] for each in calls] == [16, 16]
+    assert not [node for graph in report.graphs for node in graph.graph.nodes if _expands(node, of)]
+    assert block(report) <= 14, report
+
+
 def test_heads_that_the_kernel_cannot_turn_cost_no_launch_more():
     """128 heads: norm, prolog, attention, the product behind it and the projection, with the norm of the next block."""
     of = built("DeepseekV3", num_attention_heads=128, num_key_value_heads=128)
