@@ -365,10 +365,14 @@ def shares_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
-    """The integers of a small tensor, or the one real number of any, that a graph holds as an attribute; else None.
+    """The integers of a small tensor, or the one number of any, that the code itself writes down; else None.
 
+    A graph holds it as an attribute and copies it wherever it is read; Parameters and buffers, which others may change,
+    are read as they are.
     Private: `torch._subclasses.fake_tensor.FakeTensor.constant`, which keeps the numbers of a constant under fakes.
     """
+    if any(user.target is not aten.lift_fresh_copy.default for user in node.users):
+        return None
     found: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         found = getattr(found, part, None)

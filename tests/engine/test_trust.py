@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion.backend import FusionBackend
 from fusion.errors import VerificationError
@@ -157,3 +158,24 @@ def test_reasons_are_sentences_without_open_braces():
         for form in rule.lookalikes():
             named = set(re.findall(r"{(\w+)}", form.reason))
             assert named <= set(form.captures), f"{rule.name}.{form.name} names {named - set(form.captures)}"
+
+
+def test_numbers_that_others_may_change_are_no_constants():
+    """A graph traced with its module holds Parameters and buffers as attributes, as it holds numbers in the code."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(0.125), requires_grad=False)
+            self.register_buffer("least", torch.tensor(-1e9))
+
+        def forward(self, q, k, v, seen):
+            return torch.where(seen, q @ k.mT * self.scale, self.least).softmax(-1) @ v
+
+    qkv = [numbers(2, 4, 8, 64, seed=each) for each in range(3)]
+    seen = torch.ones(8, 8, dtype=torch.bool).tril()
+    gm = make_fx(Scaled(), tracing_mode="fake", _allow_non_fake_inputs=True)(*qkv, seen)
+    assert len(gm.graph.find_nodes(op="get_attr")) == 2
+    outcome = fuse(gm, rules=installed())
+    assert not outcome.chosen
+    assert any("something else than a number" in each.reason for each in outcome.refusals)
