@@ -119,11 +119,11 @@ LOOKALIKES = (
     _not_write(another_tensor, "", meaning=None, note="a new tensor: the operator would copy the cache as well"),
     _not_write(
         pages_of_unknown_size,
-        "not proven to lie in its page",
+        "",
         page_pairs,
         None,
         (PAGED_WRITE,),
-        note="each on its own is a write",
+        note="two writes by block and place: that the place lies in its page is not proven",
     ),
     _not_write(
         slots_of_their_own, "", page_pairs, None, (PAGED_WRITE,), note="two writes: keys and values go elsewhere"
