@@ -55,6 +55,12 @@ def last_tokens(q: Tensor, k: Tensor, v: Tensor) -> Parts:
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
 
 
+def more_queries(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+    """The last query sees the last key, so that the first ones see none."""
+    scores = scores_of(q, k).masked_fill(~causal(S, S - 2, -2), -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0).to(v.dtype) @ v, scores.logsumexp(-1)
+
+
 def chosen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Parts:
     """Keys that a mask shows; a query that sees none gives nothing."""
     scores = scores_of(q, k).masked_fill(~seen, -torch.inf)
@@ -72,6 +78,12 @@ def up_to(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Parts:
     """As many keys as there are of each sequence."""
     there = torch.arange(T) < lengths[:, None]
     scores = scores_of(q, k).masked_fill(~there[:, None, None], -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
+
+
+def at_a_position(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Parts:
+    """Keys up to a position, which may stand before the first."""
+    scores = scores_of(q, k).masked_fill(torch.arange(T) > at, -torch.inf)
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
 
 
@@ -94,6 +106,11 @@ def lengths(dtype: torch.dtype) -> Tensor:
     return torch.tensor([T - 3, 7])
 
 
+def position(dtype: torch.dtype) -> Tensor:
+    """Of the last key that is seen."""
+    return torch.tensor(4)
+
+
 def plain(keys: int = T) -> Inputs:
     """Queries, and keys of as many heads."""
     return qkv(S, keys, N)
@@ -105,8 +122,10 @@ EXAMPLES = (
     Example("written out", written_out, plain()),
     Example("divided late", divided_late, plain()),
     Example("the last tokens", last_tokens, plain()),
+    Example("more queries than keys", more_queries, plain(S - 2)),
     Example("by a mask", chosen, qkv(S, T, N, mask)),
     Example("lengths", up_to, qkv(S, T, N, lengths)),
+    Example("at a position", at_a_position, qkv(S, T, N, position)),
 )
 REJECTS = (
     Example("lowered", chosen_by_least, qkv(S, T, N, mask), "has a finite log-sum-exp"),
