@@ -114,6 +114,12 @@ class Algebra:
         part = self.slice(whole, axis, start * inner[0], stop * inner[0])
         return self.reshape(part, shape) if part is not None and part.shape == joined else None
 
+    def seen_as(self, x: Value, view: Value) -> Value:
+        """`x` as `view`, which is a reshape, a permute or an expand, sees its own argument."""
+        if view.op == "permute":
+            return self.permute(x, view.attrs)
+        return self.expand(x, view.shape) if view.op == "expand" else self.reshape(x, view.shape)
+
     def permute(self, x: Value, order: Sequence[int]) -> Value:
         """Reorder dims; moving only dims of size 1 is a reshape."""
         order = tuple(axis % x.rank for axis in order)

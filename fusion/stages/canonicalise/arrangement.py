@@ -138,6 +138,5 @@ def uncast(a: Algebra, x: Value, dtype: Any) -> Value:
     if x.op == "cast" and widens(x.arg.dtype, x.dtype) and x.arg.dtype == dtype:
         return x.arg
     if x.op in ("permute", "expand"):
-        inner = uncast(a, x.arg, dtype)
-        return a.permute(inner, x.attrs) if x.op == "permute" else a.expand(inner, x.shape)
+        return a.seen_as(uncast(a, x.arg, dtype), x)
     return x

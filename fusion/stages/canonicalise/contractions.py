@@ -41,9 +41,7 @@ def _unscaled(a: Algebra, x: Value) -> tuple[Value, float]:
     inner, factor = _unscaled(a, x.arg)
     if factor == 1:
         return x, 1.0
-    if x.op == "permute":
-        return a.permute(inner, x.attrs), factor
-    return a.expand(inner, x.shape) if x.op == "expand" else a.reshape(inner, x.shape), factor
+    return a.seen_as(inner, x), factor
 
 
 def _of_rows(a: Algebra, x: Value, y: Value) -> Value | None:

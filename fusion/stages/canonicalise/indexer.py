@@ -282,10 +282,7 @@ def _unwidened(a: Algebra, x: Value) -> Value:
         return x.arg
     if x.op not in ("permute", "expand", "reshape"):
         return x
-    inner = _unwidened(a, x.arg)
-    if x.op == "permute":
-        return a.permute(inner, x.attrs)
-    return a.expand(inner, x.shape) if x.op == "expand" else a.reshape(inner, x.shape)
+    return a.seen_as(_unwidened(a, x.arg), x)
 
 
 def _plain(a: Algebra, weights: Value) -> Value | str:
