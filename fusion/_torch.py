@@ -262,6 +262,18 @@ def aot_inference(
         )
 
 
+def results_before() -> int:
+    """How many inputs that it changes the graph that AOT autograd is compiling returns before its own results.
+
+    Private: `torch._guards.TracingContext.fw_metadata`.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    known = None if context is None else context.fw_metadata
+    return 0 if known is None else known.num_mutated_inp_runtime_indices
+
+
 def aot_plain(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """`gm` as the backend "aot_eager" compiles it, for graphs that are not fused."""
     from torch._dynamo.backends.debugging import aot_eager

@@ -24,6 +24,7 @@ from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.prepared import supply
 from fusion.report import GraphReport, match_report, tally
+from fusion.results import returned, strides_of
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.target import Target
@@ -73,19 +74,13 @@ class FusionBackend:
                 stacklevel=2,
             )
             return aot_plain(gm, example_inputs)
-        found = partial(self._compile, argument_paths(gm), marks(example_inputs))
-        return capture(gm, example_inputs, found)
+        known = partial(known_facts, argument_paths(gm), marks(example_inputs), returned(gm), self.options)
+        return capture(gm, example_inputs, partial(self._compile, known))
 
-    def _compile(
-        self,
-        paths: Sequence[ArgumentPath],
-        marked: Sequence[Mark | None],
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-    ) -> Boxed:
+    def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         rules = rules_for(self.options, self.rules)
         original = fx.GraphModule(gm, _copy(gm.graph))
-        facts = known_facts(gm.graph, paths, marked, self.options)
+        facts = known(gm.graph)
         try:
             report = self.fuse(gm, rules, facts)
         except Exception as error:  # whatever a rule does, the model runs as it came
@@ -153,18 +148,12 @@ class Explainer:
         """Compile one graph to its report."""
         specialise_floats(gm)
         paths = [self._named(path) for path in argument_paths(gm)]
-        return capture(gm, example_inputs, partial(self._compile, paths, marks(example_inputs)))
+        known = partial(known_facts, paths, marks(example_inputs), returned(gm), self.backend.options)
+        return capture(gm, example_inputs, partial(self._compile, known))
 
-    def _compile(
-        self,
-        paths: Sequence[ArgumentPath],
-        marked: Sequence[Mark | None],
-        gm: fx.GraphModule,
-        example_inputs: Iterable[Any],
-    ) -> Boxed:
+    def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
         original = fx.GraphModule(gm, _copy(gm.graph))
-        facts = known_facts(gm.graph, paths, marked, self.backend.options)
-        self.parts.append(self.backend.fuse(gm, facts=facts))
+        self.parts.append(self.backend.fuse(gm, facts=known(gm.graph)))
         return boxed(fx.Interpreter(original).run)
 
     def _named(self, path: ArgumentPath) -> ArgumentPath:
@@ -175,10 +164,18 @@ class Explainer:
 
 
 def known_facts(
-    source: fx.Graph, paths: Sequence[ArgumentPath], marked: Sequence[Mark | None], options: Options
+    paths: Sequence[ArgumentPath],
+    marked: Sequence[Mark | None],
+    results: Sequence[Any],
+    options: Options,
+    source: fx.Graph,
 ) -> Facts:
-    """What is known of the inputs of a captured graph: which hold Parameters, and what the user says of them."""
-    return replace(facts_of(source, paths, options.assume), parameters=parameter_inputs(source, marked))
+    """What is known of a captured graph: which inputs hold Parameters, what the user says of them, how results lie.
+
+    `results` are those of the graph of Dynamo that it was captured from.
+    """
+    facts = facts_of(source, paths, options.assume)
+    return replace(facts, parameters=parameter_inputs(source, marked), strides=strides_of(results, source))
 
 
 def argument_paths(gm: fx.GraphModule) -> list[ArgumentPath]:

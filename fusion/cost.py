@@ -20,8 +20,8 @@ _VIEWS = {
     "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "slice", "select",
     "split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unfold", "diagonal", "chunk", "narrow",
     "view_as", "unflatten", "flatten", "expand_as", "swapaxes", "movedim", "_reshape_alias", "lift_fresh_copy",
-    "view_as_real", "view_as_complex", "real", "imag", "empty", "new_empty", "empty_like", "sym_size", "sym_stride",
-    "_assert_tensor_metadata", "_assert_scalar",
+    "view_as_real", "view_as_complex", "real", "imag", "empty", "new_empty", "empty_like", "empty_strided",
+    "new_empty_strided", "sym_size", "sym_stride", "_assert_tensor_metadata", "_assert_scalar",
 }  # fmt: skip
 # A composite operator is no kernel: what its decomposition launches on an NPU.
 _COMPOSITES = {

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 KINDS = ("causal", "padding", "window:n")
 """What can be assumed of an attention mask; n is a positive number of keys."""
@@ -20,11 +21,15 @@ class Facts:
         assumed: what the user says of an input, to be checked at every call, e.g. {"arg7_1": "causal"}.
         arguments: where an input is found in the arguments of the compiled function, e.g. {"arg7_1":
             "attention_mask.full_attention"}: the name by which something can be assumed of it.
+        strides: how each result of the graph lies when the model runs without a compiler, None where it is not known;
+            empty if it is known of none. A functional graph may say otherwise: what it computes from a cache that is
+            written in place lies like a copy of that cache.
     """
 
     parameters: frozenset[str] = frozenset()
     assumed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     arguments: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    strides: tuple[tuple[Any, ...] | None, ...] = ()
 
 
 def window(kind: str) -> int | None:

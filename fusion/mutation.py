@@ -1,7 +1,9 @@
-"""Mutation: which calls of an FX graph write to memory that others may read, and to whose."""
+"""Memory: which calls of an FX graph write to memory that others may read, to whose, and which tensors share it."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -9,7 +11,8 @@ import torch.fx as fx
 
 from fusion._torch import OpOverload, schema_of, tree_leaves
 
-_RESERVING = {"empty", "new_empty", "empty_like", "empty_strided"}
+_RESERVING = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+_UNDECLARED = {"aten::_unsafe_view", "prims::view_of"}  # views whose schema does not say so
 
 
 def reserves(target: Any) -> bool:
@@ -28,7 +31,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         return []
     target: Any = node.target
     declared = schema_of(target).arguments
-    given = {**{each.name: value for each, value in zip(declared, node.args, strict=False)}, **node.kwargs}
+    given = _given(target, node.args, node.kwargs)
     written = [given.get(each.name) for each in declared if each.alias_info is not None and each.alias_info.is_write]
     return [each for each in tree_leaves(written) if isinstance(each, fx.Node)]
 
@@ -37,3 +40,70 @@ def closing_writes(source: fx.Graph) -> set[fx.Node]:
     """The writes with which a graph ends, as functional graphs do: nothing is computed after them."""
     nodes = (node for node in reversed(source.nodes) if node.op != "output")
     return set(takewhile(is_write, nodes))
+
+
+def shown(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory the result of a call is: what a view is of, what a write returns; None for its own."""
+    call, number = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, 0)
+    if not isinstance(call, fx.Node) or not isinstance(number, int):
+        return None
+    found = aliased(call.target, call.args, call.kwargs, number)
+    return found if isinstance(found, fx.Node) else None
+
+
+def aliased(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0) -> Any:
+    """The argument of a call whose memory result `number` is, by the operator's schema; None for memory of its own."""
+    if not isinstance(target, OpOverload) or not schema_of(target).returns:
+        return None
+    schema = schema_of(target)
+    if schema.name in _UNDECLARED:
+        return args[0]
+    returned = schema.returns[number if number < len(schema.returns) else 0].alias_info  # a list is one entry
+    if returned is None:
+        return None
+    given = _given(target, args, kwargs)
+    for each in schema.arguments:
+        if each.alias_info is None or given.get(each.name) is None:
+            continue
+        if not returned.before_set or not returned.before_set.isdisjoint(each.alias_info.before_set):
+            return given[each.name]
+    return None
+
+
+def _given(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    names = (each.name for each in schema_of(target).arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a tensor is seen in: itself where it is no view."""
+    source = shown(node)
+    while source is not None:
+        node, source = source, shown(source)
+    return node
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether some call of the graph writes to a tensor, itself or through views of it."""
+
+    def views(user: fx.Node) -> bool:
+        return user.target is operator.getitem or shown(user) is node
+
+    return any(node in written_by(user) or (views(user) and is_written(user)) for user in node.users)
+
+
+def outputs(source: fx.Graph) -> list[fx.Node]:
+    """The results of a graph that nodes give, in order, each as often as it is returned."""
+    return [each for each in tree_leaves(source.output_node().args) if isinstance(each, fx.Node)]
+
+
+def sharing(source: fx.Graph) -> tuple[str, ...]:
+    """For each of `outputs`, whose memory it is: the name of an input, or the first result that has it."""
+    first = {node: node.name for node in source.find_nodes(op="placeholder")}
+    return tuple(first.setdefault(memory_of(node), result(number)) for number, node in enumerate(outputs(source)))
+
+
+def result(number: int) -> str:
+    """What `sharing` calls memory that is first seen in result `number`."""
+    return f"result {number}"

@@ -74,7 +74,7 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     counted = tally(source, chosen)
     if not chosen:
         return Outcome((), tuple(refusals), counted)
-    before = contract(source)
+    before = contract(source, facts.strides)
     done = rewrite(graph, chosen, planner.fakes)
     prepared = prepare(source, facts, options.prepack)
     names = [each.name for each in prepared]

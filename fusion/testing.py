@@ -10,6 +10,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,6 +26,7 @@ from fusion._torch import (
     core_table,
     preserve_composites,
     schema_of,
+    shares_memory,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -35,6 +38,7 @@ from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.report import tally
+from fusion.results import returned, strides_of
 from fusion.verification import relative_error
 from fusion.weights import marks, parameter_inputs
 
@@ -58,11 +62,12 @@ class Captured:
 
     graph: fx.GraphModule
     inputs: tuple[Any, ...]
+    strides: tuple[tuple[Any, ...] | None, ...] = ()
 
     @property
     def facts(self) -> Facts:
-        """Which of the inputs are Parameters."""
-        return Facts(parameter_inputs(self.graph.graph, marks(self.inputs)))
+        """Which of the inputs are Parameters, and how the results lie when the function runs without a compiler."""
+        return Facts(parameter_inputs(self.graph.graph, marks(self.inputs)), strides=self.strides)
 
 
 class _Stop(Exception):  # noqa: N818 - carries the result out of a compiled function
@@ -88,15 +93,17 @@ def capture(
     """
     table = core_table() if level == "core" else {}
 
-    def compile_graph(gm: fx.GraphModule, _: Sequence[Any]) -> Boxed:
+    def compile_graph(results: Sequence[Any], gm: fx.GraphModule, _: Sequence[Any]) -> Boxed:
+        strides = strides_of(results, gm.graph)
+
         def stop(*inputs: Any) -> Any:
-            raise _Stop(Captured(gm, inputs))
+            raise _Stop(Captured(gm, inputs, strides))
 
         return boxed(stop)
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with _CONTEXTS[level]():
-            return aot_inference(gm, example_inputs, compile_graph, table)
+            return aot_inference(gm, example_inputs, partial(compile_graph, returned(gm)), table)
 
     torch.compiler.reset()
     try:
@@ -368,9 +375,28 @@ class _Checked(fx.Interpreter):
             for real, said in zip(tree_leaves(result), tree_leaves(n.meta["val"]), strict=True):
                 if not isinstance(said, Tensor):
                     continue
-                have, want = (real.dtype, tuple(real.shape)), (said.dtype, tuple(said.shape))
+                have, want = ((each.dtype, tuple(each.shape), _telling(each)) for each in (real, said))
                 assert have == want, f"{n.format_node()} gives {have} and says {want}"
+            self._check_memory(n, tree_leaves(result))
         return result
+
+    def _check_memory(self, n: fx.Node, results: Sequence[Any]) -> None:
+        """What a fused operator gives is memory of its own, but what its schema says it writes."""
+        if not isinstance(n.target, OpOverload) or operator_of(n.target) is None or schema_of(n.target).is_mutable:
+            return
+        given = [each for each in map(self.env.get, n.all_input_nodes) if isinstance(each, Tensor)]
+        tensors = [each for each in (*given, *results) if isinstance(each, Tensor) and each.numel()]
+        shared = [
+            one
+            for one, other in combinations(tensors, 2)
+            if not any(other is each for each in given) and shares_memory(one, other)
+        ]
+        assert not shared, f"{n.format_node()} gives memory that it was given, or gives it twice"
+
+
+def _telling(x: Tensor) -> tuple[int, ...]:
+    """The strides of the dims that have several entries."""
+    return tuple(stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel())
 
 
 def _run(gm: fx.GraphModule, inputs: Sequence[Any], count: int) -> list[Any]:
@@ -380,7 +406,13 @@ def _run(gm: fx.GraphModule, inputs: Sequence[Any], count: int) -> list[Any]:
 
 
 def _copies(inputs: Sequence[Any]) -> list[Any]:
-    return [each.detach().clone() if isinstance(each, Tensor) else each for each in inputs]
+    return [_like(each) if isinstance(each, Tensor) else each for each in inputs]
+
+
+def _like(x: Tensor) -> Tensor:
+    """A copy of `x` that lies in memory as `x` does."""
+    memory = x.detach().untyped_storage().clone()
+    return x.new_empty(0).set_(memory, x.storage_offset(), x.shape, x.stride())
 
 
 def _text(graph: fx.Graph) -> list[str]:

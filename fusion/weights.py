@@ -12,7 +12,7 @@ import torch.fx as fx
 from fusion._torch import OpOverload, is_wrapper, tree_leaves
 from fusion.cost import is_view
 from fusion.graph import dims_of
-from fusion.mutation import is_write, written_by
+from fusion.mutation import is_write, is_written
 
 Mark = tuple[tuple[Any, ...], torch.dtype]
 _PURE = ("aten", "prims")  # a call of the user's to another library may talk to other processes
@@ -60,11 +60,6 @@ def derived(source: fx.Graph, parameters: Collection[str], constants: bool = Fal
 
 def _mark(tensor: torch.Tensor) -> Mark:
     return tuple(tensor.shape), tensor.dtype
-
-
-def is_written(node: fx.Node) -> bool:
-    """Whether some call of the graph writes to the memory of this node."""
-    return any(node in written_by(user) for user in node.users)
 
 
 def _is_repeatable(node: fx.Node) -> bool:

@@ -1,8 +1,21 @@
 """The canonical graph: hash-consed values over a user's FX graph, which stays untouched."""
 
 from fusion.graph.algebra import Algebra
-from fusion.graph.dims import Dim, broadcast, but_ones, dim_of, dims_of
+from fusion.graph.dims import Dim, broadcast, but_ones, dim_of, dims_of, is_dense, lie_alike
 from fusion.graph.overlay import Graph, Reading, unviewed
 from fusion.graph.value import Value
 
-__all__ = ["Algebra", "Dim", "Graph", "Reading", "Value", "broadcast", "but_ones", "dim_of", "dims_of", "unviewed"]
+__all__ = [
+    "Algebra",
+    "Dim",
+    "Graph",
+    "Reading",
+    "Value",
+    "broadcast",
+    "but_ones",
+    "dim_of",
+    "dims_of",
+    "is_dense",
+    "lie_alike",
+    "unviewed",
+]

@@ -14,8 +14,9 @@ from torch.fx.node import map_arg
 
 from fusion.cost import is_view
 from fusion.facts import Facts
+from fusion.mutation import is_written
 from fusion.records import Prepared
-from fusion.weights import derived, is_written
+from fusion.weights import derived
 
 ALIGNMENT = 64  # bytes: where kernels like a tensor to begin, also one that lies inside a joined tensor
 

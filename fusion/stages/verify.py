@@ -4,45 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap, zip_longest
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.fx.node import map_arg
 
-from fusion.cost import is_view
 from fusion.errors import VerificationError
 from fusion.graph import dims_of
-from fusion.mutation import closing_writes, is_write, written_by
+from fusion.mutation import closing_writes, is_write, memory_of, outputs, sharing, written_by
 
 
 @dataclass(frozen=True)
 class Contract:
     """What a caller can observe of a graph, apart from its numbers.
 
-    `written` are the inputs that are written to, in the order of the inputs; `between` are the writes in the middle of
-    the graph that are the user's own, by input, in their order.
+    `strides` are those that each output may have, without those of dims of size 1; `sharing` says of each output whose
+    memory it is; `written` are the inputs that are written to, in the order of the inputs; `between` are the writes in
+    the middle of the graph that are the user's own, by input, in their order.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
+    strides: tuple[frozenset[Any], ...]
+    sharing: tuple[str, ...]
     written: tuple[str, ...]
     between: tuple[str, ...]
 
 
-def contract(source: fx.Graph) -> Contract:
-    """Inputs by name, outputs by shape and dtype, and the inputs that are written to."""
+def contract(source: fx.Graph, eager: Sequence[tuple[Any, ...] | None] = ()) -> Contract:
+    """Inputs by name, outputs by shape, dtype, strides and memory, and the inputs that are written to.
+
+    `eager` are the strides that each output may have as well: those that it has when the model runs uncompiled.
+    """
     inputs = tuple(node.name for node in source.nodes if node.op == "placeholder")
-    output = next(node for node in source.nodes if node.op == "output")
     writes = [node for node in source.nodes if is_write(node)]
     closing = closing_writes(source)
     own = [node for node in writes if node not in closing and "fusion" not in node.meta]
     named = {name for node in writes for name in _targets(node)}
-    outputs: list[Any] = []
-    map_arg(output.args, lambda node: outputs.append(_seen(node.meta.get("val"))))
+    vals = [node.meta.get("val") for node in outputs(source)]
     return Contract(
         inputs,
-        tuple(outputs),
+        tuple(map(_seen, vals)),
+        tuple(starmap(_strides, zip_longest(vals, eager[: len(vals)]))),
+        sharing(source),
         tuple(name for name in inputs if name in named),
         tuple(f"{node.target} of {_targets(node)}" for node in own),
     )
@@ -50,18 +55,21 @@ def contract(source: fx.Graph) -> Contract:
 
 def _targets(node: fx.Node) -> list[str]:
     """The inputs, or other nodes, whose memory a call writes into."""
-    return [_root(each).name for each in written_by(node)]
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The node whose memory a view, or the result of a write, is."""
-    source = node.args[0] if node.args else None
-    aliases = node.op == "call_function" and (is_view(node.target) or is_write(node))
-    return _root(source) if aliases and isinstance(source, fx.Node) else node
+    return [memory_of(each).name for each in written_by(node)]
 
 
 def _seen(val: Any) -> Any:
     return (dims_of(val.shape), val.dtype, str(val.device)) if isinstance(val, torch.Tensor) else type(val).__name__
+
+
+def _strides(val: Any, eager: tuple[Any, ...] | None) -> frozenset[Any]:
+    """How a tensor lies and may lie, without what says nothing: strides of dims of size 1, and of empty tensors."""
+    if not isinstance(val, torch.Tensor):
+        return frozenset()
+    shape = dims_of(val.shape)
+    lies = [dims_of(val.stride()), *([eager] if eager is not None else [])]
+    telling = [place for place, size in enumerate(shape) if size != 1 and 0 not in shape]
+    return frozenset(tuple(each[place] for place in telling) for each in lies)
 
 
 def verify(source: fx.Graph, before: Contract, added: Sequence[fx.Node], prepared: Sequence[str] = ()) -> None:
@@ -74,6 +82,8 @@ def verify(source: fx.Graph, before: Contract, added: Sequence[fx.Node], prepare
     """
     before = replace(before, inputs=(*before.inputs, *prepared))
     after = contract(source)
+    if len(after.strides) == len(before.strides) and all(map(frozenset.issubset, after.strides, before.strides)):
+        after = replace(after, strides=before.strides)
     if after != before:
         raise VerificationError(
             f"verifying the rewritten graph: it has {after} where the original has {before}; "

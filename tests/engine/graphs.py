@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fusion.facts import Facts
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
@@ -36,8 +37,8 @@ def traced(function: Callable[..., Any], *args: Any, level: Level = "composite")
     return capture(function, args, level).graph
 
 
-def fuse(gm: fx.GraphModule, options: Options = HOST, rules: Any = None) -> Outcome:
-    outcome = fuse_graph(gm.graph, installed() if rules is None else rules, options)
+def fuse(gm: fx.GraphModule, options: Options = HOST, rules: Any = None, facts: Facts = Facts()) -> Outcome:
+    outcome = fuse_graph(gm.graph, installed() if rules is None else rules, options, facts)
     gm.recompile()
     return outcome
 

@@ -7,23 +7,22 @@ one plan.
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.fx as fx
-from torch.fx.node import map_arg
 
-from fusion.cost import call_cost, is_contiguous_copy, is_launch, is_only_read, is_view, node_cost
+from fusion.cost import is_launch, node_cost
 from fusion.graph import Graph, Value, dims_of
 from fusion.language import Refused
+from fusion.mutation import memory_of
 from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Match, Plan, Refusal
+from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.recorded import PlanBook, Plans
 from fusion.target import Target
 
@@ -53,6 +52,7 @@ class Planner:
         self._elsewhere = elsewhere
         self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options)
         self._costs: dict[fx.Node, float] = {}
+        self._copies = Copies(graph, fakes, target, self._cost)
         self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
@@ -175,7 +175,7 @@ class Planner:
         ]
         sharers = [len(shared.calls[call]) for _, call in each_call]
         running = sum(cost / count for (cost, _), count in zip(each_call, sharers, strict=True))
-        copying = self._copies(match, plan, dying)
+        copying = self._copies.of(match, plan, dying)
         saved = self._worth(dying - alone) + self._worth(beside) / max(sharers, default=1)
         launches = sum(map(is_launch, dying - alone)) - int(kernels) - len(each_call)
         launches -= sum(1 if cost > 0 else -1 for cost in copying)
@@ -212,28 +212,6 @@ class Planner:
             kernels.values()
         )
 
-    def _copies(self, match: Match, plan: Plan, dying: frozenset[fx.Node]) -> list[float]:
-        """What it costs that results lie otherwise: a copy for a view that no longer fits, less for one not needed."""
-        costs: list[float] = []
-        lies = {node: fake for makers, fake in zip(match.roots, plan.fakes, strict=True) for node in makers}
-        waiting = [node for node, fake in lies.items() if dims_of(fake.stride()) != dims_of(node.meta["val"].stride())]
-        while waiting:
-            node = waiting.pop()
-            for user in node.users:
-                if user in dying or user.target is operator.getitem:
-                    continue
-                if is_contiguous_copy(user.target, user.kwargs) and lies[node].is_contiguous() and is_only_read(user):
-                    costs.append(-self._cost(user))
-                if not is_view(user.target):
-                    continue
-                args, kwargs = map_arg((user.args, user.kwargs), lambda each: lies.get(each, each.meta["val"]))
-                lies[user], failed = self.fakes.run(user.target, args, kwargs)
-                if failed:
-                    costs.append(call_cost(torch.ops.aten.clone.default, [lies[node]], lies[node], self.target))
-                elif isinstance(lies[user], torch.Tensor):
-                    waiting.append(user)
-        return costs
-
     def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
         """Whether a step that reads these captures alone is computed once, outside the graph; constants beside them."""
         return bool(self.graph.fixed) and all(self._book.is_prepared(match.captures[name]) for name in names)
@@ -241,8 +219,8 @@ class Planner:
     def _dying(self, matches: Sequence[Match], read: Collection[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""
         kept = {node for value in read for node in self.graph.reads(value)}
-        memory = {_viewed(node) for node in kept}
-        views = (node for value in read for node in self.graph.places.get(value, ()) if _viewed(node) in memory)
+        memory = {memory_of(node) for node in kept}
+        views = (node for value in read for node in self.graph.places.get(value, ()) if memory_of(node) in memory)
         kept.update(views)  # another match may replace the value everywhere
         roots = [node for match in matches for makers in match.roots for node in makers]
         dying: set[fx.Node] = set(roots)
@@ -269,13 +247,6 @@ class Planner:
         for value in read:
             visit(value)
         return tuple(found)
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """The node whose memory a view shows."""
-    while node.op == "call_function" and is_view(node.target) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _operators(plan: Plan) -> frozenset[str]:

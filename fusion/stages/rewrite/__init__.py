@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch.fx.node import map_arg
 
 from fusion._torch import tree_leaves
-from fusion.cost import is_contiguous_copy, is_only_read
-from fusion.errors import VerificationError
-from fusion.graph import Graph, Value, dims_of
+from fusion.cost import is_contiguous_copy
+from fusion.graph import Graph, Value
 from fusion.graph.recipe import build
-from fusion.mutation import is_write, reserves
+from fusion.mutation import is_written, memory_of, reserves
 from fusion.origin import inherit
 from fusion.recording import Fakes, SizeNodes, frozen, substitute
 from fusion.records import Candidate, Input, Output, Step
+from fusion.stages.rewrite.layout import Layouts, same_strides
+from fusion.stages.rewrite.order import sort
 
-_STRICT_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-_CLONE = torch.ops.aten.clone.default
 _OPENED = torch.ops.aten.unsqueeze.default
 _SCATTER = torch.ops.aten.select_scatter.default
 
@@ -59,7 +55,7 @@ class _Editor:
         self._order = dict(graph.order)
         self._unordered = False
         self._origin: fx.Node | None = None  # whose module and line new nodes have
-        self._moved: set[fx.Node] = set()
+        self._layouts = Layouts(graph.source, fakes, self._sizes, graph.facts.strides)
         self._dying = {node for candidate in chosen for node in candidate.dying}
 
     def position(self, candidate: Candidate) -> int:
@@ -85,19 +81,14 @@ class _Editor:
             results = self._replay(candidate, inputs, anchor, added)
         for value, makers, new in zip(match.results, match.roots, results, strict=True):
             for old in makers:
-                self._hand_over(old, new)
+                self._layouts.hand_over(old, new, self._dying)
+            if not makers:
+                self._layouts.planned(new, self._fakes.of(value))
             self._now[value] = new
         self._unordered |= len(match.roots) > 1
         for node in added:
             node.meta["fusion"] = {"rule": match.rule.name, "lowering": candidate.lowering, "form": match.form}
         return Rewritten(candidate, tuple(added))
-
-    def _hand_over(self, old: fx.Node, new: fx.Node) -> None:
-        users = list(old.users)
-        old.replace_all_uses_with(new)
-        if not _same_strides(old.meta["val"], new.meta["val"]):
-            self._moved.add(new)
-            self._follow_strides(users)
 
     def _read(self, value: Value, candidate: Candidate, anchor: fx.Node, added: list[fx.Node]) -> fx.Node:
         """The node that holds `value` now; built first where none does.
@@ -173,16 +164,17 @@ class _Editor:
         """One call; equal calls of pure operators are made once."""
         undone = _undone(target, args, kwargs)
         if undone is not None:
+            self._layouts.planned(undone, val)
             return undone
         key = (target, frozen(args), frozen(kwargs))
         if key in self._made and not reserves(target):
+            self._layouts.planned(self._made[key], val)
             return self._made[key]
-        moved = any(each in self._moved for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Node))
-        args, now = self._run(target, args, kwargs, anchor) if moved else (args, val)
+        moved = any(each in self._layouts for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Node))
+        args, now = self._layouts.run(target, args, kwargs) if moved else (args, val)
         node = self._source.call_function(target, args, kwargs)
         node.meta["val"] = self._fakes.like(now)
-        if moved and not _same_strides(val, now):
-            self._moved.add(node)
+        self._layouts.planned(node, val)
         inherit(node, self._origin or anchor)
         self._order[node] = self._order[anchor]
         self._made[key] = node
@@ -199,14 +191,21 @@ class _Editor:
         for node in self._source.find_nodes(op="call_function", target=_SCATTER):
             self._seen_through(node)
         if self._unordered:
-            _sort(self._source)
+            sort(self._source)
+        self._layouts.restore()
 
     def _seen_through(self, scatter: fx.Node) -> None:
-        """What is put over the one entry of a dim is seen with that dim: nothing of the other tensor is left."""
+        """What is put over the one entry of a dim is seen with that dim: nothing of the other tensor is left.
+
+        Only results of the pass, whose memory nobody else holds: what the caller holds may change later.
+        """
         given: Any = scatter.args[1]
         dim: Any = scatter.args[2]
+        memory = memory_of(given)
+        if "fusion" not in memory.meta or is_written(memory) or is_written(scatter):
+            return
         seen, _ = self._fakes.run(_OPENED, (given.meta["val"], dim), {})
-        if scatter.meta["val"].shape[dim] != 1 or not _same_strides(seen, scatter.meta["val"]):
+        if scatter.meta["val"].shape[dim] != 1 or not same_strides(seen, scatter.meta["val"]):
             return
         with self._source.inserting_before(scatter):
             view = self._source.call_function(_OPENED, (given, dim))
@@ -215,61 +214,9 @@ class _Editor:
         scatter.replace_all_uses_with(view)
         self._source.erase_node(scatter)
 
-    def _follow_strides(self, waiting: list[fx.Node]) -> None:
-        """Bring the fakes of nodes up to date whose inputs now lie differently in memory.
-
-        A view that the new strides do not allow gets a copy to look at: the one change outside a cover.
-        """
-        while waiting:
-            node = waiting.pop()
-            if node.op != "call_function" or node in self._dying:
-                continue
-            if _is_needless(node):
-                waiting.extend(node.users)
-                self._moved.update(node.all_input_nodes)
-                node.replace_all_uses_with(node.all_input_nodes[0])
-                self._source.erase_node(node)
-                continue
-            with self._source.inserting_before(node):
-                node.args, val = self._run(node.target, node.args, node.kwargs, node)
-            if not _same_strides(node.meta["val"], val):
-                self._moved.add(node)
-                node.meta["val"] = self._fakes.like(val)
-                waiting.extend(node.users)
-
-    def _run(self, target: Any, args: Any, kwargs: Any, anchor: fx.Node) -> tuple[Any, Any]:
-        """What a call gives for its inputs as they lie now, and its arguments, with a copy where it needs one."""
-        val, failed = self._fakes.run(target, *map_arg((args, kwargs), lambda each: each.meta["val"]))
-        if failed and target in _STRICT_VIEWS:
-            args = (self._copy(args[0], anchor), *args[1:])
-            val, failed = self._fakes.run(target, *map_arg((args, kwargs), lambda each: each.meta["val"]))
-        if failed:
-            raise VerificationError(f"following strides: {target}{args} does not accept its new inputs: {failed}")
-        return args, val
-
-    def _copy(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
-        """A contiguous copy, at the graph's insertion point."""
-        copy = self._source.call_function(_CLONE, (node,), {"memory_format": torch.contiguous_format})
-        copy.meta["val"] = self._fakes.like(self._fakes.run(_CLONE, (node.meta["val"],), copy.kwargs)[0])
-        inherit(copy, anchor)
-        self._order[copy] = self._order[anchor]
-        return copy
-
-
-def _is_needless(copy: fx.Node) -> bool:
-    """Whether a copy that makes a tensor contiguous is of one that is, and nobody else gets hold of it."""
-    copies = is_contiguous_copy(copy.target, copy.kwargs)
-    return copies and copy.all_input_nodes[0].meta["val"].is_contiguous() and is_only_read(copy)
-
 
 def _is_pure(node: fx.Node) -> bool:
     return node.op == "call_function" and not node.is_impure()
-
-
-def _same_strides(old: Any, new: Any) -> bool:
-    """Whether tensors, or those of a tuple, lie alike in memory."""
-    pairs = zip(tree_leaves(old), tree_leaves(new), strict=True)
-    return all(dims_of(a.stride()) == dims_of(b.stride()) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
 def _undone(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node | None:
@@ -283,29 +230,3 @@ def _undone(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx
     val = source.meta["val"]
     axes = [{axis % val.dim() for axis in each} for each in (args[1:], source.args[1:])]
     return source.args[0] if axes[0] == axes[1] and isinstance(source.args[0], fx.Node) else None
-
-
-def _sort(source: fx.Graph) -> None:
-    """Move nodes behind what they read, as little as possible; writes to memory keep their order."""
-    place = {node: position for position, node in enumerate(source.nodes)}
-    waiting: dict[fx.Node, int] = {}
-    followers: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in place}
-    writes = [node for node in place if is_write(node)]
-    for first, second in pairwise(writes):
-        followers[first].append(second)
-    for users in followers.values():
-        for user in users:
-            waiting[user] = waiting.get(user, 0) + 1
-    ready = [(position, node) for node, position in place.items() if not waiting.get(node)]
-    heapq.heapify(ready)
-    ordered: list[fx.Node] = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        ordered.append(node)
-        for user in followers[node]:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, (place[user], user))
-    for previous, node in pairwise(ordered):
-        if previous.next is not node:
-            previous.append(node)
