@@ -25,8 +25,8 @@ def several(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
 
 
 def drafted(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, there: Tensor) -> Tensor:
-    """Some tokens that were guessed in several ways: what each sees is told by a mask."""
-    return eager(q, *keys_values(latent, rope, up), hidden(there, q.dtype))
+    """Some tokens that were guessed in several ways: what each sees is told by a mask; heads side by side [B, S, N·E]."""
+    return eager(q, *keys_values(latent, rope, up), hidden(there, q.dtype)).flatten(2)
 
 
 def tree() -> Tensor:

@@ -108,6 +108,7 @@ class _Editor:
         recorder, result = self._fakes.record(lambda: build(recipe, self._fakes.size, *fakes.values()), fakes)
         nodes = self._emit(recorder.steps, dict(zip(fakes, args, strict=True)), anchor, added)
         self._now[value] = self._at(recorder.name(result), nodes, dict(zip(fakes, args, strict=True)), anchor, added)
+        self._layouts.planned(self._now[value], self._fakes.of(value))
         return self._now[value]
 
     def _replay(
