@@ -213,13 +213,11 @@ class Algebra:
         return x if x.shape == tuple(shape) else self.make("expand", (x,), (), shape, x.dtype)
 
     def cat(self, pieces: Sequence[Value], axis: int) -> Value:
-        """Join along `axis`; empty pieces vanish, neighbours cut from one source are one again."""
+        """Join along `axis`; empty pieces vanish beside others, neighbours cut from one source are one again."""
         rank = max(piece.rank for piece in pieces)
         axis %= rank
         flat: list[Value] = []
-        for piece in pieces:
-            if 0 in piece.shape:
-                continue
+        for piece in [each for each in pieces if 0 not in each.shape] or pieces:
             flat.extend(piece.args if piece.op == "cat" and piece.attrs[0] == axis else (piece,))
         joined: list[Value] = []
         for piece in flat:

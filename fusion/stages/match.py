@@ -98,6 +98,13 @@ def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozense
     return search.found
 
 
+def _require_elements(captures: Mapping[str, Any], results: Sequence[Value]) -> None:
+    """Refuse what no kernel has to be launched for."""
+    for name, value in (*captures.items(), *(("result", each) for each in results)):
+        if isinstance(value, Value) and 0 in value.shape:
+            raise Refused("{name} {shape} has no elements: there is nothing to compute", {"name": name, "shape": list(value.shape)})
+
+
 class _Search:
     """The state of one search; also the context that terms ask."""
 
@@ -154,6 +161,7 @@ class _Search:
             if not all(map(self._may_replace, results)) or self._circular(captures, roots):
                 continue
             try:
+                _require_elements(captures, results)
                 if rule.name not in self._unsafe:
                     call(rule.guard, captures)
             except Refused as reason:
