@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from typing import Any
 
 import torch.fx as fx
 
-from fusion.errors import RuleError
+from fusion.errors import Failure, RuleError
+from fusion.failures import culprit, failure, raised
 from fusion.graph import Graph, Reading, Value
 from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, relied
 from fusion.records import Match, Refusal
@@ -60,10 +61,19 @@ CANONICAL = frozenset(
 
 @dataclass
 class Found:
-    """What matching found: matches, and refusals with their reasons."""
+    """What matching found.
+
+    Attributes:
+        matches: where rules apply.
+        refusals: where they do not, with their reasons.
+        failures: what rules raised, which are refused there.
+        sound: the rules that could be read.
+    """
 
     matches: list[Match] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    sound: Sequence[Rule] = ()
 
 
 def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
@@ -89,13 +99,19 @@ def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
 def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset()) -> Found:
     """Match every rule everywhere. `unsafe` names rules whose guard is not asked."""
     search = _Search(graph, unsafe)
-    for level in levels(rules):
+    search.found.sound = [rule for rule in rules if search.attempt(_declared, rule)]
+    for level in levels(search.found.sound):
         for rule in level:
-            search.apply(rule)
-    for rule in rules:
-        search.note_lookalikes(rule)
+            search.attempt(search.apply, rule)
+    for rule in search.found.sound:
+        search.attempt(search.note_lookalikes, rule)
     search.note_misses()
     return search.found
+
+
+def _declared(rule: Rule) -> None:
+    """Everything of a rule that matching reads."""
+    rule.uses()
 
 
 def _require_elements(captures: Mapping[str, Any], results: Sequence[Value]) -> None:
@@ -139,6 +155,19 @@ class _Search:
         node = self.graph.node(value)
         return (math.inf if node is None else self.graph.order[node]), value.id
 
+    def attempt(self, step: Callable[[Rule], None], rule: Rule) -> bool:
+        """Take a step with one rule; if it raises, that rule alone is lost, from there on."""
+        try:
+            step(rule)
+        except RuleError:
+            raise
+        except Exception as error:
+            node = culprit(error) or self.graph.source.output_node()
+            self.found.failures.append(failure("match", error, rule.name, node))
+            self.found.refusals.append(Refusal(rule.name, raised("pattern", error), node))
+            return False
+        return True
+
     def apply(self, rule: Rule) -> None:
         """Find the matches of one rule; the first form that holds at a value is the one."""
         taken: set[Value] = set()
@@ -167,6 +196,10 @@ class _Search:
             except Refused as reason:
                 refused = refused or reason
                 self._explain(rule, value, captures)
+                continue
+            except Exception as error:
+                self.found.failures.append(failure("match", error, rule.name, roots[0][0]))
+                refused = raised("guard", error)
                 continue
             return Match(rule, form.name, captures, results, roots, relied(bound))
         if refused is not None:
