@@ -146,7 +146,6 @@ class FusionBackend:
         log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
         return report
 
-
     def _report(self, gm: fx.GraphModule, outcome: Outcome, facts: Facts) -> GraphReport:
         machine = Target.resolve(self.options.target)
         return GraphReport(

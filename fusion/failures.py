@@ -58,7 +58,7 @@ def worded(error: Exception) -> str:
 
 
 def culprit(error: Exception) -> fx.Node | None:
-    """The node that was worked on: of the innermost call that has one, or a value that a node holds, among its names."""
+    """The node that was worked on: of the innermost call that has one among its names, or a value that a node holds."""
     calls = _calls(error)
     places: list[Mapping[Any, Any]] = [found for names in calls for each in names.values() if (found := _places(each))]
     for names in calls:

@@ -1,6 +1,6 @@
 """Regions: what `torch.compiler.nested_compile_region` keeps apart is put back where it is called, to be fused with it.
 
-    y = invoke_subgraph(body, name, x)   →   the nodes of body, with x for its input
+y = invoke_subgraph(body, name, x)   →   the nodes of body, with x for its input
 """
 
 from __future__ import annotations

@@ -138,7 +138,9 @@ def _remark(rule: Rule, told: Mapping[str, Any]) -> str:
         return str(raised("remark", error))
 
 
-def unfused(graph: fx.GraphModule, failure: Failure, hand_on: Callable[[fx.GraphModule], fx.GraphModule]) -> GraphReport:
+def unfused(
+    graph: fx.GraphModule, failure: Failure, hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+) -> GraphReport:
     """The report of a graph that runs as it came because a stage failed."""
     counted = tally(graph.graph)
     return GraphReport(graph, (), (), counted, counted, hand_on, failures=(failure,))

@@ -118,7 +118,10 @@ def _require_elements(captures: Mapping[str, Any], results: Sequence[Value]) -> 
     """Refuse what no kernel has to be launched for."""
     for name, value in (*captures.items(), *(("result", each) for each in results)):
         if isinstance(value, Value) and 0 in value.shape:
-            raise Refused("{name} {shape} has no elements: there is nothing to compute", {"name": name, "shape": list(value.shape)})
+            raise Refused(
+                "{name} {shape} has no elements: there is nothing to compute",
+                {"name": name, "shape": list(value.shape)},
+            )
 
 
 class _Search:
@@ -222,10 +225,13 @@ class _Search:
                 waiting.extend(each.args)
 
     def _circular(self, captures: Mapping[str, Any], roots: Sequence[tuple[fx.Node, ...]]) -> bool:
-        """Whether one result is needed to compute what the match takes: a call cannot wait for itself."""
-        if len(roots) == 1:
-            return False
+        """Whether one result is needed to compute what the match takes: a call cannot wait for itself.
+
+        What is taken may be cut out of the result: the end of a buffer that was rolled is its beginning.
+        """
         taken = [node for each in captures.values() if isinstance(each, Value) for node in self.graph.reads(each)]
+        if len(roots) == 1:
+            return any(self.graph.order[node] >= self.graph.order[roots[0][0]] for node in taken)
         return any(self.graph.depends(node, root) for node in taken for makers in roots for root in makers)
 
     def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:

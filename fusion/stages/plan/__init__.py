@@ -30,7 +30,6 @@ from fusion.records import Candidate, Match, Plan, Refusal
 from fusion.stages.plan.recorded import PlanBook, Plans
 from fusion.target import Target
 
-
 _T = TypeVar("_T")
 
 
