@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -106,6 +106,27 @@ def outside_modes() -> AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+def higher_order(target: Any) -> str:
+    """The name of an operator that calls graphs, such as "cond"; "" for any other call.
+
+    Private: `torch._ops.HigherOrderOperator`.
+    """
+    return target.name() if isinstance(target, HigherOrderOperator) else ""
+
+
+def in_fake_mode(op: Any, mode: FakeTensorMode, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator that calls graphs gives in a fake mode, a mode of a derived type too.
+
+    torch looks up by the type of the mode what it does not find among the functions for all fake modes.
+    Private: `torch._higher_order_ops.utils.registered_hop_fake_fns`, `HigherOrderOperator.python_key_table`.
+    """
+    from torch._higher_order_ops.utils import registered_hop_fake_fns
+
+    if op in registered_hop_fake_fns:
+        return FakeTensorMode.__torch_dispatch__(mode, op, [], args, kwargs)
+    return op.python_key_table[FakeTensorMode](mode, *args, **kwargs)
 
 
 def schema_of(op: OpOverload) -> torch.FunctionSchema:
@@ -353,6 +374,21 @@ def stamp(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     if tensor.is_inference():
         return None
     return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def refill(graph: fx.Graph, kept: fx.Graph) -> None:
+    """Make a graph what a copy of it still is, node for node and name for name.
+
+    Private: `torch.fx.Graph._graph_namespace`, which else would not give the names again.
+    """
+    for node in graph.nodes:  # in whatever order they stand
+        node.args, node.kwargs = (), {}
+    for node in list(graph.nodes):
+        graph.erase_node(node)
+    graph._graph_namespace = type(graph._graph_namespace)()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in kept.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
 
 
 def fake_like(fake: Any) -> torch.Tensor:

@@ -17,13 +17,16 @@ import torch.fx as fx
 from fusion._torch import Boxed, aot_plain, argument_path, boxed, outside_modes, specialise_floats
 from fusion.assumptions import ArgumentPath, assumed, checks_of, facts_of
 from fusion.dump import write_graph
+from fusion.errors import FusionError, StageError
 from fusion.facts import Facts
+from fusion.failures import stage, warn
 from fusion.language import Rule
 from fusion.library import rules_for
 from fusion.options import Options
-from fusion.pipeline import fuse_graph
+from fusion.pipeline import Outcome, fuse_graph
 from fusion.prepared import supply
-from fusion.report import GraphReport, match_report, tally
+from fusion.regions import inline_regions
+from fusion.report import GraphReport, match_report, tally, unfused
 from fusion.results import returned, strides_of
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
@@ -74,30 +77,44 @@ class FusionBackend:
                 stacklevel=2,
             )
             return aot_plain(gm, example_inputs)
+        inline_regions(gm)
         known = partial(known_facts, argument_paths(gm), marks(example_inputs), returned(gm), self.options)
         return capture(gm, example_inputs, partial(self._compile, known))
 
     def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         rules = rules_for(self.options, self.rules)
         original = fx.GraphModule(gm, _copy(gm.graph))
-        facts = known(gm.graph)
         try:
+            with stage("capture"):
+                facts = known(gm.graph)
             report = self.fuse(gm, rules, facts)
-        except Exception as error:  # whatever a rule does, the model runs as it came
-            log.debug("fusing a graph failed", exc_info=True)
-            warnings.warn(
-                f"cann-fusion could not fuse a graph and runs it as it came: {type(error).__name__}: {error}. "
-                "fusion.explain(model, ...) shows where; options={'disable': {rule}} leaves a rule out.",
-                stacklevel=2,
-            )
-            return lower(original, example_inputs, route(self.options.lower))
-        prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
-        run = lower(gm, [*example_inputs, *prepared], route(self.options.lower))
+        except FusionError as error:  # whatever fails, the model runs as it came
+            return self._as_it_came(original, example_inputs, error)
+        try:
+            run = self._lowered(gm, example_inputs)
+        except StageError as error:
+            return self._as_it_came(original, example_inputs, error)
+        warn(report.failures)
         run = supply(run, gm.graph, report.prepared)
         if self.options.verify:
             run = verified(original, run)
         checks = checks_of(gm.graph, facts, report.assumptions)
         return assumed(run, partial(self._unfused, original, example_inputs), checks) if checks else run
+
+    def _as_it_came(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
+        """The plain graph, with one warning; raises where the compiler is at fault, not what was fused."""
+        log.debug("fusing a graph failed", exc_info=error)
+        run = lower(original, example_inputs, route(self.options.lower))
+        if isinstance(error, StageError):
+            warn([error.failure])
+        else:
+            warnings.warn(f"cann-fusion could not fuse a graph and runs it as it came: {error}", stacklevel=2)
+        return run
+
+    def _lowered(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
+        with stage("lower"):
+            return lower(gm, [*example_inputs, *prepared], route(self.options.lower))
 
     def _unfused(self, original: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """The graph as it came, compiled after Dynamo has set its guards: with symbolic sizes only node by node,
@@ -107,15 +124,26 @@ class FusionBackend:
             return lower(original, example_inputs, "eager" if symbolic else route(self.options.lower))
 
     def fuse(self, gm: fx.GraphModule, rules: Sequence[Rule] | None = None, facts: Facts = Facts()) -> GraphReport:
-        """Rewrite one functional aten graph in place and report."""
+        """Rewrite one functional aten graph in place and report.
+
+        Raises:
+            FusionError: the options or a rule cannot be used.
+            StageError: a stage failed; the graph is not to be used.
+        """
         dump = partial(_dump, self.options.dump_dir, next(_numbers))
         dump("captured", gm.graph)
         outcome = fuse_graph(gm.graph, rules or rules_for(self.options, self.rules), self.options, facts)
         if outcome.chosen:
             gm.recompile()
         dump("fused", gm.graph)
+        with stage("report"):
+            report = self._report(gm, outcome, facts)
+        log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
+        return report
+
+    def _report(self, gm: fx.GraphModule, outcome: Outcome, facts: Facts) -> GraphReport:
         machine = Target.resolve(self.options.target)
-        report = GraphReport(
+        return GraphReport(
             gm,
             tuple(match_report(each, machine) for each in outcome.chosen),
             outcome.refusals,
@@ -125,9 +153,8 @@ class FusionBackend:
             {facts.arguments.get(name, name): facts.assumed[name] for name in sorted(outcome.assumed)},
             outcome.prepared,
             outcome.host_reads,
+            outcome.failures,
         )
-        log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
-        return report
 
 
 @dataclass(frozen=True)
@@ -147,13 +174,20 @@ class Explainer:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph to its report."""
         specialise_floats(gm)
+        inline_regions(gm)
         paths = [self._named(path) for path in argument_paths(gm)]
         known = partial(known_facts, paths, marks(example_inputs), returned(gm), self.backend.options)
         return capture(gm, example_inputs, partial(self._compile, known))
 
     def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
         original = fx.GraphModule(gm, _copy(gm.graph))
-        self.parts.append(self.backend.fuse(gm, facts=known(gm.graph)))
+        try:
+            with stage("capture"):
+                facts = known(gm.graph)
+            self.parts.append(self.backend.fuse(gm, facts=facts))
+        except StageError as error:
+            hand_on = partial(handed_on, by=route(self.backend.options.lower))
+            self.parts.append(unfused(original, error.failure, hand_on))
         return boxed(fx.Interpreter(original).run)
 
     def _named(self, path: ArgumentPath) -> ArgumentPath:
@@ -190,6 +224,7 @@ def _copy(source: fx.Graph) -> fx.Graph:
     return copied
 
 
-def _dump(folder: str, number: int, stage: str, source: fx.Graph) -> None:
+def _dump(folder: str, number: int, name: str, source: fx.Graph) -> None:
     if folder:
-        write_graph(Path(folder) / f"graph{number}_{stage}.txt", source)
+        with stage("dump"):
+            write_graph(Path(folder) / f"graph{number}_{name}.txt", source)

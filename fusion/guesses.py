@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion._torch import FakeTensor, FakeTensorMode, tree_map_only
+from fusion._torch import FakeTensor, FakeTensorMode, higher_order, in_fake_mode, tree_map_only
 from fusion.errors import FusionError
 
 MOST = 2**16
@@ -27,6 +27,8 @@ class Guesses(FakeTensorMode):
         FusionError: more than `MOST` guesses were made, as where a loop waits for another number.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
         self.places: Counter[str] = Counter()
@@ -35,6 +37,8 @@ class Guesses(FakeTensorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operator; no symbol is left in what it gives."""
+        if higher_order(func):  # its body is traced in this mode, too
+            return in_fake_mode(func, self, args, kwargs or {})
         if func is torch.ops.aten.equal.default:
             self._note()
             return True

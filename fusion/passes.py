@@ -11,6 +11,8 @@ import torch
 import torch.fx as fx
 
 from fusion import operators
+from fusion.errors import StageError
+from fusion.failures import warn
 from fusion.language import Rule
 from fusion.library import rules_for
 from fusion.options import Options
@@ -36,11 +38,18 @@ class FusionPass:
     def __call__(self, graph: fx.GraphModule | fx.Graph, *context: Any) -> None:
         """Fuse in place; a graph without any match stays node for node as it is.
 
+        Where the pass fails, the graph is left as it came, with a warning.
+
         Raises:
             FusionError: the graph carries no shapes.
         """
         source = graph.graph if isinstance(graph, fx.GraphModule) else graph
-        outcome = fuse_graph(source, self.rules, self.options)
+        try:
+            outcome = fuse_graph(source, self.rules, self.options)
+        except StageError as error:
+            warn([error.failure])
+            return
+        warn(outcome.failures)
         if outcome.chosen and isinstance(graph, fx.GraphModule):
             graph.recompile()
 

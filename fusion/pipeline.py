@@ -5,13 +5,19 @@ canonicalise → match → plan → select → rewrite → prepare → verify �
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 import torch.fx as fx
 
 from fusion import operators
+from fusion._torch import higher_order, refill
+from fusion.errors import Failure
 from fusion.facts import Facts
+from fusion.failures import stage
+from fusion.graph import Graph
 from fusion.language import Refused, Rule
 from fusion.options import Options
 from fusion.recording import Fakes
@@ -43,6 +49,7 @@ class Outcome:
         in_place: names of the `copy_` nodes that in-place writes have made needless.
         prepared: the further inputs of the rewritten graph, computed from Parameters once.
         host_reads: how often a call waits for the device, to read lengths on the host.
+        failures: what rules raised, which were left out for that, each once.
     """
 
     chosen: tuple[Candidate, ...] = field(default_factory=tuple)
@@ -52,38 +59,80 @@ class Outcome:
     in_place: tuple[str, ...] = ()
     prepared: tuple[Prepared, ...] = ()
     host_reads: int = 0
+    failures: tuple[Failure, ...] = ()
 
 
 def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts: Facts = Facts()) -> Outcome:
     """Rewrite one functional aten graph in place; every node outside the chosen matches stays the same object.
 
+    A rule that raises is refused where it does so; the others go on.
+
     Raises:
         FusionError: the graph carries no shapes.
-        VerificationError: a rewrite broke the graph's contract.
+        StageError: a stage failed; the graph is as it came.
     """
-    operators.ensure()
-    target = Target.resolve(options.target)
+    with stage("operators"):
+        operators.ensure()
+        target = Target.resolve(options.target)
     elsewhere = [] if target.is_npu else [Target.named(REFERENCE)]
-    graph = canonicalise(source, facts)
-    found = match(graph, rules, options.unsafe)
+    with stage("canonicalise"):
+        graph = canonicalise(source, facts)
+    with stage("match"):
+        found = match(graph, rules, options.unsafe)
     lowering = plan_lower(options, target)
-    planner = Planner(graph, Fakes(graph), target, lowering, elsewhere, options)
-    candidates = planner.candidates(found.matches)
-    chosen = select(candidates, graph, options.fuel)
-    refusals = _worth_telling([*found.refusals, *planner.refusals, *_useless(candidates)], chosen, rules)
-    counted = tally(source, chosen)
-    if not chosen:
-        return Outcome((), tuple(refusals), counted)
-    before = contract(source, facts.strides)
-    done = rewrite(graph, chosen, planner.fakes)
-    prepared = prepare(source, facts, options.prepack)
-    names = [each.name for each in prepared]
-    verify(source, before, [node for each in done for node in each.added], names)
-    in_place = reinplace(source, lowering)
-    copies = read_on_host(source, lowering) if target.is_npu else 0
-    verify(source, before, [], names)
-    relied = frozenset(name for each in chosen for name in each.match.relies)
-    return Outcome(tuple(chosen), tuple(refusals), counted, relied, in_place, prepared, copies)
+    with stage("plan"):
+        planner = Planner(graph, Fakes(graph), target, lowering, elsewhere, options)
+        candidates = planner.candidates(found.matches)
+    with stage("select"):
+        chosen = select(candidates, graph, options.fuel)
+    with stage("report"):
+        refusals = _worth_telling([*found.refusals, *planner.refusals, *_useless(candidates)], chosen, found.sound)
+        counted = tally(source, chosen)
+    failures = _apart([*found.failures, *planner.failures])
+    outcome = Outcome(tuple(chosen), (*refusals, *_not_entered(source)), counted, failures=failures)
+    return _rewritten(graph, outcome, planner.fakes, (facts, options, target)) if chosen else outcome
+
+
+def _rewritten(graph: Graph, outcome: Outcome, fakes: Fakes, how: tuple[Facts, Options, Target]) -> Outcome:
+    """Put into the graph what was chosen; where that fails, the graph is again as it came."""
+    facts, options, target = how
+    source, lowering = graph.source, plan_lower(options, target)
+    kept = copy.deepcopy(source)
+    try:
+        with stage("rewrite"):
+            before = contract(source, facts.strides)
+            done = rewrite(graph, outcome.chosen, fakes)
+        with stage("prepare"):
+            prepared = prepare(source, facts, options.prepack)
+        names = [each.name for each in prepared]
+        with stage("verify"):
+            verify(source, before, [node for each in done for node in each.added], names)
+        with stage("reinplace"):
+            in_place = reinplace(source, lowering)
+            copies = read_on_host(source, lowering) if target.is_npu else 0
+        with stage("verify"):
+            verify(source, before, [], names)
+    except BaseException:
+        refill(source, kept)
+        raise
+    relied = frozenset(name for each in outcome.chosen for name in each.match.relies)
+    return replace(outcome, assumed=relied, in_place=in_place, prepared=prepared, host_reads=copies)
+
+
+def _apart(failures: Sequence[Failure]) -> tuple[Failure, ...]:
+    """The first of those that differ in nothing but their place."""
+    return tuple({(each.stage, each.rule, each.error): each for each in reversed(failures)}.values())[::-1]
+
+
+def _not_entered(source: fx.Graph) -> list[Refusal]:
+    """The calls that keep code as graphs of their own."""
+    reason = "the code inside is not entered: it stays a graph of its own, as it came"
+    return [Refusal(higher_order(node.target), reason, node) for node in source.nodes if _calls_graphs(node)]
+
+
+def _calls_graphs(node: fx.Node) -> bool:
+    held = (each for each in node.all_input_nodes if each.op == "get_attr")
+    return bool(higher_order(node.target)) and any(not isinstance(each.meta.get("val"), torch.Tensor) for each in held)
 
 
 def plan_lower(options: Options, target: Target) -> str:

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch.fx as fx
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fusion._torch import OpOverload, schema_of
 from fusion.cost import is_bookkeeping, is_launch
-from fusion.language import call
+from fusion.errors import Failure
+from fusion.failures import raised
+from fusion.language import Rule, call
 from fusion.operators import operator_of
 from fusion.origin import location, module_path
 from fusion.records import Candidate, Prepared, Refusal
@@ -81,6 +84,7 @@ class GraphReport:
         assumptions: what the rewrites rely on: the kind of mask by the path of the argument.
         prepared: the further inputs of the graph, computed from Parameters once.
         host_reads: how often a call waits for the device, to read lengths on the host (option `lengths`).
+        failures: what raised: a stage, for which the graph is as it came, or rules, which were left out.
     """
 
     graph: fx.GraphModule
@@ -92,6 +96,7 @@ class GraphReport:
     assumptions: Mapping[str, str] = field(default_factory=dict)
     prepared: tuple[Prepared, ...] = ()
     host_reads: int = 0
+    failures: tuple[Failure, ...] = ()
 
     @property
     def prepared_bytes(self) -> int:
@@ -122,8 +127,23 @@ def match_report(candidate: Candidate, machine: Target) -> MatchReport:
         location(node),
         candidate.launches,
         round(candidate.benefit, 3),
-        call(rule.remark, told),
+        _remark(rule, told),
     )
+
+
+def _remark(rule: Rule, told: Mapping[str, Any]) -> str:
+    try:
+        return call(rule.remark, told)
+    except Exception as error:
+        return str(raised("remark", error))
+
+
+def unfused(
+    graph: fx.GraphModule, failure: Failure, hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+) -> GraphReport:
+    """The report of a graph that runs as it came because a stage failed."""
+    counted = tally(graph.graph)
+    return GraphReport(graph, (), (), counted, counted, hand_on, failures=(failure,))
 
 
 @dataclass(frozen=True)
@@ -159,6 +179,11 @@ class Report:
     def refusals(self) -> list[Refusal]:
         """Everything that was refused, with its reason."""
         return [refusal for part in self.parts for refusal in part.refusals]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What raised in the pass: a whole graph runs as it came for it, or a rule was left out."""
+        return [failure for part in self.parts for failure in part.failures]
 
     @property
     def assumptions(self) -> dict[str, str]:
@@ -224,6 +249,9 @@ class Report:
             "guesses": dict(self.guesses),
             "matches": [asdict(each) for each in self.matches],
             "refusals": refusals,
+            "failures": [
+                {"graph": number, **asdict(each)} for number, part in enumerate(self.parts) for each in part.failures
+            ],
         }
         return json.dumps(content, indent=2)
 
@@ -241,6 +269,7 @@ class Report:
         graphs = f"{len(self.parts)} graph" + ("" if len(self.parts) == 1 else "s")
         title = f"fused for {self.target}: {graphs}, {before} launches -> {after}"
         found: list[Any] = [self._operators(title), self._modules()]
+        found += [self._failed()] if self.failures else []
         found += [self._remarks()] if any(each.remark for each in self.matches) else []
         found += [self._assumed()] if self.assumptions else []
         found += [self._guessed()] if self.guesses else []
@@ -266,6 +295,17 @@ class Report:
         for (path, layer), count in _alike(self.layers).items():
             numbers = (layer.before.launches, layer.after.launches, layer.after.bookkeeping)
             table.add_row(path or "(outside modules)", str(count), *map(str, numbers))
+        return table
+
+    def _failed(self) -> Table:
+        title = "failed in the pass: please report it, with the graph that options={'dump_dir': folder} writes"
+        table = Table(title=title, title_justify="left", min_width=len(title))
+        for name in ("graph", "stage", "runs", "error", "at"):
+            table.add_column(name, overflow="fold")
+        for number, part in enumerate(self.parts):
+            for each in part.failures:
+                runs = "as it came" if each.whole else f"without {each.rule}"
+                table.add_row(str(number), each.stage, runs, escape(each.error), escape(each.place))
         return table
 
     def _remarks(self) -> Table:

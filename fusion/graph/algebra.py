@@ -20,6 +20,7 @@ import torch
 from fusion.graph.dims import Dim, broadcast, but_ones
 from fusion.graph.value import Value
 
+LARGE = 700.0  # the logarithm of a number that a float still holds
 MAX_STOP = 2**62  # aten writes "to the end" as a stop beyond any size
 _LOSSLESS = {
     torch.bfloat16: {torch.float32, torch.float64},
@@ -213,13 +214,11 @@ class Algebra:
         return x if x.shape == tuple(shape) else self.make("expand", (x,), (), shape, x.dtype)
 
     def cat(self, pieces: Sequence[Value], axis: int) -> Value:
-        """Join along `axis`; empty pieces vanish, neighbours cut from one source are one again."""
+        """Join along `axis`; empty pieces vanish beside others, neighbours cut from one source are one again."""
         rank = max(piece.rank for piece in pieces)
         axis %= rank
         flat: list[Value] = []
-        for piece in pieces:
-            if 0 in piece.shape:
-                continue
+        for piece in [each for each in pieces if 0 not in each.shape] or pieces:
             flat.extend(piece.args if piece.op == "cat" and piece.attrs[0] == axis else (piece,))
         joined: list[Value] = []
         for piece in flat:
@@ -335,7 +334,7 @@ class Algebra:
             inner = x.attrs[0]
             if not (inner in (0.5, -0.5) and float(exponent * inner).is_integer()) or _nonnegative(x.arg):
                 x, exponent = x.arg, exponent * inner
-        if x.op == "scale" and x.attrs[0] > 0:
+        if x.op == "scale" and x.attrs[0] > 0 and abs(math.log(x.attrs[0]) * exponent) < LARGE:
             return self.scale(self.power(x.arg, exponent), x.attrs[0] ** exponent)
         if exponent == 1:
             return x

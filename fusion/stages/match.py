@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from typing import Any
 
 import torch.fx as fx
 
-from fusion.errors import RuleError
+from fusion.errors import Failure, RuleError
+from fusion.failures import culprit, failure, raised
 from fusion.graph import Graph, Reading, Value
 from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, relied
 from fusion.records import Match, Refusal
@@ -60,10 +61,19 @@ CANONICAL = frozenset(
 
 @dataclass
 class Found:
-    """What matching found: matches, and refusals with their reasons."""
+    """What matching found.
+
+    Attributes:
+        matches: where rules apply.
+        refusals: where they do not, with their reasons.
+        failures: what rules raised, which are refused there.
+        sound: the rules that could be read.
+    """
 
     matches: list[Match] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    sound: Sequence[Rule] = ()
 
 
 def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
@@ -89,13 +99,29 @@ def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
 def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset()) -> Found:
     """Match every rule everywhere. `unsafe` names rules whose guard is not asked."""
     search = _Search(graph, unsafe)
-    for level in levels(rules):
+    search.found.sound = [rule for rule in rules if search.attempt(_declared, rule)]
+    for level in levels(search.found.sound):
         for rule in level:
-            search.apply(rule)
-    for rule in rules:
-        search.note_lookalikes(rule)
+            search.attempt(search.apply, rule)
+    for rule in search.found.sound:
+        search.attempt(search.note_lookalikes, rule)
     search.note_misses()
     return search.found
+
+
+def _declared(rule: Rule) -> None:
+    """Everything of a rule that matching reads."""
+    rule.uses()
+
+
+def _require_elements(captures: Mapping[str, Any], results: Sequence[Value]) -> None:
+    """Refuse what no kernel has to be launched for."""
+    for name, value in (*captures.items(), *(("result", each) for each in results)):
+        if isinstance(value, Value) and 0 in value.shape:
+            raise Refused(
+                "{name} {shape} has no elements: there is nothing to compute",
+                {"name": name, "shape": list(value.shape)},
+            )
 
 
 class _Search:
@@ -132,6 +158,19 @@ class _Search:
         node = self.graph.node(value)
         return (math.inf if node is None else self.graph.order[node]), value.id
 
+    def attempt(self, step: Callable[[Rule], None], rule: Rule) -> bool:
+        """Take a step with one rule; if it raises, that rule alone is lost, from there on."""
+        try:
+            step(rule)
+        except RuleError:
+            raise
+        except Exception as error:
+            node = culprit(error) or self.graph.source.output_node()
+            self.found.failures.append(failure("match", error, rule.name, node))
+            self.found.refusals.append(Refusal(rule.name, raised("pattern", error), node))
+            return False
+        return True
+
     def apply(self, rule: Rule) -> None:
         """Find the matches of one rule; the first form that holds at a value is the one."""
         taken: set[Value] = set()
@@ -154,11 +193,16 @@ class _Search:
             if not all(map(self._may_replace, results)) or self._circular(captures, roots):
                 continue
             try:
+                _require_elements(captures, results)
                 if rule.name not in self._unsafe:
                     call(rule.guard, captures)
             except Refused as reason:
                 refused = refused or reason
                 self._explain(rule, value, captures)
+                continue
+            except Exception as error:
+                self.found.failures.append(failure("match", error, rule.name, roots[0][0]))
+                refused = raised("guard", error)
                 continue
             return Match(rule, form.name, captures, results, roots, relied(bound))
         if refused is not None:
@@ -181,10 +225,13 @@ class _Search:
                 waiting.extend(each.args)
 
     def _circular(self, captures: Mapping[str, Any], roots: Sequence[tuple[fx.Node, ...]]) -> bool:
-        """Whether one result is needed to compute what the match takes: a call cannot wait for itself."""
-        if len(roots) == 1:
-            return False
+        """Whether one result is needed to compute what the match takes: a call cannot wait for itself.
+
+        What is taken may be cut out of the result: the end of a buffer that was rolled is its beginning.
+        """
         taken = [node for each in captures.values() if isinstance(each, Value) for node in self.graph.reads(each)]
+        if len(roots) == 1:
+            return any(self.graph.order[node] >= self.graph.order[roots[0][0]] for node in taken)
         return any(self.graph.depends(node, root) for node in taken for makers in roots for root in makers)
 
     def _complete(self, form: Pattern, value: Value) -> Iterator[Bindings]:

@@ -25,7 +25,7 @@ def several(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
 
 
 def drafted(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, there: Tensor) -> Tensor:
-    """Some tokens that were guessed in several ways: what each sees is told by a mask; heads side by side [B, S, N·E]."""
+    """Some tokens that were guessed in several ways, what each sees told by a mask; heads side by side [B, S, N·E]."""
     return eager(q, *keys_values(latent, rope, up), hidden(there, q.dtype)).flatten(2)
 
 

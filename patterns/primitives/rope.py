@@ -125,7 +125,8 @@ class Rope(Rule):
     @lowering
     def rows_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
         """The same for x [B, S, N, D]: every position is a batch entry of its own."""
-        require(x.dim() == 4 and cos.dim() == 4 and cos.shape[2] == 1, "the tables depend on the heads")
+        one = all(each.dim() == 4 and each.shape[2] == 1 for each in (cos, sin))
+        require(x.dim() == 4 and one, "the tables depend on the heads")
         cos, sin = (each.expand(*x.shape[:2], 1, x.shape[3]).reshape(-1, 1, 1, x.shape[3]) for each in (cos, sin))
         rows = x.reshape(-1, x.shape[2], 1, x.shape[3])
         return self.pairs_to_half(rows, cos, sin, source, result, dtype).reshape(x.shape)

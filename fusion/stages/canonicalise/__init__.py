@@ -55,7 +55,7 @@ from fusion.stages.canonicalise.pages import paged
 from fusion.stages.canonicalise.rotation import rotation
 from fusion.stages.canonicalise.rounded_attention import NAME as ROUNDED
 from fusion.stages.canonicalise.rounded_attention import rounded_attention
-from fusion.stages.canonicalise.translate import TRANSLATORS, Out, Translated
+from fusion.stages.canonicalise.translate import Out, Translated, translator_of
 from fusion.weights import derived
 
 __all__ = ["canonicalise"]
@@ -306,9 +306,9 @@ class _Walk:
             return known if known is not None else self._opaque(node, val)
         if not isinstance(node.target, OpOverload):
             return self._opaque(node, val) if isinstance(val, torch.Tensor) else None
-        translator = TRANSLATORS.get(node.target)
+        args, kwargs = map_arg((node.args, node.kwargs), self._operand)
+        translator = translator_of(node.target, args)
         if translator is not None and not is_write(node) and not _moves(node):
-            args, kwargs = map_arg((node.args, node.kwargs), self._operand)
             translated = self._translate(translator, val, args, kwargs)
             if translated is not None:
                 return translated

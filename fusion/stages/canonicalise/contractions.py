@@ -135,7 +135,7 @@ def _einsum(a: Algebra, out: Out, equation: str, operands: Sequence[Value]) -> T
         return None
     terms, result = equation.replace(" ", "").split("->")
     left, right = terms.split(",")
-    if left == right and left[:-1] == result:
+    if left and left == right and left[:-1] == result:
         return _row_product(a, out, *operands)
     left, right, result = _spelled_out((left, right, result), [each.rank for each in operands])
     if any("." in labels or len(set(labels)) < len(labels) for labels in (left, right, result)):

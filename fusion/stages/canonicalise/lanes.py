@@ -78,8 +78,8 @@ class Leaves:
 
 
 def rows(value: Value) -> Rows | None:
-    """All lanes of the last dim; None where its size is symbolic."""
-    if not value.rank or not isinstance(value.shape[-1], int):
+    """All lanes of the last dim; None where there are none or their number is symbolic."""
+    if not value.rank or not isinstance(value.shape[-1], int) or not value.shape[-1]:
         return None
     return Rows(value, 1, np.arange(value.shape[-1]))
 

@@ -104,7 +104,7 @@ class _Merges:
             case "cast" if is_float(x.arg):  # what is rounded between two merges is kept as it is
                 outs = self._opened(x.arg, pick)
                 return outs if outs and any(share.is_weight for share in outs.values()) else None
-            case "matmul" if pick is None and x.shape[-2] == 1:
+            case "matmul" if pick is None and x.shape[-2:-1] == (1,):
                 return self._contracted(*x.args)
             case "reshape":
                 inner = arranged_pick(x, pick)
@@ -122,7 +122,7 @@ class _Merges:
         """One factor has a number for every row."""
         for weight, y in (x.args, x.args[::-1]):
             rows = (*y.shape[:-1], 1)
-            if weight.shape[-1:] != (1,) or y.shape[-1] == 1 or but_ones(weight.shape) != but_ones(rows):
+            if weight.shape[-1:] != (1,) or y.shape[-1:] in ((), (1,)) or but_ones(weight.shape) != but_ones(rows):
                 continue
             share = self.exponentials.value(weight, pick_on(weight, pick))
             if share is not None and but_ones(x.shape) == but_ones(y.shape):

@@ -172,11 +172,14 @@ def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str
         if scale is None:
             continue
         x, more = unscaled(dividend)
-        scale, x = scale.times(1 / (outside * factor * more)), exact(x)
+        times = outside * factor * more
+        if not times or not scale.factor:
+            return "the rows are multiplied by 0, or divided by 0"
+        scale, x = scale.times(1 / times), exact(x)
         reason = _unproven(below, scale, x)
         if reason:
             return reason
-        s = a.scale(inverse.arg, 1 / (outside * factor * more))
+        s = a.scale(inverse.arg, 1 / times)
         s = a.reshape(s, (*x.shape[:-1], 1)) if math.prod(s.shape) == math.prod(x.shape[:-1]) else s
         how = {"x": x, "dtype": s.dtype}
         return Reading("token_quantised", {**how, "scale": s}), s, Reading("token_scale", how)

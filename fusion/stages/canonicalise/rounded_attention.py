@@ -168,6 +168,8 @@ def _without_total(a: Algebra, exps: Value, factors: Sequence[Value]) -> tuple[l
     if total is None:
         return None
     inverse, share = unscaled(a.power(total, -1))
+    if not share:
+        return None
     number, rest, divided = 1 / share, list[Value](), 0
     for each in factors:
         factor, more = unscaled(each)

@@ -28,8 +28,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> Translated:
     """q [.., N, S, D], k [.., M, T, D], v [.., M, T, E]; rows that see nothing are 0."""
-    width = q.shape[-1]
-    if dropout or q.rank < 3 or not isinstance(width, int):
+    width = q.shape[-1] if q.rank else 0
+    if dropout or q.rank < 3 or not isinstance(width, int) or not width:
         return None
     if enable_gqa:
         k, v = _repeated(a, k, q), _repeated(a, v, q)

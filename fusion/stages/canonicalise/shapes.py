@@ -25,6 +25,7 @@ from fusion.stages.canonicalise.translate import Out, Translated, translates
     "aten.flatten.using_ints",
     "aten.unflatten.int",
     "aten.view_as.default",
+    any_rank=True,
 )
 def _reshape(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translated:
     return a.reshape(x, out.shape)
@@ -87,7 +88,7 @@ def _narrow(a: Algebra, out: Out, x: Value, dim: int, start: Any, length: Any) -
 @translates("aten.select.int")
 def _select(a: Algebra, out: Out, x: Value, dim: int, index: Any) -> Translated:
     size = x.shape[dim]
-    if not (isinstance(index, int) and isinstance(size, int)):
+    if not (isinstance(index, int) and isinstance(size, int) and size):
         return None
     taken = a.slice(x, dim, index % size, index % size + 1)
     return None if taken is None else a.reshape(taken, out.shape)
@@ -112,7 +113,7 @@ def _split_sizes(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], dim: int 
 @translates("aten.split.Tensor")
 def _split(a: Algebra, out: Out, x: Value, size: Any, dim: int = 0) -> Translated:
     total = x.shape[dim]
-    if not (isinstance(total, int) and isinstance(size, int)):
+    if not (isinstance(total, int) and isinstance(size, int) and total and size):
         return None
     return _cut(a, x, [min(size, total - start) for start in range(0, total, size)], dim)
 
@@ -145,7 +146,7 @@ def _cat(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Transl
     return a.cat([a.cast(each, out.dtype) for each in full], dim) if full and same else None
 
 
-@translates("aten.stack.default")
+@translates("aten.stack.default", any_rank=True)
 def _stack(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Translated:
     dim %= len(out.shape)
     opened = [a.reshape(each, (*each.shape[:dim], 1, *each.shape[dim:])) for each in tensors]
@@ -177,7 +178,7 @@ def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translate
 
 @translates("aten.roll.default")
 def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Translated:
-    if len(dims) != 1 or not isinstance(x.shape[dims[0]], int) or not isinstance(shifts[0], int):
+    if len(dims) != 1 or not isinstance(x.shape[dims[0]], int) or not isinstance(shifts[0], int) or 0 in x.shape:
         return None
     return rolled(a, x, dims[0], -shifts[0] % int(x.shape[dims[0]]))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fusion._torch import OpOverload
+from fusion._torch import OpOverload, schema_of
 from fusion.graph import Algebra, Dim, Value
 
 Translated = Value | tuple[Value | None, ...] | None
@@ -24,22 +24,35 @@ class Out(NamedTuple):
 
 Translator = Callable[..., Translated]
 TRANSLATORS: dict[OpOverload, Translator] = {}
+_OF_DIMS: set[OpOverload] = set()
+_NAMES_A_DIM = ("dim", "axis", "source", "destination")
 
 
-def translates(*names: str) -> Callable[[Translator], Translator]:
+def translates(*names: str, any_rank: bool = False) -> Callable[[Translator], Translator]:
     """Register a translator for operators such as "aten.add.Tensor".
 
     A translator takes `(algebra, out, *args, **kwargs)` with the operator's own arguments, tensors as `Value`. It
-    returns the value (a tuple for several results), or None where this call has no canonical form.
+    returns the value (a tuple for several results), or None where this call has no canonical form. Of an operator that
+    names dims it is given tensors with dims only, unless it says that it takes `any_rank`: torch lets -1 and 0 stand
+    for the dim that a number has not.
     """
 
     def register(translator: Translator) -> Translator:
         for name in names:
             namespace, packet, overload = name.split(".")
-            TRANSLATORS[getattr(getattr(getattr(torch.ops, namespace), packet), overload)] = translator
+            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+            TRANSLATORS[op] = translator
+            if not any_rank and any(each.name.startswith(_NAMES_A_DIM) for each in schema_of(op).arguments):
+                _OF_DIMS.add(op)
         return translator
 
     return register
+
+
+def translator_of(op: OpOverload, args: Sequence[Any]) -> Translator | None:
+    """What translates a call with these operands, if anything does."""
+    dimless = op in _OF_DIMS and bool(args) and isinstance(args[0], Value) and not args[0].rank
+    return None if dimless else TRANSLATORS.get(op)
 
 
 def promote(algebra: Algebra, out: Out, *operands: Any) -> tuple[Any, ...]:

@@ -90,7 +90,7 @@ def _index_put(
 ) -> Translated:
     given = [axis for axis, index in enumerate(indices) if index is not None]
     found = [index for index in indices if index is not None]
-    if accumulate or not found or any(index.dtype not in WHOLE for index in found):
+    if accumulate or not found or given[-1] >= cache.rank or any(index.dtype not in WHOLE for index in found):
         return None
     if len(found) == 1:
         return _one_index(a, cache, found[0], rows, given[0])
@@ -105,14 +105,22 @@ def _index_put(
 
 def _one_index(a: Algebra, cache: Value, index: Value, rows: Value, axis: int) -> Value | None:
     lead, rest = cache.shape[:axis], cache.shape[axis + 1 :]
-    rows = a.expand(rows, (*lead, *index.shape, *rest))
+    spread = _spread(a, rows, (*lead, *index.shape, *rest))
     count = math.prod(index.shape)
-    return _write(a, cache, a.reshape(rows, (*lead, count, *rest)), a.reshape(index, (count,)), axis, wraps=True)
+    if spread is None:
+        return None
+    rows = a.reshape(spread, (*lead, count, *rest))
+    return _write(a, cache, rows, a.reshape(index, (count,)), axis, wraps=True)
+
+
+def _spread(a: Algebra, rows: Value, shape: Sequence[Dim]) -> Value | None:
+    """Rows repeated to a shape; None where they do not broadcast to it."""
+    return a.expand(rows, shape) if broadcast(rows.shape, shape) == tuple(shape) else None
 
 
 def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
     """cache[arange(b), .., positions] = rows [b, (S), ..], for all sequences or the first ones."""
-    batch, positions = found
+    batch, positions = found[0], a.reshape(found[1], found[1].shape or (1,))
     count = batch.shape[0] if batch.rank else 1
     shape = broadcast(batch.shape, positions.shape)
     if shape is None or math.prod(batch.shape) != count or shape[:1] != (count,) or len(shape) > 2:
@@ -121,7 +129,10 @@ def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axi
         return None
     length = shape[1] if len(shape) == 2 else 1
     others = (*cache.shape[1:axis], *cache.shape[axis + 1 :])
-    rows = a.reshape(a.expand(rows, (*shape, *others)), (count, length, *others))
+    spread = _spread(a, rows, (*shape, *others))
+    if spread is None:
+        return None
+    rows = a.reshape(spread, (count, length, *others))
     order = (0, *range(2, axis + 1), 1, *range(axis + 1, cache.rank))
     positions = a.reshape(positions, (positions.shape[0], 1)) if len(shape) == 1 else positions
     if positions.shape[:-1] == (1,) and count == cache.shape[0]:  # the same for all sequences
@@ -137,11 +148,12 @@ def _may_fit(count: Dim, size: Dim) -> bool:
 def _two_indices(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
     """cache[block, offset] = rows."""
     shape = broadcast(*(index.shape for index in found))
-    if axis != 1 or shape is None:
+    rest = cache.shape[2:]
+    spread = None if axis != 1 or shape is None else _spread(a, rows, (*shape, *rest))
+    if spread is None or shape is None:
         return None
     count = math.prod(shape)
-    rest = cache.shape[2:]
-    rows = a.reshape(a.expand(rows, (*shape, *rest)), (count, *rest))
+    rows = a.reshape(spread, (count, *rest))
     index = [
         wrapped(a, a.reshape(a.expand(each, shape), (count,)), size)
         for each, size in zip(found, cache.shape, strict=False)
@@ -155,8 +167,11 @@ def _in_lines(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axi
     if cache.rank < 4 or axis != cache.rank - 2 or shape is None:
         return None
     rest = (*cache.shape[1:axis], cache.shape[-1])
+    spread = _spread(a, rows, (*shape, *rest))
+    if spread is None:
+        return None
     count = math.prod(shape)
-    rows = a.reshape(a.expand(rows, (*shape, *rest)), (count, *rest))
+    rows = a.reshape(spread, (count, *rest))
     block, place = (
         wrapped(a, a.reshape(a.expand(each, shape), (count,)), cache.shape[where])
         for each, where in zip(found, (0, axis), strict=True)
@@ -171,7 +186,7 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
     if mask is not None:
         return mask
     axis = dim % max(cache.rank, 1)
-    if index.shape != rows.shape or index.dtype not in WHOLE:
+    if index.shape != rows.shape or index.dtype not in WHOLE or index.rank != cache.rank:
         return None
     if any(
         have != want for place, (have, want) in enumerate(zip(rows.shape, cache.shape, strict=True)) if place != axis
@@ -215,7 +230,7 @@ def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Valu
 @translates("aten.select_scatter.default")
 def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, index: Any) -> Translated:
     axis = dim % x.rank
-    if not (isinstance(index, int) and isinstance(x.shape[axis], int)):
+    if not (isinstance(index, int) and isinstance(x.shape[axis], int) and x.shape[axis]):
         return None
     index %= int(x.shape[axis])
     rows = a.reshape(source, (*source.shape[:axis], 1, *source.shape[axis:]))

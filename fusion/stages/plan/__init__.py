@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.fx as fx
 
 from fusion.cost import is_launch, node_cost
+from fusion.errors import Failure
+from fusion.failures import failure, raised
 from fusion.graph import Graph, Value, dims_of
 from fusion.language import Refused
 from fusion.mutation import memory_of
@@ -25,6 +28,8 @@ from fusion.records import Candidate, Match, Plan, Refusal
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.recorded import PlanBook, Plans
 from fusion.target import Target
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,11 @@ class Planner:
 
         A match that gives a value which no node holds is offered together with a match that reads it.
         """
-        plans = {match: self._book.of(match) for match in matches}
+        plans = {match: self._attempt(match, partial(self._book.of, match), {}) for match in matches}
         shared = self._sharing(plans)
-        offers = {match: self._offers(match, plans[match], shared) for match in matches}
+        offers = {
+            match: self._attempt(match, partial(self._offers, match, plans[match], shared), []) for match in matches
+        }
         found: list[Candidate] = []
         for match in matches:
             made = {value for value, makers in zip(match.results, match.roots, strict=True) if not makers}
@@ -71,6 +78,20 @@ class Planner:
             best = self._best(match, plans[match], offers[match])
             found.extend(() if best is None else (best,))
         return found
+
+    @property
+    def failures(self) -> Sequence[Failure]:
+        """What rules raised, which are refused there."""
+        return self._book.failures
+
+    def _attempt(self, match: Match, step: Callable[[], _T], otherwise: _T) -> _T:
+        """What a step with one match gives; if it raises, that match alone is lost."""
+        try:
+            return step()
+        except Exception as error:
+            self._book.failures.append(failure("plan", error, match.rule.name, match.node))
+            self.refusals.append(Refusal(match.rule.name, raised("plan", error), match.node))
+            return otherwise
 
     def _sharing(self, plans: Mapping[Match, Plans]) -> _Sharing:
         """What several matches would build or call together."""

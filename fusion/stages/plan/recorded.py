@@ -9,6 +9,8 @@ import torch
 
 from fusion._torch import tree_leaves
 from fusion.cost import aten_flops, call_cost, is_data, is_view
+from fusion.errors import Failure
+from fusion.failures import failure, raised
 from fusion.graph import Graph, Value, but_ones, dims_of, unviewed
 from fusion.language import Lowering, Refused
 from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
@@ -40,6 +42,7 @@ class PlanBook:
         self._graph, self._fakes, self._targets = graph, fakes, targets
         self._plan_lower, self._disabled = plan_lower, options.disable
         self._host_reads = options.lengths == "host"
+        self.failures: list[Failure] = []
         self._plans: dict[Any, Plans] = {}
 
     def of(self, match: Match) -> Plans:
@@ -63,7 +66,7 @@ class PlanBook:
         for each in match.rule.lowerings():
             if each.method in settled:
                 continue
-            plan = found[each.name] = self._record(match, each, captures, kept)
+            plan = found[each.name] = self._attempt(match, each, captures, kept)
             if isinstance(plan, Plan) and not plan.refusals:
                 settled.add(each.method)
         return found
@@ -94,6 +97,14 @@ class PlanBook:
             if optional:
                 return None
             raise
+
+    def _attempt(self, match: Match, lowering: Lowering, captures: Mapping[str, Any], kept: _Kept) -> Plan | Refused:
+        """What a lowering runs; one that raises is refused."""
+        try:
+            return self._record(match, lowering, captures, kept)
+        except Exception as error:
+            self.failures.append(failure("plan", error, match.rule.name, match.node))
+            return raised(f"lowering {lowering.name}", error)
 
     def _record(self, match: Match, lowering: Lowering, captures: Mapping[str, Any], kept: _Kept) -> Plan | Refused:
         inputs = {name: each.detach() for name, each in captures.items() if isinstance(each, torch.Tensor)}

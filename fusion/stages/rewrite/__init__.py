@@ -206,7 +206,7 @@ class _Editor:
         if "fusion" not in memory.meta or is_written(memory) or is_written(scatter):
             return
         seen, _ = self._fakes.run(_OPENED, (given.meta["val"], dim), {})
-        if scatter.meta["val"].shape[dim] != 1 or not same_strides(seen, scatter.meta["val"]):
+        if scatter.meta["val"].shape[dim:][:1] != (1,) or not same_strides(seen, scatter.meta["val"]):
             return
         with self._source.inserting_before(scatter):
             view = self._source.call_function(_OPENED, (given, dim))
