@@ -177,7 +177,7 @@ class Writes:
         if position is None or (axis == 0 and position.rank):
             return "the position differs along more than the batch"
         offset = formula[1].constant * terms[axis]
-        return self._algebra.shift(position, -offset), axis
+        return self._algebra.shift(self._algebra.cast(position, torch.int64), -offset), axis
 
     def _of_batch(self, leaf: Leaf, value: Value) -> Value | None:
         """The tensor of a leaf as [] or [B]."""
