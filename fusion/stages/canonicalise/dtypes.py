@@ -26,12 +26,18 @@ KINDS: Mapping[torch.dtype, Any] = {
 }  # fmt: skip
 """In what numpy keeps the numbers of each dtype: whole ones as they are, others as float64."""
 
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 def is_integer(x: Value) -> bool:
     """Whether a value holds whole numbers, booleans not counted."""
     return x.dtype in INTEGERS
+
+
+def is_rounding(x: Value) -> bool:
+    """Whether a value is a cast between floats of at least 16 bits, which changes its numbers by rounding alone."""
+    return x.op == "cast" and x.dtype in _FLOATS and x.arg.dtype in _FLOATS
 
 
 def held(numbers: Array, dtype: torch.dtype) -> Array | None:

@@ -26,7 +26,12 @@ Range = tuple[float, float]
 
 
 def bounds(x: Value) -> Range:
-    """The least and the greatest number that `x`, a tensor of whole numbers, can hold."""
+    """The least and the greatest number that `x`, a tensor of whole numbers, can hold; infinite beyond all sizes."""
+    low, high = _lies(x)
+    return -math.inf if low <= -_LARGEST else low, math.inf if high >= _LARGEST else high
+
+
+def _lies(x: Value) -> Range:
     found = _computed(x)
     return found if found is not None and _fits(found, x.dtype) else _any_of(x.dtype)
 
@@ -76,9 +81,9 @@ def _computed(x: Value) -> Range | None:
             size = x.arg.shape[-1]
             return 0, size - 1 if isinstance(size, int) else _LARGEST
         case "reshape" | "expand" | "permute" | "slice" | "index":
-            return bounds(x.arg)
+            return _lies(x.arg)
         case "cast":
-            return bounds(x.arg) if is_integer(x.arg) or x.arg.dtype is torch.bool else None
+            return _lies(x.arg) if is_integer(x.arg) or x.arg.dtype is torch.bool else None
         case _:
             return _of_arithmetic(x)
 
@@ -86,28 +91,28 @@ def _computed(x: Value) -> Range | None:
 def _of_arithmetic(x: Value) -> Range | None:
     match x.op:
         case "shift":
-            low, high = bounds(x.arg)
+            low, high = _lies(x.arg)
             return low + x.attrs[0], high + x.attrs[0]
         case "scale":
-            return _scaled(bounds(x.arg), x.attrs[0])
+            return _scaled(_lies(x.arg), x.attrs[0])
         case "cumsum":
             size = x.shape[x.attrs[0]]
-            low, high = bounds(x.arg)
+            low, high = _lies(x.arg)
             most = size if isinstance(size, int) else _LARGEST
             return min(low, low * most), max(high, high * most)
         case "add":
-            (low, high), (least, most) = map(bounds, x.args)
+            (low, high), (least, most) = map(_lies, x.args)
             return low + least, high + most
         case "where":
-            (low, high), (least, most) = map(bounds, x.args[1:])
+            (low, high), (least, most) = map(_lies, x.args[1:])
             return min(low, least), max(high, most)
         case "floor_divide":
-            low, high = bounds(x.arg)
+            low, high = _lies(x.arg)
             return low // x.attrs[0], high // x.attrs[0]
         case "remainder":
             return 0, x.attrs[0] - 1
         case "clamp":
-            low, high = bounds(x.arg)
+            low, high = _lies(x.arg)
             least, most = x.attrs
             return min(max(low, least), most), min(max(high, least), most)
         case _:
