@@ -190,6 +190,11 @@ def lengths_in_int32(q, k, v, length):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
 
 
+def lengths_of_sums(q, k, v, padding):
+    seen = torch.arange(S)[None] <= (padding.sum(-1, dtype=torch.int32) - 1)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+
+
 def lengths(q, k, v, length):
     seen = (torch.arange(S)[None] < length[:, None])[:, None, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -317,6 +322,7 @@ SPELLINGS = (
     Entry(padded_and_causal, "mask", seen=both_seen(left_padded), more=tensors(left_padded)),
     Entry(padded_and_causal_twice, "mask", seen=both_seen(right_padded), more=tensors(right_padded)),
     Entry(lengths_in_int32, "full length", seen=lambda b, i, j: j < length[b], more=tensors(length)),
+    Entry(lengths_of_sums, "full length", seen=lambda b, i, j: bool(right_padded[b, j]), more=tensors(right_padded)),
     Entry(lengths, "full length", seen=lambda b, i, j: j < length[b], more=tensors(length)),
     Entry(segments, "mask", seen=lambda b, i, j: segment[b, i] == segment[b, j], more=tensors(segment)),
     Entry(

@@ -173,6 +173,11 @@ def scores_cut_off(q, k, v):
     return scores_of(q, k).to(torch.int32).to(q.dtype).softmax(-1) @ v
 
 
+def sums_cut_off(q, k, v):
+    whole = q.to(torch.int8).to(q.dtype) @ k.to(torch.int8).to(q.dtype).mT
+    return (whole + (q @ k.mT).to(torch.int32).to(q.dtype)).softmax(-1) @ v
+
+
 def weights_cut_off(q, k, v):
     return scores_of(q, k).softmax(-1).to(torch.int32).to(q.dtype) @ v
 
@@ -371,6 +376,11 @@ def sink_that_is_masked(q, k, v, sink):
     return joined.masked_fill(hidden, -math.inf).softmax(-1)[..., :-1] @ v
 
 
+def sink_cut_off(q, k, v, sink):
+    wide = sink.to(torch.int8).to(q.dtype).reshape(1, -1, 1, 1).expand(B, -1, S, 1)
+    return torch.cat([scores_of(q, k), wide], -1).softmax(-1)[..., :-1] @ v
+
+
 def sink_in_front(q, k, v, sink):
     joined = torch.cat([sink.reshape(1, -1, 1, 1).expand(B, -1, S, 1), scores_of(q, k)], -1)
     return joined.softmax(-1)[..., :-1] @ v
@@ -441,6 +451,7 @@ LOOKALIKES = (
     refused(infinity_taken_from_itself, "is NaN"),
     refused(filled_with_nan, "something else than a number"),
     refused(scores_cut_off, "not both floats"),
+    refused(sums_cut_off, "not proven to be a mask"),
     refused(weights_cut_off),
     Entry(
         other_offset, "mask", keys=T, more=tensors(torch.tensor(1))
@@ -488,6 +499,7 @@ LOOKALIKES = (
     refused(softmax_over_more),
     refused(softmax_plus_one),
     refused(sink_that_is_masked, "a sink is scaled or masked", more=tensors(activations(4, N))),
+    Entry(sink_cut_off, more=tensors(2 * activations(4, N))),
     refused(sink_in_front, "", more=tensors(activations(4, N))),
     refused(cut_too_early, "", more=tensors(activations(4, N))),
     refused(fewer_weights, "the weights are cut"),

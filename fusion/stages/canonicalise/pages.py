@@ -15,6 +15,8 @@ from collections.abc import Container, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+
 from fusion.graph import Algebra, Reading, Value, but_ones
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.ranges import uncast
@@ -121,9 +123,9 @@ def gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, 
     """Pages of `sizes` [B, N, T, D] by their number in whole, or by the number of every row."""
     source, *index = gathered.args
     batch, _, keys, _ = sizes
-    by_block = len(index) == 2
-    rows = _by_block(a, folder, source, index[0], index[1], batch) if by_block else _numbered(a, index[0], batch)
-    blocks = None if rows is None else source.shape[0] if by_block else _divided(source.shape[0], rows[1])
+    by_block, count = len(index) == 2, source.shape[0]
+    rows = _by_block(a, folder, source, *index, batch) if by_block else _numbered(a, index[0], batch, count)
+    blocks = None if rows is None else count if by_block else _divided(count, rows[1])
     if rows is not None and blocks is not None:
         table, size = rows
         yield Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
@@ -153,8 +155,11 @@ def _per_sequence(a: Algebra, index: Value, batch: Any) -> Value | None:
     return a.reshape(index, (batch, count // batch)) if whole else None
 
 
-def _numbered(a: Algebra, index: Value, batch: Any) -> tuple[Value, int] | None:
-    """The table and the size of a page of row numbers table · Size + o, whatever their dims."""
+def _numbered(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, int] | None:
+    """The table and the size of a page of row numbers table · Size + o, whatever their dims.
+
+    Where int32 counts all the rows, numbers that wrap round in it name no page.
+    """
     total = index.arg if index.op == "reshape" else index
     total = uncast(total)
     if total.op != "add" or total.rank < 2:
@@ -163,6 +168,8 @@ def _numbered(a: Algebra, index: Value, batch: Any) -> tuple[Value, int] | None:
         size = _counted(inner, total.shape[-1])
         scaled = uncast(first, "reshape", "expand")
         blocks = scaled.arg if scaled.op == "scale" and scaled.attrs[0] == size else None
+        if blocks is not None and blocks.dtype is not torch.int64 and isinstance(rows, int) and rows > 2**31:
+            return None
         if size and blocks is not None and first.shape[-1:] == (1,) and prod(first.shape) * size == prod(total.shape):
             table = _per_sequence(a, blocks, batch)
             return None if table is None else (table, size)

@@ -243,6 +243,8 @@ def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Valu
     parts = (source.op, rest.op) == ("floor_divide", "remainder") and source.attrs == rest.attrs == (size,)
     if parts and source.arg is rest.arg:
         return wrapped(a, a.reshape(source.arg, block.shape), blocks * size)
+    counted = block.dtype == place.dtype and isinstance(blocks, int) and blocks * size <= 2**31
+    block, place = (each if counted else a.cast(each, torch.int64) for each in (block, place))
     return a.add(a.scale(block, size), place)
 
 
