@@ -22,6 +22,7 @@ from fusion.graph.value import Value
 
 LARGE = 700.0  # the logarithm of a number that a float still holds
 MAX_STOP = 2**62  # aten writes "to the end" as a stop beyond any size
+LONGEST = 2**53  # whole numbers below it are exact as floats
 _LOSSLESS = {
     torch.bfloat16: {torch.float32, torch.float64},
     torch.float16: {torch.float32, torch.float64},
@@ -255,7 +256,7 @@ class Algebra:
         """x · factor."""
         if x.op == "expand":
             return self.expand(self.scale(x.arg, factor), x.shape)
-        if x.op == "scale":
+        if x.op == "scale" and _joins(x, factor * x.attrs[0]):
             x, factor = x.arg, factor * x.attrs[0]
         nearest = round(factor) if math.isfinite(factor) else 0
         factor = float(nearest) if nearest and math.isclose(factor, nearest, rel_tol=1e-12) else float(factor)
@@ -265,7 +266,7 @@ class Algebra:
         """x + offset."""
         if x.op == "expand":
             return self.expand(self.shift(x.arg, offset), x.shape)
-        if x.op == "shift":
+        if x.op == "shift" and _joins(x, offset + x.attrs[0]):
             x, offset = x.arg, offset + x.attrs[0]
         return x if offset == 0 else self.make("shift", (x,), (float(offset),), x.shape, x.dtype)
 
@@ -361,6 +362,20 @@ class Algebra:
         if not all(isinstance(size, int) for size in sizes):
             return None
         return self.scale(self.mean(x, axes), math.prod(int(size) for size in sizes))
+
+
+def of_constants(x: Value) -> bool:
+    """Whether `x` may depend on no input, as positions do, so that what a dtype rounds decides what it is."""
+    while x.args:
+        x = x.arg
+    return x.op in ("arange", "constant", "full", "number")
+
+
+def _joins(step: Value, number: float) -> bool:
+    """Whether a step and one of its kind after it are one with this number, but for the rounding of data."""
+    if step.dtype is None or step.dtype.is_floating_point or step.dtype.is_complex:
+        return not of_constants(step)
+    return abs(number) < LONGEST
 
 
 def _alike_behind(shape: Sequence[Dim], other: Sequence[Dim]) -> int:

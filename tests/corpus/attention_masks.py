@@ -13,6 +13,7 @@ from .attention_base import B, D, Entry, M, S, T, lowest, repeat, tensors
 
 SCALE = D**-0.5
 MOST = 16
+MANY = 200  # more than int8 holds, not more than uint8
 
 
 def scores_of(q, k):
@@ -100,6 +101,41 @@ class Buffered(nn.Module):
         return scores.masked_fill(self.bias[:, :, past - S : past, :past] == 0, -math.inf).softmax(-1) @ v
 
 
+def causal_in_bytes(q, k, v):
+    i = torch.arange(S, dtype=torch.int8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(i[None] - i[:, None]) <= 0)
+
+
+def causal_in_many_bytes(q, k, v):
+    i = torch.arange(MANY).to(torch.uint8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def causal_in_halves(q, k, v):
+    i = torch.arange(S).to(torch.float16) * 0.5
+    return scores_of(q, k).masked_fill(i[None] > i[:, None], -math.inf).softmax(-1) @ v
+
+
+def causal_in_int32_products(q, k, v):
+    i = torch.arange(S, dtype=torch.int32) * 2**28
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def truths_compared(q, k, v):
+    i = torch.arange(S)
+    return scores_of(q, k).masked_fill((i[None] <= i[:, None]) != 1, -math.inf).softmax(-1) @ v
+
+
+def added_of_whole_ones(q, k, v):
+    seen = torch.ones(S, S, dtype=torch.int32).tril()
+    return (scores_of(q, k) + (1 - seen).to(q.dtype) * lowest(q)).softmax(-1) @ v
+
+
+def added_infinity_times_filled(q, k, v):
+    hidden = torch.full((S, S), -1.0, dtype=q.dtype) * math.inf
+    return (scores_of(q, k) + hidden.triu(1)).softmax(-1) @ v
+
+
 # windows -------------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +183,16 @@ def padded_and_causal(q, k, v, padding):
 def padded_and_causal_twice(q, k, v, padding):
     scores = scores_of(q, k).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
     return scores.masked_fill(padding[:, None, None, :] == 0, -math.inf).softmax(-1) @ v
+
+
+def lengths_in_int32(q, k, v, length):
+    seen = torch.arange(S, dtype=torch.int32)[None] <= (length.int() - 1)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+
+
+def lengths_of_sums(q, k, v, padding):
+    seen = torch.arange(S)[None] <= (padding.sum(-1, dtype=torch.int32) - 1)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
 
 
 def lengths(q, k, v, length):
@@ -256,6 +302,13 @@ SPELLINGS = (
     Entry(sdpa_added, "left", seen=causal_seen),
     Entry(transposed_triu, "left", seen=causal_seen),
     Entry(cumulative, "left", seen=causal_seen),
+    Entry(causal_in_bytes, "left", seen=causal_seen),
+    Entry(causal_in_many_bytes, "left", seen=causal_seen, queries=MANY, keys=MANY),
+    Entry(causal_in_halves, "left", seen=causal_seen),
+    Entry(causal_in_int32_products, "left", seen=causal_seen),
+    Entry(truths_compared, "left", seen=causal_seen),
+    Entry(added_of_whole_ones, "left", seen=causal_seen),
+    Entry(added_infinity_times_filled, "left", seen=causal_seen),
     Entry(ends_aligned, "right", seen=lambda b, i, j: j <= i + T - S, keys=T),
     Entry(Buffered(), "mask", seen=lambda b, i, j: j <= i + T - S, keys=T),
     Entry(window_of_triangles, "right window 2", seen=near_seen),
@@ -268,6 +321,8 @@ SPELLINGS = (
     ),
     Entry(padded_and_causal, "mask", seen=both_seen(left_padded), more=tensors(left_padded)),
     Entry(padded_and_causal_twice, "mask", seen=both_seen(right_padded), more=tensors(right_padded)),
+    Entry(lengths_in_int32, "full length", seen=lambda b, i, j: j < length[b], more=tensors(length)),
+    Entry(lengths_of_sums, "full length", seen=lambda b, i, j: bool(right_padded[b, j]), more=tensors(right_padded)),
     Entry(lengths, "full length", seen=lambda b, i, j: j < length[b], more=tensors(length)),
     Entry(segments, "mask", seen=lambda b, i, j: segment[b, i] == segment[b, j], more=tensors(segment)),
     Entry(

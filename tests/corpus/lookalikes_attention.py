@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention_base import B, D, Entry, G, M, N, S, T, lowest, repeat, tensors
-from .attention_masks import SCALE, left_padded, scores_of
+from .attention_masks import MANY, SCALE, left_padded, scores_of
 from .base import activations
 
 # masks that are not causal -------------------------------------------------------------------------------------------
@@ -82,6 +82,104 @@ def wrapped_positions(q, k, v):
 def bytes_that_wrap(q, k, v):
     i = torch.arange(S, dtype=torch.uint8)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(i[None] - i[:, None]) <= 2)
+
+
+def causal_but_for(dtype, count):
+    """Positions that are compared in a dtype that does not hold their differences."""
+
+    def wrapped(q, k, v):
+        ahead = (torch.arange(count)[None] - torch.arange(count)[:, None]).to(dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=ahead <= 0)
+
+    wrapped.__name__ = f"differences_in_{str(dtype).removeprefix('torch.')}"
+    return wrapped
+
+
+def bytes_compared(q, k, v):
+    i = torch.arange(MANY).to(torch.int8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def bytes_compared_with_a_number(q, k, v):
+    i = torch.arange(S, dtype=torch.uint8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(i > -2)[None] | (i[None] <= i[:, None]))
+
+
+def products_that_wrap(q, k, v):
+    i = torch.arange(S, dtype=torch.int32) * 2**29
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def sums_that_wrap(q, k, v, start):
+    i = torch.arange(S, dtype=torch.int32) + start
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def totals_that_wrap(q, k, v):
+    i = torch.full((S,), 50, dtype=torch.int8).cumsum(0, dtype=torch.int8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def positions_rounded(q, k, v):
+    i = (torch.arange(S) + 2046).to(torch.float16)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def positions_rounded_on_the_way(q, k, v):
+    i = torch.arange(S).float() + 2**25 - 2**25
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def positions_compared_as_floats(q, k, v):
+    i = torch.arange(S) + 2**24
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(i[None] <= 2.0**24) | (i[None] <= i[:, None]))
+
+
+def positions_cut_off(q, k, v):
+    i = (torch.arange(S) * 0.5).long()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def factor_cut_off(q, k, v):
+    i = torch.full((S,), 2.5, dtype=torch.int64).cumsum(0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= 2 * torch.arange(S)[:, None])
+
+
+def truths_that_are_not_two(q, k, v):
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+    return scores_of(q, k).masked_fill(seen == 2, -math.inf).softmax(-1) @ v
+
+
+def infinity_times_zero(q, k, v):
+    seen = torch.ones(S, S, dtype=q.dtype).tril()
+    return (scores_of(q, k) + (1.0 - seen) * -math.inf).softmax(-1) @ v
+
+
+def infinity_times_triangle(q, k, v):
+    return (scores_of(q, k) + torch.ones(S, S, dtype=q.dtype).triu(1) * -math.inf).softmax(-1) @ v
+
+
+def infinity_taken_from_itself(q, k, v):
+    hidden = torch.full((S, S), -math.inf, dtype=q.dtype).triu(1)
+    return (scores_of(q, k) + (hidden - hidden)).softmax(-1) @ v
+
+
+def filled_with_nan(q, k, v):
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    return scores_of(q, k).masked_fill(hidden, math.nan).softmax(-1) @ v
+
+
+def scores_cut_off(q, k, v):
+    return scores_of(q, k).to(torch.int32).to(q.dtype).softmax(-1) @ v
+
+
+def sums_cut_off(q, k, v):
+    whole = q.to(torch.int8).to(q.dtype) @ k.to(torch.int8).to(q.dtype).mT
+    return (whole + (q @ k.mT).to(torch.int32).to(q.dtype)).softmax(-1) @ v
+
+
+def weights_cut_off(q, k, v):
+    return scores_of(q, k).softmax(-1).to(torch.int32).to(q.dtype) @ v
 
 
 def other_offset(q, k, v, start):
@@ -278,6 +376,11 @@ def sink_that_is_masked(q, k, v, sink):
     return joined.masked_fill(hidden, -math.inf).softmax(-1)[..., :-1] @ v
 
 
+def sink_cut_off(q, k, v, sink):
+    wide = sink.to(torch.int8).to(q.dtype).reshape(1, -1, 1, 1).expand(B, -1, S, 1)
+    return torch.cat([scores_of(q, k), wide], -1).softmax(-1)[..., :-1] @ v
+
+
 def sink_in_front(q, k, v, sink):
     joined = torch.cat([sink.reshape(1, -1, 1, 1).expand(B, -1, S, 1), scores_of(q, k)], -1)
     return joined.softmax(-1)[..., :-1] @ v
@@ -330,6 +433,26 @@ LOOKALIKES = (
     Entry(every_other_key, "mask"),
     Entry(wrapped_positions, "mask"),
     Entry(bytes_that_wrap, "mask"),
+    Entry(causal_but_for(torch.int8, MANY), "mask", queries=MANY, keys=MANY),
+    Entry(causal_but_for(torch.uint8, S), "right window 0"),
+    Entry(bytes_compared, "mask", queries=MANY, keys=MANY),
+    Entry(bytes_compared_with_a_number, "left"),
+    Entry(products_that_wrap, "mask"),
+    Entry(sums_that_wrap, "mask", more=tensors(torch.tensor(2**31 - 3, dtype=torch.int32))),
+    Entry(totals_that_wrap, "mask"),
+    Entry(positions_rounded, "mask"),
+    Entry(positions_rounded_on_the_way, "mask"),
+    Entry(positions_compared_as_floats, "mask"),
+    Entry(positions_cut_off, "mask"),
+    Entry(factor_cut_off, "mask"),
+    Entry(truths_that_are_not_two),
+    refused(infinity_times_zero, "infinity times 0"),
+    refused(infinity_times_triangle, "infinity times 0"),
+    refused(infinity_taken_from_itself, "is NaN"),
+    refused(filled_with_nan, "something else than a number"),
+    refused(scores_cut_off, "not both floats"),
+    refused(sums_cut_off, "not proven to be a mask"),
+    refused(weights_cut_off),
     Entry(
         other_offset, "mask", keys=T, more=tensors(torch.tensor(1))
     ),
@@ -376,6 +499,7 @@ LOOKALIKES = (
     refused(softmax_over_more),
     refused(softmax_plus_one),
     refused(sink_that_is_masked, "a sink is scaled or masked", more=tensors(activations(4, N))),
+    Entry(sink_cut_off, more=tensors(2 * activations(4, N))),
     refused(sink_in_front, "", more=tensors(activations(4, N))),
     refused(cut_too_early, "", more=tensors(activations(4, N))),
     refused(fewer_weights, "the weights are cut"),

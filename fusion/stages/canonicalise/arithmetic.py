@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fusion.graph import Algebra, Value
+from fusion.graph.algebra import LONGEST, of_constants
+from fusion.stages.canonicalise.dtypes import INTEGERS, held_number, is_exact
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, promote, translates
+
+
+def _held(out: Out, number: Any) -> Any:
+    """A number as whole numbers of the result's dtype are computed with; None for those too long to be exact."""
+    if out.dtype not in INTEGERS:
+        return number
+    kept = held_number(number, out.dtype)
+    return kept if kept is not None and abs(kept) < LONGEST else None
 
 
 @translates("aten.mul.Tensor", "aten.mul.Scalar")
@@ -15,7 +27,8 @@ def mul(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     if is_number(x):
         x, y = y, x
     if is_number(y):
-        return a.scale(x, y)
+        factor = _held(out, y)
+        return None if factor is None else a.scale(x, factor)
     return a.mul(x, y) if isinstance(x, Value) and isinstance(y, Value) else None
 
 
@@ -24,7 +37,8 @@ def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     """x / y."""
     x, y = promote(a, out, x, y)
     if is_number(y):
-        return a.scale(x, 1 / y) if y else None
+        rounded = of_constants(x) and not is_exact(y, torch.float32)  # before it divides
+        return a.scale(x, 1 / y) if y and not rounded else None
     if not isinstance(y, Value):
         return None
     inverse = a.power(y, -1)
@@ -35,13 +49,15 @@ def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
 def add(a: Algebra, out: Out, x: Any, y: Any, alpha: Any = 1) -> Translated:
     """x + alpha · y."""
     x, y = promote(a, out, x, y)
-    if not is_number(alpha):
+    factor = _held(out, alpha) if is_number(alpha) else None
+    if factor is None:
         return None
     if is_number(x):
-        x, y, alpha = (a.scale(y, alpha) if isinstance(y, Value) else y), x, 1
+        x, y, factor = (a.scale(y, factor) if isinstance(y, Value) else y), x, 1
     if is_number(y):
-        return a.shift(x, alpha * y)
-    return a.add(x, a.scale(y, alpha)) if isinstance(x, Value) and isinstance(y, Value) else None
+        offset = _held(out, factor * y)
+        return None if offset is None else a.shift(x, offset)
+    return a.add(x, a.scale(y, factor)) if isinstance(x, Value) and isinstance(y, Value) else None
 
 
 @translates("aten.sub.Tensor", "aten.sub.Scalar")

@@ -14,6 +14,7 @@ from fusion.stages.canonicalise import whole_attention, whole_scores
 from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement, carried, named, once, uncast
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
+from fusion.stages.canonicalise.dtypes import is_rounding
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.indexer import begins, chosen_keys
 from fusion.stages.canonicalise.masks import counted, told
@@ -243,7 +244,8 @@ def _narrow(a: Algebra, dtype: Any, *tensors: Value) -> list[Value]:
 
 def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Value | None:
     """One number for each head, [N], of a sink that was spread over all rows."""
-    sink = sink.below("expand", "cast")
+    while sink.op == "expand" or is_rounding(sink):
+        sink = sink.arg
     lead = (*(1,) * (len(shape) + 1 - sink.rank), *sink.shape)
     return a.reshape(sink, (heads,)) if len(shape) > 2 and prod(lead[1:-2]) == heads == prod(lead) else None
 

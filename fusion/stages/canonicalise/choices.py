@@ -14,6 +14,7 @@ import torch
 
 from fusion.graph import Algebra, Value, unviewed
 from fusion.stages.canonicalise.logic import constant, where
+from fusion.stages.canonicalise.ranges import uncast
 from fusion.stages.canonicalise.translate import WHOLE, Out, Translated, is_number, translates
 
 
@@ -45,9 +46,7 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
     rows = x.rank and places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and places.dtype in WHOLE
     if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input":
         return None
-    while places.op == "cast" and places.arg.dtype in WHOLE:
-        places = places.arg
-    chosen = a.make("chosen", (places,), (), x.shape, torch.bool)
+    chosen = a.make("chosen", (uncast(places),), (), x.shape, torch.bool)
     return where(a, chosen, constant(a, number.attrs[0], (), x.dtype), x, x.dtype)
 
 

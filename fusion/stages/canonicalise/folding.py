@@ -1,6 +1,7 @@
 """Folding: the numbers of a value that depends on no input, so that masks of any spelling can be looked at.
 
-numpy, not torch: the pass also runs where every tensor of torch is fake.
+Whole numbers wrap round and floats are rounded as in their dtypes; what would be rounded on the way is not folded, as
+the canonical form may round elsewhere. numpy, not torch: the pass also runs where every tensor of torch is fake.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ import numpy as np
 import torch
 
 from fusion.graph import Value
+from fusion.stages.canonicalise.dtypes import INTEGERS, KINDS, Array, held, is_exact, is_integer
 
 MOST = 2**22  # elements of a value that is folded
 
-Array = np.ndarray[Any, Any]
-_KINDS = {torch.bool: np.bool_, torch.int32: np.int64, torch.int64: np.int64}
-
-
-def _kind(value: Value) -> Any:
-    return np.float64 if value.dtype is None or value.dtype.is_floating_point else _KINDS.get(value.dtype, np.int64)
-
 
 def _index(value: Value, x: Array, *indices: Array) -> Array | None:
+    sizes = [x.shape[place] for place in value.attrs]
+    if any((each < -size).any() or (each >= size).any() for each, size in zip(indices, sizes, strict=True)):
+        return None
     if value.attrs == tuple(range(x.ndim)):
         return x[tuple(indices)]
     return np.take(x, indices[0], value.attrs[0]) if len(indices) == 1 else None
 
 
-def _exact(value: Value, x: Array) -> bool:
-    """Whether the dtype of a value holds these numbers as they are, so that nothing was rounded."""
-    if value.dtype is torch.float16:
-        return bool((x.astype(np.float16) == x).all())
-    narrow = x.astype(np.float32)
-    if value.dtype is torch.bfloat16 and (narrow.view(np.int32) & 0xFFFF).any():
-        return False
-    return value.dtype is torch.float64 or bool((narrow == x).all())
+def _scale(value: Value, x: Array) -> Array | None:
+    """A factor that float32 holds is the one that torch multiplies by, and no quotient."""
+    factor = value.attrs[0]
+    if value.dtype in INTEGERS:
+        return x * np.asarray(int(factor)).astype(x.dtype)
+    return x * factor if is_exact(factor, torch.float32) else None
+
+
+def _shift(value: Value, x: Array) -> Array:
+    offset = value.attrs[0]
+    return x + (np.asarray(int(offset)).astype(x.dtype) if is_integer(value) else offset)
 
 
 def _slice(value: Value, x: Array) -> Array:
@@ -60,8 +61,8 @@ _FOLDS: Mapping[str, Callable[..., Any]] = {
     "slice": _slice,
     "cat": lambda value, *pieces: np.concatenate(pieces, value.attrs[0]),
     "cast": lambda value, x: x,
-    "scale": lambda value, x: x * value.attrs[0],
-    "shift": lambda value, x: x + value.attrs[0],
+    "scale": _scale,
+    "shift": _shift,
     "mul": lambda value, x, y: x * y,
     "add": lambda value, x, y: x + y,
     "compare": lambda value, x, y: _COMPARE[value.attrs[0]](x, y),
@@ -90,23 +91,21 @@ class Folder:
 
     def _folded(self, value: Value) -> Array | None:
         sizes = [each for each in value.shape if isinstance(each, int)]
-        if value.op not in _FOLDS or len(sizes) < value.rank or math.prod(sizes) > MOST:
+        known = value.op in _FOLDS and value.dtype in KINDS
+        if not known or len(sizes) < value.rank or math.prod(sizes) > MOST:
             return None
         args = [self.fold(each) for each in value.args]
         if any(each is None for each in args):
             return None
         with np.errstate(all="ignore"):
-            found = _FOLDS[value.op](value, *args)
-            if found is None:
-                return None
-            numbers = np.asarray(found).astype(_kind(value))
-            return numbers if numbers.dtype != np.float64 or _exact(value, numbers) else None
+            return _kept(_FOLDS[value.op](value, *args), value.dtype)
 
     def steps(self, value: Value) -> tuple[int, tuple[int, ...]] | None:
         """First number and step per dim of whole numbers that grow evenly along every dim."""
         numbers = self.fold(value)
-        if numbers is None or not numbers.size or numbers.dtype.kind not in "ib":
+        if numbers is None or not numbers.size or numbers.dtype.kind == "f":
             return None
+        numbers = numbers.astype(np.int64)
         first = int(numbers.flat[0])
         second = [numbers.take(min(1, size - 1), axis).flat[0] for axis, size in enumerate(numbers.shape)]
         steps = tuple(int(each) - first for each in second)
@@ -116,6 +115,18 @@ class Folder:
         ]
         even = reduce(np.add, lines, np.int64(first))
         return (first, steps) if (np.broadcast_to(even, numbers.shape) == numbers).all() else None
+
+
+def _kept(found: Any, dtype: torch.dtype | None) -> Array | None:
+    """What was computed as the dtype holds it; None where it is not known, or where a float was rounded."""
+    if found is None or dtype is None:
+        return None
+    numbers = np.asarray(found)
+    kept = held(numbers, dtype)
+    if kept is None or kept.dtype.kind != "f":
+        return kept
+    back = kept if numbers.dtype.kind == "f" else kept.astype(np.int64)
+    return kept if (back == numbers).all() else None
 
 
 def band(table: Array) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ from fusion.graph.algebra import widens
 from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement
 from fusion.stages.canonicalise.assumed import Assumed
 from fusion.stages.canonicalise.contractions import swapped
+from fusion.stages.canonicalise.dtypes import is_rounding
 from fusion.stages.canonicalise.folding import Folder
 from fusion.stages.canonicalise.formulas import Affine, number
 from fusion.stages.canonicalise.masks import MASKED, Limits, Sizes, Term, bounded, limits, sees_some, visible
@@ -166,7 +167,7 @@ def _unmasked(found: _Scores) -> _Scores | str:
     match z.op:
         case "scale":
             return _unmasked(replace(found, total=z.arg)) if z.attrs[0] > 0 else _SIGN
-        case "cast" if _rounds(z):
+        case "cast" if is_rounding(z):
             return _unmasked(replace(found, total=z.arg))
         case "reshape":
             return _unmasked(replace(found, total=z.arg))
@@ -178,7 +179,7 @@ def _unmasked(found: _Scores) -> _Scores | str:
         case "where":
             condition, yes, no = z.args
             how, scores, fill = ("keep", yes, no) if _is_scores(yes) else ("drop", no, yes)
-            if fill.op != "full" or fill.attrs[0] > MASKED:
+            if fill.op != "full" or not fill.attrs[0] <= MASKED:
                 return "scores are replaced by something else than a number of at most -1e4"
             return _unmasked(_Scores(scores, z.shape, (*found.terms, Term(how, condition, fill=fill.attrs[0]))))
         case _:
@@ -240,16 +241,10 @@ def _below_relu(value: Value) -> tuple[Value, tuple[Step, ...]] | None:
             steps.append(("reshape", value.shape[:-1]))
         elif value.op == "permute" and value.attrs[-1] == value.rank - 1:
             steps.append(("permute", value.attrs[:-1]))
-        elif not (_rounds(value) or (value.op == "scale" and value.attrs[0] > 0)):
+        elif not (is_rounding(value) or (value.op == "scale" and value.attrs[0] > 0)):
             return None
         value = value.arg
     return (value, tuple(reversed(steps))) if seen else None
-
-
-def _rounds(z: Value) -> bool:
-    """Whether `z` is rounded, or widened, to another floating dtype of at least 16 bits."""
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    return z.op == "cast" and z.dtype in floats and z.arg.dtype in floats
 
 
 def _query_and_key(

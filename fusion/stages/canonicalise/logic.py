@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fusion.graph import Algebra, Value, broadcast
+from fusion.stages.canonicalise.dtypes import common, held_number, holds
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
 
 i64 = torch.int64
@@ -72,11 +73,12 @@ def _pointwise(
     return a.expand(a.make(op, plain, attrs, once, dtype), shape)
 
 
-def _operand(a: Algebra, x: Any, like: Value) -> Value | None:
-    if isinstance(x, Value):
-        return x
-    whole = isinstance(x, int) or like.dtype is None or like.dtype.is_floating_point
-    return constant(a, x, (), like.dtype if whole else torch.float32) if isinstance(x, (int, float)) else None
+def _held(a: Algebra, number: Any, shape: Sequence[Any], dtype: torch.dtype | None) -> Value | None:
+    """A constant as torch makes it of any number; floats are not rounded, as other constants are not."""
+    if not isinstance(number, (int, float)) or dtype is None:
+        return None
+    kept = number if dtype.is_floating_point else held_number(number, dtype)
+    return None if kept is None else constant(a, kept, shape, dtype)
 
 
 @translates("aten.arange.default")
@@ -115,22 +117,32 @@ for _names, _value in ((("zeros", "new_zeros", "zeros_like"), 0), (("ones", "new
 @translates("aten.full.default", "aten.full_like.default", "aten.new_full.default")
 def _full(a: Algebra, out: Out, like: Any, *args: Any, **kwargs: Any) -> Translated:
     number = args[-1]
-    return constant(a, number, out.shape, out.dtype) if isinstance(number, (int, float)) else None
+    return _held(a, number, out.shape, out.dtype)
 
 
 @translates("aten.scalar_tensor.default")
 def _scalar(a: Algebra, out: Out, number: Any, **kwargs: Any) -> Translated:
-    return constant(a, number, (), out.dtype) if isinstance(number, (int, float)) else None
+    return _held(a, number, (), out.dtype)
 
 
 def _comparison(op: str, swap: bool) -> Any:
     def translate(a: Algebra, out: Out, x: Value, y: Any) -> Translated:
-        other = _operand(a, y, x)
-        if other is None:
-            return None
-        return compare(a, op, other, x) if swap else compare(a, op, x, other)
+        both = _alike(a, x, y)
+        return None if both is None else compare(a, op, *(both[::-1] if swap else both))
 
     return translate
+
+
+def _alike(a: Algebra, x: Value, y: Any) -> tuple[Value, Value] | None:
+    """Both sides of a comparison, cast where the dtype in which torch compares does not hold them all."""
+    if x.dtype is None or not isinstance(y, (Value, int, float)):
+        return None
+    dtype = common(x, y)
+    other = _held(a, y, (), dtype) if not isinstance(y, Value) else y
+    if other is None or other.dtype is None:
+        return None
+    left, right = (each if each.dtype and holds(dtype, each.dtype) else a.cast(each, dtype) for each in (x, other))
+    return left, right
 
 
 for _name, _op, _swap in (
@@ -212,13 +224,15 @@ def _any(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Tra
 
 @translates("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
 def _where(a: Algebra, out: Out, condition: Value, x: Any, y: Any) -> Translated:
-    sides = [_operand(a, each, condition) for each in (x, y)]
-    if sides[0] is None or sides[1] is None:
-        return None
-    x, y = (
-        a.make("full", (), s.attrs, s.shape, out.dtype) if s.op == "full" else a.cast(s, out.dtype) for s in sides if s
-    )
-    return where(a, condition, x, y, out.dtype)
+    yes, no = (_side(a, out, each) for each in (x, y))
+    return None if yes is None or no is None else where(a, condition, yes, no, out.dtype)
+
+
+def _side(a: Algebra, out: Out, x: Any) -> Value | None:
+    """A number or a tensor that is chosen, in the dtype of the choice."""
+    if not isinstance(x, Value):
+        return _held(a, x, (), out.dtype)
+    return (_held(a, x.attrs[0], x.shape, out.dtype) if x.op == "full" else None) or a.cast(x, out.dtype)
 
 
 @translates("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")

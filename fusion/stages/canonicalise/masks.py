@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction, conjuncts, negation
+from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction, conjuncts, disjunction, negation
 from fusion.stages.canonicalise.logic import either
 from fusion.stages.canonicalise.positions import Positions
 
@@ -20,6 +21,10 @@ Sizes = tuple[Any, Any, Any, Any]
 UNPROVEN = (
     "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4 (of a "
     "mask that is passed in, the option assume says it)"
+)
+
+UNDEFINED = (
+    "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
 )
 
 
@@ -68,8 +73,9 @@ def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
         constants = _added(positions, each)
         if constants is None:
             return UNPROVEN
-        if any(value > MASKED and value != 0 for value in constants):
-            return f"a bias of {next(v for v in constants if v > MASKED and v != 0)} is added to some of the scores"
+        odd = [value for value in constants if not (value == 0 or value <= MASKED)]
+        if odd:
+            return UNDEFINED if math.isnan(odd[0]) else f"a bias of {odd[0]} is added to some of the scores"
         parts.append(constants.get(0.0, False))
     return conjunction(*parts)
 
@@ -77,7 +83,13 @@ def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
 def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
     """What a mask adds to the scores that the softmax sees."""
     constants = positions.constants(term.mask, positions.of(term.mask))
-    return None if constants is None else {value * term.factor if value else 0.0: f for value, f in constants.items()}
+    if constants is None:
+        return None
+    found: dict[float, Formula] = {}
+    for value, formula in constants.items():
+        number = value * term.factor if value else 0.0
+        found[number] = disjunction(found.get(number, False), formula)
+    return found
 
 
 def unseen(positions: Positions, terms: Sequence[Term], softmax: str) -> str:

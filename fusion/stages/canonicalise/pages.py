@@ -15,9 +15,11 @@ from collections.abc import Container, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+
 from fusion.graph import Algebra, Reading, Value, but_ones
 from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.translate import WHOLE
+from fusion.stages.canonicalise.ranges import uncast
 from fusion.stages.canonicalise.writes import iota, wrapped
 
 _WHOLE = ("whole_latent_attention", "rounded_latent_attention")
@@ -121,9 +123,9 @@ def gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, 
     """Pages of `sizes` [B, N, T, D] by their number in whole, or by the number of every row."""
     source, *index = gathered.args
     batch, _, keys, _ = sizes
-    by_block = len(index) == 2
-    rows = _by_block(a, folder, source, index[0], index[1], batch) if by_block else _numbered(a, index[0], batch)
-    blocks = None if rows is None else source.shape[0] if by_block else _divided(source.shape[0], rows[1])
+    by_block, count = len(index) == 2, source.shape[0]
+    rows = _by_block(a, folder, source, *index, batch) if by_block else _numbered(a, index[0], batch, count)
+    blocks = None if rows is None else count if by_block else _divided(count, rows[1])
     if rows is not None and blocks is not None:
         table, size = rows
         yield Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
@@ -153,18 +155,21 @@ def _per_sequence(a: Algebra, index: Value, batch: Any) -> Value | None:
     return a.reshape(index, (batch, count // batch)) if whole else None
 
 
-def _numbered(a: Algebra, index: Value, batch: Any) -> tuple[Value, int] | None:
-    """The table and the size of a page of row numbers table · Size + o, whatever their dims."""
+def _numbered(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, int] | None:
+    """The table and the size of a page of row numbers table · Size + o, whatever their dims.
+
+    Where int32 counts all the rows, numbers that wrap round in it name no page.
+    """
     total = index.arg if index.op == "reshape" else index
-    total = _uncast(total)
+    total = uncast(total)
     if total.op != "add" or total.rank < 2:
         return None
     for first, inner in (total.args, total.args[::-1]):
         size = _counted(inner, total.shape[-1])
-        scaled = _uncast(first)
-        while scaled.op in ("reshape", "expand"):
-            scaled = _uncast(scaled.arg)
+        scaled = uncast(first, "reshape", "expand")
         blocks = scaled.arg if scaled.op == "scale" and scaled.attrs[0] == size else None
+        if blocks is not None and blocks.dtype is not torch.int64 and isinstance(rows, int) and rows > 2**31:
+            return None
         if size and blocks is not None and first.shape[-1:] == (1,) and prod(first.shape) * size == prod(total.shape):
             table = _per_sequence(a, blocks, batch)
             return None if table is None else (table, size)
@@ -175,7 +180,7 @@ def _counted(x: Value, last: Any) -> int:
     """How many there are of 0, 1, … along the last dim and along no other; 0 for other numbers."""
     if not isinstance(last, int) or prod(x.shape) != last or x.shape[-1:] != (last,):
         return 0
-    row = x.below("reshape", "cast")
+    row = uncast(x, "reshape")
     return last if row.rank == 1 and iota(row) == 0 else 0
 
 
@@ -189,7 +194,7 @@ def _by_block(
     if block.shape[-1:] == (1,) and _counted(place, size):
         table = _per_sequence(a, a.reshape(block, block.shape[:-1]), batch)
         return None if table is None else (table, size)
-    below = block.below("reshape", "cast")
+    below = uncast(block, "reshape")
     if below.op != "index" or below.attrs[-1:] != (1,) or below.arg.rank != 2 or below.arg.shape[0] != batch:
         return None
     table, columns = below.arg, below.args[-1]
@@ -253,10 +258,3 @@ def _of_lines(pages: Value) -> Value | None:
     turned = pages.arg if pages.op == "reshape" else pages
     whole = turned.op == "permute" and turned.attrs == (0, 2, 1, 3) and pages.shape[:2] == turned.shape[:2]
     return turned.arg if whole else None
-
-
-def _uncast(x: Value) -> Value:
-    """Whole numbers before they were widened."""
-    while x.op == "cast" and x.dtype in WHOLE and x.arg.dtype in WHOLE:
-        x = x.arg
-    return x

@@ -1,6 +1,7 @@
 """A mask as a formula over its own positions: which (b, h, i, j) it lets through, proven from how it was built.
 
-Whole numbers become affine expressions Σ c·position + Σ c·leaf[..] + constant; comparisons of them become atoms
+Whole numbers become affine expressions Σ c·position + Σ c·leaf[..] + constant, as far as no dtype on the way is proven
+to make them wrap round; comparisons of them become atoms
 `expression ≤ 0` and `expression = 0`; and, or, not join atoms; a tensor of floats becomes its few constants, each with
 the formula of where it stands. What cannot be followed is a leaf: a tensor read at known positions.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from operator import add, eq, le, lt, mul, ne
 from types import MappingProxyType
 from typing import Any
 
@@ -17,11 +19,15 @@ import torch
 
 from fusion.graph import Value, but_ones
 from fusion.stages.canonicalise.choices import lists_all
+from fusion.stages.canonicalise.dtypes import held_number, is_integer
 from fusion.stages.canonicalise.folding import Folder, band
 from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction, disjunction, negation, number
+from fusion.stages.canonicalise.ranges import is_exact
 
 MOST = 8  # different constants that a mask of floats may have
 
+
+_HOLDS: Mapping[str, Callable[[float, float], bool]] = {"le": le, "lt": lt, "eq": eq, "ne": ne}
 
 Assumption = Callable[[Value, "Sequence[Affine]"], Formula | None]
 """Where a mask that is passed in shows a key, if anything is assumed of it."""
@@ -78,19 +84,19 @@ class Positions:
         even = self._folder.steps(x)
         if even is not None:
             return reduce(Affine.__add__, map(Affine.times, at, even[1]), number(even[0]))
-        match x.op:
+        match x.op if is_exact(x) else "":
             case "arange":
                 return at[0].times(x.attrs[1]).plus(x.attrs[0])
             case "full":
-                return number(x.attrs[0])
+                return number(int(x.attrs[0]))
             case "shift" if _is_whole(x.attrs[0]):
                 return self.whole(x.arg, at).plus(int(x.attrs[0]))
-            case "scale" if _is_whole(x.attrs[0]):
+            case "scale" if _is_whole(x.attrs[0]) and x.arg.op != "mean":  # of which a sum is made
                 return self.whole(x.arg, at).times(int(x.attrs[0]))
             case "add":
                 left, right = (self.whole(each, _spread(each, x, at)) for each in x.args)
                 return left + right
-            case "cast" if _whole_numbers(x.arg):
+            case "cast" if is_integer(x.arg):
                 return self.whole(x.arg, at)
             case "cumsum":
                 return self._running_total(x, at)
@@ -123,7 +129,7 @@ class Positions:
                     return None
                 sizes = iter(kept)
                 return x.arg, tuple(number(0) if size == 1 else next(sizes) for size in x.arg.shape)
-            case "index" if all(_whole_numbers(each) for each in x.args[1:]):
+            case "index" if all(is_integer(each) for each in x.args[1:]):
                 return self._gathered(x, at)
             case _:
                 return None
@@ -150,7 +156,7 @@ class Positions:
         if known is not None:
             return known
         mask = x.arg if x.op == "cast" else x
-        said = self._said(mask, at) if mask.dtype is torch.bool or _whole_numbers(mask) else None
+        said = self._said(mask, at) if mask.dtype is torch.bool or is_integer(mask) else None
         if said is not None:
             return said
         match x.op:
@@ -159,11 +165,8 @@ class Positions:
             case "chosen" if lists_all(x) and not self._keep_lists:
                 self.lists_all = True
                 return True
-            case "compare" if all(map(_whole_numbers, x.args)):
-                left, right = (self.whole(each, _spread(each, x, at)) for each in x.args)
-                return self._compared(x.attrs[0], left + right.times(-1))
             case "compare":
-                return self._compared_constants(x, at)
+                return self._compared_values(x, at)
             case "and" | "or" | "mul" | "add":
                 parts = [self.truth(each, _spread(each, x, at)) for each in x.args]
                 return conjunction(*parts) if x.op in ("and", "mul") else disjunction(*parts)
@@ -174,7 +177,7 @@ class Positions:
                 return disjunction(conjunction(condition, yes), conjunction(negation(condition), no))
             case "cast" if x.arg.dtype is torch.bool:
                 return self.truth(x.arg, at)
-            case "cast" if _whole_numbers(x.arg):
+            case "cast" if is_integer(x.arg):
                 return negation(("eq", self.whole(x.arg, at)))
             case "cast":
                 return self._nonzero(x, at)
@@ -216,16 +219,16 @@ class Positions:
                 equal = difference.constant == 0 if not difference.terms else ("eq", difference)
                 return equal if op == "eq" else negation(equal)
 
-    def _compared_constants(self, x: Value, at: Sequence[Affine]) -> Formula:
-        """A mask of floats compared with a number, as in `mask == 0`."""
+    def _compared_values(self, x: Value, at: Sequence[Affine]) -> Formula:
+        """Whole numbers, or tensors of a few numbers each, as in `mask == 0`."""
         left, right = (self.constants(each, _spread(each, x, at)) for each in x.args)
-        if left is None or right is None:
+        if left is not None and right is not None:
+            pairs = [(u, v, conjunction(f, g)) for u, f in left.items() for v, g in right.items()]
+            return disjunction(*(formula for u, v, formula in pairs if _HOLDS[x.attrs[0]](u, v)))
+        if not all(map(is_integer, x.args)):
             return ("is", Leaf(x, tuple(at)))
-        holds: Mapping[str, Callable[[float, float], bool]] = {
-            "le": lambda u, v: u <= v, "lt": lambda u, v: u < v, "eq": lambda u, v: u == v, "ne": lambda u, v: u != v,
-        }  # fmt: skip
-        pairs = [conjunction(f, g) for u, f in left.items() for v, g in right.items() if holds[x.attrs[0]](u, v)]
-        return disjunction(*pairs)
+        below, above = (self.whole(each, _spread(each, x, at)) for each in x.args)
+        return self._compared(x.attrs[0], below + above.times(-1))
 
     def _nonzero(self, x: Value, at: Sequence[Affine]) -> Formula:
         found = self.constants(x.arg, at)
@@ -236,23 +239,19 @@ class Positions:
     # constants -------------------------------------------------------------------------------------------------
 
     def constants(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        """The constants that a tensor of floats consists of, each with where it stands; None where it has others."""
+        """The few numbers that a tensor consists of, each with where it stands; None where it has others, or many."""
+        if x.dtype is torch.bool:
+            return self._of_truth(x.dtype, self.truth(x, at))
         below = self._view(x, at)
         if below is not None:
             return self.constants(*below)
         said = self._said(x, at)
         if said is not None:
-            return {0.0: said, -math.inf: negation(said)}
+            return self._of_truth(x.dtype, said) if is_integer(x) else {0.0: said, -math.inf: negation(said)}
         match x.op:
             case "full":
-                return {float(x.attrs[0]): True}
-            case "cast" if x.arg.dtype is torch.bool:
-                formula = self.truth(x.arg, at)
-                return _known({1.0: formula, 0.0: negation(formula)})
-            case "cast" if x.arg.dtype is not None and x.arg.dtype.is_floating_point:
-                inner = self.constants(x.arg, at)
-                return None if inner is None else _merged(list(inner.items()), x.dtype)
-            case "scale" | "shift":
+                return _merged([(x.attrs[0], True)], x.dtype)
+            case "cast" | "scale" | "shift":
                 return self._mapped(x, at)
             case "add" | "mul":
                 return self._paired(x, at)
@@ -261,21 +260,26 @@ class Positions:
             case _:
                 return None
 
+    def _of_truth(self, dtype: torch.dtype | None, formula: Formula) -> dict[float, Formula] | None:
+        return _merged([(1, formula), (0, negation(formula))], dtype)
+
     def _mapped(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        inner, change = self.constants(x.arg, at), x.attrs[0]
+        inner = self.constants(x.arg, at)
         if inner is None:
             return None
-        pairs = [(value * change if x.op == "scale" else value + change, f) for value, f in inner.items()]
-        return _merged(pairs, x.dtype)
+        change = x.attrs[0] if x.attrs and not is_integer(x) else int(x.attrs[0]) if x.attrs else 0
+        how: Mapping[str, Callable[[float], float]] = {
+            "cast": lambda u: u, "scale": lambda u: u * change, "shift": lambda u: u + change,
+        }  # fmt: skip
+        return _merged([(how[x.op](value), formula) for value, formula in inner.items()], x.dtype)
 
     def _paired(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
         left, right = (self.constants(each, _spread(each, x, at)) for each in x.args)
         if left is None or right is None:
             return None
-        return _merged(
-            [(u + v if x.op == "add" else u * v, conjunction(f, g)) for u, f in left.items() for v, g in right.items()],
-            x.dtype,
-        )
+        how = add if x.op == "add" else mul
+        pairs = [(how(u, v), conjunction(f, g)) for u, f in left.items() for v, g in right.items()]
+        return _merged(pairs, x.dtype)
 
     def _chosen(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
         condition = self.truth(x.args[0], _spread(x.args[0], x, at))
@@ -287,31 +291,23 @@ class Positions:
 
 
 def _merged(pairs: Sequence[tuple[float, Formula]], dtype: torch.dtype | None) -> dict[float, Formula] | None:
-    """One formula for each constant, beyond the largest number of the dtype infinite; None where one is NaN (0 · ∞)."""
+    """One formula for each number as the dtype holds it; NaN, as of 0 · ∞, is one of them."""
     found: dict[float, Formula] = {}
-    limits = torch.finfo(dtype) if dtype is not None and dtype.is_floating_point else None
-    most = torch.inf if limits is None else limits.max * (1 + limits.eps / 4)
     for value, formula in pairs:
-        value = value if abs(value) < most else math.copysign(torch.inf, value)
-        if formula is not False and math.isnan(value):
+        if formula is False:
+            continue
+        kept = None if dtype is None else held_number(value, dtype)
+        if kept is None:
             return None
-        found[value] = disjunction(found.get(value, False), formula)
-    return _known(found)
-
-
-def _known(found: Mapping[float, Formula]) -> dict[float, Formula] | None:
-    kept = {value: formula for value, formula in found.items() if formula is not False}
-    return kept if len(kept) <= MOST else None
+        kept = math.nan if math.isnan(kept) else kept
+        found[kept] = disjunction(found.get(kept, False), formula)
+    return found if len(found) <= MOST else None
 
 
 def _spread(x: Value, over: Value, at: Sequence[Affine]) -> tuple[Affine, ...]:
     """Positions in an operand that broadcasts: its last dims, with position 0 where its size is 1."""
     last = at[over.rank - x.rank :]
     return tuple(number(0) if size == 1 else each for each, size in zip(last, x.shape, strict=True))
-
-
-def _whole_numbers(x: Value) -> bool:
-    return x.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _is_whole(value: Any) -> bool:

@@ -15,6 +15,7 @@ from fusion.graph.algebra import widens
 from fusion.stages.canonicalise import whole_scores
 from fusion.stages.canonicalise.arrangement import Arrangement, Step, arrangement
 from fusion.stages.canonicalise.contractions import matmul, swapped
+from fusion.stages.canonicalise.dtypes import is_rounding
 from fusion.stages.canonicalise.masks import MASKED, Term
 
 
@@ -59,7 +60,7 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
             steps = (step, *steps)
         elif p.op == "slice" and p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
             cut = True
-        elif p.op != "cast":
+        elif not is_rounding(p):
             return None
         p = p.arg
     p, order = _turned(a, p)
@@ -133,8 +134,10 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
     match z.op:
         case "matmul":
             return replace(found, product=z)
-        case "cast":
+        case "cast" if is_rounding(z):
             return scores_of(a, found, z.arg)
+        case "cast" if _product_in(z) is not None:
+            return replace(found, odd=f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats")
         case "reshape" | "permute":
             step = _step(z)
             return found if step is None else scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
@@ -165,7 +168,7 @@ def _number(x: Value) -> float:
     """The number of which a tensor consists, 0 where it has others."""
     if x.op == "full":
         return float(x.attrs[0])
-    if x.op in ("cast", "expand", "reshape"):
+    if x.op in ("expand", "reshape") or (x.op == "cast" and x.dtype is not None and x.dtype.is_floating_point):
         return _number(x.arg)
     return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
 
@@ -196,7 +199,8 @@ def _joined(a: Algebra, left: Value, right: Value) -> Value | None:
         (q, k), (r, s) = ((each.arg, swapped(a, each.args[1])) for each in (left, right))
         whole = [_side_by_side(a, *pair) for pair in ((q, r), (k, s))]
         return None if whole[0] is None or whole[1] is None else matmul(a, whole[0], swapped(a, whole[1]))
-    inner = _joined(a, left.arg, right.arg) if left.op in ("cast", "scale", "reshape", "permute") else None
+    joins = left.op in ("scale", "reshape", "permute") or (is_rounding(left) and is_rounding(right))
+    inner = _joined(a, left.arg, right.arg) if joins else None
     if inner is None:
         return None
     match left.op:
@@ -225,7 +229,7 @@ def _chosen(a: Algebra, found: Scores, z: Value) -> Scores:
     condition, yes, no = z.args
     for how, scores, fill in (("keep", yes, no), ("drop", no, yes)):
         if _product_in(scores) is not None:
-            if found.steps or fill.op != "full" or fill.attrs[0] * found.scale > MASKED:
+            if found.steps or fill.op != "full" or not fill.attrs[0] * found.scale <= MASKED:
                 return replace(found, odd="scores are replaced by something else than a number of at most -1e4")
             term = Term(how, condition, fill=fill.attrs[0] * found.scale)
             return scores_of(a, replace(found, terms=(*found.terms, term)), scores)

@@ -109,7 +109,7 @@ def _product(a: Algebra, z: Value, found: _Product | None = None) -> _Product | 
     match z.op:
         case "matmul":
             return replace(so, x=z.arg, y=z.args[1])
-        case "cast":
+        case "cast" if is_float(z):
             return _product(a, z.arg, so)
         case "scale":
             return _product(a, z.arg, replace(so, number=so.number * z.attrs[0]))
@@ -187,7 +187,7 @@ def scaled_sum(a: Algebra, z: Value) -> Value | None:
     """(products added) · factors, of rows or of all, as one product; None for others."""
     factors: list[Value] = []
     number = 1.0
-    while z.op in ("mul", "scale", "cast"):
+    while z.op in ("mul", "scale", "cast") and is_float(z):
         if z.op == "mul":
             small = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
             if len(small) != 1 or z.args[0] is z.args[1]:

@@ -177,7 +177,7 @@ class Writes:
         if position is None or (axis == 0 and position.rank):
             return "the position differs along more than the batch"
         offset = formula[1].constant * terms[axis]
-        return self._algebra.shift(position, -offset), axis
+        return self._algebra.shift(self._algebra.cast(position, torch.int64), -offset), axis
 
     def _of_batch(self, leaf: Leaf, value: Value) -> Value | None:
         """The tensor of a leaf as [] or [B]."""
@@ -243,6 +243,8 @@ def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Valu
     parts = (source.op, rest.op) == ("floor_divide", "remainder") and source.attrs == rest.attrs == (size,)
     if parts and source.arg is rest.arg:
         return wrapped(a, a.reshape(source.arg, block.shape), blocks * size)
+    counted = block.dtype == place.dtype and isinstance(blocks, int) and blocks * size <= 2**31
+    block, place = (each if counted else a.cast(each, torch.int64) for each in (block, place))
     return a.add(a.scale(block, size), place)
 
 

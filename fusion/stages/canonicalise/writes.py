@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from fusion.graph import Algebra, Dim, Value, but_ones
 from fusion.graph.dims import broadcast
 from fusion.stages.canonicalise import choices, shapes
-from fusion.stages.canonicalise.ranges import bounds
+from fusion.stages.canonicalise.ranges import bounds, uncast
 from fusion.stages.canonicalise.translate import WHOLE, Out, Translated, translates
 
 
@@ -40,11 +40,15 @@ def iota(x: Value) -> int | None:
 
 
 def run(a: Algebra, x: Value) -> Run | None:
-    """The run that `x` [.., S] is along its last dim; its start has the dims before, without those of size 1."""
+    """The run that `x` [.., S] is along its last dim; its start has the dims before, without those of size 1.
+
+    Sums may wrap round in int32: what they give then lies before every tensor, which is an error as well.
+    """
     if x.op in ("reshape", "expand") and x.arg.shape[-1:] == x.shape[-1:] and math.prod(x.shape[:-1]) == 1:
         return run(a, x.arg)
-    if x.op == "cast" and x.arg.dtype in WHOLE and x.dtype in WHOLE:
-        return run(a, x.arg)
+    below = uncast(x)
+    if below is not x:
+        return run(a, below)
     if x.op == "shift":
         below = run(a, x.arg)
         return Run(below.start, below.offset + int(x.attrs[0])) if below and x.attrs[0].is_integer() else None
