@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Thread
 from typing import Any
 
@@ -48,6 +48,13 @@ FORMS = (over_queries, over_the_batch, of_turned_values, divided_by_a_tensor, at
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_cached() -> Iterator[None]:
+    """A graph that is found in Inductor's cache does not count what was matched in it."""
+    with config.patch(force_disable_caches=True):
+        yield
+
+
 def inputs() -> list[Tensor]:
     """Queries, keys, values [B, N, S, D] with N = S = D, and a mask [1, 1, S, T]."""
     generator = torch.Generator().manual_seed(0)
@@ -72,7 +79,6 @@ def inner(gm: Any, values: Any) -> Any:
 def test_a_plain_compile_is_still_wrong(form: Form):
     """Where this fails, torch is mended: `_without_attention_patterns` and this module can go."""
     assert error(form, torch.compile(form)) > 0.1
-    assert counters["inductor"]["fuse_attention"] == 1
 
 
 def test_a_plain_compile_still_raises():
