@@ -177,8 +177,45 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Calla
 
     owned = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     with torch.no_grad():
-        run: Any = compile_fx(owned, list(example_inputs))
+        run: Any = compile_fx(owned, list(example_inputs), config_patches=_without_attention_patterns())
     return run
+
+
+def _without_attention_patterns() -> dict[str, Any]:
+    """Configuration of one compilation by Inductor, in which none of its attention patterns is found.
+
+    torch 2.13 takes `softmax(dim=-2)` between two products for scaled_dot_product_attention, whose softmax is over the
+    last dim: results are wrong by half (pytorch #195320). All these patterns, and no others, hold the exp of a softmax:
+    it is another operator while patterns are looked for. Inductor's configuration is one of each thread.
+    Private: `torch._inductor.config.joint_custom_pre_pass`, `.joint_custom_post_pass`.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+    plain, hidden = aten.exp.default, torch.ops.prims.exp.default
+    given: Any = config
+    return {
+        "joint_custom_pre_pass": (*get_custom_graph_passes(given.joint_custom_pre_pass), _renaming(plain, hidden)),
+        "joint_custom_post_pass": (_renaming(hidden, plain), *get_custom_graph_passes(given.joint_custom_post_pass)),
+    }
+
+
+def _renaming(old: OpOverload, new: OpOverload) -> Any:
+    """A pass of Inductor that calls `new` wherever `old` is called; its name is part of the key of Inductor's cache.
+
+    Private: `torch._inductor.custom_graph_pass.CustomGraphPass`.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Renaming(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            for node in graph.find_nodes(op="call_function", target=old):
+                node.target = new
+
+        def uuid(self) -> str:
+            return f"cann_fusion: {old} as {new}"
+
+    return Renaming()
 
 
 def inductor_can_build(device_type: str) -> bool:

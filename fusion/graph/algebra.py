@@ -228,8 +228,8 @@ class Algebra:
                 joined.append(piece)
             else:
                 joined[-1] = whole
-        if len(joined) == 1:
-            return joined[0]
+        if len(joined) <= 1:
+            return joined[0] if joined else pieces[0]
         size = sum((piece.shape[axis] for piece in joined), start=0)
         shape = (*joined[0].shape[:axis], size, *joined[0].shape[axis + 1 :])
         return self.make("cat", joined, (axis,), shape, joined[0].dtype)

@@ -50,6 +50,9 @@ class Limit:
         return kept if applies or kept else None
 
 
+_NOT_EMPTY = Limit("size > 0")
+
+
 @dataclass(frozen=True, eq=False)
 class Operator:
     """One operator that the pass can emit.
@@ -208,7 +211,8 @@ def refusal(
         return f"{op.short} does not exist on {chip}; it does on {', '.join(sorted(set(op.limits) & set(CHIPS)))}"
     taken = lowering is None or _known(lowering, LOWERINGS, "lowering") in op.lowerings
     if taken or (op.on_host and lowering == "eager" and host_reads):
-        return _dtype_refusal(op, chip, values) or _limit_refusal(op, chip, values | bound, lowering)
+        refused = _dtype_refusal(op, chip, values) or _limit_refusal(op, chip, values | bound, lowering)
+        return refused or _empty_refusal(op, bound)
     return f"{op.short} cannot be lowered by {lowering}; it can by {_ways(op)}"
 
 
@@ -226,6 +230,15 @@ def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | 
         if wrong is not None:
             listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in accepted))
             return f"{op.short} on {chip} needs {name} in {listed} ({name} is {str(wrong).removeprefix('torch.')})"
+    return None
+
+
+def _empty_refusal(op: Operator, bound: named_dims.Bound) -> str | None:
+    """No kernel is documented for empty tensors, and a softmax over no key is not decomposed."""
+    for name, found in bound.items():
+        sizes = found if isinstance(found, tuple) else (found,)
+        if any(_NOT_EMPTY.verdict({"size": each}) is False for each in sizes):
+            return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={found})"
     return None
 
 

@@ -3,7 +3,7 @@
 The grammar is a small part of Python's expressions: integers, strings, names, `+ - * // %`, comparisons, `in (...)`,
 `and or not`, and the functions `size(tensor, dim)`, `shape(tensor)`, `rank(tensor)`, `dtype(tensor)`,
 `itemsize(tensor)`, `length(list or tensor)` and `given(argument)`; the dtype of a list of tensors is
-the one that all have, or every one. Nothing else can be written, so a limit is data.
+the one that all have, or every one. `a // 0` is 0 and `a % 0` is a. Nothing else can be written, so a limit is data.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -22,6 +22,11 @@ import torch
 from fusion._torch import known_true
 from fusion.errors import OperatorError
 
+
+def _is_nothing(size: Any) -> bool:
+    return isinstance(size, int) and size == 0
+
+
 FUNCTIONS = ("size", "shape", "rank", "dtype", "itemsize", "length", "given")
 
 Decide = Callable[["bool | torch.SymBool"], "bool | None"]
@@ -30,8 +35,8 @@ _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.FloorDiv: lambda a, b: 0 if _is_nothing(b) else a // b,
+    ast.Mod: lambda a, b: a if _is_nothing(b) else a % b,
 }
 _ORDER: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt,
