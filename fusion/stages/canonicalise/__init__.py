@@ -300,8 +300,6 @@ class _Walk:
 
     def _call(self, node: fx.Node) -> Held | None:
         val = node.meta.get("val")
-        if isinstance(val, torch.Tensor) and 0 in dims_of(val.shape):  # nothing to compute, so nothing to recognise
-            return self._opaque(node, val)
         if getattr(node.target, "__name__", "") == "getitem":
             held = self.held.get(node.args[0]) if isinstance(node.args[0], fx.Node) else None
             known = held[node.args[1]] if isinstance(held, tuple) and isinstance(node.args[1], int) else None
