@@ -124,7 +124,7 @@ def gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, 
     source, *index = gathered.args
     batch, _, keys, _ = sizes
     by_block, count = len(index) == 2, source.shape[0]
-    rows = _by_block(a, folder, source, *index, batch) if by_block else _numbered(a, index[0], batch, count)
+    rows = _by_block(a, folder, source, index[0], index[1], batch) if by_block else _numbered(a, index[0], batch, count)
     blocks = None if rows is None else count if by_block else _divided(count, rows[1])
     if rows is not None and blocks is not None:
         table, size = rows
