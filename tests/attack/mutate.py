@@ -38,15 +38,18 @@ CASTS = (
     ".float()", ".int()", ".clone()", ".mT.contiguous().mT", ".neg().neg()", ".contiguous()",
 )  # fmt: skip
 WRITES = (".add_(1)", ".mul_(2)", ".neg_()", "[..., :1].zero_()", "[:1].add_(1)", ".mT.mul_(0.5)", "[:, :1].fill_(2)")
+TRIES = 6
 VIEWS = ("", "", ".transpose(0, -1)", "[..., :1]", ".view({}.shape)", "[:1]", ".flatten(0, 1)", ".detach()", ".mT")
 
 
 
 def mutated(program: Program, count: int, pick: Pick) -> Program:
-    """The program with so many changes."""
+    """The program with so many changes, each of which leaves it one that runs."""
+    program = changed(program, fusable=())
     for _ in range(count):
-        program = pick(CHANGES)(program, pick)
-    return changed(program, fusable=())
+        tries = (pick(CHANGES)(program, pick) for _ in range(TRIES))
+        program = next((each for each in tries if each != program and each.runs()), program)
+    return program
 
 
 def expression(program: Program, pick: Pick) -> Program:

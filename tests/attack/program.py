@@ -100,6 +100,17 @@ class Program:
         shared = {each.name: _view(made[each.name], each) for each in self.inputs if each.shares}
         return tuple({**made, **shared}.values())
 
+    def runs(self) -> bool:
+        """Whether plain Python runs it without an error, on both sets of sizes."""
+        try:
+            function = self.function()
+            with torch.no_grad():
+                for again in (False, True) if self.again else (False,):
+                    function(*self.tensors(again))
+        except Exception:
+            return False
+        return True
+
     def __repr__(self) -> str:
         """The Python that builds it."""
         given = [each for each in fields(self) if getattr(self, each.name) != each.default]
