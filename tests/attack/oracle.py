@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -232,21 +233,34 @@ def _copy(value: Any, wide: bool) -> Any:
 
 def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = "eager") -> Verdict:
     """Attack with this program."""
-    function = program.function()
-    try:
-        wanted = [seen_of(function, program.tensors(again)) for again in _calls(program)]
-    except Exception as error:  # noqa: BLE001 - a changed program may be no program
-        return Verdict("invalid", f"{type(error).__name__}: {error}")
     attack = Attack(targets, lowering)
     torch.compiler.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quiet():
+        try:
+            function = program.function()
+            wanted = [seen_of(function, program.tensors(again)) for again in _calls(program)]
+        except Exception as error:  # noqa: BLE001 - a changed program may be no program
+            return Verdict("invalid", f"{type(error).__name__}: {error}")
         try:
             _attacked(program, attack, function, wanted)
         except Exception as error:  # noqa: BLE001 - sorted here
             return _failed(error, attack)
     fused = {name: tuple(each.rule for each in report.matches) for name, report in attack.reports.items()}
-    return Verdict("right", "", fused, tuple(_missed(program, attack)), len(program.fusable) * len(attack.reports))
+    parts = sum(len(_parts(program, target)) for target in attack.reports)
+    return Verdict("right", "", fused, tuple(_missed(program, attack)), parts)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch tells of programs that it cannot trace."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
 
 def _calls(program: Program) -> tuple[bool, ...]:
@@ -300,11 +314,15 @@ def _failed(error: Exception, attack: Attack) -> Verdict:
 def _missed(program: Program, attack: Attack) -> Iterator[tuple[str, str, str]]:
     """Each part that was not fused: what it should have become, the target, and what was refused."""
     for target, report in attack.reports.items():
-        left = [each.rule for each in report.matches]
-        for part in program.fusable:
-            names = part.split("|")
-            if not any(rule.startswith(name) for rule in left for name in names):
-                told = [str(each) for each in report.refusals if each.rule.startswith(tuple(names))]
+        applied = [each.rule for each in report.matches]
+        for part in _parts(program, target):
+            names = tuple(part.split("|"))
+            if not any(rule.startswith(names) for rule in applied):
+                told = [str(each) for each in report.refusals if each.rule.startswith(names)]
                 yield part, target, told[0] if told else "no refusal"
 
 
+def _parts(program: Program, target: str) -> list[str]:
+    """What is built to be fused on this target."""
+    split = [each.partition(" on ") for each in program.fusable]
+    return [part for part, _, only in split if only in ("", target)]

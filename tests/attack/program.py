@@ -59,7 +59,8 @@ class Program:
         again: other numbers for them, for a second call with dynamic sizes; () for none.
         dtype: of floating-point inputs.
         autocast: whether it runs under bfloat16 autocast.
-        fusable: for each part that is built to be fused, texts of which one begins a rule that must be applied.
+        fusable: for each part that is built to be fused, how the name of a rule that must be applied may begin
+            ("attention|latent"), with the target where it is not every one (" on host").
         mutations: how the lines were changed from what people write, for the reader.
     """
 

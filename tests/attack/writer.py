@@ -91,10 +91,9 @@ class Writer:
         self.kept.append(name)
         return name
 
-    def fuses(self, *rules: str, when: bool = True) -> None:
-        """This part must be fused by a rule whose name begins with one of these."""
-        if when:
-            self.fusable.append("|".join(rules))
+    def fuses(self, *rules: str, target: str = "") -> None:
+        """This part must be fused by a rule whose name begins with one of these, on one target or on every one."""
+        self.fusable.append("|".join(rules) + (f" on {target}" if target else ""))
 
     def program(self, again: Sizes, autocast: bool) -> Program:
         """What was written."""

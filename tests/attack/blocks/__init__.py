@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..writer import Writer
-from . import attention, caches, norms, plumbing, rotary
+from . import attention, caches, latent, norms, plumbing, quant, rotary, sparse
 
 Block = Callable[[Writer], None]
 DOMAINS: Mapping[str, tuple[Block, ...]] = {
@@ -13,5 +13,8 @@ DOMAINS: Mapping[str, tuple[Block, ...]] = {
     "rotary": rotary.BLOCKS,
     "attention": attention.BLOCKS,
     "caches": caches.BLOCKS,
+    "latent": latent.BLOCKS,
+    "sparse": sparse.BLOCKS,
+    "quant": quant.BLOCKS,
     "plumbing": plumbing.BLOCKS,
 }

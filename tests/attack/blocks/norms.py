@@ -64,7 +64,7 @@ def normed(w: Writer, x: str, dim: int) -> str:
 def rms_norm(w: Writer) -> None:
     dims = rows(w)
     x = w.take(dims)
-    w.fuses("rms_norm", "add_rms_norm", "kv_rmsnorm", "mla_", when=dims[-1] > 1)
+    w.fuses("rms_norm", "add_rms_norm", "kv_rmsnorm", "mla_")
     w.give(normed(w, x, dims[-1]), dims)
 
 
