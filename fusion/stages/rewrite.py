@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch import tree_leaves
-from fusion.cost import is_contiguous_copy, is_only_read
+from fusion.cost import is_contiguous_copy, is_only_read, is_view
 from fusion.errors import VerificationError
 from fusion.graph import Graph, Value, dims_of
 from fusion.graph.recipe import build
@@ -60,6 +60,7 @@ class _Editor:
         self._unordered = False
         self._origin: fx.Node | None = None  # whose module and line new nodes have
         self._moved: set[fx.Node] = set()
+        self._returned: set[fx.Node] = set()
         self._dying = {node for candidate in chosen for node in candidate.dying}
 
     def position(self, candidate: Candidate) -> int:
@@ -93,11 +94,26 @@ class _Editor:
         return Rewritten(candidate, tuple(added))
 
     def _hand_over(self, old: fx.Node, new: fx.Node) -> None:
+        if _is_returned(old):
+            new = self._apart(new, old)
         users = list(old.users)
         old.replace_all_uses_with(new)
         if not _same_strides(old.meta["val"], new.meta["val"]):
             self._moved.add(new)
             self._follow_strides(users)
+
+    def _apart(self, new: fx.Node, old: fx.Node) -> fx.Node:
+        """What takes the place of a result of the graph: equal results are computed once, and each has its memory."""
+        if new not in self._returned:
+            self._returned.add(new)
+            return new
+        with self._source.inserting_before(old):
+            copy = self._source.call_function(_CLONE, (new,))
+        copy.meta["val"] = self._fakes.like(self._fakes.run(_CLONE, (new.meta["val"],), {})[0])
+        inherit(copy, old)
+        self._order[copy] = self._order[old]
+        self._unordered = True
+        return copy
 
     def _read(self, value: Value, candidate: Candidate, anchor: fx.Node, added: list[fx.Node]) -> fx.Node:
         """The node that holds `value` now; built first where none does.
@@ -260,6 +276,11 @@ def _is_needless(copy: fx.Node) -> bool:
     """Whether a copy that makes a tensor contiguous is of one that is, and nobody else gets hold of it."""
     copies = is_contiguous_copy(copy.target, copy.kwargs)
     return copies and copy.all_input_nodes[0].meta["val"].is_contiguous() and is_only_read(copy)
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether the caller gets hold of a tensor's memory."""
+    return any(user.op == "output" or (is_view(user.target) and _is_returned(user)) for user in node.users)
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -48,7 +48,6 @@ KEPT = (
             results=("y", "z"),
             sizes=(("B", 1), ("S", 1)),
         ),
-        defect="equal results are one",
     ),
     Kept(
         "a scatter that fills its base",

@@ -128,7 +128,7 @@ def attention(w: Writer) -> None:
     keys = w.pick("S", "S", "T")
     q = w.take(("B", n, "S", width), "q")
     k, v = w.take(("B", m, keys, width), "k"), w.take(("B", m, keys, width), "v")
-    w.fuses("attention", "latent", "sparse")
+    w.fuses("attention", "latent", "sparse", target="" if w.narrow else "host")
     o = attend(w, q, k, v, (n, m), width, keys)
     if w.maybe():
         dims = ("B", "S", n * width)
@@ -150,7 +150,7 @@ def from_tokens(w: Writer) -> None:
             f"{y}.unflatten(-1, ({count}, {width})).transpose(1, 2)",
             f"{y}.view(*{x}.shape[:2], {count}, {width}).permute(0, 2, 1, 3)",
         ), name))  # fmt: skip
-    w.fuses("attention")
+    w.fuses("attention", target="" if w.narrow else "host")
     o = attend(w, *parts, (n, m), width, "S")
     weight = w.input((128, n * width), "matrix", name="w")
     o = w.let(f"{o}.transpose(1, 2).{w.pick('flatten(2)', f'contiguous().view({x}.shape[0], -1, {n * width})')}")
@@ -165,7 +165,7 @@ def with_sink(w: Writer) -> None:
     scores = masked(w, w.let(f"{q} @ {k}.mT * {width ** -0.5}", "scores"), position_mask(w, q, k, "causal"), q)
     column = w.let(f"{sink}.reshape(1, -1, 1, 1).expand({q}.shape[0], -1, {q}.shape[-2], -1)", "column")
     p = w.let(f"torch.cat(({scores}, {column}), dim=-1).softmax(-1)[..., :-1]", "p")
-    w.fuses("attention")
+    w.fuses("attention", target="" if w.narrow else "host")
     w.give(w.let(f"{p} @ {v}", "o"), ("B", n, "S", width))
 
 

@@ -122,7 +122,7 @@ def decode(w: Writer) -> None:
     seen = w.let(w.pick(f"torch.arange({ROOM}) <= ({start} + torch.arange({q}.shape[2]))[:, None]",
                         f"torch.arange({ROOM})[None] <= (torch.arange({q}.shape[-2]) + {start}).unsqueeze(-1)"),
                  "seen")  # fmt: skip
-    w.fuses("attention")
+    w.fuses("attention", target="" if w.narrow else "host")
     w.fuses("cache_write")
     if w.maybe():
         more = ", enable_gqa=True" if n > m else ""
@@ -142,7 +142,7 @@ def grown(w: Writer) -> None:
     for name in ("k", "v"):
         past, rows = w.input(("B", m, "T", width), name="past"), w.take(("B", m, "S", width), name)
         joined.append(w.give(w.let(f"torch.cat(({past}, {rows}), dim={w.pick(2, -2)})", name), ("B", m, "U", width)))
-    w.fuses("attention")
+    w.fuses("attention", target="" if w.narrow else "host")
     seen = w.let(f"torch.ones({q}.shape[2], {joined[0]}.shape[2], dtype=torch.bool).tril("
                  f"{joined[0]}.shape[2] - {q}.shape[2])", "seen")  # fmt: skip
     times = n // m

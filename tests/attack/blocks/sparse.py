@@ -19,7 +19,7 @@ def routing(w: Writer) -> None:
                               f"{values}.softmax(-1, dtype=torch.float32)"), "shares")  # fmt: skip
     else:
         soft = w.let(w.pick(f"F.softmax({logits}, dim=-1, dtype=torch.float)", f"{logits}.float().softmax(-1)"), "soft")
-        shares, experts = w.both(f"torch.topk({soft}, {k}, dim=-1{w.pick('', ', sorted=False')})", 2, "t")
+        shares, experts = w.both(f"torch.topk({soft}, {k}, dim=-1)", 2, "t")
         shares = w.let(w.pick(f"{shares} / {shares}.sum(-1, keepdim=True)", shares), "shares")
     dense = f"torch.zeros({logits}.shape, dtype={shares}.dtype).scatter(-1, {experts}, {shares})"
     w.kept.append(w.let(w.pick(dense, f"{dense}.to({logits}.dtype)"), "dense"))
@@ -60,7 +60,7 @@ def paged_attention(w: Writer) -> None:
     if n > m:
         k, v = (w.let(f"{each}.repeat_interleave({n // m}, 1)", "k") for each in (k, v))
     hidden = w.let(f"(torch.arange({size * pages}) >= {lengths}[:, None])[:, None, None]", "hidden")
-    w.fuses("paged_attention", "attention")
+    w.fuses("paged_attention", "attention", target="" if w.narrow else "host")
     if w.maybe():
         w.give(w.let(f"F.scaled_dot_product_attention({q}, {k}, {v}, attn_mask=~{hidden})", "o"), ("B", n, 1, width))
         return
@@ -72,7 +72,6 @@ def gathered(w: Writer) -> None:
     """Pages of two caches for any other use."""
     m, width = w.pick(1, 2), w.pick(64, 128)
     table = w.input(("B", 3), "distinct 9", name="table")
-    w.fuses("page_gather", "paged", target="ascend910_93")
     for name in ("keys", "values"):
         pages = w.input((9, 4, m, width), name=name)
         w.kept.append(w.let(f"{pages}[{table}].flatten(1, 2)", "rows"))
