@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Sequence
 from zlib import crc32
 
 import pytest
+
+SEED = "CANN_FUSION_SEED"
 
 SHARES = {
     "corpus/test_attention.py": 4,
@@ -31,6 +35,16 @@ SHARES = {
     "operators/test_meta.py": 6,
 }
 """Modules of which one test in so many runs for each push; tests without parameters always run."""
+
+
+def pytest_configure() -> None:
+    """Choose the seed of what differs from run to run, unless it is given; worker processes inherit it."""
+    os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
+
+
+def pytest_report_header() -> str:
+    """Say it."""
+    return f"attack: {SEED}={os.environ[SEED]}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,99 @@
+"""The command of the attack: `python -m tests.attack --cases 5000 --seed 7 --target ascend910_93 --lower eager`."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .generate import case
+from .oracle import TARGETS, Verdict, verdict
+from .program import Program
+from .shrink import shrunk
+
+err = Console(stderr=True)
+
+
+@dataclass
+class Figures:
+    """What a run came to.
+
+    Attributes:
+        statuses: how many cases came to what.
+        fused: cases in which something was fused.
+        parts: parts that were built to be fused.
+        missed: those of them that were not, with the target and the reason.
+        kinds: numbers of the cases that failed, by what they have in common.
+    """
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    fused: int = 0
+    parts: int = 0
+    missed: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    kinds: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, number: int, found: Verdict) -> bool:
+        """Count a case; whether it is the first that fails so."""
+        self.statuses[f"known {found.status}" if found.known else found.status] += 1
+        self.fused += any(found.fused.values())
+        self.parts += found.parts
+        self.missed.update(found.missed)
+        if found.bad:
+            self.kinds.setdefault(found.kind, []).append(number)
+        return found.bad and len(self.kinds[found.kind]) == 1
+
+    def line(self) -> str:
+        """All in one line."""
+        cases = sum(self.statuses.values())
+        share = 1 - sum(self.missed.values()) / self.parts if self.parts else 1.0
+        others = ", ".join(f"{count} {name}" for name, count in sorted(self.statuses.items()) if name in OTHERS)
+        return (
+            f"{cases} cases, {self.fused} fused, {self.statuses['wrong']} wrong, {self.statuses['raised']} exceptions, "
+            f"{share:.1%} of {self.parts} parts built to be fused" + (f" ({others})" if others else "")
+        )
+
+
+OTHERS = ("invalid", "untraced", "known wrong", "known raised")
+
+
+def main(
+    cases: Annotated[int, typer.Option(help="how many programs")] = 1000,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same programs")] = 0,
+    first: Annotated[int, typer.Option(help="number of the first one")] = 0,
+    target: Annotated[list[str], typer.Option(help="what to fuse for; may be given twice")] = list(TARGETS),  # noqa: B006
+    lower: Annotated[str, typer.Option(help="who runs the fused graphs: eager or inductor")] = "eager",
+    missed: Annotated[bool, typer.Option(help="list what was not fused, and why")] = False,
+) -> None:
+    """Attack with generated programs; failures are printed small, ready for tests/attack/kept.py."""
+    figures = Figures()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err) as progress:
+        task = progress.add_task("attacking", total=cases)
+        for number in range(first, first + cases):
+            program = case(seed, number)
+            found = verdict(program, target, lower)
+            if figures.add(number, found) and not found.known:
+                _tell(number, program, found, target, lower)
+            progress.update(task, advance=1, description=f"{len(figures.kinds)} kinds of failures")
+            if number % 100 == 0:
+                gc.collect()
+    for kind, numbers in sorted(figures.kinds.items(), key=lambda each: -len(each[1])):
+        print(f"{len(numbers)} times: {kind} (cases {', '.join(map(str, numbers[:5]))})")
+    for (part, where, why), count in figures.missed.most_common() if missed else ():
+        print(f"{count} of {part} not fused on {where}: {why}")
+    print(figures.line())
+    raise typer.Exit(bool(figures.statuses["wrong"] + figures.statuses["raised"]))
+
+
+def _tell(number: int, program: Program, found: Verdict, targets: list[str], lower: str) -> None:
+    small = shrunk(program, lambda each: verdict(each, targets, lower).kind == found.kind)
+    print(f"# case {number}, {found.status}: {found.detail}\n{small!r}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

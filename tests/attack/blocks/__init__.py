@@ -1,0 +1,20 @@
+"""The vocabulary: small pieces of plain torch, each in the many ways that people write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..writer import Writer
+from . import attention, caches, latent, norms, plumbing, quant, rotary, sparse
+
+Block = Callable[[Writer], None]
+DOMAINS: Mapping[str, tuple[Block, ...]] = {
+    "norms": norms.BLOCKS,
+    "rotary": rotary.BLOCKS,
+    "attention": attention.BLOCKS,
+    "caches": caches.BLOCKS,
+    "latent": latent.BLOCKS,
+    "sparse": sparse.BLOCKS,
+    "quant": quant.BLOCKS,
+    "plumbing": plumbing.BLOCKS,
+}

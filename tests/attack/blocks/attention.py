@@ -1,0 +1,172 @@
+"""Softmax attention in the ways that people write it: products, masks, softmaxes, heads that are shared."""
+
+from __future__ import annotations
+
+from ..writer import Writer
+
+WIDTHS = (64, 128)
+
+
+def position_mask(w: Writer, q: str, k: str, kind: str) -> str:
+    """Booleans [.., S, T], true where a key is seen."""
+    s, t = f"{q}.shape[-2]", f"{k}.shape[-2]"
+    if kind == "causal":
+        return w.let(w.pick(
+            f"torch.ones({s}, {t}, dtype=torch.bool).tril()",
+            f"torch.arange({t})[None, :] <= torch.arange({s})[:, None]",
+            f"torch.arange({s}).unsqueeze(1) >= torch.arange({t})",
+            f"~torch.ones({s}, {t}, dtype=torch.bool).triu(1)",
+            f"torch.tril(torch.ones({s}, {t})) == 1",
+            f"torch.tril(torch.ones({s}, {t}), diagonal=0).bool()",
+        ), "seen")  # fmt: skip
+    if kind == "last":
+        return w.let(w.pick(
+            f"torch.ones({s}, {t}, dtype=torch.bool).tril({t} - {s})",
+            f"torch.arange({t}) <= torch.arange({s})[:, None] + ({t} - {s})",
+        ), "seen")  # fmt: skip
+    far = w.pick(1, 2, 3)
+    if w.maybe():
+        ones = w.let(f"torch.ones({s}, {t}, dtype=torch.bool)", "ones")
+        return w.let(f"{ones}.tril() & {ones}.triu({1 - far})", "seen")
+    distance = w.let(f"torch.arange({s})[:, None] - torch.arange({t})[None]", "distance")
+    return w.let(w.pick(f"({distance} >= 0) & ({distance} < {far})", f"({distance} > -1) & ({distance} <= {far - 1})"),
+                 "seen")  # fmt: skip
+
+
+def data_mask(w: Writer, k: str, kind: str, keys: str) -> str:
+    """Booleans that broadcast to [B, 1, S, T], from a padding, lengths or a position."""
+    t = f"{k}.shape[-2]"
+    if kind == "padding":
+        there = w.input(("B", keys), w.pick("left padded", "right padded"), name="padding")
+        return w.let(w.pick(f"{there}[:, None, None, :].bool()", f"({there} == 1)[:, None, None]",
+                            f"{there}.view({there}.shape[0], 1, 1, -1) != 0"), "seen")  # fmt: skip
+    if kind == "lengths":
+        lengths = w.input(("B",), f"below {keys}", name="length")
+        lengths = w.let(f"{lengths} + 1")
+        return w.let(f"(torch.arange({t}) < {lengths}[:, None])[:, None, None]", "seen")
+    if kind == "position":
+        at = w.input(w.pick((), (1,)), f"below {keys}", name="at")
+        return w.let(w.pick(f"(torch.arange({t}) <= {at})[None, None, None]", f"torch.arange({t})[None] <= {at}"),
+                     "seen")  # fmt: skip
+    return w.input(("B", 1, "S", keys), "bool", name="seen")
+
+
+def mask(w: Writer, q: str, k: str, keys: str) -> str:
+    """The keys that are seen, "" where all are."""
+    kind = w.pick("none", "causal", "causal", "last", "window", "padding", "lengths", "position", "any", "both")
+    if kind == "none":
+        return ""
+    if kind in ("causal", "last", "window"):
+        return position_mask(w, q, k, kind)
+    if kind == "both":
+        first, second = position_mask(w, q, k, "causal"), data_mask(w, k, "padding", keys)
+        return w.let(w.pick(f"{first} & {second}", f"{second} & {first}", f"torch.logical_and({first}, {second})"),
+                     "seen")  # fmt: skip
+    return data_mask(w, k, kind, keys)
+
+
+def masked(w: Writer, scores: str, seen: str, q: str) -> str:
+    least = w.pick("float('-inf')", "-math.inf", f"torch.finfo({q}.dtype).min", "-1e9" if not w.narrow else "-1e4")
+    return w.let(w.pick(
+        f"{scores}.masked_fill(~{seen}, {least})",
+        f"{scores}.masked_fill({seen}.logical_not(), {least})",
+        f"torch.where({seen}, {scores}, {least})",
+        f"{scores} + torch.zeros({seen}.shape, dtype={q}.dtype).masked_fill(~{seen}, {least})",
+    ), "scores")  # fmt: skip
+
+
+def softmaxed(w: Writer, scores: str, q: str) -> str:
+    if w.maybe():
+        return w.let(w.pick(f"F.softmax({scores}, dim=-1, dtype=torch.float32).to({q}.dtype)",
+                            f"{scores}.float().softmax(-1).to({q}.dtype)"), "p")  # fmt: skip
+    if w.maybe(3):
+        e = w.let(f"torch.exp({scores} - {scores}.amax(-1, keepdim=True))", "e")
+        return w.let(f"{e} / {e}.sum(-1, keepdim=True)", "p")
+    return w.let(w.pick(f"torch.softmax({scores}, dim=-1)", f"{scores}.softmax(-1)", f"F.softmax({scores}, -1)"), "p")
+
+
+def shared(w: Writer, x: str, times: int, keys: str) -> str:
+    """Every key head for the query heads that share it."""
+    if times == 1:
+        return x
+    return w.let(w.pick(
+        f"{x}.repeat_interleave({times}, dim=1)",
+        f"{x}[:, :, None].expand(-1, -1, {times}, -1, -1).reshape({x}.shape[0], -1, *{x}.shape[2:])",
+        f"{x}.unsqueeze(2).expand(-1, -1, {times}, -1, -1).flatten(1, 2)",
+    ), "k")  # fmt: skip
+
+
+def attend(w: Writer, q: str, k: str, v: str, heads: tuple[int, int], width: int, keys: str) -> str:
+    """[B, N, S, D] of queries of N heads, keys and values of M."""
+    seen = mask(w, q, k, keys)
+    times = heads[0] // heads[1]
+    if w.maybe(3):
+        more = f", attn_mask={seen}" if seen else w.pick("", ", is_causal=True", f", scale={width ** -0.5}")
+        if times > 1 and w.maybe():
+            more += ", enable_gqa=True"
+        else:
+            k, v = shared(w, k, times, keys), shared(w, v, times, keys)
+        return w.let(f"F.scaled_dot_product_attention({q}, {k}, {v}{more})", "o")
+    k, v = shared(w, k, times, keys), shared(w, v, times, keys)
+    turned = w.pick(f"{k}.transpose(-2, -1)", f"{k}.mT", f"{k}.transpose(2, 3)")
+    scores = w.let(w.pick(
+        f"{q} @ {turned} * {width ** -0.5}", f"torch.matmul({q}, {turned}) / math.sqrt({width})",
+        f"({q} * {width ** -0.5}) @ {turned}", f"torch.einsum('bhsd,bhtd->bhst', {q}, {k}) * {width ** -0.5}",
+    ), "scores")  # fmt: skip
+    scores = masked(w, scores, seen, q) if seen else scores
+    p = softmaxed(w, scores, q)
+    return w.let(w.pick(f"{p} @ {v}", f"torch.matmul({p}, {v})", f"torch.einsum('bhst,bhtd->bhsd', {p}, {v})"), "o")
+
+
+def heads(w: Writer) -> tuple[tuple[int, int], int]:
+    return w.pick((4, 4), (4, 2), (4, 1), (2, 2), (1, 1), (2, 1)), w.pick(*WIDTHS)
+
+
+def attention(w: Writer) -> None:
+    """Over keys and values of as many positions or others."""
+    (n, m), width = heads(w)
+    keys = w.pick("S", "S", "T")
+    q = w.take(("B", n, "S", width), "q")
+    k, v = w.take(("B", m, keys, width), "k"), w.take(("B", m, keys, width), "v")
+    w.fuses("attention", "latent", "sparse", target="" if w.narrow else "host")
+    o = attend(w, q, k, v, (n, m), width, keys)
+    if w.maybe():
+        dims = ("B", "S", n * width)
+        w.give(w.let(f"{o}.transpose(1, 2).{w.pick('flatten(2)', f'reshape({q}.shape[0], -1, {n * width})')}"), dims)
+    else:
+        w.give(o, ("B", n, "S", width))
+
+
+def from_tokens(w: Writer) -> None:
+    """Projections of hidden states that are split into heads."""
+    (n, m), width = heads(w)
+    x = w.take(("B", "S", 128))
+    parts = []
+    for name, count in (("q", n), ("k", m), ("v", m)):
+        weight = w.input((count * width, 128), "matrix", name="w")
+        y = w.let(f"F.linear({x}, {weight})")
+        parts.append(w.let(w.pick(
+            f"{y}.view({x}.shape[0], -1, {count}, {width}).transpose(1, 2)",
+            f"{y}.unflatten(-1, ({count}, {width})).transpose(1, 2)",
+            f"{y}.view(*{x}.shape[:2], {count}, {width}).permute(0, 2, 1, 3)",
+        ), name))  # fmt: skip
+    w.fuses("attention", target="" if w.narrow else "host")
+    o = attend(w, *parts, (n, m), width, "S")
+    weight = w.input((128, n * width), "matrix", name="w")
+    o = w.let(f"{o}.transpose(1, 2).{w.pick('flatten(2)', f'contiguous().view({x}.shape[0], -1, {n * width})')}")
+    w.give(w.let(f"F.linear({o}, {weight})"), ("B", "S", 128))
+
+
+def with_sink(w: Writer) -> None:
+    """One more score for every head, whose share is dropped."""
+    (n, _), width = heads(w)
+    q, k, v = (w.take(("B", n, "S", width), name) for name in "qkv")
+    sink = w.input((n,), name="sink")
+    scores = masked(w, w.let(f"{q} @ {k}.mT * {width ** -0.5}", "scores"), position_mask(w, q, k, "causal"), q)
+    column = w.let(f"{sink}.reshape(1, -1, 1, 1).expand({q}.shape[0], -1, {q}.shape[-2], -1)", "column")
+    p = w.let(f"torch.cat(({scores}, {column}), dim=-1).softmax(-1)[..., :-1]", "p")
+    w.fuses("attention", target="" if w.narrow else "host")
+    w.give(w.let(f"{p} @ {v}", "o"), ("B", n, "S", width))
+
+
+BLOCKS = (attention, attention, attention, from_tokens, with_sink)

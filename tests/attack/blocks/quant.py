@@ -1,0 +1,56 @@
+"""Layers in whole numbers of 8 bits, in the ways that people write them."""
+
+from __future__ import annotations
+
+from ..writer import Writer
+from .norms import normed
+
+
+def quantised(w: Writer, x: str) -> tuple[str, str]:
+    """Whole numbers, and the scale of each row with its dim kept."""
+    h = w.let(f"{x}.float()")
+    largest = w.pick(f"{h}.abs().amax(dim=-1, keepdim=True)", f"{h}.abs().max(dim=-1, keepdim=True).values",
+                     f"torch.max(torch.abs({h}), dim=-1, keepdim=True)[0]")  # fmt: skip
+    scale = w.let(w.pick(f"{largest} / 127", f"{largest} / 127.0", f"({largest} / 127).clamp(min=1e-8)"), "scale")
+    whole = w.pick(
+        f"({h} / {scale}).round().clamp(-128, 127).to(torch.int8)", f"torch.round({h} / {scale}).to(torch.int8)",
+        f"({h} * (1.0 / {scale})).round().clamp(-128, 127).to(torch.int8)", f"({h} / {scale}).round().to(torch.int8)",
+    )  # fmt: skip
+    return w.let(whole, "whole"), scale
+
+
+def product(w: Writer, whole: str, tokens: str, wide: int, rows: int, dtype: str) -> str:
+    weight, scale = w.input((rows, wide), "int8", name="w"), w.input((rows,), "scale", name="scale")
+    if w.maybe():
+        flat = w.let(f"torch._int_mm({whole}.reshape(-1, {wide}), {weight}.t())", "flat")
+        total = w.let(f"{flat}.view(*{whole}.shape[:-1], {rows}).float() * {tokens} * {scale}", "total")
+    else:
+        total = w.let(w.pick(f"F.linear({whole}.float(), {weight}.float()) * ({tokens} * {scale})",
+                             f"({whole}.float() @ {weight}.t().float()) * {tokens} * {scale}"), "total")  # fmt: skip
+    return w.let(f"{total}.to({dtype})", "y")
+
+
+def dynamic_quant(w: Writer) -> None:
+    dims = w.pick(("B", "S", 64), ("T", 128))
+    x = w.input(dims, "rows")
+    w.fuses("dynamic_quant", "quant_matmul", target="" if w.narrow else "host")
+    whole, scale = quantised(w, x)
+    if w.maybe():
+        w.kept += [whole, scale]
+        return
+    w.fuses("quant_matmul", target="" if w.narrow else "none")
+    rows = w.pick(64, 128)
+    w.give(product(w, whole, scale, dims[-1], rows, f"{x}.dtype"), (*dims[:-1], rows))
+
+
+def behind_a_norm(w: Writer) -> None:
+    dims = ("B", "S", w.pick(64, 128))
+    x, residual = w.take(dims), w.take(dims, "r")
+    total = w.let(f"{x} + {residual}", "s")
+    y = normed(w, total, dims[-1])
+    w.fuses("add_rms_norm", "rms_norm")
+    whole, scale = quantised(w, y)
+    w.kept += [total, *([whole, scale] if w.maybe() else [product(w, whole, scale, dims[-1], 64, "torch.bfloat16")])]
+
+
+BLOCKS = (dynamic_quant, dynamic_quant, behind_a_norm)

@@ -1,0 +1,108 @@
+"""Lists of keys, of experts and of pages: what is chosen by top-k or read by a table."""
+
+from __future__ import annotations
+
+from ..writer import Writer
+from .latent import SMALL, Widths, expanded
+
+EXPERTS, CHOSEN = 16, 4
+
+
+def routing(w: Writer) -> None:
+    """The experts of a router: softmax before or behind the choice."""
+    logits = w.input(("T", EXPERTS), "apart", name="logits")
+    k = w.pick(1, 2, CHOSEN)
+    w.fuses("expert")
+    if w.maybe():
+        values, experts = w.both(w.pick(f"torch.topk({logits}, {k}, dim=-1)", f"{logits}.float().topk({k}, dim=-1)"), 2, "t")
+        shares = w.let(w.pick(f"F.softmax({values}, dim=-1)", f"torch.softmax({values}, dim=1)",
+                              f"{values}.softmax(-1, dtype=torch.float32)"), "shares")  # fmt: skip
+    else:
+        soft = w.let(w.pick(f"F.softmax({logits}, dim=-1, dtype=torch.float)", f"{logits}.float().softmax(-1)"), "soft")
+        shares, experts = w.both(f"torch.topk({soft}, {k}, dim=-1)", 2, "t")
+        shares = w.let(w.pick(f"{shares} / {shares}.sum(-1, keepdim=True)", shares), "shares")
+    dense = f"torch.zeros({logits}.shape, dtype={shares}.dtype).scatter(-1, {experts}, {shares})"
+    w.kept.append(w.let(w.pick(dense, f"{dense}.to({logits}.dtype)"), "dense"))
+
+
+def listed(w: Writer) -> None:
+    """Attention to the keys that a list or an indexer names."""
+    d, keys = Widths(w.pick(1, 2, 4), *SMALL), "S"
+    q = w.take(("B", d.heads, "S", d.nope + d.rope), "q")
+    latent, rope = w.take(("B", keys, d.latent), "latent"), w.take(("B", keys, d.rope), "rope")
+    up = w.input((d.heads * (d.nope + d.value), d.latent), "matrix", name="up")
+    seen = w.let(f"torch.ones({q}.shape[2], {q}.shape[2], dtype=torch.bool).tril()", "seen")
+    if w.maybe():
+        scores = w.input(("B", "S", keys), "apart", name="score")
+    else:
+        query, key = w.input(("B", "S", 2, 8), name="iq"), w.input(("B", keys, 8), name="ik")
+        heads = w.input(("B", "S", 2), name="iw")
+        products = w.let(f"F.relu(torch.einsum('bshd,btd->bsht', {query}.float(), {key}.float()))", "products")
+        scores = w.let(f"torch.einsum('bsht,bsh->bst', {products}, {heads}.float())", "score")
+    hidden = w.let(f"{scores}.masked_fill(~{seen}, float('-inf'))", "score")
+    places = w.let(f"{hidden}.topk(min({w.pick(1, 2)}, {hidden}.shape[-1]), dim=-1).indices", "places")
+    chosen = w.let(f"torch.zeros({hidden}.shape, dtype=torch.bool).scatter(-1, {places}, True)", "chosen")
+    both = w.let(f"({chosen} & {seen}).unsqueeze(1)", "seen")
+    w.fuses("sparse_attention", "latent", "attention", target="host")
+    w.give(expanded(w, d, q, latent, rope, up, both), ("B", d.heads, "S", d.value))
+
+
+def paged_attention(w: Writer) -> None:
+    """One token each over the pages that a block table lists, up to a length."""
+    n, m = w.pick((4, 2), (2, 2), (4, 1), (1, 1))
+    width, size, pages = w.pick(64, 128), 4, 3
+    q, table = w.take(("B", n, 1, width), "q"), w.input(("B", pages), "distinct 9", name="table")
+    keys, values = (w.input((9, size, m, width), name=name) for name in ("keys", "values"))
+    lengths = w.let(f"{w.input(('B',), f'below {size * pages}', name='length')} + 1", "length")
+    k, v = (w.let(w.pick(f"{each}[{table}].flatten(1, 2).transpose(1, 2)",
+                         f"{each}.index_select(0, {table}.flatten()).view({table}.shape[0], {size * pages}, {m}, {width})"
+                         f".transpose(1, 2)"), "k") for each in (keys, values))  # fmt: skip
+    if n > m:
+        k, v = (w.let(f"{each}.repeat_interleave({n // m}, 1)", "k") for each in (k, v))
+    hidden = w.let(f"(torch.arange({size * pages}) >= {lengths}[:, None])[:, None, None]", "hidden")
+    w.fuses("paged_attention", "attention", target="" if w.narrow else "host")
+    if w.maybe():
+        w.give(w.let(f"F.scaled_dot_product_attention({q}, {k}, {v}, attn_mask=~{hidden})", "o"), ("B", n, 1, width))
+        return
+    scores = w.let(f"({q} @ {k}.mT * {width ** -0.5}).masked_fill({hidden}, float('-inf'))", "scores")
+    w.give(w.let(f"{scores}.softmax(-1) @ {v}", "o"), ("B", n, 1, width))
+
+
+def gathered(w: Writer) -> None:
+    """Pages of two caches for any other use."""
+    m, width = w.pick(1, 2), w.pick(64, 128)
+    table = w.input(("B", 3), "distinct 9", name="table")
+    for name in ("keys", "values"):
+        pages = w.input((9, 4, m, width), name=name)
+        w.kept.append(w.let(f"{pages}[{table}].flatten(1, 2)", "rows"))
+
+
+def parts(w: Writer) -> None:
+    """Attention over a part of the keys, and its log-sum-exp."""
+    n, width = w.pick(1, 2, 4), w.pick(64, 128)
+    q, k, v = (w.take(("B", n, dim, width), name) for name, dim in (("q", "S"), ("k", "T"), ("v", "T")))
+    scores = w.let(f"({q} @ {k}.transpose(-2, -1)).float() * {width ** -0.5}", "scores")
+    w.fuses("attention_part", "attention", target="" if w.narrow else "host")
+    if w.maybe():
+        sums = w.let(f"{scores}.logsumexp(-1)", "lse")
+        o = w.let(f"{scores}.softmax(-1).to({v}.dtype) @ {v}", "o")
+    else:
+        sums = w.let(f"{scores}.logsumexp(-1, keepdim=True)", "lse")
+        o = w.let(f"({scores} - {sums}).exp().to({v}.dtype) @ {v}", "o")
+    w.give(o, ("B", n, "S", width))
+    w.kept.append(sums)
+
+
+def merged(w: Writer) -> None:
+    """Outputs over two parts by their log-sum-exps."""
+    n, width = w.pick(1, 2, 4), w.pick(64, 128)
+    outs = [w.take(("B", n, "S", width), "out") for _ in range(2)]
+    sums = [w.input(("B", n, "S"), dtype="float32", name="lse") for _ in range(2)]
+    both = w.let(f"torch.logaddexp({sums[0]}, {sums[1]})", "both")
+    first, second = (w.let(f"{out}.float() * ({lse} - {both}).exp().unsqueeze(-1)")
+                     for out, lse in zip(outs, sums, strict=True))  # fmt: skip
+    w.fuses("attention_update", target="ascend910_93" if w.narrow else "none")
+    w.give(w.let(f"({first} + {second}).to({outs[0]}.dtype)", "o"), ("B", n, "S", width))
+
+
+BLOCKS = (routing, listed, paged_attention, gathered, parts, merged)

@@ -1,0 +1,81 @@
+"""Programs that went wrong once, as small as they were found; every push runs them for all targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from .program import Input, Program
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One program.
+
+    Attributes:
+        name: what it does.
+        why: what went wrong.
+        program: as it was printed.
+        defect: name of the defect while it is not mended: the program must go wrong.
+    """
+
+    name: str
+    why: str
+    program: Program
+    defect: str = ""
+
+    def marks(self) -> list[pytest.MarkDecorator]:
+        """A test that must fail as long as the defect is there."""
+        return [pytest.mark.xfail(strict=True, reason=self.defect)] if self.defect else []
+
+
+KEPT = (
+    Kept(
+        "two equal rotations",
+        "one was computed, and returned twice: a write to one result showed in the other",
+        Program(
+            inputs=(
+                Input("q", ("B", "S", 2, 64)),
+                Input("cos", ("S", 64)),
+                Input("sin", ("S", 64)),
+            ),
+            lines=(
+                "a, b = q.chunk(2, dim=-1)",
+                "y = q * cos + torch.cat((-b, a), -1) * sin",
+                "z = torch.cat((-b, a), -1) * sin + cos * q",
+            ),
+            results=("y", "z"),
+            sizes=(("B", 1), ("S", 1)),
+        ),
+    ),
+    Kept(
+        "a scatter that fills its base",
+        "it became a view of what it took",
+        Program(
+            inputs=(
+                Input("x", ("B", "S", 64)),
+                Input("cache", ("B", 1, 16, 64)),
+                Input("rows", ("B", 1, "S", 64)),
+            ),
+            lines=(
+                "y = torch.select_scatter(torch.zeros_like(x), x[0], 0, 0)",
+                "cache.index_copy_(2, torch.arange(rows.shape[2]), rows)",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 1)),
+        ),
+        defect="aliasing: a scatter that fills its base becomes a view",
+    ),
+    Kept(
+        "a gate over turned rows",
+        "the result lay in another order",
+        Program(
+            inputs=(Input("x", ("T", 256), layout="transposed"),),
+            lines=("g, u = torch.chunk(x, 2, -1)", "y = g / (1 + torch.exp(-g)) * u"),
+            results=("y",),
+            sizes=(("T", 2),),
+        ),
+        defect="strides of results",
+    ),
+)

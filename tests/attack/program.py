@@ -1,0 +1,217 @@
+"""What the attack runs: a frozen program of plain torch, as text, with a description of its inputs.
+
+    program = Program(inputs=(Input("x", ("B", 64)),), lines=("y = x.square()",), results=("y",), sizes=(("B", 2),))
+    program.function()(*program.tensors())
+
+A program prints as the Python that builds it, so that a case that fails can be kept in `kept.py` as it was printed.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Sizes = tuple[tuple[str, int], ...]
+Dims = tuple[int | str, ...]
+LAYOUTS = ("plain", "transposed", "reversed", "expanded", "offset", "strided")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor that a program takes.
+
+    Attributes:
+        name: of the argument.
+        dims: numbers, and names of sizes of the program.
+        values: what it holds: "normal", "gain" and "matrix" (Parameters), "scale", "bool", "int8", "left padded" and
+            "right padded" (0 or 1), "below n" and "distinct n" (whole numbers under a number or a size), "rows" (no
+            quotient by the largest of a row is halfway between whole numbers), "apart" (no two of a row are near).
+        dtype: of its numbers; "" for the program's.
+        layout: how it lies in memory, one of `LAYOUTS`.
+        shares: the name of an earlier input in whose memory it lies, of the same dims.
+    """
+
+    name: str
+    dims: Dims
+    values: str = "normal"
+    dtype: str = ""
+    layout: str = "plain"
+    shares: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Lines of plain torch between inputs and results.
+
+    Attributes:
+        inputs: what it takes.
+        lines: statements, one a line.
+        results: names that it returns.
+        sizes: what the names in dims stand for.
+        again: other numbers for them, for a second call with dynamic sizes; () for none.
+        dtype: of floating-point inputs.
+        autocast: whether it runs under bfloat16 autocast.
+        fusable: for each part that is built to be fused, how the name of a rule that must be applied may begin
+            ("attention|latent"), with the target where it is not every one (" on host").
+        mutations: how the lines were changed from what people write, for the reader.
+    """
+
+    inputs: tuple[Input, ...]
+    lines: tuple[str, ...]
+    results: tuple[str, ...]
+    sizes: Sizes = ()
+    again: Sizes = ()
+    dtype: str = "float32"
+    autocast: bool = False
+    fusable: tuple[str, ...] = ()
+    mutations: tuple[str, ...] = ()
+
+    def source(self) -> str:
+        """The program as a Python function."""
+        names = ", ".join(each.name for each in self.inputs)
+        body = [f"    {line}" for line in self.lines]
+        if self.autocast:
+            body = ["    with torch.autocast('cpu', torch.bfloat16):", *(f"    {line}" for line in body)]
+        returned = f"    return ({', '.join(self.results)},)"
+        return "\n".join([f"def program({names}):", *body, returned, ""])
+
+    def function(self) -> Callable[..., tuple[Any, ...]]:
+        """The program, compiled by Python; its lines are found where errors and reports look for them."""
+        source = self.source()
+        path = f"/attack/{crc32(source.encode()):08x}.py"
+        linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+        space: dict[str, Any] = {"torch": torch, "F": F, "math": math}
+        exec(compile(source, path, "exec"), space)
+        return space["program"]
+
+    def tensors(self, again: bool = False) -> tuple[Tensor, ...]:
+        """The inputs, the same at every call; with `again` those of the second call."""
+        sizes = dict(self.again if again else self.sizes)
+        made: dict[str, Tensor] = {}
+        for each in self.inputs:
+            made[each.name] = made[each.shares] if each.shares else _tensor(each, sizes, self.dtype)
+        shared = {each.name: _view(made[each.name], each) for each in self.inputs if each.shares}
+        return tuple({**made, **shared}.values())
+
+    def runs(self) -> bool:
+        """Whether plain Python runs it without an error, on both sets of sizes."""
+        try:
+            function = self.function()
+            with torch.no_grad():
+                for again in (False, True) if self.again else (False,):
+                    function(*self.tensors(again))
+        except Exception:
+            return False
+        return True
+
+    def __repr__(self) -> str:
+        """The Python that builds it."""
+        given = [each for each in fields(self) if getattr(self, each.name) != each.default]
+        shown = (f"    {each.name}={_shown(getattr(self, each.name))}," for each in given)
+        return "\n".join(["Program(", *shown, ")"])
+
+
+def changed(what: Any, **values: Any) -> Any:
+    """The same with other values."""
+    return replace(what, **values)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and value and (isinstance(value[0], Input) or len(repr(value)) > 100):
+        return "\n".join(["(", *(f"        {_short(each)}," for each in value), "    )"])
+    return repr(value)
+
+
+def _short(value: Any) -> str:
+    if not isinstance(value, Input):
+        return repr(value)
+    given = [f"{each.name}={getattr(value, each.name)!r}" for each in fields(value)[2:]]
+    defaults = [f"{each.name}={each.default!r}" for each in fields(value)[2:]]
+    more = [one for one, default in zip(given, defaults, strict=True) if one != default]
+    return f"Input({', '.join([repr(value.name), repr(value.dims), *more])})"
+
+
+# inputs --------------------------------------------------------------------------------------------------------------
+
+
+def _tensor(given: Input, sizes: dict[str, int], floating: str) -> Tensor:
+    shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in given.dims)
+    random = torch.Generator().manual_seed(crc32(given.name.encode()))
+    made = _numbers(given.values, shape, sizes, random)
+    if given.dtype:
+        made = made.to(getattr(torch, given.dtype))
+    elif made.is_floating_point():
+        made = made.to(torch.float32 if given.values == "scale" else getattr(torch, floating))
+    if given.values in ("gain", "matrix"):
+        return nn.Parameter(made, requires_grad=False)
+    return _laid(made, given.layout)
+
+
+def _numbers(values: str, shape: tuple[int, ...], sizes: dict[str, int], random: torch.Generator) -> Tensor:
+    """Float64, or whole numbers; multiples of powers of two that 16-bit dtypes hold."""
+    kind, _, bound = values.partition(" ")
+    if kind in ("below", "distinct"):
+        limit = int(bound) if bound.lstrip("-").isdigit() else sizes[bound]
+        if kind == "below":
+            return torch.randint(0, max(limit, 1), shape, generator=random)
+        rows = torch.rand(*shape[:-1], max(limit, *shape[-1:], 1), generator=random).argsort(-1)
+        return rows[..., : shape[-1]].contiguous() if shape else rows[0]
+    if values == "bool":
+        seen = torch.rand(shape, generator=random) < 0.7
+        seen[..., :1] = True
+        return seen
+    if bound == "padded":
+        return _padded(kind, shape)
+    if values == "int8":
+        return torch.randint(-127, 128, shape, generator=random, dtype=torch.int8)
+    if values == "scale":
+        return torch.randint(16, 64, shape, generator=random).double() / 2**12
+    if values == "apart":
+        rows = torch.rand(shape, generator=random).argsort(-1).double()
+        return rows / 4 - shape[-1] / 8
+    normal = (torch.randn(shape, generator=random, dtype=torch.float64) * 32).round().clamp(-120, 120) / 32
+    if values == "gain":
+        return 1 + normal / 8
+    if values == "matrix":
+        return normal / 2 ** math.ceil(math.log2(max(shape[-1], 1)) / 2)
+    if values == "rows":
+        largest = (normal * 32).abs().amax(-1, keepdim=True)
+        return normal.scatter(-1, normal.abs().argmax(-1, keepdim=True), (largest + 1 - largest % 2) / 32)
+    return normal
+
+
+def _padded(side: str, shape: tuple[int, ...]) -> Tensor:
+    """1 for a token: of row b, b % S tokens are missing on one side."""
+    count = shape[-1]
+    missing = torch.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1) % max(count, 1)
+    places = torch.arange(count)
+    return (places >= missing).long() if side == "left" else (places < count - missing).long()
+
+
+def _laid(x: Tensor, layout: str) -> Tensor:
+    """The same numbers, lying in memory otherwise; expanded ones repeat the first of their first dim."""
+    if layout == "transposed" and x.dim() > 1:
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "reversed" and x.dim() > 1:
+        order = tuple(range(x.dim()))[::-1]
+        return x.permute(order).contiguous().permute(order)
+    if layout == "expanded" and x.dim() > 1:
+        return x[:1].expand(x.shape)
+    if layout == "offset" and x.dim():
+        return torch.cat((x[:1], x), 0)[x[:1].shape[0] :]
+    if layout == "strided" and x.dim():
+        return torch.stack((x, x), -1)[..., 0]
+    return x
+
+
+def _view(x: Tensor, given: Input) -> Tensor:
+    """The same memory: as another tensor, or with its last two dims turned."""
+    return x.detach().mT if given.layout == "transposed" and x.dim() > 1 else x.detach()

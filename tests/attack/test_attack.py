@@ -1,0 +1,116 @@
+"""Every push: 200 programs, most of them by a fixed seed, some by one that changes; every night thousands.
+
+The seed that changes is printed at the top of a run; `CANN_FUSION_SEED=<it>` gives the same programs again. So does
+`python -m tests.attack --seed <it>`, which goes on for as long as is wished.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from .generate import case, composed, generated
+from .kept import KEPT, Kept
+from .oracle import TARGETS, Verdict, verdict
+from .program import Program, changed
+from .shrink import shrunk
+from .writer import Writer
+
+FIXED = 2026
+CHANGING = int(os.environ.get("CANN_FUSION_SEED", "0"))
+CHUNK = 10
+SHARE = 0.8
+"""Of the parts that are built to be fused, so many must be."""
+
+
+def held(program: Program, number: int) -> Verdict:
+    """The verdict of a program that must be right, for one target or the other by turns.
+
+    Raises:
+        AssertionError: it is not; the message has the smallest program found that goes wrong so.
+    """
+    found = verdict(program, TARGETS[number % 2 :][:1])
+    if found.bad and not found.known:
+        pytest.fail(told(program, found, TARGETS[number % 2 :][:1]), pytrace=False)
+    return found
+
+
+def told(program: Program, found: Verdict, targets: tuple[str, ...]) -> str:
+    """What a report says of a case that fails."""
+    small = shrunk(program, lambda each: verdict(each, targets).kind == found.kind)
+    return f"{found.status}: {found.detail}\nSmallest program that goes wrong so, for tests/attack/kept.py:\n{small!r}"
+
+
+def run(first: int, number: int) -> None:
+    """Some cases of one seed."""
+    for each in range(first, first + CHUNK):
+        held(case(number, each), each)
+
+
+@pytest.mark.parametrize("first", range(0, 120, CHUNK))
+def test_programs_are_what_they_were(first):
+    run(first, FIXED)
+
+
+@pytest.mark.parametrize("first", [pytest.param(n, marks=pytest.mark.nightly) for n in range(0, 4000, CHUNK)])
+def test_many_programs_are_what_they_were(first):
+    run(first, CHANGING)
+
+
+@st.composite
+def programs(draw: Callable[..., object]) -> Program:
+    return generated(lambda options: draw(st.sampled_from(options)))
+
+
+@seed(CHANGING)
+@settings(max_examples=40, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(program=programs())
+def test_programs_that_change_are_what_they_were(program):
+    held(program, len(program.lines))
+
+
+def test_what_is_built_to_be_fused_is_fused():
+    chance = random.Random(FIXED)
+    parts, missed = 0, Counter[tuple[str, ...]]()
+    for number in range(40):
+        found = held(changed(composed(chance.choice), autocast=False), number)
+        parts += found.parts
+        missed.update(found.missed)
+    lines = "\n".join(f"{count} of {part} on {target}: {why}" for (part, target, why), count in missed.most_common())
+    assert sum(missed.values()) <= (1 - SHARE) * parts, f"of {parts} parts these were not fused:\n{lines}"
+
+
+@pytest.mark.parametrize("kept", [pytest.param(each, id=each.name, marks=each.marks()) for each in KEPT])
+def test_what_went_wrong_once_is_right(kept: Kept):
+    found = verdict(kept.program)
+    assert found.status == "right", found.detail
+
+
+def test_a_program_prints_as_what_builds_it():
+    from .program import Input
+
+    for number in range(20):
+        program = case(FIXED, number)
+        assert eval(repr(program), {"Program": Program, "Input": Input}) == program
+
+
+def test_a_case_depends_on_its_number_alone():
+    assert case(3, 7) == case(3, 7)
+    assert case(3, 7) != case(3, 8)
+
+
+def test_a_fault_is_found_and_made_small():
+    """A rule that forgets its epsilon, were there one."""
+    w = Writer(random.Random(1).choice, {"B": 2, "S": 3, "T": 2}, "float32")
+    x = w.take(("B", "S", 64))
+    w.give(w.let(f"{x} * 2"), ("B", "S", 64))
+    w.give(w.let(f"{x} + 1"), ("B", "S", 64))
+    program = w.program((), False)
+    small = shrunk(program, lambda each: any("* 2" in line for line in each.lines))
+    assert len(small.lines) == len(small.results) == 1
