@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from typing import Annotated
 
@@ -28,7 +29,7 @@ def main(
     limits.install()
     runner = runs.Runner(only, workers, budget, keep)
     options = ["-q", "-p", "no:cacheprovider", "--no-header", "--no-summary", "-o", "addopts=", "--strict-markers"]
-    pytest.main([*options, *tests.split()], plugins=[runner])
+    pytest.main([*options, *shlex.split(tests)], plugins=[runner])
     known = survivors.listed(survivors.LIST.read_text())
     alive = [each for each in runner.verdicts if each.outcome in ("survived", "unseen")]
     fresh = [each for each in alive if each.name not in known]

@@ -115,7 +115,6 @@ class Runner:
         watched = in_children(chunks, self._watch, _patience, self.workers)
         for chunk, found in track(watched, "running the tests", len(chunks)):
             known |= found or {nodeid: (0.0, []) for nodeid in chunk}
-        if todo:
             _write(known)
         return {nodeid: known[nodeid] for nodeid in self.items}
 
