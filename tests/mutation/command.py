@@ -13,7 +13,9 @@ from rich.table import Table
 
 from tests.mutation import limits, runs, survivors
 
-TESTS = "tests/engine tests/corpus tests/laws tests/operators/test_limits.py tests/operators/test_attention_limits.py"
+TESTS = "tests/engine tests/corpus tests/laws " + " ".join(
+    f"tests/operators/test_{each}.py" for each in ("limits", "attention_limits", "dtype_limits")
+)
 """What looks at guards; other folders test the doors, the lowerings and what operators compute."""
 
 
