@@ -11,7 +11,7 @@ SYSTEM := $(shell uname -s)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test nightly demo docs clean
+.PHONY: help setup check test nightly mutate demo docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -47,6 +47,9 @@ test: check  ## check, and all tests but the nightly ones
 
 nightly: check  ## check, and every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'nightly or not nightly'
+
+mutate: $(VENV)/.installed  ## drop one guard at a time: some test must fail (hours; for the night)
+	$(BIN)/python -m tests.mutation --workers $(WORKERS)
 
 demo: $(VENV)/.installed  ## a Hugging Face model before and after, with its numbers checked
 	$(BIN)/python examples/demo.py

@@ -18,6 +18,7 @@ def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 FULL = t(2048, 2048, dtype=torch.bool)
 HEADS: dict[str, Any] = {"num_query_heads": 8, "num_key_value_heads": 2}
+SUMS: dict[str, Any] = {"return_softmax_lse": True}
 CAUSAL: dict[str, Any] = {"sparse_mode": 3, "atten_mask": FULL}
 
 
@@ -55,10 +56,10 @@ def latent(d: int = 512, rope: int = 64, n: int = 8, m: int = 1) -> dict[str, An
     return bsnd(d=d, n=n, m=m) | {"query_rope": t(2, 5, n, rope), "key_rope": t(2, 7, m, rope)}
 
 
-def latent_bsh(rope: int = 64, d: int = 128) -> dict[str, Any]:
+def latent_bsh(rope: int = 64, d: int = 128, n: int = 8) -> dict[str, Any]:
     kv = {"key": t(2, 7, d), "value": t(2, 7, d), "key_rope": t(2, 7, 64)}
-    heads = {"num_query_heads": 8, "num_key_value_heads": 1, "input_layout": "BSH"}
-    return kv | heads | {"query": t(2, 5, 8 * d), "query_rope": t(2, 5, 8 * rope)}
+    heads = {"num_query_heads": n, "num_key_value_heads": 1, "input_layout": "BSH"}
+    return kv | heads | {"query": t(2, 5, n * d), "query_rope": t(2, 5, n * rope)}
 
 
 def whole(s: int = 1, n: int = 8, **more: Any) -> dict[str, Any]:
@@ -124,6 +125,7 @@ HOST_EDGES: list[Edge] = [
     (bsnd(), bsnd() | {"key": t(1, 7, 2, 128), "value": t(1, 7, 2, 128)}, "P == B"),
     (bsnd(), bsnd() | {"num_key_value_heads": 4}, "U == num_key_value_heads"),
     (bnsd(), bnsd() | {"num_key_value_heads": 4}, "Q == num_key_value_heads"),
+    (tnd(), tnd() | {"num_key_value_heads": 4}, "Q == num_key_value_heads"),
     (tnd(ntd=True), tnd(ntd=True) | {"num_key_value_heads": 4}, "P == num_key_value_heads"),
     (pages(bsnd()), pages(bsnd()) | {"actual_seq_kvlen": None}, "given(actual_seq_kvlen)"),
     (pages(bsnd()), pages(bsnd()) | {"block_table": t(3, 3, dtype=torch.int32)}, "E == B"),
@@ -266,7 +268,16 @@ KERNEL_EDGES: list[Edge] = [
     ),
     (latent(d=128), latent() | {"input_layout": "BSND_BNSD"}, "input_layout in ('BSH', 'BSND', 'BNSD', 'BNSD_NBSD'"),
     (latent(d=128), latent(d=128) | {"input_layout": "BSND_NBSD"}, "input_layout in ('BSH', 'BSND', 'TND', 'BNSD'"),
+    (latent(d=128) | CAUSAL, latent(d=128) | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 3, 4)"),
+    (latent(d=128), latent(d=128) | mask(2, 1, 5, 7), "not given(atten_mask)"),
     (latent_bsh(), latent_bsh(32), "Hr == 64 * num_query_heads"),
+    (latent_bsh(), latent_bsh() | {"input_layout": "BSH_NBSD"}, "input_layout in ('BSH', 'BSND', 'TND', 'BNSD'"),
+    (latent_bsh() | CAUSAL, latent_bsh() | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 3, 4)"),
+    (latent_bsh(), latent_bsh() | mask(2, 1, 5, 7), "not given(atten_mask)"),
+    (latent_bsh(d=512), latent_bsh(d=512, n=6), "num_key_value_heads == 1 and num_query_heads in (1, 2, 4"),
+    (latent_bsh(d=512) | CAUSAL, latent_bsh(d=512) | CAUSAL | {"sparse_mode": 2}, "sparse_mode in (0, 3, 4)"),
+    (latent() | SUMS, latent_bsh(d=512) | SUMS, "input_layout in ('BSND', 'BNSD')"),
+    (latent_bsh(), latent_bsh(d=512) | {"input_layout": "BSH_BNSD"}, "input_layout in ('BSH', 'BSND', 'BNSD', 'BNSD_"),
     (latent(), latent() | {"query_rope": t(2, 5, 8, 64, dtype=HALF)}, "dtype(query_rope) == dtype(query)"),
     (bsnd(), bsnd() | {"input_layout": "BSND_BNSD"}, "input_layout not in ('BSH_BNSD', 'BSND_BNSD')"),
 ]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusion.operators import HOST, operator, refusal
+from fusion.operators.attention_limits import V1 as V1_NAMES
 from fusion.operators.attention_whole_limits import FLOATS
 from tests.operators.attention_limits_cases import (
     HOST_EDGES,
@@ -57,6 +58,13 @@ def judged(name: str, chip: str, edge: Edge) -> None:
     assert text in said
 
 
+def judged_in_first(chip: str, edge: Edge) -> None:
+    legal, illegal, text = edge
+    judged(V1, chip, (renamed(legal), renamed(illegal), said_in_first(text)))
+    lengths = renamed(in_tensors(legal)), renamed(in_tensors(illegal))
+    judged(f"{V1}.tensor_lengths", chip, (*lengths, said_in_first(text)))
+
+
 def in_both(edge: Edge) -> bool:
     """Whether the first version has every argument of the call."""
     arguments = operator(V1).arguments
@@ -71,7 +79,7 @@ def test_both_sides_of_what_every_machine_asks_for(edge: Edge, chip: str):
     judged(f"{V2}.tensor_lengths", chip, (in_tensors(legal), in_tensors(illegal), text))
     by_dtype = chip != HOST and FLOATS.startswith(text)  # the first version has no whole numbers on any chip
     if in_both(edge) and not by_dtype:
-        judged(V1, chip, (renamed(legal), renamed(illegal), said_in_first(text)))
+        judged_in_first(chip, edge)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -81,13 +89,21 @@ def test_both_sides_of_what_the_kernel_asks_for(edge: Edge, chip: str):
     judged(V2, chip, edge)
     judged(f"{V2}.tensor_lengths", chip, (in_tensors(legal), in_tensors(illegal), text))
     if in_both(edge):
-        judged(V1, chip, (renamed(legal), renamed(illegal), said_in_first(text)))
+        judged_in_first(chip, edge)
 
 
 @pytest.mark.parametrize("edge", WHOLE_HOST_ONLY, ids=lambda edge: edge[2])
 def test_both_sides_of_what_a_host_asks_for_in_layouts_that_no_chip_takes(edge: Edge):
     judged(V2, HOST, edge)
+    judged(f"{V2}.tensor_lengths", HOST, edge)
     assert refusal(operator(V2), CHIPS[0], (), edge[0])
+
+
+@pytest.mark.parametrize("name", V1_NAMES.unused)
+@pytest.mark.parametrize("lengths", ["", ".tensor_lengths"])
+def test_what_the_first_version_has_beside_is_not_computed(name: str, lengths: str):
+    call = renamed(bsnd())
+    judged(f"{V1}{lengths}", HOST, (call, call | {name: torch.empty(1, device="meta")}, f"not given({name})"))
 
 
 def test_every_limit_has_an_edge():

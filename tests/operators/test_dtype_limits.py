@@ -1,0 +1,71 @@
+"""Every argument of every operator is refused in a dtype that no chip is said to take, and in none that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion.operators import CHIPS, operator, operators, refusal
+from fusion.operators.predicates import tensors
+from tests.operators.attention_limits_cases import HOST_EDGES, KERNEL_EDGES, WHOLE_HOST_EDGES
+from tests.operators.test_attention_limits import V1, V2, in_tensors, renamed
+from tests.operators.test_limits import EDGES, qualified, t
+
+F32, INT32 = torch.float32, torch.int32
+NEVER = torch.complex64
+BESIDE: Mapping[tuple[str, str], Tensor] = {
+    ("atb::npu_multi_head_latent_attention.lse", "mask"): t(512, 512),
+    ("atb::npu_multi_head_latent_attention.lse", "qk_descale"): t(8, dtype=F32),
+    ("atb::npu_multi_head_latent_attention.lse", "pv_descale"): t(8, dtype=F32),
+    ("npu::npu_add_rms_norm_dynamic_quant", "beta"): t(48),
+    ("npu::npu_gather_pa_kv_cache", "seq_offset"): t(2, dtype=INT32),
+    ("npu::npu_gather_pa_kv_cache_functional", "seq_offset"): t(2, dtype=INT32),
+    ("npu::npu_mla_prolog_v3", "smooth_scales_cq"): t(1, 1536, dtype=F32),
+    ("npu::npu_mla_prolog_v3_functional", "smooth_scales_cq"): t(1, 1536, dtype=F32),
+}
+"""Arguments that stand in no call of the edges: other limits refuse them or what they go with."""
+LISTS = {
+    (V2, "actual_seq_qlen"),
+    (V2, "actual_seq_kvlen"),
+    (V1, "actual_seq_lengths"),
+    (V1, "actual_seq_lengths_kv"),
+}
+"""Arguments that are lists of integers in this overload, and tensors in its twin."""
+
+
+def calls(name: str) -> Iterator[dict[str, Any]]:
+    """Legal calls of the edges of an operator."""
+    yield from (legal for other, _, legal, _, _ in EDGES if qualified(other) == name)
+    version, _, overload = name.partition(".")
+    for legal, _, _ in (*HOST_EDGES, *KERNEL_EDGES, *WHOLE_HOST_EDGES):
+        call = in_tensors(legal) if overload else legal
+        if version in (V1, V2):
+            yield renamed(call) if version == V1 else call
+
+
+def with_tensors(name: str, argument: str) -> dict[str, Any]:
+    """A call in which the argument is given as a tensor or as several."""
+    known = operator(name).arguments
+    fitting = [call for call in calls(name) if set(call) <= set(known)]
+    beside = BESIDE.get((name, argument))
+    if beside is not None:
+        return fitting[0] | {argument: beside}
+    return next(call for call in fitting if list(tensors(call.get(argument))))
+
+
+ARGUMENTS = [(name, each) for name, op in operators().items() for each in op.dtypes if (name, each) not in LISTS]
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids="-".join)
+def test_an_argument_is_taken_in_its_dtypes_alone(name: str, argument: str):
+    op, call = operator(name), with_tensors(name, argument)
+    needs = f"needs {argument} in "
+    given = call[argument]
+    other = given.to(NEVER) if isinstance(given, Tensor) else [each.to(NEVER) for each in given]
+    for chip in (chip for chip in CHIPS if chip in op.limits):
+        assert needs not in str(refusal(op, chip, (), call))
+        assert needs in str(refusal(op, chip, (), call | {argument: other}))
