@@ -153,6 +153,7 @@ class FusionBackend:
             {facts.arguments.get(name, name): facts.assumed[name] for name in sorted(outcome.assumed)},
             outcome.prepared,
             outcome.host_reads,
+            outcome.result_copies,
             outcome.failures,
         )
 

@@ -49,6 +49,7 @@ class Outcome:
         in_place: names of the `copy_` nodes that in-place writes have made needless.
         prepared: the further inputs of the rewritten graph, computed from Parameters once.
         host_reads: how often a call waits for the device, to read lengths on the host.
+        result_copies: how many copies a call makes so that its results lie in memory as those of the model do.
         failures: what rules raised, which were left out for that, each once.
     """
 
@@ -59,6 +60,7 @@ class Outcome:
     in_place: tuple[str, ...] = ()
     prepared: tuple[Prepared, ...] = ()
     host_reads: int = 0
+    result_copies: int = 0
     failures: tuple[Failure, ...] = ()
 
 
@@ -101,7 +103,7 @@ def _rewritten(graph: Graph, outcome: Outcome, fakes: Fakes, how: tuple[Facts, O
     try:
         with stage("rewrite"):
             before = contract(source, facts.strides)
-            done = rewrite(graph, outcome.chosen, fakes)
+            done, copies = rewrite(graph, outcome.chosen, fakes)
         with stage("prepare"):
             prepared = prepare(source, facts, options.prepack)
         names = [each.name for each in prepared]
@@ -109,14 +111,16 @@ def _rewritten(graph: Graph, outcome: Outcome, fakes: Fakes, how: tuple[Facts, O
             verify(source, before, [node for each in done for node in each.added], names)
         with stage("reinplace"):
             in_place = reinplace(source, lowering)
-            copies = read_on_host(source, lowering) if target.is_npu else 0
+            waits = read_on_host(source, lowering) if target.is_npu else 0
         with stage("verify"):
             verify(source, before, [], names)
     except BaseException:
         refill(source, kept)
         raise
     relied = frozenset(name for each in outcome.chosen for name in each.match.relies)
-    return replace(outcome, assumed=relied, in_place=in_place, prepared=prepared, host_reads=copies)
+    return replace(
+        outcome, assumed=relied, in_place=in_place, prepared=prepared, host_reads=waits, result_copies=copies
+    )
 
 
 def _apart(failures: Sequence[Failure]) -> tuple[Failure, ...]:

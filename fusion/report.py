@@ -84,6 +84,7 @@ class GraphReport:
         assumptions: what the rewrites rely on: the kind of mask by the path of the argument.
         prepared: the further inputs of the graph, computed from Parameters once.
         host_reads: how often a call waits for the device, to read lengths on the host (option `lengths`).
+        result_copies: how many copies a call makes so that its results lie in memory as those of the model do.
         failures: what raised: a stage, for which the graph is as it came, or rules, which were left out.
     """
 
@@ -96,6 +97,7 @@ class GraphReport:
     assumptions: Mapping[str, str] = field(default_factory=dict)
     prepared: tuple[Prepared, ...] = ()
     host_reads: int = 0
+    result_copies: int = 0
     failures: tuple[Failure, ...] = ()
 
     @property
@@ -239,6 +241,7 @@ class Report:
             "graphs": len(self.parts),
             "launches": dict(zip(("before", "after"), self.launches, strict=True)),
             "ops": dict(sorted(self.ops.items())),
+            "result_copies": sum(part.result_copies for part in self.parts),
             "prepared": {
                 "tensors": len(self.prepared),
                 "joined": sum(each.joined for each in self.prepared),
@@ -280,8 +283,12 @@ class Report:
     def _operators(self, title: str) -> Table:
         waits = sum(part.host_reads for part in self.parts)
         times = f"{waits} times" if waits > 1 else "once"
-        caption = f"each step waits {times} for the device, to read lengths (lengths='host')" if waits else None
-        table = Table(title=title, title_justify="left", min_width=len(title), caption=caption, caption_justify="left")
+        told = [f"each step waits {times} for the device, to read lengths (lengths='host')"] if waits else []
+        copies = sum(part.result_copies for part in self.parts)
+        told += [f"copies so that results lie in memory as those of the model do: {copies}"] if copies else []
+        width = max(map(len, (title, *told)))
+        caption = "\n".join(told) or None
+        table = Table(title=title, title_justify="left", min_width=width, caption=caption, caption_justify="left")
         table.add_column("operator")
         table.add_column("calls", justify="right")
         for name, count in sorted(self.ops.items()):

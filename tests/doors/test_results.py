@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion import FusionPass
+from fusion import FusionPass, explain
 from fusion.mutation import memory_of, outputs, sharing
 from tests.engine.graphs import fused, norm, numbers, rotate, traced
 
@@ -93,6 +94,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "written back": (returned_and_written_back, (CACHE, PLACES, ROWS)),
     "projections": (projected, (X, *PARAMETERS)),
     "attention": (attended, (X, COS, SIN)),
+    "with gaps": (lambda *a: turned(*a).new_zeros(2, 4, 8, 80)[..., :64].copy_(turned(*a)), (X, COS, SIN)),
     "top-k": (lambda y: (*(t := y.softmax(-1).topk(8)), t.values[:, :2], t.indices[:2]), (Y,)),
 }
 
@@ -164,3 +166,10 @@ def test_a_guest_gives_what_the_graph_gave():
     assert any("npu" in str(node.target) for node in gm.graph.nodes)
     assert ([each.meta["val"].stride() for each in outputs(gm.graph)], sharing(gm.graph)) == before
     assert len({memory_of(each) for each in outputs(gm.graph)}) == 1
+
+
+def test_the_report_says_how_many_copies_are_for_the_caller():
+    report = explain(turned, X, COS, SIN, options={"target": "host"})
+    assert json.loads(report.to_json())["result_copies"] == 1
+    assert "copies so that results lie in memory as those of the model do: 1" in str(report)
+    assert "copies so that" not in str(explain(lambda *a: turned(*a).sum(), X, COS, SIN, options={"target": "host"}))

@@ -33,14 +33,15 @@ class Rewritten:
     added: tuple[fx.Node, ...] = field(repr=False)
 
 
-def rewrite(graph: Graph, chosen: Sequence[Candidate], fakes: Fakes) -> list[Rewritten]:
-    """Apply `chosen` to the graph in place and drop what is dead."""
-    if not chosen:
-        return []
+def rewrite(graph: Graph, chosen: Sequence[Candidate], fakes: Fakes) -> tuple[list[Rewritten], int]:
+    """Apply `chosen` to the graph in place and drop what is dead.
+
+    Returns:
+        What was done, and how many copies give results the strides and memory that they had.
+    """
     editor = _Editor(graph, fakes, chosen)
     done = [editor.apply(candidate) for candidate in sorted(chosen, key=editor.position)]
-    editor.finish()
-    return done
+    return done, editor.finish()
 
 
 class _Editor:
@@ -182,8 +183,11 @@ class _Editor:
         added.append(node)
         return node
 
-    def finish(self) -> None:
-        """Drop what one rewrite or several left without a user; restore the order where results were joined."""
+    def finish(self) -> int:
+        """Drop what one rewrite or several left without a user; restore the order where results were joined.
+
+        Returns how many copies give results the strides and memory that they had.
+        """
         dead = set(self._dying)
         for node in sorted(self._order, key=self._order.__getitem__, reverse=True):
             if node in dead and not node.users:
@@ -193,7 +197,7 @@ class _Editor:
             self._seen_through(node)
         if self._unordered:
             sort(self._source)
-        self._layouts.restore()
+        return self._layouts.restore()
 
     def _seen_through(self, scatter: fx.Node) -> None:
         """What is put over the one entry of a dim is seen with that dim: nothing of the other tensor is left.

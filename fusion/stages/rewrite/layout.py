@@ -33,6 +33,7 @@ class Layouts:
         self._source, self._fakes, self._sizes = source, fakes, sizes
         self._lay: dict[fx.Node, Any] = {}
         self._unplanned: set[fx.Node] = set()
+        self._copies = 0
         self._copied: dict[fx.Node, Any] = {}  # views of a copy -> what they were views of
         self._seen: dict[Any, fx.Node] = {}
         self._returned = [node.meta.get("val") for node in outputs(source)]
@@ -107,9 +108,13 @@ class Layouts:
 
     # what is returned --------------------------------------------------------------------------------------------
 
-    def restore(self) -> None:
-        """Give each result of the graph the strides, and the memory, that it had: a fresh tensor stays fresh."""
-        now = sharing(self._source)
+    def restore(self) -> int:
+        """Give each result of the graph the strides, and the memory, that it had: a fresh tensor stays fresh.
+
+        Returns:
+            How many copies that takes.
+        """
+        now, before_it = sharing(self._source), self._copies
         for number, (before, memory) in enumerate(zip(self._returned, self._sharing, strict=True)):
             node = outputs(self._source)[number]
             if not isinstance(before, torch.Tensor):
@@ -119,6 +124,7 @@ class Layouts:
                     self._return(number, self._laid(node, before, copied=True))
             elif memory != now[number] or not self._lies_well(number, node.meta["val"], before):
                 self._return(number, self._as_it_lay(node, before))
+        return self._copies - before_it
 
     def _lies_well(self, number: int, now: torch.Tensor, before: torch.Tensor) -> bool:
         """Whether a result lies as in the captured graph, or as when the model runs without a compiler."""
@@ -163,12 +169,16 @@ class Layouts:
         Without a copy where only dims of size 1 differ, unless `copied` asks for one.
         """
         order = sorted(range(before.dim()), key=lambda dim: (-hint(before.stride(dim)), before.shape[dim] == 1))
+        if not is_dense(before.permute(order)) and 0 not in before.stride():
+            return self._copied_into_gaps(node, before)
         back = [order.index(dim) for dim in range(len(order))]
         made = self._turned(node, order, node)
         made = self._spread(made, node) if is_dense(made.meta["val"]) and not copied else self._contiguous(made)
-        made = self._turned(made, back, node)
-        if lie_alike(made.meta["val"], before) or 0 in before.stride():
-            return made
+        return self._turned(made, back, node)
+
+    def _copied_into_gaps(self, node: fx.Node, before: torch.Tensor) -> fx.Node:
+        """A copy of `node` in memory of which nothing else reads the rest."""
+        self._copies += 1
         extent = ([self._size(each) for each in dims_of(dims)] for dims in (before.shape, before.stride()))
         empty = self._call(aten.new_empty_strided.default, (node, *extent), {}, node)
         return self._call(aten.copy.default, (empty, node), {}, node)
@@ -189,6 +199,7 @@ class Layouts:
         return size if isinstance(size, int) else self._sizes.node(size)
 
     def _contiguous(self, node: fx.Node) -> fx.Node:
+        self._copies += 1
         return self._call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, node)
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: Any, parent: fx.Node) -> fx.Node:
