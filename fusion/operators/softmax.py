@@ -1,4 +1,10 @@
-"""softmax(scale · q kᵀ) v in plain torch, without a copy of keys or values per query head."""
+"""softmax(scale · q kᵀ) v in plain torch, without a copy of keys or values per query head.
+
+What is not finite is passed on: a row whose queries, or whose seen keys or values, hold NaN is NaN, as in code that
+writes the softmax out; so is a row all of whose seen scores are -inf. Only a row that its mask leaves no key is 0. Keys
+and values that are hidden may be read or skipped, as kernels do: what they give where they are not finite is not
+promised.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # Parts of PyTorch's Python are untyped.
@@ -34,9 +40,15 @@ def shared_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 def fused_softmax(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scale: float) -> Tensor:
     """query [B, N, S, D], key [B, M, T, D], value [B, M, T, D] -> [B, N, S, D]; a row that sees no key is 0."""
-    return scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         query, key, value, visible.keys, is_causal=visible.causal, scale=scale, enable_gqa=True
     )
+    # The CPU's kernel gives 0 where all scores of a row are NaN, or all are -inf: then that of the first key is, too.
+    wide = compute_dtype(query)
+    first = shared_matmul(query.to(wide), key[..., :1, :].to(wide).transpose(-2, -1))
+    out = out.masked_fill((out == 0).all(-1, keepdim=True) & ~first.isfinite(), math.nan)
+    blind = _blind(visible)
+    return out if blind is None else out.masked_fill(blind, 0.0)
 
 
 def written_softmax(
@@ -49,7 +61,7 @@ def written_softmax(
     sees no key is 0 and has the log-sum-exp +inf.
     """
     scores = _scores(pairs, visible, scale)
-    top, weights, total = _weighted(scores, sink)
+    top, weights, total = _weighted(scores, sink, _blind(visible))
     blind = total == 0  # never with a sink, whose rows without keys are 0 by themselves
     out = (shared_matmul(weights, value.to(scores.dtype)) / total).masked_fill(blind, 0.0)
     return out.to(value.dtype), (top + total.log()).masked_fill(blind, math.inf)
@@ -65,8 +77,12 @@ def rounded_softmax(
     rounded to `stored` (int8: to steps of 1/127) before they meet the values, their sum is not; `bias` [B, N, S, T] is
     added to scaled scores. A row that sees no key is 0 in all three. The output is not rounded yet.
     """
+    if bias is not None:
+        shown = bias != -math.inf
+        visible = Visible(shown if visible.keys is None else visible.keys & shown)
     scores = _scores(pairs, visible, scale)
-    top, weights, total = _weighted(scores if bias is None else scores + bias.to(scores.dtype), None)
+    biased = scores if bias is None else scores + bias.to(scores.dtype)
+    top, weights, total = _weighted(biased, None, _blind(visible))
     blind = total == 0
     kept = (weights * 127).round() / 127 if stored == torch.int8 else weights.to(stored).to(scores.dtype)
     out = shared_matmul(kept, value.to(scores.dtype)) / total
@@ -77,7 +93,7 @@ def softmax_statistics(
     pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Largest score and sum of exp(score - largest) of each row, [B, N, S, 1], sink included."""
-    top, _, total = _weighted(_scores(pairs, visible, scale), sink)
+    top, _, total = _weighted(_scores(pairs, visible, scale), sink, _blind(visible))
     return top, total
 
 
@@ -88,16 +104,21 @@ def _scores(pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: flo
     return scores if seen is None else scores.masked_fill(~seen, -math.inf)
 
 
-def _weighted(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest score of each row, exp(score - largest), and the sum of those, sink included."""
-    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
-    if sink is None:
-        weights = (scores - top).exp()
-        return top, weights, weights.sum(-1, keepdim=True)
-    extra = sink.to(scores.dtype).reshape(-1, 1, 1)
-    top = torch.maximum(top, extra)
+def _weighted(scores: Tensor, sink: Tensor | None, blind: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest score of each row, exp(score - largest), and their sum, sink included, which is 0 of blind rows."""
+    top = scores.amax(-1, keepdim=True)
+    extra = None if sink is None else sink.to(scores.dtype).reshape(-1, 1, 1)
+    top = top if extra is None else torch.maximum(top, extra)
+    if blind is not None:
+        top = top.masked_fill(blind & (top == -math.inf), torch.finfo(scores.dtype).min)
     weights = (scores - top).exp()
-    return top, weights, weights.sum(-1, keepdim=True) + (extra - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    return top, weights, total if extra is None else total + (extra - top).exp()
+
+
+def _blind(visible: Visible) -> Tensor | None:
+    """Rows that the mask leaves no key, [B, N, S, 1]; None where there are none."""
+    return None if visible.keys is None else ~visible.keys.any(-1, keepdim=True)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

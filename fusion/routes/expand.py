@@ -148,10 +148,9 @@ def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores.softmax(-1)
     if mask.dtype == torch.bool:
-        lowest = torch.finfo(scores.dtype).min
-        return scores.masked_fill(~mask, lowest).softmax(-1).masked_fill(~mask, 0.0)
+        return scores.masked_fill(~mask, -math.inf).softmax(-1).masked_fill(~mask, 0.0)
     scores = scores + mask
-    sees_something = (scores > -math.inf).any(-1, keepdim=True)
+    sees_something = (scores != -math.inf).any(-1, keepdim=True)  # NaN is something: it is passed on
     return scores.softmax(-1).masked_fill(~sees_something, 0.0)
 
 
