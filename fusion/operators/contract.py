@@ -89,6 +89,8 @@ class Operator:
     """Arguments by name -> multiplications and additions of a call; None where the bytes that it moves decide."""
     on_host: frozenset[str] = field(default_factory=frozenset[str])
     """Tensors that a launch outside `lowerings` reads on the host: with those there, "eager" takes the operator too."""
+    empty: frozenset[str] = field(default_factory=frozenset[str])
+    """Dims that may be 0: of a tensor that a mode of the operator leaves alone. All others have elements."""
 
     def __post_init__(self) -> None:
         """Refuse a declaration that speaks of unknown chips, lowerings, arguments or dims."""
@@ -102,6 +104,7 @@ class Operator:
         for limit in (limit for chip in self.limits for limit in _limits(self, chip)):
             spoken = predicates.names(f"({limit.text}) and ({limit.when or True})")
             self._require(spoken - known - sizes, f"names in the limit {limit.text!r}", tuple(known | sizes))
+        self._require(self.empty - sizes, "dims", tuple(sizes))
 
     def _require(self, unknown: set[str] | frozenset[str], what: str, known: tuple[str, ...]) -> None:
         if unknown:
@@ -236,7 +239,7 @@ def _dtype_refusal(op: Operator, chip: str, values: Mapping[str, Any]) -> str | 
 def _empty_refusal(op: Operator, bound: named_dims.Bound) -> str | None:
     """No kernel is documented for empty tensors, and a softmax over no key is not decomposed."""
     for name, found in bound.items():
-        sizes = found if isinstance(found, tuple) else (found,)
+        sizes = () if name in op.empty else found if isinstance(found, tuple) else (found,)
         if any(_NOT_EMPTY.verdict({"size": each}) is False for each in sizes):
             return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={found})"
     return None

@@ -220,6 +220,7 @@ MLA_PROLOG_V3 = Operator(
     flops=_flops,
     source=_SOURCE,
     summary=_SUMMARY,
+    empty=frozenset({"Kr"}),
 )
 MLA_PROLOG_V3_FUNCTIONAL = replace(
     MLA_PROLOG_V3,
