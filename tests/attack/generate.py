@@ -32,7 +32,7 @@ def composed(pick: Pick) -> Program:
     """A program as people write it."""
     sizes = {name: pick(values) for name, values in SIZES.items()}
     w = Writer(pick, sizes, pick(DTYPES))
-    for _ in range(pick((1, 2, 2, 3))):
+    for _ in range(pick((1, 1, 2, 2, 3))):
         pick(BLOCKS)(w)
         if w.maybe(5):
             pick(DOMAINS["plumbing"])(w)

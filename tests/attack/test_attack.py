@@ -69,7 +69,9 @@ def programs(draw: Callable[..., object]) -> Program:
 
 
 @seed(CHANGING)
-@settings(max_examples=40, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=40, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(program=programs())
 def test_programs_that_change_are_what_they_were(program):
     held(program, len(program.lines))
