@@ -123,6 +123,29 @@ KEPT = (
         defect="empty sequences raise",
     ),
     Kept(
+        "a write of positions that are computed behind it",
+        "the write was put before what it reads, and no graph came out",
+        Program(
+            inputs=(
+                Input("cache", ("B", 16, 2, 128)),
+                Input("x", ("B", "S", 2, 128)),
+                Input("start", (), values="below 3"),
+                Input("other", ("B", 2, 16, 64)),
+                Input("rows", ("B", 2, 64)),
+                Input("length", ("B",), values="below 16"),
+                Input("last", ("B", 1, 16, 64)),
+            ),
+            lines=(
+                "cache[:, torch.arange(x.shape[1]) + start] = x",
+                "other[torch.arange(other.shape[0]), :, length] = rows",
+                "last[:, :, 1:1] = length",
+            ),
+            results=("rows.view(rows.shape)",),
+            sizes=(("B", 1), ("S", 1)),
+        ),
+        defect="an end of a rolled buffer stands behind its write",
+    ),
+    Kept(
         "queries that are NaN",
         "attention gave 0 for them",
         Program(
