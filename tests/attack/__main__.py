@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections import Counter
 from dataclasses import dataclass, field
@@ -69,12 +70,26 @@ def main(
     lower: Annotated[str, typer.Option(help="who runs the fused graphs: eager or inductor")] = "eager",
     missed: Annotated[bool, typer.Option(help="list what was not fused, and why")] = False,
 ) -> None:
-    """Attack with generated programs; failures are printed small, ready for tests/attack/kept.py."""
+    """Attack with generated programs; failures are printed small, ready for tests/attack/kept.py.
+
+    Where it is interrupted, it tells what it has found so far.
+    """
     figures = Figures()
+    with contextlib.suppress(KeyboardInterrupt):
+        _attack(figures, range(first, first + cases), seed, target, lower)
+    for kind, numbers in sorted(figures.kinds.items(), key=lambda each: -len(each[1])):
+        print(f"{len(numbers)} times: {kind} (cases {', '.join(map(str, numbers[:5]))})")
+    for (part, where, why), count in figures.missed.most_common() if missed else ():
+        print(f"{count} of {part} not fused on {where}: {why}")
+    print(figures.line())
+    raise typer.Exit(bool(figures.statuses["wrong"] + figures.statuses["raised"]))
+
+
+def _attack(figures: Figures, numbers: range, seed: int, target: list[str], lower: str) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err) as progress:
-        task = progress.add_task("attacking", total=cases)
-        for number in range(first, first + cases):
+        task = progress.add_task("attacking", total=len(numbers))
+        for number in numbers:
             program = case(seed, number)
             found = verdict(program, target, lower)
             if figures.add(number, found) and not found.known:
@@ -82,12 +97,6 @@ def main(
             progress.update(task, advance=1, description=f"{len(figures.kinds)} kinds of failures")
             if number % 100 == 0:
                 gc.collect()
-    for kind, numbers in sorted(figures.kinds.items(), key=lambda each: -len(each[1])):
-        print(f"{len(numbers)} times: {kind} (cases {', '.join(map(str, numbers[:5]))})")
-    for (part, where, why), count in figures.missed.most_common() if missed else ():
-        print(f"{count} of {part} not fused on {where}: {why}")
-    print(figures.line())
-    raise typer.Exit(bool(figures.statuses["wrong"] + figures.statuses["raised"]))
 
 
 def _tell(number: int, program: Program, found: Verdict, targets: list[str], lower: str) -> None:

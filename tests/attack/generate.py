@@ -32,12 +32,16 @@ def composed(pick: Pick) -> Program:
     """A program as people write it."""
     sizes = {name: pick(values) for name, values in SIZES.items()}
     w = Writer(pick, sizes, pick(DTYPES))
-    for _ in range(pick((1, 2, 2, 3))):
+    if w.maybe(20):
+        sizes[pick(tuple(SIZES))] = 0
+    for _ in range(pick((1, 1, 2, 2, 3))):
         pick(BLOCKS)(w)
         if w.maybe(5):
             pick(DOMAINS["plumbing"])(w)
     again = tuple((name, 4 if size > 4 else size + 2) for name, size in sizes.items()) if w.maybe(8) else ()
     built = w.program(again, autocast=w.maybe(10))
+    built = built if all(sizes.values()) else changed(built, fusable=())
+    built = built if not built.autocast or built.runs() else changed(built, autocast=False)
     return _laid_otherwise(built, pick) if w.maybe(5) else built
 
 

@@ -78,4 +78,86 @@ KEPT = (
         ),
         defect="strides of results",
     ),
+    Kept(
+        "scores cut off to whole numbers",
+        "attention read through the cast",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, "S", 64)),
+                Input("k", ("B", 2, "S", 64)),
+                Input("v", ("B", 2, "S", 64)),
+            ),
+            lines=(
+                "scores = (q @ k.mT).int()",
+                "y = scores.float().softmax(-1) @ v",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2)),
+        ),
+        defect="narrow-integer casts",
+    ),
+    Kept(
+        "a factor without dims times numbers of rows",
+        "canonicalisation raised",
+        Program(
+            inputs=(Input("x", ("B", 1)), Input("t", ())),
+            lines=("y = t * x",),
+            results=("y",),
+            sizes=(("B", 3),),
+        ),
+        defect="0-d times [.., 1] raises in canonicalisation",
+    ),
+    Kept(
+        "a batch of no sequences",
+        "attention was planned with a division by the batch",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, "S", 64)),
+                Input("k", ("B", 2, "S", 64)),
+                Input("v", ("B", 2, "S", 64)),
+            ),
+            lines=("y = torch.softmax(q @ k.mT * 0.125, -1) @ v",),
+            results=("y",),
+            sizes=(("B", 0), ("S", 3)),
+        ),
+        defect="empty sequences raise",
+    ),
+    Kept(
+        "a write of positions that are computed behind it",
+        "the write was put before what it reads, and no graph came out",
+        Program(
+            inputs=(
+                Input("cache", ("B", 16, 2, 128)),
+                Input("x", ("B", "S", 2, 128)),
+                Input("start", (), values="below 3"),
+                Input("other", ("B", 2, 16, 64)),
+                Input("rows", ("B", 2, 64)),
+                Input("length", ("B",), values="below 16"),
+                Input("last", ("B", 1, 16, 64)),
+            ),
+            lines=(
+                "cache[:, torch.arange(x.shape[1]) + start] = x",
+                "other[torch.arange(other.shape[0]), :, length] = rows",
+                "last[:, :, 1:1] = length",
+            ),
+            results=("rows.view(rows.shape)",),
+            sizes=(("B", 1), ("S", 1)),
+        ),
+        defect="an end of a rolled buffer stands behind its write",
+    ),
+    Kept(
+        "queries that are NaN",
+        "attention gave 0 for them",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, "S", 64)),
+                Input("k", ("B", 2, "S", 64)),
+                Input("v", ("B", 2, "S", 64)),
+            ),
+            lines=("y = torch.softmax((q / 0) @ k.mT * 0.125, -1) @ v",),
+            results=("y",),
+            sizes=(("B", 1), ("S", 3)),
+        ),
+        defect="NaN scores give 0",
+    ),
 )

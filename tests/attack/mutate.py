@@ -15,7 +15,8 @@ from .writer import Pick
 
 NAMES: dict[str, tuple[str, ...]] = {
     "mean": ("sum", "amax"), "sum": ("mean", "prod"), "amax": ("amin", "sum"), "tril": ("triu",), "triu": ("tril",),
-    "rsqrt": ("sqrt",), "sqrt": ("rsqrt",), "cos": ("sin",), "sin": ("cos",), "square": ("abs",), "silu": ("gelu", "relu"),
+    "rsqrt": ("sqrt",), "sqrt": ("rsqrt",), "cos": ("sin",), "sin": ("cos",), "square": ("abs",),
+    "silu": ("gelu", "relu"),
     "sigmoid": ("tanh",), "float": ("double", "half", "bfloat16"), "float32": ("bfloat16", "float16", "float64"),
     "repeat_interleave": ("repeat",), "index_copy_": ("index_add_",), "index_copy": ("index_add",),
     "softmax": ("log_softmax",), "round": ("floor",), "bool": ("float", "int"), "long": ("int", "short", "char"),
@@ -42,7 +43,6 @@ TRIES = 6
 VIEWS = ("", "", ".transpose(0, -1)", "[..., :1]", ".view({}.shape)", "[:1]", ".flatten(0, 1)", ".detach()", ".mT")
 
 
-
 def mutated(program: Program, count: int, pick: Pick) -> Program:
     """The program with so many changes, each of which leaves it one that runs."""
     program = changed(program, fusable=())
@@ -59,7 +59,9 @@ def expression(program: Program, pick: Pick) -> Program:
     number = pick(range(len(program.lines)))
     line = program.lines[number]
     tree = ast.parse(line)
-    names = [each.name for each in program.inputs] + [name for text in program.lines[:number] for name in assigned(text)]
+    names = [each.name for each in program.inputs] + [
+        name for text in program.lines[:number] for name in assigned(text)
+    ]
     options = list(_options(tree, names))
     if not options:
         return program
@@ -116,7 +118,9 @@ def layout(program: Program, pick: Pick) -> Program:
     each = inputs[number]
     if each.values in ("gain", "matrix"):
         return program
-    others = [one.name for one in inputs[:number] if one.dims == each.dims and not one.shares and one.values == each.values]
+    others = [
+        one.name for one in inputs[:number] if one.dims == each.dims and not one.shares and one.values == each.values
+    ]
     if others and pick((True, False)):
         inputs[number] = changed(each, shares=pick(others), layout="plain")
     else:
@@ -136,8 +140,8 @@ def dtype(program: Program, pick: Pick) -> Program:
 
 
 CHANGES = (
-    expression, expression, expression, expression, expression, cast, write, write, order, drop, returned, returned, layout,
-    dtype,
+    expression, expression, expression, expression, expression, cast, write, write, order, drop, returned, returned,
+    layout, dtype,
 )  # fmt: skip
 
 
@@ -224,5 +228,3 @@ def _without_call(node: ast.Call, pick: Pick) -> None:
 
 def _without_sign(node: ast.UnaryOp, pick: Pick) -> None:
     node.op = pick((ast.UAdd(), ast.USub(), ast.Invert()))
-
-

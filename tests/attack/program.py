@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -105,7 +106,8 @@ class Program:
         """Whether plain Python runs it without an error, on both sets of sizes."""
         try:
             function = self.function()
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 for again in (False, True) if self.again else (False,):
                     function(*self.tensors(again))
         except Exception:

@@ -1,4 +1,4 @@
-"""Failures are made small: lines, results, inputs, sizes and whatever else is not needed go, while it stays the same."""
+"""Failures are made small: lines, results, inputs and whatever else is not needed go, while they stay the same."""
 
 from __future__ import annotations
 
@@ -72,7 +72,11 @@ def _simpler(line: str) -> Iterator[str]:
             yield ast.unparse(_Replaced(old, inside).visit(tree))
 
 
-_PARTS: dict[type[ast.AST], tuple[str, ...]] = {ast.Call: ("func",), ast.BinOp: ("left", "right"), ast.Subscript: ("value",)}
+_PARTS: dict[type[ast.AST], tuple[str, ...]] = {
+    ast.Call: ("func",),
+    ast.BinOp: ("left", "right"),
+    ast.Subscript: ("value",),
+}
 
 
 def _expressions(tree: ast.AST) -> list[ast.AST]:
@@ -105,7 +109,9 @@ def _is_shared(each: Input, program: Program, read: set[str]) -> bool:
 
 
 def _names(line: str) -> set[str]:
-    return {each.id for each in ast.walk(ast.parse(line)) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    return {
+        each.id for each in ast.walk(ast.parse(line)) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    }
 
 
 def _without(items: tuple[str, ...], number: int) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from .generate import case, composed, generated
 from .kept import KEPT, Kept
-from .oracle import TARGETS, Verdict, verdict
+from .oracle import TARGETS, Verdict, at_the_door, is_known, verdict
 from .program import Program, changed
 from .shrink import shrunk
 from .writer import Writer
@@ -69,7 +69,9 @@ def programs(draw: Callable[..., object]) -> Program:
 
 
 @seed(CHANGING)
-@settings(max_examples=40, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=40, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(program=programs())
 def test_programs_that_change_are_what_they_were(program):
     held(program, len(program.lines))
@@ -90,6 +92,15 @@ def test_what_is_built_to_be_fused_is_fused():
 def test_what_went_wrong_once_is_right(kept: Kept):
     found = verdict(kept.program)
     assert found.status == "right", found.detail
+
+
+@pytest.mark.parametrize(
+    ("number", "lowering"), [*((n, "eager") for n in range(4)), *((n, "inductor") for n in range(4, 6))]
+)
+def test_the_backend_itself_does_what_plain_python_does(number, lowering):
+    program = composed(random.Random(number).choice)
+    different = [each for each in at_the_door(program, TARGETS[number % 2], lowering) if not is_known(each)]
+    assert not different, f"{different[0]}\n{program!r}"
 
 
 def test_a_program_prints_as_what_builds_it():

@@ -101,7 +101,7 @@ def attend(w: Writer, q: str, k: str, v: str, heads: tuple[int, int], width: int
     seen = mask(w, q, k, keys)
     times = heads[0] // heads[1]
     if w.maybe(3):
-        more = f", attn_mask={seen}" if seen else w.pick("", ", is_causal=True", f", scale={width ** -0.5}")
+        more = f", attn_mask={seen}" if seen else w.pick("", ", is_causal=True", f", scale={width**-0.5}")
         if times > 1 and w.maybe():
             more += ", enable_gqa=True"
         else:
@@ -162,7 +162,7 @@ def with_sink(w: Writer) -> None:
     (n, _), width = heads(w)
     q, k, v = (w.take(("B", n, "S", width), name) for name in "qkv")
     sink = w.input((n,), name="sink")
-    scores = masked(w, w.let(f"{q} @ {k}.mT * {width ** -0.5}", "scores"), position_mask(w, q, k, "causal"), q)
+    scores = masked(w, w.let(f"{q} @ {k}.mT * {width**-0.5}", "scores"), position_mask(w, q, k, "causal"), q)
     column = w.let(f"{sink}.reshape(1, -1, 1, 1).expand({q}.shape[0], -1, {q}.shape[-2], -1)", "column")
     p = w.let(f"torch.cat(({scores}, {column}), dim=-1).softmax(-1)[..., :-1]", "p")
     w.fuses("attention", target="" if w.narrow else "host")

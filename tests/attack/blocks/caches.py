@@ -47,7 +47,8 @@ def written(w: Writer) -> None:
 def read(w: Writer, cache: str, rows: str) -> None:
     """What is done with a cache behind its write."""
     w.kept.append(w.let(w.pick(f"{cache} * 2", cache, f"{cache}.sum(-1)", f"{cache}[:, 1:]", f"{cache}.clone()",
-                               f"{cache}.flatten(0, 1)", f"{rows} + 1", f"{cache}[:, :1].contiguous()"), "y"))  # fmt: skip
+                               f"{cache}.flatten(0, 1)", f"{rows} + 1", f"{cache}[:, :1].contiguous()",
+                               ), "y"))  # fmt: skip
 
 
 def by_length(w: Writer) -> None:
@@ -128,7 +129,7 @@ def decode(w: Writer) -> None:
         more = ", enable_gqa=True" if n > m else ""
         o = w.let(f"F.scaled_dot_product_attention({q}, {keys}, {values}, attn_mask={seen}{more})", "o")
     else:
-        scores = w.let(f"{q} @ {keys}.repeat_interleave({n // m}, 1).mT * {width ** -0.5}", "scores")
+        scores = w.let(f"{q} @ {keys}.repeat_interleave({n // m}, 1).mT * {width**-0.5}", "scores")
         p = w.let(f"F.softmax({scores}.masked_fill(~{seen}, float('-inf')), dim=-1, dtype=torch.float32)", "p")
         o = w.let(f"{p}.to({q}.dtype) @ {values}.repeat_interleave({n // m}, 1)", "o")
     w.give(o, ("B", n, "S", width))

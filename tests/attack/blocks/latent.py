@@ -41,7 +41,8 @@ def seen_by(w: Writer, q: str, latent: str, keys: str) -> str:
 def shares(w: Writer, scores: str, seen: str, q: str) -> str:
     scores = masked(w, scores, seen, q) if seen else scores
     return w.let(w.pick(f"F.softmax({scores}, dim=-1, dtype=torch.float32).to({q}.dtype)",
-                        f"torch.softmax({scores}, -1)", f"{scores}.float().softmax(-1).to({q}.dtype)"), "p")  # fmt: skip
+                        f"torch.softmax({scores}, -1)", f"{scores}.float().softmax(-1).to({q}.dtype)",
+                        ), "p")  # fmt: skip
 
 
 def expanded(w: Writer, d: Widths, q: str, latent: str, rope: str, up: str, seen: str) -> str:
@@ -65,13 +66,16 @@ def expanded(w: Writer, d: Widths, q: str, latent: str, rope: str, up: str, seen
 
 def absorbed(w: Writer, d: Widths, q: str, latent: str, rope: str, up: str, seen: str) -> str:
     """The latent itself is attended to; [B, N, S, E]."""
-    keys, values = w.both(f"{up}.view({d.heads}, {d.nope + d.value}, {d.latent}).split(({d.nope}, {d.value}), 1)", 2, "up")
+    keys, values = w.both(
+        f"{up}.view({d.heads}, {d.nope + d.value}, {d.latent}).split(({d.nope}, {d.value}), 1)", 2, "up"
+    )
     nope, turn = w.both(f"{q}.split(({d.nope}, {d.rope}), dim=-1)", 2, "q")
     into = w.let(w.pick(f"{nope} @ {keys}", f"torch.einsum('bnsd,ndc->bnsc', {nope}, {keys})"), "q")
     if w.maybe():
         scores = w.let(w.pick(
             f"({into} @ {latent}[:, None].mT + {turn} @ {rope}[:, None].mT) * {d.scale}",
-            f"(torch.einsum('bnsc,btc->bnst', {into}, {latent}) + torch.einsum('bnsr,btr->bnst', {turn}, {rope})) * {d.scale}",
+            f"(torch.einsum('bnsc,btc->bnst', {into}, {latent}) + torch.einsum('bnsr,btr->bnst', {turn}, {rope}))"
+            f" * {d.scale}",
         ), "scores")  # fmt: skip
     else:
         row = w.let(f"torch.cat(({latent}, {rope}), dim=-1).unsqueeze(1)", "row")

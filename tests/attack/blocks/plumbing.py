@@ -34,7 +34,9 @@ def put(w: Writer) -> None:
     dims = ("B", "S", 64)
     x = w.take(dims)
     if w.maybe():
-        base = w.let(w.pick(f"torch.zeros_like({x})", f"{x}.clone()", f"torch.zeros({x}.shape, dtype={x}.dtype)"), "base")
+        base = w.let(
+            w.pick(f"torch.zeros_like({x})", f"{x}.clone()", f"torch.zeros({x}.shape, dtype={x}.dtype)"), "base"
+        )
         w.do(w.pick(f"{base}[:, 0] = {x}[:, -1]", f"{base}[..., :32] = {x}[..., 32:]", f"{base}[:] = {x}",
                     f"{base}[:1].copy_({x}[:1] * 2)", f"{base}.select(1, 0).add_({x}[:, 0])"))  # fmt: skip
         w.give(base, dims)
@@ -55,6 +57,7 @@ def scale(w: Writer) -> None:
         f"({x} * {factor}).to({x}.dtype)", f"{x} * {factor}.to({x}.dtype)", f"{x} / {x}.shape[0]",
         f"{x} * torch.tensor(2.0)", f"{x} + {factor}[None, None, None].to({x}.dtype)", f"torch.mul({x}, 2) - {x}",
         f"({x} * {factor}[..., None]).to({x}.dtype)", f"torch.where({factor} > 0, {x}, -{x})",
+        f"({x} * ({factor} * {x}.amax(-1, keepdim=True))).to({x}.dtype)",
     ), "y"), dims)  # fmt: skip
 
 

@@ -14,7 +14,9 @@ def routing(w: Writer) -> None:
     k = w.pick(1, 2, CHOSEN)
     w.fuses("expert")
     if w.maybe():
-        values, experts = w.both(w.pick(f"torch.topk({logits}, {k}, dim=-1)", f"{logits}.float().topk({k}, dim=-1)"), 2, "t")
+        values, experts = w.both(
+            w.pick(f"torch.topk({logits}, {k}, dim=-1)", f"{logits}.float().topk({k}, dim=-1)"), 2, "t"
+        )
         shares = w.let(w.pick(f"F.softmax({values}, dim=-1)", f"torch.softmax({values}, dim=1)",
                               f"{values}.softmax(-1, dtype=torch.float32)"), "shares")  # fmt: skip
     else:
@@ -55,8 +57,9 @@ def paged_attention(w: Writer) -> None:
     keys, values = (w.input((9, size, m, width), name=name) for name in ("keys", "values"))
     lengths = w.let(f"{w.input(('B',), f'below {size * pages}', name='length')} + 1", "length")
     k, v = (w.let(w.pick(f"{each}[{table}].flatten(1, 2).transpose(1, 2)",
-                         f"{each}.index_select(0, {table}.flatten()).view({table}.shape[0], {size * pages}, {m}, {width})"
-                         f".transpose(1, 2)"), "k") for each in (keys, values))  # fmt: skip
+                         f"{each}.index_select(0, {table}.flatten())"
+                         f".view({table}.shape[0], {size * pages}, {m}, {width}).transpose(1, 2)"), "k")
+            for each in (keys, values))  # fmt: skip
     if n > m:
         k, v = (w.let(f"{each}.repeat_interleave({n // m}, 1)", "k") for each in (k, v))
     hidden = w.let(f"(torch.arange({size * pages}) >= {lengths}[:, None])[:, None, None]", "hidden")
@@ -64,7 +67,7 @@ def paged_attention(w: Writer) -> None:
     if w.maybe():
         w.give(w.let(f"F.scaled_dot_product_attention({q}, {k}, {v}, attn_mask=~{hidden})", "o"), ("B", n, 1, width))
         return
-    scores = w.let(f"({q} @ {k}.mT * {width ** -0.5}).masked_fill({hidden}, float('-inf'))", "scores")
+    scores = w.let(f"({q} @ {k}.mT * {width**-0.5}).masked_fill({hidden}, float('-inf'))", "scores")
     w.give(w.let(f"{scores}.softmax(-1) @ {v}", "o"), ("B", n, 1, width))
 
 
@@ -81,7 +84,7 @@ def parts(w: Writer) -> None:
     """Attention over a part of the keys, and its log-sum-exp."""
     n, width = w.pick(1, 2, 4), w.pick(64, 128)
     q, k, v = (w.take(("B", n, dim, width), name) for name, dim in (("q", "S"), ("k", "T"), ("v", "T")))
-    scores = w.let(f"({q} @ {k}.transpose(-2, -1)).float() * {width ** -0.5}", "scores")
+    scores = w.let(f"({q} @ {k}.transpose(-2, -1)).float() * {width**-0.5}", "scores")
     w.fuses("attention_part", "attention", target="" if w.narrow else "host")
     if w.maybe():
         sums = w.let(f"{scores}.logsumexp(-1)", "lse")
