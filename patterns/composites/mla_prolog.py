@@ -98,7 +98,7 @@ class Prolog(Rule):
         """How the tokens, the weights and the caches are laid out."""
         require(kv_cache is None or len(x.shape) == 3, "the tokens of all sequences are packed")
         require(begin == 0 and first == up.shape[1], "the lanes that are rotated do not follow those that are not")
-        require(split == up.shape[2] and end == dkv.shape[0], "latent and rotated key do not make up one projection")
+        require(end == dkv.shape[0], "latent and rotated key do not make up one projection")
         require(width == first + end - split, "the heads have more lanes than both parts of the queries")
         written = kv_cache is None or x.shape[0] == latent_calls.sequences(kv_cache, start, axis)
         require(written, "the caches hold other sequences than the hidden states")

@@ -179,6 +179,16 @@ def more_lanes(q: Tensor, *table: Tensor) -> Tensor:
     return torch.cat((nope, turned(rope, *table)), dim=-1)
 
 
+def common_lanes(q: Tensor, *table: Tensor) -> Tensor:
+    """Queries of which some lanes belong to both parts; the first ones to neither."""
+    return torch.cat((q[..., D // 2 : D + D // 2], turned(q[..., D:], *table)), dim=-1)
+
+
+def rope_early(q: Tensor, *table: Tensor) -> Tensor:
+    """Queries of which some lanes belong to both parts."""
+    return torch.cat((q[..., :D], turned(q[..., -DR:], *table)), dim=-1)
+
+
 def two_halves(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
     """One half of the tokens behind those of each half of [B, 2, T, ..]."""
     places = torch.arange(latent.shape[1] // 2) + at.clamp(min=0)
@@ -222,6 +232,13 @@ REJECTS = (
     Example("a negative factor", model(copied, rope_multiplied, -1.0), prolog(S, T, *CACHES), "which is not positive"),
     Example(
         "rotated lanes first", model(copied, rope_first), prolog(S, T, *CACHES), "do not follow those that are not"
+    ),
+    Example("lanes of both", model(copied, common_lanes), prolog(S, T, *CACHES), "do not follow those that are not"),
+    Example(
+        "rotated lanes early",
+        model(copied, rope_early),
+        prolog(S, T, *CACHES, head=D + DR // 2),
+        "do not follow those that are not",
     ),
     Example("more lanes", model(copied, more_lanes), prolog(S, T, *CACHES, head=D + DR + 8), "more lanes than both"),
     Example("a third part", model(copied), prolog(S, T, *CACHES, line=C + DR + 8), "do not make up one projection"),
