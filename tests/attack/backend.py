@@ -14,17 +14,18 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from fusion._torch import Boxed, specialise_floats
-from fusion.backend import FusionBackend
+from fusion.backend import FusionBackend, argument_paths, known_facts
 from fusion.facts import Facts
 from fusion.library import installed
 from fusion.options import Options
 from fusion.prepared import supply
 from fusion.report import GraphReport
+from fusion.results import returned
 from fusion.stages.capture import capture
 from fusion.stages.lower import lower
 from fusion.testing import WIDENED, widen, widened
 from fusion.verification import relative_error
-from fusion.weights import marks, parameter_inputs
+from fusion.weights import marks
 
 TIES = 2e-2
 """How far results may differ in float64 where numbers are rounded that may be halfway between two whole ones."""
@@ -62,10 +63,11 @@ class Attack:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What `torch.compile` calls."""
         specialise_floats(gm)
-        return capture(gm, example_inputs, partial(self._compile, marks(example_inputs)))
+        known = partial(known_facts, argument_paths(gm), marks(example_inputs), returned(gm), Options())
+        return capture(gm, example_inputs, partial(self._compile, known))
 
-    def _compile(self, marked: Sequence[Any], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        fused = {target: self._fused(target, marked, gm, example_inputs) for target in self.targets}
+    def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        fused = {target: self._fused(target, known, gm, example_inputs) for target in self.targets}
         plain = fx.GraphModule(gm, _copied(gm))
         checked: list[bool] = []
 
@@ -81,13 +83,14 @@ class Attack:
         return run
 
     def _fused(
-        self, target: str, marked: Sequence[Any], gm: fx.GraphModule, example_inputs: Sequence[Any]
+        self, target: str, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> tuple[GraphReport, Boxed]:
         graph = fx.GraphModule(gm, _copied(gm))
         backend = FusionBackend(Options(target=target, lower=self.lowering))
-        facts = Facts(parameter_inputs(graph.graph, marked))
         with blamed(f"{target}: fusing: "):
-            report = backend.fuse(graph, installed(), facts)
+            report = backend.fuse(graph, installed(), known(graph.graph))
+        if report.failures:
+            raise Raised(f"{target}: fusing: {report.failures[0]}")
         self.reports.setdefault(target, report)
         prepared = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
         with blamed(f"{target}: lowering: "):

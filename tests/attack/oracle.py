@@ -59,27 +59,11 @@ class Verdict:
         return self.status in ("wrong", "raised")
 
     @property
-    def known(self) -> bool:
-        """Whether it is one that is being mended."""
-        return self.bad and is_known(self.detail)
-
-    @property
     def kind(self) -> str:
         """What a smaller case must have in common with this one: the status, and the detail without numbers."""
         return (
             f"{self.status} {re.sub(r'[0-9][0-9.e+-]*|[0-9]', '', self.detail.splitlines()[0] if self.detail else '')}"
         )
-
-
-KNOWN: dict[str, str] = {
-    "strides of results": "has strides",
-    "0-d times [.., 1] raises in canonicalisation": "fusing: IndexError: tuple index out of range",
-    "empty sequences raise": "fusing: (ZeroDivisionError|IndexError: list index out of range)",
-    "an end of a rolled buffer stands behind its write": "was used before it has been defined",
-    "aliasing: a scatter that fills its base becomes a view": r"result \d+ and input \d+ share memory",
-    "NaN scores give 0": "differs by nan",
-}
-"""Defects that are being mended, by what their details say: told last where a case has another one too."""
 
 
 def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = "eager") -> Verdict:
@@ -142,7 +126,7 @@ def _attacked(program: Program, attack: Attack, function: Callable[..., Any], wa
             with blamed(f"{target}: running: "):
                 have = seen_of(compiled, _marked(program, again))
             different = differences(want, have, loose)
-            different = different and sorted(differences(plain, have, loose), key=is_known)
+            different = different and differences(plain, have, loose)
             if different:
                 raise Wrong(f"{target}: {different[0]}")
 
@@ -152,11 +136,6 @@ def _tolerance(program: Program) -> float:
     if any(JUMPS.search(line) for line in program.lines):
         return math.inf
     return next((bound for name, bound in LOOSE.items() if program.autocast or name in repr(program)), LOOSE["float32"])
-
-
-def is_known(detail: str) -> bool:
-    """Whether this is a defect that is being mended."""
-    return any(re.search(known, detail) for known in KNOWN.values())
 
 
 def _marked(program: Program, again: bool) -> tuple[Tensor, ...]:
