@@ -25,6 +25,8 @@ SHARES = {
     "models/test_heads_first.py": 3,
     "models/test_latent_atb.py": 3,
     "models/test_latent_bytes.py": 3,
+    "models/test_layouts.py": 4,
+    "models/test_layouts_of_writes.py": 4,
     "models/test_mla_preprocess.py": 3,
     "models/test_models.py": 2,
     "models/test_paged_lines.py": 3,

@@ -87,7 +87,7 @@ def _computed(given: Given, *, in_place: bool) -> tuple[Tensor, ...]:
         for (name, scale), each in zip(_STORED, rows, strict=True)
     )
     keys, latents = caches
-    rounded = (each.to(dtype) for each in rows)
+    rounded = (each.to(dtype).contiguous() for each in rows)
     return *(each if given["is_output_kv"] else torch.zeros_like(each) for each in rounded), keys, latents
 
 

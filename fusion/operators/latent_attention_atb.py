@@ -22,6 +22,7 @@ from fusion._torch import count, hint, known_true
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
 from fusion.operators.flops import longest, scores
+from fusion.operators.layouts import lying_as
 from fusion.operators.pages import pages_of
 from fusion.operators.softmax import Visible, rounded_softmax
 from fusion.operators.visibility import counted
@@ -90,7 +91,7 @@ def _attention(given: Given) -> tuple[Tensor, Tensor]:
         _bias(given, place, length, latent.shape[2], size),
     )  # fmt: skip
     out = out.squeeze(2) * given["pv_descale"].to(wide)[:, None] if narrow else out.squeeze(2)
-    return out.to(rope.dtype), (top + total.log()).squeeze(2)
+    return lying_as(out.to(rope.dtype), given["q_nope"]), (top + total.log()).squeeze(2)
 
 
 def _fallback(given: Given) -> Tensor:

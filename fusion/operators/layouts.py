@@ -13,6 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fusion._torch import memory_order
+
 LAYOUTS: Mapping[str, tuple[str, str]] = {
     "BSH": ("BSH", "BSH"),
     "BSND": ("BSND", "BSND"),
@@ -72,6 +74,12 @@ def lse_shape(query: Tensor, layout: str, heads: int) -> list[int]:
     """Sizes of the log-sum-exp: [B, N, S, 1], or [T, N, 1] if the sequences are packed."""
     b, n, s, _ = heads_first(query, layout, heads).shape
     return [s, n, 1] if is_packed(layout) else [b, n, s, 1]
+
+
+def lying_as(x: Tensor, like: Tensor) -> Tensor:
+    """`x` with the strides of `empty_like(like)`, as Meta kernels promise them; itself where it lies so."""
+    order = memory_order(like)
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
 
 
 def paged_heads(cache: Tensor, layout: str, heads: int, table: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from fusion._torch import count, hint
 from fusion.operators.contract import Limit, Operator, by_schema
 from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.layouts import lying_as
 from fusion.operators.pages import stored, write, written
 from fusion.operators.rope import half
 
@@ -95,7 +96,7 @@ def _functional(given: Given) -> tuple[Tensor, ...]:
     query, q_rope, line, k_rope = _computed(given)
     caches = given["kv_cache_out0"], given["kv_cache_out1"]
     latents, ropes = (written(c, *_places(given, c, rows)) for c, rows in zip(caches, (line, k_rope), strict=True))
-    return query, latents, q_rope, ropes
+    return lying_as(query, given["q_out0"]), latents, lying_as(q_rope, given["q_out1"]), ropes
 
 
 def _out(given: Given) -> tuple[Tensor, ...]:

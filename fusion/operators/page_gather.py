@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators.contract import Limit, Operator
+from fusion.operators.layouts import lying_as
 
 
 def _found(
@@ -39,7 +40,7 @@ def _functional(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     def gathered(cache: Tensor, rows: Tensor) -> Tensor:
         found, used = _found(cache, rows, block_tables, seq_lens, seq_offset, is_seq_lens_cumsum)
-        return torch.where(used[:, None, None], found, rows)
+        return lying_as(torch.where(used[:, None, None], found, rows), rows)
 
     return gathered(key_cache, key), gathered(value_cache, value)
 

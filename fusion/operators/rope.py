@@ -13,6 +13,7 @@ from torch import Tensor
 from fusion._torch import memory_order
 from fusion.operators.contract import Limit, Operator
 from fusion.operators.dtypes import FLOATS, compute_dtype
+from fusion.operators.layouts import lying_as
 
 _PAGES = "op-plugin: torch_npu.{0}; CANN: {1}; kernel and tiling: ops-transformer posembedding/{2}"
 
@@ -61,12 +62,12 @@ _MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def _like(x: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    """`turn(x, cos, sin)` with the strides of `empty_like(x)`, as the Meta kernels promise, and without a copy."""
+    """`turn(x, cos, sin)` with the strides of `empty_like(x)`, without a copy where lanes lie side by side."""
     order = [*(dim for dim in memory_order(x) if dim != x.ndim - 1), x.ndim - 1]
     if order == list(range(x.ndim)):
-        return turn(x, cos, sin)
+        return lying_as(turn(x, cos, sin), x)
     back = [order.index(dim) for dim in range(x.ndim)]
-    return turn(x.permute(order), cos.permute(order), sin.permute(order)).permute(back)
+    return lying_as(turn(x.permute(order), cos.permute(order), sin.permute(order)).permute(back), x)
 
 
 def _rotary_mul(

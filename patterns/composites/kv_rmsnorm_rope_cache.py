@@ -114,7 +114,8 @@ class KvRmsnormRopeCache(_Line):
     def by_position(self, kv, gamma, eps, factor, cos, sin, begin, end, kv_cache, kr_cache, start, slots, axis):
         """One call, into sequences that lie one behind the other."""
         require(slots is None, "the rows go to pages")
-        shapes = [(each.shape[0], 1, each.shape[axis], each.shape[-1]) for each in (kr_cache, kv_cache)]
+        batch = kv_cache.shape[0] if axis else 1
+        shapes = [(batch, 1, each.shape[axis], each.shape[-1]) for each in (kr_cache, kv_cache)]
         caches = [
             latent_calls.of_one_head(each, axis).reshape(shape)
             for each, shape in zip((kr_cache, kv_cache), shapes, strict=True)

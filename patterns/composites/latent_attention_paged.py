@@ -142,8 +142,7 @@ class _Pages:
         mask: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Queries [B, N, S, C + Dr] over all pages, as [B, S, N, C], in memory with `heads_first` as [N, B, S, C]."""
-        laid = latent_calls.in_lines if self.lies == "lines" else paged.laid
-        latent, rope = (laid(each, self.size) for each in (self.latent, self.rope))
+        latent, rope = (paged.laid(each, self.size, self.lies) for each in (self.latent, self.rope))
         seen, many = paged.lengths(seen, absorbed, self.table())
         queries = absorbed.shape[2]
         of: dict[str, Any] = dict(softmax_scale=self.scale, **self.table().arguments())

@@ -87,7 +87,6 @@ class MlaPrologTiles(Prolog):
     def run(self, x, tokens, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, cos, sin, eps_cq,
             eps_ckv, heads_first, kv_cache, slots, scale_dtype):  # fmt: skip
         """One call; there is no cache of rotated keys."""
-        require(kv_cache.is_contiguous(), "the pages are not contiguous")
         pages = latent_calls.in_rows(kv_cache, None)
         none = torch.empty((*pages.shape[:-1], 0), dtype=gamma_ckv.dtype, device=x.device)
         *found, kv, _ = prolog(

@@ -48,11 +48,13 @@ class PagedWrite(Rule):
     @lowering
     def by_atb(self, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor):
         """One call for both, of the transformer library."""
+        _together(key_cache, value_cache)
         return torch.ops.atb._npu_reshape_and_cache.functional(key, value, key_cache, value_cache, slots.int())
 
     @lowering
     def run(self, key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, slots: Tensor):
         """One call for both."""
+        _together(key_cache, value_cache)
         write = torch.ops.npu.npu_scatter_pa_kv_cache_functional
         return write(key, value, key_cache, value_cache, slots, cache_mode="Norm")
 
@@ -63,3 +65,8 @@ class PagedWrite(Rule):
     def rejects(self) -> Iterator[Example]:
         """Functions that must be refused."""
         return iter(paged_write.REJECTS)
+
+
+def _together(*caches: Tensor) -> None:
+    """Refuse caches whose memory has gaps or another order: a kernel finds a row by its slot alone."""
+    require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")

@@ -127,6 +127,26 @@ def tokens(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tens
     return torch.einsum("bnt,btnd->bnd", shares, v)
 
 
+WIDE = 48
+
+
+def lines(line: int = 16) -> Inputs:
+    """Queries [B, N, 1, D] and pages of one head that hold rows in lines of NZ, [Block, 1, D / L, Size, L]."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        shapes = ((B, N, 1, WIDE), *2 * ((BLOCKS, 1, WIDE // line, SIZE, line),))
+        data = (normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
+        return *data, TABLE.clone(), LENGTHS.clone()
+
+    return make
+
+
+def of_lines(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    """One head for all queries, whose rows the model puts in order."""
+    k, v = (pages[table].permute(0, 2, 1, 4, 3, 5).reshape(B, 1, ROOM, WIDE) for pages in (keys, values))
+    return scaled_dot_product_attention(q, k, v, attn_mask=~hidden(lengths), enable_gqa=True)
+
+
 EMPTY = torch.tensor([0, 12])
 EXAMPLES = (
     Example("a step", step, inputs(1, LENGTHS)),
@@ -142,6 +162,7 @@ EXAMPLES = (
     Example("no dim for queries", tokens, inputs(1, LENGTHS)),
     Example("whole pages", whole, inputs(2)),
     Example("a sink", with_sink, inputs(1, LENGTHS, SINKS)),
+    Example("lines of one head", of_lines, lines()),
 )
 
 
@@ -158,4 +179,5 @@ def some_lanes(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: 
 REJECTS = (
     Example("some lanes of pages", some_lanes, inputs(1, LENGTHS), "do not lie together"),
     Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),
+    Example("short lines", of_lines, lines(8), "in lines of 8 numbers"),
 )

@@ -111,11 +111,39 @@ def lines(line: int = LINE, *heads: int) -> tuple[tuple[int, ...], ...]:
 CACHES = (B, T, C), (B, T, DR)
 PAGES = (BLOCKS, SIZE, 1, C), (BLOCKS, SIZE, 1, DR)
 SLOTS = (3, 40, 0, 17, 30, 2)
+
+
+def turned_pages(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Pages in lines that lie in memory as whole rows."""
+    *given, latents, ropes = line(*lines(), index=SLOTS)(dtype)
+    return *given, *(each.transpose(1, 2).contiguous().transpose(1, 2) for each in (latents, ropes))
+
+
+def one_sequence(*heads: int) -> Inputs:
+    """One sequence whose caches [T, .., D] have no dim for it."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        kv, gain, cos, sin, at, *caches = line(*CACHES)(dtype)
+        return kv[:1], gain, cos[:1], sin[:1], at, *(each[0].unflatten(0, (T, *heads)) for each in caches)
+
+    return make
+
+
+def at_rows(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the only sequence at consecutive positions of [T, .., D]."""
+    places = torch.arange(latent.shape[1]) + at.clamp(min=0)
+    for cache, rows in ((latents, latent), (ropes, rope)):
+        cache.index_copy_(0, places, rows.reshape(-1, *cache.shape[1:]))
+    return latents, ropes
+
+
 EXAMPLES = (
     Example("a prompt", model(copied), line(*CACHES)),
     Example("a token", model(copied), line(*CACHES, tokens=1)),
     Example("the same angles for all sequences", model(copied), line(*CACHES, table=(1, S))),
     Example("caches of one head", model(single), line((B, 1, T, C), (B, 1, T, DR))),
+    Example("one sequence without a dim for it", model(at_rows), one_sequence()),
+    Example("one sequence and a head", model(at_rows), one_sequence(1)),
     Example("any number of places", model(copied), line((B, 20, C), (B, 20, DR))),
     Example("a position for each sequence", model(lengths), line(*CACHES, tokens=1)),
     Example("a latent times a number", model(scaled), line(*CACHES)),
@@ -169,4 +197,5 @@ REJECTS = (
     Example("a place beyond its page", model(anywhere), line(*PAGES, index=(3, 4, 0, 7, 9, 2)), "not proven to lie in"),
     Example("short lines", model(lined), line(*lines(8), index=SLOTS), "in lines of 8 numbers"),
     Example("caches that lie otherwise", model(copied), turned_caches, "is not contiguous"),
+    Example("lines that lie otherwise", model(lined), turned_pages, "the pages are not contiguous"),
 )

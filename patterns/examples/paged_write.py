@@ -89,7 +89,14 @@ def _in_lines(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slots: T
     return keys * 2, values * 2
 
 
+def _turned(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Caches that lie in memory as [Size, Block, ..]."""
+    keys, values, *rest = _pages(SLOTS)(dtype)
+    return *(each.transpose(0, 1).contiguous().transpose(0, 1) for each in (keys, values)), *rest
+
+
 REJECTS = (
+    Example("pages that lie otherwise", _by_block, _turned, "the pages are not contiguous"),
     Example("lines of NZ", _in_lines, _lines, "the pages hold rows in lines"),
     Example("places of unknown range", _anywhere, _pages(SLOTS // SIZE, SLOTS % SIZE), "not proven to lie in its page"),
 )

@@ -33,8 +33,12 @@ class Pages:
 
 
 def in_lines(batch: Any, latents: Tensor, ropes: Tensor, mode: str) -> Pages:
-    """Pages in lines of NZ, in their own order."""
-    blocks, size = latents.shape[0], latents.shape[2]
+    """Pages in lines of NZ, in their own order, as many for each sequence."""
+    blocks: Any = latents.shape[0]
+    size = latents.shape[2]
+    require(all(each.is_contiguous() for each in (latents, ropes)), "the lines of the pages do not lie together")
+    shared = isinstance(blocks, int) and isinstance(batch, int) and blocks % batch != 0
+    require(not shared, "{blocks} pages are not as many for each of {batch} sequences", blocks=blocks, batch=batch)
     return Pages(latents, ropes, mode, size, blocks * size // batch)
 
 
@@ -55,7 +59,7 @@ def listed(latents: Tensor, ropes: Tensor, table: Tensor, size: Any, mode: str) 
 def _laid(pages: Tensor, size: Any, mode: str) -> Tensor:
     if mode == "krope_ctkv":
         return page_calls.laid(pages, size).unsqueeze(2)
-    return latent_calls.in_lines(pages, size).squeeze(1)
+    return page_calls.laid(pages, size, "lines").squeeze(1)
 
 
 def told(

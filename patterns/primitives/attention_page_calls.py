@@ -32,11 +32,16 @@ class Table:
         return dict(block_table=self.blocks.int(), block_size=self.size)
 
 
-def laid(pages: Tensor, size: Any, heads: Any = None) -> Tensor:
-    """Pages of `size` as [Block, Size, N · D]; with heads first, of which there are `heads`, [Block, N, Size, D]."""
-    require(pages.is_contiguous(), "the pages do not lie together, so that reading them in place would copy them all")
-    blocks = pages.shape[0]
-    return pages.reshape(blocks, size, -1) if heads is None else pages.reshape(blocks, heads, size, -1)
+def laid(pages: Tensor, size: Any, lies: str = "rows", heads: Any = 1) -> Tensor:
+    """Pages of `size` rows of `heads` as an operator is told that they lie, in the words of `paged_rows`.
+
+    [Block, Size, N · D] for "rows", [Block, N, Size, D] for "heads", [Block, N, D / L, Size, L] for "lines".
+    """
+    what = "lines of the pages" if lies == "lines" else "pages"
+    together = "the {what} do not lie together, so that reading them in place would copy them all"
+    require(pages.is_contiguous(), together, what=what)
+    dims = {"rows": (size, -1), "heads": (heads, size, -1), "lines": (heads, -1, size, pages.shape[-1])}
+    return pages.reshape(pages.shape[0], *dims[lies])
 
 
 def lengths(seen: calls.Seen, q: Tensor, table: Table) -> tuple[calls.Seen, Any]:

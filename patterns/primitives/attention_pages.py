@@ -18,6 +18,7 @@ from fusion import Example, Rule, attribute, lowering, pattern, require, scalar,
 from patterns.examples import attention_pages
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as paged
+from patterns.primitives import latent_calls
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class PagedAttention(Rule):
             mask=mask, length=length, sink=sink, scale=scale, order=order, window=window, known=known, empty=empty,
             finish=finish,
         )  # fmt: skip
+
+    def guard(self, key_pages: Any, value_pages: Any, lies: str):
+        """How the pages hold their rows."""
+        for each in (key_pages, value_pages):
+            latent_calls.of_line(each.shape[-1] if lies == "lines" else None)
 
     @lowering
     def told(self, q, k, key_pages, value_pages, table, count, length, sink, size, lies, scale, order, window,
@@ -106,7 +112,7 @@ def _of(
 ) -> dict[str, Any]:
     """What the operator reads, and how."""
     heads = k.shape[1]
-    keys, values = (paged.laid(each, size, heads if lies == "heads" else None) for each in (key_pages, value_pages))
+    keys, values = (paged.laid(each, size, lies, heads) for each in (key_pages, value_pages))
     of = paged.Table(table, size, k.shape[2])
     return dict(k=keys, v=values, table=of, num_key_value_heads=heads, softmax_scale=scale)
 

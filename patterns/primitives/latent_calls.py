@@ -118,22 +118,16 @@ def heads_before(query: Tensor) -> Tensor:
 
 def in_rows(pages: Tensor, line: Any) -> Tensor:
     """Pages of one head as [Block, Size, 1, D]: those in lines of NZ [Block, .., A, Size, L] are the same memory."""
+    require(pages.is_contiguous(), "the pages are not contiguous")
     size = pages.shape[1] if line is None else pages.shape[-2]
     return pages.reshape(pages.shape[0], size, 1, -1)
 
 
 def into_pages(caches: tuple[Tensor, Tensor], slots: Tensor, line: Any, tokens: Tensor) -> tuple[Any, dict[str, Any]]:
     """Caches as the prolog writes them, and how it is told where the rows of `tokens` [.., H] go."""
-    require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
     mode = "PA_BSND" if line is None else "PA_NZ"
     index = slots.to(torch.int64).reshape(tokens.shape[:-1])
     return tuple(in_rows(each, line) for each in caches), dict(cache_mode=mode, cache_index=index)
-
-
-def in_lines(pages: Tensor, size: Any) -> Tensor:
-    """Pages of one head that hold rows in lines of NZ, [Block, .., A, Size, L], as [Block, 1, A, Size, L]."""
-    require(pages.is_contiguous(), "the lines of the pages do not lie together")
-    return pages.reshape(pages.shape[0], 1, -1, size, pages.shape[-1])
 
 
 def of_pages(cache: Any, slots: Any, line: Any, lanes: int = LINE) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from fusion import require
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as paged
-from patterns.primitives import latent_calls
 
 
 def attended(p, query, tokens, rope, rows, **how):
@@ -59,8 +58,7 @@ def keys(latent: Tensor, query: Tensor) -> Any:
 def laid(table: Tensor | None, pages: tuple[Tensor, Tensor], size: int, lies: str) -> list[Tensor]:
     """Pages of latent and rotated lanes as the operator reads them: [Block, Size, D], or [Block, 1, D/L, Size, L]."""
     require(table is not None, "no block table names the pages")
-    lay = latent_calls.in_lines if lies == "lines" else paged.laid
-    return [lay(each, size) for each in pages]
+    return [paged.laid(each, size, lies) for each in pages]
 
 
 def by_table(
