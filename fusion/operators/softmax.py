@@ -1,9 +1,9 @@
 """softmax(scale · q kᵀ) v in plain torch, without a copy of keys or values per query head.
 
-What is not finite is passed on: a row whose queries, or whose seen keys or values, hold NaN is NaN, as in code that
-writes the softmax out; so is a row all of whose seen scores are -inf. Only a row that its mask leaves no key is 0. Keys
-and values that are hidden may be read or skipped, as kernels do: what they give where they are not finite is not
-promised.
+What is not finite is passed on, as by code that writes the softmax out: a row is NaN whose query is not finite, or that
+sees a key or a value that is NaN. Only a row that its mask leaves no key is 0. Keys and values that are hidden may be
+read or skipped, as kernels do: what they give where they are not finite is not promised, nor what a row gives all of
+whose keys are infinite.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -43,12 +43,14 @@ def fused_softmax(query: Tensor, key: Tensor, value: Tensor, visible: Visible, s
     out = scaled_dot_product_attention(
         query, key, value, visible.keys, is_causal=visible.causal, scale=scale, enable_gqa=True
     )
-    # The CPU's kernel gives 0 where all scores of a row are NaN, or all are -inf: then that of the first key is, too.
+    # The CPU's kernel gives 0 where no score is a number: then the query is not finite, or the first key is NaN.
+    out = out + (query - query).sum(-1, keepdim=True)
+    blind = _blind(visible)
+    if blind is not None:
+        return out.masked_fill(blind, 0.0)
     wide = compute_dtype(query)
     first = shared_matmul(query.to(wide), key[..., :1, :].to(wide).transpose(-2, -1))
-    out = out.masked_fill((out == 0).all(-1, keepdim=True) & ~first.isfinite(), math.nan)
-    blind = _blind(visible)
-    return out if blind is None else out.masked_fill(blind, 0.0)
+    return out + first.clamp(0.0, 0.0).to(out.dtype)  # 0, or NaN
 
 
 def written_softmax(
