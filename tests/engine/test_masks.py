@@ -383,10 +383,16 @@ def test_attention_is_told_what_the_mask_shows(odd, data):
     batch, queries, keys = sizes(data.draw)
     masks = Masks(t, batch, queries, keys, odd)
     mask = masks.usual() if data.draw(st.booleans()) else masks.truth(2)
+    is_told_right(t, mask, (batch, queries, keys), data.draw(st.sampled_from(("nan", "zero"))))
+
+
+def is_told_right(t: Twins, mask: Twin, shape: tuple[int, int, int], softmax: str = "nan") -> dict[str, Any]:
+    """What attention over [batch, queries, keys] is told about the keys that `mask` shows, which is right."""
+    batch, queries, keys = shape
     q, k, v = (t.input(torch.zeros(batch, 2, size, D)).value for size in (queries, keys, keys))
     scores = matmul(t.a, q, swapped(t.a, k))
     masked = logic.where(t.a, mask.value, scores, logic.constant(t.a, -torch.inf, (), torch.float32), torch.float32)
-    root = matmul(t.a, logic.softmax(t.a, masked, -1, data.draw(st.sampled_from(("nan", "zero")))), v)
+    root = matmul(t.a, logic.softmax(t.a, masked, -1, softmax), v)
     outcome = attention(t.a, Folder(), Assumed(t.a), (), root)
     assert isinstance(outcome, dict), outcome
     reading = outcome[root]
@@ -396,6 +402,70 @@ def test_attention_is_told_what_the_mask_shows(odd, data):
     assert torch.equal(claimed(reading.captures, t, seen.shape), seen), reading.captures
     if reading.captures["empty"] == "zero" and root.arg.attrs[1] == "nan":
         assert seen.any(-1).all(), "a query that sees no key gives NaN"
+    return reading.captures
+
+
+def _le(t: Twins, left: Twin, right: Twin) -> Twin:
+    return t.call(aten.le.Tensor, left, right)
+
+
+def _plus(t: Twins, left: Twin, right: Any) -> Twin:
+    return t.call(aten.add.Tensor, left, right)
+
+
+def _twice(t: Twins, x: Twin) -> Twin:
+    return t.call(aten.mul.Tensor, x, 2)
+
+
+def _both(t: Twins, *masks: Twin) -> Twin:
+    first, *others = masks
+    for each in others:
+        first = t.call(aten.bitwise_and.Tensor, first, each)
+    return first
+
+
+def _given(t: Twins, *numbers: int, shape: tuple[int, ...] = ()) -> Twin:
+    return t.input(torch.tensor(numbers).reshape(shape))
+
+
+NO_WORDS = {
+    "two last keys": lambda t, i, j: _both(t, _le(t, j, _plus(t, i, 2)), _le(t, j, _plus(t, i, _given(t, 1)))),
+    "two last keys, the nearer first": lambda t, i, j: _both(
+        t, _le(t, j, _plus(t, i, _given(t, 1))), _le(t, j, _plus(t, i, _given(t, 0)))
+    ),
+    "two first keys": lambda t, i, j: _both(
+        t, _le(t, j, i), _le(t, i, _plus(t, j, 2)), _le(t, i, _plus(t, j, _given(t, 1)))
+    ),
+    "a last key that moves, and one that does not": lambda t, i, j: _both(
+        t, _le(t, j, i), _le(t, _plus(t, j, _given(t, 0)), _given(t, 2))
+    ),
+    "a first key that does not move": lambda t, i, j: _both(t, _le(t, j, i), _le(t, _given(t, 0), j)),
+    "twice the key": lambda t, i, j: _le(t, _twice(t, j), i),
+    "twice the key backwards": lambda t, i, j: _le(t, i, _twice(t, j)),
+    "twice the query": lambda t, i, j: _le(t, j, _twice(t, i)),
+    "against the query": lambda t, i, j: _le(t, _plus(t, j, i), _given(t, 4)),
+    "a last key of each query": lambda t, i, j: _le(t, j, _given(t, 0, 2, 1, 3, shape=(4, 1))),
+    "a last key of each key": lambda t, i, j: _le(t, j, _plus(t, i, _given(t, 0, 1, 0, 1, 0, 2, shape=(6,)))),
+    "keys from a position on": lambda t, i, j: _le(t, i, j),
+    "one key of each query": lambda t, i, j: t.call(aten.eq.Tensor, i, _plus(t, j, _given(t, 0))),
+    "all but one key": lambda t, i, j: t.call(aten.ne.Tensor, i, j),
+    "padding beside": lambda t, i, j: _both(
+        t, _le(t, j, i), t.input(torch.tensor([True, True, False, True, True, True]))
+    ),
+    "a window of a tensor's width": lambda t, i, j: _both(t, _le(t, j, i), _le(t, i, _plus(t, j, _given(t, 1)))),
+    "before the first key": lambda t, i, j: _le(t, _plus(t, j, 2), i),
+    "twice a number": lambda t, i, j: _le(t, j, _plus(t, i, _twice(t, _given(t, 1)))),
+}
+"""Masks of 4 queries [4, 1] and 6 keys [1, 6] that words for bounds are not made for."""
+
+
+@pytest.mark.parametrize("name", NO_WORDS)
+def test_a_mask_that_words_are_not_made_for_is_shown(name: str):
+    t = Twins(None)
+    query = t.call(aten.reshape.default, t.call(aten.arange.default, 4), [4, 1])
+    key = t.call(aten.reshape.default, t.call(aten.arange.default, 6), [1, 6])
+    told = is_told_right(t, NO_WORDS[name](t, query, key), (2, 4, 6))
+    assert told["order"] == "mask"
 
 
 def test_a_window_that_begins_behind_the_last_key_shows_nothing():

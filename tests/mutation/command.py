@@ -8,6 +8,7 @@ from typing import Annotated
 
 import pytest
 import typer
+from hypothesis import settings
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +30,8 @@ def main(
 ) -> None:
     """Fail where a step can be dropped without a test that fails, and `survivors.txt` does not say why."""
     limits.install()
+    settings.register_profile("mutation", derandomize=True, database=None)
+    settings.load_profile("mutation")
     runner = runs.Runner(only, workers, budget, keep)
     options = ["-q", "-p", "no:cacheprovider", "--no-header", "--no-summary", "-o", "addopts=", "--strict-markers"]
     pytest.main([*options, *shlex.split(tests)], plugins=[runner])
