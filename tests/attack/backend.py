@@ -48,7 +48,7 @@ class Attack:
 
     Attributes:
         targets: what to fuse for.
-        lowering: who runs the fused graphs.
+        lowering: who runs the graphs.
         route: which of them the next call runs, "plain" or a target.
         reports: of the first graph, for each target.
         algebra: how far results may differ in float64.
@@ -69,6 +69,7 @@ class Attack:
     def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         fused = {target: self._fused(target, known, gm, example_inputs) for target in self.targets}
         plain = fx.GraphModule(gm, _copied(gm))
+        unfused = lower(fx.GraphModule(gm, _copied(gm)), example_inputs, self.lowering)
         checked: list[bool] = []
 
         def run(values: list[Any]) -> Any:
@@ -77,7 +78,7 @@ class Attack:
                 for target, (report, _) in fused.items():
                     with blamed(f"{target}: "):
                         means_the_same(plain, report, values, self.algebra)
-            return fused[self.route][1](values) if self.route != "plain" else plain(*values)
+            return (unfused if self.route == "plain" else fused[self.route][1])(values)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
