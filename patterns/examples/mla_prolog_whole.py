@@ -160,6 +160,11 @@ EXAMPLES = (
 )
 REJECTS = (
     Example("another scale", model(in_lines, lined, divided, doubled), inputs(1, LINES), "with another scale"),
-    Example("shorter lines", model(in_lines, lined, divided, explicit), inputs(1, LINES, (8, 8)), "other than 32"),
+    Example(
+        "shorter lines",
+        model(in_lines, lined, divided, explicit),
+        inputs(1, LINES, (8, 8)),
+        "lines of 8 numbers, not of 32",
+    ),
     Example("other bounds", model(in_lines, lined, narrow, explicit), inputs(1, LINES), "bounded by -127 and 127"),
 )
