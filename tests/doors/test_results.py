@@ -134,6 +134,22 @@ def test_results_lie_as_without_a_compiler(name, target):
     compare(*CASES[name], target=target, lower="eager")
 
 
+def test_results_of_symbolic_sizes_lie_as_without_a_compiler():
+    def einsummed(q: Tensor, k: Tensor) -> Tensor:
+        weights = (q @ k.transpose(2, 3) / 8).softmax(-1)
+        return torch.einsum("bhst,bhtd->bhsd", weights, k)
+
+    torch.compiler.reset()
+    run = torch.compile(einsummed, backend="cann_fusion", options={"target": "host", "lower": "eager"})
+    for batch, queries in ((1, 2), (3, 4)):
+        q, k = numbers(batch, 2, queries, 64), numbers(batch, 2, 5, 64, seed=1)
+        torch._dynamo.maybe_mark_dynamic(q, 2)
+        with torch.no_grad():
+            have, want = run(q, k), einsummed(q, k)
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+        assert have.stride() == want.stride()
+
+
 def test_results_lie_as_without_a_compiler_by_inductor():
     """All of them in one graph, which costs one compilation; but those for which a plain Inductor shares memory too."""
     kept = [each for name, each in CASES.items() if name not in ("twice", "written back")]

@@ -168,8 +168,9 @@ class Layouts:
 
         Without a copy where only dims of size 1 differ, unless `copied` asks for one.
         """
-        order = sorted(range(before.dim()), key=lambda dim: (-hint(before.stride(dim)), before.shape[dim] == 1))
-        if not is_dense(before.permute(order)) and 0 not in before.stride():
+        sizes, strides = dims_of(before.shape), before.stride()
+        order = sorted(range(before.dim()), key=lambda dim: (-hint(strides[dim]), sizes[dim] == 1))
+        if not is_dense(before.permute(order)) and 0 not in dims_of(strides):
             return self._copied_into_gaps(node, before)
         back = [order.index(dim) for dim in range(len(order))]
         made = self._turned(node, order, node)
