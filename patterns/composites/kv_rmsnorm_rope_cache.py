@@ -176,3 +176,7 @@ class KvRmsnormRopeCacheRows(_Line):
     def examples(self) -> Iterator[Example]:
         """Functions that must be recognised."""
         return iter(kv_rmsnorm_rope_cache.ROW_EXAMPLES)
+
+    def rejects(self) -> Iterator[Example]:
+        """Functions that must be refused."""
+        return iter(kv_rmsnorm_rope_cache.ROW_REJECTS)

@@ -178,6 +178,27 @@ def test_short_lines_are_not_those_of_the_operator():
     assert any("in lines of 8 numbers" in each.reason for each in t.outcome.refusals)
 
 
+def places_by_row(at: Tensor, table: Tensor, s: Sizes) -> tuple[Tensor, Tensor]:
+    """Keys by row, sequences by column: as many of both."""
+    return table[:, at // s.size], (at % s.size)[:, None]
+
+
+def sequences_by_column(at: Tensor, table: Tensor, s: Sizes) -> tuple[Tensor, Tensor]:
+    """Row i has the i-th key of every sequence."""
+    return table[torch.arange(s.batch), (at // s.size)[:, None]], at % s.size
+
+
+@pytest.mark.parametrize("index", [places_by_row, sequences_by_column])
+@pytest.mark.parametrize("rule", ["paged_attention", "page_gather"])
+def test_places_belong_to_the_dim_along_which_they_vary(index: Callable[..., tuple[Tensor, Tensor]], rule: str):
+    s = replace(UNEQUAL, batch=4, pages=2, size=2, width=16)
+
+    def read(pages: Tensor, table: Tensor) -> Tensor:
+        return pages[index(torch.arange(s.keys), table, s)].transpose(1, 2)
+
+    assert not applied(tried(rule, attended(s, read), paged(s, rows(s)[0])))
+
+
 # gathered pages -------------------------------------------------------------------------------------------------------
 
 

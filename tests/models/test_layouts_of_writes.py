@@ -221,3 +221,20 @@ def test_rows_along_an_axis(order: str, sizes: str, known: bool):
     t = tried("cache_write", forward, make)
     names = [str(node.target) for node in t.fused.graph.nodes]
     assert [name for name in names if "scatter_update" in name or "scatter_nd_update" in name], names
+
+
+@pytest.mark.parametrize("form", ["rows", "rows of a head", "lines", "lines of a head"])
+def test_pages_with_gaps_are_not_written_by_slot(form: str):
+    """Every page behind one of another layer, as one buffer of all layers holds them: no copy of a cache is made."""
+    s = OF_WRITES["unequal"]
+    cache = caches(s)[form]
+    if form == "rows":
+        cache = replace(cache, write=caches(s)["rows of a head"].write)  # a view of all rows would not exist
+    forward, make = written(s, cache)
+
+    def apart(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        *given, latents, ropes = make(dtype)
+        return *given, *(torch.stack((each, each), 1)[:, 0] for each in (latents, ropes))
+
+    t = tried("kv_rmsnorm_rope_cache", forward, apart)
+    assert not calls(t, "npu.npu_kv_rmsnorm_rope_cache_v2")

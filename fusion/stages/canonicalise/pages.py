@@ -11,7 +11,7 @@ makes that explicit.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -200,12 +200,20 @@ def _by_block(
     table, columns = below.arg, below.args[-1]
     if below.attrs == (0, 1) and not _is_batch(folder, below.args[1], batch):
         return None
+    whole = below.attrs == (1,) or _is_beside(columns, below.shape)
+    if not whole or not (_is_beside(place, block.shape) or place.shape == block.shape):
+        return None
     steps, places = _folded(folder, columns), _folded(folder, place)
     if not isinstance(table.shape[1], int) or steps is None or places is None:
         return None
     count = table.shape[1] * size
     right = steps == [t // size for t in range(count)] and places == [t % size for t in range(count)]
     return (table, size) if right else None
+
+
+def _is_beside(x: Value, shape: Sequence[Any]) -> bool:
+    """Whether what broadcasts to `shape` has all of its dims but the first, along which it is the same."""
+    return (1,) * (len(shape) - x.rank) + x.shape == (1, *shape[1:])
 
 
 def _is_batch(folder: Folder, x: Value, batch: Any) -> bool:
