@@ -292,9 +292,9 @@ def _merged(pairs: Sequence[tuple[float, Formula]], dtype: torch.dtype | None) -
     limits = torch.finfo(dtype) if dtype is not None and dtype.is_floating_point else None
     most = torch.inf if limits is None else limits.max * (1 + limits.eps / 4)
     for value, formula in pairs:
-        value = value if abs(value) < most else math.copysign(torch.inf, value)
         if formula is not False and math.isnan(value):
             return None
+        value = value if abs(value) < most else math.copysign(torch.inf, value)
         found[value] = disjunction(found.get(value, False), formula)
     return _known(found)
 
