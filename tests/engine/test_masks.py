@@ -375,6 +375,107 @@ def test_a_formula_holds_exactly_where_the_mask_does(odd, data):
         assert holds(formula, t, at) == seen[at].item(), (formula, at)
 
 
+def _line(t: Twins, size: int) -> Twin:
+    return t.call(aten.arange.default, size)
+
+
+READ = {
+    "a running total of other numbers": lambda t: _le(t, t.call(aten.cumsum.default, _line(t, 6), 0), _given(t, 4)),
+    "a running total of ones": lambda t: _le(
+        t, t.call(aten.cumsum.default, t.call(aten.ones.default, [6], dtype=torch.int64), 0), _given(t, 4)
+    ),
+    "rows of a line": lambda t: _le(
+        t, t.call(aten.reshape.default, _given(t, *range(24), shape=(24,)), [4, 6]), _given(t, 9)
+    ),
+    "a row of a table": lambda t: _le(
+        t, t.call(aten.index.Tensor, _given(t, *range(24), shape=(4, 6)), [_given(t, 2, 0, 3, 1, shape=(4,))]),
+        _given(t, 9),
+    ),
+    "rows of a table from the second on": lambda t: _le(
+        t, t.call(aten.index.Tensor, _given(t, *range(30), shape=(5, 6)), [_plus(t, _line(t, 4), 1)]), _given(t, 9),
+    ),
+    "elements of a table": lambda t: _le(
+        t, t.call(aten.index.Tensor, _given(t, *range(24), shape=(4, 6)), [
+            t.call(aten.reshape.default, _line(t, 4), [4, 1]), _line(t, 6),
+        ]), _given(t, 9),
+    ),
+    "elements counted from the end": lambda t: _le(
+        t, t.call(aten.index.Tensor, _given(t, 0, 1, 2, 3, 4, 5, shape=(6,)), [_plus(t, _line(t, 6), -2)]), _given(t, 2)
+    ),
+    "numbers as truths": lambda t: t.call(
+        aten._to_copy.default, _given(t, 0, 2, 1, 0, -1, 0, shape=(6,)), dtype=torch.bool
+    ),
+    "fractions as truths": lambda t: t.call(
+        aten._to_copy.default, t.input(torch.tensor([0.0, 0.5, 1.0, 0.0, -0.5, 2.0])), dtype=torch.bool
+    ),
+}  # fmt: skip
+"""Masks of 4 queries and 6 keys whose elements are read in another place than they stand."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_formula_reads_the_elements_that_the_mask_reads(name: str):
+    t = Twins(None)
+    mask = READ[name](t)
+    formula = visible(Positions((2, 1, 4, 6), Folder()), [Term("keep", mask.value)])
+    assert not isinstance(formula, str)
+    for at, seen in np.ndenumerate(broadcast(mask.tensor, (2, 1, 4, 6)).numpy()):
+        assert holds(formula, t, at) == seen, (formula, at)
+
+
+def _times_zero(seen: Tensor, other: Tensor) -> Tensor:
+    """-inf · 0 where a key is hidden by the first and lowered by none."""
+    return torch.where(seen, 0.0, -torch.inf) * other.float()
+
+
+def _infinite_times_zero(seen: Tensor, other: Tensor) -> Tensor:
+    """0 · -inf where a key is seen."""
+    return (1.0 - seen.float()) * -torch.inf
+
+
+def _infinities(seen: Tensor, other: Tensor) -> Tensor:
+    """-inf + inf where a key is hidden by the first and raised by the second."""
+    return torch.where(seen, 0.0, -torch.inf) + torch.where(other, 0.0, torch.inf)
+
+
+@pytest.mark.parametrize("made", [_times_zero, _infinite_times_zero, _infinities])
+def test_a_mask_that_holds_nan_is_not_proven(made):
+    def attend(q, k, v, seen, other):
+        return (q @ k.mT + made(seen, other)).softmax(-1) @ v
+
+    seen, other = torch.tensor([True, False, True, False]), torch.tensor([True, True, False, False])
+    assert made(seen, other).isnan().any()
+    captured = capture(attend, (*(torch.randn(2, 4, D) for _ in range(3)), seen, other), "composite")
+    graph = canonicalise(captured.graph.graph, captured.facts)
+    assert not [each for each in graph.readings.values() if each.op == "softmax_attention"]
+
+
+def _lost_in_zero(scores: Tensor, seen: Tensor) -> Tensor:
+    return scores.masked_fill(~seen, -torch.inf) * 0.0
+
+
+def _added_and_lost_in_zero(scores: Tensor, seen: Tensor) -> Tensor:
+    return (scores + torch.where(seen, 0.0, -torch.inf)) * 0.0
+
+
+def _filled_with_nan(scores: Tensor, seen: Tensor) -> Tensor:
+    return scores.masked_fill(~seen, torch.nan)
+
+
+def _turned_round(scores: Tensor, seen: Tensor) -> Tensor:
+    return (scores + torch.where(seen, 0.0, torch.inf)) * -1.0
+
+
+@pytest.mark.parametrize("masked", [_lost_in_zero, _added_and_lost_in_zero, _filled_with_nan, _turned_round])
+def test_a_mask_that_a_factor_changes_is_not_proven(masked):
+    def attend(q, k, v, seen):
+        return masked(q @ k.mT, seen).softmax(-1) @ v
+
+    seen = torch.tensor([True, False, True, False])
+    captured = capture(attend, (*(torch.randn(2, 4, D) for _ in range(3)), seen), "composite")
+    graph = canonicalise(captured.graph.graph, captured.facts)
+    assert not [each for each in graph.readings.values() if each.op == "softmax_attention"]
+
+
 @pytest.mark.parametrize("odd", [False, True], ids=["plain", "odd"])
 @settings(max_examples=250, deadline=None)
 @given(data=st.data())
@@ -454,17 +555,34 @@ NO_WORDS = {
     ),
     "a window of a tensor's width": lambda t, i, j: _both(t, _le(t, j, i), _le(t, i, _plus(t, j, _given(t, 1)))),
     "before the first key": lambda t, i, j: _le(t, _plus(t, j, 2), i),
+    "a last key of some queries": lambda t, i, j: _le(t, j, _given(t, 0, 2, -1, 3, shape=(4, 1))),
+    "twice the key up to a number": lambda t, i, j: _le(t, _twice(t, j), _given(t, 5)),
+    "queries up to a number": lambda t, i, j: _le(t, i, _plus(t, _twice(t, j), _given(t, 2))),
+    "no query behind a number": lambda t, i, j: _both(t, _le(t, i, _given(t, 2)), _le(t, j, _given(t, 4))),
+    "less a number": lambda t, i, j: _le(t, _plus(t, j, _given(t, 2)), i),
+    "behind a number of keys": lambda t, i, j: _le(t, j, _plus(t, i, _given(t, 1))),
+    "behind so many keys that the last query sees none": lambda t, i, j: _le(t, j, _plus(t, i, _given(t, 4))),
+    "padding of the first key": lambda t, i, j: _both(
+        t, _le(t, j, i), t.input(torch.tensor([False, True, True, True, True, True]))
+    ),
+    "padding within a number": lambda t, i, j: _both(
+        t, _le(t, j, _given(t, 3)), t.input(torch.tensor([True, False, True, True, True, True]))
+    ),
+    "behind the query, up to a number": lambda t, i, j: _both(
+        t, _le(t, _plus(t, i, 1), j), t.call(aten.le.Scalar, j, 3)
+    ),
     "twice a number": lambda t, i, j: _le(t, j, _plus(t, i, _twice(t, _given(t, 1)))),
 }
 """Masks of 4 queries [4, 1] and 6 keys [1, 6] that words for bounds are not made for."""
 
 
+@pytest.mark.parametrize("softmax", ["nan", "zero"])
 @pytest.mark.parametrize("name", NO_WORDS)
-def test_a_mask_that_words_are_not_made_for_is_shown(name: str):
+def test_a_mask_that_words_are_not_made_for_is_shown(name: str, softmax: str):
     t = Twins(None)
     query = t.call(aten.reshape.default, t.call(aten.arange.default, 4), [4, 1])
     key = t.call(aten.reshape.default, t.call(aten.arange.default, 6), [1, 6])
-    told = is_told_right(t, NO_WORDS[name](t, query, key), (2, 4, 6))
+    told = is_told_right(t, NO_WORDS[name](t, query, key), (2, 4, 6), softmax)
     assert told["order"] == "mask"
 
 

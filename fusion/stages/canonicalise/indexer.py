@@ -179,7 +179,7 @@ def _unmasked(found: _Scores) -> _Scores | str:
         case "where":
             condition, yes, no = z.args
             how, scores, fill = ("keep", yes, no) if _is_scores(yes) else ("drop", no, yes)
-            if fill.op != "full" or not fill.attrs[0] <= MASKED:
+            if fill.op != "full" or not fill.attrs[0] <= MASKED:  # NaN is not, either
                 return "scores are replaced by something else than a number of at most -1e4"
             return _unmasked(_Scores(scores, z.shape, (*found.terms, Term(how, condition, fill=fill.attrs[0]))))
         case _:

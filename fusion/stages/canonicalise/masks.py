@@ -81,8 +81,8 @@ def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
 
 
 def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
-    """What a mask adds to the scores that the softmax sees."""
-    constants = positions.constants(term.mask, positions.of(term.mask))
+    """What a mask adds to the scores that the softmax sees; None where it is not known, or turned round."""
+    constants = positions.constants(term.mask, positions.of(term.mask)) if term.factor > 0 else None
     if constants is None:
         return None
     found: dict[float, Formula] = {}

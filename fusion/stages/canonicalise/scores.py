@@ -229,7 +229,7 @@ def _chosen(a: Algebra, found: Scores, z: Value) -> Scores:
     condition, yes, no = z.args
     for how, scores, fill in (("keep", yes, no), ("drop", no, yes)):
         if _product_in(scores) is not None:
-            if found.steps or fill.op != "full" or not fill.attrs[0] * found.scale <= MASKED:
+            if found.steps or fill.op != "full" or not fill.attrs[0] * found.scale <= MASKED:  # NaN is not, either
                 return replace(found, odd="scores are replaced by something else than a number of at most -1e4")
             term = Term(how, condition, fill=fill.attrs[0] * found.scale)
             return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
