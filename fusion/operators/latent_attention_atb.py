@@ -104,8 +104,7 @@ def _lse_fallback(given: Given) -> tuple[Tensor, Tensor]:
 
 
 def _meta(given: Given) -> Tensor:
-    query = given["q_nope"]
-    return query.new_empty(query.shape, dtype=given["q_rope"].dtype)
+    return torch.empty_like(given["q_nope"], dtype=given["q_rope"].dtype)
 
 
 def _lse_meta(given: Given) -> tuple[Tensor, Tensor]:
