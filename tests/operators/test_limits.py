@@ -513,6 +513,16 @@ def test_what_a_lowering_cannot_take():
     assert refusal(mul, A5, (), paired, lowering="torchair") is None
 
 
+def test_a_graph_packs_no_scale_of_a_product_in_int32():
+    product = operator("npu::npu_quant_matmul")
+    call = {"x1": t(5, 48, dtype=torch.int8), "x2": t(48, 24, dtype=torch.int8), "scale": t(24, dtype=F32)}
+    call |= {"output_dtype": 5}
+    for chip in (A2, A3):
+        assert "under torchair needs given(pertoken_scale)" in str(refusal(product, chip, (), call, "torchair"))
+        assert refusal(product, chip, (), call | {"pertoken_scale": t(5, dtype=F32)}, "torchair") is None
+        assert refusal(product, chip, (), call, "eager") is None
+
+
 @pytest.mark.parametrize("lowering", ["torchair", "npugraph_ex"])
 def test_graphs_take_no_values_of_the_indexer_and_no_statistics_of_attention(lowering: str):
     index, attention = operator("npu::npu_lightning_indexer"), operator("npu::npu_sparse_flash_attention")
