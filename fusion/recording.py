@@ -180,42 +180,69 @@ class Fakes:
 
 
 class SizeNodes:
-    """Nodes that hold symbolic sizes, found or made in a graph."""
+    """Nodes that hold symbolic sizes, found or made in a graph.
+
+    What the inputs give is made before everything else: a size that the graph computes itself may stand behind where it
+    is needed, and is used for what the inputs do not give.
+    """
 
     def __init__(self, source: fx.Graph) -> None:
         self._source = source
         self._nodes: dict[Any, fx.Node] = {}
+        self._computed: dict[Any, fx.Node] = {}
         self._tensors: dict[Any, tuple[fx.Node, int]] = {}
+        self._last: fx.Node | None = None  # of the inputs and of what is made from them
         for node in source.nodes:
             val = node.meta.get("val")
             if isinstance(val, torch.SymInt):
-                self._nodes.setdefault(dim_of(val), node)
+                (self._nodes if node.op == "placeholder" else self._computed).setdefault(dim_of(val), node)
             elif isinstance(val, torch.Tensor) and node.op == "placeholder":
                 for axis, size in enumerate(val.shape):
                     self._tensors.setdefault(dim_of(size), (node, axis))
+            if node.op == "placeholder":
+                self._last = node
 
     def node(self, size: torch.SymInt) -> fx.Node | int:
-        """The node that holds this size, made at the graph's insertion point where there is none."""
+        """The node that holds this size, made where there is none."""
         dim = dim_of(size)
         if isinstance(dim, int):
             return dim
         if dim not in self._nodes:
             made = self._make(dim)
-            made.meta["val"] = size
+            made.meta.setdefault("val", size)
             self._nodes[dim] = made
         return self._nodes[dim]
 
-    def _make(self, dim: Any) -> fx.Node:
-        if dim in self._tensors:
-            return self._source.call_function(torch.ops.aten.sym_size.int, self._tensors[dim])
-        import sympy
+    def _is_given(self, dim: Any) -> bool:
+        """Whether the inputs give a size, or sizes whose sum or product it is."""
+        known = dim in self._nodes or dim in self._tensors or getattr(dim, "is_Integer", False)
+        return known or (dim.func in _joins() and all(map(self._is_given, dim.args)))
 
-        joins = {sympy.Mul: operator.mul, sympy.Add: operator.add}
-        if dim.func not in joins:
+    def _make(self, dim: Any) -> fx.Node:
+        given = self._is_given(dim)
+        if dim in self._tensors:
+            return self._call(torch.ops.aten.sym_size.int, self._tensors[dim], given)
+        if not given and dim in self._computed:
+            return self._computed[dim]
+        if dim.func not in _joins():
             raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
         terms: tuple[Any, ...] = dim.args
         parts = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in terms]
         whole: Any = parts[0]
         for part in parts[1:]:
-            whole = self._source.call_function(joins[dim.func], (whole, part))
+            whole = self._call(_joins()[dim.func], (whole, part), given)
         return whole
+
+    def _call(self, target: Any, args: tuple[Any, ...], given: bool) -> fx.Node:
+        """Behind the inputs where they give it, else at the graph's insertion point."""
+        if not given or self._last is None:
+            return self._source.call_function(target, args)
+        with self._source.inserting_after(self._last):
+            self._last = self._source.call_function(target, args)
+        return self._last
+
+
+def _joins() -> Mapping[Any, Callable[..., Any]]:
+    import sympy
+
+    return {sympy.Mul: operator.mul, sympy.Add: operator.add}
