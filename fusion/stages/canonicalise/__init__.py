@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from fusion._torch import OpOverload, constant_numbers
 from fusion.errors import FusionError
 from fusion.facts import Facts
-from fusion.graph import Algebra, Graph, Reading, Value, dims_of, unviewed
+from fusion.graph import Algebra, Graph, Reading, Value, dims_of
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
 from fusion.mutation import closing_writes, is_write, reserves
@@ -195,7 +195,7 @@ def _beside(
     lists = [each for each in known if each.op == "chosen_keys"]
     for each in lists:
         places = each.captures["places"]
-        found[places] = index_selection(walk.algebra, folder, assumed, written, unviewed(places))
+        found[places] = index_selection(walk.algebra, folder, assumed, written, places.below("reshape"))
     for each in known:
         parts = latents(walk.algebra, readings, each) if each.op == "softmax_attention" else None
         if isinstance(parts, str):

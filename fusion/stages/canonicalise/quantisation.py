@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from fusion.cost import is_view
-from fusion.graph import Algebra, Reading, Value, unviewed
+from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
@@ -176,7 +176,7 @@ def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str
         if not times or not scale.factor:
             return "the rows are multiplied by 0, or divided by 0"
         scale, x = scale.times(1 / times), exact(x)
-        reason = _unproven(below, scale, x)
+        reason = _unproven(below, scale, x, inverse.below("expand").shape)
         if reason:
             return reason
         s = a.scale(inverse.arg, 1 / times)
@@ -191,12 +191,15 @@ def _scale_in(quotient: Value) -> bool:
     return any(each.op == "power" and _scale(each.arg) is not None for each in factors)
 
 
-def _unproven(below: _Rounded, scale: _Scale, x: Value) -> str:
-    """Why rows divided so are not what the operator gives, "" if they are."""
-    if unviewed(scale.x) is not unviewed(x) or scale.x.shape[-1:] != x.shape[-1:]:
-        return "rows are divided by the scale of others"
+def _unproven(below: _Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -> str:
+    """Why rows divided so, by numbers of that shape, are not what the operator gives, "" if they are."""
+    others = "rows are divided by the scale of others"
+    if scale.x.below("reshape") is not x.below("reshape") or scale.x.shape[-1:] != x.shape[-1:]:
+        return others
     if scale.odd:
         return scale.odd
+    if (1,) * (x.rank - len(divisor)) + tuple(divisor) != (*x.shape[:-1], 1):
+        return others
     if not math.isclose(scale.factor * LARGEST, 1, rel_tol=1e-6):
         return f"the largest number of a row becomes {1 / scale.factor:g}, by the operator {LARGEST}"
     if not below.rounded:

@@ -238,8 +238,8 @@ def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Valu
     blocks, size = sizes
     if not isinstance(size, int) or not 0 <= bounds(place)[0] <= bounds(place)[1] < size:
         return None
-    source = unviewed(block.arg if block.op == "wrap" else block)
-    rest = unviewed(place)
+    source = (block.arg if block.op == "wrap" else block).below("reshape")
+    rest = place.below("reshape")
     parts = (source.op, rest.op) == ("floor_divide", "remainder") and source.attrs == rest.attrs == (size,)
     if parts and source.arg is rest.arg:
         return wrapped(a, a.reshape(source.arg, block.shape), blocks * size)
