@@ -219,6 +219,22 @@ def refusal(
     return f"{op.short} cannot be lowered by {lowering}; it can by {_ways(op)}"
 
 
+def _kind_refusal(op: Operator, values: Mapping[str, Any]) -> str | None:
+    """A decomposition takes other numbers of the same kind: wider floats, positions of 64 bits."""
+    for name, accepted in op.dtypes.items():
+        kinds = set(map(_kind, accepted))
+        wrong = next((each.dtype for each in predicates.tensors(values[name]) if _kind(each.dtype) not in kinds), None)
+        if wrong is not None:
+            return f"{op.short} needs {' or '.join(sorted(kinds))} for {name} ({name} is {_kind(wrong)})"
+    return None
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "floats"
+    return "whole numbers" if dtype in (torch.int32, torch.int64) else str(dtype).removeprefix("torch.")
+
+
 def _ways(op: Operator) -> str:
     """The lowerings that take `op`, and what it needs where it would have to read tensors on the host."""
     reads = ["eager with the option lengths='host', which waits for the device"] if op.on_host else []
@@ -255,7 +271,7 @@ def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering:
         because = f": {limit.because}" if limit.because else ""
         route = f" under {limit.lowering}" if limit.lowering else ""
         return f"{op.short} on {chip}{route} needs {limit.text}{shown}{because}"
-    return None
+    return _kind_refusal(op, values) if chip == HOST else None
 
 
 def _limits(op: Operator, chip: str) -> tuple[Limit, ...]:

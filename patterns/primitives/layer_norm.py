@@ -86,6 +86,7 @@ class LayerNorm(Rule):
     @lowering
     def native(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float):
         """One kernel; weight and bias in x's dtype or float32 alike."""
+        require(x.is_floating_point(), "x is {dtype}, and the operator takes floats", dtype=x.dtype)
         given = [each for each in (gamma, beta) if each is not None]
         same = {each.dtype for each in given} <= {x.dtype}
         gamma, beta = (each if same or each is None else each.to(f32) for each in (gamma, beta))
