@@ -44,13 +44,6 @@ def is_contiguous_copy(target: Any, kwargs: Mapping[str, Any]) -> bool:
     return target is torch.ops.aten.clone.default and kwargs.get("memory_format") is torch.contiguous_format
 
 
-def is_only_read(node: fx.Node) -> bool:
-    """Whether nothing writes to a tensor, nor returns it."""
-    views = (user for user in node.users if is_view(user.target))
-    kept = any(user.op == "output" or is_write(user) for user in node.users)
-    return not kept and all(map(is_only_read, views))
-
-
 def is_data(val: Any) -> bool:
     """Whether a result holds floating-point or quantised numbers (not positions, masks or counts)."""
     for each in tree_leaves(val):
@@ -81,14 +74,16 @@ def is_call(node: fx.Node) -> bool:
     return bool(node.users or is_write(node)) and not scalar
 
 
-def call_cost(target: Any, inputs: Iterable[Any], result: Any, machine: Target, flops: float = 0.0) -> float:
-    """Predicted microseconds of one call that does so many multiplications and additions."""
+def call_cost(
+    target: Any, inputs: Iterable[Any], result: Any, machine: Target, flops: float = 0.0, between: int = 0
+) -> float:
+    """Predicted microseconds of one call: its multiplications and additions, the bytes it moves between its kernels."""
     if is_view(target):
         return 0.0
     kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
     if isinstance(result, torch.Tensor) and result.is_complex():
         kernels *= _COMPLEX
-    moved = sum(_bytes(each) for each in tree_leaves((list(inputs), result)))
+    moved = between + sum(_bytes(each) for each in tree_leaves((list(inputs), result)))
     return kernels * machine.launch + max(moved / machine.bandwidth, flops / machine.compute)
 
 
@@ -99,7 +94,8 @@ def node_cost(node: fx.Node, machine: Target) -> float:
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
     args = map_arg(node.args, lambda each: each.meta.get("val"))
     result = node.meta.get("val")
-    return call_cost(node.target, inputs, result, machine, aten_flops(node.target, args, result))
+    between = _scores_moved(node.target, args)
+    return call_cost(node.target, inputs, result, machine, aten_flops(node.target, args, result), between)
 
 
 _LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "addmm": 1, "baddbmm": 1}
@@ -120,6 +116,14 @@ def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
         query, key = args[:2]
         return 2.0 * hint(key.shape[-2]) * (count(query) + count(result))
     return 0.0
+
+
+def _scores_moved(target: Any, args: Sequence[Any]) -> int:
+    """Bytes of the scores of PyTorch's own attention: two products, a mask and a softmax hand them on in memory."""
+    if not isinstance(target, OpOverload) or "scaled_dot_product" not in schema_of(target).name:
+        return 0
+    query, key = args[:2]
+    return 6 * count(query) // hint(query.shape[-1]) * hint(key.shape[-2]) * query.element_size()
 
 
 def _labelled(equation: str, operands: Sequence[torch.Tensor]) -> int:

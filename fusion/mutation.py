@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from fusion._torch import OpOverload, schema_of, tree_leaves
+from fusion._torch import OpOverload, count, schema_of, tree_leaves
 
 _RESERVING = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _UNDECLARED = {"aten::_unsafe_view", "prims::view_of"}  # views whose schema does not say so
@@ -86,11 +86,27 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 def is_written(node: fx.Node) -> bool:
     """Whether some call of the graph writes to a tensor, itself or through views of it."""
+    return any(node in written_by(user) for user in node.users) or any(map(is_written, _views(node)))
 
-    def views(user: fx.Node) -> bool:
-        return user.target is operator.getitem or shown(user) is node
 
-    return any(node in written_by(user) or (views(user) and is_written(user)) for user in node.users)
+def is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns a tensor, itself or through views of it."""
+    return any(user.op == "output" for user in node.users) or any(map(is_returned, _views(node)))
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.target is operator.getitem or shown(user) is node]
+
+
+def is_copy_unseen(copy: fx.Node, source: fx.Node) -> bool:
+    """Whether `source` may stand for its copy: nobody writes to either, and no caller gets memory of others."""
+    memory = memory_of(source)
+    if is_written(copy) or is_written(memory):
+        return False
+    if not is_returned(copy):
+        return True
+    alone = memory.op == "call_function" and not is_returned(memory)
+    return alone and count(source.meta["val"]) == count(memory.meta["val"])
 
 
 def outputs(source: fx.Graph) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from fusion.cost import is_view
 from fusion.facts import Facts
-from fusion.mutation import is_written
+from fusion.mutation import is_returned, is_written
 from fusion.records import Prepared
 from fusion.weights import derived
 
@@ -56,7 +56,7 @@ def _frontier(source: fx.Graph, found: Collection[fx.Node]) -> list[fx.Node]:
         if node in seen:
             continue
         seen.add(node)
-        if "fusion" in node.meta and _is_work(node) and not _is_exposed(node):
+        if "fusion" in node.meta and _is_work(node) and not (is_written(node) or is_returned(node)):
             wanted.add(node)
         else:
             waiting.extend(each for each in node.all_input_nodes if each in found)
@@ -68,12 +68,6 @@ def _is_work(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return not is_view(node.all_input_nodes[0].target)
     return isinstance(node.meta["val"], torch.Tensor) and not is_view(node.target)
-
-
-def _is_exposed(node: fx.Node) -> bool:
-    """Whether this memory is written to, or returned to a caller who may write to it."""
-    views = (user for user in node.users if is_view(user.target))
-    return is_written(node) or any(user.op == "output" for user in node.users) or any(map(_is_exposed, views))
 
 
 def _closure(node: fx.Node) -> list[fx.Node]:

@@ -73,6 +73,13 @@ def attended(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, q, heads(x), is_causal=True)
 
 
+def joined(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Heads joined by a copy, which an attention that gives them side by side makes needless: once."""
+    q = rotate(heads(x), cos, sin)
+    o = ((q @ q.mT * 64**-0.5).softmax(-1) @ heads(x)).transpose(1, 2)
+    return o.flatten(2), o.contiguous(), o[:1].contiguous()
+
+
 PARAMETERS = [torch.nn.Parameter(numbers(256, 256, seed=7 + n), requires_grad=False) for n in range(3)]
 CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "contiguous": (turned, (X, COS, SIN)),
@@ -94,6 +101,9 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "written back": (returned_and_written_back, (CACHE, PLACES, ROWS)),
     "projections": (projected, (X, *PARAMETERS)),
     "attention": (attended, (X, COS, SIN)),
+    "joined heads": (lambda *a: joined(*a)[0], (X, COS, SIN)),
+    "joined heads twice": (joined, (X, COS, SIN)),
+    "joined heads of some": (lambda *a: joined(*a)[2], (X, COS, SIN)),
     "with gaps": (lambda *a: turned(*a).new_zeros(2, 4, 8, 80)[..., :64].copy_(turned(*a)), (X, COS, SIN)),
     "top-k": (lambda y: (*(t := y.softmax(-1).topk(8)), t.values[:, :2], t.indices[:2]), (Y,)),
 }

@@ -53,7 +53,7 @@ class Chunks(nn.Module):
         for chunk in table.split(1, dim=1):
             rows, turned = (each[chunk].flatten(1, 2) for each in (pages, ropes))
             found = merged(found, attended(q, *self.expanded(rows, turned)))
-        return found[0]
+        return found[0].flatten(2)
 
 
 class Split(nn.Module):

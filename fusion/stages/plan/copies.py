@@ -14,9 +14,9 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion.cost import call_cost, is_contiguous_copy, is_only_read, is_view
+from fusion.cost import call_cost, is_contiguous_copy, is_view
 from fusion.graph import Graph, dims_of, lie_alike
-from fusion.mutation import aliased, outputs, shown
+from fusion.mutation import aliased, is_copy_unseen, is_returned, outputs, shown
 from fusion.recording import Fakes
 from fusion.records import Input, Match, Output, Plan
 from fusion.target import Target
@@ -47,14 +47,14 @@ class Copies:
                     user in dying or user in lies or user.target is operator.getitem
                 ):
                     costs.extend(self._followed(node, user, lies, waiting))
-        fresh = [node for makers in _shared(match, plan) for node in makers if node not in lies and _is_returned(node)]
+        fresh = [node for makers in _shared(match, plan) for node in makers if node not in lies and is_returned(node)]
         return [*costs, *(self._copy(lies.get(node, node.meta["val"])) for node in (*returned, *fresh))]
 
     def _followed(
         self, node: fx.Node, user: fx.Node, lies: dict[fx.Node, torch.Tensor], waiting: list[fx.Node]
     ) -> Iterator[float]:
         """The copies at one user of what lies otherwise; where it lies otherwise too, its users are to be seen."""
-        if is_contiguous_copy(user.target, user.kwargs) and lies[node].is_contiguous() and is_only_read(user):
+        if is_contiguous_copy(user.target, user.kwargs) and lies[node].is_contiguous() and is_copy_unseen(user, node):
             yield -self._cost(user)
         args, kwargs = map_arg((user.args, user.kwargs), lambda each: lies.get(each, each.meta["val"]))
         val, failed = self._fakes.run(user.target, args, kwargs)
@@ -76,10 +76,6 @@ def _lowest(node: fx.Node, lies: Collection[fx.Node]) -> fx.Node:
     """What `node` is a view of, as far as that lies otherwise too: one copy of it serves all views."""
     source = shown(node)
     return node if source is None or source not in lies else _lowest(source, lies)
-
-
-def _is_returned(node: fx.Node) -> bool:
-    return any(user.op == "output" or (shown(user) is node and _is_returned(user)) for user in node.users)
 
 
 def _shared(match: Match, plan: Plan) -> Iterator[tuple[fx.Node, ...]]:

@@ -14,10 +14,10 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch import hint, tree_leaves
-from fusion.cost import is_contiguous_copy, is_only_read
+from fusion.cost import is_contiguous_copy
 from fusion.errors import VerificationError
 from fusion.graph import Dim, but_ones, dims_of, is_dense, lie_alike
-from fusion.mutation import is_written, memory_of, outputs, result, sharing, shown
+from fusion.mutation import is_copy_unseen, is_written, memory_of, outputs, result, sharing, shown
 from fusion.origin import inherit
 from fusion.recording import Fakes, SizeNodes
 
@@ -222,8 +222,8 @@ def same_strides(old: Any, new: Any) -> bool:
 
 
 def _is_needless(copy: fx.Node) -> bool:
-    """Whether a copy that makes a tensor contiguous is of one that is, and nobody else gets hold of it."""
+    """Whether a copy that makes a tensor contiguous is of one that is, and nobody can tell."""
     if not is_contiguous_copy(copy.target, copy.kwargs):
         return False
     source = copy.all_input_nodes[0]
-    return source.meta["val"].is_contiguous() and is_only_read(copy) and not is_written(memory_of(source))
+    return source.meta["val"].is_contiguous() and is_copy_unseen(copy, source)
