@@ -5,6 +5,7 @@ from fusion.errors import FusionError
 from fusion.explain import explain
 from fusion.language import (
     Example,
+    Group,
     Rule,
     attribute,
     lookalike,
@@ -25,6 +26,7 @@ __all__ = [
     "Example",
     "FusionError",
     "FusionPass",
+    "Group",
     "Options",
     "Report",
     "Rule",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
 from fusion.errors import NoRulesError, RuleError
-from fusion.language import Rule
+from fusion.language import Example, Rule
 from fusion.operators import OPERATORS
 from fusion.options import Options, check_names
 
 GROUP = "fusion.patterns"
+EXAMPLES = "fusion.examples"
 
 
 @cache
@@ -36,6 +37,22 @@ def installed() -> tuple[Rule, ...]:
             "fused; install the package instead of only importing its folder (pip install -e .)"
         )
     return tuple(found.values())
+
+
+@cache
+def examples() -> Mapping[str, tuple[Example, ...]]:
+    """By the name of its rule, what an installed package says how a rule is tried.
+
+    Raises:
+        RuleError: two packages try one rule.
+    """
+    found: dict[str, tuple[Example, ...]] = {}
+    for entry in sorted(entry_points(group=EXAMPLES), key=lambda each: each.name):
+        for name, tried in entry.load()().items():
+            if name in found:
+                raise RuleError(f"loading examples from {entry.value}: {name!r} is already tried; rename the rule")
+            found[name] = tuple(tried)
+    return found
 
 
 def _provided(provider: object) -> Iterable[Rule]:

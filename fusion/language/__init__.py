@@ -1,20 +1,18 @@
 """The pattern language: rules, the terms that they are written in, and how a term matches a canonical value."""
 
+from fusion.language.groups import Group, attribute, scalar, tensor
 from fusion.language.rule import (
     Example,
     Lowering,
     Pattern,
     Refused,
     Rule,
-    attribute,
     call,
     captured,
     lookalike,
     lowering,
     pattern,
     require,
-    scalar,
-    tensor,
     variants,
 )
 from fusion.language.terms import Bindings, Capture, Term, relied
@@ -23,6 +21,7 @@ __all__ = [
     "Bindings",
     "Capture",
     "Example",
+    "Group",
     "Lowering",
     "Pattern",
     "Refused",

@@ -1,48 +1,23 @@
-"""A rule declares one fused concept: meaning, written forms, when to refuse, what the NPU runs, how it is tried."""
+"""A rule declares one fused concept: meaning, written forms, when to refuse, what the NPU runs."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from itertools import product
 from typing import Any, TypeVar
 
 import torch
 
 from fusion.errors import RuleError
+from fusion.language.groups import Attribute, Tensor, is_group
 from fusion.language.terms import Capture, Meaning, Parameter, Term
 from fusion.language.vocabulary import Vocabulary
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    dims: tuple[str, ...]
-    optional: bool
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    pass
-
-
-def tensor(dims: str, optional: bool = False) -> Any:
-    """Declare a captured tensor by its named dims, e.g. "*B D": any leading dims, then D; None if it is not there."""
-    return _Tensor(tuple(dims.split()), optional)
-
-
-def scalar() -> Any:
-    """Declare a captured number that the graph holds as a constant."""
-    return _Parameter()
-
-
-def attribute() -> Any:
-    """Declare a captured attribute of an op: dims, an exponent, an order of lanes."""
-    return _Parameter()
 
 
 class Refused(Exception):  # noqa: N818 - a decision, not an error
@@ -89,9 +64,10 @@ def lowering(method: Method) -> Method:
 
 
 def variants(**choices: tuple[Any, ...]) -> Callable[[Method], Method]:
-    """Mark a lowering that takes these parameters beside captures: one way to run for each combination, best first.
+    """Mark a lowering, or a form, that takes these parameters beside captures: one for each combination, best first.
 
-    A later combination is tried only where the ones before it are refused.
+    A later combination of a lowering is tried only where the ones before it are refused. Each combination of a form is
+    matched for itself; guards and lowerings may ask for what was chosen. A choice may be a kind of `Group`.
     """
 
     def mark(method: Method) -> Method:
@@ -122,13 +98,22 @@ class Lowering:
 
 @dataclass(frozen=True)
 class Pattern:
-    """One written form, traced: its results and the captures by name."""
+    """One written form, traced: its results and the captures by name, those of a group as `group.field`.
+
+    `given` holds what is no capture but taken as one: the kind of each group, and what `variants` chose.
+    """
 
     name: str
     results: tuple[Term, ...]
     captures: Mapping[str, Capture | Parameter]
     reason: str = ""
     apart: tuple[str, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """The semantic ops that it mentions."""
+        return frozenset().union(*map(_meanings, self.results))
 
 
 @dataclass(frozen=True)
@@ -150,11 +135,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Rule:
-    """One fused concept. Subclasses are frozen, without state, and answer five questions in this order.
+    """One fused concept. Subclasses are frozen, without state, and answer four questions in this order.
 
     1. what does it mean: `reference`; 2. how is it written: methods marked `@pattern`; 3. when must we refuse: `guard`
-    and methods marked `@lookalike`; 4. what does the NPU run: methods marked `@lowering`, best first; 5. how is it
-    tried: `examples` and `rejects`.
+    and methods marked `@lookalike`; 4. what does the NPU run: methods marked `@lowering`, best first. How it is tried
+    stands apart, where only tests load it: the package's entry point of the group `fusion.examples`.
     """
 
     @property
@@ -176,14 +161,6 @@ class Rule:
         """The meaning, in plain torch."""
         raise NotImplementedError
 
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(())
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused, each with (a part of) the reason."""
-        return iter(())
-
     def patterns(self) -> tuple[Pattern, ...]:
         """The written forms, traced once."""
         return _traced(type(self), "pattern")
@@ -194,7 +171,11 @@ class Rule:
 
     def lowerings(self) -> tuple[Lowering, ...]:
         """The ways to run the rule, in order of declaration."""
-        return tuple(each for name, method in _marked(type(self), "lowering") for each in _variants(name, method))
+        return tuple(
+            Lowering(label, name, chosen)
+            for name, method in _marked(type(self), "lowering")
+            for label, chosen in _variants(name, method)
+        )
 
     def beside(self) -> frozenset[str]:
         """Names of rules that read what this one gives and no node holds: it is offered together with one of them."""
@@ -202,11 +183,7 @@ class Rule:
 
     def uses(self) -> frozenset[str]:
         """The semantic ops that its patterns mention."""
-        found: set[str] = set()
-        for each in (*self.patterns(), *self.lookalikes()):
-            for result in each.results:
-                found |= _meanings(result)
-        return frozenset(found)
+        return frozenset().union(*(each.words for each in (*self.patterns(), *self.lookalikes())))
 
 
 def _marked(kind: type, role: str) -> list[tuple[str, Callable[..., Any]]]:
@@ -214,36 +191,52 @@ def _marked(kind: type, role: str) -> list[tuple[str, Callable[..., Any]]]:
     return [(name, method) for name, method in methods if getattr(method, "fusion_role", None) == role]
 
 
-def _variants(name: str, method: Callable[..., Any]) -> Iterator[Lowering]:
+def _variants(name: str, method: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The names and choices of a method for each combination of its variants."""
     choices: Mapping[str, tuple[Any, ...]] = getattr(method, "fusion_variants", {})
     for chosen in product(*choices.values()):
-        label = f"{name}[{', '.join(map(str, chosen))}]" if chosen else name
-        yield Lowering(label, name, dict(zip(choices, chosen, strict=True)))
+        said = ", ".join(each.__name__ if is_group(each) else str(each) for each in chosen)
+        yield f"{name}[{said}]" if chosen else name, dict(zip(choices, chosen, strict=True))
 
 
 @cache
 def _traced(kind: type[Rule], role: str) -> tuple[Pattern, ...]:
     rule = kind()
-    return tuple(_trace(rule, name, method) for name, method in _marked(kind, role))
+    return tuple(
+        _trace(rule, label, method, chosen)
+        for name, method in _marked(kind, role)
+        for label, chosen in _variants(name, method)
+    )
 
 
-def _trace(rule: Rule, name: str, method: Callable[..., Any]) -> Pattern:
+def _trace(rule: Rule, name: str, method: Callable[..., Any], chosen: Mapping[str, Any]) -> Pattern:
     captures: dict[str, Capture | Parameter] = {}
+    given: dict[str, Any] = dict(chosen)
+    arguments: dict[str, Any] = dict(chosen)
+    where = f"{type(rule).__name__}.{name}"
     for parameter in list(inspect.signature(method).parameters.values())[2:]:
-        declared = parameter.default
-        if isinstance(declared, _Tensor):
-            captures[parameter.name] = Capture(parameter.name, declared.dims, declared.optional)
-        elif isinstance(declared, _Parameter):
-            captures[parameter.name] = Parameter(parameter.name)
-        else:
-            raise RuleError(
-                f"tracing pattern {type(rule).__name__}.{name}: capture {parameter.name!r} is declared as "
-                f'{declared!r}; declare it with tensor("..."), scalar() or attribute() as its default'
-            )
-    result = method(rule, Vocabulary(), **captures)
+        declared = chosen.get(parameter.name, parameter.default)
+        if is_group(declared):
+            terms = {each: _capture(where, f"{parameter.name}.{each}", it) for each, it in declared.declared().items()}
+            captures.update({term.name: term for term in terms.values()})
+            given[parameter.name], arguments[parameter.name] = declared, declared(**terms)
+        elif parameter.name not in chosen:
+            captures[parameter.name] = arguments[parameter.name] = _capture(where, parameter.name, declared)
+    result = method(rule, Vocabulary(), **arguments)
     results = result if isinstance(result, tuple) else (result,)
     reason, apart = getattr(method, "fusion_reason", ""), getattr(method, "fusion_apart", ())
-    return Pattern(name, results, captures, reason, apart)
+    return Pattern(name, results, captures, reason, apart, given)
+
+
+def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:
+    if isinstance(declared, Tensor):
+        return Capture(name, declared.dims, declared.optional)
+    if isinstance(declared, Attribute):
+        return Parameter(name)
+    raise RuleError(
+        f"tracing pattern {pattern}: capture {name!r} is declared as {declared!r}; declare it with "
+        'tensor("..."), scalar(), attribute() or a kind of Group as its default'
+    )
 
 
 def _meanings(term: Term) -> set[str]:
@@ -257,12 +250,18 @@ def _meanings(term: Term) -> set[str]:
 def captured(pattern: Pattern, bound: Mapping[Any, Any]) -> dict[str, Any]:
     """The captures of a match by name; tensors as values, without optional ones that the meanings lack."""
     lacking = {term for term in pattern.captures.values() if isinstance(term, Capture) and bound.get(term) is None}
-    return {name: bound[term] for name, term in pattern.captures.items() if term in bound and term not in lacking}
+    taken = {name: bound[term] for name, term in pattern.captures.items() if term in bound and term not in lacking}
+    return {**taken, **pattern.given}
 
 
 def call(method: Callable[..., Any], captures: Mapping[str, Any]) -> Any:
-    """Call a guard or a lowering with those captures that it names; a capture that the form lacks is None."""
-    return method(**{name: captures.get(name) for name in _parameters(getattr(method, "__func__", method))})
+    """Call a guard or a lowering with those captures and groups that it names; what the form lacks is None."""
+    return method(**{name: _argument(name, captures) for name in _parameters(getattr(method, "__func__", method))})
+
+
+def _argument(name: str, captures: Mapping[str, Any]) -> Any:
+    given = captures.get(name)
+    return given.bound(name, captures) if is_group(given) else given
 
 
 @cache

@@ -134,7 +134,7 @@ class _Search:
         self._by_head: dict[str, list[Value]] = defaultdict(list)
         self._hidden: dict[str, list[Value]] = defaultdict(list)
         self._explained: set[tuple[str, Value]] = set()
-        self._refused: set[tuple[str, Value]] = set()
+        self._refused: set[tuple[str, Value, str]] = set()
         for value in graph.values():
             self._by_head[value.op].append(value)
         for value, reading in (*graph.readings.items(), *graph.also):
@@ -172,17 +172,22 @@ class _Search:
         return True
 
     def apply(self, rule: Rule) -> None:
-        """Find the matches of one rule; the first form that holds at a value is the one."""
-        taken: set[Value] = set()
+        """Find the matches of one rule; of forms with the same choices, the first that holds at a value is the one."""
+        taken: set[Any] = set()
         for form in rule.patterns():
-            for value in self._candidates(form.results[0]):
-                if value in taken or not self.graph.makers(value):
+            chosen = frozenset(form.given.items())
+            for value in self._candidates(form.results[0]) if self._is_spoken(form) else ():
+                if (value, chosen) in taken or not self.graph.makers(value):
                     continue
                 matched = self._try(rule, form, value)
                 if matched is not None:
-                    taken.add(value)
+                    taken.add((value, chosen))
                     self.found.matches.append(matched)
                     self._read(value, Reading(rule.name, matched.captures, matched.relies))
+
+    def _is_spoken(self, form: Pattern) -> bool:
+        """Whether every word of a form is a reading of some value."""
+        return all(f"reading:{word}" in self._by_head for word in form.words)
 
     def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
         refused: Refused | None = None
@@ -259,8 +264,9 @@ class _Search:
     def _refuse(self, rule: str, cause: Refused | str, value: Value) -> None:
         makers = self.graph.makers(value)
         owner = makers[0] if makers else self.graph.owners.get(value)
-        if owner is not None and (rule, value) not in self._refused:
-            self._refused.add((rule, value))
+        said = rule, value, cause.template if isinstance(cause, Refused) else cause
+        if owner is not None and said not in self._refused:
+            self._refused.add(said)
             self.found.refusals.append(Refusal(rule, cause, owner))
 
     def note_lookalikes(self, rule: Rule) -> None:

@@ -6,14 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, lookalike, lowering, pattern, require, scalar, tensor
-from patterns.examples import add_rms_norm
+from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
 from patterns.primitives.rms_norm import RMSNorm
 
 f32 = torch.float32
@@ -65,11 +63,3 @@ class AddRMSNorm(Rule):
         require(a.dtype == b.dtype, "the addends have different dtypes")
         y, _, s = torch.ops.npu.npu_add_rms_norm(a, b, gamma.to(a.dtype), eps)
         return y, s
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(add_rms_norm.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(add_rms_norm.REJECTS)

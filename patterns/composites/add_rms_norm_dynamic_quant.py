@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.composites.add_rms_norm import AddRMSNorm
-from patterns.examples import add_rms_norm_dynamic_quant as examples
 from patterns.primitives.dynamic_quant import DynamicQuant
 
 f32 = torch.float32
@@ -58,11 +56,3 @@ class AddRMSNormDynamicQuant(Rule):
             a, b, gamma.to(a.dtype), epsilon=eps, output_mask=[True, False]
         )
         return y, scale.unsqueeze(-1).to(dtype), s
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(examples.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(examples.REJECTS)

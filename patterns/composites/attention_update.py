@@ -7,14 +7,12 @@ after the other. *Replaces with* `npu_attention_update`, which reads each part o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, lowering, pattern, tensor
-from patterns.examples import attention_update
+from fusion import Rule, lowering, pattern, tensor
 
 OUTPUT = 0
 """The update type that gives the merged output, and no log-sum-exp."""
@@ -80,14 +78,6 @@ class AttentionUpdate(Rule):
         outs, sums = (out0, out1, out2, out3, out4, out5, out6, out7), (sum0, sum1, sum2, sum3, sum4, sum5, sum6, sum7)
         wide = [each.to(sum0.dtype) for each in outs if each is not None]
         return _merged(wide, [each for each in sums if each is not None])
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(attention_update.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(attention_update.REJECTS)
 
 
 def _merged(outs: list[Tensor], sums: list[Tensor]) -> Tensor:

@@ -6,15 +6,13 @@ prepared once; each result is a view of what it gives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, tensor
-from patterns.examples import projections
+from fusion import Rule, attribute, lowering, pattern, require, tensor
 
 
 @dataclass(frozen=True)
@@ -93,11 +91,3 @@ class JoinedProjections(Rule):
         biases = [each for each in (first_bias, second_bias, third_bias, fourth_bias) if each is not None]
         y = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
         return y.split([each.shape[0] for each in weights], dim=-1)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(projections.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(projections.REJECTS)

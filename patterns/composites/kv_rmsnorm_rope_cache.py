@@ -9,16 +9,14 @@ both, to consecutive positions of contiguous caches or by slot to pages (DeepSee
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.composites.mla_prolog import rotated_lanes
-from patterns.examples import kv_rmsnorm_rope_cache
 from patterns.primitives import latent_calls
 
 
@@ -137,14 +135,6 @@ class KvRmsnormRopeCache(_Line):
         _, _, kr, latents = paged(kv, gamma, eps, factor, cos, sin, slice(begin, end), slots, caches, line)
         return latents.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(kv_rmsnorm_rope_cache.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(kv_rmsnorm_rope_cache.REJECTS)
-
 
 @dataclass(frozen=True)
 class KvRmsnormRopeCacheRows(_Line):
@@ -172,11 +162,3 @@ class KvRmsnormRopeCacheRows(_Line):
         )
         found = latent.reshape(*kv.shape[:-1], split - begin), rope.reshape(*kv.shape[:-1], end - split)
         return *found, latents.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(kv_rmsnorm_rope_cache.ROW_EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(kv_rmsnorm_rope_cache.ROW_REJECTS)

@@ -9,15 +9,13 @@ each channel or of all, and written to pages, or to pages in lines of NZ. *Repla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, paged, rows
-from patterns.examples import kv_rmsnorm_rope_cache_whole as examples
 from patterns.primitives import latent_calls
 from patterns.primitives.whole_latent_calls import multipliers
 
@@ -73,11 +71,3 @@ class KvRmsnormRopeCacheWhole(Rule):
             k_rope_scale=of_rope, c_kv_scale=multipliers(kv_scale, kv_by, split - begin, kv.device),
         )  # fmt: skip
         return latents.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(examples.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(examples.REJECTS)

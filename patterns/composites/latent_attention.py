@@ -9,14 +9,12 @@ projections itself. *Replaces with* `npu_fused_infer_attention_score_v2` on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fusion import Example, Rule, Target, attribute, lowering, pattern, scalar, tensor, variants
-from patterns.examples import latent_attention
+from fusion import Rule, Target, attribute, lowering, pattern, scalar, tensor, variants
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import latent_attention_calls as forms
 from patterns.primitives import latent_calls
@@ -95,11 +93,3 @@ class LatentAttention(Rule):
         seen = forms.Seen("words", order, window, known, length, rows, mask, empty)
         y = forms.expanded((nope, q_rope), (latent, k_rope), (up_key, up_value), seen, scale, version)[0]
         return calls.finished(y.transpose(1, 2), finish)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(latent_attention.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(latent_attention.REJECTS)

@@ -9,15 +9,13 @@ weighs exp(-10000), which is 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
-from patterns.examples import latent_attention_atb
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.primitives import atb_latent_calls as atb
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import latent_calls
@@ -172,14 +170,6 @@ class LatentAttentionAtb(Rule):
         y = atb.attended(absorbed, q_rope, pages, [keys] * batch, scale, rows)
         y = y.masked_fill(hidden.all(-1).reshape(batch, queries, 1, 1), BLIND[empty])
         return calls.finished(latent_calls.expanded(y, up_value, values), finish)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(latent_attention_atb.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(latent_attention_atb.REJECTS)
 
 
 def _summed(p, q, kv, up, finish, seen):

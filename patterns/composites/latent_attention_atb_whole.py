@@ -9,15 +9,13 @@ own order or in that of a block table. *Replaces with* `npu_multi_head_latent_at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.examples import latent_attention_atb_whole
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.primitives import atb_latent_calls as atb
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as page_calls
@@ -111,11 +109,3 @@ class LatentAttentionAtbWhole(Rule):
         if count is not None and empty == "nan":
             y = y.masked_fill((count <= 0).reshape(-1, 1, 1, 1), torch.nan)
         return calls.finished(y.transpose(1, 2), finish)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(latent_attention_atb_whole.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(latent_attention_atb_whole.REJECTS)

@@ -7,7 +7,6 @@ block table, up to the length of each sequence, and `npu_transpose_batchmatmul` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
-from patterns.examples import latent_attention_paged
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as paged
 from patterns.primitives import latent_calls
@@ -106,14 +104,6 @@ class PagedLatentAttention(Rule):
         """The same for queries of heads that are projected first."""
         of = _Pages(pages, rope_pages, table, size, lies, rows, latent, scale, version)
         return _shown(of, latent_calls.absorbed(nope, up_key), q_rope, mask, empty, up_value, values, finish)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(latent_attention_paged.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(latent_attention_paged.REJECTS)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ chunk by chunk. *Replaces with* `npu_fused_infer_attention_score_v2` on the late
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fusion import Example, attribute, lowering, pattern, require, scalar, tensor, variants
-from patterns.examples import latent_attention_part
+from fusion import attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import latent_attention_calls as forms
 from patterns.primitives import latent_calls
@@ -79,11 +77,3 @@ class LatentAttentionPart(Part):
         seen = forms.Seen("words", order, window, known, length, rows, mask, empty)
         y, lse = forms.expanded((nope, q_rope), (latent, k_rope), (up_key, up_value), seen, scale, version, lse=True)
         return calls.finished(y.transpose(1, 2), finish), lse
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(latent_attention_part.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(latent_attention_part.REJECTS)

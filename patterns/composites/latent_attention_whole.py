@@ -9,13 +9,11 @@ divided by s · c. A chip reads lines of NZ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, scalar, tensor
-from patterns.examples import latent_attention_whole
+from fusion import Rule, attribute, lowering, pattern, scalar, tensor
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as paged
 from patterns.primitives import latent_calls
@@ -95,11 +93,3 @@ class LatentAttentionWhole(Rule):
         scales = whole.Scales(tokens, of_keys, keys_by, of_values, values_by)
         table = paged.Table(table, size, whole.keys(latent, query))
         return calls.finished(whole.shown_by_table(query, rope, caches, table, scales, scale, mask, empty), finish)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(latent_attention_whole.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(latent_attention_whole.REJECTS)

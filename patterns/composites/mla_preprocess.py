@@ -12,17 +12,15 @@ queries for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, scalar, tensor
+from fusion import Rule, attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_prolog import MlaProlog
 from patterns.composites.mla_prolog_quantised import layer, queries, rows
-from patterns.examples import mla_preprocess
 from patterns.primitives import latent_calls
 from patterns.primitives import preprocess_calls as calls
 
@@ -101,11 +99,3 @@ class MlaPreprocess(Preprocess):
             x, (gamma, gamma_cq, gamma_ckv), betas, weights, scales, up, (cos, sin), (kv_cache, kr_cache), slots,
             heads_first, "krope_ctkv" if line is None else "nzcache", quant_mode="per_token_quant_symm",
         )  # fmt: skip
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_preprocess.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(mla_preprocess.REJECTS)

@@ -9,15 +9,13 @@ a layer adds a bias in int32, in which the zero point may be made up for, before
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusion import Example, attribute, lowering, pattern, scalar, tensor
+from fusion import attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_preprocess import Preprocess
 from patterns.composites.mla_prolog import rotated_lanes
 from patterns.composites.mla_prolog_quantised import rows
-from patterns.examples import mla_preprocess_fixed
 from patterns.primitives import latent_calls
 from patterns.primitives import preprocess_calls as calls
 
@@ -98,11 +96,3 @@ class MlaPreprocessFixed(Preprocess):
             "krope_ctkv" if line is None else "nzcache",
             **calls.told(x, biases, (scale, by, zero, shift), (scale_cq, by_cq, zero_cq, shift_cq)),
         )  # fmt: skip
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_preprocess_fixed.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(mla_preprocess_fixed.REJECTS)

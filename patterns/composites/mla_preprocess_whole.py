@@ -9,15 +9,13 @@ attention that reads both. *Replaces with* `npu_mla_preprocess`, which takes bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusion import Example, attribute, lowering, pattern, require, scalar, tensor
+from fusion import attribute, lowering, pattern, require, scalar, tensor
 from patterns.composites import mla_preprocess_fixed as by_constants
 from patterns.composites.mla_preprocess import Preprocess, front
 from patterns.composites.mla_prolog import MlaProlog
-from patterns.examples import mla_preprocess_whole
 from patterns.primitives import latent_calls
 from patterns.primitives import preprocess_calls as calls
 
@@ -120,11 +118,3 @@ class MlaPreprocessWhole(Preprocess):
             heads_first, MODE, ctkv_scale=calls.scale_of(stored, stored_by, x),
             q_nope_scale=calls.scale_of(query_scale, 1, x), **how,
         )  # fmt: skip
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_preprocess_whole.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(mla_preprocess_whole.REJECTS)

@@ -11,15 +11,13 @@ Where that is left out, with its older versions, launched one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
-from patterns.examples import mla_prolog
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.primitives import latent_calls
 from patterns.primitives.quant_matmul import prepared
 
@@ -153,14 +151,6 @@ class MlaProlog(Prolog):
         found = q_rope.transpose(1, 2) if heads_first else q_rope, query.transpose(1, 2), latent
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
 
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_prolog.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(mla_prolog.REJECTS)
-
 
 @dataclass(frozen=True)
 class MlaPrologRows(Prolog):
@@ -192,7 +182,3 @@ class MlaPrologRows(Prolog):
             buffers, cache_mode="BSND" if x.dim() == 3 else "TND",
         )  # fmt: skip
         return *found, kv, kr
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_prolog.ROW_EXAMPLES)

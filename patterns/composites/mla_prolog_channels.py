@@ -9,14 +9,12 @@ latent before it would be rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusion import Example, attribute, lowering, pattern, scalar, tensor
+from fusion import attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_prolog import Prolog
 from patterns.composites.mla_prolog_quantised import prolog, queries, rows
-from patterns.examples import mla_prolog_channels
 from patterns.primitives import latent_calls
 from patterns.primitives.whole_latent_calls import multipliers
 
@@ -68,11 +66,3 @@ class MlaPrologChannels(Prolog):
             quant_scale_ckr=multipliers(kr_scale, kr_by, end - split, x.device).reshape(1, -1), **where,
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_prolog_channels.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(mla_prolog_channels.REJECTS)

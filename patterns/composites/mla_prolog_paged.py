@@ -6,13 +6,11 @@ of NZ, beside an attention that reads absorbed queries. *Replaces with* `npu_mla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusion import Example, attribute, lowering, pattern, scalar, tensor
+from fusion import attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_prolog import Prolog, prolog, queries, rows
-from patterns.examples import mla_prolog_paged
 from patterns.primitives import latent_calls
 
 
@@ -62,11 +60,3 @@ class MlaPrologPaged(PagedProlog):
             pages, **where,
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_prolog_paged.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(mla_prolog_paged.REJECTS)

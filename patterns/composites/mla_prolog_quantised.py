@@ -10,16 +10,14 @@ would be rounded, and rotates queries before they would be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, attribute, lowering, pattern, scalar, tensor
+from fusion import attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_prolog import Prolog, rotated_lanes
-from patterns.examples import mla_prolog_quantised as examples
 from patterns.primitives import latent_calls
 from patterns.primitives.quant_matmul import prepared
 
@@ -140,7 +138,3 @@ class MlaPrologQuantised(Prolog):
             cache_index=slots,
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(examples.EXAMPLES)

@@ -6,13 +6,11 @@ beside an attention that reads absorbed queries. *Replaces with* `npu_mla_prolog
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fusion import Example, attribute, lowering, pattern, scalar, tensor
+from fusion import attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_prolog_paged import PagedProlog
 from patterns.composites.mla_prolog_quantised import layer, prolog, queries, rows
-from patterns.examples import mla_prolog_quantised_paged
 from patterns.primitives import latent_calls
 
 
@@ -68,11 +66,3 @@ class MlaPrologQuantisedPaged(PagedProlog):
             heads_first, scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, **where,
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape), kr.reshape(kr_cache.shape)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_prolog_quantised_paged.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(mla_prolog_quantised_paged.REJECTS)

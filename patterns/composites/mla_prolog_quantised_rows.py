@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from fusion import Example, attribute, lowering, pattern, scalar, tensor
+from fusion import attribute, lowering, pattern, scalar, tensor
 from patterns.composites.mla_prolog import Prolog
 from patterns.composites.mla_prolog_quantised import layer, prolog, queries, rows
-from patterns.examples import mla_prolog_quantised as examples
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,3 @@ class MlaPrologQuantisedRows(Prolog):
             heads_first, scale_dtype, rmsnorm_epsilon_cq=eps_cq, rmsnorm_epsilon_ckv=eps_ckv, cache_mode=mode,
         )  # fmt: skip
         return *found, kv, kr
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(examples.ROW_EXAMPLES)

@@ -9,16 +9,14 @@ it would be rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fusion import Example, attribute, lowering, pattern, require, scalar, tensor
+from fusion import attribute, lowering, pattern, require, scalar, tensor
 from patterns.composites.mla_prolog import Prolog
 from patterns.composites.mla_prolog_quantised import layer, prolog, queries, rows
-from patterns.examples import mla_prolog_tiles
 from patterns.primitives import latent_calls
 
 TILE = 128
@@ -97,11 +95,3 @@ class MlaPrologTiles(Prolog):
             ckvkr_repo_mode=1, quant_scale_repo_mode=1, tile_size=TILE,
         )  # fmt: skip
         return *found, kv.reshape(kv_cache.shape)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_prolog_tiles.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(mla_prolog_tiles.REJECTS)

@@ -10,14 +10,12 @@ it is written, and absorbed queries quantised for each token and head, beside an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusion import Example, attribute, lowering, pattern, require, scalar, tensor
+from fusion import attribute, lowering, pattern, require, scalar, tensor
 from patterns.composites.mla_prolog import Prolog
 from patterns.composites.mla_prolog_quantised import called, layer, queries, rows
-from patterns.examples import mla_prolog_whole
 from patterns.primitives import latent_calls
 from patterns.primitives.whole_latent_calls import multipliers
 
@@ -78,14 +76,6 @@ class MlaPrologWhole(Prolog):
         found = query.transpose(1, 2), rope.transpose(1, 2), query_scale, latent
         scale = scale.reshape(*x.shape[:-1], 1).to(scale_dtype)
         return *found, scale, *(new.reshape(old.shape) for new, old in zip((kv, kr), (kv_cache, kr_cache), strict=True))
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(mla_prolog_whole.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(mla_prolog_whole.REJECTS)
 
 
 def _read(p, x, tokens, layers, up, gammas, eps, cos, sin, lanes, dtypes, parts, stored, read, how):

@@ -7,15 +7,13 @@ from the end has been made explicit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, tensor
-from patterns.examples import paged_write
+from fusion import Rule, attribute, lowering, pattern, require, tensor
 
 
 @dataclass(frozen=True)
@@ -57,14 +55,6 @@ class PagedWrite(Rule):
         _together(key_cache, value_cache)
         write = torch.ops.npu.npu_scatter_pa_kv_cache_functional
         return write(key, value, key_cache, value_cache, slots, cache_mode="Norm")
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(paged_write.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(paged_write.REJECTS)
 
 
 def _together(*caches: Tensor) -> None:

@@ -10,15 +10,13 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, attribute, lowering, pattern, require, scalar, tensor
-from patterns.examples import ring_mla
+from fusion import attribute, lowering, pattern, require, scalar, tensor
 from patterns.primitives import attention_calls as calls
 from patterns.primitives.attention_part import Part
 
@@ -79,14 +77,6 @@ class RingMla(Part):
         pre_out = before.transpose(1, 2).flatten(0, 1)
         prev_lse = sums.squeeze(-1).transpose(0, 1).flatten(1)
         return _stepped(q, k, v, scale, order, calc_type="calc_type_default", pre_out=pre_out, prev_lse=prev_lse)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(ring_mla.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(ring_mla.REJECTS)
 
 
 def _stepped(q: Tensor, k: Tensor, v: Tensor, scale: float, order: str, **how: Any) -> tuple[Tensor, Tensor]:

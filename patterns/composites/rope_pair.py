@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, tensor
-from patterns.examples import rope
+from fusion import Rule, attribute, lowering, pattern, require, tensor
 from patterns.primitives.rope import Rope, dims_of, for_batch, four_dims
 
 
@@ -67,14 +65,6 @@ class RopePair(Rule):
     def positions_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
         """The same with tables for every sequence."""
         return self.positions_first(q, k, *_for_batch(q, cos, sin), dtype=dtype)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(rope.PAIR_EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(rope.PAIR_REJECTS)
 
 
 def _for_batch(q: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:

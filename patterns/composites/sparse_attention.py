@@ -7,15 +7,13 @@ results take the expansion over (`q · (W c) = (q W) · c`), which is exact for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.examples import sparse_attention
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.primitives import attention_calls, latent_calls
 
 
@@ -101,14 +99,6 @@ class SparseAttention(Rule):
         """The same with a batched product behind it."""
         y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
         return attention_calls.finished(latent_calls.by_matmul(y, up_value), finish)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(sparse_attention.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(sparse_attention.REJECTS)
 
 
 def _as_list(places: Tensor, distinct: bool) -> Tensor:

@@ -6,15 +6,13 @@ with* one matmul of the joined weights, prepared once, and `npu_swiglu`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lookalike, lowering, pattern, require, tensor
-from patterns.examples import projections
+from fusion import Rule, attribute, lookalike, lowering, pattern, require, tensor
 
 f32 = torch.float32
 
@@ -75,11 +73,3 @@ class SwigluProjections(Rule):
         """One matmul, one operator."""
         bias = None if gate_bias is None or up_bias is None else torch.cat([gate_bias, up_bias])
         return torch.ops.npu.npu_swiglu(F.linear(x, torch.cat([gate, up]), bias), -1)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(projections.GATED_EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(projections.GATED_REJECTS)

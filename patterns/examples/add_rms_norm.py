@@ -60,3 +60,6 @@ EXAMPLES = (
     Example("addends of two dtypes, summed in float32", _norm_alone, _mixed),
 )
 REJECTS = (Example("bias", _bias, tensors((2, 3, 64), (64,), (64,)), "one addend is broadcast"),)
+
+TRIED = {"add_rms_norm": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

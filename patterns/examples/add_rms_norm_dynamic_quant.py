@@ -65,3 +65,6 @@ EXAMPLES = (
     Example("norm of the unrounded sum", wide_sum, inputs(5)),
 )
 REJECTS = (Example("addends of two dtypes", mixed, inputs(5, other=True), "the addends of the norm have different"),)
+
+TRIED = {"add_rms_norm_dynamic_quant": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -241,3 +241,6 @@ REJECTS = [
     Example("a temperature", tempered, qkv(S, S, N, lambda dtype: torch.rand(1, 1, S, 1).to(dtype)), "by a tensor"),
     Example("lowered, not hidden", lowered, qkv(shared=N), "something else than a number"),
 ]
+
+TRIED = {"attention": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

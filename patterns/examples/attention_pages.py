@@ -181,3 +181,6 @@ REJECTS = (
     Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),
     Example("short lines", of_lines, lines(8), "in lines of 8 numbers"),
 )
+
+TRIED = {"paged_attention": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

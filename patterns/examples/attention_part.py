@@ -131,3 +131,6 @@ REJECTS = (
     Example("lowered", chosen_by_least, qkv(S, T, N, mask), "has a finite log-sum-exp"),
     Example("a sink", beside_a_sink, qkv(S, T, N, sinks), "does not count the sink"),
 )
+
+TRIED = {"attention_part": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

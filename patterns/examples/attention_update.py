@@ -115,3 +115,6 @@ REJECTS = (
     Example("undivided", undivided, parts(2), "not shares of one"),
     Example("a gate", gated, parts(2), "log-sum-exps of the parts are not in the graph"),
 )
+
+TRIED = {"attention_update": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

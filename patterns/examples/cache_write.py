@@ -179,3 +179,9 @@ SLIDING_EXAMPLES = (
     Example("a token", _rolled_constant, tensors((2, 4, 9, 8), (2, 4, 1, 8))),
     Example("several, by a slice", _rolled_slice, tensors((2, 4, 9, 8), (2, 4, 3, 8))),
 )
+
+TRIED = {
+    "cache_write": (*EXAMPLES, *REJECTS),
+    "sliding_write": SLIDING_EXAMPLES,
+}
+"""Rule -> its examples and rejects."""

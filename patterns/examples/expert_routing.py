@@ -97,3 +97,9 @@ SHARE_REJECTS = (
     Example("softmax over tokens", _shares_along_tokens, FLAT, "along another dim than the choice"),
     Example("four dims", _too_many_dims, _logits(1, 2, 3), "rank(x) in (2, 3)"),
 )
+
+TRIED = {
+    "expert_routing": (*EXAMPLES, *REJECTS),
+    "expert_shares": (*SHARE_EXAMPLES, *SHARE_REJECTS),
+}
+"""Rule -> its examples and rejects."""

@@ -199,3 +199,9 @@ REJECTS = (
     Example("caches that lie otherwise", model(copied), turned_caches, "is not contiguous"),
 )
 ROW_REJECTS = (Example("lines that lie otherwise", model(kept_lines), turned_pages, "the pages are not contiguous"),)
+
+TRIED = {
+    "kv_rmsnorm_rope_cache": (*EXAMPLES, *REJECTS),
+    "kv_rmsnorm_rope_cache_rows": (*ROW_EXAMPLES, *ROW_REJECTS),
+}
+"""Rule -> its examples and rejects."""

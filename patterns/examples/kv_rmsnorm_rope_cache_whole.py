@@ -92,3 +92,6 @@ REJECTS = (
     Example("short lines", model(in_lines), inputs(16, 16), "in lines of 16 numbers, not of 32"),
     Example("lines beside whole rows", model(keys_whole, whole_keys=False), beside_lines, "the other whole ones"),
 )
+
+TRIED = {"kv_rmsnorm_rope_cache_whole": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

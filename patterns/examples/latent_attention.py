@@ -154,3 +154,6 @@ REJECTS = (
     Example("another latent", other_latent, given(1, T, other), "different latents"),
     Example("rotated lanes of each head", rotated_twice, given(1, T), "one that all heads share"),
 )
+
+TRIED = {"latent_attention": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

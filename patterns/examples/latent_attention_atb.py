@@ -128,3 +128,6 @@ REJECTS = (
     Example("a chunk", chunk, given(S, T), "more than four queries"),
     Example("a mask that leaves nothing", least, given(FEW, T, tree), "is not proven to be causal or a length"),
 )
+
+TRIED = {"latent_attention_atb": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -175,3 +175,6 @@ REJECTS = (
     Example("other lines", by_table(written_out), inputs(1, 16), "in lines of 16 numbers, not of 32"),
     Example("many queries", by_table(written_out, in_line), inputs(5), "more than four queries"),
 )
+
+TRIED = {"latent_attention_atb_whole": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -194,3 +194,6 @@ REJECTS = (
     Example("short lines", lined(turned), lines(1, LENGTHS, line=8), "in lines of 8 numbers"),
     Example("lines of whole rows", apart, whole_rows, "the lines of the pages do not lie together"),
 )
+
+TRIED = {"paged_latent_attention": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

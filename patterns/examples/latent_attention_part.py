@@ -77,3 +77,6 @@ EXAMPLES = (
     Example("lengths", up_to, given(1, T, lengths)),
 )
 REJECTS = (Example("lowered", lowered, given(S, T, mask), "has a finite log-sum-exp"),)
+
+TRIED = {"latent_attention_part": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -174,3 +174,6 @@ REJECTS = (
     Example("any mask", in_rows(explicit, strange), inputs(1, ROWS, LENGTHS), "not proven to be causal"),
     Example("pages that lie otherwise", in_pages(explicit), apart, "the pages do not lie together"),
 )
+
+TRIED = {"latent_attention_whole": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

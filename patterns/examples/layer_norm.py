@@ -70,3 +70,6 @@ REJECTS = (
     Example("not centred", _not_centred, X, "is not the centred tensor"),
     Example("second moment", _second_moment, X, "divided by the root of its second moment"),
 )
+
+TRIED = {"layer_norm": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -158,3 +158,6 @@ REJECTS = (
     Example("weights in short lines", model(viewed), inputs(1, sizes=Sizes(he=48)), "do not fill lines of 32"),
     Example("short lines", model(in_lines, read=of_lines), lines(1, line=8), "in lines of 8 numbers"),
 )
+
+TRIED = {"mla_preprocess": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

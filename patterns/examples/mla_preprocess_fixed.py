@@ -188,3 +188,6 @@ REJECTS = (
     Example("a bias behind the scales", model(viewed, layer=late), inputs(1), "the operator one of int32"),
     Example("short lines", model(in_lines, read=of_lines), lines(1, 8), "in lines of 8 numbers"),
 )
+
+TRIED = {"mla_preprocess_fixed": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

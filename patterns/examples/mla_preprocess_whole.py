@@ -140,3 +140,6 @@ REJECTS = (
     Example("queries divided", model(query=divided), of_tokens(1), "where the operator multiplies by one"),
     Example("a zero point", model(store=shifted), of_tokens(1), "stored with a zero point"),
 )
+
+TRIED = {"mla_preprocess_whole": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -253,3 +253,9 @@ REJECTS = (
     Example("packed tokens", model(unpacked), packed, "are packed"),
     Example("an odd length", model(copied), prolog(S, 20, (B, 20, C), (B, 20, DR)), "no size of a page divides"),
 )
+
+TRIED = {
+    "mla_prolog": (*EXAMPLES, *REJECTS),
+    "mla_prolog_rows": ROW_EXAMPLES,
+}
+"""Rule -> its examples and rejects."""

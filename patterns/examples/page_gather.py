@@ -144,3 +144,6 @@ REJECTS = (
     Example("lengths that differ", other_lengths, inputs(), ALONE),
     Example("some lanes", other_lanes, inputs(), "do not lie together"),
 )
+
+TRIED = {"page_gather": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -100,3 +100,6 @@ REJECTS = (
     Example("lines of NZ", _in_lines, _lines, "the pages hold rows in lines"),
     Example("places of unknown range", _anywhere, _pages(SLOTS // SIZE, SLOTS % SIZE), "not proven to lie in its page"),
 )
+
+TRIED = {"paged_write": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -146,3 +146,10 @@ OTHER_HEADS = (
         "each sequence has matrices of its own",
     ),
 )  # fmt: skip
+
+TRIED = {
+    "joined_projections": (*EXAMPLES, *REJECTS),
+    "swiglu_projections": (*GATED_EXAMPLES, *GATED_REJECTS),
+    "head_projection": (*HEADS, *OTHER_HEADS),
+}
+"""Rule -> its examples and rejects."""

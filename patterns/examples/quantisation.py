@@ -171,3 +171,9 @@ OTHER_PRODUCTS = (
     Example("scales in the wrong dim", scaled(other_dim), layer(2, 3), "neither one for each token"),
     Example("sums in float16", scaled(short), layer(5), "computed in float16"),
 )
+
+TRIED = {
+    "dynamic_quant": (*ROWS, *OTHER_ROWS),
+    "quant_matmul": (*PRODUCTS, *OTHER_PRODUCTS),
+}
+"""Rule -> its examples and rejects."""

@@ -123,3 +123,6 @@ REJECTS = (
     Example("fewer keys", attended, parts(S, 4), "fewer keys than queries"),
     Example("no more lanes", attended, parts(lanes=E), "no lanes beside"),
 )
+
+TRIED = {"ring_mla": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -109,3 +109,6 @@ REJECTS = (
     Example("absolute values", _absolute, X, "the mean is of absolute values"),
     Example("clamped length", _clamped, X, "clamped from below"),
 )
+
+TRIED = {"rms_norm": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

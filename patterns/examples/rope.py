@@ -112,3 +112,10 @@ PAIR_REJECTS = (
     Example("two ranks", _pair, rotated((2, 4, 3, 64), (4, 3, 64), table=(3, 64)), "their axes differ"),
     Example("two dims", _pair, _of_rank(2), "not three or four"),
 )
+
+TRIED = {
+    "rope_pair": (*PAIR_EXAMPLES, *PAIR_REJECTS),
+    "partial_rope": PARTIAL_EXAMPLES,
+    "rope": (*EXAMPLES, *REJECTS),
+}
+"""Rule -> its examples and rejects."""

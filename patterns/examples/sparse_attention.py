@@ -256,3 +256,6 @@ REJECTS = (
     Example("fewer keys than queries", short, indexed(S, FEW), "fewer keys than queries"),
     Example("positions that may be outside", unproven, indexed(S, T, position), "is not proven to be a causal order"),
 )
+
+TRIED = {"sparse_attention": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

@@ -57,3 +57,6 @@ REJECTS = (
     Example("sigmoid gate", _sigmoid, X, "the gate is a plain sigmoid"),
     Example("gelu gate", _gelu, X, "the gate is gelu"),
 )
+
+TRIED = {"swiglu": (*EXAMPLES, *REJECTS)}
+"""Rule -> its examples and rejects."""

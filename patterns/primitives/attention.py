@@ -8,13 +8,11 @@ version where the second is left out; or with `npu_fusion_attention` for an enco
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.examples import attention
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.primitives import attention_calls as calls
 
 
@@ -131,11 +129,3 @@ class Attention(Rule):
         require(sink is None, "the first version of the operator takes no sink")
         seen = calls.Seen(order, window, known, length)
         return calls.finished(calls.packed(q, k, v, None, scale, seen, version=1), finish)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(attention.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(attention.REJECTS)

@@ -7,15 +7,14 @@ of each sequence: no copy of the cache is made. A mask that is not proven to be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.examples import attention_pages
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import attention_page_calls as paged
 from patterns.primitives import latent_calls
@@ -97,14 +96,6 @@ class PagedAttention(Rule):
         queries, hidden = paged.shown_some(q, mask, empty)
         y = paged.batched(queries, seen=calls.Seen(), mask=paged.wide(hidden, of["table"], q.shape[0]), **of)
         return calls.finished(y.masked_fill(mask.all(-1, keepdim=True), torch.nan) if empty == "nan" else y, finish)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(attention_pages.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(attention_pages.REJECTS)
 
 
 def _of(

@@ -6,14 +6,12 @@ attention, split keys). *Replaces with* `npu_fused_infer_attention_score_v2`, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
-from patterns.examples import attention_part
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.primitives import attention_calls as calls
 
 
@@ -64,11 +62,3 @@ class AttentionPart(Part):
         require(mask is not None, "there is no mask")
         y, lse = calls.batched(q, k, v, scale, mask=mask, lse=True, version=version)
         return calls.finished(calls.where_empty(y, v, mask, empty), finish), calls.sum_where_empty(lse, mask)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(attention_part.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(attention_part.REJECTS)

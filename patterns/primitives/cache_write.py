@@ -7,15 +7,13 @@ integers alone; both become their in-place forms where the cache is an input tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lookalike, lowering, pattern, require, tensor
-from patterns.examples import cache_write
+from fusion import Rule, attribute, lookalike, lowering, pattern, require, tensor
 
 
 def coordinates(cache: Tensor, index: Tensor, axis: int) -> Tensor:
@@ -99,14 +97,6 @@ class CacheWrite(Rule):
         places = coordinates(cache, index, axis) if inner is None else torch.stack((index, inner), dim=-1)
         rows = rows.reshape(-1, *cache.shape[places.shape[-1] :])
         return torch.ops.npu.npu_scatter_nd_update(cache, places.reshape(-1, places.shape[-1]), rows)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(cache_write.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(cache_write.REJECTS)
 
 
 def _starts(rows: Tensor, start: Any) -> Tensor:

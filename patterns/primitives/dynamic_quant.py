@@ -7,14 +7,12 @@ that the model rounds to 16 bits before, may go to the other of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, tensor
-from patterns.examples import quantisation
+from fusion import Rule, attribute, lowering, pattern, tensor
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,3 @@ class DynamicQuant(Rule):
         """One operator; a scale in 16 bits is cast."""
         whole, scale = torch.ops.npu.npu_dynamic_quant(x)
         return whole, scale.unsqueeze(-1).to(dtype)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(quantisation.ROWS)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(quantisation.OTHER_ROWS)

@@ -7,14 +7,12 @@ logits is chosen torch leaves open too; rounding keeps the order of all others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
-from patterns.examples import expert_routing
+from fusion import Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
 
 f32 = torch.float32
 
@@ -63,14 +61,6 @@ class ExpertRouting(Rule):
         """The operator that chooses first."""
         return _routed(logits, count, renorm=1)
 
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(expert_routing.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(expert_routing.REJECTS)
-
 
 @dataclass(frozen=True)
 class ExpertShares(Rule):
@@ -95,14 +85,6 @@ class ExpertShares(Rule):
     def npu(self, logits: Tensor, count: int):
         """The operator that takes the softmax first."""
         return _routed(logits, count, renorm=0)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(expert_routing.SHARE_EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(expert_routing.SHARE_REJECTS)
 
 
 def _routed(logits: Tensor, count: int, renorm: int) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,11 @@ with* `npu_transpose_batchmatmul`, which reads and gives heads behind tokens, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, tensor
-from patterns.examples import projections
+from fusion import Rule, attribute, lowering, pattern, require, tensor
 from patterns.primitives.attention_calls import finished
 from patterns.primitives.latent_calls import turned
 
@@ -41,11 +39,3 @@ class HeadProjection(Rule):
         """Heads stand first in memory."""
         require(x.shape[0] == 1, "the heads of each sequence stand apart")
         return finished(turned(x.transpose(1, 2), weight, heads_first=True).transpose(1, 2), finish)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(projections.HEADS)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(projections.OTHER_HEADS)

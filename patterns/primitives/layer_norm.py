@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Example, Rule, lookalike, lowering, pattern, require, scalar, tensor
-from patterns.examples import layer_norm
+from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
 
 f32 = torch.float32
 
@@ -91,11 +89,3 @@ class LayerNorm(Rule):
         same = {each.dtype for each in given} <= {x.dtype}
         gamma, beta = (each if same or each is None else each.to(f32) for each in (gamma, beta))
         return torch.ops.aten.native_layer_norm.default(x, x.shape[-1:], gamma, beta, eps)[0]
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(layer_norm.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(layer_norm.REJECTS)

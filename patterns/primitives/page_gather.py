@@ -8,7 +8,6 @@ costs less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -16,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, tensor
-from patterns.examples import page_gather
+from fusion import Rule, attribute, lowering, pattern, tensor
 from patterns.primitives.attention_page_calls import laid
 
 
@@ -51,14 +49,6 @@ class PageGather(Rule):
         rows = [torch.empty((count, 1, x.shape[3]), dtype=x.dtype, device=x.device) for x in caches]
         found = torch.ops.npu.npu_gather_pa_kv_cache_functional(*caches, table.int(), told, *rows)
         return tuple(_as(each, shape) for each, shape in zip(found, (key_shape, value_shape), strict=True))
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(page_gather.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(page_gather.REJECTS)
 
 
 def _told(lengths: Any, table: Tensor) -> Tensor:

@@ -6,14 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, tensor
-from patterns.examples import rope
+from fusion import Rule, attribute, lowering, pattern, tensor
 from patterns.primitives.rope import Rope
 
 
@@ -76,7 +74,3 @@ class PartialRope(Rule):
     def through_half(self, x, cos, sin, rest, source, result, dtype, rest_first):
         """Any orders."""
         return self._joined(Rope().through_half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(rope.PARTIAL_EXAMPLES)

@@ -7,14 +7,12 @@ prepared once, transposed and in FRACTAL_NZ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, tensor
-from patterns.examples import quantisation
+from fusion import Rule, attribute, lowering, pattern, require, tensor
 
 NZ = 29  # the storage format in which the operator reads a weight fastest
 CODES = {torch.float16: 5, torch.bfloat16: 15}
@@ -56,11 +54,3 @@ class QuantMatmul(Rule):
             x.reshape(-1, x.shape[-1]), weight, scale.float(), pertoken_scale=rows, output_dtype=CODES[dtype], **more
         )
         return y.reshape(*x.shape[:-1], weight.shape[-1])
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(quantisation.PRODUCTS)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(quantisation.OTHER_PRODUCTS)

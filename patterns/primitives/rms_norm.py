@@ -6,14 +6,12 @@ gamma itself, 1 + weight, or no weight. *Replaces with* `npu_rms_norm` or `npu_g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
-from patterns.examples import rms_norm
+from fusion import Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
 
 f32 = torch.float32
 
@@ -144,11 +142,3 @@ class RMSNorm(Rule):
         """The gain 1 + weight computed beside it, where the operator for it cannot be used."""
         require(weight is not None, "the gain is not 1 + weight")
         return torch.ops.npu.npu_rms_norm(x, 1.0 + weight.to(f32), eps)[0]
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(rms_norm.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(rms_norm.REJECTS)

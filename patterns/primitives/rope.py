@@ -7,15 +7,13 @@ differ. *Replaces with* `npu_rotary_mul` or `npu_interleave_rope`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, require, tensor
-from patterns.examples import rope
+from fusion import Rule, attribute, lowering, pattern, require, tensor
 
 
 def four_dims(x: Tensor) -> Tensor:
@@ -140,11 +138,3 @@ class Rope(Rule):
         if result == "interleaved":
             return to_pairs(rotary_mul(x, to_halves(cos), to_halves(sin), "half")).to(dtype)
         return rotary_mul(x, cos, sin, "half").to(dtype)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(rope.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(rope.REJECTS)

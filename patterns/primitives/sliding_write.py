@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fusion import Example, Rule, attribute, lowering, pattern, tensor
-from patterns.examples import cache_write
+from fusion import Rule, attribute, lowering, pattern, tensor
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,3 @@ class SlidingWrite(Rule):
         """One kernel."""
         length = rows.shape[axis]
         return torch.cat((cache.narrow(axis, length, cache.shape[axis] - length), rows), axis)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(cache_write.SLIDING_EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(())

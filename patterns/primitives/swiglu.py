@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Example, Rule, lookalike, lowering, pattern, tensor
-from patterns.examples import swiglu
+from fusion import Rule, lookalike, lowering, pattern, tensor
 
 f32 = torch.float32
 
@@ -70,11 +68,3 @@ class Swiglu(Rule):
     def npu(self, x: Tensor):
         """One operator over the merged tensor."""
         return torch.ops.npu.npu_swiglu(x, -1)
-
-    def examples(self) -> Iterator[Example]:
-        """Functions that must be recognised."""
-        return iter(swiglu.EXAMPLES)
-
-    def rejects(self) -> Iterator[Example]:
-        """Functions that must be refused."""
-        return iter(swiglu.REJECTS)

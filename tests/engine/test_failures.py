@@ -214,14 +214,10 @@ class BadLowering(DoubleExp):
 
 @dataclass(frozen=True)
 class BadRemark(DoubleExp):
-    """A rule whose remark and examples raise."""
+    """A rule whose remark raises."""
 
     def remark(self):
         """Not what it should be."""
-        return planted()
-
-    def examples(self):
-        """Not what they should be."""
         return planted()
 
 

@@ -260,8 +260,8 @@ def test_outputs_and_caches_are_as_exact_as_plain_ones(blocks: ModuleType, name:
 
 
 def rejects() -> Iterator[Any]:
-    for rule in (MlaPrologTiles(), MlaPrologChannels(), KvRmsnormRopeCacheWhole()):
-        for each in rule.rejects():
+    for rule, each in testing.cases((MlaPrologTiles(), MlaPrologChannels(), KvRmsnormRopeCacheWhole())):
+        if each.refusal:
             yield pytest.param(rule, each, id=f"{rule.name} {each.name}")
 
 

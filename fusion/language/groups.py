@@ -1,0 +1,71 @@
+"""Groups: captures that belong together, declared once and taken as one by forms, guards and lowerings.
+
+    @dataclass(frozen=True)
+    class Tables(Group):
+        cos: Any = tensor("T U Dr")
+        sin: Any = tensor("T U Dr")
+
+    @pattern
+    def form(self, p, x=tensor("*B D"), tables=Tables): ...        in the form, tables.cos is a term
+    def guard(self, x, tables): ...                                and here the value that it took, or None
+
+A *facet* is a mode that is independent of others: a family of groups with the same methods, among which `variants`
+chooses. What a mode means, takes and refuses, and the arguments that it becomes, then stand in one class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeGuard
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A declared tensor: its named dims, and whether it may be lacking."""
+
+    dims: tuple[str, ...]
+    optional: bool
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A declared number, or other thing that is no tensor."""
+
+
+def tensor(dims: str, optional: bool = False) -> Any:
+    """Declare a captured tensor by its named dims, e.g. "*B D": any leading dims, then D; None if it is not there."""
+    return Tensor(tuple(dims.split()), optional)
+
+
+def scalar() -> Any:
+    """Declare a captured number that the graph holds as a constant."""
+    return Attribute()
+
+
+def attribute() -> Any:
+    """Declare a captured attribute of an op: dims, an exponent, an order of lanes."""
+    return Attribute()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Captures that belong together: a frozen dataclass whose fields have `tensor`, `scalar`, `attribute` as defaults.
+
+    In a form its fields are terms; in a guard or a lowering they are what was captured.
+    """
+
+    @classmethod
+    def declared(cls) -> Mapping[str, Any]:
+        """What each field is declared as."""
+        return {each.name: each.default for each in fields(cls)}
+
+    @classmethod
+    def bound(cls, name: str, captures: Mapping[str, Any]) -> Self:
+        """The group `name` of some captures; a field that the form lacks is None."""
+        return cls(**{each.name: captures.get(f"{name}.{each.name}") for each in fields(cls)})
+
+
+def is_group(declared: Any) -> TypeGuard[type[Group]]:
+    """Whether something is a kind of group, and not one group."""
+    return isinstance(declared, type) and issubclass(declared, Group)

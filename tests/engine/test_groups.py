@@ -1,0 +1,111 @@
+"""Groups: captures taken as one, and facets: kinds of group among which the forms of one rule vary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
+from fusion.errors import RuleError
+from fusion.language import call
+from fusion.stages.canonicalise import canonicalise
+from fusion.stages.match import match
+
+from .graphs import numbers, traced
+
+X, Y, A = numbers(2, 3, 8), numbers(2, 3, 8, seed=1), numbers(8, seed=2)
+
+
+@dataclass(frozen=True)
+class Gated(Group):
+    """x · sigmoid(gate)."""
+
+    gate: Any = tensor("*B D")
+    bias: Any = tensor("D", optional=True)
+
+    def term(self, p, x):
+        return x * p.sigmoid(self.gate)
+
+    def guard(self):
+        require(self.bias is None, "a gate has no bias")
+
+    def factor(self):
+        return self.gate.sigmoid()
+
+
+@dataclass(frozen=True)
+class Scaled(Group):
+    """x · number."""
+
+    number: Any = scalar()
+
+    def term(self, p, x):
+        return p.scale(x, self.number)
+
+    def guard(self):
+        require(self.number > 0, "{by} is not positive", by=self.number)
+
+    def factor(self):
+        return self.number
+
+
+class Share(Rule):
+    """sigmoid(x), gated or scaled."""
+
+    @pattern
+    @variants(factor=(Gated, Scaled))
+    def written(self, p, factor, x=tensor("*B D")):
+        return factor.term(p, p.sigmoid(x))
+
+    def guard(self, factor):
+        factor.guard()
+
+    @lowering
+    def run(self, x, factor):
+        return torch.sigmoid(x) * factor.factor()
+
+
+class Neither(Rule):
+    """A form whose word nothing gives."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D")):
+        return p.something(x=x)
+
+
+def found(function, args, *rules):
+    return match(canonicalise(traced(function, *args).graph), rules)
+
+
+def test_a_group_takes_its_captures_as_one():
+    (one,) = found(lambda x, y: torch.sigmoid(x) * y.sigmoid(), (X, Y), Share()).matches
+    assert set(one.captures) == {"x", "factor", "factor.gate"} or one.captures["factor.bias"] is None
+    assert one.captures["factor"] is Gated
+    given = {**one.captures, "x": X, "factor.gate": Y}
+    torch.testing.assert_close(call(one.rule.run, given), torch.sigmoid(X) * Y.sigmoid())
+
+
+def test_each_choice_is_matched_for_itself_and_guards_ask_for_it():
+    matches = found(lambda x, y: (torch.sigmoid(x) * y.sigmoid(), torch.sigmoid(y) * 2.0), (X, Y), Share()).matches
+    assert {one.captures["factor"] for one in matches} == {Gated, Scaled}
+    assert {one.form for one in matches} == {"written[Gated]", "written[Scaled]"}
+    (refusal,) = found(lambda x: torch.sigmoid(x) * -2.0, (X,), Share()).refusals
+    assert refusal.reason == "-2.0 is not positive"
+
+
+def test_a_form_is_not_tried_where_nothing_reads_as_one_of_its_words(monkeypatch):
+    monkeypatch.setattr("fusion.stages.match._Search._try", lambda *_: pytest.fail("tried"))
+    assert not found(lambda x: torch.sigmoid(x), (X,), Neither()).matches
+
+
+def test_what_is_no_declaration_is_refused_with_its_name():
+    class Wrong(Rule):
+        @pattern
+        def written(self, p, x=tensor("*B D"), axis=3):
+            return p.mean(x)
+
+    with pytest.raises(RuleError, match="'axis' is declared as 3; declare it with tensor"):
+        Wrong().patterns()

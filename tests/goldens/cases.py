@@ -1,0 +1,98 @@
+"""What is recorded: every entry of the corpus, every example of a rule, every model in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from fusion.library import installed
+from fusion.testing import Captured, capture, cases
+from tests import corpus
+from tests.corpus import attention, attention_masks, latent_attention, lookalikes_attention
+from tests.corpus.test_sparse_attention import LOOKALIKES as LISTED_LOOKALIKES
+from tests.corpus.test_sparse_attention import SPELLINGS as LISTED
+from tests.models.families import CONFIGS, MODES, build
+
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One graph.
+
+    Attributes:
+        file: the file of its text.
+        name: its name there.
+        captured: traces it.
+    """
+
+    file: str
+    name: str
+    captured: Callable[[], Captured]
+
+
+def every() -> Iterator[Case]:
+    """All cases, those of one file together."""
+    yield from _entries()
+    yield from _attention()
+    yield from _latent_attention()
+    yield from _sparse_attention()
+    yield from _examples()
+    yield from _models()
+
+
+def _traced(function: Callable[..., Any], inputs: Callable[[], tuple[Any, ...]]) -> Captured:
+    return capture(function, inputs())
+
+
+def _made(make: Callable[..., Any]) -> Captured:
+    return capture(*make(DTYPE, 2, 3))
+
+
+def _entries() -> Iterator[Case]:
+    for entry in (*corpus.SPELLINGS, *corpus.LOOKALIKES):
+        yield Case(f"corpus_{entry.family}", entry.name.partition("/")[2], partial(_made, entry.make))
+
+
+def _attention() -> Iterator[Case]:
+    for entry in (*attention.SPELLINGS, *attention_masks.SPELLINGS, *lookalikes_attention.LOOKALIKES):
+        yield Case("corpus_attention", entry.name, partial(_traced, entry.form, partial(entry.inputs, DTYPE)))
+
+
+def _latent_attention() -> Iterator[Case]:
+    forms = (*latent_attention.SPELLINGS, *(form for form, _ in latent_attention.LOOKALIKES))
+    for form, (name, mode) in product(forms, latent_attention.MODES.items()):
+        traced = partial(_traced, mode.run(form), partial(mode.inputs, DTYPE))
+        yield Case("corpus_latent_attention", f"{form.__name__} {name}", traced)
+
+
+def _sparse_attention() -> Iterator[Case]:
+    for before, entries in (("", LISTED), ("not/", LISTED_LOOKALIKES)):
+        for each in entries:
+            for mode in each.modes:
+                yield Case("corpus_sparse_attention", f"{before}{each.name} {mode}", partial(_block, each, mode))
+
+
+def _block(entry: Any, mode: str) -> Captured:
+    return capture(entry.make(mode, DTYPE), entry.inputs(mode, DTYPE))
+
+
+def _examples() -> Iterator[Case]:
+    for rule, example in cases(installed()):
+        name = f"{example.name}{' (to be refused)' if example.refusal else ''}"
+        yield Case(f"example_{rule.name}", name, partial(_traced, example.function, partial(example.inputs, DTYPE)))
+
+
+def _models() -> Iterator[Case]:
+    for family, mode, code in product(CONFIGS, MODES, ("sdpa", "eager")):
+        yield Case(f"model_{family}", f"{mode} {code}", partial(_step, family, mode, code))
+
+
+def _step(family: str, mode: str, code: str) -> Captured:
+    built = build(family, DTYPE, code)
+    return capture(built.model, (), dynamic=None, **built.step(mode))
