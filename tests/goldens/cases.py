@@ -83,7 +83,7 @@ def _block(entry: Any, mode: str) -> Captured:
 
 
 def _examples() -> Iterator[Case]:
-    for rule, example in cases(installed()):
+    for rule, example in cases(installed().rules):
         name = f"{example.name}{' (to be refused)' if example.refusal else ''}"
         yield Case(f"example_{rule.name}", name, partial(_traced, example.function, partial(example.inputs, DTYPE)))
 
