@@ -20,8 +20,8 @@ from fusion.dump import write_graph
 from fusion.errors import FusionError, StageError
 from fusion.facts import Facts
 from fusion.failures import stage, warn
-from fusion.language import Rule
-from fusion.library import rules_for
+from fusion.language import Library, Rule
+from fusion.library import library_for
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.prepared import supply
@@ -61,11 +61,11 @@ class FusionBackend:
 
     Attributes:
         options: how models are fused.
-        rules: the rules to choose from; None for the installed ones.
+        rules: the rules to choose from, alone or with readers of their own; None for the installed ones.
     """
 
     options: Options
-    rules: tuple[Rule, ...] | None = None
+    rules: Library | tuple[Rule, ...] | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph; what `torch.compile` calls."""
@@ -82,12 +82,11 @@ class FusionBackend:
         return capture(gm, example_inputs, partial(self._compile, known))
 
     def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        rules = rules_for(self.options, self.rules)
         original = fx.GraphModule(gm, _copy(gm.graph))
         try:
             with stage("capture"):
                 facts = known(gm.graph)
-            report = self.fuse(gm, rules, facts)
+            report = self.fuse(gm, facts)
         except FusionError as error:  # whatever fails, the model runs as it came
             return self._as_it_came(original, example_inputs, error)
         try:
@@ -123,7 +122,7 @@ class FusionBackend:
         with outside_modes():
             return lower(original, example_inputs, "eager" if symbolic else route(self.options.lower))
 
-    def fuse(self, gm: fx.GraphModule, rules: Sequence[Rule] | None = None, facts: Facts = Facts()) -> GraphReport:
+    def fuse(self, gm: fx.GraphModule, facts: Facts = Facts()) -> GraphReport:
         """Rewrite one functional aten graph in place and report.
 
         Raises:
@@ -132,7 +131,7 @@ class FusionBackend:
         """
         dump = partial(_dump, self.options.dump_dir, next(_numbers))
         dump("captured", gm.graph)
-        outcome = fuse_graph(gm.graph, rules or rules_for(self.options, self.rules), self.options, facts)
+        outcome = fuse_graph(gm.graph, library_for(self.options, self.rules), self.options, facts)
         if outcome.chosen:
             gm.recompile()
         dump("fused", gm.graph)

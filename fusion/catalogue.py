@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
 
 from fusion.errors import OptionError
 from fusion.language import Rule
-from fusion.library import GROUP, installed
+from fusion.library import GROUP, installed, provided_by
 from fusion.operators import CHIPS, HOST, Limit, Operator, operators
 from fusion.options import check_names
 
@@ -75,7 +73,7 @@ def operator_entries() -> tuple[OperatorEntry, ...]:
 
 def rule_entries() -> tuple[RuleEntry, ...]:
     """Every installed rule, in the order in which the packages provide them."""
-    return tuple(_rule(each) for each in installed())
+    return tuple(_rule(each) for each in installed().rules)
 
 
 def operator_entry(name: str) -> OperatorEntry:
@@ -150,8 +148,6 @@ def _packages() -> dict[str, str]:
     """Rule -> the distribution whose entry point provides it."""
     found: dict[str, str] = {}
     for entry in entry_points(group=GROUP):
-        provider: Any = entry.load()
-        provided: Any = provider() if callable(provider) else provider
-        rules: Iterable[Rule] = provided
-        found |= {rule.name: entry.dist.name if entry.dist else entry.value for rule in rules}
+        name = entry.dist.name if entry.dist else entry.value
+        found |= {rule.name: name for rule in provided_by(entry.load()).rules}
     return found

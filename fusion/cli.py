@@ -21,7 +21,7 @@ from rich.table import Table
 from fusion import catalogue, hf, operators
 from fusion.errors import FusionError, OptionError
 from fusion.explain import explain as explain_call
-from fusion.library import rules_for
+from fusion.library import library_for
 from fusion.options import Options
 
 BAD_INPUT = 2
@@ -98,7 +98,7 @@ def explain(
     """
     with _reported(f"explaining {model}", full):
         options = Options(target=target, disable=frozenset(disable or ()), dump_dir=dump)
-        rules_for(options)
+        library_for(options)
         named = model.removeprefix("hf:")
         request = hf.Request(named, mode, layers, dtype, attn, batch, seq, context, cache, tiny)
         function, args, kwargs = _factory(model) if named == model else _hub(request)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
 
 from fusion.errors import NoRulesError, RuleError
-from fusion.language import Example, Rule
+from fusion.language import Example, Library, Rule
 from fusion.operators import OPERATORS
 from fusion.options import Options, check_names
 
@@ -16,27 +21,22 @@ EXAMPLES = "fusion.examples"
 
 
 @cache
-def installed() -> tuple[Rule, ...]:
-    """Every rule that an installed package provides, each under a name of its own.
+def installed() -> Library:
+    """Every rule and every reader that installed packages provide, each under a name of its own.
 
     Raises:
         NoRulesError: no package provides any.
-        RuleError: two packages provide one name.
+        RuleError: two packages provide one name, or one uses a word that nothing gives.
     """
-    found: dict[str, Rule] = {}
+    found = Library(())
     for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
-        for rule in _provided(entry.load()):
-            if rule.name in found:
-                raise RuleError(
-                    f"loading rules from {entry.value}: {rule.name!r} is already provided; rename one of them"
-                )
-            found[rule.name] = rule
-    if not found:
+        found = found.joined(provided_by(entry.load()))
+    if not found.rules:
         raise NoRulesError(
             f"loading rules: no installed package provides the entry-point group {GROUP!r}, so nothing could ever be "
             "fused; install the package instead of only importing its folder (pip install -e .)"
         )
-    return tuple(found.values())
+    return found.checked()
 
 
 @cache
@@ -55,8 +55,10 @@ def examples() -> Mapping[str, tuple[Example, ...]]:
     return found
 
 
-def _provided(provider: object) -> Iterable[Rule]:
-    return provider() if callable(provider) else provider  # type: ignore[return-value]
+def provided_by(provider: object) -> Library:
+    """What the object of an entry point gives: a library, or rules alone, or a function of either."""
+    provided: Any = provider() if callable(provider) else provider
+    return provided if isinstance(provided, Library) else Library(tuple(provided))
 
 
 def operator_names() -> frozenset[str]:
@@ -64,15 +66,43 @@ def operator_names() -> frozenset[str]:
     return frozenset(operator.short.partition(".")[0] for operator in OPERATORS.values())
 
 
-def rules_for(options: Options, given: Iterable[Rule] | None = None) -> tuple[Rule, ...]:
-    """The rules that these options leave.
+def library_for(options: Options, given: Library | Iterable[Rule] | None = None) -> Library:
+    """The rules that these options leave, and all readers; rules that are given alone have the installed readers.
 
     Raises:
         OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator).
     """
-    rules = tuple(given) if given is not None else installed()
-    known = [rule.name for rule in rules]
+    library = installed() if given is None else _with_readers(given)
+    known = [rule.name for rule in library.rules]
     for names in (options.rules, options.disable - operator_names(), options.unsafe):
         check_names("rule", names, known)
     kept = options.rules or frozenset(known)
-    return tuple(rule for rule in rules if rule.name in kept and rule.name not in options.disable)
+    left = (rule for rule in library.rules if rule.name in kept and rule.name not in options.disable)
+    return replace(library, rules=tuple(left))
+
+
+def _with_readers(given: Library | Iterable[Rule]) -> Library:
+    return given if isinstance(given, Library) else Library(tuple(given), installed().readers)
+
+
+def fingerprint(library: Library) -> str:
+    """What tells one state of the code from another: every file of this package and of those that a library is from.
+
+    With it goes the names of the rules and readers, which options may leave out.
+    """
+    kinds = [*map(type, library.rules), *(each.read for each in library.readers)]
+    packages = {kind.__module__.partition(".")[0] for kind in kinds} | {"fusion"}
+    names = [*(rule.name for rule in library.rules), *(each.name for each in library.readers)]
+    return " ".join((*sorted(names), *(f"{each} {_code(each)}" for each in sorted(packages))))
+
+
+def _code(package: str) -> str:
+    """A digest of the files of a package, or of a module alone."""
+    module = import_module(package)
+    folders = [Path(each) for each in getattr(module, "__path__", ())]
+    alone: Any = getattr(module, "__file__", None)
+    files = [each for folder in folders for each in sorted(folder.rglob("*.py"))] or [Path(alone)] * bool(alone)
+    digest = hashlib.sha256()
+    for each in files:
+        digest.update(each.read_bytes())
+    return digest.hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch.fx as fx
 from fusion import operators
 from fusion.errors import StageError
 from fusion.failures import warn
-from fusion.language import Rule
-from fusion.library import rules_for
+from fusion.language import Library, Rule
+from fusion.library import fingerprint, library_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.target import Target
@@ -28,12 +27,14 @@ class FusionPass:
 
     Attributes:
         options: how graphs are fused.
-        rules: the rules in use.
+        library: the rules and readers in use.
     """
 
-    def __init__(self, options: Options | Mapping[str, Any] | None = None, rules: Iterable[Rule] | None = None) -> None:
+    def __init__(
+        self, options: Options | Mapping[str, Any] | None = None, rules: Library | Iterable[Rule] | None = None
+    ) -> None:
         self.options = Options.of(options)
-        self.rules = rules_for(self.options, rules)
+        self.library = library_for(self.options, rules)
 
     def __call__(self, graph: fx.GraphModule | fx.Graph, *context: Any) -> None:
         """Fuse in place; a graph without any match stays node for node as it is.
@@ -45,7 +46,7 @@ class FusionPass:
         """
         source = graph.graph if isinstance(graph, fx.GraphModule) else graph
         try:
-            outcome = fuse_graph(source, self.rules, self.options)
+            outcome = fuse_graph(source, self.library, self.options)
         except StageError as error:
             warn([error.failure])
             return
@@ -54,16 +55,12 @@ class FusionPass:
             graph.recompile()
 
     def uuid(self) -> str:
-        """A key for caches of compiled graphs: rules with their code, target, operators, options and versions."""
+        """A key for caches of compiled graphs: all code that decides, target, options and versions."""
         content = [
-            *sorted(f"{rule.name} {_code(rule)}" for rule in self.rules),
+            fingerprint(self.library),
             Target.resolve(self.options.target).name,
             repr(self.options.key()),
             str(operators.ensure()),
             torch.__version__,
         ]
         return hashlib.sha256("\n".join(content).encode()).hexdigest()
-
-
-def _code(rule: Rule) -> str:
-    return inspect.getsource(inspect.getmodule(type(rule)) or type(rule))

@@ -1,6 +1,6 @@
 """The pipeline: the one place that knows the order of the stages.
 
-canonicalise → match → plan → select → rewrite → prepare → verify → reinplace → verify
+canonicalise → read → match → plan → select → rewrite → prepare → verify → reinplace → verify
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusion.errors import Failure
 from fusion.facts import Facts
 from fusion.failures import stage
 from fusion.graph import Graph
-from fusion.language import Refused, Rule
+from fusion.language import Library, Refused, Rule
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Prepared, Refusal
@@ -28,6 +28,7 @@ from fusion.stages.host_reads import read_on_host
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
 from fusion.stages.prepare import prepare
+from fusion.stages.read import read
 from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
 from fusion.stages.select import TIE, select
@@ -64,7 +65,7 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
 
 
-def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts: Facts = Facts()) -> Outcome:
+def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Facts = Facts()) -> Outcome:
     """Rewrite one functional aten graph in place; every node outside the chosen matches stays the same object.
 
     A rule that raises is refused where it does so; the others go on.
@@ -79,8 +80,10 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     elsewhere = [] if target.is_npu else [Target.named(REFERENCE)]
     with stage("canonicalise"):
         graph = canonicalise(source, facts)
+    with stage("read"):
+        graph, unread = read(graph, library.readers)
     with stage("match"):
-        found = match(graph, rules, options.unsafe)
+        found = match(graph, library.rules, options.unsafe)
     lowering = plan_lower(options, target)
     with stage("plan"):
         planner = Planner(graph, Fakes(graph), target, lowering, elsewhere, options)
@@ -90,7 +93,7 @@ def fuse_graph(source: fx.Graph, rules: Sequence[Rule], options: Options, facts:
     with stage("report"):
         refusals = _worth_telling([*found.refusals, *planner.refusals, *_useless(candidates)], chosen, found.sound)
         counted = tally(source, chosen)
-    failures = _apart([*found.failures, *planner.failures])
+    failures = _apart([*unread, *found.failures, *planner.failures])
     outcome = Outcome(tuple(chosen), (*refusals, *_not_entered(source)), counted, failures=failures)
     return _rewritten(graph, outcome, planner.fakes, (facts, options, target)) if chosen else outcome
 

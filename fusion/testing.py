@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from typing import Any, Literal, get_args
@@ -32,7 +32,7 @@ from fusion._torch import (
     tree_map_only,
 )
 from fusion.facts import Facts
-from fusion.language import Example, Rule
+from fusion.language import Example, Library, Rule
 from fusion.library import examples, installed
 from fusion.operators import operator_of
 from fusion.options import Options
@@ -178,13 +178,13 @@ class Trial:
     """A captured function before and after the pass.
 
     Attributes:
-        rules: what took part: the rule under test first, then those that it is built from or offered beside.
+        library: what took part: the rule under test first, then those that it is built from or offered beside.
         captured: the graph as it came, and its inputs.
         fused: a copy of the graph after the pass.
         outcome: what the pass did.
     """
 
-    rules: tuple[Rule, ...]
+    library: Library
     captured: Captured
     fused: fx.GraphModule
     outcome: Outcome
@@ -192,7 +192,7 @@ class Trial:
     @property
     def rule(self) -> Rule:
         """The rule under test."""
-        return self.rules[0]
+        return self.library.rules[0]
 
     def inputs(self, wide: bool = False) -> list[Any]:
         """What the fused graph takes: copies of the captured inputs, and what is prepared from them."""
@@ -211,18 +211,19 @@ def trial(
     dtype: torch.dtype,
     level: Level = "composite",
     options: Options = Options(target="host", lower="eager"),
-    library: Iterable[Rule] | None = None,
+    library: Library | None = None,
 ) -> Trial:
     """Capture `example` and fuse it by `rule` and what it needs in `library` (by default the installed one).
 
     That is what its patterns are built from, and the rules beside which it is offered.
     """
-    rules = _closure(rule, installed() if library is None else library)
+    known = installed() if library is None else library
+    needed = replace(known, rules=_closure(rule, known.rules))
     captured = capture(example.function, example.inputs(dtype), level)
     fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(fused.graph, rules, options, captured.facts)
+    outcome = fuse_graph(fused.graph, needed, options, captured.facts)
     fused.recompile()
-    return Trial(rules, captured, fused, outcome)
+    return Trial(needed, captured, fused, outcome)
 
 
 def _closure(rule: Rule, library: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -303,7 +304,7 @@ def emits_valid_calls(t: Trial) -> None:
 def idempotent(t: Trial) -> None:
     """The pass finds nothing more to do in its own result."""
     again = copy.deepcopy(t.fused.graph)
-    outcome = fuse_graph(again, t.rules, Options(target="host", lower="eager"), t.captured.facts)
+    outcome = fuse_graph(again, t.library, Options(target="host", lower="eager"), t.captured.facts)
     names = [each.match.rule.name for each in outcome.chosen]
     assert not names, f"a second pass fused {names}"
     assert _text(again) == _text(t.fused.graph), "a second pass changed the graph"
@@ -335,7 +336,7 @@ def leaves_the_rest_alone(t: Trial) -> None:
     """Where no rule applies, the graph keeps its nodes: the same objects in the same order with the same arguments."""
     graph = copy.deepcopy(t.captured.graph.graph)
     before, text = list(graph.nodes), _text(graph)
-    outcome = fuse_graph(graph, t.rules, Options(target="host", lower="eager", fuel=0), t.captured.facts)
+    outcome = fuse_graph(graph, t.library, Options(target="host", lower="eager", fuel=0), t.captured.facts)
     after = list(graph.nodes)
     assert not outcome.chosen
     assert list(map(id, before)) == list(map(id, after)), "nodes were added, dropped or moved"

@@ -1,6 +1,12 @@
 """The default library of rules, found through the entry-point group `fusion.patterns`."""
 
-from fusion import Rule
+from fusion import Library
+from patterns.attention.read import attentions
+from patterns.attention.read_lse_merge import merges
+from patterns.attention.read_softmax_lse import softmax_lse
+from patterns.cache.read_block_tables import block_tables
+from patterns.cache.read_page_gather import page_gathers
+from patterns.cache.read_writes import cache_writes
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
 from patterns.composites.attention_update import AttentionUpdate
@@ -29,6 +35,10 @@ from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
+from patterns.latent.read import latent_operands
+from patterns.latent.read_head_products import head_products
+from patterns.latent.read_int8_query import int8_queries
+from patterns.linear.read import linears
 from patterns.primitives.attention import Attention
 from patterns.primitives.attention_pages import PagedAttention
 from patterns.primitives.attention_part import AttentionPart
@@ -44,55 +54,85 @@ from patterns.primitives.rms_norm import RMSNorm
 from patterns.primitives.rope import Rope
 from patterns.primitives.sliding_write import SlidingWrite
 from patterns.primitives.swiglu import Swiglu
+from patterns.quant.read import dynamic
+from patterns.quant.read_by_head import by_head
+from patterns.quant.read_matmul import int8_matmul
+from patterns.quant.read_packed_rows import packed_rows
+from patterns.quant.read_static import static
+from patterns.quant.read_zero_points import with_zero_point
+from patterns.rotary.read import rotations
+from patterns.sparse.read import index_selections
+
+_RULES = (
+    RMSNorm(),
+    LayerNorm(),
+    AddRMSNorm(),
+    Rope(),
+    PartialRope(),
+    RopePair(),
+    Swiglu(),
+    SwigluProjections(),
+    JoinedProjections(),
+    HeadProjection(),
+    DynamicQuant(),
+    QuantMatmul(),
+    AddRMSNormDynamicQuant(),
+    ExpertRouting(),
+    ExpertShares(),
+    Attention(),
+    PagedAttention(),
+    AttentionPart(),
+    LatentAttention(),
+    PagedLatentAttention(),
+    LatentAttentionPart(),
+    LatentAttentionAtb(),
+    LatentAttentionAtbWhole(),
+    LatentAttentionWhole(),
+    RingMla(),
+    AttentionUpdate(),
+    SparseAttention(),
+    KvRmsnormRopeCache(),
+    KvRmsnormRopeCacheRows(),
+    KvRmsnormRopeCacheWhole(),
+    MlaProlog(),
+    MlaPrologPaged(),
+    MlaPrologRows(),
+    MlaPrologQuantised(),
+    MlaPrologQuantisedPaged(),
+    MlaPrologQuantisedRows(),
+    MlaPrologWhole(),
+    MlaPrologChannels(),
+    MlaPrologTiles(),
+    MlaPreprocess(),
+    MlaPreprocessFixed(),
+    MlaPreprocessWhole(),
+    CacheWrite(),
+    PagedWrite(),
+    PageGather(),
+    SlidingWrite(),
+)
+_READERS = (
+    rotations,
+    attentions,
+    softmax_lse,
+    merges,
+    index_selections,
+    latent_operands,
+    block_tables,
+    cache_writes,
+    page_gathers,
+    dynamic,
+    by_head,
+    static,
+    packed_rows,
+    with_zero_point,
+    int8_matmul,
+    linears,
+    int8_queries,
+    head_products,
+)
 
 
-def library() -> tuple[Rule, ...]:
-    """Every rule of this package."""
-    return (
-        RMSNorm(),
-        LayerNorm(),
-        AddRMSNorm(),
-        Rope(),
-        PartialRope(),
-        RopePair(),
-        Swiglu(),
-        SwigluProjections(),
-        JoinedProjections(),
-        HeadProjection(),
-        DynamicQuant(),
-        QuantMatmul(),
-        AddRMSNormDynamicQuant(),
-        ExpertRouting(),
-        ExpertShares(),
-        Attention(),
-        PagedAttention(),
-        AttentionPart(),
-        LatentAttention(),
-        PagedLatentAttention(),
-        LatentAttentionPart(),
-        LatentAttentionAtb(),
-        LatentAttentionAtbWhole(),
-        LatentAttentionWhole(),
-        RingMla(),
-        AttentionUpdate(),
-        SparseAttention(),
-        KvRmsnormRopeCache(),
-        KvRmsnormRopeCacheRows(),
-        KvRmsnormRopeCacheWhole(),
-        MlaProlog(),
-        MlaPrologPaged(),
-        MlaPrologRows(),
-        MlaPrologQuantised(),
-        MlaPrologQuantisedPaged(),
-        MlaPrologQuantisedRows(),
-        MlaPrologWhole(),
-        MlaPrologChannels(),
-        MlaPrologTiles(),
-        MlaPreprocess(),
-        MlaPreprocessFixed(),
-        MlaPreprocessWhole(),
-        CacheWrite(),
-        PagedWrite(),
-        PageGather(),
-        SlidingWrite(),
-    )
+def library() -> Library:
+    """Every rule and every reader of this package."""
+    return Library(_RULES, _READERS)

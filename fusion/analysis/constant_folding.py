@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion.analysis.dtypes import INTEGERS, KINDS, Array, held, is_exact, is_integer
 from fusion.graph import Value
-from fusion.stages.canonicalise.dtypes import INTEGERS, KINDS, Array, held, is_exact, is_integer
 
 MOST = 2**22  # elements of a value that is folded
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fusion.analysis.elements import Pick, arranged_pick, cut, pick_on, stacked, without
+from fusion.analysis.exp_monomials import ONE, Powers, Share, divides, generator, moved, total
+from fusion.analysis.logarithms import decomposed
+from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Dim, Value, but_ones
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.logarithms import decomposed
-from fusion.stages.canonicalise.picks import Pick, arranged_pick, cut, pick_on, stacked, without
-from fusion.stages.canonicalise.quantisation import is_float
-from fusion.stages.canonicalise.shares import ONE, Powers, Share, divides, generator, moved, total
 
 
 @dataclass

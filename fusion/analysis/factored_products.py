@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value, broadcast
-from fusion.stages.canonicalise.contractions import matmul, swapped
-from fusion.stages.canonicalise.quantisation import is_float
+from fusion.graph.contractions import matmul, swapped
 
 WIDE = torch.float32
 

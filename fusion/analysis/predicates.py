@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, disjunction, negation, number
+from fusion.analysis.constant_folding import Folder, band
+from fusion.analysis.dtypes import held_number, is_integer
+from fusion.analysis.intervals import is_exact
 from fusion.graph import Value, but_ones
-from fusion.stages.canonicalise.choices import lists_all
-from fusion.stages.canonicalise.dtypes import held_number, is_integer
-from fusion.stages.canonicalise.folding import Folder, band
-from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction, disjunction, negation, number
-from fusion.stages.canonicalise.ranges import is_exact
 
 MOST = 8  # different constants that a mask of floats may have
 
@@ -312,3 +311,9 @@ def _spread(x: Value, over: Value, at: Sequence[Affine]) -> tuple[Affine, ...]:
 
 def _is_whole(value: Any) -> bool:
     return float(value).is_integer()
+
+
+def lists_all(chosen: Value) -> bool:
+    """Whether the places are all that there are: as many, and no two the same."""
+    places, size = chosen.arg, chosen.shape[-1]
+    return places.op == "largest_index" and places.attrs == (size,)

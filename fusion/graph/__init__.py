@@ -2,14 +2,18 @@
 
 from fusion.graph.algebra import Algebra
 from fusion.graph.dims import Dim, broadcast, but_ones, dim_of, dims_of, is_dense, lie_alike
-from fusion.graph.overlay import Graph, Reading, unviewed
+from fusion.graph.overlay import Graph, unviewed
+from fusion.graph.readings import Found, Miss, Reading, Readings
 from fusion.graph.value import Value
 
 __all__ = [
     "Algebra",
     "Dim",
+    "Found",
     "Graph",
+    "Miss",
     "Reading",
+    "Readings",
     "Value",
     "broadcast",
     "but_ones",

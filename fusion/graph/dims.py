@@ -59,3 +59,7 @@ def lie_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether tensors of one shape are proven to lie alike in memory; the strides of dims of size 1 say nothing."""
     sizes, strides = dims_of(x.shape), zip(dims_of(x.stride()), dims_of(y.stride()), strict=True)
     return 0 in sizes or all(size == 1 or one == other for size, (one, other) in zip(sizes, strides, strict=True))
+
+
+WHOLE = frozenset({torch.int32, torch.int64})
+"""Dtypes of positions."""

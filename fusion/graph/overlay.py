@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -14,9 +14,11 @@ import torch.fx as fx
 from fusion.facts import Facts
 from fusion.graph.algebra import Algebra
 from fusion.graph.dims import is_dense
+from fusion.graph.readings import Readings
 from fusion.graph.value import Value
 
 Held = Value | tuple["Value | None", ...]
+Made = TypeVar("Made")
 
 
 _VIEWS = ("reshape", "permute")
@@ -34,15 +36,6 @@ def unviewed(value: Value) -> Value:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """One thing that a value means: a semantic op, what it is applied to, and the inputs assumed to be what is said."""
-
-    op: str
-    captures: Mapping[str, Any]
-    relies: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
 class Graph:
     """A read-only view of one FX graph.
 
@@ -52,11 +45,10 @@ class Graph:
         held: the value (or tuple of values) of each node that computes tensors.
         places: every node that holds a value, in order; a value that no node holds must be built by its recipe.
         region: for each node, how many writes to memory stand before it (the closing `copy_` of inputs not counted).
-        readings: what canonicalisation itself recognised (rotations of lanes).
-        misses: values that look like such a thing but are not, with its name and why.
         fixed: the nodes that are computed from Parameters alone.
         facts: what is known of the inputs.
-        also: further readings, of values that may have one already.
+        written: the inputs that the closing writes of the graph change.
+        readings: what values mean, as far as it was read.
     """
 
     source: fx.Graph
@@ -64,12 +56,28 @@ class Graph:
     held: Mapping[fx.Node, Held]
     places: Mapping[Value, tuple[fx.Node, ...]]
     region: Mapping[fx.Node, int]
-    readings: Mapping[Value, Reading]
-    misses: Mapping[Value, tuple[str, str]]
     fixed: Set[fx.Node] = frozenset()
     facts: Facts = field(default_factory=Facts)
-    also: Sequence[tuple[Value, Reading]] = ()
+    written: Set[Value] = frozenset()
+    readings: Readings = field(default_factory=Readings)
     _masks: dict[fx.Node, int] = field(default_factory=dict, repr=False)
+    _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def shared(self, make: Callable[[], Made]) -> Made:
+        """What `make` gives, made once for this graph: what several readers remember together."""
+        if make not in self._shared:
+            self._shared[make] = make()
+        return self._shared[make]
+
+    def is_fixed(self, *values: Value | None) -> bool:
+        """Whether values are, or are built from, Parameters alone."""
+        nodes = [node for each in values if each is not None for node in self._sources(each)]
+        return bool(nodes) and all(node in self.fixed for node in nodes)
+
+    def _sources(self, value: Value) -> list[fx.Node]:
+        if value in self.places:
+            return [self.places[value][0]]
+        return [node for arg in value.args for node in self._sources(arg)]
 
     def node(self, value: Value) -> fx.Node | None:
         """The first node that holds `value`, None where only a recipe can build it."""
@@ -189,10 +197,10 @@ class Graph:
         """The writes by which `made` came from `place`; none where anything else did it."""
         found: dict[Value, Value] = {}
         while isinstance(made, Value) and unviewed(made) is not place:
-            reading = self.readings.get(unviewed(made))
-            if reading is None or not reading.op.startswith("write"):
+            over = next((each.over for each in self.readings.of(unviewed(made)) if each.over is not None), None)
+            if over is None:
                 return {}
-            cache = unviewed(reading.captures["cache"])
+            cache = unviewed(over)
             while made.op in _VIEWS:
                 found[made] = cache
                 made = made.arg

@@ -1,6 +1,7 @@
 """The pattern language: rules, the terms that they are written in, and how a term matches a canonical value."""
 
 from fusion.language.groups import Group, attribute, scalar, tensor
+from fusion.language.reader import Library, Reader, ordered, reader
 from fusion.language.rule import (
     Example,
     Lowering,
@@ -22,8 +23,10 @@ __all__ = [
     "Capture",
     "Example",
     "Group",
+    "Library",
     "Lowering",
     "Pattern",
+    "Reader",
     "Refused",
     "Rule",
     "Term",
@@ -32,7 +35,9 @@ __all__ = [
     "captured",
     "lookalike",
     "lowering",
+    "ordered",
     "pattern",
+    "reader",
     "relied",
     "require",
     "scalar",

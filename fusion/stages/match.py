@@ -1,4 +1,4 @@
-"""Stage 3, match: find where rules apply. Nothing is changed; a match adds a reading to its first result."""
+"""Stage 4, match: find where rules apply. Nothing is changed; a match adds a reading to its first result."""
 
 from __future__ import annotations
 
@@ -17,46 +17,6 @@ from fusion.failures import culprit, failure, raised
 from fusion.graph import Graph, Reading, Value
 from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, relied
 from fusion.records import Match, Refusal
-
-# Readings that canonicalisation itself adds.
-CANONICAL = frozenset(
-    {
-        "linear",
-        "whole_linear",
-        "token_quantised",
-        "token_scale",
-        "layer_query",
-        "layer_lanes",
-        "rotation",
-        "partial_rotation",
-        "softmax_attention",
-        "whole_latent_attention",
-        "rounded_latent_attention",
-        "folded_query",
-        "fixed_quantised",
-        "byte_line",
-        "shifted_quantised",
-        "heads_quantised",
-        "merged_parts",
-        "latent_queries",
-        "latent_keys",
-        "latent_values",
-        "absorbed_query",
-        "head_lanes",
-        "chosen_keys",
-        "paged_rows",
-        "gathered_pages",
-        "counted_keys",
-        "index_selection",
-        "write",
-        "write_rows",
-        "write_places",
-        "write_slice",
-        "write_pages",
-        "write_inside",
-        "slide",
-    }
-)
 
 
 @dataclass
@@ -137,7 +97,7 @@ class _Search:
         self._refused: set[tuple[str, Value, str]] = set()
         for value in graph.values():
             self._by_head[value.op].append(value)
-        for value, reading in (*graph.readings.items(), *graph.also):
+        for value, reading in graph.readings:
             self._read(value, reading)
 
     def readings(self, value: Value, op: str) -> Sequence[Reading]:
@@ -296,7 +256,7 @@ class _Search:
         return [value for head in sorted(term.heads()) for value in self._hidden.get(head, ())]
 
     def note_misses(self) -> None:
-        """Say why what looks like a rotation of lanes, or like attention, is none."""
-        for value, (op, reason) in self.graph.misses.items():
+        """Say why what looked to a reader like something is nothing of the kind."""
+        for value, miss in self.graph.readings.missed():
             if not self._readings.get(value):
-                self._refuse(op, reason, value)
+                self._refuse(miss.rule, miss.reason, value)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.affine import Affine, Formula, Leaf, conjunction
 from fusion.facts import window
 from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction
-from fusion.stages.canonicalise.masks import hidden
+from patterns.attention.masks import hidden
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, conjuncts, disjunction, negation
+from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.formulas import Affine, Formula, Leaf, conjunction, conjuncts, disjunction, negation
-from fusion.stages.canonicalise.logic import either
-from fusion.stages.canonicalise.positions import Positions
+from fusion.graph.logic import either
 
 MASKED = -1e4  # a score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are all in use
 

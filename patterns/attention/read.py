@@ -5,25 +5,101 @@ Queries, keys and values come out as [B, N, S, D], every key head once, with wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise import whole_attention, whole_scores
-from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement, carried, named, once, uncast
-from fusion.stages.canonicalise.assumed import Assumed
-from fusion.stages.canonicalise.contractions import swapped
-from fusion.stages.canonicalise.dtypes import is_rounding
-from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.indexer import begins, chosen_keys
-from fusion.stages.canonicalise.masks import counted, told
-from fusion.stages.canonicalise.positions import Positions
-from fusion.stages.canonicalise.scores import Scores, Weights, dropped, scores_of, weights_of
+import torch.fx as fx
+
+from fusion import reader
+from fusion.analysis import factored_products as whole_scores
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.predicates import Positions
+from fusion.analysis.row_layout import Arrangement, Dims, Step, arrangement, carried, named, once, uncast
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph.contractions import swapped
+from patterns.attention.assumed import Assumed
+from patterns.attention.masks import counted, told
+from patterns.attention.row_heads import told_apart
+from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
+from patterns.latent import int8_operands
+from patterns.latent import int8_operands as whole_attention
+from patterns.latent.int8_probabilities import NAME as ROUNDED
+from patterns.latent.int8_probabilities import rounded_attention
+from patterns.sparse.read import begins, chosen_keys
+
+_ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
+"""Ops of values that may be attention."""
 
 Finish = tuple[Step, ...]
 Outcome = dict[Value, Reading | str]
 """Readings by value; for what only looks like one, the reason."""
+
+
+@reader(
+    gives=(
+        "softmax_attention",
+        "whole_latent_attention",
+        "rounded_latent_attention",
+        "folded_query",
+        "counted_keys",
+        "chosen_keys",
+    )
+)
+def attentions(graph: Graph) -> Iterator[Found]:
+    """Every attention that nodes compute, its mask if that lists or counts keys; why what looks like one is none."""
+    a, folder, assumed = graph.algebra, graph.shared(Folder), Assumed(graph.algebra, graph.facts.assumed)
+    written = [value for value in graph.places if value.op in ("write", "write_rows")]
+    read = partial(attention, a, folder, assumed, written)
+    for value in list(graph.places):
+        if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
+            yield value, Miss("softmax_attention", _left_whole(graph.places[value][0]))
+        if value.op not in _ATTENDING or _only_arranges(graph, value):
+            continue
+        outcome = read(value)
+        rounded = rounded_attention(a, value, read) if outcome is None else None
+        if isinstance(rounded, str):
+            if _ends(graph, value):
+                yield value, Miss(ROUNDED, rounded)
+            continue
+        outcome = rounded or outcome
+        if isinstance(outcome, str):
+            whole = outcome in int8_operands.REASONS
+            yield value, Miss("whole_latent_attention" if whole else "softmax_attention", outcome)
+        elif outcome is not None:
+            yield from _told(a, outcome)
+
+
+def _told(a: Algebra, outcome: Outcome) -> Iterator[Found]:
+    found = dict(outcome)
+    for root, each in outcome.items():
+        if isinstance(each, Reading) and each.op == "softmax_attention":
+            found |= told_apart(a, root, outcome)
+    for value, each in found.items():
+        yield value, Miss("sparse_attention", each) if isinstance(each, str) else each
+
+
+def _left_whole(node: fx.Node) -> str:
+    """Why a call of sdpa is not written out."""
+    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+    if dropout:
+        return "some of the weights are dropped at random"
+    return "queries, keys and values are not [.., N, S, D] with a width D that is known"
+
+
+def _only_arranges(graph: Graph, value: Value) -> bool:
+    """Whether a node only passes on a contraction that the node before it holds, in another arrangement."""
+    product, _ = stripped(value)
+    held = (graph.held.get(source) for source in graph.places[value][0].all_input_nodes)
+    return any(isinstance(each, Value) and each.dtype == value.dtype and stripped(each)[0] is product for each in held)
+
+
+def _ends(graph: Graph, value: Value) -> bool:
+    """Whether what uses a value does more than to scale it, to cast it or to arrange it otherwise."""
+    held = [graph.held.get(user) for node in graph.places[value] for user in node.users]
+    return not any(isinstance(each, Value) and each.op in _ATTENDING for each in held)
 
 
 def attention(

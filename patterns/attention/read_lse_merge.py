@@ -8,31 +8,33 @@ partial sums cancel. What is left must be one exponential each, over the sum of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusion.graph import Algebra, Reading, Value, but_ones
+from fusion import reader
+from fusion.analysis.elements import Pick, Picked, arranged_pick, cut, pick_on, stacked
+from fusion.analysis.exp_monomials import ONE, Share, divides, total
+from fusion.analysis.exponentials import Exponentials
+from fusion.analysis.logarithms import bare
+from fusion.analysis.rounding import is_float
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.exponentials import Exponentials
-from fusion.stages.canonicalise.logarithms import bare
-from fusion.stages.canonicalise.picks import Pick, Picked, arranged_pick, cut, pick_on, stacked
-from fusion.stages.canonicalise.quantisation import is_float
-from fusion.stages.canonicalise.shares import ONE, Share, divides, total
 
 PARTS = 8
 """As many as the rule's pattern names."""
 Outs = Mapping[Value, Share]
-Found = tuple[dict[Value, Reading], dict[Value, tuple[str, str]]]
 _NAME = "attention_update"
 
 
-def merges(a: Algebra, values: Iterable[Value]) -> Found:
-    """Readings of the values that are such merges, and why others that weigh with exponentials are none."""
+@reader(gives=("merged_parts",))
+def merges(graph: Graph) -> Iterator[Found]:
+    """The values that are such merges, and why others that weigh with exponentials are none."""
+    a = graph.algebra
     walk = _Merges(a, Exponentials(a))
     readings: dict[Value, Reading] = {}
-    misses: dict[Value, tuple[str, str]] = {}
-    for value in list(values):
+    misses: dict[Value, str] = {}
+    for value in list(graph.places):
         merged = bare(value)
         single = value.op == "reshape" and merged.op != "matmul"
         if single or merged.op not in ("add", "mul", "scale", "matmul") or not is_float(value) or value.rank < 2:
@@ -44,9 +46,10 @@ def merges(a: Algebra, values: Iterable[Value]) -> Found:
         if isinstance(found, Reading):
             readings[value] = found
         else:
-            misses[value] = (_NAME, found)
+            misses[value] = found
     inner = _below((*readings, *misses))
-    return readings, {value: why for value, why in misses.items() if value not in inner}
+    yield from readings.items()
+    yield from ((value, Miss(_NAME, why)) for value, why in misses.items() if value not in inner)
 
 
 def _below(values: Iterable[Value]) -> set[Value]:

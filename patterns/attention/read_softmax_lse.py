@@ -7,32 +7,33 @@ log Σ exp(s) is named so, or written out: m + log Σ exp(s - m), for any m that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 
-from fusion.graph import Algebra, Reading, Value, but_ones
-from fusion.stages.canonicalise.attention import contraction
-from fusion.stages.canonicalise.logarithms import differences, summed
-from fusion.stages.canonicalise.scores import Scores, computed_from, scores_of, weights_of
+from fusion import reader
+from fusion.analysis.logarithms import differences, summed
+from fusion.graph import Found, Graph, Reading, Value, but_ones
+from patterns.attention.read import contraction
+from patterns.attention.scores import Scores, computed_from, scores_of, weights_of
 
 _OF_VALUES = ("v", "finish")
 
 
-def log_sums(a: Algebra, values: Iterable[Value], attentions: Mapping[Value, Reading]) -> dict[Value, Reading]:
-    """Readings of the sums over the scores that a softmax of `attentions` sees; of several shapes, of the first."""
+@reader(gives=("attention_log_sum",), needs=("softmax_attention",))
+def softmax_lse(graph: Graph) -> Iterator[Found]:
+    """The sums over the scores that a softmax of attention sees; of several shapes, the first."""
+    a = graph.algebra
     sums: dict[Value, Value] = {}
-    for value in values:
+    for value in graph.places:
         scores = summed(value)
         if scores is not None:
             sums.setdefault(scores, value)
-    found: dict[Value, Reading] = {}
-    for root, reading in attentions.items() if sums else ():
+    for root, reading in graph.readings.all("softmax_attention") if sums else ():
         weights = weights_of(a, contraction(a, root)[0].arg)
         scores = None if weights is None else _unshifted(weights.softmax.arg)
         value = None if scores is None or scores_of(a, Scores(), scores).shifted else sums.get(scores)
         if value is not None and but_ones(value.shape) == but_ones(reading.captures["q"].shape[:3]):
             said = {name: what for name, what in reading.captures.items() if name not in _OF_VALUES}
-            found[value] = Reading("attention_log_sum", said, reading.relies)
-    return found
+            yield value, Reading("attention_log_sum", said, reading.relies)
 
 
 def _unshifted(scores: Value) -> Value:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.latents import joined_parts, sources
+from patterns.latent.read import joined_parts, sources
 
 Found = Mapping[Value, Reading | str]
 

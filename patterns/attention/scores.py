@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from fusion.analysis import factored_products as whole_scores
+from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.row_layout import Arrangement, Step, arrangement
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise import whole_scores
-from fusion.stages.canonicalise.arrangement import Arrangement, Step, arrangement
-from fusion.stages.canonicalise.contractions import matmul, swapped
-from fusion.stages.canonicalise.dtypes import is_rounding
-from fusion.stages.canonicalise.masks import MASKED, Term
+from fusion.graph.contractions import matmul, swapped
+from patterns.attention.masks import MASKED, Term
 
 
 @dataclass(frozen=True)

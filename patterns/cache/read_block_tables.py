@@ -11,16 +11,17 @@ makes that explicit.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from fusion.graph import Algebra, Reading, Value, but_ones
-from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.ranges import uncast
-from fusion.stages.canonicalise.writes import iota, wrapped
+from fusion import reader
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.intervals import uncast
+from fusion.analysis.runs import iota, wrapped
+from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
 
 _WHOLE = ("whole_latent_attention", "rounded_latent_attention")
 
@@ -34,21 +35,27 @@ class Gather(NamedTuple):
     size: int
 
 
-def paged(a: Algebra, folder: Folder, found: Mapping[Value, Reading], held: Container[Value]) -> dict[Value, Reading]:
-    """Readings of the keys, values and latents of attention that are gathered from pages, those that a node `held`."""
-    readings: dict[Value, Reading] = {}
-    for attention in [each for each in found.values() if each.op in _WHOLE]:
-        readings |= _of_whole(a, folder, attention, held)
-    for attention in [each for each in found.values() if each.op == "softmax_attention"]:
+_OF_LATENTS = ("latent_keys", "latent_values")
+
+
+@reader(
+    gives=("paged_rows",),
+    needs=("softmax_attention", "whole_latent_attention", "rounded_latent_attention", "latent_keys", "latent_values"),
+)
+def block_tables(graph: Graph) -> Iterator[Found]:
+    """Keys, values and latents of attention that are gathered from pages."""
+    a, folder, held = graph.algebra, graph.shared(Folder), graph.places
+    for _, attention in graph.readings.all(*_WHOLE):
+        yield from _of_whole(a, folder, attention, held).items()
+    for _, attention in graph.readings.all("softmax_attention"):
         batch, _, keys, _ = attention.captures["k"].shape
         names = (attention.captures["k"], attention.captures["v"])
-        parts = [part for each in names if each in found for part in _latents(found[each])]
+        parts = [part for each in names for part in _latents(graph.readings.one(each, *_OF_LATENTS))]
         heads = [(each, each.shape[1], keys) for each in names]
         for value, count, keys in (*heads, *((each, 1, _keys(each, batch)) for each in parts)):
-            lies = value.arg if value in found and value.op == "reshape" else value  # one value has one reading
-            reading = _rows(a, folder, lies, (batch, count, keys, value.shape[-1]), held)
-            readings |= {} if reading is None else {lies: reading}
-    return readings
+            reading = _rows(a, folder, value, (batch, count, keys, value.shape[-1]), held)
+            if reading is not None:
+                yield value, reading
 
 
 def _of_whole(a: Algebra, folder: Folder, attention: Reading, held: Container[Value]) -> dict[Value, Reading]:
@@ -68,9 +75,9 @@ def _keys(latent: Value, batch: Any) -> Any:
     return count // batch if packed else prod(latent.shape[1:-1])
 
 
-def _latents(reading: Reading) -> list[Value]:
+def _latents(reading: Reading | None) -> list[Value]:
     """What all heads share of keys or values."""
-    shared = (reading.captures.get(name) for name in ("latent", "rope"))
+    shared = () if reading is None else (reading.captures.get(name) for name in ("latent", "rope"))
     return [each for each in shared if isinstance(each, Value)]
 
 

@@ -11,17 +11,15 @@ tensors know cut nothing here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import torch.fx as fx
-
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.pages import Gather, gathers
-from fusion.stages.canonicalise.projections import is_fixed
-from fusion.stages.canonicalise.writes import wrapped
+from fusion import reader
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.runs import wrapped
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from patterns.cache.read_block_tables import Gather, gathers
 
 _ALONE = (
     "the pages of one cache are gathered by this table: the operator reads two caches at once, of pages of one size, "
@@ -39,17 +37,17 @@ class _Rows(NamedTuple):
     lengths: Any
 
 
-def readings(
-    a: Algebra, folder: Folder, places: Mapping[Value, Sequence[fx.Node]], fixed: Collection[fx.Node]
-) -> tuple[dict[Value, Reading], dict[Value, tuple[str, str]]]:
-    """Readings of gathered pages of caches of which two are gathered alike; why others are not."""
-    known = [value for value in places if sum(not isinstance(size, int) for size in value.shape) < 2]
+@reader(gives=("gathered_pages",))
+def page_gathers(graph: Graph) -> Iterator[Found]:
+    """Gathered pages of caches of which two are gathered alike; why others are not."""
+    a, folder = graph.algebra, graph.shared(Folder)
+    known = [value for value in graph.places if sum(not isinstance(size, int) for size in value.shape) < 2]
     found = {value: rows for value in known if (rows := _read(a, folder, value)) is not None}
-    found = {value: rows for value, rows in found.items() if not is_fixed(places, fixed, rows.pages)}
+    found = {value: rows for value, rows in found.items() if not graph.is_fixed(rows.pages)}
     alike = Counter((rows.table, rows.size, rows.lengths) for rows in found.values())
-    pairs = {value for value, rows in found.items() if alike[rows.table, rows.size, rows.lengths] > 1}
-    told = {value: _reading(a, value, found[value]) for value in found if value in pairs}
-    return told, {value: ("page_gather", _ALONE) for value in found if value not in pairs}
+    for value, rows in found.items():
+        paired = alike[rows.table, rows.size, rows.lengths] > 1
+        yield value, _reading(a, value, rows) if paired else Miss("page_gather", _ALONE)
 
 
 def _reading(a: Algebra, value: Value, rows: _Rows) -> Reading:

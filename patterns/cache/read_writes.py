@@ -12,16 +12,18 @@ into an input are told with their reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fusion.graph import Algebra, Reading, Value, but_ones, unviewed
-from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.positions import Affine, Formula, Leaf, Positions, negation
-from fusion.stages.canonicalise.ranges import bounds
-from fusion.stages.canonicalise.writes import wrapped
+from fusion import reader
+from fusion.analysis.affine import Affine, Formula, Leaf, negation
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.intervals import bounds
+from fusion.analysis.predicates import Positions
+from fusion.analysis.runs import wrapped
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones, unviewed
 
 _UNREAD = (
     "aten.index_copy.default", "aten.index_put.default", "aten._unsafe_index_put.default", "aten.slice_scatter.default",
@@ -39,14 +41,29 @@ _NO_FORM = "its rows are not proven to go, one by one, to places of their own al
 _SEVERAL = "it selects by something other than one position for every sequence: {why}"
 
 
-class Writes:
-    """The writes among the values of one graph, and why others are none."""
+@reader(gives=("write", "write_rows", "write_places", "write_slice", "write_pages", "write_inside", "slide"))
+def cache_writes(graph: Graph) -> Iterator[Found]:
+    """The writes among the values of a graph, and why others are none."""
+    walk = _Writes(graph.algebra, graph.shared(Folder), graph.written)
+    for value in list(graph.places):
+        walk.visit(value)
+    yield from walk.readings.items()
+    yield from walk.also.items()
+    yield from ((value, Miss("cache_write", why)) for value, why in walk.misses.items())
+
+
+def _write(op: str, captures: Mapping[str, Any]) -> Reading:
+    return Reading(op, captures, over=captures["cache"])
+
+
+class _Writes:
+    """The state of one walk, in the order of the graph."""
 
     def __init__(self, a: Algebra, folder: Folder, written: Collection[Value]) -> None:
         """`written` are the inputs that the graph changes."""
         self.readings: dict[Value, Reading] = {}
         self.also: dict[Value, Reading] = {}  # places of pages, told once more as slots
-        self.misses: dict[Value, tuple[str, str]] = {}
+        self.misses: dict[Value, str] = {}
         self._algebra, self._folder, self._written = a, folder, written
 
     def visit(self, value: Value) -> None:
@@ -55,7 +72,7 @@ class Writes:
         if isinstance(outcome, Reading):
             self.readings[value] = outcome
         elif outcome is not None:
-            self.misses[value] = ("cache_write", outcome)
+            self.misses[value] = outcome
 
     def _read(self, value: Value) -> Outcome:
         match value.op:
@@ -88,9 +105,9 @@ class Writes:
         cache, rows, index, *inner = value.args
         captures: dict[str, Any] = {"cache": cache, "rows": rows, "index": index, "axis": value.attrs[0]}
         if not inner:
-            return Reading("write_rows", captures)
+            return _write("write_rows", captures)
         self.also[value] = _to_pages(cache, rows, _slots(self._algebra, cache.shape[:2], index, inner[0]))
-        return Reading("write_places", captures | {"inner": inner[0]})
+        return _write("write_places", captures | {"inner": inner[0]})
 
     def _lines(self, value: Value) -> Outcome:
         """Rows of pages [Block, .., A, Size, L], where each lies in A lines."""
@@ -107,7 +124,7 @@ class Writes:
             return None  # a buffer that is filled part by part
         if step != 1:
             return _STEP.format(step=step) if self._is_cache(cache) else None
-        return Reading("write_slice", {"cache": cache, "rows": rows, "start": start, "axis": axis})
+        return _write("write_slice", {"cache": cache, "rows": rows, "start": start, "axis": axis})
 
     def _pages(self, value: Value) -> Reading | None:
         """cache.view(-1, N, D)[slots] = rows, viewed as [Block, Size, N, D] again; dims of size 1 come and go."""
@@ -152,11 +169,11 @@ class Writes:
         if isinstance(position, int):
             inside = position >= 0 and isinstance(size, int) and position < size
             captures = {"cache": cache, "rows": rows, "start": position, "axis": axis}
-            return Reading("write_slice", captures) if inside else None
+            return _write("write_slice", captures) if inside else None
         low, high = bounds(position)
         if low >= 0 and isinstance(size, int) and high < size:
             return _at_start(cache, rows, position, axis)
-        return Reading("write_inside", {"cache": cache, "rows": rows, "position": position, "axis": axis})
+        return _write("write_inside", {"cache": cache, "rows": rows, "position": position, "axis": axis})
 
     def _position(self, value: Value, formula: Formula) -> tuple[Value | int, int] | str:
         """Where `formula` says "this axis is at this position", or what else it says."""
@@ -222,12 +239,12 @@ def _limited(rows: Value, value: Value, one: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _at_start(cache: Value, rows: Value, start: Value, axis: int) -> Reading:
-    return Reading("write", {"cache": cache, "rows": rows, "start": start, "axis": axis})
+    return _write("write", {"cache": cache, "rows": rows, "start": start, "axis": axis})
 
 
 def _to_pages(cache: Value, rows: Value, slots: Value | None, line: Any = None) -> Reading:
     known = {} if slots is None else {"slots": slots}
-    return Reading("write_pages", {"cache": cache, "rows": rows, **known, "line": line})
+    return _write("write_pages", {"cache": cache, "rows": rows, **known, "line": line})
 
 
 def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Value | None:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.factored_products import WIDE, Whole, whole
+from fusion.analysis.row_layout import once
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.arrangement import once
-from fusion.stages.canonicalise.latents import joined_parts
-from fusion.stages.canonicalise.whole_scores import WIDE, Whole, whole
+from patterns.latent.read import joined_parts
 
 FLOATS = "the latent lies in whole numbers and the queries do not: no operator multiplies both"
 SHARED = "whole queries have no scale for each token and head"

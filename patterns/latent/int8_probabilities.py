@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.factored_products import WIDE, whole
+from fusion.analysis.factored_products import below as of_below
+from fusion.analysis.rounding import exact, is_float, unscaled
+from fusion.analysis.row_layout import Step
 from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.arrangement import Step
-from fusion.stages.canonicalise.quantisation import exact, is_float, unscaled
-from fusion.stages.canonicalise.whole_scores import WIDE, whole
-from fusion.stages.canonicalise.whole_scores import below as of_below
 
 STEPS = 127
 NAME = "rounded_latent_attention"

@@ -13,16 +13,17 @@ Every form is proven by building it: a value is a projection of heads if it is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.arrangement import once, uncast
-from fusion.stages.canonicalise.contractions import matmul, swapped
+from fusion import reader
+from fusion.analysis.row_layout import once, uncast
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Readings, Value
+from fusion.graph.contractions import matmul, swapped
 
-Readings = dict[Value, Reading]
+Operands = dict[Value, Reading]
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,23 @@ def lane_forms(a: Algebra, opened: Value, start: int, count: Any) -> tuple[Value
     return tuple(a.slice(each, -1, start, start + count) for each in (opened, a.permute(opened, (0, 2, 1, 3))))
 
 
-def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> Readings | str | None:
+@reader(
+    gives=("latent_queries", "latent_keys", "latent_values", "absorbed_query", "head_lanes"),
+    needs=("softmax_attention", "chosen_keys", "rotation"),
+)
+def latent_operands(graph: Graph) -> Iterator[Found]:
+    """What queries, keys and values of attention are, if they come from a latent; why they do not."""
+    listed = {value for value, _ in (*graph.readings.all("chosen_keys"), *graph.readings.missed("sparse_attention"))}
+    for _, attention in graph.readings.all("softmax_attention"):
+        parts = latents(graph.algebra, graph.readings, attention)
+        if isinstance(parts, str):
+            rule = "sparse_attention" if attention.captures.get("mask") in listed else "latent_attention"
+            yield attention.captures["k"], Miss(rule, parts)
+        elif parts is not None:
+            yield from parts.items()
+
+
+def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str | None:
     """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it."""
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
     whole, rows = _uncut(k, v)
@@ -158,9 +175,9 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
 
 
 def _absorbed(
-    a: Algebra, found: Mapping[Value, Reading], qkv: tuple[Value, Value, Value], whole: tuple[Value, Value],
+    a: Algebra, found: Readings, qkv: tuple[Value, Value, Value], whole: tuple[Value, Value],
     rows: int | None,
-) -> Readings | None:  # fmt: skip
+) -> Operands | None:  # fmt: skip
     """Readings where the model absorbs the projections itself: the values are the latent, the keys latent and rope."""
     (q, k, v), (keys, latent) = qkv, whole
     width, count = k.shape[-1], v.shape[-1]
@@ -264,10 +281,10 @@ def _opened(a: Algebra, flat: Value, like: Value) -> Value:
     return a.permute(a.reshape(flat, (batch, rows, count, flat.shape[-1])), (0, 2, 1, 3))
 
 
-def _query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: Sequence[Reading]) -> Readings:
+def _query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: Sequence[Reading]) -> Operands:
     """Where both parts of the queries come from, if one linear layer gives them."""
     _, heads, rows, _ = nope.shape
-    sources: Readings = {}
+    sources: Operands = {}
     layer = _of_queries(a, nope, heads, rows)
     if layer is not None:
         placed = as_turned(a, absorbed, turned)
@@ -293,9 +310,9 @@ def _of_queries(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjecti
     return replace(found, x=a.reshape(source, found.x.shape), source=source)
 
 
-def rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:
+def rotations(a: Algebra, found: Readings, rotated: Value) -> list[Reading]:
     """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions, or as [T, N, D]."""
     flat = packed(a, rotated)
     forms = (rotated, a.permute(rotated, (0, 2, 1, 3)), *([] if flat is None else [flat]))
-    turned = [each for form in forms for each in (found.get(form), form.op == "cast" and found.get(form.arg)) if each]
-    return [each for each in turned if each.op == "rotation"]
+    held = [each for form in forms for each in (form, *([form.arg] if form.op == "cast" else []))]
+    return [reading for each in held for reading in found.of(each, "rotation")]

@@ -6,25 +6,21 @@ heads that stand first before and behind it is left alone: nothing is arranged a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
-import torch.fx as fx
-
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.arrangement import Step, named
-from fusion.stages.canonicalise.attention import stripped
-from fusion.stages.canonicalise.projections import Places, is_fixed
+from fusion import reader
+from fusion.analysis.row_layout import Step, named
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from patterns.attention.read import stripped
 
 ARRANGES = ("permute", "reshape")
-Found = dict[Value, Reading]
-Misses = dict[Value, tuple[str, str]]
 
 
-def readings(a: Algebra, places: Places, fixed: Collection[fx.Node]) -> tuple[Found, Misses]:
-    """A reading for every such product; `fixed` are the nodes that depend on Parameters alone, if any is known."""
-    found: Found = {}
-    misses: Misses = {}
+@reader(gives=("head_product",))
+def head_products(graph: Graph) -> Iterator[Found]:
+    """Every such product, of Parameters if any is known."""
+    places = graph.places
     turned = {value.arg for value in places if value.op in ARRANGES}
     for value in list(places):
         product, arranged = stripped(value)
@@ -33,16 +29,15 @@ def readings(a: Algebra, places: Places, fixed: Collection[fx.Node]) -> tuple[Fo
         if product is not value and product in places:
             continue  # what only arranges it is left to the product itself
         x, weight = product.args
-        constant = is_fixed(places, fixed, weight)
+        constant = graph.is_fixed(weight)
         heads_alone = not (value in turned or arranged or x.op in ARRANGES)
-        if x.shape[:-2] != product.shape[:-2] or heads_alone or (fixed and not constant):
+        if x.shape[:-2] != product.shape[:-2] or heads_alone or (graph.fixed and not constant):
             continue
-        outcome = _reading(a, x, weight, arranged)
+        outcome = _reading(graph.algebra, x, weight, arranged)
         if isinstance(outcome, Reading):
-            found[value] = outcome
+            yield value, outcome
         elif outcome and constant:
-            misses[value] = ("head_product", outcome)
-    return found, misses
+            yield value, Miss("head_product", outcome)
 
 
 def _reading(a: Algebra, x: Value, weight: Value, arranged: Sequence[Step]) -> Reading | str | None:

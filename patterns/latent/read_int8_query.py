@@ -12,40 +12,50 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.arrangement import uncast
-from fusion.stages.canonicalise.latents import absorption, as_turned, lane_forms, rotations, sources
+from fusion import reader
+from fusion.analysis.row_layout import uncast
+from fusion.graph import Algebra, Found, Graph, Reading, Readings, Value
+from patterns.latent.read import absorption, as_turned, lane_forms, rotations, sources
 
-Found = dict[Value, Reading]
 
-
-def readings(a: Algebra, found: Mapping[Value, Reading]) -> Found:
+@reader(
+    gives=("layer_query", "layer_lanes"),
+    needs=(
+        "whole_linear",
+        "latent_queries",
+        "whole_latent_attention",
+        "rounded_latent_attention",
+        "folded_query",
+        "token_quantised",
+        "heads_quantised",
+        "rotation",
+    ),
+)
+def int8_queries(graph: Graph) -> Iterator[Found]:
     """Where the parts of latent queries come from, if a layer in whole numbers gives them."""
-    layers = {value.below("cast", "reshape"): value for value, reading in found.items() if reading.op == "whole_linear"}
-    made: Found = {}
-    for absorbed, rotated in _queries(found) if layers else []:
-        for value, reading in _of_query(a, found, layers, absorbed, rotated):
-            made[value] = reading
-    return made
+    layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("whole_linear")}
+    for absorbed, rotated in _queries(graph.readings) if layers else []:
+        yield from _of_query(graph.algebra, graph.readings, layers, absorbed, rotated)
 
 
-def _queries(found: Mapping[Value, Reading]) -> list[tuple[Value, Value]]:
+def _queries(found: Readings) -> list[tuple[Value, Value]]:
     """Absorbed and rotated queries of every attention over a latent, in floats or before they were quantised."""
-    queries = [each.captures for each in found.values() if each.op == "latent_queries"]
+    queries = [each.captures for _, each in found.all("latent_queries")]
     pairs = [(each["absorbed"], each["rope"]) for each in queries]
-    for attention in [each.captures for each in found.values() if each.op == "whole_latent_attention"]:
-        quantised, folded = found.get(attention["query"]), found.get(attention["rope"])
-        if quantised is not None and quantised.op == "token_quantised" and folded is not None:
+    for _, attention in found.all("whole_latent_attention"):
+        quantised = found.one(attention.captures["query"], "token_quantised")
+        folded = found.one(attention.captures["rope"], "folded_query")
+        if quantised is not None and folded is not None:
             pairs.append((quantised.captures["x"], folded.captures["rope"]))
-    for attention in [each.captures for each in found.values() if each.op == "rounded_latent_attention"]:
-        quantised = found.get(attention["query"])
-        if quantised is not None and quantised.op == "heads_quantised":
-            pairs.append((quantised.captures["x"], attention["rope"]))
+    for _, attention in found.all("rounded_latent_attention"):
+        quantised = found.one(attention.captures["query"], "heads_quantised")
+        if quantised is not None:
+            pairs.append((quantised.captures["x"], attention.captures["rope"]))
     return pairs
 
 
 def _of_query(
-    a: Algebra, found: Mapping[Value, Reading], layers: Mapping[Value, Value], absorbed: Value, rotated: Value
+    a: Algebra, found: Readings, layers: Mapping[Value, Value], absorbed: Value, rotated: Value
 ) -> Iterator[tuple[Value, Reading]]:
     factors = absorption(a, absorbed)
     if factors is None:

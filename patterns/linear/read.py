@@ -7,15 +7,16 @@ Parameters alone; `beside` is the next linear layer of the same x that one call 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch.fx as fx
 
-from fusion.cost import is_view
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.contractions import swapped
+from fusion import reader
+from fusion.analysis.nodes import is_handed_out
+from fusion.graph import Algebra, Found, Graph, Reading, Value
+from fusion.graph.contractions import swapped
 
 Places = Mapping[Value, Sequence[fx.Node]]
 Parts = tuple[Value, Value, "Value | None"]
@@ -59,33 +60,32 @@ def _biased(a: Algebra, places: Places, product: Value, bias: Value) -> Parts | 
     return None if parts is None or parts[2] is not None else (*parts[:2], bias)
 
 
-def readings(
-    a: Algebra, places: Places, attended: Collection[Value], fixed: Collection[fx.Node]
-) -> dict[Value, Reading]:
-    """A reading for every linear layer; `fixed` are the nodes that depend on Parameters alone.
+@reader(gives=("linear",), needs=("softmax_attention",))
+def linears(graph: Graph) -> Iterator[Found]:
+    """Every linear layer.
 
     Layers stand beside each other only up to an attention: what is computed before it would have to wait there for
     what is needed behind it.
     """
+    places = graph.places
     order = {value: position for position, value in enumerate(places)}
-    barriers = sorted(order[each] for each in attended)
-    found = {value: parts for value in list(places) if (parts := linear(a, places, value)) is not None}
+    barriers = sorted(order[each] for each, _ in graph.readings.all("softmax_attention") if each in order)
+    found = {value: parts for value in list(places) if (parts := linear(graph.algebra, places, value)) is not None}
     groups: dict[Any, list[Value]] = {}
     for value in _whole(found, places):
         x, weight, bias = found[value]
-        constant = is_fixed(places, fixed, weight, bias)
-        if not any(map(_is_handed_out, places[value])):
-            key = (x, weight.dtype, bias is None, constant, bisect(barriers, order[value]))
+        if not any(map(is_handed_out, places[value])):
+            key = (x, weight.dtype, bias is None, graph.is_fixed(weight, bias), bisect(barriers, order[value]))
             groups.setdefault(key, []).append(value)
     beside = dict(pair for group in groups.values() for pair in pairwise(group))
-    return {value: _reading(parts, beside.get(value), places, fixed) for value, parts in found.items()}
+    for value, parts in found.items():
+        yield value, _reading(graph, parts, beside.get(value))
 
 
-def _reading(parts: Parts, beside: Value | None, places: Places, fixed: Collection[fx.Node]) -> Reading:
+def _reading(graph: Graph, parts: Parts, beside: Value | None) -> Reading:
     x, weight, bias = parts
     optional = {name: each for name, each in (("bias", bias), ("beside", beside)) if each is not None}
-    constant = is_fixed(places, fixed, weight, bias)
-    return Reading("linear", {"x": x, "weight": weight, "fixed": constant, **optional})
+    return Reading("linear", {"x": x, "weight": weight, "fixed": graph.is_fixed(weight, bias), **optional})
 
 
 def _whole(found: Mapping[Value, Parts], places: Places) -> list[Value]:
@@ -110,20 +110,3 @@ def _whole(found: Mapping[Value, Parts], places: Places) -> list[Value]:
 
 def _is_read_once(nodes: Sequence[fx.Node]) -> bool:
     return len(nodes) == 1 and len(nodes[0].users) == 1
-
-
-def _is_handed_out(node: fx.Node) -> bool:
-    """Whether a caller gets this memory: it must not be a part of a larger one."""
-    return any(user.op == "output" or (is_view(user.target) and _is_handed_out(user)) for user in node.users)
-
-
-def is_fixed(places: Places, fixed: Collection[fx.Node], *values: Value | None) -> bool:
-    """Whether values are, or are built from, Parameters alone."""
-    nodes = [node for value in values if value is not None for node in _reads(places, value)]
-    return bool(nodes) and all(node in fixed for node in nodes)
-
-
-def _reads(places: Places, value: Value) -> list[fx.Node]:
-    if value in places:
-        return [places[value][0]]
-    return [node for arg in value.args for node in _reads(places, arg)]

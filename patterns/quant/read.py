@@ -10,60 +10,22 @@ good as zeros (`FAINT`), where fewer whole numbers are told apart than could be.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.fx as fx
 
-from fusion.cost import is_view
-from fusion.graph import Algebra, Reading, Value
-from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.translate import Out, Translated, translates
+from fusion import reader
+from fusion.analysis.nodes import is_computed
+from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 
-Places = Mapping[Value, Sequence[fx.Node]]
-Found = dict[Value, Reading]
-Misses = dict[Value, tuple[str, str]]
 LARGEST = 127
+_SCALED = ("reshape", "expand", "cast", "scale", "clip", "shift")
 UNSCALED = "numbers are rounded to int8 without a scale that is the largest of their row"
 FAINT = 1e-5
 """A scale up to which a row counts as zeros: the least that quantisation code keeps scales at."""
-
-
-@translates("aten.abs.default")
-def _abs(a: Algebra, out: Out, x: Value) -> Translated:
-    return a.unary("abs", x)
-
-
-@translates("aten.round.default")
-def _round(a: Algebra, out: Out, x: Value) -> Translated:
-    return a.unary("round", x)
-
-
-@translates("aten.amax.default")
-def _amax(a: Algebra, out: Out, x: Value, dim: Any = (), keepdim: bool = False) -> Translated:
-    axes = range(x.rank) if dim in ((), []) else [dim] if isinstance(dim, int) else dim
-    return greatest(a, out, x, axes)
-
-
-@translates("aten.max.default")
-def _max(a: Algebra, out: Out, x: Value) -> Translated:
-    return greatest(a, out, x, range(x.rank))
-
-
-@translates("aten.max.dim")
-def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    shape = [1 if place == dim % x.rank else size for place, size in enumerate(x.shape)]
-    kept = [size for place, size in enumerate(x.shape) if place != dim % x.rank]
-    return greatest(a, Out(tuple(shape if keepdim else kept), x.dtype), x, [dim]), None
-
-
-def greatest(a: Algebra, out: Out, x: Value, axes: Sequence[int]) -> Value:
-    """The largest element along some axes, which stay as dims of size 1 and go where the result has not kept them."""
-    places = tuple(sorted(axis % x.rank - x.rank for axis in axes))
-    shape = tuple(1 if place - x.rank in places else size for place, size in enumerate(x.shape))
-    return a.reshape(a.make("greatest", (x,), places, shape, x.dtype), out.shape)
 
 
 @dataclass(frozen=True)
@@ -89,7 +51,7 @@ def _scale(value: Value) -> _Scale | None:
         return _Scale(exact(value.arg.arg), narrow=_is_narrow(value.arg.arg), odd=odd)
     if value.op == "where":
         return _without_zeros(value)
-    found = _scale(value.arg) if value.op in ("reshape", "expand", "cast", "scale", "clip", "shift") else None
+    found = _scale(value.arg) if value.op in _SCALED and is_float(value) else None
     if found is None:
         return None
     found = replace(found, narrow=value.dtype in (torch.float16, torch.bfloat16))
@@ -117,45 +79,6 @@ def _without_zeros(value: Value) -> _Scale | None:
         return None
     x, zero = condition.args
     return _scale(kept) if zero.op == "full" and zero.attrs == (0,) and _scale(x) is not None else None
-
-
-def exact(x: Value) -> Value:
-    """`x` before casts that keep every number."""
-    while x.op == "cast" and widens(x.arg.dtype, x.dtype):
-        x = x.arg
-    return x
-
-
-@dataclass(frozen=True)
-class _Rounded:
-    """round(quotient) on the way to int8, and between which bounds."""
-
-    quotient: Value
-    low: float = -math.inf
-    high: float = math.inf
-    rounded: bool = False
-
-
-def rounded(value: Value) -> _Rounded:
-    """What is cast to int8, below its rounding, its bounds and casts between floats."""
-    if value.op == "round":
-        return replace(rounded(value.arg), rounded=True)
-    if value.op == "clip":
-        found, (low, high) = rounded(value.arg), value.attrs
-        return replace(found, low=max(found.low, low), high=min(found.high, high))
-    if value.op == "reshape" or (value.op == "cast" and is_float(value.arg)):
-        return rounded(value.arg)
-    return _Rounded(value)
-
-
-def is_float(value: Value) -> bool:
-    """Whether a value holds floating-point numbers."""
-    return value.dtype is not None and value.dtype.is_floating_point
-
-
-def unscaled(value: Value) -> tuple[Value, float]:
-    """A value, and the number that it is multiplied by."""
-    return (value.arg, value.attrs[0]) if value.op == "scale" else (value, 1.0)
 
 
 def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str | None:
@@ -191,7 +114,7 @@ def _scale_in(quotient: Value) -> bool:
     return any(each.op == "power" and _scale(each.arg) is not None for each in factors)
 
 
-def _unproven(below: _Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -> str:
+def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -> str:
     """Why rows divided so, by numbers of that shape, are not what the operator gives, "" if they are."""
     others = "rows are divided by the scale of others"
     if scale.x.below("reshape") is not x.below("reshape") or scale.x.shape[-1:] != x.shape[-1:]:
@@ -213,17 +136,19 @@ def _unproven(below: _Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) 
     return ""
 
 
-def readings(a: Algebra, places: Places) -> tuple[Found, Misses]:
-    """Readings of all rows that are quantised, and of their scales; why others are none."""
-    found: Found = {}
-    misses: Misses = {}
-    for value in [each for each in places if each.op == "cast" and each.dtype == torch.int8 and is_float(each.arg)]:
-        if is_view(places[value][0].target):
-            continue
-        made = _quantised(a, value)
+@reader(gives=("token_quantised", "token_scale"))
+def dynamic(graph: Graph) -> Iterator[Found]:
+    """All rows that are quantised by their largest number, and their scales; why others are not."""
+    for value in rounded_to_int8(graph):
+        made = _quantised(graph.algebra, value) if is_computed(graph, value) else None
         if isinstance(made, str):
-            misses[value] = ("dynamic_quant", made)
+            yield value, Miss("dynamic_quant", made)
         elif made is not None:
             whole, scale, multiplier = made
-            found |= {value: whole, scale: multiplier}
-    return found, misses
+            yield value, whole
+            yield scale, multiplier
+
+
+def rounded_to_int8(graph: Graph) -> list[Value]:
+    """The values of int8 that are made of floating-point numbers."""
+    return [each for each in graph.places if each.op == "cast" and each.dtype == torch.int8 and is_float(each.arg)]

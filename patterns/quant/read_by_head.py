@@ -5,26 +5,24 @@ heads_quantised(x, scale)           x [B, N, S, C], scale [N]
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
 
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.quantisation import Found, Misses, Places, exact, is_float, rounded, unscaled
+from fusion import reader
+from fusion.analysis.rounding import exact, rounded, unscaled
+from fusion.graph import Algebra, Graph, Miss, Reading, Value
+from patterns.quant.read import Found, rounded_to_int8
 
 _DIVIDED = "queries are divided by a scale of each head, where the operator multiplies by one"
 _BOUNDS = "whole queries are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"
 
 
-def readings(a: Algebra, places: Places) -> tuple[Found, Misses]:
-    """Readings of all queries that are quantised so; why others are not."""
-    found: Found = {}
-    misses: Misses = {}
-    for value in [each for each in places if each.op == "cast" and each.dtype == torch.int8 and is_float(each.arg)]:
-        made = _read(a, value)
-        if isinstance(made, str):
-            misses[value] = ("heads_quantised", made)
-        elif made is not None:
-            found[value] = made
-    return found, misses
+@reader(gives=("heads_quantised",))
+def by_head(graph: Graph) -> Iterator[Found]:
+    """All queries that are quantised so; why others are not."""
+    for value in rounded_to_int8(graph):
+        made = _read(graph.algebra, value)
+        if made is not None:
+            yield value, Miss("heads_quantised", made) if isinstance(made, str) else made
 
 
 def _read(a: Algebra, value: Value) -> Reading | str | None:

@@ -9,30 +9,23 @@ operands that were multiplied by their scales before.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.fx as fx
 
-from fusion.cost import is_view
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.contractions import matmul, swapped
-from fusion.stages.canonicalise.projections import is_fixed
-from fusion.stages.canonicalise.quantisation import Found, Misses, Places, is_float, unscaled
-from fusion.stages.canonicalise.translate import Out, Translated, translates
-from fusion.stages.canonicalise.whole_scores import whole
+from fusion import reader
+from fusion.analysis.factored_products import whole
+from fusion.analysis.nodes import are_read_by, is_computed
+from fusion.analysis.rounding import is_float, unscaled
+from fusion.graph import Algebra, Graph, Miss, Reading, Value
+from fusion.graph.contractions import swapped
+from patterns.quant.read import Found
 
 _SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
 """Dtypes in which sums of products of int8 are computed; float16 ends at 65504."""
 _RESULTS = frozenset({torch.float16, torch.bfloat16})
 _ENDS = frozenset({"mul", "cast", "add", "scale", "reshape"})
-
-
-@translates("aten._int_mm.default")
-def _int_mm(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
-    return matmul(a, a.cast(x, torch.int32), a.cast(y, torch.int32))
 
 
 @dataclass(frozen=True)
@@ -164,7 +157,7 @@ def _biased(a: Algebra, found: _Product, bias: Value, value: Value) -> _Product 
     return None if found.complete else "something else than one bias is added before all scales are in the product"
 
 
-def _reading(a: Algebra, places: Places, found: _Product, value: Value, fixed: Any) -> Reading | str:
+def _reading(graph: Graph, found: _Product, value: Value) -> Reading | str:
     if found.odd:
         return found.odd
     if found.channels is None:
@@ -173,32 +166,20 @@ def _reading(a: Algebra, places: Places, found: _Product, value: Value, fixed: A
     if found.factor != 1 and tokens is None:
         return "there is a scale of the whole tensor besides"
     if tokens is not None and found.factor != 1:
-        tokens = a.scale(tokens, found.factor)
+        tokens = graph.algebra.scale(tokens, found.factor)
     optional = {name: each for name, each in (("tokens", tokens), ("bias", found.bias)) if each is not None}
     how = {"x": found.x, "weight": found.weight, "scale": found.channels, "dtype": value.dtype}
-    return Reading("whole_linear", {**how, "fixed": is_fixed(places, fixed, found.weight), **optional})
+    return Reading("whole_linear", {**how, "fixed": graph.is_fixed(found.weight), **optional})
 
 
-def readings(a: Algebra, places: Places, fixed: Collection[fx.Node]) -> tuple[Found, Misses]:
-    """A reading for all scaled products of whole numbers, as far as each goes on; why others are none."""
-    found: Found = {}
-    misses: Misses = {}
-    known = _Products(a)
-    products = {value: each for value in list(places) if (each := known.of(value)) is not None}
-    held = {node for value, each in products.items() if isinstance(each, _Product) for node in places[value]}
-    for value in products:
-        if is_view(places[value][0].target) or _read_by(places[value], held):
+@reader(gives=("whole_linear",))
+def int8_matmul(graph: Graph) -> Iterator[Found]:
+    """All scaled products of whole numbers, as far as each goes on; why others are none."""
+    known = _Products(graph.algebra)
+    products = {value: each for value in list(graph.places) if (each := known.of(value)) is not None}
+    held = {node for value, each in products.items() if isinstance(each, _Product) for node in graph.places[value]}
+    for value, each in products.items():
+        if not is_computed(graph, value) or are_read_by(graph.places[value], held):
             continue  # only seen in another shape, or all that reads it is a product still
-        each = products[value]
-        made = each if isinstance(each, str) else _reading(a, places, each, value, fixed)
-        if isinstance(made, str):
-            misses[value] = ("quant_matmul", made)
-        else:
-            found[value] = made
-    return found, misses
-
-
-def _read_by(nodes: Sequence[fx.Node], held: Collection[fx.Node]) -> bool:
-    """Whether there are readers, and all are among `held`, through views."""
-    users = [user for node in nodes for user in node.users]
-    return bool(users) and all(_read_by([each], held) if is_view(each.target) else each in held for each in users)
+        made = each if isinstance(each, str) else _reading(graph, each, value)
+        yield value, Miss("quant_matmul", made) if isinstance(made, str) else made

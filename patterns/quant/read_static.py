@@ -8,31 +8,35 @@ The scale is the one that gives x back. Of the rounding and its bounds it does n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 
 import torch
 
-from fusion.cost import is_view
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.quantisation import UNSCALED, Found, Misses, Places, exact, is_float, rounded, unscaled
+from fusion import reader
+from fusion.analysis.nodes import is_computed
+from fusion.analysis.rounding import exact, rounded, unscaled
+from fusion.graph import Algebra, Graph, Miss, Reading, Value
+from patterns.quant.read import UNSCALED, Found, rounded_to_int8
 
 WIDE = torch.float32
 
 
-def readings(a: Algebra, places: Places, known: Found, odd: Misses) -> tuple[Found, Misses]:
-    """Readings of all numbers that are quantised so, but those that are `known` otherwise; why others are none.
+@reader(gives=("fixed_quantised",), needs=("token_quantised",))
+def static(graph: Graph) -> Iterator[Found]:
+    """All numbers that are quantised so, but those that have a scale of each row; why others are none.
 
-    What is `odd` because of a scale of its own keeps that reason.
+    What is no scale of rows for another reason keeps that reason.
     """
-    found: Found = {}
-    misses: Misses = {}
-    for value in [each for each in places if each.op == "cast" and each.dtype == torch.int8 and is_float(each.arg)]:
-        made = None if value in known or is_view(places[value][0].target) else _read(a, value)
-        if isinstance(made, str) and odd.get(value, ("", UNSCALED))[1] == UNSCALED:
-            misses[value] = ("fixed_quantised", made)
-        elif isinstance(made, Reading):
-            found[value] = made
-    return found, misses
+    odd = {value: each.reason for value, each in graph.readings.missed("dynamic_quant")}
+    for value in rounded_to_int8(graph):
+        if graph.readings.of(value, "token_quantised") or not is_computed(graph, value):
+            continue
+        made = _read(graph.algebra, value)
+        if isinstance(made, Reading):
+            yield value, made
+        elif made is not None and odd.get(value, UNSCALED) == UNSCALED:
+            yield value, Miss("fixed_quantised", made)
 
 
 def _read(a: Algebra, value: Value) -> Reading | str | None:

@@ -7,16 +7,18 @@ What is a number alone has no tensor; without a zero point `shift` is 0. The sum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
-from fusion.cost import is_view
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.quantisation import Found, Misses, Places, exact, is_float, rounded, unscaled
+from fusion import reader
+from fusion.analysis.nodes import is_computed
+from fusion.analysis.rounding import exact, rounded, unscaled
+from fusion.graph import Algebra, Graph, Miss, Reading, Value
+from patterns.quant.read import Found, rounded_to_int8
 
 _LEAST, _MOST = -128, 127
 _BEHIND = "the zero point is added to rounded numbers, where the operator rounds the sum"
@@ -28,17 +30,15 @@ _SEVERAL = "rows with a zero point are not divided by one scale of the whole ten
 _TIMES = "rows with a zero point are multiplied by a scale, where the operator divides"
 
 
-def readings(a: Algebra, places: Places) -> tuple[Found, Misses]:
-    """Readings of all numbers that are quantised so; why others, which have a zero point, are not."""
-    found: Found = {}
-    misses: Misses = {}
-    for value in [each for each in places if each.op == "cast" and each.dtype == torch.int8 and is_float(each.arg)]:
-        made = None if is_view(places[value][0].target) else _read(a, value)
+@reader(gives=("shifted_quantised",))
+def with_zero_point(graph: Graph) -> Iterator[Found]:
+    """All numbers that are quantised so; why others, which have a zero point, are not."""
+    for value in rounded_to_int8(graph):
+        made = _read(graph.algebra, value) if is_computed(graph, value) else None
         if isinstance(made, str):
-            misses[value] = ("shifted_quantised", made)
+            yield value, Miss("shifted_quantised", made)
         elif made is not None:
-            found[value] = Reading("shifted_quantised", made)
-    return found, misses
+            yield value, Reading("shifted_quantised", made)
 
 
 def _read(a: Algebra, value: Value) -> Mapping[str, Any] | str | None:

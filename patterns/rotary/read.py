@@ -6,7 +6,7 @@ Tables become full-width values [.., D] that are read at the lane of the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import reduce
 
@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fusion.graph import Algebra, Reading, Value
-from fusion.stages.canonicalise.lanes import NONE, Index, Leaves, Rows, Term, rows, same_lanes, terms
+from fusion import reader
+from fusion.analysis.lanes import NONE, Index, Leaves, Rows, Term, rows, same_lanes, terms
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 
 ORDERS = ("half", "interleaved")
 
@@ -31,6 +32,36 @@ class _Seen:
     gain: NDArray[np.float64]
     cos: tuple[Index, Index]
     sin: tuple[Index, Index]
+
+
+_TURNING = ("add", "cat", "reshape", "slice_scatter", "cast")
+"""Ops of values that may be rotations."""
+
+
+@reader(gives=("rotation", "partial_rotation"))
+def rotations(graph: Graph) -> Iterator[Found]:
+    """Rotations of lanes, of values that nodes hold; one that only carries another along is none of its own."""
+    turned: set[Value] = set()
+    for value in list(graph.places):
+        if value.op not in _TURNING or (value.op == "cast" and value.arg in graph.places):
+            continue
+        outcome = rotation(graph.algebra, value)
+        rebuilt = outcome is not None and _stands_on_one(graph, value, turned)
+        if isinstance(outcome, str) and not rebuilt:
+            yield value, Miss("rotation", outcome)
+        elif isinstance(outcome, Reading) and not (rebuilt and outcome.op == "partial_rotation"):
+            turned.add(value)
+            yield value, outcome
+
+
+def _stands_on_one(graph: Graph, value: Value, turned: Collection[Value], depth: int = 3) -> bool:
+    """Whether a rotation stands closely below the user's own node, so that this one only carries it along."""
+    nodes = graph.places[value][:1]
+    for _ in range(depth):
+        nodes = tuple(source for node in nodes for source in node.all_input_nodes)
+        if any(graph.held.get(node) in turned for node in nodes):
+            return True
+    return False
 
 
 def rotation(a: Algebra, root: Value) -> Reading | str | None:

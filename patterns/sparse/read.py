@@ -10,24 +10,25 @@ Positive factors that all scores have are left out: they change no order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from fusion.graph import Algebra, Reading, Value, broadcast
+from fusion import reader
+from fusion.analysis.affine import Affine, number
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.predicates import Positions
+from fusion.analysis.row_layout import Arrangement, Dims, Step, arrangement
+from fusion.analysis.runs import run
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.algebra import widens
-from fusion.stages.canonicalise.arrangement import Arrangement, Dims, Step, arrangement
-from fusion.stages.canonicalise.assumed import Assumed
-from fusion.stages.canonicalise.contractions import swapped
-from fusion.stages.canonicalise.dtypes import is_rounding
-from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.formulas import Affine, number
-from fusion.stages.canonicalise.masks import MASKED, Limits, Sizes, Term, bounded, limits, sees_some, visible
-from fusion.stages.canonicalise.positions import Positions
-from fusion.stages.canonicalise.writes import run
+from fusion.graph.contractions import swapped
+from patterns.attention.assumed import Assumed
+from patterns.attention.masks import MASKED, Limits, Sizes, Term, bounded, limits, sees_some, visible
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
 _SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
@@ -89,6 +90,17 @@ class _Scores:
     total: Value
     shape: tuple[Any, ...]
     terms: tuple[Term, ...]
+
+
+@reader(gives=("index_selection",), needs=("chosen_keys",))
+def index_selections(graph: Graph) -> Iterator[Found]:
+    """What lists the keys that attention sees, if it is a lightning indexer; why it is none."""
+    assumed = Assumed(graph.algebra, graph.facts.assumed)
+    written = [value for value in graph.places if value.op in ("write", "write_rows")]
+    for _, each in graph.readings.all("chosen_keys"):
+        places = each.captures["places"]
+        found = index_selection(graph.algebra, graph.shared(Folder), assumed, written, places.below("reshape"))
+        yield places, Miss("sparse_attention", found) if isinstance(found, str) else found
 
 
 def index_selection(

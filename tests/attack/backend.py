@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from fusion._torch import Boxed, specialise_floats
 from fusion.backend import FusionBackend, argument_paths, known_facts
 from fusion.facts import Facts
-from fusion.library import installed
 from fusion.options import Options
 from fusion.prepared import supply
 from fusion.report import GraphReport
@@ -89,7 +88,7 @@ class Attack:
         graph = fx.GraphModule(gm, _copied(gm))
         backend = FusionBackend(Options(target=target, lower=self.lowering))
         with blamed(f"{target}: fusing: "):
-            report = backend.fuse(graph, installed(), known(graph.graph))
+            report = backend.fuse(graph, known(graph.graph))
         if report.failures:
             raise Raised(f"{target}: fusing: {report.failures[0]}")
         self.reports.setdefault(target, report)

@@ -16,6 +16,7 @@ from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.stages.canonicalise import canonicalise
+from fusion.stages.read import read
 from fusion.testing import LEVELS, Trial, capture
 
 from . import latent_attention as corpus
@@ -38,8 +39,8 @@ def applied(t: Trial) -> list[str]:
 
 def reads_a_latent(t: Trial) -> bool:
     """Whether keys are read as projected from a latent, though it costs less here to leave them so."""
-    found = canonicalise(t.captured.graph.graph, t.captured.facts).readings.values()
-    return any(each.op == "latent_keys" for each in found)
+    graph, _ = read(canonicalise(t.captured.graph.graph, t.captured.facts), installed().readers)
+    return bool(graph.readings.all("latent_keys"))
 
 
 def settings() -> Iterator[Any]:

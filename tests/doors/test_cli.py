@@ -153,7 +153,7 @@ def test_one_operator_is_shown_with_all_that_is_known():
 
 def test_every_rule_is_listed_with_its_package():
     entries = json.loads(run("rules", "--json").stdout)
-    assert [each["name"] for each in entries] == [rule.name for rule in installed()]
+    assert [each["name"] for each in entries] == [rule.name for rule in installed().rules]
     assert {each["package"] for each in entries} == {"cann-fusion"}
     assert all(each["meaning"] and each["formula"] and each["patterns"] and each["lowerings"] for each in entries)
     table = run("rules").stdout

@@ -123,12 +123,12 @@ def test_the_key_is_stable_across_processes_and_follows_what_matters():
         fusion.FusionPass({"target": "ascend910b"}).uuid(),
         fusion.FusionPass({"target": "host", "fuel": 1}).uuid(),
         fusion.FusionPass({"target": "host", "disable": "rope"}).uuid(),
-        fusion.FusionPass({"target": "host"}, rules=host.rules[:2]).uuid(),
+        fusion.FusionPass({"target": "host"}, rules=host.library.rules[:2]).uuid(),
         fusion.FusionPass({"target": "host", "lower": "eager"}).uuid(),
     }
     assert len(keys) == 6
     assert fusion.FusionPass({"target": "host"}).uuid() == host.uuid()
-    assert fusion.FusionPass({"target": "host"}, rules=host.rules[::-1]).uuid() == host.uuid()
+    assert fusion.FusionPass({"target": "host"}, rules=host.library.rules[::-1]).uuid() == host.uuid()
 
 
 def test_as_a_pass_of_inductor():

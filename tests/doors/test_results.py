@@ -73,6 +73,12 @@ def attended(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, q, heads(x), is_causal=True)
 
 
+def joined_behind_mask(x: Tensor) -> Tensor:
+    q, kv = heads(x), heads(x)[:, :2, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, -1, 64)
+    o = torch.nn.functional.scaled_dot_product_attention(q, kv, kv, attn_mask=torch.ones(2, 2, dtype=torch.bool).tril())
+    return o.transpose(1, 2).flatten(2)
+
+
 def joined(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """Heads joined by a copy, which an attention that gives them side by side makes needless: once."""
     q = rotate(heads(x), cos, sin)
@@ -104,6 +110,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "joined heads": (lambda *a: joined(*a)[0], (X, COS, SIN)),
     "joined heads twice": (joined, (X, COS, SIN)),
     "joined heads of some": (lambda *a: joined(*a)[2], (X, COS, SIN)),
+    "joined heads of one sequence": (joined_behind_mask, (X[:1, :2],)),
     "with gaps": (lambda *a: turned(*a).new_zeros(2, 4, 8, 80)[..., :64].copy_(turned(*a)), (X, COS, SIN)),
     "top-k": (lambda y: (*(t := y.softmax(-1).topk(8)), t.values[:, :2], t.indices[:2]), (Y,)),
 }

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from fusion.facts import Facts
-from fusion.library import installed
+from fusion.graph import Graph
+from fusion.library import installed, library_for
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.stages.canonicalise import canonicalise
+from fusion.stages.read import read
 from fusion.testing import Level, capture
 
 HOST = Options(target="host", lower="eager")
@@ -38,9 +40,16 @@ def traced(function: Callable[..., Any], *args: Any, level: Level = "composite")
 
 
 def fuse(gm: fx.GraphModule, options: Options = HOST, rules: Any = None, facts: Facts = Facts()) -> Outcome:
-    outcome = fuse_graph(gm.graph, installed() if rules is None else rules, options, facts)
+    outcome = fuse_graph(gm.graph, library_for(Options(), rules), options, facts)
     gm.recompile()
     return outcome
+
+
+def read_graph(source: fx.Graph, facts: Facts = Facts()) -> Graph:
+    """The canonical graph with all that the library reads in it."""
+    graph, failures = read(canonicalise(source, facts), installed().readers)
+    assert not failures
+    return graph
 
 
 def fused(function: Callable[..., Any], *args: Any, **options: Any) -> tuple[fx.GraphModule, Outcome]:

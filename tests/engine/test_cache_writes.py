@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusion.analysis.intervals import bounds
 from fusion.options import Options
 from fusion.stages.canonicalise import canonicalise
-from fusion.stages.canonicalise.ranges import bounds
 from fusion.target import Target
 from fusion.testing import capture
 

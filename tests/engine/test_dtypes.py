@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from fusion.analysis import dtypes
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.intervals import bounds, is_exact
 from fusion.graph import Algebra
-from fusion.stages.canonicalise import canonicalise, dtypes
-from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.pages import gathers
-from fusion.stages.canonicalise.ranges import bounds, is_exact
-from fusion.stages.canonicalise.write_readings import Writes
 from fusion.testing import capture
+from patterns.cache.read_block_tables import gathers
+from patterns.cache.read_writes import _Writes
 
-from .graphs import fuse, numbers, value
+from .graphs import fuse, numbers, read_graph, value
 
 KNOWN = tuple(dtypes.KINDS)
 
@@ -71,7 +71,7 @@ def test_what_may_wrap_round_is_bounded_by_its_dtype_alone():
 @pytest.mark.parametrize(("dtype", "exact"), [(torch.int64, True), (torch.int32, True), (torch.int16, False)], ids=str)
 def test_positions_of_a_symbolic_size_fit_from_int32_on(dtype, exact):
     captured = capture(lambda x: torch.arange(x.shape[0], dtype=dtype) + x[0], (torch.arange(9),), dynamic=True)
-    graph = canonicalise(captured.graph.graph)
+    graph = read_graph(captured.graph.graph)
     (counted,) = (each for each in graph.held.values() if getattr(each, "op", "") == "arange")
     assert is_exact(counted) == exact
 
@@ -81,7 +81,7 @@ def test_positions_of_a_symbolic_size_fit_from_int32_on(dtype, exact):
 
 def _gathers(graph):
     """Whether pages that a table names are gathered."""
-    return any(each.op == "gathered_pages" for _, each in graph.also)
+    return bool(graph.readings.all("gathered_pages"))
 
 
 def paged(narrow, size=4):
@@ -106,7 +106,7 @@ def paged(narrow, size=4):
 )
 def test_numbers_of_pages_are_not_taken_from_before_a_cast_that_changes_them(narrow, read):
     table = torch.tensor([[1, 0, 2], [3, 5, 4]])
-    graph = canonicalise(capture(paged(narrow), (numbers(6, 4, 8), numbers(6, 4, 8), table)).graph.graph)
+    graph = read_graph(capture(paged(narrow), (numbers(6, 4, 8), numbers(6, 4, 8), table)).graph.graph)
     assert _gathers(graph) == read
 
 
@@ -117,7 +117,7 @@ def test_places_in_pages_are_counted_as_their_dtype_counts(dtype):
         return pages[table[:, :, None], place], more[table[:, :, None], place]
 
     args = (numbers(6, 300, 8), numbers(6, 300, 8), torch.tensor([[1, 0], [3, 5]]))
-    graph = canonicalise(capture(form, args).graph.graph)
+    graph = read_graph(capture(form, args).graph.graph)
     assert _gathers(graph) == (dtype is torch.int64)
 
 
@@ -142,7 +142,7 @@ def test_slots_are_counted_in_a_dtype_that_holds_them():
         block = a.make("floor_divide", (a.shift(slots, 1),), (16,), (5,), torch.int32)
         place = a.make("remainder", (slots,), (16,), (5,), torch.int32)
         written = a.make("write_rows", (cache, rows, block, place), (0,), cache.shape, torch.float16)
-        found = Writes(a, Folder(), {cache})
+        found = _Writes(a, Folder(), {cache})
         found.visit(written)
         assert found.also[written].captures["slots"].dtype is wide
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fusion.analysis.lanes import Leaves, descend, factor, rows, same_lanes, terms
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.recipe import build
-from fusion.stages.canonicalise.lanes import Leaves, descend, factor, rows, same_lanes, terms
-from fusion.stages.canonicalise.rotation import rotation
+from patterns.rotary.read import rotation
 
 SIZE = 8
 Made = tuple[Value, Tensor]

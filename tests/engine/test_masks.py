@@ -12,19 +12,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fusion.analysis.affine import Affine, Leaf
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Reading, Value
+from fusion.graph.contractions import matmul, swapped
 from fusion.graph.dims import dims_of
 from fusion.graph.recipe import build
-from fusion.stages.canonicalise import canonicalise, logic
-from fusion.stages.canonicalise.assumed import Assumed
-from fusion.stages.canonicalise.attention import attention
-from fusion.stages.canonicalise.contractions import matmul, swapped
-from fusion.stages.canonicalise.folding import Folder
-from fusion.stages.canonicalise.formulas import Affine, Leaf
-from fusion.stages.canonicalise.masks import Term, visible
-from fusion.stages.canonicalise.positions import Positions
+from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out
 from fusion.testing import capture
+from patterns.attention.assumed import Assumed
+from patterns.attention.masks import Term, visible
+from patterns.attention.read import attention
+
+from .graphs import read_graph
 
 aten = torch.ops.aten
 D = 4
@@ -445,8 +447,8 @@ def test_a_mask_that_holds_nan_is_not_proven(made):
     seen, other = torch.tensor([True, False, True, False]), torch.tensor([True, True, False, False])
     assert made(seen, other).isnan().any()
     captured = capture(attend, (*(torch.randn(2, 4, D) for _ in range(3)), seen, other), "composite")
-    graph = canonicalise(captured.graph.graph, captured.facts)
-    assert not [each for each in graph.readings.values() if each.op == "softmax_attention"]
+    graph = read_graph(captured.graph.graph, captured.facts)
+    assert not graph.readings.all("softmax_attention")
 
 
 def _lost_in_zero(scores: Tensor, seen: Tensor) -> Tensor:
@@ -472,8 +474,8 @@ def test_a_mask_that_a_factor_changes_is_not_proven(masked):
 
     seen = torch.tensor([True, False, True, False])
     captured = capture(attend, (*(torch.randn(2, 4, D) for _ in range(3)), seen), "composite")
-    graph = canonicalise(captured.graph.graph, captured.facts)
-    assert not [each for each in graph.readings.values() if each.op == "softmax_attention"]
+    graph = read_graph(captured.graph.graph, captured.facts)
+    assert not graph.readings.all("softmax_attention")
 
 
 @pytest.mark.parametrize("odd", [False, True], ids=["plain", "odd"])
@@ -593,8 +595,8 @@ def test_a_window_that_begins_behind_the_last_key_shows_nothing():
 
     sizes = (3, 2, 2)  # more queries than keys
     captured = capture(attend, (*(torch.randn(2, size, D) for size in sizes), torch.tensor(0)), "composite")
-    graph = canonicalise(captured.graph.graph, captured.facts)
-    (reading,) = (each for each in graph.readings.values() if each.op == "softmax_attention")
+    graph = read_graph(captured.graph.graph, captured.facts)
+    ((_, reading),) = graph.readings.all("softmax_attention")
     assert reading.captures["empty"] == "nan"
 
 

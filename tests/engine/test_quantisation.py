@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.stages.canonicalise import canonicalise
 from fusion.testing import capture
 from patterns.examples.quantisation import by, layer, product, quantised, scaled
+
+from .graphs import read_graph
 
 
 def whole_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,8 +101,8 @@ PRODUCTS: tuple[tuple[Callable[..., Any], bool, str], ...] = (
 
 
 def misses(function: Callable[..., Any], bias: bool = False) -> set[tuple[str, str]]:
-    graph = canonicalise(capture(function, layer(5, bias=bias)(torch.bfloat16)).graph.graph)
-    return set(graph.misses.values())
+    graph = read_graph(capture(function, layer(5, bias=bias)(torch.bfloat16)).graph.graph)
+    return {(each.rule, each.reason) for _, each in graph.readings.missed()}
 
 
 @pytest.mark.parametrize(("quantise", "reason"), ROWS, ids=lambda each: getattr(each, "__name__", ""))
@@ -119,13 +120,13 @@ def test_what_is_added_to_a_whole_product_or_gates_it_leaves_it_one():
         y = (product(whole, weight).float() * tokens * scale).bfloat16()
         return y + torch.sigmoid(y) * y
 
-    graph = canonicalise(capture(scaled(gated), layer(5)(torch.bfloat16)).graph.graph)
-    found = [value for value, reading in graph.readings.items() if reading.op == "whole_linear"]
+    graph = read_graph(capture(scaled(gated), layer(5)(torch.bfloat16)).graph.graph)
+    found = [value for value, _ in graph.readings.all("whole_linear")]
     assert [value.dtype for value in found] == [torch.bfloat16]
-    assert not any(name == "quant_matmul" for name, _ in graph.misses.values())
+    assert not graph.readings.missed("quant_matmul")
 
 
 def test_products_of_whole_numbers_are_no_linear_layers():
-    graph = canonicalise(capture(by(quantised), layer(5)(torch.float32)).graph.graph)
-    linear = [value for value, reading in graph.readings.items() if reading.op == "linear"]
+    graph = read_graph(capture(by(quantised), layer(5)(torch.float32)).graph.graph)
+    linear = [value for value, _ in graph.readings.all("linear")]
     assert not [value for value in linear if not value.dtype.is_floating_point]

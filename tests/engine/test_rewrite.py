@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from fusion import Library
 from fusion.origin import location, module_path
 from fusion.report import emitted
 
@@ -149,4 +150,4 @@ def test_a_graph_without_shapes_is_refused_with_what_to_do():
 
     graph = torch.fx.symbolic_trace(lambda x: x + 1).graph
     with pytest.raises(FusionError, match="no shape in meta"):
-        fuse_graph(graph, (), Options(target="host"))
+        fuse_graph(graph, Library(()), Options(target="host"))

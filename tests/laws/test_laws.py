@@ -29,7 +29,7 @@ def recognised(rule: Rule) -> list[Example]:
 
 def settings() -> Iterator[Any]:
     """Every example at every level and in every dtype; those two together in all pairs every night."""
-    for number, (rule, example) in enumerate(cases(installed())):
+    for number, (rule, example) in enumerate(cases(installed().rules)):
         for place, level in enumerate(LEVELS):
             for other, dtype in enumerate(DTYPES):
                 kind = "reject" if example.refusal else "example"
@@ -44,7 +44,7 @@ def test_rule_keeps_the_laws(rule: Rule, example: Example, dtype: torch.dtype, l
     testing.check(rule, example, dtype, level)
 
 
-@pytest.mark.parametrize("rule", installed(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", installed().rules, ids=lambda rule: rule.name)
 def test_rule_is_tried(rule: Rule):
     tried = examples()[rule.name]
     assert sum(not each.refusal for each in tried) >= 2
@@ -54,7 +54,7 @@ def test_rule_is_tried(rule: Rule):
     assert rule.lowerings()
 
 
-@pytest.mark.parametrize("rule", installed(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", installed().rules, ids=lambda rule: rule.name)
 def test_every_form_is_used_by_an_example(rule: Rule):
     declared = {form.name for form in rule.patterns()}
     used: set[str] = set()
@@ -75,7 +75,7 @@ def test_every_form_is_used_by_an_example(rule: Rule):
     ],
 )
 def test_what_runs_where_an_operator_is_left_out_means_the_same(name: str, operators: set[str], lowerings: set[str]):
-    rule = next(each for each in installed() if each.name == name)
+    rule = next(each for each in installed().rules if each.name == name)
     options = Options(target="host", lower="eager", disable=frozenset(operators))
     used: set[str] = set()
     for example in recognised(rule):
@@ -106,7 +106,7 @@ def test_every_reason_to_refuse_is_exercised(monkeypatch):
     files = [*LIBRARY.glob("primitives/*.py"), *LIBRARY.glob("composites/*.py")]
     written = set[str]().union(*(refusing_texts(each.read_text()) for each in files))
     assert len(written) > 30
-    for rule, example in sorted(cases(installed()), key=lambda each: not each[1].refusal):
+    for rule, example in sorted(cases(installed().rules), key=lambda each: not each[1].refusal):
         if written <= given:
             break
         testing.trial(rule, example, torch.bfloat16)
@@ -114,26 +114,26 @@ def test_every_reason_to_refuse_is_exercised(monkeypatch):
 
 
 def test_a_law_that_is_broken_is_found():
-    class TwiceTheNorm(type(installed()[0])):
+    class TwiceTheNorm(type(installed().rules[0])):
         def npu(self, x, gamma, weight, eps):
             return 2 * super().npu(x, gamma, weight, eps)
 
         npu.fusion_role = "lowering"
 
     rule = TwiceTheNorm()
-    example = recognised(installed()[0])[0]
+    example = recognised(installed().rules[0])[0]
     with pytest.raises(AssertionError, match="algebra is wrong"):
         testing.check(rule, example, torch.float32)
 
 
 def test_an_example_that_is_not_recognised_is_found():
-    rule = installed()[0]
+    rule = installed().rules[0]
     with pytest.raises(AssertionError, match="does not recognise"):
         testing.check(rule, Example("a sum", torch.add, lambda dtype: (torch.ones(3, dtype=dtype),) * 2), torch.float32)
 
 
 def test_a_reject_that_is_recognised_is_found():
-    rule = installed()[0]
+    rule = installed().rules[0]
     example = recognised(rule)[0]
     with pytest.raises(AssertionError, match="must be refused"):
         testing.check(rule, Example(example.name, example.function, example.inputs, "never"), torch.float32)

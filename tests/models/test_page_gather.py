@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import fusion
-from fusion.library import installed
+from fusion.library import library_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import capture
@@ -88,8 +88,8 @@ def test_one_graph_serves_any_number_of_sequences():
     torch._dynamo.mark_dynamic(q, 0)
     torch._dynamo.mark_dynamic(table, 0)
     captured = capture(gathered, (q, latents, ropes, table), dynamic=None)
-    rules = [rule for rule in installed() if rule.name == "page_gather"]
-    outcome = fuse_graph(captured.graph.graph, rules, Options(target="host", lower="eager"))
+    options = Options(target="host", lower="eager", rules=frozenset({"page_gather"}))
+    outcome = fuse_graph(captured.graph.graph, library_for(options), options)
     assert [each.match.rule.name for each in outcome.chosen] == ["page_gather"]
     captured.graph.recompile()
     more = torch.randint(0, BLOCKS, (5, PAGES))

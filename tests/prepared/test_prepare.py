@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.functional import conv1d, silu
 
 import fusion
-from fusion import Options
+from fusion import Library, Options
 from fusion.errors import VerificationError
 from fusion.facts import Facts
 from fusion.pipeline import fuse_graph
@@ -37,7 +37,7 @@ def prepared(function, *args, rule=JoinedGate(), **options):
     gm, inputs = captured.graph, captured.inputs
     original = copy.deepcopy(gm)
     facts = Facts(parameter_inputs(gm.graph, marks(inputs)))
-    outcome = fuse_graph(gm.graph, (rule,), Options.of({"target": "host", "lower": "eager", **options}), facts)
+    outcome = fuse_graph(gm.graph, Library((rule,)), Options.of({"target": "host", "lower": "eager", **options}), facts)
     gm.recompile()
     named = dict(zip(inputs_of(original), inputs, strict=True))
     with torch.no_grad():

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.dtypes import INTEGERS, held_number, is_exact
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import LONGEST, of_constants
-from fusion.stages.canonicalise.dtypes import INTEGERS, held_number, is_exact
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, promote, translates
 
 

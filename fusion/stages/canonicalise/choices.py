@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.intervals import uncast
 from fusion.graph import Algebra, Value, unviewed
-from fusion.stages.canonicalise.logic import constant, where
-from fusion.stages.canonicalise.ranges import uncast
-from fusion.stages.canonicalise.translate import WHOLE, Out, Translated, is_number, translates
+from fusion.graph.dims import WHOLE
+from fusion.graph.logic import constant, where
+from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
 
 
 @translates("aten.topk.default")
@@ -48,9 +49,3 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
         return None
     chosen = a.make("chosen", (uncast(places),), (), x.shape, torch.bool)
     return where(a, chosen, constant(a, number.attrs[0], (), x.dtype), x, x.dtype)
-
-
-def lists_all(chosen: Value) -> bool:
-    """Whether the places are all that there are: as many, and no two the same."""
-    places, size = chosen.arg, chosen.shape[-1]
-    return places.op == "largest_index" and places.attrs == (size,)

@@ -7,70 +7,15 @@ masked_fill(x, c, v)            → where(c, v, x)                       softmax
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fusion.graph import Algebra, Value, broadcast
-from fusion.stages.canonicalise.dtypes import common, held_number, holds
+from fusion.analysis.dtypes import common, held_number, holds
+from fusion.graph import Algebra, Value
+from fusion.graph.logic import compare, constant, pointwise, positions, softmax, where
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
-
-i64 = torch.int64
-
-
-def constant(a: Algebra, number: float, shape: Sequence[Any] = (), dtype: torch.dtype | None = i64) -> Value:
-    """The same number everywhere."""
-    return a.make("full", (), (number,), tuple(shape), dtype)
-
-
-def positions(a: Algebra, size: Any, rank: int = 1, axis: int = -1) -> Value:
-    """0, 1, … along one axis of `rank`, the other dims of size 1."""
-    line = a.make("arange", (), (0, 1), (size,), i64)
-    shape: list[Any] = [1] * rank
-    shape[axis] = size
-    return a.reshape(line, tuple(shape))
-
-
-def compare(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
-    """x op y, for op in "le", "lt", "eq", "ne"."""
-    return _pointwise(a, "compare", (x, y), (op,), torch.bool)
-
-
-def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype | None) -> Value | None:
-    """x where the condition holds, else y; a softmax with rows of -inf replaced by 0 is one that gives 0 there."""
-    replaced = x.op == "full" and x.attrs == (0,) and y.op == "softmax" and y.attrs == (-1, "nan")
-    if replaced and (_sees_nothing(condition, y.arg) or _is_nan(condition, y) or _is_hidden(condition, y.arg)):
-        return softmax(a, y.arg, -1, "zero")
-    if _is_never(condition) and y.shape == condition.shape and math.prod(x.shape) == 1:
-        return y
-    return _pointwise(a, "where", (condition, x, y), (), dtype)
-
-
-def _is_never(condition: Value) -> bool:
-    """Whether it asks where a softmax is infinite."""
-    if condition.op != "compare" or condition.attrs != ("eq",):
-        return False
-    share, number = condition.args
-    return share.op == "softmax" and number.op == "full" and math.isinf(number.attrs[0])
-
-
-def either(a: Algebra, x: Value, y: Value) -> Value | None:
-    """Where x or y holds."""
-    return _pointwise(a, "or", (x, y), (), torch.bool)
-
-
-def _pointwise(
-    a: Algebra, op: str, args: Sequence[Value], attrs: tuple[Any, ...], dtype: torch.dtype | None
-) -> Value | None:
-    """What is repeated in all of them is repeated behind it."""
-    shape = broadcast(*(each.shape for each in args))
-    plain = [each.arg if each.op == "expand" else each for each in args]
-    once = broadcast(*(each.shape for each in plain))
-    if shape is None or once is None:
-        return None
-    return a.expand(a.make(op, plain, attrs, once, dtype), shape)
 
 
 def _held(a: Algebra, number: Any, shape: Sequence[Any], dtype: torch.dtype | None) -> Value | None:
@@ -158,7 +103,7 @@ def _connective(op: str) -> Any:
         x, y = (constant(a, bool(each), (), torch.bool) if is_number(each) else each for each in (x, y))
         if not isinstance(x, Value) or not isinstance(y, Value) or {x.dtype, y.dtype} != {torch.bool}:
             return None
-        return _pointwise(a, op, (x, y), (), torch.bool)
+        return pointwise(a, op, (x, y), (), torch.bool)
 
     return translate
 
@@ -172,34 +117,7 @@ for _op in ("and", "or"):
 def _not(a: Algebra, out: Out, x: Value) -> Translated:
     if out.dtype is not torch.bool:
         return None
-    return x.arg if x.op == "not" else _pointwise(a, "not", (a.cast(x, torch.bool),), (), torch.bool)
-
-
-def _sees_nothing(condition: Value, scores: Value) -> bool:
-    """Whether a condition says of each row that all its scores are -inf."""
-    if condition.op != "not" or condition.arg.op != "any" or condition.arg.attrs != (condition.rank - 1,):
-        return False
-    seen = condition.arg.arg
-    lowest = seen.arg if seen.op == "not" else seen
-    if lowest.op != "compare" or lowest.attrs != ("eq" if seen.op == "not" else "ne",):
-        return False
-    tested, bound = lowest.args
-    while scores.op == "cast" and tested is not scores:
-        scores = scores.arg
-    return tested is scores and bound.op == "full" and bound.attrs == (-math.inf,)
-
-
-def _is_nan(condition: Value, x: Value) -> bool:
-    """Whether a condition holds where `x` is NaN."""
-    unequal = condition.op == "compare" and condition.attrs == ("ne",) and condition.args == (x, x)
-    return unequal or (condition.op == "isnan" and condition.arg is x)
-
-
-def _is_hidden(condition: Value, scores: Value) -> bool:
-    """Whether a condition holds where scores have been replaced by -inf."""
-    scores = scores.below("cast")
-    filled = scores.op == "where" and scores.args[0] is condition and scores.args[1].op == "full"
-    return filled and scores.args[1].attrs == (-math.inf,)
+    return x.arg if x.op == "not" else pointwise(a, "not", (a.cast(x, torch.bool),), (), torch.bool)
 
 
 @translates("aten.isnan.default")
@@ -269,11 +187,6 @@ def _index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated
     if not whole:
         return None
     return a.make("index", (x, *(each for _, each in given)), tuple(place for place, _ in given), out.shape, out.dtype)
-
-
-def softmax(a: Algebra, x: Value, dim: int, empty: str) -> Value:
-    """exp(x) / Σ exp(x) along a dim; `empty` says what a row of -inf gives: "nan" or "zero"."""
-    return a.make("softmax", (x,), (dim % x.rank - x.rank, empty), x.shape, x.dtype)
 
 
 @translates("aten.softmax.int", "aten._softmax.default")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.fx as fx
 
 from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.contractions import matmul, swapped
-from fusion.stages.canonicalise.logic import compare, constant, positions, softmax, where
+from fusion.graph.contractions import matmul, swapped
+from fusion.graph.logic import compare, constant, positions, softmax, where
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 
@@ -45,14 +44,6 @@ def attention(
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     weights = softmax(a, a.cast(scores, wide), -1, "zero")
     return matmul(a, a.cast(weights, out.dtype), v)
-
-
-def left_whole(node: fx.Node) -> str:
-    """Why a call of sdpa is not written out."""
-    dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-    if dropout:
-        return "some of the weights are dropped at random"
-    return "queries, keys and values are not [.., N, S, D] with a width D that is known"
 
 
 def _masked(a: Algebra, scores: Value, mask: Value) -> Value | None:

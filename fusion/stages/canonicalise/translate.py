@@ -11,8 +11,6 @@ from fusion._torch import OpOverload, schema_of
 from fusion.graph import Algebra, Dim, Value
 
 Translated = Value | tuple[Value | None, ...] | None
-WHOLE = frozenset({torch.int32, torch.int64})
-"""Dtypes of positions."""
 
 
 class Out(NamedTuple):

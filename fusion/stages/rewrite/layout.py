@@ -35,6 +35,7 @@ class Layouts:
         self._unplanned: set[fx.Node] = set()
         self._copies = 0
         self._copied: dict[fx.Node, Any] = {}  # views of a copy -> what they were views of
+        self._read_as: dict[fx.Node, Any] = {}  # users of a copy that went -> how it lay
         self._seen: dict[Any, fx.Node] = {}
         self._returned = [node.meta.get("val") for node in outputs(source)]
         self._eager = dict(enumerate(eager))
@@ -83,6 +84,7 @@ class Layouts:
                 waiting.extend(node.users)
                 source = node.all_input_nodes[0]
                 self._lay.setdefault(source, node.meta["val"])
+                self._read_as.update(dict.fromkeys(node.users, node.meta["val"]))
                 node.replace_all_uses_with(source)
                 self._source.erase_node(node)
                 continue
@@ -147,7 +149,8 @@ class Layouts:
 
     def _through(self, view: fx.Node, below: fx.Node) -> fx.Node:
         """The same view of `below` as it lay."""
-        restored = self._as_it_lay(below, self._lay[below])
+        read = self._read_as.get(view)
+        restored = self._as_it_lay(below, self._lay[below]) if read is None else self._placed(below, read)
         call = view.args[0] if view.target is operator.getitem else view
         assert isinstance(call, fx.Node)
         with self._source.inserting_before(view.next):

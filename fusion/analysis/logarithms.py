@@ -1,0 +1,98 @@
+"""Log Σ exp(x) as models write it: where it is one, and of what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion.graph import Value, but_ones
+
+
+def differences(x: Value) -> list[tuple[Value, Value]]:
+    """The z and r of which `x` is z - r, with one number r [.., 1] for each row of z."""
+    pairs = (x.args, x.args[::-1]) if x.op == "add" and len(x.args) == 2 else ()
+    less = [(z, minus) for z, minus in pairs if minus.op == "scale" and minus.attrs == (-1.0,)]
+    return [(z, minus.arg) for z, minus in less if z.shape == x.shape and _of_rows(minus, z)]
+
+
+def _of_rows(value: Value, z: Value) -> bool:
+    return (1,) * (z.rank - value.rank) + value.shape == (*z.shape[:-1], 1)
+
+
+def summed(value: Value) -> Value | None:
+    """The x of which `value` is log Σ exp(x) over its last dim, for x or for x less a number for each row."""
+    value = bare(value)
+    if value.op == "log_sum_exp":
+        return value.arg if value.attrs == (-1,) else None
+    if value.op == "log":
+        return _exponents(value)
+    for top, log in (value.args, value.args[::-1]) if value.op == "add" and len(value.args) == 2 else ():
+        z = _exponents(bare(log))
+        for x, less in differences(z) if z is not None else ():
+            if bare(less) is bare(top):
+                return x
+    return None
+
+
+def _exponents(log: Value) -> Value | None:
+    """The z of log Σ exp(z) over the last dim."""
+    if log.op != "log":
+        return None
+    inner = bare(log.arg)
+    mean = bare(inner.arg) if inner.op == "scale" else inner
+    exp = bare(mean.arg) if mean.op == "mean" else mean
+    whole = mean.op == "mean" and mean.attrs == (-1,) and inner.attrs[:1] == mean.arg.shape[-1:] == exp.shape[-1:]
+    return exp.arg if whole and exp.op == "exp" else None
+
+
+def bare(x: Value) -> Value:
+    """What is below dims of size 1 that were added or taken away."""
+    while x.op == "reshape" and but_ones(x.shape) == but_ones(x.arg.shape):
+        x = x.arg
+    return x
+
+
+def decomposed(x: Value) -> tuple[Value, ...]:
+    """The x and y of a log(exp(x) + exp(y)) that was decomposed; none of anything else.
+
+    where(x and y are the same infinity, x, max + log1p(exp(min - max)))
+    """
+    same, one, added = x.args
+    if same.op != "and" or added.op != "add":
+        return ()
+    for top, log in (added.args, added.args[::-1]):
+        z = log.arg.arg if log.op == "aten.log1p.default" and log.arg.op == "exp" else None
+        if z is None or z.op != "add" or top.op != "where":
+            continue
+        for least, minus in (z.args, z.args[::-1]):
+            lower = minus.op == "scale" and minus.attrs[0] == -1 and minus.arg is top and least.op == "where"
+            if lower and _are_ordered(top, least) and one in top.args[1:] and _is_same_infinity(same, top.args[1:]):
+                return tuple(top.args[1:])
+    return ()
+
+
+def _are_ordered(top: Value, least: Value) -> bool:
+    """where(y <= x, x, y) and where(y <= x, y, x)."""
+    order, x, y = top.args
+    ordered = order.op == "compare" and order.attrs[0] in ("le", "lt") and order.args == (y, x)
+    return ordered and least.args == (order, y, x)
+
+
+def _is_same_infinity(condition: Value, both: Sequence[Value]) -> bool:
+    """Whether a condition holds only where two values are equal and not finite."""
+    equal = any(
+        each.op == "compare" and each.attrs == ("eq",) and set(each.args) == set(both) for each in condition.args
+    )
+    return equal and any(each.op == "not" and _is_finite(each.arg, both) for each in condition.args)
+
+
+def _is_finite(condition: Value, both: Sequence[Value]) -> bool:
+    """|x| != inf and x == x."""
+    if condition.op != "mul" or len(condition.args) != 2:
+        return False
+    for other, own in (condition.args, condition.args[::-1]):
+        x = own.arg if own.op == "compare" and own.attrs == ("eq",) and own.args[0] is own.args[1] else None
+        size = other.args if other.op == "compare" and other.attrs == ("ne",) else ()
+        infinite = any(each.op == "full" and each.attrs == (float("inf"),) for each in size)
+        if x in both and infinite and any(each.op == "abs" and each.arg is x for each in size):
+            return True
+    return False

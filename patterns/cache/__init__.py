@@ -1,0 +1,1 @@
+"""Writes into caches and reads from their pages."""

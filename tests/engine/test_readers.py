@@ -1,0 +1,117 @@
+"""Readers: in the order of what they need, over words that something gives, several meanings for one value."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fusion
+from fusion import Library, Rule, lowering, pattern, reader, tensor
+from fusion.errors import RuleError
+from fusion.graph import Algebra, Miss, Reading, Readings
+from fusion.language import Reader, ordered
+from fusion.library import fingerprint, installed
+
+from .graphs import numbers, read_graph, traced
+
+OTHER_MEANINGS = {
+    ("cost.py", "linear"),  # an operator of aten
+    ("hf.py", "attention"),  # an argument of transformers
+    ("shapes.py", "write"),  # canonical ops of values
+    ("writes.py", "write"),
+    ("writes.py", "write_rows"),
+}
+ENGINE = Path(fusion.__file__).parent
+WORDS = {word for each in installed().readers for word in each.gives} | {rule.name for rule in installed().rules}
+
+
+def gives(name: str, *needs: str) -> Reader:
+    @reader(gives=(name,), needs=needs)
+    def read(graph):
+        return iter(())
+
+    return Reader(f"reads_{name}", read.read, read.gives, read.needs)
+
+
+class Uses(Rule):
+    """A rule over a word."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D")):
+        """The word, misspelt."""
+        return p.turned_lane(x=x)
+
+    @lowering
+    def run(self, x):
+        """Not run here."""
+        return x
+
+
+def test_readers_run_after_what_they_need_and_otherwise_as_declared():
+    a, b, c, d = gives("a", "c"), gives("b"), gives("c", "b"), gives("d")
+    assert ordered([a, b, c, d]) == [b, c, a, d]
+    with pytest.raises(RuleError, match=r"in a circle: \['reads_a', 'reads_b'\]"):
+        ordered([gives("a", "b"), gives("b", "a")])
+
+
+def test_words_that_nothing_gives_are_errors_with_the_nearest_name():
+    with pytest.raises(
+        RuleError, match=r"rule uses uses 'turned_lane', which no rule or reader gives; .* 'turned_lanes'"
+    ):
+        Library((Uses(),), (gives("turned_lanes"),)).checked()
+    with pytest.raises(RuleError, match="reader reads_a needs 'c', which no rule or reader gives"):
+        Library((), (gives("a", "c"),)).checked()
+
+
+def test_nothing_is_given_twice():
+    with pytest.raises(RuleError, match="the word 'a' is provided twice"):
+        Library((), (gives("a"), Reader("another", gives("a").read, frozenset({"a"}))))
+    with pytest.raises(RuleError, match="the reader 'reads_a' is provided twice"):
+        Library((), (gives("a"), gives("a")))
+
+
+def test_a_value_may_mean_several_things_each_once():
+    x = Algebra().make("input", (), ("x", 0), (2,), None)
+    one, other, odd = Reading("one", {"x": x}), Reading("other", {}), Miss("third", "it is none")
+    found = Readings().joined([(x, one), (x, other), (x, Reading("one", {"x": x})), (x, odd), (x, odd)])
+    assert found.of(x) == (one, other)
+    assert found.one(x, "other") is other
+    assert found.all("one") == [(x, one)]
+    assert found.missed("third") == [(x, odd)]
+    assert not found.missed("one")
+
+
+def test_every_reading_is_a_word_that_its_reader_gives():
+    graph = read_graph(traced(lambda x, w: x @ w.mT, numbers(2, 8), numbers(4, 8)).graph)
+    assert graph.readings.all("linear")
+    for each in installed().readers:
+        assert {reading.op for _, reading in each.read(graph) if isinstance(reading, Reading)} <= each.gives
+
+
+def test_the_engine_names_no_rule_and_no_reading():
+    found = set()
+    for path in ENGINE.rglob("*.py"):
+        if path.is_relative_to(ENGINE / "operators"):
+            continue
+        texts = {each.value for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Constant)}
+        found |= {(path.name, text) for text in texts & WORDS if isinstance(text, str)}
+    assert found == OTHER_MEANINGS
+
+
+def test_the_key_of_a_library_changes_with_any_file_and_any_rule(tmp_path, monkeypatch):
+    whole = installed()
+    fewer = Library(whole.rules[1:], whole.readers)
+    assert fingerprint(whole) == fingerprint(whole) != fingerprint(fewer)
+    package = tmp_path / "their_rules"
+    package.mkdir()
+    (package / "__init__.py").write_text("def read(graph):\n    return iter(())\n")
+    (package / "helper.py").write_text("NUMBER = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import their_rules  # type: ignore[import-not-found]
+
+    library = Library((), (Reader("theirs", their_rules.read, frozenset({"theirs"})),))
+    before = fingerprint(library)
+    (package / "helper.py").write_text("NUMBER = 2\n")
+    assert fingerprint(library) != before
