@@ -145,4 +145,43 @@ KEPT = (
             sizes=(("B", 1), ("S", 3)),
         ),
     ),
+    Kept(
+        "rows divided by a scale that was cast to whole numbers",
+        "the scale was read below the cast, and rows were quantised by other numbers",
+        Program(
+            inputs=(
+                Input("x", ("T", 128), values="rows"),
+                Input("w", (128, 128), values="int8"),
+                Input("channels", (128,), values="scale"),
+            ),
+            lines=(
+                "rows = w.float()",
+                "scale = (torch.max(torch.abs(rows), dim=-1, keepdim=True)[0] / 127.0).to(torch.int8)",
+                "whole = torch.round(rows / scale).to(torch.int8)",
+                "y = (whole.float() @ w.float() * scale * channels).to(x.dtype)",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 1), ("T", 1)),
+            dtype="float16",
+        ),
+    ),
+    Kept(
+        "heads of one sequence joined by a copy that is not needed any more",
+        "the view of the copy was made of the heads as they had lain before, which no view can be",
+        Program(
+            inputs=(
+                Input("q", ("B", 4, "S", 128)),
+                Input("k", ("B", 2, "S", 128)),
+                Input("v", ("B", 2, "S", 128)),
+            ),
+            lines=(
+                "keys = k.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1, 2)",
+                "values = v[:, :, None].expand(-1, -1, 2, -1, -1).reshape(v.shape[0], -1, *v.shape[2:])",
+                "shares = torch.softmax(torch.einsum('bhsd,bhtd->bhst', q, keys), dim=-1)",
+                "y = (shares @ values).transpose(1, 2).reshape(q.shape[0], -1, 512)",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2), ("T", 1)),
+        ),
+    ),
 )
