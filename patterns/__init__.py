@@ -8,14 +8,9 @@ from patterns.composites.joined_projections import JoinedProjections
 from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
 from patterns.composites.kv_rmsnorm_rope_cache_whole import KvRmsnormRopeCacheWhole
 from patterns.composites.latent_attention import LatentAttention
-from patterns.composites.latent_attention_atb import LatentAttentionAtb
-from patterns.composites.latent_attention_atb_whole import LatentAttentionAtbWhole
 from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.latent_attention_part import LatentAttentionPart
 from patterns.composites.latent_attention_whole import LatentAttentionWhole
-from patterns.composites.mla_preprocess import MlaPreprocess
-from patterns.composites.mla_preprocess_fixed import MlaPreprocessFixed
-from patterns.composites.mla_preprocess_whole import MlaPreprocessWhole
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_channels import MlaPrologChannels
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
@@ -29,6 +24,8 @@ from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
+from patterns.latent.attention_atb import LatentAttentionAtb
+from patterns.latent.preprocess import MlaPreprocess
 from patterns.primitives.attention import Attention
 from patterns.primitives.attention_pages import PagedAttention
 from patterns.primitives.attention_part import AttentionPart
@@ -71,7 +68,6 @@ def library() -> tuple[Rule, ...]:
         PagedLatentAttention(),
         LatentAttentionPart(),
         LatentAttentionAtb(),
-        LatentAttentionAtbWhole(),
         LatentAttentionWhole(),
         RingMla(),
         AttentionUpdate(),
@@ -89,8 +85,6 @@ def library() -> tuple[Rule, ...]:
         MlaPrologChannels(),
         MlaPrologTiles(),
         MlaPreprocess(),
-        MlaPreprocessFixed(),
-        MlaPreprocessWhole(),
         CacheWrite(),
         PagedWrite(),
         PageGather(),
