@@ -5,8 +5,6 @@ from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
 from patterns.composites.attention_update import AttentionUpdate
 from patterns.composites.joined_projections import JoinedProjections
-from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
-from patterns.composites.kv_rmsnorm_rope_cache_whole import KvRmsnormRopeCacheWhole
 from patterns.composites.latent_attention import LatentAttention
 from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.latent_attention_part import LatentAttentionPart
@@ -25,6 +23,7 @@ from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.latent.attention_atb import LatentAttentionAtb
+from patterns.latent.kv_write import KvRmsnormRopeCache
 from patterns.latent.preprocess import MlaPreprocess
 from patterns.primitives.attention import Attention
 from patterns.primitives.attention_pages import PagedAttention
@@ -73,8 +72,6 @@ def library() -> tuple[Rule, ...]:
         AttentionUpdate(),
         SparseAttention(),
         KvRmsnormRopeCache(),
-        KvRmsnormRopeCacheRows(),
-        KvRmsnormRopeCacheWhole(),
         MlaProlog(),
         MlaPrologPaged(),
         MlaPrologRows(),
