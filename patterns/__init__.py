@@ -1,6 +1,7 @@
 """The default library of rules, found through the entry-point group `fusion.patterns`."""
 
 from fusion import Rule
+from patterns.cache.cache_write import CacheWrite
 from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
 from patterns.composites.attention_update import AttentionUpdate
@@ -17,7 +18,6 @@ from patterns.composites.mla_prolog_quantised_paged import MlaPrologQuantisedPag
 from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
 from patterns.composites.mla_prolog_tiles import MlaPrologTiles
 from patterns.composites.mla_prolog_whole import MlaPrologWhole
-from patterns.composites.paged_write import PagedWrite
 from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
@@ -28,7 +28,6 @@ from patterns.latent.preprocess import MlaPreprocess
 from patterns.primitives.attention import Attention
 from patterns.primitives.attention_pages import PagedAttention
 from patterns.primitives.attention_part import AttentionPart
-from patterns.primitives.cache_write import CacheWrite
 from patterns.primitives.dynamic_quant import DynamicQuant
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.head_projection import HeadProjection
@@ -38,7 +37,6 @@ from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.quant_matmul import QuantMatmul
 from patterns.primitives.rms_norm import RMSNorm
 from patterns.primitives.rope import Rope
-from patterns.primitives.sliding_write import SlidingWrite
 from patterns.primitives.swiglu import Swiglu
 
 
@@ -83,7 +81,5 @@ def library() -> tuple[Rule, ...]:
         MlaPrologTiles(),
         MlaPreprocess(),
         CacheWrite(),
-        PagedWrite(),
         PageGather(),
-        SlidingWrite(),
     )
