@@ -118,6 +118,11 @@ class Pattern:
     varies: bool = False
     choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def method(self) -> str:
+        """The name of the method that it is one variant of."""
+        return self.name.partition("[")[0]
+
     @cached_property
     def words(self) -> frozenset[str]:
         """The semantic ops that it mentions."""

@@ -41,7 +41,7 @@ class SlidingCache(Cache):
 
 @dataclass(frozen=True)
 class KeyValuePages(Group):
-    """Pages [Block, Size, N, D] of keys and of values, written to at the same slots, which are never negative."""
+    """Pages [Block, Size, N, D] of keys and of values that take rows at the same slots, which are never negative."""
 
     key_cache: Any = tensor("Block Size N D")
     value_cache: Any = tensor("Block Size N E")
@@ -67,9 +67,7 @@ class KeyValuePages(Group):
         return self.key, self.value, *caches
 
 
-ONE: Any = (Cache,)
-BOTH: Any = (KeyValuePages,)
-SLIDING: Any = (SlidingCache,)
+ONE, BOTH, SLIDING = (Cache,), (KeyValuePages,), (SlidingCache,)
 
 
 @dataclass(frozen=True)
@@ -177,16 +175,14 @@ class CacheWrite(Rule):
     @variants(into=BOTH)
     def pages(self, into: KeyValuePages):
         """One call for both."""
-        write = torch.ops.npu.npu_scatter_pa_kv_cache_functional
-        return write(*into.read(), into.slots, cache_mode="Norm")
+        return torch.ops.npu.npu_scatter_pa_kv_cache_functional(*into.read(), into.slots, cache_mode="Norm")
 
     @lowering
     @variants(into=SLIDING)
     def joined(self, into: SlidingCache):
         """One kernel."""
-        cache, rows, axis = into.cache, into.rows, into.axis
-        length = rows.shape[axis]
-        return torch.cat((cache.narrow(axis, length, cache.shape[axis] - length), rows), axis)
+        length, size = into.rows.shape[into.axis], into.cache.shape[into.axis]
+        return torch.cat((into.cache.narrow(into.axis, length, size - length), into.rows), into.axis)
 
 
 def coordinates(cache: Tensor, index: Tensor, axis: int) -> Tensor:

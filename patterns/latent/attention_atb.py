@@ -19,17 +19,8 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, variants
 from patterns.latent import attention_atb_call as atb
-from patterns.latent.attention_atb_groups import (
-    BLIND,
-    Int8Queries,
-    Pages,
-    PagesInOrder,
-    PlainQueries,
-    Queries,
-    Rows,
-    Source,
-    Visibility,
-)
+from patterns.latent.attention_atb_groups import BLIND, Int8Queries, PlainQueries, Queries, Visibility
+from patterns.latent.attention_atb_sources import Pages, PagesInOrder, Rows, Source
 from patterns.primitives import attention_calls as calls
 from patterns.primitives import latent_calls
 
