@@ -130,7 +130,7 @@ def _rule(rule: Rule) -> RuleEntry:
         rule.name,
         _first_line(type(rule)),
         module.splitlines()[0] if module else "",
-        {each.name: _first_line(getattr(rule, each.name)) for each in rule.patterns()},
+        {each.method: _first_line(getattr(rule, each.method)) for each in rule.patterns()},
         {each.name: each.reason for each in rule.lookalikes()},
         {each.name: _first_line(getattr(rule, each.method)) for each in rule.lowerings()},
         tuple(sorted(rule.uses())),

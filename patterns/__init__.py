@@ -1,9 +1,10 @@
-"""The default library of rules, found through the entry-point group `fusion.patterns`."""
+"""The default library of rules and readers, found through the entry-point group `fusion.patterns`."""
 
 from fusion import Library
 from patterns.attention.read import attentions
 from patterns.attention.read_lse_merge import merges
 from patterns.attention.read_softmax_lse import softmax_lse
+from patterns.cache.cache_write import CacheWrite
 from patterns.cache.read_block_tables import block_tables
 from patterns.cache.read_page_gather import page_gathers
 from patterns.cache.read_writes import cache_writes
@@ -11,17 +12,10 @@ from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
 from patterns.composites.attention_update import AttentionUpdate
 from patterns.composites.joined_projections import JoinedProjections
-from patterns.composites.kv_rmsnorm_rope_cache import KvRmsnormRopeCache, KvRmsnormRopeCacheRows
-from patterns.composites.kv_rmsnorm_rope_cache_whole import KvRmsnormRopeCacheWhole
 from patterns.composites.latent_attention import LatentAttention
-from patterns.composites.latent_attention_atb import LatentAttentionAtb
-from patterns.composites.latent_attention_atb_whole import LatentAttentionAtbWhole
 from patterns.composites.latent_attention_paged import PagedLatentAttention
 from patterns.composites.latent_attention_part import LatentAttentionPart
 from patterns.composites.latent_attention_whole import LatentAttentionWhole
-from patterns.composites.mla_preprocess import MlaPreprocess
-from patterns.composites.mla_preprocess_fixed import MlaPreprocessFixed
-from patterns.composites.mla_preprocess_whole import MlaPreprocessWhole
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_channels import MlaPrologChannels
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
@@ -30,11 +24,13 @@ from patterns.composites.mla_prolog_quantised_paged import MlaPrologQuantisedPag
 from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
 from patterns.composites.mla_prolog_tiles import MlaPrologTiles
 from patterns.composites.mla_prolog_whole import MlaPrologWhole
-from patterns.composites.paged_write import PagedWrite
 from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
+from patterns.latent.attention_atb import LatentAttentionAtb
+from patterns.latent.kv_write import KvRmsnormRopeCache
+from patterns.latent.preprocess import MlaPreprocess
 from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
@@ -42,7 +38,6 @@ from patterns.linear.read import linears
 from patterns.primitives.attention import Attention
 from patterns.primitives.attention_pages import PagedAttention
 from patterns.primitives.attention_part import AttentionPart
-from patterns.primitives.cache_write import CacheWrite
 from patterns.primitives.dynamic_quant import DynamicQuant
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.head_projection import HeadProjection
@@ -52,7 +47,6 @@ from patterns.primitives.partial_rope import PartialRope
 from patterns.primitives.quant_matmul import QuantMatmul
 from patterns.primitives.rms_norm import RMSNorm
 from patterns.primitives.rope import Rope
-from patterns.primitives.sliding_write import SlidingWrite
 from patterns.primitives.swiglu import Swiglu
 from patterns.quant.read import dynamic
 from patterns.quant.read_by_head import by_head
@@ -67,6 +61,7 @@ _RULES = (
     RMSNorm(),
     LayerNorm(),
     AddRMSNorm(),
+    AddRMSNormDynamicQuant(),
     Rope(),
     PartialRope(),
     RopePair(),
@@ -76,24 +71,20 @@ _RULES = (
     HeadProjection(),
     DynamicQuant(),
     QuantMatmul(),
-    AddRMSNormDynamicQuant(),
     ExpertRouting(),
     ExpertShares(),
     Attention(),
     PagedAttention(),
     AttentionPart(),
+    AttentionUpdate(),
+    RingMla(),
     LatentAttention(),
     PagedLatentAttention(),
     LatentAttentionPart(),
-    LatentAttentionAtb(),
-    LatentAttentionAtbWhole(),
     LatentAttentionWhole(),
-    RingMla(),
-    AttentionUpdate(),
+    LatentAttentionAtb(),
     SparseAttention(),
     KvRmsnormRopeCache(),
-    KvRmsnormRopeCacheRows(),
-    KvRmsnormRopeCacheWhole(),
     MlaProlog(),
     MlaPrologPaged(),
     MlaPrologRows(),
@@ -104,12 +95,8 @@ _RULES = (
     MlaPrologChannels(),
     MlaPrologTiles(),
     MlaPreprocess(),
-    MlaPreprocessFixed(),
-    MlaPreprocessWhole(),
     CacheWrite(),
-    PagedWrite(),
     PageGather(),
-    SlidingWrite(),
 )
 _READERS = (
     rotations,

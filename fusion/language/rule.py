@@ -67,7 +67,8 @@ def variants(**choices: tuple[Any, ...]) -> Callable[[Method], Method]:
     """Mark a lowering, or a form, that takes these parameters beside captures: one for each combination, best first.
 
     A later combination of a lowering is tried only where the ones before it are refused. Each combination of a form is
-    matched for itself; guards and lowerings may ask for what was chosen. A choice may be a kind of `Group`.
+    matched for itself; guards and lowerings may ask for what was chosen. A choice may be a kind of `Group`. A lowering
+    with a variant of the same name as one of the form is for that choice alone.
     """
 
     def mark(method: Method) -> Method:
@@ -91,6 +92,10 @@ class Lowering:
     method: str
     chosen: Mapping[str, Any]
 
+    def suits(self, choices: Mapping[str, Any]) -> bool:
+        """Whether it is for a form that chose these: what has the same name is the same."""
+        return all(choices.get(name, each) == each for name, each in self.chosen.items())
+
     def run(self, rule: Rule, captures: Mapping[str, Any]) -> Any:
         """What it gives for captures."""
         return call(getattr(rule, self.method), {**captures, **self.chosen})
@@ -100,7 +105,8 @@ class Lowering:
 class Pattern:
     """One written form, traced: its results and the captures by name, those of a group as `group.field`.
 
-    `given` holds what is no capture but taken as one: the kind of each group, and what `variants` chose.
+    `given` holds what is no capture but taken as one: the kind of each group, and what `variants` chose. `varies` says
+    whether that is one of several, and `choices` what `variants` chose.
     """
 
     name: str
@@ -109,6 +115,13 @@ class Pattern:
     reason: str = ""
     apart: tuple[str, ...] = ()
     given: Mapping[str, Any] = field(default_factory=dict)
+    varies: bool = False
+    choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def method(self) -> str:
+        """The name of the method that it is one variant of."""
+        return self.name.partition("[")[0]
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -125,12 +138,14 @@ class Example:
         function: plain torch code.
         inputs: makes fresh inputs of a floating dtype.
         refusal: for a reject, a part of the reason that must be given.
+        instead: for a reject of a rule that takes less of it, a part of the name of the form that it takes.
     """
 
     name: str
     function: Callable[..., Any]
     inputs: Callable[[torch.dtype], tuple[torch.Tensor, ...]]
     refusal: str = ""
+    instead: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,7 +240,7 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any], chosen: Mapping[st
     result = method(rule, Vocabulary(), **arguments)
     results = result if isinstance(result, tuple) else (result,)
     reason, apart = getattr(method, "fusion_reason", ""), getattr(method, "fusion_apart", ())
-    return Pattern(name, results, captures, reason, apart, given)
+    return Pattern(name, results, captures, reason, apart, given, bool(chosen), chosen)
 
 
 def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:

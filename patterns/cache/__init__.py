@@ -1,1 +1,1 @@
-"""Writes into caches and reads from their pages."""
+"""Caches: writes by position and by slot, and pages that a block table gathers."""

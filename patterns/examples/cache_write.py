@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal, tensors
+from patterns.examples.inputs import Inputs, normal, tensors, under
 
 
 def _caches(*rows: tuple[int, ...], cache: tuple[int, ...], index: Tensor) -> Inputs:
@@ -180,8 +180,5 @@ SLIDING_EXAMPLES = (
     Example("several, by a slice", _rolled_slice, tensors((2, 4, 9, 8), (2, 4, 3, 8))),
 )
 
-TRIED = {
-    "cache_write": (*EXAMPLES, *REJECTS),
-    "sliding_write": SLIDING_EXAMPLES,
-}
+TRIED = {"cache_write": (*EXAMPLES, *REJECTS, *under("sliding", SLIDING_EXAMPLES))}
 """Rule -> its examples and rejects."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+
+from fusion import Example
 
 Inputs = Callable[[torch.dtype], tuple[Tensor, ...]]
 
@@ -45,3 +48,8 @@ def with_parameters(*shapes: tuple[int, ...], leading: int = 1) -> Inputs:
         return *values[:leading], *weights
 
     return make
+
+
+def under(name: str, examples: Iterable[Example]) -> tuple[Example, ...]:
+    """Examples of one mode of a rule, whose names begin with that of the mode."""
+    return tuple(replace(each, name=f"{name}, {each.name}") for each in examples)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, normal, under
 from patterns.examples.mla_prolog import copied, half_sequences, lengths, norm, single, turned, two_halves
 
 B, S, T, C, DR, BLOCKS, SIZE = 2, 3, 32, 32, 16, 3, 16
@@ -79,6 +79,11 @@ def flat(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tenso
 def kept(latent: Tensor, rope: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     """The rows beside the pages."""
     return latent, rope, *viewed(latent, rope, *rest)
+
+
+def kept_in_sequence(latent: Tensor, rope: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """The rows beside contiguous caches."""
+    return latent, rope, *copied(latent, rope, *rest)
 
 
 LINE = 16
@@ -157,6 +162,7 @@ EXAMPLES = (
     Example("slots counted from the end", model(viewed), line(*PAGES, tokens=1, index=(-1, 5))),
 )
 ROW_EXAMPLES = (
+    Example("consecutive positions", model(kept_in_sequence), line(*CACHES)),
     Example("a prompt", model(kept), line(*PAGES, index=SLOTS)),
     Example("a token", model(kept), line(*PAGES, tokens=1, index=(7, 33))),
     Example("pages in lines", model(kept_lines), line(*lines(), index=SLOTS)),
@@ -200,8 +206,5 @@ REJECTS = (
 )
 ROW_REJECTS = (Example("lines that lie otherwise", model(kept_lines), turned_pages, "the pages are not contiguous"),)
 
-TRIED = {
-    "kv_rmsnorm_rope_cache": (*EXAMPLES, *REJECTS),
-    "kv_rmsnorm_rope_cache_rows": (*ROW_EXAMPLES, *ROW_REJECTS),
-}
+TRIED = {"kv_rmsnorm_rope_cache": (*EXAMPLES, *REJECTS, *under("with its rows", (*ROW_EXAMPLES, *ROW_REJECTS)))}
 """Rule -> its examples and rejects."""

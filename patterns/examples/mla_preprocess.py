@@ -111,8 +111,9 @@ Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def model(
-    write: Write, rotate: Rotate = of_pairs, eps: float = EPS, heads: int = SIZES.n, read: Read = in_rows
-) -> Callable[..., Tensor]:
+    write: Write, rotate: Rotate = of_pairs, eps: float = EPS, heads: int = SIZES.n, read: Read = in_rows,
+    normed: Callable[[Tensor, Tensor], Tensor] = norm,
+) -> Callable[..., Tensor]:  # fmt: skip
     """A function that writes the rows of a token, or of several, and attends to the pages."""
 
     def forward(
@@ -127,12 +128,17 @@ def model(
         nope, rope = q.transpose(1, 2).split((q.shape[-1] - turning, turning), dim=-1)
         q = torch.cat((nope, rotate(rope, cos.unsqueeze(1), sin.unsqueeze(1))), dim=-1)
         latent, rope = multiplied(tokens, dkv, dkv_scale, x.dtype).split((width, turning), dim=-1)
-        for pages, rows in ((latents, norm(latent, gain_kv)), (ropes, rotate(rope, cos, sin))):
+        for pages, rows in ((latents, normed(latent, gain_kv)), (ropes, rotate(rope, cos, sin))):
             write(pages, rows.flatten(0, 1), slots)
         latent, rope = (read(pages, table) for pages in (latents, ropes))
         return attended(q, latent, rope, ukv, lengths)
 
     return forward
+
+
+def multiplied_norm(x: Tensor, gain: Tensor) -> Tensor:
+    """A norm times a number."""
+    return norm(x, gain) * 1.5
 
 
 def turned_pages(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -147,6 +153,7 @@ EXAMPLES = (
     Example("two tokens by index_copy, rotated by halves", model(copied, of_halves), inputs(2)),
     Example("pages of one head", model(of_a_head), inputs(1, heads=(1,))),
     Example("a token by block", model(by_block), inputs(1)),
+    Example("a latent times a number", model(viewed, normed=multiplied_norm), inputs(1)),
     Example("a token in lines", model(in_lines, read=of_lines), lines(1)),
     Example("two tokens in lines of a head", model(of_a_head_in_lines, of_halves, read=of_lines), lines(2, 1)),
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, normal, under
 
 BLOCKS, SIZE, HEADS, KEY, VALUE = 5, 4, 2, 8, 16
 
@@ -96,10 +96,16 @@ def _turned(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 REJECTS = (
-    Example("pages that lie otherwise", _by_block, _turned, "the pages are not contiguous"),
+    Example("pages that lie otherwise", _by_block, _turned, "the pages are not contiguous", "at_places"),
     Example("lines of NZ", _in_lines, _lines, "the pages hold rows in lines"),
-    Example("places of unknown range", _anywhere, _pages(SLOTS // SIZE, SLOTS % SIZE), "not proven to lie in its page"),
+    Example(
+        "places of unknown range",
+        _anywhere,
+        _pages(SLOTS // SIZE, SLOTS % SIZE),
+        "not proven to lie in its page",
+        "at_places",
+    ),
 )
 
-TRIED = {"paged_write": (*EXAMPLES, *REJECTS)}
+TRIED = {"cache_write": under("pages", (*EXAMPLES, *REJECTS))}
 """Rule -> its examples and rejects."""

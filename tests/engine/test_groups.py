@@ -67,6 +67,56 @@ class Share(Rule):
         return torch.sigmoid(x) * factor.factor()
 
 
+@dataclass(frozen=True)
+class Halved(Scaled):
+    """A kind of another kind."""
+
+
+class Apart(Rule):
+    """The same with a lowering for each choice."""
+
+    @pattern
+    @variants(factor=(Gated, Scaled, Halved))
+    def written(self, p, factor, x=tensor("*B D")):
+        return factor.term(p, p.sigmoid(x))
+
+    @lowering
+    @variants(factor=(Gated,), by=("hand", "library"))
+    def gated(self, x, factor, by):
+        return torch.sigmoid(x) * factor.factor()
+
+    @lowering
+    @variants(factor=(Scaled,))
+    def scaled(self, x, factor):
+        return torch.sigmoid(x) * factor.number
+
+    @lowering
+    @variants(factor=(Halved,))
+    def halved(self, x, factor):
+        return torch.sigmoid(x) * factor.number
+
+
+@dataclass(frozen=True)
+class Closed(Gated):
+    """A gate that lets nothing through."""
+
+    def factor(self):
+        return 1
+
+
+class Whole(Rule):
+    """A form with one kind of group, and a lowering that takes it as another."""
+
+    @pattern
+    def written(self, p, factor=Gated, x=tensor("*B D")):
+        return factor.term(p, p.sigmoid(x))
+
+    @lowering
+    @variants(factor=(Closed,))
+    def run(self, x, factor):
+        return x * factor.factor()
+
+
 class Neither(Rule):
     """A form whose word nothing gives."""
 
@@ -93,6 +143,22 @@ def test_each_choice_is_matched_for_itself_and_guards_ask_for_it():
     assert {one.form for one in matches} == {"written[Gated]", "written[Scaled]"}
     (refusal,) = found(lambda x: torch.sigmoid(x) * -2.0, (X,), Share()).refusals
     assert refusal.reason == "-2.0 is not positive"
+
+
+def test_a_lowering_is_for_the_choices_that_it_names():
+    matches = found(lambda x, y: (torch.sigmoid(x) * y.sigmoid(), torch.sigmoid(y) * 2.0), (X, Y), Apart()).matches
+    ways = {one.form: [each.name for each in one.rule.lowerings() if each.suits(one.choices)] for one in matches}
+    assert ways == {
+        "written[Gated]": ["gated[Gated, hand]", "gated[Gated, library]"],
+        "written[Scaled]": ["scaled[Scaled]"],
+        "written[Halved]": ["halved[Halved]"],
+    }
+
+
+def test_a_group_that_no_variant_chose_is_taken_as_a_lowering_says():
+    (one,) = found(lambda x, y: torch.sigmoid(x) * y.sigmoid(), (X, Y), Whole()).matches
+    (way,) = [each for each in one.rule.lowerings() if each.suits(one.choices)]
+    torch.testing.assert_close(way.run(one.rule, {**one.captures, "x": X, "factor.gate": Y}), X)
 
 
 def test_a_form_is_not_tried_where_nothing_reads_as_one_of_its_words(monkeypatch):

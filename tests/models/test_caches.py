@@ -12,7 +12,7 @@ from .families import _GROUPED, CONFIGS, build, caches
 
 STEPS = 8
 SLIDING = dict(_GROUPED, sliding_window=16, num_local_experts=4, num_experts_per_tok=2)
-WRITES = {"target": "host", "lower": "eager", "rules": {"cache_write", "sliding_write"}}
+WRITES = {"target": "host", "lower": "eager", "rules": {"cache_write"}}
 COPIES = ("index_copy", "index_put", "copy_", "roll", "slice_scatter")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import fusion
-from patterns.examples import latent_attention_atb_whole as whole
+from patterns.examples import latent_attention_atb_int8 as whole
 from patterns.examples import ring_mla
 
 MLA = "atb::npu_multi_head_latent_attention"

@@ -188,7 +188,7 @@ def test_rows_of_keys_and_values(by: str, name: str, plan_lower: str, operator: 
         return *given[:2], places, *given[2:]
 
     t = tried(
-        "paged_write",
+        "cache_write",
         forward,
         make,
         Options(target="ascend910_93", lower="eager", plan_lower=plan_lower),

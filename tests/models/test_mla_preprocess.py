@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import fusion
-from patterns.examples import mla_preprocess_fixed as by_constants
-from patterns.examples import mla_preprocess_whole as whole
+from patterns.examples import mla_preprocess_int8 as int8
+from patterns.examples import mla_preprocess_static as static
 from patterns.examples.mla_preprocess import Sizes, inputs, lines, model
 from patterns.examples.mla_prolog_paged import in_lines, of_lines, viewed
 
@@ -62,10 +62,10 @@ def test_pages_in_lines_of_nz_are_written_as_they_lie():
 
 @pytest.mark.parametrize("lined", [False, True], ids=["rows", "lines"])
 def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
-    given = (by_constants.lines if lined else by_constants.inputs)(1, sizes=PAGES)(HALF)
+    given = (static.lines if lined else static.inputs)(1, sizes=PAGES)(HALF)
     forms = dict(write=in_lines, read=of_lines) if lined else dict(write=viewed)
     with torch.no_grad():
-        report = fusion.explain(by_constants.model(heads=PAGES.n, **forms), *given, options=OPTIONS)
+        report = fusion.explain(static.model(heads=PAGES.n, **forms), *given, options=OPTIONS)
     (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
     assert call.kwargs["quant_mode"] == "per_tensor_quant_asymm"
     assert call.kwargs["cache_mode"] == ("nzcache" if lined else "krope_ctkv")
@@ -77,10 +77,10 @@ def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["scales of tokens", "constants"])
 def test_whole_queries_and_a_whole_cache_come_from_one_call(fixed: bool):
-    given = (whole.of_constants if fixed else whole.of_tokens)(1, sizes=PAGES)(HALF)
+    given = (int8.of_constants if fixed else int8.of_tokens)(1, sizes=PAGES)(HALF)
     options = OPTIONS | {"lengths": "host"}
     with torch.no_grad():
-        report = fusion.explain(whole.model(fixed, heads=PAGES.n), *given, options=options)
+        report = fusion.explain(int8.model(fixed, heads=PAGES.n), *given, options=options)
     assert report.ops == {MLAPO: 1, "atb::npu_multi_head_latent_attention": 1}
     front, attention = [node for node in report.graphs[0].graph.nodes if "atb" in str(node.target)]
     assert front.kwargs["cache_mode"] == attention.kwargs["cache_mode"] == "int8_nzcache"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fusion
 
 HEADS, DIM, BLOCKS, SIZE, LAYERS = 2, 16, 7, 4, 2
-RULES = {"cache_write", "paged_write"}
+RULES = {"cache_write"}
 TABLE = torch.tensor([[3, 6, 0], [5, 1, 2]])
 
 Write = Callable[[Tensor, Tensor, Tensor], None]

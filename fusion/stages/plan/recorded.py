@@ -51,7 +51,7 @@ class PlanBook:
         try:
             captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
         except Refused as refused:
-            return {each.name: refused for each in match.rule.lowerings()}
+            return {each.name: refused for each in _ways(match)}
         kept = _Kept(self._written_back(match), self._prepared_in(match))
         signature = tuple((name, frozen(each), *kept.of(name)) for name, each in captures.items())
         key = (match.rule.name, tuple(each.shape for each in match.results), signature)
@@ -63,7 +63,7 @@ class PlanBook:
         """Each lowering; of its variants those up to the first that no target refuses."""
         found: dict[str, Plan | Refused] = {}
         settled: set[str] = set()
-        for each in match.rule.lowerings():
+        for each in _ways(match):
             if each.method in settled:
                 continue
             plan = found[each.name] = self._attempt(match, each, captures, kept)
@@ -194,6 +194,11 @@ class PlanBook:
         if any(form.partition(".")[0] in self._disabled for form in forms):
             return f"{operator.short} is left out by the option disable"
         return refusal(operator, target.name, args, kwargs, lowering, self._host_reads)
+
+
+def _ways(match: Match) -> list[Lowering]:
+    """The lowerings of the rule that are for what the form chose."""
+    return [each for each in match.rule.lowerings() if each.suits(match.choices)]
 
 
 def _sources(steps: Sequence[Step]) -> list[frozenset[str]]:

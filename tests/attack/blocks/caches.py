@@ -36,7 +36,7 @@ def written(w: Writer) -> None:
     shape = ("B", count, ROOM, width) if dim == 2 else ("B", ROOM, count, width)
     cache = w.input(shape, name="cache")
     rows = w.take(("B", count, "S", width) if dim == 2 else ("B", "S", count, width))
-    w.fuses("cache_write", "sliding", "kv_rms", "mla_")
+    w.fuses("cache_write", "kv_rms", "mla_")
     if w.maybe():
         write(w, cache, rows, w.input((), "below 3", name="start"), dim)
     else:
@@ -70,7 +70,7 @@ def slots(w: Writer) -> None:
     count, width = w.pick(1, 2), w.pick(64, 128)
     pages = w.input((8, SIZE, count, width), name="pages")
     rows, places = w.take(("T", count, width)), w.input(("T",), "distinct 32", name="slots")
-    w.fuses("cache_write", "paged_write")
+    w.fuses("cache_write")
     paged(w, pages, rows, places, count, width)
     read(w, pages, rows)
 
@@ -90,7 +90,7 @@ def slot_pairs(w: Writer) -> None:
     keys, values = (w.input((8, SIZE, count, width), name="pages") for _ in range(2))
     key, value = w.take(("T", count, width), "key"), w.take(("T", count, width), "value")
     places = w.input(("T",), "distinct 32", name="slots")
-    w.fuses("paged_write", "cache_write")
+    w.fuses("cache_write")
     paged(w, keys, key, places, count, width)
     paged(w, values, value, places, count, width)
     read(w, keys, key)
@@ -101,7 +101,7 @@ def slid(w: Writer) -> None:
     """A window of the last positions."""
     count, width = w.pick(1, 2, 4), 64
     cache, rows = w.input(("B", count, ROOM, width), name="cache"), w.take(("B", count, "S", width))
-    w.fuses("sliding_write", "cache_write")
+    w.fuses("cache_write")
     if w.maybe():
         w.do(f"{cache}.copy_(torch.cat(({cache}[:, :, {rows}.shape[2]:], {rows}), dim=2))")
     else:

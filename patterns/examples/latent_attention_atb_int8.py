@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, normal, under
 from patterns.examples.quantisation import weights
 
 B, N, C, R, BLOCKS, SIZE = 2, 4, 64, 32, 7, 8
@@ -125,6 +125,11 @@ EXAMPLES = (
     Example("a sequence without keys, the least number", by_table(least, counted), inputs(1, lengths=EMPTY)),
     Example("the last queries", by_table(written_out, in_line), inputs(3)),
     Example("pages in their own order", in_order(written_out, everything), inputs(1, blocks=2 * TABLE.shape[1])),
+    Example(
+        "own order, a sequence without keys",
+        in_order(written_out, counted),
+        inputs(1, blocks=2 * TABLE.shape[1], lengths=EMPTY),
+    ),
     Example("the last queries, own order", in_order(in_floats, in_line), inputs(2, blocks=2 * TABLE.shape[1])),
 )
 
@@ -176,5 +181,5 @@ REJECTS = (
     Example("many queries", by_table(written_out, in_line), inputs(5), "more than four queries"),
 )
 
-TRIED = {"latent_attention_atb_whole": (*EXAMPLES, *REJECTS)}
+TRIED = {"latent_attention_atb": under("int8", (*EXAMPLES, *REJECTS))}
 """Rule -> its examples and rejects."""

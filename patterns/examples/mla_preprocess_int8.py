@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples import latent_attention_atb_whole as attention
-from patterns.examples import mla_preprocess, mla_preprocess_fixed
+from patterns.examples import latent_attention_atb_int8 as attention
+from patterns.examples import mla_preprocess, mla_preprocess_static
 from patterns.examples import mla_prolog_paged as paged
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, normal, under
 from patterns.examples.mla_preprocess import Rotate, Sizes, norm, of_halves, of_pairs
 from patterns.examples.mla_prolog_paged import BLOCKS, Read, Write, in_lines, of_lines
 from patterns.examples.mla_prolog_quantised import multiplied
@@ -49,7 +49,7 @@ def of_tokens(queries: int, line: int = 32, sizes: Sizes = SIZES, others: bool =
 
 def of_constants(queries: int, sizes: Sizes = SIZES) -> Inputs:
     """The same, with constants of quantisation behind them."""
-    plain, tokens = mla_preprocess_fixed.inputs(queries, sizes=sizes), of_tokens(queries, sizes=sizes)
+    plain, tokens = mla_preprocess_static.inputs(queries, sizes=sizes), of_tokens(queries, sizes=sizes)
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         more, given = plain(dtype), tokens(dtype)
@@ -86,10 +86,10 @@ def model(
         width, turning = gain_kv.shape[0], cos.shape[-1]
         if fixed:
             beta, beta_q, dq_bias, uq_bias, dkv_bias, scale, scale_q, zero, zero_q = constants
-            layer = mla_preprocess_fixed.biased
-            whole = mla_preprocess_fixed.summed(norm(x, gain) + beta, scale, zero)
+            layer = mla_preprocess_static.biased
+            whole = mla_preprocess_static.summed(norm(x, gain) + beta, scale, zero)
             low = norm(layer(whole, dq, dq_scale, dq_bias, x.dtype), gain_q) + beta_q
-            q = layer(mla_preprocess_fixed.summed(low, scale_q, zero_q), uq, uq_scale, uq_bias, x.dtype)
+            q = layer(mla_preprocess_static.summed(low, scale_q, zero_q), uq, uq_scale, uq_bias, x.dtype)
             both = layer(whole, dkv, dkv_scale, dkv_bias, x.dtype)
         else:
             tokens = quantised(norm(x, gain))
@@ -141,5 +141,5 @@ REJECTS = (
     Example("a zero point", model(store=shifted), of_tokens(1), "stored with a zero point"),
 )
 
-TRIED = {"mla_preprocess_whole": (*EXAMPLES, *REJECTS)}
+TRIED = {"mla_preprocess": under("int8 latent", (*EXAMPLES, *REJECTS))}
 """Rule -> its examples and rejects."""

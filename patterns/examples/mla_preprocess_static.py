@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, normal, under
 from patterns.examples.mla_preprocess import (
     SIZES,
     Rotate,
@@ -189,5 +189,5 @@ REJECTS = (
     Example("short lines", model(in_lines, read=of_lines), lines(1, 8), "in lines of 8 numbers"),
 )
 
-TRIED = {"mla_preprocess_fixed": (*EXAMPLES, *REJECTS)}
+TRIED = {"mla_preprocess": under("static", (*EXAMPLES, *REJECTS))}
 """Rule -> its examples and rejects."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, normal, under
 from patterns.examples.mla_prolog import norm, tables, turned
 from patterns.examples.mla_prolog_channels import Store, Write, by_inverse, by_number, divided, narrow
 from patterns.examples.quantisation import scales
@@ -35,19 +36,25 @@ def inputs(*lines: int, heads: tuple[int, ...] = (), whole_keys: bool = True, of
     return make
 
 
-def model(write: Write, store: Store = divided, whole_keys: bool = True, factor: float = 1.0) -> Callable[..., Tensor]:
-    """A function that writes lines, the latent times a factor, and reads what the caches hold then."""
+def model(
+    write: Write, store: Store = divided, whole_keys: bool = True, factor: float = 1.0, kept: bool = False
+) -> Callable[..., Any]:
+    """A function that writes lines, the latent times a factor, and reads what the caches hold then.
+
+    Where they are `kept`, it gives the rows as they were before they are quantised as well.
+    """
 
     def forward(
         kv: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, of_latent: Tensor, of_rope: Tensor,
         latents: Tensor, keys: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         latent, rope = kv.split((C, DR), dim=-1)
-        latent, rope = store(norm(latent, gain) * factor, of_latent), turned(rope, cos, sin)
-        rope = store(rope, of_rope) if whole_keys else rope
-        for cache, rows in ((latents, latent), (keys, rope)):
+        latent, rope = norm(latent, gain) * factor, turned(rope, cos, sin)
+        stored = store(latent, of_latent), store(rope, of_rope) if whole_keys else rope
+        for cache, rows in zip((latents, keys), stored, strict=True):
             write(cache, rows.flatten(0, 1), slots)
-        return latents.float().sum() + keys.float().sum()
+        total = latents.float().sum() + keys.float().sum()
+        return (total, latent * 2, rope * 2) if kept else total
 
     return forward
 
@@ -85,6 +92,8 @@ EXAMPLES = (
     Example("lines, a latent times a number", model(in_lines, factor=1.5), inputs(32, 32)),
     Example("a scale that is a number", model(by_block, by_number), inputs()),
     Example("the latent alone by one scale", model(viewed, whole_keys=False), inputs(whole_keys=False, of_all=True)),
+    Example("both, and the rows", model(viewed, kept=True), inputs()),
+    Example("the latent alone, and the rows", model(viewed, whole_keys=False, kept=True), inputs(whole_keys=False)),
     Example("the latent alone in lines", model(in_lines, whole_keys=False), inputs(32, 16, whole_keys=False)),
 )
 REJECTS = (
@@ -93,5 +102,5 @@ REJECTS = (
     Example("lines beside whole rows", model(keys_whole, whole_keys=False), beside_lines, "the other whole ones"),
 )
 
-TRIED = {"kv_rmsnorm_rope_cache_whole": (*EXAMPLES, *REJECTS)}
+TRIED = {"kv_rmsnorm_rope_cache": under("int8", (*EXAMPLES, *REJECTS))}
 """Rule -> its examples and rejects."""

@@ -1,0 +1,202 @@
+"""cache[.., positions, ..] = rows, with the cache's own layout, order and dtype.
+
+    pages:    keys[slot // Size, slot % Size] = key,  values[slot // Size, slot % Size] = value
+    sliding:  cat(cache[S:], rows), a cache of the last T positions that takes S new ones
+
+*Matches* index_copy, index_put, scatter and slices that are assigned: the canonicaliser proves whether positions are
+consecutive, slots of pages, or the last ones of a cache that was rolled. *Replaces with* `scatter_update` for
+consecutive positions, else `npu_scatter_nd_update`, whose coordinates are integers alone; keys and values in pages at
+once with atb's `_npu_reshape_and_cache` where calls are launched one by one, with `npu_scatter_pa_kv_cache` for GE; a
+rolled cache with one `cat`. They become their in-place forms where the cache is an input that is written back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, tensor, variants
+
+
+@dataclass(frozen=True)
+class Cache(Group):
+    """A cache whose rows are replaced along `axis`."""
+
+    cache: Any = tensor("*C")
+    rows: Any = tensor("*R")
+    axis: Any = attribute()
+
+    def terms(self) -> dict[str, Any]:
+        """What every word for a write takes."""
+        return dict(cache=self.cache, rows=self.rows, axis=self.axis)
+
+
+@dataclass(frozen=True)
+class SlidingCache(Cache):
+    """One that keeps the last positions along `axis` only."""
+
+
+@dataclass(frozen=True)
+class KeyValuePages(Group):
+    """Pages [Block, Size, N, D] of keys and of values that take rows at the same slots, which are never negative."""
+
+    key_cache: Any = tensor("Block Size N D")
+    value_cache: Any = tensor("Block Size N E")
+    key: Any = tensor("T N D")
+    value: Any = tensor("T N E")
+    slots: Any = tensor("T", optional=True)
+    nz_block: Any = attribute()
+
+    def written(self, p):
+        """Both writes."""
+        both = ((self.key_cache, self.key), (self.value_cache, self.value))
+        return tuple(p.write_pages(cache=cache, rows=x, slots=self.slots, line=self.nz_block) for cache, x in both)
+
+    def guard(self) -> None:
+        """Whole rows, by slots that are proven."""
+        require(self.nz_block is None, "the pages hold rows in lines")
+        require(self.slots is not None, "the place is not proven to lie in its page: slot % Size is")
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows and caches, which may have no gaps and no other order: a kernel finds a row by its slot alone."""
+        caches = (self.key_cache, self.value_cache)
+        require(all(each.is_contiguous() for each in caches), "the pages are not contiguous")
+        return self.key, self.value, *caches
+
+
+ONE, BOTH, SLIDING = (Cache,), (KeyValuePages,), (SlidingCache,)
+
+
+@dataclass(frozen=True)
+class CacheWrite(Rule):
+    """New rows of a cache."""
+
+    def reference(self, cache: Tensor, rows: Tensor, start: Tensor, axis: int) -> Tensor:
+        """The meaning: cache [*C], rows [*R] like it but for `axis`, start [] or one per batch row [B]."""
+        positions = start.reshape(-1, 1) + torch.arange(rows.shape[axis])
+        wide = [1] * cache.dim()
+        wide[0], wide[axis] = positions.shape if axis else (1, -1)
+        return cache.scatter(axis, positions.reshape(wide).expand(rows.shape), rows)
+
+    @pattern
+    @variants(into=BOTH)
+    def both(self, p, into):
+        """Keys and values, to rows of all pages by their number, or by a block and a place in it."""
+        return into.written(p)
+
+    @pattern
+    @variants(into=ONE)
+    def at_start(self, p, into, start=tensor("*S")):
+        """From a position that the graph computes."""
+        return p.write(**into.terms(), start=start)
+
+    @pattern
+    @variants(into=ONE)
+    def at_number(self, p, into, start=attribute()):
+        """From a position that is known."""
+        return p.write_slice(**into.terms(), start=start)
+
+    @pattern
+    @variants(into=ONE)
+    def at_rows(self, p, into, index=tensor("S")):
+        """At any positions."""
+        return p.write_rows(**into.terms(), index=index)
+
+    @pattern
+    @variants(into=ONE)
+    def at_places(self, p, into, index=tensor("S"), inner=tensor("S")):
+        """At any places of pages."""
+        return p.write_places(**into.terms(), index=index, inner=inner)
+
+    @pattern
+    @variants(into=ONE)
+    def chosen(self, p, into, position=tensor("*S")):
+        """One row of every sequence, chosen by comparing positions: nothing is written where none is equal."""
+        return p.write_inside(**into.terms(), position=position)
+
+    @pattern
+    @variants(into=SLIDING)
+    def slid(self, p, into):
+        """A roll by S whose last S positions are overwritten: the canonicaliser proves which positions stay."""
+        return p.slide(**into.terms())
+
+    @lookalike("its rows are added to what the cache holds, or chosen by a mask: the operator replaces numbered rows")
+    def accumulated(self, p, cache=tensor("*C"), index=tensor("*I"), rows=tensor("*R")):
+        """What is left of index_put: accumulate, or an index of booleans."""
+        return p.op(("aten.index_put.default", "aten._unsafe_index_put.default"), cache, index, rows)
+
+    def guard(self, into: Any):
+        """What a pair of caches asks for."""
+        if isinstance(into, KeyValuePages):
+            into.guard()
+
+    @lowering
+    @variants(into=ONE)
+    def run(self, into: Cache, start: Any):
+        """Consecutive positions of every sequence."""
+        require(start is not None, "the positions are not proven to be consecutive")
+        require(into.axis != 0, "the positions count rows of the batch, which the operator takes one by one")
+        return torch.ops.npu.scatter_update(into.cache, _starts(into.rows, start), into.rows, into.axis)
+
+    @lowering
+    @variants(into=ONE)
+    def kept_outside(self, into: Cache, position: Any):
+        """One position of every sequence; where it lies outside, the row that is written is the one that was there."""
+        require(position is not None, "the positions are not chosen by a comparison")
+        require(into.axis != 0, "the positions count rows of the batch, which the operator takes one by one")
+        starts, size = _starts(into.rows, position), into.cache.shape[into.axis]
+        places = starts.clamp(0, size - 1)
+        wide = [-1] + [1] * (into.cache.dim() - 1)
+        old = into.cache.gather(into.axis, places.long().reshape(wide).expand(into.rows.shape))
+        rows = torch.where((places == starts).reshape(wide), into.rows, old)
+        return torch.ops.npu.scatter_update(into.cache, places, rows, into.axis)
+
+    @lowering
+    @variants(into=ONE)
+    def row_by_row(self, into: Cache, index: Any, inner: Any, start: Any):
+        """Any positions, by coordinates."""
+        if index is None:
+            require(start is not None and into.axis == 0, "the positions are given for every sequence")
+            index = _starts(into.rows, start)[:1] + torch.arange(into.rows.shape[0], device=into.cache.device)
+        places = coordinates(into.cache, index, into.axis) if inner is None else torch.stack((index, inner), dim=-1)
+        rows = into.rows.reshape(-1, *into.cache.shape[places.shape[-1] :])
+        return torch.ops.npu.npu_scatter_nd_update(into.cache, places.reshape(-1, places.shape[-1]), rows)
+
+    @lowering
+    @variants(into=BOTH)
+    def pages_by_atb(self, into: KeyValuePages):
+        """One call for both, of the transformer library."""
+        return torch.ops.atb._npu_reshape_and_cache.functional(*into.read(), into.slots.int())
+
+    @lowering
+    @variants(into=BOTH)
+    def pages(self, into: KeyValuePages):
+        """One call for both."""
+        return torch.ops.npu.npu_scatter_pa_kv_cache_functional(*into.read(), into.slots, cache_mode="Norm")
+
+    @lowering
+    @variants(into=SLIDING)
+    def joined(self, into: SlidingCache):
+        """One kernel."""
+        length, size = into.rows.shape[into.axis], into.cache.shape[into.axis]
+        return torch.cat((into.cache.narrow(into.axis, length, size - length), into.rows), into.axis)
+
+
+def coordinates(cache: Tensor, index: Tensor, axis: int) -> Tensor:
+    """Where index [S] counts along `axis`: integers [*lead, S, axis + 1], lead being the dims before it."""
+    lead, count = cache.shape[:axis], index.shape[0]
+    grid = [
+        torch.arange(size, device=cache.device, dtype=index.dtype).reshape(-1, *(1,) * (axis - place))
+        for place, size in enumerate(lead)
+    ]
+    return torch.stack([each.expand(*lead, count) for each in (*grid, index)], dim=-1)
+
+
+def _starts(rows: Tensor, start: Any) -> Tensor:
+    """A position for every row of the batch [B]."""
+    if not isinstance(start, Tensor):
+        return torch.full((rows.shape[0],), start, dtype=torch.int64, device=rows.device)
+    return start if start.dim() else start.expand(rows.shape[0])
