@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from fusion.errors import RuleError
 from fusion.language import call
 from fusion.stages.canonicalise import canonicalise
@@ -68,6 +68,29 @@ class Share(Rule):
         return torch.sigmoid(x) * factor.factor()
 
 
+@dataclass(frozen=True)
+class Halved(Group):
+    """x · a half or a quarter."""
+
+    by: Any = attribute(0.5, 0.25)
+
+
+@dataclass(frozen=True)
+class Raised(Group):
+    """x · 2 or x · 4."""
+
+    by: Any = attribute(2.0, 4.0)
+
+
+class Steps(Rule):
+    """sigmoid(x), halved or raised."""
+
+    @pattern
+    @variants(times=(Halved, Raised))
+    def written(self, p, times, x=tensor("*B D")):
+        return p.scale(p.sigmoid(x), times.by)
+
+
 class Neither(Rule):
     """A form whose word nothing gives."""
 
@@ -94,6 +117,13 @@ def test_each_choice_is_matched_for_itself_and_guards_ask_for_it():
     assert {one.form for one in matches} == {"written[Gated]", "written[Scaled]"}
     (refusal,) = found(lambda x: torch.sigmoid(x) * -2.0, (X,), Share()).refusals
     assert refusal.reason == "-2.0 is not positive"
+
+
+@pytest.mark.parametrize(("number", "kind"), [(0.25, Halved), (4.0, Raised), (3.0, None)])
+def test_an_attribute_may_be_one_of_some(number: float, kind: type[Group] | None):
+    found_ = found(lambda x: torch.sigmoid(x) * number, (X,), Steps())
+    assert [each.captures["times"] for each in found_.matches] == ([] if kind is None else [kind])
+    assert not found_.refusals
 
 
 def test_a_form_is_not_tried_where_nothing_reads_as_one_of_its_words(monkeypatch):
