@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from patterns.attention import calls
 from patterns.primitives import atb_latent_calls as atb
-from patterns.primitives import attention_calls as calls
 from patterns.primitives import latent_calls
 
 MODES = {"rows": "krope_ctkv", "heads": "krope_ctkv", "lines": "nzcache"}
@@ -120,7 +120,7 @@ class LatentAttentionAtb(Rule):
         require(table is None, "a block table names the pages")
         pages = _pages(absorbed.shape[0], latent, k_rope, latent_lines, rope_lines)
         y = atb.told(absorbed, q_rope, pages, length, scale, order, window, known)
-        return calls.finished(latent_calls.expanded(y, up_value, values), finish)
+        return calls.viewed(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
     @variants(values=("transposed", "multiplied"))
@@ -131,7 +131,7 @@ class LatentAttentionAtb(Rule):
         require(table is not None, "no block table names the pages")
         pages = atb.listed(cache, rope_cache, table, size, MODES[lies])
         y = atb.told(absorbed, q_rope, pages, length, scale, order, window, known)
-        return calls.finished(latent_calls.expanded(y, up_value, values), finish)
+        return calls.viewed(latent_calls.expanded(y, up_value, values), finish)
 
     @lowering
     @variants(values=("transposed", "multiplied"))
@@ -149,7 +149,7 @@ class LatentAttentionAtb(Rule):
         y, sums = atb.attended(
             absorbed, q_rope, pages, context, scale, dict(calc_type="calc_type_ring", return_lse=True)
         )
-        return calls.finished(latent_calls.expanded(y, up_value, values), summed), sums.transpose(1, 2)
+        return calls.viewed(latent_calls.expanded(y, up_value, values), summed), sums.transpose(1, 2)
 
     @lowering
     @variants(values=("transposed", "multiplied"))
@@ -169,7 +169,7 @@ class LatentAttentionAtb(Rule):
             pages = atb.listed(cache, rope_cache, table, size, MODES[lies])
         y = atb.attended(absorbed, q_rope, pages, [keys] * batch, scale, rows)
         y = y.masked_fill(hidden.all(-1).reshape(batch, queries, 1, 1), BLIND[empty])
-        return calls.finished(latent_calls.expanded(y, up_value, values), finish)
+        return calls.viewed(latent_calls.expanded(y, up_value, values), finish)
 
 
 def _summed(p, q, kv, up, finish, seen):

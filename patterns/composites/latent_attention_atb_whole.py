@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
+from patterns.attention import calls
+from patterns.attention.visibility import opened
 from patterns.primitives import atb_latent_calls as atb
-from patterns.primitives import attention_calls as calls
-from patterns.primitives import attention_page_calls as page_calls
 from patterns.primitives import latent_calls
 from patterns.primitives.whole_latent_calls import scale_of
 
@@ -103,9 +103,10 @@ class LatentAttentionAtbWhole(Rule):
         values = scale_of(of_values, values_by, query.device).expand(heads).contiguous()
         scales = dict(qk_descale=of_scores.float(), pv_descale=values)
         if count is not None:
-            (query, length), (rope, _) = (page_calls.given_some(x, count, paged.room, empty) for x in (query, rope))
-            order = "full"
+            length, order = count, "full"
+        if count is not None and empty == "mean":
+            (query, rope), length = opened((query, rope), count, paged.room)
         y = atb.told(query, rope, paged, length, scale, order, window, known, **scales)
         if count is not None and empty == "nan":
             y = y.masked_fill((count <= 0).reshape(-1, 1, 1, 1), torch.nan)
-        return calls.finished(y.transpose(1, 2), finish)
+        return calls.viewed(y.transpose(1, 2), finish)

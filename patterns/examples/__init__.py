@@ -1,6 +1,7 @@
 """How each rule is tried: functions that it must recognise, and functions that it must refuse with a reason.
 
-Each module says so of its rules in `TRIED`. Only tests and the library's own checks load this package.
+Each module says so of its rules in `TRIED`; several may speak of one rule, a facet each. Only tests and the library's
+own checks load this package.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from fusion import Example
 
 def tried() -> Mapping[str, tuple[Example, ...]]:
     """The examples and rejects of every rule, by its name."""
-    return dict(_declared())
+    found: dict[str, tuple[Example, ...]] = {}
+    for name, examples in _declared():
+        found[name] = (*found.get(name, ()), *examples)
+    return found
 
 
 def _declared() -> Iterator[tuple[str, tuple[Example, ...]]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import require
-from patterns.primitives import attention_page_calls as page_calls
+from patterns.attention.calls import laid
 from patterns.primitives import latent_calls
 
 HIDDEN = -10000.0
@@ -58,8 +58,8 @@ def listed(latents: Tensor, ropes: Tensor, table: Tensor, size: Any, mode: str) 
 
 def _laid(pages: Tensor, size: Any, mode: str) -> Tensor:
     if mode == "krope_ctkv":
-        return page_calls.laid(pages, size).unsqueeze(2)
-    return page_calls.laid(pages, size, "lines").squeeze(1)
+        return laid(pages, size).unsqueeze(2)
+    return laid(pages, size, "lines").squeeze(1)
 
 
 def told(

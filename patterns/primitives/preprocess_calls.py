@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import require
-from patterns.primitives import attention_page_calls as page_calls
+from patterns.attention.calls import laid
 from patterns.primitives import latent_calls
 from patterns.primitives.quant_matmul import NZ
 
@@ -77,7 +77,7 @@ def _laid(pages: Tensor, cache_mode: str) -> Tensor:
     """Pages of one head as the operator reads them: [Block, Size, 1, D], or in lines [Block, D / L, Size, L]."""
     if cache_mode == "krope_ctkv":
         return latent_calls.in_rows(pages, None)
-    return page_calls.laid(pages, pages.shape[-2], "lines").squeeze(1)
+    return laid(pages, pages.shape[-2], "lines").squeeze(1)
 
 
 # constants of quantisation

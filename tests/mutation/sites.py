@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 PLACES = (
     "patterns/primitives",
     "patterns/composites",
+    "patterns/attention",
+    "patterns/latent",
     "fusion/stages",
     "fusion/graph/algebra.py",
     "fusion/assumptions.py",
