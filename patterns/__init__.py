@@ -1,6 +1,7 @@
 """The default library of rules and readers, found through the entry-point group `fusion.patterns`."""
 
 from fusion import Library
+from patterns.attention.attention import Attention
 from patterns.attention.read import attentions
 from patterns.attention.read_lse_merge import merges
 from patterns.attention.read_softmax_lse import softmax_lse
@@ -12,10 +13,6 @@ from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
 from patterns.composites.attention_update import AttentionUpdate
 from patterns.composites.joined_projections import JoinedProjections
-from patterns.composites.latent_attention import LatentAttention
-from patterns.composites.latent_attention_paged import PagedLatentAttention
-from patterns.composites.latent_attention_part import LatentAttentionPart
-from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
 from patterns.composites.mla_prolog_channels import MlaPrologChannels
 from patterns.composites.mla_prolog_paged import MlaPrologPaged
@@ -28,6 +25,7 @@ from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
+from patterns.latent.attention import LatentAttention
 from patterns.latent.attention_atb import LatentAttentionAtb
 from patterns.latent.kv_write import KvRmsnormRopeCache
 from patterns.latent.preprocess import MlaPreprocess
@@ -35,9 +33,6 @@ from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
 from patterns.linear.read import linears
-from patterns.primitives.attention import Attention
-from patterns.primitives.attention_pages import PagedAttention
-from patterns.primitives.attention_part import AttentionPart
 from patterns.primitives.dynamic_quant import DynamicQuant
 from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
 from patterns.primitives.head_projection import HeadProjection
@@ -74,14 +69,9 @@ _RULES = (
     ExpertRouting(),
     ExpertShares(),
     Attention(),
-    PagedAttention(),
-    AttentionPart(),
     AttentionUpdate(),
     RingMla(),
     LatentAttention(),
-    PagedLatentAttention(),
-    LatentAttentionPart(),
-    LatentAttentionWhole(),
     LatentAttentionAtb(),
     SparseAttention(),
     KvRmsnormRopeCache(),

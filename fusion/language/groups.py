@@ -30,7 +30,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A declared number, or other thing that is no tensor."""
+    """A declared number, or other thing that is no tensor; one `among` some, where any are named."""
+
+    among: tuple[Any, ...] = ()
 
 
 def tensor(dims: str, optional: bool = False) -> Any:
@@ -43,9 +45,12 @@ def scalar() -> Any:
     return Attribute()
 
 
-def attribute() -> Any:
-    """Declare a captured attribute of an op: dims, an exponent, an order of lanes."""
-    return Attribute()
+def attribute(*among: Any) -> Any:
+    """Declare a captured attribute of an op: dims, an exponent, an order of lanes; if any are named, one `among` them.
+
+    So the kinds of a facet share one word: each is matched where the attribute is one of its own.
+    """
+    return Attribute(among)
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:
     if isinstance(declared, Tensor):
         return Capture(name, declared.dims, declared.optional)
     if isinstance(declared, Attribute):
-        return Parameter(name)
+        return Parameter(name, declared.among)
     raise RuleError(
         f"tracing pattern {pattern}: capture {name!r} is declared as {declared!r}; declare it with "
         'tensor("..."), scalar(), attribute() or a kind of Group as its default'

@@ -131,9 +131,14 @@ class Capture(Tensorial):
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """Something that the rule takes and that is not a tensor: a number, an order, dims."""
+    """Something that the rule takes and that is not a tensor: a number, an order, dims; one `among` some, if any."""
 
     name: str
+    among: tuple[Any, ...] = ()
+
+    def takes(self, have: Any, bound: Bindings) -> bool:
+        """Whether it may be `have`, given what is bound already."""
+        return (not self.among or have in self.among) and bound.get(self, have) == have
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +176,7 @@ def _attributes(wanted: Sequence[Any], real: Sequence[Any], bound: Bindings) -> 
         return None
     for want, have in zip(wanted, real, strict=True):
         if isinstance(want, Parameter):
-            if want in bound and bound[want] != have:
+            if not want.takes(have, bound):
                 return None
             bound = {**bound, want: have}
         elif want != have:

@@ -32,8 +32,9 @@ class Lanes(Tensorial):
             return
         known = dict(bound)
         for want, have in zip((self.start, self.stop), value.attrs[1:3], strict=True):
-            if (known.setdefault(want, have) if isinstance(want, Parameter) else want) != have:
+            if not (want.takes(have, known) if isinstance(want, Parameter) else want == have):
                 return
+            known |= {want: have} if isinstance(want, Parameter) else {}
         yield from self.whole.match(value.arg, known, cx)
 
 
@@ -60,7 +61,7 @@ class Scaled(Tensorial):
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         forms = ((value.arg, value.attrs[0]), (value, 1.0)) if value.op == "scale" else ((value, 1.0),)
         for each, factor in forms:
-            if bound.get(self.factor, factor) == factor:
+            if self.factor.takes(factor, bound):
                 yield from self.inner.match(each, {**bound, self.factor: factor}, cx)
 
 

@@ -19,7 +19,7 @@ class PagedProlog(Prolog):
 
     def beside(self) -> frozenset[str]:
         """The attention that reads absorbed queries."""
-        return frozenset({"paged_latent_attention", "latent_attention"})
+        return frozenset({"latent_attention"})
 
     def guard(
         self, x: Any, up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int, kv_cache: Any,

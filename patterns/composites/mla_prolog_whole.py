@@ -26,7 +26,7 @@ class MlaPrologWhole(Prolog):
 
     def beside(self) -> frozenset[str]:
         """The attention that reads whole queries and a whole latent."""
-        return frozenset({"latent_attention_whole"})
+        return frozenset({"latent_attention"})
 
     @pattern
     def written(

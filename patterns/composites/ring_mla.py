@@ -16,16 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import attribute, lowering, pattern, require, scalar, tensor
-from patterns.primitives import attention_calls as calls
-from patterns.primitives.attention_part import Part
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
+from patterns.attention import calls
 
 TRIANGLE = 512
 
 
 @dataclass(frozen=True)
-class RingMla(Part):
+class RingMla(Rule):
     """Attention over some of the keys, with what other keys gave."""
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], [B, N, S, 1]."""
+        scores = (q @ k.transpose(-2, -1)).float() * scale
+        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
     @pattern
     def first(
@@ -68,7 +72,7 @@ class RingMla(Part):
         """One call, over sequences that are packed one after the other."""
         require(finish is not None, "what other keys gave is merged with it")
         y, lse = _stepped(q, k, v, scale, order, calc_type="calc_type_first_ring")
-        return calls.finished(y, finish), lse
+        return calls.viewed(y, finish), lse
 
     @lowering
     def merged(self, q, k, v, before, sums, scale, order):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.primitives import attention_calls, latent_calls
+from patterns.attention.calls import viewed
+from patterns.primitives import latent_calls
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class SparseAttention(Rule):
         """The indexer, sparse attention, and the values of all heads."""
         listed = _listed(query, key, weights, count, order, known, length)
         y = _attended(absorbed, q_rope, latent, k_rope, listed, scale, order, known, length)
-        return attention_calls.finished(latent_calls.by_transpose(y, up_value), finish)
+        return viewed(latent_calls.by_transpose(y, up_value), finish)
 
     @lowering
     def indexed_with_matmul(self, absorbed, q_rope, latent, k_rope, up_value, query, key, weights, count, scale, order,
@@ -84,13 +85,13 @@ class SparseAttention(Rule):
         """The same with a batched product behind it."""
         listed = _listed(query, key, weights, count, order, known, length)
         y = _attended(absorbed, q_rope, latent, k_rope, listed, scale, order, known, length)
-        return attention_calls.finished(latent_calls.by_matmul(y, up_value), finish)
+        return viewed(latent_calls.by_matmul(y, up_value), finish)
 
     @lowering
     def listed(self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish, distinct):
         """Sparse attention over the model's own list."""
         y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
-        return attention_calls.finished(latent_calls.by_transpose(y, up_value), finish)
+        return viewed(latent_calls.by_transpose(y, up_value), finish)
 
     @lowering
     def listed_with_matmul(
@@ -98,7 +99,7 @@ class SparseAttention(Rule):
     ):
         """The same with a batched product behind it."""
         y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
-        return attention_calls.finished(latent_calls.by_matmul(y, up_value), finish)
+        return viewed(latent_calls.by_matmul(y, up_value), finish)
 
 
 def _as_list(places: Tensor, distinct: bool) -> Tensor:

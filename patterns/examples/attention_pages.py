@@ -161,7 +161,7 @@ EXAMPLES = (
     Example("several queries up to a length", several_of_lengths, inputs(3, torch.tensor([2, 12]))),
     Example("no dim for queries", tokens, inputs(1, LENGTHS)),
     Example("whole pages", whole, inputs(2)),
-    Example("a sink", with_sink, inputs(1, LENGTHS, SINKS)),
+    Example("a sink over pages", with_sink, inputs(1, LENGTHS, SINKS)),
     Example("lines of one head", of_lines, lines()),
 )
 
@@ -176,11 +176,12 @@ def some_lanes(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: 
     return step(q[..., :8], keys[..., :8], values[..., :8], table, lengths)
 
 
-REJECTS = (
-    Example("some lanes of pages", some_lanes, inputs(1, LENGTHS), "do not lie together"),
-    Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),
-    Example("short lines", of_lines, lines(8), "in lines of 8 numbers"),
+GATHERED = (
+    (Example("some lanes of pages", some_lanes, inputs(1, LENGTHS)), "do not lie together"),
+    (Example("short lines", of_lines, lines(8)), "in lines of 8 numbers"),
 )
+"""Pages that cannot be read in place, whose rows are gathered before, and why."""
+REJECTS = (Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),)
 
-TRIED = {"paged_attention": (*EXAMPLES, *REJECTS)}
+TRIED = {"attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}
 """Rule -> its examples and rejects."""

@@ -128,9 +128,9 @@ EXAMPLES = (
     Example("at a position", at_a_position, qkv(S, T, N, position)),
 )
 REJECTS = (
-    Example("lowered", chosen_by_least, qkv(S, T, N, mask), "has a finite log-sum-exp"),
-    Example("a sink", beside_a_sink, qkv(S, T, N, sinks), "does not count the sink"),
+    Example("a log-sum-exp of lowered keys", chosen_by_least, qkv(S, T, N, mask), "has a finite log-sum-exp"),
+    Example("a sink beside the log-sum-exp", beside_a_sink, qkv(S, T, N, sinks), "does not count the sink"),
 )
 
-TRIED = {"attention_part": (*EXAMPLES, *REJECTS)}
+TRIED = {"attention": (*EXAMPLES, *REJECTS)}
 """Rule -> its examples and rejects."""

@@ -157,12 +157,12 @@ def lined_sdpa(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tenso
 
 
 EXAMPLES = (
-    Example("absorbed", absorbed, inputs(1, LENGTHS)),
-    Example("absorbed, three heads", absorbed, inputs(1, LENGTHS, heads=3)),
+    Example("absorbed over pages", absorbed, inputs(1, LENGTHS)),
+    Example("absorbed over pages, three heads", absorbed, inputs(1, LENGTHS, heads=3)),
     Example("absorbed, a sequence without keys", absorbed, inputs(1, EMPTY)),
     Example("expanded, the least number", replaced, inputs(1, EMPTY)),
     Example("expanded, sdpa", by_sdpa, inputs(1, EMPTY)),
-    Example("several queries", several, inputs(3, torch.tensor([2, 8]))),
+    Example("several queries over pages", several, inputs(3, torch.tensor([2, 8]))),
     Example("several queries, absorbed", several_absorbed, inputs(3, torch.tensor([2, 12]))),
     Example("the first rows", cut, inputs(1, torch.tensor([0, 10]))),
     Example("whole pages", whole, inputs(1)),
@@ -189,11 +189,12 @@ def whole_rows(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return q, *(pages.transpose(1, 2).contiguous() for pages in (latent, rope)), *rest
 
 
-REJECTS = (
-    Example("one cache for both", together, inputs(1, LENGTHS), "do not lie together"),
-    Example("short lines", lined(turned), lines(1, LENGTHS, line=8), "in lines of 8 numbers"),
-    Example("lines of whole rows", apart, whole_rows, "the lines of the pages do not lie together"),
+GATHERED = (
+    (Example("one cache for both", together, inputs(1, LENGTHS)), "do not lie together"),
+    (Example("short lines", lined(turned), lines(1, LENGTHS, line=8)), "in lines of 8 numbers"),
+    (Example("lines of whole rows", apart, whole_rows), "the lines of the pages do not lie together"),
 )
+"""Pages that cannot be read in place, whose rows are gathered before, and why."""
 
-TRIED = {"paged_latent_attention": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""
+TRIED = {"latent_attention": (*EXAMPLES, *(each for each, _ in GATHERED))}
+"""Rule -> its examples."""

@@ -71,12 +71,12 @@ def mask() -> Tensor:
 
 
 EXAMPLES = (
-    Example("step", step, given(1, T)),
+    Example("a step with its log-sum-exp", step, given(1, T)),
     Example("the last tokens", last_tokens, given(S, T)),
-    Example("absorbed", absorbed, given(1, T)),
+    Example("absorbed with its log-sum-exp", absorbed, given(1, T)),
     Example("lengths", up_to, given(1, T, lengths)),
 )
 REJECTS = (Example("lowered", lowered, given(S, T, mask), "has a finite log-sum-exp"),)
 
-TRIED = {"latent_attention_part": (*EXAMPLES, *REJECTS)}
+TRIED = {"latent_attention": (*EXAMPLES, *REJECTS)}
 """Rule -> its examples and rejects."""

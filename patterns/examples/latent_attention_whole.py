@@ -175,5 +175,5 @@ REJECTS = (
     Example("pages that lie otherwise", in_pages(explicit), apart, "the pages do not lie together"),
 )
 
-TRIED = {"latent_attention_whole": (*EXAMPLES, *REJECTS)}
+TRIED = {"latent_attention": (*EXAMPLES, *REJECTS)}
 """Rule -> its examples and rejects."""

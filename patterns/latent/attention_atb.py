@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, variants
+from patterns.attention import calls
 from patterns.latent import attention_atb_call as atb
 from patterns.latent.attention_atb_groups import BLIND, Int8Queries, PlainQueries, Queries, Visibility
 from patterns.latent.attention_atb_sources import Pages, PagesInOrder, Rows, Source
-from patterns.primitives import attention_calls as calls
 from patterns.primitives import latent_calls
 
 VALUES = ("transposed", "multiplied")
@@ -42,9 +42,10 @@ class LatentAttentionAtb(Rule):
         self, p, source, query: Any = PlainQueries, seen: Any = Visibility, scale=scalar(), lse_output_view=attribute()
     ):
         """With the log-sum-exp of the scores, in the dtype of the queries."""
-        (q, up), said = query.operands(), dict(scale=scale, **seen.structured())
-        y, lse = latent_calls.attended_part(p, q, source.latent_terms(p), up, None, lse_output_view, **said)
-        return y, p.as_dtype(lse, query.rope)
+        (queries, up), said = query.operands(), dict(scale=scale, **seen.structured())
+        q, k, v = latent_calls.operands(p, queries, source.latent_terms(p), up, None)
+        y = p.softmax_attention(q=q, k=k, v=v, finish=lse_output_view, **said)
+        return y, p.as_dtype(p.attention_log_sum(q=q, k=k, **said), query.rope)
 
     @pattern
     @variants(source=(Pages, PagesInOrder, Rows))
@@ -85,7 +86,7 @@ class LatentAttentionAtb(Rule):
         pages = source.pages(query.absorbed.shape[0], query.int8)
         q, asked = seen.posed(query.read(scale), pages.room)
         y = seen.restored(atb.structured(q, pages, asked.spec()))
-        return calls.finished(query.expanded(y, values), output_view)
+        return calls.viewed(query.expanded(y, values), output_view)
 
     @lowering
     @variants(values=VALUES)
@@ -98,7 +99,7 @@ class LatentAttentionAtb(Rule):
         pages = source.pages(batch, query.int8)
         context = [pages.room if seen.kv_len is None else seen.kv_len] * batch
         y, lse = atb.attended(query.read(scale), pages, context, dict(calc_type="calc_type_ring", return_lse=True))
-        y = calls.finished(query.expanded(y, values), lse_output_view)
+        y = calls.viewed(query.expanded(y, values), lse_output_view)
         return y, lse.transpose(1, 2)
 
     @lowering
@@ -109,4 +110,4 @@ class LatentAttentionAtb(Rule):
         require(not query.int8, "the kernel reads no mask of int8 queries")
         y, blind = atb.dense(query.read(scale), source.pages(query.absorbed.shape[0], query.int8), mask)
         y = y.masked_fill(blind[..., None, None], BLIND[seen.fully_masked_row])
-        return calls.finished(query.expanded(y, values), output_view)
+        return calls.viewed(query.expanded(y, values), output_view)

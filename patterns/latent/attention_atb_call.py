@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import require
-from patterns.primitives import attention_calls as calls
-from patterns.primitives import attention_page_calls as page_calls
+from patterns.attention.calls import MaskSpec, laid
 from patterns.primitives import latent_calls
 
 HIDDEN = -10000.0
@@ -69,21 +68,21 @@ def by_table(caches: tuple[Tensor, Tensor], table: Tensor, size: Any, mode: str)
 
 def _laid(pages: Tensor, size: Any, mode: str) -> Tensor:
     if mode == "krope_ctkv":
-        return page_calls.laid(pages, size).unsqueeze(2)
-    return page_calls.laid(pages, size, "lines").squeeze(1)
+        return laid(pages, size).unsqueeze(2)
+    return laid(pages, size, "lines").squeeze(1)
 
 
-def structured(q: Queries, pages: Pages, seen: calls.Seen) -> Tensor:
+def structured(q: Queries, pages: Pages, seen: MaskSpec) -> Tensor:
     """Attention [B, S, N, C] over keys that lengths and an order tell."""
-    known = seen.order != "mask" and seen.window is None
+    known = seen.kind != "mask" and seen.window is None
     require(known, "what the mask lets through is not proven to be causal or a length")
     batch, _, queries = q.absorbed.shape[:3]
     rows: dict[str, Any] = {} if queries == 1 else dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
-    if queries > 1 and seen.order != "full":
+    if queries > 1 and seen.kind != "full":
         rows |= dict(mask_type="mask_type_free", mask=_free(queries, pages.size, q.rope))
-    count: Any = queries if seen.order == "left" else pages.room if seen.known is None else seen.known
-    require(seen.length is not None or count <= pages.room, "there are fewer keys than queries")
-    return attended(q, pages, [count] * batch if seen.length is None else seen.length, rows)
+    count: Any = queries if seen.kind == "left" else pages.room if seen.kv_len is None else seen.kv_len
+    require(seen.kv_lens is not None or count <= pages.room, "there are fewer keys than queries")
+    return attended(q, pages, [count] * batch if seen.kv_lens is None else seen.kv_lens, rows)
 
 
 def _free(queries: int, size: int, like: Tensor) -> Tensor:

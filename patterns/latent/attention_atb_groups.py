@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
+from patterns.attention.calls import MaskSpec
+from patterns.attention.visibility import opened
 from patterns.latent import attention_atb_call as atb
 from patterns.latent.attention_atb_sources import Rows, Source
-from patterns.primitives import attention_calls as calls
-from patterns.primitives import attention_page_calls as page_calls
 from patterns.primitives import latent_calls
 from patterns.primitives.whole_latent_calls import scale_of
 
@@ -59,18 +59,17 @@ class Visibility(Group):
         """The same of a mask up to a length that may be 0: `count` keys are seen."""
         return self.said() | dict(mask=p.counted_keys(mask=self.mask, length=self.count))
 
-    def spec(self) -> calls.Seen:
+    def spec(self) -> MaskSpec:
         """What is seen, in words."""
         if self.count is not None:
-            return calls.Seen(length=self.count)
-        return calls.Seen(self.mask_kind, self.window, self.kv_len, self.kv_lens)
+            return MaskSpec(kv_lens=self.count)
+        return MaskSpec(self.mask_kind, self.window, self.kv_len, self.kv_lens)
 
     def posed(self, q: atb.Queries, keys: Any) -> tuple[atb.Queries, Visibility]:
         """Queries that are 0 and see all keys where, without one, they give the mean of all values."""
-        if self.count is None:
+        if self.count is None or self.fully_masked_row != "mean":
             return q, self
-        absorbed, count = page_calls.given_some(q.absorbed, self.count, keys, self.fully_masked_row)
-        rope, _ = page_calls.given_some(q.rope, self.count, keys, self.fully_masked_row)
+        (absorbed, rope), count = opened((q.absorbed, q.rope), self.count, keys)
         return replace(q, absorbed=absorbed, rope=rope), replace(self, count=count)
 
     def restored(self, y: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class MlaPreprocess(Rule):
 
     def beside(self) -> frozenset[str]:
         """The attention that reads absorbed queries."""
-        return frozenset({"paged_latent_attention", "latent_attention_atb", "latent_attention"})
+        return frozenset({"latent_attention_atb", "latent_attention"})
 
     def reference(
         self, x: Tensor, gamma: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor,

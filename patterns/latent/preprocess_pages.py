@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fusion import attribute, require, scalar, tensor
+from patterns.attention.calls import laid
 from patterns.cache.stores import Pages
 from patterns.latent.preprocess_layers import scale_of
-from patterns.primitives import attention_page_calls as page_calls
 from patterns.primitives import latent_calls
 
 
@@ -33,7 +33,7 @@ class FloatPages(Pages):
         require(pages.is_contiguous(), "the pages are not contiguous")
         if self.nz_block is None:
             return latent_calls.in_rows(pages, None)
-        return page_calls.laid(pages, pages.shape[-2], "lines").squeeze(1)
+        return laid(pages, pages.shape[-2], "lines").squeeze(1)
 
     def layout(self, tokens: Tensor) -> str:
         """How the pages hold their rows."""

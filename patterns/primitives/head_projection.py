@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, tensor
-from patterns.primitives.attention_calls import finished
+from patterns.attention.calls import viewed
 from patterns.primitives.latent_calls import turned
 
 
@@ -32,10 +32,10 @@ class HeadProjection(Rule):
     @lowering
     def behind(self, x, weight, finish):
         """Heads stand behind tokens in memory."""
-        return finished(turned(x.transpose(1, 2), weight).transpose(1, 2), finish)
+        return viewed(turned(x.transpose(1, 2), weight).transpose(1, 2), finish)
 
     @lowering
     def first(self, x, weight, finish):
         """Heads stand first in memory."""
         require(x.shape[0] == 1, "the heads of each sequence stand apart")
-        return finished(turned(x.transpose(1, 2), weight, heads_first=True).transpose(1, 2), finish)
+        return viewed(turned(x.transpose(1, 2), weight, heads_first=True).transpose(1, 2), finish)

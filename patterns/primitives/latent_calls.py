@@ -19,18 +19,12 @@ LINE, WHOLE_LINE = 16, 32
 
 def attended(p, q, kv, up, rows=None, **seen):
     """The term of attention of queries (nope, rope, absorbed) over a latent and its rope, projected by `up`."""
-    queries, keys, values = _operands(p, q, kv, up, rows)
+    queries, keys, values = operands(p, q, kv, up, rows)
     return p.softmax_attention(q=queries, k=keys, v=values, **seen)
 
 
-def attended_part(p, q, kv, up, rows, finish, **seen):
-    """The same, and the term of the log-sum-exp of its scores."""
-    queries, keys, values = _operands(p, q, kv, up, rows)
-    lse = p.attention_log_sum(q=queries, k=keys, **seen)
-    return p.softmax_attention(q=queries, k=keys, v=values, finish=finish, **seen), lse
-
-
-def _operands(p, q, kv, up, rows):
+def operands(p, q, kv, up, rows):
+    """The terms of its queries, keys and values."""
     (nope, rope, absorbed), (latent, k_rope), (up_key, up_value) = q, kv, up
     return (
         p.latent_queries(nope=nope, rope=rope, absorbed=absorbed),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, tensor
-from patterns.primitives.attention_page_calls import laid
+from patterns.attention.calls import laid
 
 
 @dataclass(frozen=True)

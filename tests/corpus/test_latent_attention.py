@@ -22,7 +22,7 @@ from fusion.testing import LEVELS, Trial, capture
 from . import latent_attention as corpus
 
 HOST = Options(target="host", lower="eager")
-LATENT = {"latent_attention", "paged_latent_attention"}
+LATENT = {"latent_attention"}
 
 
 def tried(form: Any, args: tuple[Any, ...], level: testing.Level) -> Trial:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from fusion.errors import RuleError
 from fusion.language import call
 from fusion.stages.match import match
@@ -117,6 +117,29 @@ class Whole(Rule):
         return x * factor.factor()
 
 
+@dataclass(frozen=True)
+class Divided(Group):
+    """x · a half or a quarter."""
+
+    by: Any = attribute(0.5, 0.25)
+
+
+@dataclass(frozen=True)
+class Raised(Group):
+    """x · 2 or x · 4."""
+
+    by: Any = attribute(2.0, 4.0)
+
+
+class Steps(Rule):
+    """sigmoid(x), halved or raised."""
+
+    @pattern
+    @variants(times=(Divided, Raised))
+    def written(self, p, times, x=tensor("*B D")):
+        return p.scale(p.sigmoid(x), times.by)
+
+
 class Neither(Rule):
     """A form whose word nothing gives."""
 
@@ -159,6 +182,13 @@ def test_a_group_that_no_variant_chose_is_taken_as_a_lowering_says():
     (one,) = found(lambda x, y: torch.sigmoid(x) * y.sigmoid(), (X, Y), Whole()).matches
     (way,) = [each for each in one.rule.lowerings() if each.suits(one.choices)]
     torch.testing.assert_close(way.run(one.rule, {**one.captures, "x": X, "factor.gate": Y}), X)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(0.25, Divided), (4.0, Raised), (3.0, None)])
+def test_an_attribute_may_be_one_of_some(number: float, kind: type[Group] | None):
+    found_ = found(lambda x: torch.sigmoid(x) * number, (X,), Steps())
+    assert [each.captures["times"] for each in found_.matches] == ([] if kind is None else [kind])
+    assert not found_.refusals
 
 
 def test_a_form_is_not_tried_where_nothing_reads_as_one_of_its_words(monkeypatch):

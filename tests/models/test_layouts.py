@@ -12,13 +12,19 @@ from torch import Tensor
 
 from fusion import Example
 from fusion.options import Options
-from fusion.testing import means_what_it_says, trial
+from fusion.testing import Trial, means_what_it_says, trial
 from patterns.examples.inputs import Inputs, normal
 
-from .layouts import RULES, UNEQUAL, Shape, Sizes, applied, calls, tried
+from .layouts import HOST, RULES, UNEQUAL, Shape, Sizes, applied, calls, tried
 
 FIA = "npu.npu_fused_infer_attention_score_v2"
 Read = Callable[[Tensor, Tensor], Tensor]
+
+
+def reads_pages(t: Trial) -> bool:
+    """Whether the pages that the model gathers are read by its block table."""
+    return any("Pages" in each.match.form or each.match.rule.name == "page_gather" for each in t.outcome.chosen)
+
 
 # pages of grouped heads -----------------------------------------------------------------------------------------------
 
@@ -131,8 +137,9 @@ PAGES = [
 @pytest.mark.parametrize(("form", "name", "s"), PAGES, ids=lambda each: getattr(each, "__name__", None))
 def test_pages_of_heads(form: Callable[[Sizes], tuple[Shape, Shape, Read]], name: str, s: Sizes):
     page, told, read = form(s)
-    t = tried("paged_attention", attended(s, read), paged(s, page))
+    t = tried("attention", attended(s, read), paged(s, page))
     (call,) = calls(t, FIA)
+    assert reads_pages(t)
     key = tuple(call.args[1].meta["val"].shape)
     whole = (s.blocks, s.size, s.heads * s.width)  # where there is one head, or one line, both say the same
     alike = s.heads == 1 and (form is heads or told[0] == told[1] == 1)
@@ -147,9 +154,9 @@ def test_lines_of_one_head_at_the_sizes_of_chips(target: str, size: int, queries
     s = replace(ONE, size=size, width=128, queries=queries)
     page, _, read = lines(s)
     example = Example("lines", attended(s, read), paged(s, page))
-    t = trial(RULES["paged_attention"], example, torch.bfloat16, options=Options(target=target, lower="eager"))
+    t = trial(RULES["attention"], example, torch.bfloat16, options=Options(target=target, lower="eager"))
     means_what_it_says(t)
-    assert applied(t) == (target == "host")
+    assert reads_pages(t) == (target == "host")
 
 
 def lanes_first(s: Sizes) -> Read:
@@ -168,13 +175,15 @@ def lines_read_as_rows(s: Sizes) -> Read:
 @pytest.mark.parametrize("name", ["unequal", "rows as many as lines", "rows, lines and lanes"])
 def test_other_orders_are_no_lines(read: Callable[[Sizes], Read], name: str):
     s = OF_LINES[name]
-    assert not applied(tried("paged_attention", attended(s, read(s)), paged(s, lines(s)[0])))
+    assert not reads_pages(tried("attention", attended(s, read(s)), paged(s, lines(s)[0])))
 
 
 def test_short_lines_are_not_those_of_the_operator():
     s = replace(ONE, line=8)
-    t = tried("paged_attention", attended(s, lines(s)[2]), paged(s, lines(s)[0]))
-    assert not applied(t)
+    t = tried("attention", attended(s, lines(s)[2]), paged(s, lines(s)[0]))
+    assert not reads_pages(t)
+    example = Example("short lines", attended(s, lines(s)[2]), paged(s, lines(s)[0]))
+    t = trial(RULES["attention"], example, torch.float32, options=replace(HOST, fuel=0))
     assert any("in lines of 8 numbers" in each.reason for each in t.outcome.refusals)
 
 
@@ -189,14 +198,16 @@ def sequences_by_column(at: Tensor, table: Tensor, s: Sizes) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("index", [places_by_row, sequences_by_column])
-@pytest.mark.parametrize("rule", ["paged_attention", "page_gather"])
+@pytest.mark.parametrize("rule", ["attention", "page_gather"])
 def test_places_belong_to_the_dim_along_which_they_vary(index: Callable[..., tuple[Tensor, Tensor]], rule: str):
     s = replace(UNEQUAL, batch=4, pages=2, size=2, width=16)
 
     def read(pages: Tensor, table: Tensor) -> Tensor:
         return pages[index(torch.arange(s.keys), table, s)].transpose(1, 2)
 
-    assert not applied(tried(rule, attended(s, read), paged(s, rows(s)[0])))
+    t = tried(rule, attended(s, read), paged(s, rows(s)[0]))
+    assert not reads_pages(t)
+    assert applied(t) == (rule == "attention")
 
 
 # gathered pages -------------------------------------------------------------------------------------------------------
@@ -268,7 +279,7 @@ def latent_inputs(s: Sizes, pages: tuple[Shape, Shape]) -> Inputs:
     return make
 
 
-@pytest.mark.parametrize("rule", ["paged_latent_attention", "latent_attention_atb"])
+@pytest.mark.parametrize("rule", ["latent_attention", "latent_attention_atb"])
 @pytest.mark.parametrize("lies", LATENT_PAGES)
 @pytest.mark.parametrize("name", OF_LATENTS)
 def test_pages_of_a_latent(rule: str, lies: str, name: str):
@@ -281,6 +292,7 @@ def test_pages_of_a_latent(rule: str, lies: str, name: str):
         assert call.kwargs["cache_mode"] == ("krope_ctkv" if lies == "rows" else "nzcache")
         return
     (call,) = calls(t, FIA)
+    assert reads_pages(t)
     page_of = (s.size, RANK) if lies == "rows" else (1, RANK // 16, s.size, 16)
     assert tuple(call.args[1].meta["val"].shape) == (s.blocks, *page_of)
 

@@ -74,6 +74,25 @@ class Split(nn.Module):
         return torch.einsum("pbn,pbnc->bnc", shares, torch.stack(outs)).to(q.dtype)
 
 
+class Paged(nn.Module):
+    """A step over the pages of a cache in two parts, each up to its own length, as context parallelism splits them."""
+
+    def forward(self, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        found: list[Parts] = []
+        for number, pages in enumerate(table.chunk(2, dim=1)):
+            k, v = (each[pages].flatten(1, 2) for each in (keys, values))
+            there = torch.arange(k.shape[1]) < lengths[:, number, None]
+            out, lse = attended(q, k, v, ~there[:, None, None])
+            found.append((out.nan_to_num(0.0), lse))
+        return merged(found[0], found[1])[0]
+
+
+def paged() -> tuple[Tensor, ...]:
+    shapes = ((2, 1, N, D), (9, SIZE, N, D), (9, SIZE, N, D))
+    table = torch.tensor([[3, 1, 4, 2], [5, 8, 6, 7]])
+    return *(normal(seed, *shape) for seed, shape in enumerate(shapes)), table, torch.tensor([[256, 0], [256, 77]])
+
+
 def chunks() -> tuple[Tensor, ...]:
     table = torch.tensor([[3, 1, 4]])
     shapes = ((1, 32, N, D + R), (1, 32, C), (1, 32, R), (6, SIZE, C), (6, SIZE, R))
@@ -85,7 +104,11 @@ def split() -> tuple[Tensor, ...]:
     return tuple(normal(seed, *shape) for seed, shape in enumerate(shapes))
 
 
-CASES = [pytest.param(Chunks, chunks(), 4, 20, id="chunks"), pytest.param(Split, split(), 2, 6, id="split")]
+CASES = [
+    pytest.param(Chunks, chunks(), 4, 20, id="chunks"),
+    pytest.param(Split, split(), 2, 6, id="split"),
+    pytest.param(Paged, paged(), 2, 14, id="paged"),
+]
 
 
 @pytest.mark.parametrize(("model", "given", "parts", "most"), CASES)

@@ -74,7 +74,7 @@ def test_a_chip_refuses_pages_that_are_not_in_lines():
     options = {"target": "ascend910_93", "plan_lower": "torchair"}
     report = fusion.explain(form, *inputs, options=options)
     assert "npu::npu_fused_infer_attention_score_v2" not in report.ops
-    reasons = [each.reason for each in report.refusals if each.rule == "latent_attention_whole"]
+    reasons = [each.reason for each in report.refusals if each.rule == "latent_attention"]
     assert reasons
     assert all("npu_fused_infer_attention_score_v2" in each for each in reasons)
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PLACES = (
     "patterns/primitives",
     "patterns/composites",
+    "patterns/attention",
     "patterns/cache",
     "patterns/latent",
     "fusion/stages",

@@ -85,7 +85,7 @@ def absorbed(w: Writer, d: Widths, q: str, latent: str, rope: str, up: str, seen
 
 
 def fuses(w: Writer, d: Widths) -> None:
-    w.fuses("latent_attention", "attention", "paged_latent", target="" if d.latent == LARGE[2] and w.narrow else "host")
+    w.fuses("latent_attention", "attention", target="" if d.latent == LARGE[2] and w.narrow else "host")
 
 
 def latent_attention(w: Writer) -> None:

@@ -63,7 +63,7 @@ def paged_attention(w: Writer) -> None:
     if n > m:
         k, v = (w.let(f"{each}.repeat_interleave({n // m}, 1)", "k") for each in (k, v))
     hidden = w.let(f"(torch.arange({size * pages}) >= {lengths}[:, None])[:, None, None]", "hidden")
-    w.fuses("paged_attention", "attention", target="" if w.narrow else "host")
+    w.fuses("attention", target="" if w.narrow else "host")
     if w.maybe():
         w.give(w.let(f"F.scaled_dot_product_attention({q}, {k}, {v}, attn_mask=~{hidden})", "o"), ("B", n, 1, width))
         return
@@ -85,7 +85,7 @@ def parts(w: Writer) -> None:
     n, width = w.pick(1, 2, 4), w.pick(64, 128)
     q, k, v = (w.take(("B", n, dim, width), name) for name, dim in (("q", "S"), ("k", "T"), ("v", "T")))
     scores = w.let(f"({q} @ {k}.transpose(-2, -1)).float() * {width**-0.5}", "scores")
-    w.fuses("attention_part", "attention", target="" if w.narrow else "host")
+    w.fuses("attention", target="" if w.narrow else "host")
     if w.maybe():
         sums = w.let(f"{scores}.logsumexp(-1)", "lse")
         o = w.let(f"{scores}.softmax(-1).to({v}.dtype) @ {v}", "o")

@@ -1,0 +1,107 @@
+"""out = softmax(scale · q kᵀ, masked) v  (Vaswani et al., Attention Is All You Need, 2017).
+
+*Matches* attention in every layout and spelling that the canonicaliser reads: sdpa, matmuls around a softmax, grouped
+heads, masks that are added, chosen or filled in, windows, sinks; over rows, or over the pages of a cache that a block
+table names; alone, or with the log-sum-exp of its scores, by which it is merged with attention over other keys.
+*Replaces with* `npu_fused_infer_attention_score_v2`, told in words what the mask lets through where that is proven,
+else shown the mask; with its first version where the second is left out; or with `npu_fusion_attention` for encoders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fusion import Rule, lowering, pattern, require, scalar, tensor, variants
+from patterns.attention import calls
+from patterns.attention.calls import Call
+from patterns.attention.results import RESULTS
+from patterns.attention.sources import PAGES, SOURCES
+from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
+from patterns.primitives.latent_calls import LINE
+
+
+@dataclass(frozen=True)
+class Attention(Rule):
+    """Softmax attention of queries over keys and values, which several query heads may share."""
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], [B, N, S, 1]."""
+        scores = (q @ k.transpose(-2, -1)).float() * scale
+        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
+
+    @pattern
+    @variants(source=PAGES, result=RESULTS)
+    def counted(
+        self, p, source, result, q=tensor("B N S D"), seen=Visibility, sink=tensor("N", optional=True), scale=scalar()
+    ):
+        """Behind a dense mask up to a length that may be 0."""
+        return _attended(p, source, result, q, scale=scale, sink=sink, **seen.counted(p))
+
+    @pattern
+    @variants(source=SOURCES, result=RESULTS)
+    def written(
+        self, p, source, result, q=tensor("B N S D"), seen=Visibility, sink=tensor("N", optional=True), scale=scalar()
+    ):
+        """Behind any other mask, or none."""
+        return _attended(p, source, result, q, scale=scale, sink=sink, **seen.said())
+
+    def guard(self, source: Any, result: Any, seen: Any, sink: Any):
+        """How pages hold their rows, and what the log-sum-exp of the operator is of."""
+        source.refuse_blocks(LINE, LINE)
+        result.refuse(seen, sink)
+
+    @lowering
+    @variants(seen=(Structured, Dense), version=(2, 1))
+    def batched(self, q, source, result, seen, sink, scale, version):
+        """One sequence beside the other, what is seen told in words or shown by the mask."""
+        require(sink is None, "with a sink the operator reads packed sequences")
+        y, lse = source.batched(q, seen, Call(scale, version, result.lse))
+        return result.restored(y, lse, seen, q.shape[2], source.first.shape[2])
+
+    @lowering
+    @variants(seen=(Structured,), version=(2, 1))
+    def packed(self, q, source, result, seen, sink, scale, version):
+        """One sequence after the other."""
+        y, lse = source.packed(q, seen, Call(scale, version, result.lse), **_beside(sink, version))
+        return result.restored(y, lse, seen, q.shape[2], source.first.shape[2])
+
+    @lowering
+    @variants(seen=(Structured,), version=(2, 1))
+    def as_pages(self, q, source, result, seen, sink, scale, version):
+        """The same with the keys of a sequence as one page of a paged cache, as they lie."""
+        y, lse = source.as_pages(q, seen, Call(scale, version, result.lse), **_beside(sink, version))
+        return result.restored(y, lse, seen, q.shape[2], source.first.shape[2])
+
+    @lowering
+    @variants(seen=(Structured, Dense), version=(2, 1))
+    def beside_sink(self, q, source, result, seen, sink, scale, version):
+        """Attention without the sink, and the share that the sink takes, from the log-sum-exp of the scores."""
+        require(sink is not None, "there is no sink")
+        y, lse = source.batched(q, seen, Call(scale, version, lse=True))
+        return calls.viewed(calls.beside_sink(y, lse, sink), result.view)
+
+    @lowering
+    @variants(seen=(Unmasked,))
+    def encoder(self, q, source, result, seen, sink, scale):
+        """Every query sees every key."""
+        seen.refuse_others()
+        require(q.shape[2] != 1, "not a whole sequence attends to itself")
+        require(sink is None and not result.lse, "the operator for encoders takes no sink and gives no log-sum-exp")
+        return calls.viewed(source.encoded(q, scale), result.view)
+
+
+def _attended(p, source, result, q, sink, **said):
+    """The results of a form."""
+    k, v = source.terms(p)
+    attended = partial(p.softmax_attention, q=q, k=k, v=v, sink=sink, **said)
+    return result.terms(attended, partial(p.attention_log_sum, q=q, k=k, sink=sink, **said))
+
+
+def _beside(sink: Tensor | None, version: int) -> dict[str, Any]:
+    """What the operator is told of a sink."""
+    require(sink is None or version == 2, "the first version of the operator takes no sink")
+    return {} if sink is None else dict(learnable_sink=sink)

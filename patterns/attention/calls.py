@@ -1,0 +1,170 @@
+"""How attention is put to npu_fused_infer_attention_score: layouts, lengths and masks, as they are read where they lie.
+
+y, lse = fused(q, k, v, lengths, Call(scale, version, lse), input_layout=..., **spec.arguments(...))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import require
+
+BAND = 2048
+"""The mask of sparse modes 2, 3 and 4 is fixed: what it holds is not read for a larger one."""
+KEYS = "actual_seq_kvlen"
+FIRST_NAMES = {
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+    "actual_seq_qlen": "actual_seq_lengths",
+    KEYS: "actual_seq_lengths_kv",
+    "return_softmax_lse": "softmax_lse_flag",
+}
+"""What the first version of the operator calls the arguments of the second."""
+
+Parts = tuple[Tensor, Tensor]
+"""A result [B, N, S, E] and the log-sum-exp of its scores [B, N, S, 1], empty unless asked for."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The factor of the scores, the version of the operator, and whether it gives the log-sum-exp of the scores."""
+
+    scale: float
+    version: int = 2
+    lse: bool = False
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """A mask without its entries, as the operator takes it.
+
+    Attributes:
+        kind: "full", "left" (causal_upper_left: key j ≤ query i) or "right" (causal_lower_right: the last query sees
+            the last key).
+        window: how many keys before its own a query sees; None for all.
+        kv_len: how many keys every sequence has, where that is known.
+        kv_lens: the same of each sequence, [B].
+    """
+
+    kind: str = "full"
+    window: int | None = None
+    kv_len: Any = None
+    kv_lens: Tensor | None = None
+
+    def arguments(self, device: torch.device, queries: Any) -> dict[str, Any]:
+        """Sparse mode with what belongs to it; a single query needs none."""
+        if self.kind == "full" or queries == 1:
+            return {}
+        triangle = torch.ones(BAND, BAND, dtype=torch.bool, device=device).triu(1)
+        if self.window is not None:
+            return dict(sparse_mode=4, pre_tokens=self.window, next_tokens=0, atten_mask=triangle)
+        return dict(sparse_mode=2 if self.kind == "left" else 3, atten_mask=triangle)
+
+    def from_last(self, queries: Any, keys: Any) -> MaskSpec:
+        """The same for an operator whose causal order ends at the last key, whichever it is, with `kv_len` known."""
+        if self.kv_lens is not None:
+            return self
+        kv_len = queries if self.kind == "left" else keys if self.kv_len is None else self.kv_len
+        require(kv_len <= keys, "there are fewer keys than queries, which stand in line from the first on")
+        return replace(self, kind="right" if self.kind == "left" else self.kind, kv_len=kv_len)
+
+    def require_a_key(self, queries: Any, keys: Any) -> None:
+        """That every query sees a key, but those of a sequence that has none in `kv_lens`."""
+        room = keys if self.kv_len is None else self.kv_len
+        enough = self.kind != "right" or (isinstance(queries, int) and isinstance(room, int) and queries <= room)
+        require(self.kv_lens is not None or enough, "a query may see no key, of which the operator says +inf")
+
+
+def shown(mask: Tensor, queries: Any) -> dict[str, Any]:
+    """What the operator is given of a mask that it is shown: queries that see nothing give 0."""
+    return dict(atten_mask=mask) if queries == 1 else dict(atten_mask=mask, inner_precise=2)
+
+
+def viewed(y: Tensor, view: Any) -> Tensor:
+    """[B, N, S, E] in the arrangement and the dtype of the model, whose symbolic sizes are named."""
+    sizes: dict[Any, Any] = {"B": y.shape[0], "S": y.shape[2]}
+    for op, how in view:
+        match op:
+            case "reshape":
+                y = y.reshape([sizes.get(each, each) for each in how])
+            case "cast":
+                y = y.to(*how)
+            case _:
+                y = y.permute(how)
+    return y
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments: Any) -> Parts:
+    """The operator for lengths as numbers or in a tensor: its output, and the log-sum-exps if the call has them."""
+    arguments |= dict(softmax_scale=call.scale) | (dict(return_softmax_lse=True) if call.lse else {})
+    operator = torch.ops.npu.npu_fused_infer_attention_score_v2
+    if call.version == 1:
+        operator = torch.ops.npu.npu_fused_infer_attention_score
+        arguments = {FIRST_NAMES.get(name, name): value for name, value in arguments.items()}
+    overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
+    return overload(q, k, v, **{FIRST_NAMES[KEYS] if call.version == 1 else KEYS: lengths}, **arguments)
+
+
+def heads_last(x: Tensor) -> bool:
+    """Whether x [B, N, S, D] lies in memory as [B, S, N, D]."""
+    return x.stride(1) < x.stride(2)
+
+
+def ends_of(batch: Any, size: Any, device: torch.device, beside: Any = None) -> Any:
+    """Where each sequence ends: numbers, or a tensor if those `beside` are one or their number is symbolic."""
+    if isinstance(batch, int) and not isinstance(beside, Tensor):
+        return [size * (number + 1) for number in range(batch)]
+    return torch.arange(1, batch + 1, device=device) * size
+
+
+def each_length(spec: MaskSpec, q: Tensor) -> Any:
+    """How many keys each sequence of queries [B, ..] has: numbers, or a tensor [B]."""
+    batch: Any = q.shape[0]
+    if spec.kv_lens is not None:
+        return spec.kv_lens
+    return [spec.kv_len] * batch if isinstance(batch, int) else torch.full((batch,), spec.kv_len, device=q.device)
+
+
+def laid(pages: Tensor, size: Any, layout: str = "rows", heads: Any = 1) -> Tensor:
+    """Pages of `size` rows of `heads` as an operator is told that they lie, in the words of `paged_rows`.
+
+    [Block, Size, N · D] for "rows", [Block, N, Size, D] for "heads", [Block, N, D / L, Size, L] for "lines" (NZ).
+    """
+    what = "lines of the pages" if layout == "lines" else "pages"
+    together = "the {what} do not lie together, so that reading them in place would copy them all"
+    require(pages.is_contiguous(), together, what=what)
+    dims = {"rows": (size, -1), "heads": (heads, size, -1), "lines": (heads, -1, size, pages.shape[-1])}
+    return pages.reshape(pages.shape[0], *dims[layout])
+
+
+def in_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments: Any) -> Parts:
+    """Queries [B, N, S, D] one sequence after the other, over packed keys or pages: [B, N, S, E] and [B, N, S, 1]."""
+    batch: Any = q.shape[0]
+    heads, queries = q.shape[1:3]
+    ends = ends_of(batch, queries, q.device, beside=lengths)
+    y, lse = fused(
+        q.transpose(1, 2).flatten(0, 1), k, v, lengths, call, actual_seq_qlen=ends, input_layout="TND",
+        num_query_heads=heads, **arguments,
+    )  # fmt: skip
+    rows = (batch, queries)
+    return y.unflatten(0, rows).transpose(1, 2), lse.unflatten(0, rows).transpose(1, 2) if call.lse else lse
+
+
+def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """A whole sequence that attends to itself."""
+    last = heads_last(q) and heads_last(k) and heads_last(v)
+    if last:
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    heads = q.shape[2 if last else 1]
+    y = torch.ops.npu.npu_fusion_attention(q, k, v, heads, "BSND" if last else "BNSD", scale=scale)[0]
+    return y.transpose(1, 2) if last else y
+
+
+def beside_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """y · exp(lse) / (exp(lse) + exp(sink)): y [B, N, S, E], lse [B, N, S, 1], sink [N]."""
+    share = torch.sigmoid(lse - sink.to(lse.dtype).reshape(-1, 1, 1))
+    return (y * share).to(y.dtype)

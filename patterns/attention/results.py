@@ -1,0 +1,57 @@
+"""The facet of attention that says what is used of it: its result, or the log-sum-exp of its scores as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fusion import Group, attribute, require
+from patterns.attention.calls import viewed
+
+Term = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Output(Group):
+    """The result [B, N, S, E], in the arrangement of the model."""
+
+    view: Any = attribute()
+    lse = False
+
+    def terms(self, attended: Term, summed: Term) -> Any:
+        """The results of a form, of the terms of attention and of its log-sum-exp."""
+        return attended(finish=self.view)
+
+    def refuse(self, seen: Any, sink: Any = None) -> None:
+        """Any mask and any sink will do."""
+
+    def restored(self, y: Tensor, lse: Tensor, seen: Any, queries: Any, keys: Any) -> Any:
+        """What the rule gives of what the operator gives."""
+        return viewed(y, self.view)
+
+
+@dataclass(frozen=True)
+class OutputAndLse(Output):
+    """The same and log Σ exp of the scores, [B, N, S, 1], to merge it with attention over other keys."""
+
+    lse = True
+
+    def terms(self, attended: Term, summed: Term) -> Any:
+        """Both."""
+        return attended(finish=self.view), summed()
+
+    def refuse(self, seen: Any, sink: Any = None) -> None:
+        """What the log-sum-exp of the operator is not of."""
+        require(sink is None, "the log-sum-exp of the operator does not count the sink")
+        finite = seen.fully_masked_row == "mean"
+        require(not finite, "a query without keys has a finite log-sum-exp, of which the operator says +inf")
+
+    def restored(self, y: Tensor, lse: Tensor, seen: Any, queries: Any, keys: Any) -> Any:
+        """Both, of so many queries and keys."""
+        return viewed(y, self.view), seen.restored_lse(lse, queries, keys)
+
+
+RESULTS: tuple[Any, ...] = (Output, OutputAndLse)

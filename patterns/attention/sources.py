@@ -1,0 +1,127 @@
+"""The facet of attention that says where its keys lie: in rows, or in the pages that a block table names.
+
+    Rows        keys [B, M, T, D] and values [B, M, T, E]; or a latent [.., C] and its rotated lanes [.., Dr]
+    Pages       the same gathered from pages, see `patterns.attention.pages`
+    PagesNZ     the same from pages in blocks of NZ
+
+Each is a pair: `first` keys or a latent, `second` values or rotated lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fusion import Group, require, tensor
+from patterns.attention import calls
+from patterns.attention.calls import Call, MaskSpec, Parts
+from patterns.attention.pages import Pages, PagesNZ
+
+BESIDE = "log-sum-exps over rows come with one sequence beside the other"
+
+
+@dataclass(frozen=True)
+class Rows(Group):
+    """Rows as they lie."""
+
+    first: Any = tensor("*F W")
+    second: Any = tensor("*G X")
+    paged = False
+
+    def terms(self, p) -> tuple[Any, Any]:
+        """Of keys and values."""
+        return self.first, self.second
+
+    def latent_terms(self, p) -> tuple[Any, Any]:
+        """Of a latent and its rotated lanes."""
+        return self.terms(p)
+
+    def refuse_blocks(self, *widths: int) -> None:
+        """Refuse blocks of NZ of other widths; rows have none."""
+
+    def read(self, batch: Any, heads: Any = 1) -> list[Tensor]:
+        """A latent and its rotated lanes as the operator reads them, [B, T, 1, C] and [B, T, 1, Dr]."""
+        return [each.reshape(batch, -1, 1, each.shape[-1]) for each in (self.first, self.second)]
+
+    def keys(self, batch: Any) -> Any:
+        """How many keys each sequence has of a latent."""
+        return self.read(batch)[0].shape[1]
+
+    def posed(self, queries: Any, seen: Any, keys: Any) -> tuple[Any, Any]:
+        """Queries and what they see; the mean of all values for a query without keys is computed behind."""
+        return queries, seen
+
+    def spec(self, spec: MaskSpec, queries: Any, keys: Any, latent: bool) -> MaskSpec:
+        """A mask as the operator takes it: over a latent it counts causal orders from the last key."""
+        return spec.from_last(queries, keys) if latent and spec.kind == "left" else spec
+
+    def lengths(self, spec: MaskSpec, q: Tensor) -> Any:
+        """How many keys are seen: one number for every sequence, a tensor [B], or None for all."""
+        return spec.kv_lens if spec.kv_len is None else [spec.kv_len]
+
+    def widened(self, mask: Tensor, batch: Any, keys: Any) -> Tensor:
+        """A mask for every key that the operator reads."""
+        return mask
+
+    def arguments(self) -> dict[str, Any]:
+        """What else the operator is told of rows: nothing."""
+        return {}
+
+    def batched(self, q: Tensor, seen: Any, call: Call) -> Parts:
+        """One sequence beside the other; the order of heads and positions is that of the memory."""
+        k, v = self.first, self.second
+        width, queries = v.shape[3], q.shape[2]
+        if k.shape[3] != width:
+            require(isinstance(width, int) and width < k.shape[3], "values are wider than keys")
+            v = pad(v, (0, k.shape[3] - width))
+        lengths, asked = seen.asked(self, q, k.shape[2])
+        heads = dict(num_query_heads=q.shape[1], num_key_value_heads=k.shape[1])
+        last = calls.heads_last(k) and calls.heads_last(v)
+        if last:
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        mixed = not last and queries != 1 and calls.heads_last(q)
+        layout = "BSND" if last else "BNSD_BSND" if mixed else "BNSD"
+        y, lse = calls.fused(q, k, v, lengths, call, input_layout=layout, **heads, **asked)
+        y = seen.restored(y[..., :width], last or mixed, self.second)
+        return y.transpose(1, 2) if last or mixed else y, lse
+
+    def packed(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
+        """One sequence after the other, told where each ends."""
+        batch, queries, keys = q.shape[0], q.shape[2], self.first.shape[2]
+        require(not call.lse, BESIDE)
+        spec = seen.spec()
+        require(spec.kv_lens is None and spec.kv_len is None, "only a part of the keys is seen")
+        require(spec.kind != "left" or queries == keys, "packed sequences are causal towards their last key")
+        k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
+        spec = MaskSpec("right" if spec.kind == "left" else spec.kind, spec.window)
+        ends, heads = calls.ends_of(batch, keys, q.device), self.first.shape[1]
+        return calls.in_sequence(
+            q, k, v, ends, call, num_key_value_heads=heads, **spec.arguments(q.device, queries), **beside
+        )
+
+    def as_pages(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
+        """Keys [B, M, T, D] as B pages of T keys, one for each sequence; queries packed."""
+        k, v = self.first, self.second
+        batch, queries, keys = q.shape[0], q.shape[2], k.shape[2]
+        require(not call.lse, BESIDE)
+        together = isinstance(keys, int) and not calls.heads_last(k) and not calls.heads_last(v)
+        require(together, "the keys of a head are no page: as many as are known before, lying together")
+        spec = seen.spec().from_last(queries, keys)
+        table = torch.arange(batch, dtype=torch.int32, device=q.device).unsqueeze(1)
+        return calls.in_sequence(
+            q, k, v, calls.each_length(spec, q), call, num_key_value_heads=k.shape[1], block_table=table,
+            block_size=keys, **spec.arguments(q.device, queries), **beside,
+        )  # fmt: skip
+
+    def encoded(self, q: Tensor, scale: float) -> Tensor:
+        """A whole sequence that attends to itself, by the operator for encoders."""
+        return calls.encoder(q, self.first, self.second, scale)
+
+
+PAGES: tuple[Any, ...] = (Pages, PagesNZ)
+SOURCES: tuple[Any, ...] = (Rows, *PAGES)
+"""The kinds of source, and those of them with a block table."""

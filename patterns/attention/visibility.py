@@ -1,0 +1,173 @@
+"""The facet of attention that says which keys a query sees: all, those of a structured mask, or those of a dense one.
+
+    Visibility      what was read of the mask
+    Unmasked        every query sees every key
+    Structured      a causal order, a window, lengths: the operator is told so, and reads no mask
+    Dense           the mask itself, true where a key is hidden
+
+A form captures `Visibility`; a lowering chooses as which of the three it is put to the operator. A query that sees no
+key gives 0 in the operator, and a log-sum-exp of +inf; plain attention gives what `fully_masked_row` says, and -inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, attribute, require, tensor
+from patterns.attention import calls
+from patterns.attention.calls import MaskSpec
+
+Queries = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Visibility(Group):
+    """What was read of a mask.
+
+    Attributes:
+        mask: true where a key is hidden.
+        count: how many keys every query of a sequence sees, which may be none, where a dense mask says no more.
+        kv_lens, kv_len: how many keys are seen, of each sequence or of all.
+        mask_kind: "full", "left", "right" as in `MaskSpec`, or "mask" (dense).
+        window: how many keys before its own a query sees.
+        fully_masked_row: what a query without keys gives: "zero", "mean" (of all values) or "nan"; always "zero" where
+            every query is known to see a key.
+    """
+
+    mask: Any = tensor("*L S T", optional=True)
+    count: Any = tensor("B", optional=True)
+    kv_lens: Any = tensor("B", optional=True)
+    mask_kind: Any = attribute()
+    window: Any = attribute()
+    kv_len: Any = attribute()
+    fully_masked_row: Any = attribute()
+
+    def said(self) -> dict[str, Any]:
+        """As the canonicaliser says it."""
+        order = dict(order=self.mask_kind, window=self.window, known=self.kv_len, empty=self.fully_masked_row)
+        return dict(mask=self.mask, length=self.kv_lens) | order
+
+    def counted(self, p) -> dict[str, Any]:
+        """The same of a mask up to a length that may be 0: `count` keys are seen."""
+        return self.said() | dict(mask=p.counted_keys(mask=self.mask, length=self.count))
+
+
+@dataclass(frozen=True)
+class Unmasked(Visibility):
+    """Every query sees every key."""
+
+    def refuse_others(self) -> None:
+        """Refuse whatever hides a key."""
+        require(self.kv_len is None and self.kv_lens is None, "not a whole sequence attends to itself")
+        require(self.mask_kind == "full", "a query does not see every key")
+
+
+@dataclass(frozen=True)
+class Structured(Visibility):
+    """What is seen, told in words."""
+
+    def spec(self) -> MaskSpec:
+        """The words."""
+        proven = self.mask_kind != "mask" or self.count is not None
+        require(proven, "what the mask lets through is not proven to be causal, a window or a length")
+        if self.count is not None:
+            return MaskSpec(kv_lens=self.count)
+        return MaskSpec(self.mask_kind, self.window, self.kv_len, self.kv_lens)
+
+    def posed(self, queries: Queries, keys: Any) -> tuple[Queries, Structured]:
+        """Queries [B, N, S, D] that are 0 and see all keys where, without one, they give the mean of all values."""
+        if self.count is None or self.fully_masked_row != "mean":
+            return queries, self
+        queries, count = opened(queries, self.count, keys)
+        return queries, replace(self, count=count, fully_masked_row="zero")
+
+    def within(self, rows: Any) -> Structured:
+        """The same of the first so many keys, None for all that there are."""
+        told = self.kv_len is not None or self.kv_lens is not None or self.count is not None
+        return self if rows is None or told or self.mask_kind == "left" else replace(self, kv_len=rows)
+
+    def asked(self, source: Any, q: Tensor, keys: Any, latent: bool = False) -> tuple[Any, dict[str, Any]]:
+        """Of queries [B, N, S, D] over the keys of a source: lengths, and what else the operator is told."""
+        spec = source.spec(self.spec(), q.shape[2], keys, latent)
+        return source.lengths(spec, q), spec.arguments(q.device, q.shape[2])
+
+    def restored(self, y: Tensor, last: bool = False, values: Tensor | None = None) -> Tensor:
+        """The result [B, N, S, E], or heads `last` [B, S, N, E], with what plain attention gives without a key."""
+        if self.count is None or self.fully_masked_row != "nan":
+            return y
+        return y.masked_fill((self.count <= 0).reshape(-1, 1, 1, 1), torch.nan)
+
+    def restored_lse(self, lse: Tensor, queries: Any, keys: Any) -> Tensor:
+        """The log-sum-exp [B, N, S, 1] with -inf for a query without keys."""
+        spec = self.spec()
+        spec.require_a_key(queries, keys)
+        if spec.kv_lens is None or spec.kind == "right":  # of which every query is known to see a key
+            return lse
+        return lse.masked_fill((spec.kv_lens <= 0).reshape(-1, 1, 1, 1), -torch.inf)
+
+
+@dataclass(frozen=True)
+class Dense(Visibility):
+    """What is seen, shown by the mask [B or 1, 1, S, T]."""
+
+    def shown(self) -> Tensor:
+        """The mask."""
+        require(self.mask is not None, "there is no mask")
+        return self.mask
+
+    def blind(self, last: bool = False) -> Tensor:
+        """Which queries see nothing, [B or 1, 1, S, 1], or [B or 1, S, 1, 1] beside heads that come `last`."""
+        blind = self.shown().all(-1, keepdim=True)
+        return blind.transpose(1, 2) if last else blind
+
+    def posed(self, queries: Queries, keys: Any) -> tuple[Queries, Dense]:
+        """As of `Structured`."""
+        if self.fully_masked_row != "mean":
+            return queries, self
+        mask, nothing = self.shown(), self.blind()
+        opened = replace(self, mask=mask & ~nothing, fully_masked_row="zero")
+        return tuple(each.masked_fill(nothing, 0) for each in queries), opened
+
+    def within(self, rows: Any) -> Dense:
+        """The mask speaks of so many keys itself."""
+        return self
+
+    def asked(self, source: Any, q: Tensor, keys: Any, latent: bool = False) -> tuple[Any, dict[str, Any]]:
+        """As of `Structured`, with the mask."""
+        mask = source.widened(self.shown(), q.shape[0], keys)
+        spec = source.spec(MaskSpec(), q.shape[2], keys, latent)
+        mode = {} if latent else dict(sparse_mode=1)
+        return source.lengths(spec, q), mode | calls.shown(mask, q.shape[2])
+
+    def restored(self, y: Tensor, last: bool = False, values: Tensor | None = None) -> Tensor:
+        """As of `Structured`; `values` [B, M, T, E] have the mean that was not asked of the operator."""
+        match self.fully_masked_row:
+            case "zero":
+                return y
+            case "nan":
+                return y.masked_fill(self.blind(last), torch.nan)
+            case _:
+                mean = _mean(values, y.shape[2 if last else 1])
+                return torch.where(self.blind(last), mean.transpose(1, 2) if last else mean, y)
+
+    def restored_lse(self, lse: Tensor, queries: Any, keys: Any) -> Tensor:
+        """As of `Structured`."""
+        return lse.masked_fill(self.blind(), -torch.inf)
+
+
+def opened(queries: Queries, count: Tensor, keys: Any) -> tuple[Queries, Tensor]:
+    """Queries [B, N, S, D] and numbers of keys [B] for which a sequence without keys gives the mean of all values."""
+    nothing = count <= 0
+    zeroed = tuple(each.masked_fill(nothing.reshape(-1, 1, 1, 1), 0) for each in queries)
+    return zeroed, count.masked_fill(nothing, keys)
+
+
+def _mean(values: Tensor | None, heads: Any) -> Tensor:
+    """The mean of values [B, M, T, E] for each of the heads, [B, N, 1, E]."""
+    assert values is not None
+    mean = values.mean(2, keepdim=True).unsqueeze(2).expand(-1, -1, heads // values.shape[1], -1, -1)
+    return mean.flatten(1, 2)

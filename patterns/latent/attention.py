@@ -1,0 +1,119 @@
+"""out = softmax(scale · q kᵀ + mask) v, of keys and values that one latent gives, without computing either.
+
+    q · k = (q_nope W_UK) · c + q_rope · r        Σ p v = (Σ p c) W_UV
+
+*Matches* attention over keys and values that are projected from a latent (DeepSeek-V2, 2024, §2.1), or that absorbs the
+projections itself; over rows of the latent, or pages that a block table names; in floats, or in int8 with one scale and
+queries quantised for each token and head; alone, or with the log-sum-exp of its scores. *Replaces with*
+`npu_fused_infer_attention_score_v2` on the latent, its rotated lanes apart, and `npu_transpose_batchmatmul` for both
+projections. Keys and values stay expanded where that costs less: see `Attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fusion import Rule, Target, lowering, pattern, require, scalar, variants
+from patterns.attention.calls import Call, Parts
+from patterns.attention.results import RESULTS, Output
+from patterns.attention.sources import PAGES, SOURCES
+from patterns.attention.visibility import Dense, Structured, Visibility
+from patterns.latent import calls
+from patterns.latent.calls import Keys
+from patterns.latent.encodings import Int8, Plain, expanded
+
+SEVERAL = dict(seen=(Structured, Dense), values=("transposed", "heads first", "multiplied"), version=(2, 1))
+"""How the operator learns what is seen, how the values are expanded, and which version of the operator runs."""
+JOINED = {**SEVERAL, "values": ("transposed", "multiplied")}
+
+
+@dataclass(frozen=True)
+class LatentAttention(Rule):
+    """Softmax attention over a latent that all heads share."""
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], [B, N, S, 1]."""
+        scores = (q @ k.transpose(-2, -1)).float() * scale
+        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
+
+    @pattern
+    @variants(source=PAGES, result=RESULTS)
+    def counted(self, p, source, result, encoding=Plain, seen=Visibility, scale=scalar()):
+        """Behind a dense mask up to a length that may be 0."""
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.counted(p)))
+
+    @pattern
+    @variants(source=SOURCES, result=RESULTS)
+    def written(self, p, source, result, encoding=Plain, seen=Visibility, scale=scalar()):
+        """Behind any other mask, or none."""
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
+
+    @pattern
+    @variants(source=PAGES)
+    def counted_int8(self, p, source, encoding=Int8, result=Output, seen=Visibility, scale=scalar()):
+        """An int8 latent behind a dense mask up to a length that may be 0."""
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.counted(p)))
+
+    @pattern
+    @variants(source=SOURCES)
+    def written_int8(self, p, source, encoding=Int8, result=Output, seen=Visibility, scale=scalar()):
+        """An int8 latent behind any other mask, or none; of its scores the operator gives no log-sum-exp."""
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
+
+    def guard(self, encoding: Any, source: Any, result: Any, seen: Any):
+        """How pages hold their rows, and what the log-sum-exp of the operator is of."""
+        encoding.refuse_blocks(source)
+        result.refuse(seen)
+
+    def remark(self, encoding: Any, source: Any, lowering: str, machine: Target) -> str:
+        """Which form was chosen, and from how many queries on the other one costs less; pages are never expanded."""
+        return "" if source.paged else encoding.remark(lowering, machine)
+
+    @lowering
+    @variants(**SEVERAL)
+    def apart(self, encoding, source, result, seen, scale, values, version):
+        """Latent and rotated lanes apart."""
+        call = Call(scale, version, result.lse)
+        return _apart(encoding, encoding.queries(), Keys(source, seen, encoding.first_rows), result, call, values)
+
+    @lowering
+    @variants(**SEVERAL)
+    def apart_of_heads(self, encoding, source, result, seen, scale, values, version):
+        """The same for queries of heads that are projected first."""
+        call = Call(scale, version, result.lse)
+        q = encoding.queries_of_heads()
+        return _apart(encoding, q, Keys(source, seen, encoding.first_rows), result, call, values)
+
+    @lowering
+    @variants(**JOINED)
+    def joined(self, encoding, source, result, seen, scale, values, version):
+        """Both side by side, as one key head, for widths that the operator does not take apart."""
+        keys, q = Keys(source, seen, encoding.first_rows), encoding.queries()
+        require(not encoding.scales(version), "int8 queries and rotated lanes are not joined")
+        y, lse = calls.joined(q, keys, Call(scale, version, result.lse))
+        return _restored(expanded(y, encoding, values), lse, keys, result)
+
+    @lowering
+    @variants(seen=(Structured,), version=(2, 1))
+    def expanded(self, encoding, source, result, seen, scale, version):
+        """Keys and values of all heads, the rotated lanes apart: for so many queries that this costs less."""
+        keys, (q, up) = Keys(source, seen, encoding.first_rows), encoding.parts_of_heads()
+        y, lse = calls.expanded(q, keys, up, Call(scale, version, result.lse))
+        return _restored(y, lse, keys, result)
+
+
+def _apart(encoding: Any, q: Parts, keys: Keys, result: Any, call: Call, values: str) -> Any:
+    """What the rule gives, with latent and rotated lanes apart."""
+    scales = encoding.scales(call.version)
+    shown = isinstance(keys.seen, Dense) and not keys.source.paged
+    require(not (scales and shown), "a mask is shown of int8 keys in pages alone")
+    y, lse = calls.apart(q, keys, call, heads_first=values == "heads first", **scales)
+    return _restored(expanded(y, encoding, values), lse, keys, result)
+
+
+def _restored(y: Tensor, lse: Tensor, keys: Keys, result: Any) -> Any:
+    """What the rule gives of results [B, N, S, E] and log-sum-exps."""
+    return result.restored(y, lse, keys.seen, y.shape[2], keys.count(y.shape[0]))

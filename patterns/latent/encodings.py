@@ -1,0 +1,142 @@
+"""The facet of attention over a latent that says in which numbers it lies: in floats, or in int8 with int8 queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fusion import Group, Target, attribute, require, scalar, tensor
+from patterns.attention.calls import Parts
+from patterns.latent.absorption_cost import Sizes, break_even
+from patterns.primitives import latent_calls
+from patterns.primitives.whole_latent_calls import scale_of
+
+
+@dataclass(frozen=True)
+class Plain(Group):
+    """Floats.
+
+    Attributes:
+        nope, up_key: queries of heads and W_UK [N, D, C], where the model projects them in the graph.
+        absorbed: the product of both.
+        q_rope: the rotated lanes of the queries.
+        up_value: W_UV [N, C, E], where the model expands the result in the graph.
+        first_rows: of how many rows of the latent the model speaks; None for all.
+    """
+
+    nope: Any = tensor("B N S D", optional=True)
+    q_rope: Any = tensor("B N S Dr")
+    absorbed: Any = tensor("B N S C")
+    up_key: Any = tensor("N D C", optional=True)
+    up_value: Any = tensor("N C E", optional=True)
+    first_rows: Any = attribute()
+
+    def terms(self, p, source, result, said: dict[str, Any]) -> Any:
+        """The results of a form."""
+        queries, up = (self.nope, self.q_rope, self.absorbed), (self.up_key, self.up_value)
+        q, k, v = latent_calls.operands(p, queries, source.latent_terms(p), up, self.first_rows)
+        attended = partial(p.softmax_attention, q=q, k=k, v=v, **said)
+        return result.terms(attended, partial(p.attention_log_sum, q=q, k=k, **said))
+
+    def refuse_blocks(self, source: Any) -> None:
+        """Refuse pages in other blocks of NZ."""
+        source.refuse_blocks(latent_calls.LINE, latent_calls.LINE)
+
+    def queries(self) -> Parts:
+        """Queries as the model has them over the latent, and their rotated lanes."""
+        return self.absorbed, self.q_rope
+
+    def queries_of_heads(self) -> Parts:
+        """The same for queries of heads that are projected first."""
+        return latent_calls.absorbed(self.nope, self.up_key), self.q_rope
+
+    def parts_of_heads(self) -> tuple[Parts, Parts]:
+        """Queries of heads with their rotated lanes, and both projections."""
+        require(self.nope is not None and self.up_value is not None, "the model itself absorbs the projections")
+        return (self.nope, self.q_rope), (self.up_key, self.up_value)
+
+    def scales(self, version: int) -> dict[str, Any]:
+        """What the operator is told of scales."""
+        return {}
+
+    def remark(self, lowering: str, machine: Target) -> str:
+        """Which form was chosen, and from how many queries on the other one costs less."""
+        if self.up_key is None or self.up_value is None:
+            return ""
+        form = "expanded" if lowering.startswith("expanded") else "absorbed"
+        heads, width, rank = self.up_key.shape
+        even = break_even(machine, Sizes(heads, rank, width, self.q_rope.shape[3], self.up_value.shape[2]))
+        until = f"expanding costs less from about {even} queries on" if even else "expanding never costs less"
+        return f"{form}: behind a long context, on {machine.name}, {until}"
+
+
+@dataclass(frozen=True)
+class Int8(Group):
+    """Queries quantised for each token and head, over a latent with one scale: out = softmax(...) k8 · c.
+
+    Attributes:
+        query, tokens: queries q8 [B, N, S, C] and their scales s [B, N, S, 1].
+        rope: the rotated lanes of the queries, divided by s · c.
+        of_keys, keys_by: the scale c of the scores, a tensor [1] times a number.
+        of_values, values_by: the scale of the result, likewise.
+    """
+
+    query: Any = tensor("B N S C")
+    tokens: Any = tensor("B N S 1")
+    rope: Any = tensor("B N S Dr")
+    of_keys: Any = tensor("1", optional=True)
+    of_values: Any = tensor("1", optional=True)
+    keys_by: Any = scalar()
+    values_by: Any = scalar()
+    first_rows = None
+    up_value = None
+
+    def terms(self, p, source, result, said: dict[str, Any]) -> Any:
+        """The results of a form."""
+        latent, k_rope = source.latent_terms(p)
+        return p.whole_latent_attention(
+            query=self.query, tokens=self.tokens, rope=self.rope, latent=latent, k_rope=k_rope, of_keys=self.of_keys,
+            of_values=self.of_values, keys_by=self.keys_by, values_by=self.values_by, finish=result.view, **said,
+        )  # fmt: skip
+
+    def refuse_blocks(self, source: Any) -> None:
+        """The operator says of pages in blocks of NZ which it reads."""
+
+    def queries(self) -> Parts:
+        """Queries over the latent, and their rotated lanes."""
+        return self.query, self.rope
+
+    def queries_of_heads(self) -> Parts:
+        """Only the model can quantise them."""
+        require(False, "int8 queries are projected before they are quantised")
+        return self.queries()
+
+    def parts_of_heads(self) -> tuple[Parts, Parts]:
+        """Only floats are expanded."""
+        require(False, "an int8 latent is not expanded")
+        return self.queries(), self.queries()
+
+    def scales(self, version: int) -> dict[str, Any]:
+        """What the operator is told of scales."""
+        require(version == 2, "the first version of the operator takes no int8 queries")
+        device = self.tokens.device
+        of_keys = scale_of(self.of_keys, self.keys_by, device)
+        alike = self.of_keys is self.of_values and self.keys_by == self.values_by
+        return dict(
+            query_quant_mode=3,
+            dequant_scale_query=self.tokens.float().transpose(1, 2).squeeze(-1).contiguous(),
+            dequant_scale_key=of_keys,
+            dequant_scale_value=of_keys if alike else scale_of(self.of_values, self.values_by, device),
+        )
+
+    def remark(self, lowering: str, machine: Target) -> str:
+        """There is one form."""
+        return ""
+
+
+def expanded(y: Tensor, encoding: Any, values: str) -> Tensor:
+    """The result over a latent [B, N, S, C] times W_UV, [B, N, S, E]."""
+    return latent_calls.expanded(y.transpose(1, 2), encoding.up_value, values)

@@ -1,0 +1,116 @@
+"""Every cell of the facets of attention: it is fused with right numbers, or refused with the operator's own reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from fusion import Example
+from fusion.library import installed
+from fusion.options import Options
+from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
+from patterns.examples import attention_facets as facets
+from patterns.examples import attention_pages, latent_attention_paged
+from patterns.examples.attention_facets import LARGE, SMALL
+
+RULES = {rule.name: rule for rule in installed().rules}
+FIA = "npu.npu_fused_infer_attention_score"
+FORMS = {"rows": "Rows", "pages": "Pages", "pages of heads": "Pages", "NZ pages": "PagesNZ"}
+UNPROVEN = "what the mask lets through is not proven to be causal, a window or a length"
+UNREAD = {"attention": {"NZ pages"}, "latent_attention": set[str]()}
+"""Sources that no chip reads in place, whose rows are gathered before."""
+
+
+def cells(s: facets.Sizes, often: int) -> Iterator[Any]:
+    """The product for both rules; one in so many is tried at each push."""
+    both = (("attention", facets.attention, ()), ("latent_attention", facets.latent, (facets.ENCODINGS,)))
+    for rule, of, encodings in both:
+        for number, example in enumerate(facets.cells(of, *encodings, s=s)):
+            marks = [pytest.mark.nightly] if number % often else []
+            yield pytest.param(rule, example, id=f"{rule}-{example.name}", marks=marks)
+
+
+def tried(rule: str, example: Example, target: str) -> Trial:
+    t = trial(RULES[rule], example, torch.bfloat16, options=Options(target=target, lower="eager"))
+    means_what_it_says(t)
+    emits_valid_calls(t)
+    assert not t.outcome.failures
+    return t
+
+
+def chosen(t: Trial) -> str:
+    """The form that was rewritten, "" for none."""
+    return next((each.match.form for each in t.outcome.chosen if each.match.rule is t.rule), "")
+
+
+def result_of(example: Example) -> str:
+    """What the operator gives of a cell: the sums of int8 scores stay the model's own."""
+    return "OutputAndLse" if "lse" in example.name and "int8" not in example.name else "Output"
+
+
+@pytest.mark.parametrize(("rule", "example"), cells(SMALL, 1))
+def test_a_cell_on_the_host(rule: str, example: Example):
+    t = tried(rule, example, "host")
+    *encoding, source, visibility, _ = example.name.split(", ")
+    if encoding == ["int8"] and source == "rows" and visibility in ("count", "dense"):
+        assert not chosen(t)
+        assert any(each.reason == UNPROVEN for each in t.outcome.refusals)
+        return
+    form = chosen(t)
+    own = "int8" in example.name and "lse" in example.name  # sums of the model's own, which gather the rows
+    assert f"[{FORMS[source]}" in form or (own and "[Rows" in form)
+    assert ("OutputAndLse" in form) == (result_of(example) == "OutputAndLse")
+    assert ("int8" in form) == (encoding == ["int8"])
+
+
+@pytest.mark.parametrize(("rule", "example"), cells(LARGE, 3))
+def test_a_cell_on_a_chip(rule: str, example: Example):
+    t = tried(rule, example, "ascend910_93")
+    *encoding, source, visibility, _ = example.name.split(", ")
+    if encoding == ["int8"] and (source != "NZ pages" or visibility != "causal"):
+        assert not chosen(t)
+        reasons = [each.reason for each in t.outcome.refusals if each.rule == rule]
+        assert reasons
+        assert all(each == UNPROVEN or each.startswith("npu_fused_infer_attention_score_v2") for each in reasons)
+        return
+    form = chosen(t)
+    assert f"[{'Rows' if source in UNREAD[rule] else FORMS[source]}" in form
+    assert ("OutputAndLse" in form) == (result_of(example) == "OutputAndLse")
+
+
+GATHERED = [
+    pytest.param(rule, example, reason, id=f"{rule}-{example.name}")
+    for rule, of in (("attention", attention_pages), ("latent_attention", latent_attention_paged))
+    for example, reason in of.GATHERED
+]
+
+
+@pytest.mark.parametrize(("rule", "example", "reason"), GATHERED)
+def test_pages_that_cannot_be_read_in_place_are_gathered(rule: str, example: Example, reason: str):
+    assert "Rows" in chosen(tried(rule, example, "host"))
+    nothing = Options(target="host", lower="eager", fuel=0)  # so that what was refused of a place is told
+    refusals = trial(RULES[rule], example, torch.bfloat16, options=nothing).outcome.refusals
+    assert any(reason in each.reason for each in refusals if each.rule == rule)
+
+
+@cache
+def paged(rule: str) -> Trial:
+    """A step up to lengths, of which one is 0, over pages of which the log-sum-exp is used."""
+    example = {
+        "attention": facets.attention("pages", "count", "y and lse", LARGE),
+        "latent_attention": facets.latent("plain", "pages", "count", "y and lse", LARGE),
+    }[rule]
+    return tried(rule, example, "ascend910_93")
+
+
+@pytest.mark.parametrize("rule", ["attention", "latent_attention"])
+def test_the_log_sum_exp_comes_by_the_block_table(rule: str):
+    t = paged(rule)
+    (call,) = [node for node in t.fused.graph.nodes if str(node.target).startswith(FIA)]
+    assert call.kwargs["return_softmax_lse"]
+    assert call.kwargs["block_table"] is not None
+    assert not any(str(node.target).startswith("aten.logsumexp") for node in t.fused.graph.nodes)
