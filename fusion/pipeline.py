@@ -158,13 +158,20 @@ def _useless(candidates: Sequence[Candidate]) -> list[Refusal]:
 
 
 def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
-    """Without those inside something that was fused after all, unless a larger fusion was refused around it."""
+    """Without those inside something that was fused after all, unless a larger fusion was refused around it.
+
+    What a rule takes in one of its variants may be less than it would have taken in another.
+    """
     gone = {node for candidate in chosen for node in candidate.dying}
-    made = {node: each.match.rule.name for each in chosen for makers in each.match.roots for node in makers}
+    made = {node: each.match for each in chosen for makers in each.match.roots for node in makers}
     uses = {rule.name: rule.uses() for rule in rules}
 
     def larger(each: Refusal) -> bool:
-        return each.node in made and (bool(each.target) or made[each.node] in uses.get(each.rule, ()))
+        by = made.get(each.node)
+        if by is None:
+            return False
+        varied = by.rule.name == each.rule and each.variant not in ("", by.variant)
+        return varied or bool(each.target) or by.rule.name in uses.get(each.rule, ())
 
     told = [each for each in refusals if each.node not in gone or larger(each)]
     unique = {(each.rule, each.reason, each.node, each.target): each for each in told}

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from fusion._torch import OpOverload
 from fusion.graph import Value
-from fusion.language import Capture, Refused, Rule
+from fusion.language import Capture, Pattern, Refused, Rule
 from fusion.origin import location, module_path, source_text
 
 
@@ -23,12 +23,14 @@ class Refusal:
         cause: the reason; formatted when it is read.
         node: the user's node at which it was decided.
         target: the target whose limit refused, "" where it would be refused anywhere.
+        variant: the form that was refused, where forms of the rule vary.
     """
 
     rule: str
     cause: Refused | str
     node: fx.Node = field(repr=False)
     target: str = ""
+    variant: str = ""
 
     @property
     def reason(self) -> str:
@@ -80,9 +82,17 @@ class Match:
     @property
     def optional(self) -> frozenset[str]:
         """Names of the captures that its pattern could do without."""
-        form = next((each for each in self.rule.patterns() if each.name == self.form), None)
-        captures = {} if form is None else form.captures
+        captures = {} if self._pattern is None else self._pattern.captures
         return frozenset(name for name, each in captures.items() if isinstance(each, Capture) and each.optional)
+
+    @property
+    def variant(self) -> str:
+        """The name of its form, where forms of the rule vary."""
+        return self.form if self._pattern is not None and self._pattern.varies else ""
+
+    @property
+    def _pattern(self) -> Pattern | None:
+        return next((each for each in self.rule.patterns() if each.name == self.form), None)
 
     @property
     def node(self) -> fx.Node:

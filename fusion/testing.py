@@ -320,10 +320,15 @@ def saves_what_it_claims(t: Trial) -> None:
     )
 
 
-def refuses(t: Trial, text: str) -> None:
-    """The rule is not applied, and says why with `text` in its reason and a place in the model's code."""
-    applied = [each for each in t.outcome.chosen if each.match.rule.name == t.rule.name]
-    assert not applied, f"{t.rule.name} was applied although it must be refused with {text!r}"
+def refuses(t: Trial, text: str, instead: str = "") -> None:
+    """The rule is not applied, and says why with `text` in its reason and a place in the model's code.
+
+    With `instead` it is applied, and in no other form than those with that name.
+    """
+    applied = [each.match.form for each in t.outcome.chosen if each.match.rule.name == t.rule.name]
+    wrong = [form for form in applied if not instead or instead not in form]
+    assert not wrong, f"{t.rule.name} was applied as {wrong} although it must be refused with {text!r}"
+    assert applied or not instead, f"{t.rule.name} was not applied as {instead!r} instead"
     speaking = {t.rule.name, *t.rule.uses()}
     given = [each for each in t.outcome.refusals if each.rule in speaking and text in each.reason]
     others = "\n".join(str(each) for each in t.outcome.refusals)
@@ -350,7 +355,12 @@ def check(rule: Rule, example: Example, dtype: torch.dtype, level: Level = "comp
     """
     t = trial(rule, example, dtype, level)
     if example.refusal:
-        laws: Sequence[Callable[[Trial], None]] = (lambda each: refuses(each, example.refusal), leaves_the_rest_alone)
+
+        def refused(each: Trial) -> None:
+            refuses(each, example.refusal, example.instead)
+
+        laws: Sequence[Callable[[Trial], None]] = (refused, leaves_the_rest_alone)
+        laws = (*laws, means_what_it_says) if example.instead else laws
     else:
         laws = (
             recognises, means_what_it_says, emits_valid_calls, idempotent, saves_what_it_claims, leaves_the_rest_alone,

@@ -16,19 +16,12 @@ from patterns.composites.latent_attention_whole import LatentAttentionWhole
 from patterns.composites.mla_preprocess import MlaPreprocess
 from patterns.composites.mla_preprocess_fixed import MlaPreprocessFixed
 from patterns.composites.mla_preprocess_whole import MlaPreprocessWhole
-from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
-from patterns.composites.mla_prolog_channels import MlaPrologChannels
-from patterns.composites.mla_prolog_paged import MlaPrologPaged
-from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
-from patterns.composites.mla_prolog_quantised_paged import MlaPrologQuantisedPaged
-from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
-from patterns.composites.mla_prolog_tiles import MlaPrologTiles
-from patterns.composites.mla_prolog_whole import MlaPrologWhole
 from patterns.composites.paged_write import PagedWrite
 from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
 from patterns.composites.swiglu_projections import SwigluProjections
+from patterns.latent.prolog import MlaProlog
 from patterns.primitives.attention import Attention
 from patterns.primitives.attention_pages import PagedAttention
 from patterns.primitives.attention_part import AttentionPart
@@ -80,14 +73,6 @@ def library() -> tuple[Rule, ...]:
         KvRmsnormRopeCacheRows(),
         KvRmsnormRopeCacheWhole(),
         MlaProlog(),
-        MlaPrologPaged(),
-        MlaPrologRows(),
-        MlaPrologQuantised(),
-        MlaPrologQuantisedPaged(),
-        MlaPrologQuantisedRows(),
-        MlaPrologWhole(),
-        MlaPrologChannels(),
-        MlaPrologTiles(),
         MlaPreprocess(),
         MlaPreprocessFixed(),
         MlaPreprocessWhole(),

@@ -100,7 +100,8 @@ class Lowering:
 class Pattern:
     """One written form, traced: its results and the captures by name, those of a group as `group.field`.
 
-    `given` holds what is no capture but taken as one: the kind of each group, and what `variants` chose.
+    `given` holds what is no capture but taken as one: the kind of each group, and what `variants` chose. `varies` says
+    whether that is one of several.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Pattern:
     reason: str = ""
     apart: tuple[str, ...] = ()
     given: Mapping[str, Any] = field(default_factory=dict)
+    varies: bool = False
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -125,12 +127,14 @@ class Example:
         function: plain torch code.
         inputs: makes fresh inputs of a floating dtype.
         refusal: for a reject, a part of the reason that must be given.
+        instead: for a reject of a rule that takes less of it, a part of the name of the form that it takes.
     """
 
     name: str
     function: Callable[..., Any]
     inputs: Callable[[torch.dtype], tuple[torch.Tensor, ...]]
     refusal: str = ""
+    instead: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any], chosen: Mapping[st
     result = method(rule, Vocabulary(), **arguments)
     results = result if isinstance(result, tuple) else (result,)
     reason, apart = getattr(method, "fusion_reason", ""), getattr(method, "fusion_apart", ())
-    return Pattern(name, results, captures, reason, apart, given)
+    return Pattern(name, results, captures, reason, apart, given, bool(chosen))
 
 
 def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:

@@ -211,7 +211,7 @@ class _Search:
                 continue
             return Match(rule, form.name, captures, results, roots, relied(bound))
         if refused is not None:
-            self._refuse(rule.name, refused, value)
+            self._refuse(rule.name, refused, value, form.name if form.varies else "")
         return None
 
     def _may_replace(self, value: Value) -> bool:
@@ -261,13 +261,13 @@ class _Search:
             for found in missing[0].match(value, bound, self):
                 yield from self._join(form, missing[1:], first, found)
 
-    def _refuse(self, rule: str, cause: Refused | str, value: Value) -> None:
+    def _refuse(self, rule: str, cause: Refused | str, value: Value, variant: str = "") -> None:
         makers = self.graph.makers(value)
         owner = makers[0] if makers else self.graph.owners.get(value)
         said = rule, value, cause.template if isinstance(cause, Refused) else cause
         if owner is not None and said not in self._refused:
             self._refused.add(said)
-            self.found.refusals.append(Refusal(rule, cause, owner))
+            self.found.refusals.append(Refusal(rule, cause, owner, variant=variant))
 
     def note_lookalikes(self, rule: Rule) -> None:
         """Say why what looks like the rule is something else, in a node or inside one (a division holds a power)."""

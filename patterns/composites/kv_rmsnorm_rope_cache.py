@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.composites.mla_prolog import rotated_lanes
+from patterns.latent.terms import rotated_lanes
 from patterns.primitives import latent_calls
 
 

@@ -19,10 +19,35 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, scalar, tensor
-from patterns.composites.mla_prolog import MlaProlog
-from patterns.composites.mla_prolog_quantised import layer, queries, rows
+from patterns.latent.prolog import MlaProlog, of_heads
+from patterns.latent.terms import rotated_lanes
 from patterns.primitives import latent_calls
 from patterns.primitives import preprocess_calls as calls
+
+
+def layer(p, x, weight, scale, tokens, dtype, fixed):
+    """A linear layer in whole numbers."""
+    return p.whole_linear(
+        x=p.reshaped(x), weight=weight, scale=scale, tokens=p.reshaped(tokens), dtype=dtype, fixed=fixed
+    )
+
+
+def queries(p, both, uq, uq_scale, up, gamma, eps, cos, sin, width, begin, first, heads_first, dtype, how):
+    """Rotated and absorbed queries, and their latent in whole numbers with its scale; `both` projects x to it."""
+    latent = p.rms_norm(x=both, gamma=gamma, eps=eps)
+    scale = p.token_scale(x=p.reshaped(latent), dtype=how["scale_dtype"])
+    whole = p.token_quantised(x=p.reshaped(latent), scale=scale, dtype=how["scale_dtype"])
+    heads = layer(p, whole, uq, uq_scale, scale, how["layer_dtype"], how["fixed"])
+    lanes = p.layer_lanes(layer=heads, width=width, start=first, heads_first=heads_first)
+    source = how.get("source", "interleaved")
+    rotated = rotated_lanes(p, lanes, cos, sin, dtype, gamma, heads_first, source=source)
+    return rotated, p.layer_query(layer=heads, width=width, start=begin, up=up), whole, scale
+
+
+def rows(p, both, like, gamma, eps, cos, sin, split, end, dtype, source="interleaved"):
+    """The rows of both caches; `both` projects x to them."""
+    latent = p.rms_norm(x=p.lanes(p.reshaped(both), 0, split), gamma=gamma, eps=eps)
+    return latent, rotated_lanes(p, p.lanes(p.reshaped(both), split, end), cos, sin, dtype, like, source=source)
 
 
 def front(p, x, gamma, eps, dq, dq_scale, uq, uq_scale, up, dkv, dkv_scale, gamma_cq, gamma_ckv, eps_cq, eps_ckv, cos,
@@ -62,7 +87,7 @@ class Preprocess(Rule):
         slots: Any, line: Any, eps: float, eps_cq: float, eps_ckv: float,
     ):  # fmt: skip
         """As for `MlaProlog`; and what the kernel takes no argument for."""
-        MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
+        of_heads(up, dkv, width, begin, first, split, end)
         calls.epsilons(eps, eps_cq, eps_ckv)
         latent_calls.of_pages(kv_cache, slots, line)
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion import attribute, lowering, pattern, scalar, tensor
-from patterns.composites.mla_preprocess import Preprocess
-from patterns.composites.mla_prolog import rotated_lanes
-from patterns.composites.mla_prolog_quantised import rows
+from patterns.composites.mla_preprocess import Preprocess, rows
+from patterns.latent.terms import rotated_lanes
 from patterns.primitives import latent_calls
 from patterns.primitives import preprocess_calls as calls
 

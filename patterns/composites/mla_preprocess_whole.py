@@ -15,7 +15,7 @@ from typing import Any
 from fusion import attribute, lowering, pattern, require, scalar, tensor
 from patterns.composites import mla_preprocess_fixed as by_constants
 from patterns.composites.mla_preprocess import Preprocess, front
-from patterns.composites.mla_prolog import MlaProlog
+from patterns.latent.prolog import of_heads
 from patterns.primitives import latent_calls
 from patterns.primitives import preprocess_calls as calls
 
@@ -94,7 +94,7 @@ class MlaPreprocessWhole(Preprocess):
         dkv_bias: Any, stored_shift: float,
     ):  # fmt: skip
         """As for every front; and how whole numbers are stored."""
-        MlaProlog().guard(x, up, dkv, width, begin, first, split, end, None, None, 0)
+        of_heads(up, dkv, width, begin, first, split, end)
         calls.epsilons(eps, eps_cq, eps_ckv)
         calls.of_int32(dq_bias, uq_bias, dkv_bias)
         require(None not in (line, rope_line), "the pages hold whole rows, not lines of NZ")

@@ -8,13 +8,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise.arrangement import uncast
-from fusion.stages.canonicalise.latents import absorption, as_turned, lane_forms, rotations, sources
+from fusion.stages.canonicalise.latents import (
+    absorption,
+    as_turned,
+    lane_forms,
+    query_sources,
+    rotations,
+    sources,
+)
+from fusion.stages.canonicalise.quantisation import unscaled
 
 Found = dict[Value, Reading]
 
@@ -23,9 +31,13 @@ def readings(a: Algebra, found: Mapping[Value, Reading]) -> Found:
     """Where the parts of latent queries come from, if a layer in whole numbers gives them."""
     layers = {value.below("cast", "reshape"): value for value, reading in found.items() if reading.op == "whole_linear"}
     made: Found = {}
-    for absorbed, rotated in _queries(found) if layers else []:
-        for value, reading in _of_query(a, found, layers, absorbed, rotated):
-            made[value] = reading
+    for absorbed, rotated in _queries(found):
+        factors = absorption(a, absorbed)
+        if factors is None:
+            continue
+        turned = rotations(a, found, rotated)
+        of_layer = dict(_of_query(a, layers, absorbed, factors, turned)) if layers else {}
+        made |= of_layer or query_sources(a, *factors, absorbed, turned)
     return made
 
 
@@ -45,20 +57,19 @@ def _queries(found: Mapping[Value, Reading]) -> list[tuple[Value, Value]]:
 
 
 def _of_query(
-    a: Algebra, found: Mapping[Value, Reading], layers: Mapping[Value, Value], absorbed: Value, rotated: Value
+    a: Algebra, layers: Mapping[Value, Value], absorbed: Value, factors: tuple[Value, Value], turned: Sequence[Reading]
 ) -> Iterator[tuple[Value, Reading]]:
-    factors = absorption(a, absorbed)
-    if factors is None:
-        return
-    (nope, up), heads = factors, absorbed.shape[1]
-    turned = rotations(a, found, rotated)
-    of = _lanes(a, nope, heads, nope.shape[2], layers)
+    """Where both parts come from, of a layer that may be multiplied by a number; that of rotated lanes is elsewhere."""
+    (nope, up), heads, rows = factors, absorbed.shape[1], absorbed.shape[2]
+    nope, number = unscaled(nope)
+    of = _lanes(a, nope, heads, rows, layers)
     if of is not None:
         del of["heads_first"]
+        of["layer"] = a.scale(of["layer"], number)
         yield as_turned(a, absorbed, turned), Reading("layer_query", {**of, "up": up})
     for rotation in turned:
         x = uncast(a, rotation.captures["x"], nope.dtype)
-        lanes = _lanes(a, x, heads, nope.shape[2], layers)
+        lanes = _lanes(a, x, heads, rows, layers)
         if lanes is not None:
             yield x, Reading("layer_lanes", lanes)
 

@@ -135,7 +135,7 @@ class Planner:
     def _best(self, match: Match, plans: Plans, offers: Sequence[Candidate]) -> Candidate | None:
         options: list[Candidate] = []
         refused = [
-            (Refusal(match.rule.name, plan, match.node), -math.inf, frozenset[str]())
+            (Refusal(match.rule.name, plan, match.node, variant=match.variant), -math.inf, frozenset[str]())
             for plan in plans.values()
             if isinstance(plan, Refused)
         ]
@@ -145,7 +145,8 @@ class Planner:
                 options.append(offer)
                 continue
             on = self.target.name if isinstance(cause, str) and self.target.is_npu else ""
-            refused.append((Refusal(match.rule.name, cause, match.node, on), offer.benefit, _operators(offer.plan)))
+            refusal = Refusal(match.rule.name, cause, match.node, on, match.variant)
+            refused.append((refusal, offer.benefit, _operators(offer.plan)))
         best = max(options, key=_together, default=None)
         missed = [
             (refusal, benefit)

@@ -1,0 +1,1 @@
+"""Caches: writes by position and by slot, and pages that a block table gathers."""
