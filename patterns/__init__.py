@@ -13,14 +13,6 @@ from patterns.composites.add_rms_norm import AddRMSNorm
 from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
 from patterns.composites.attention_update import AttentionUpdate
 from patterns.composites.joined_projections import JoinedProjections
-from patterns.composites.mla_prolog import MlaProlog, MlaPrologRows
-from patterns.composites.mla_prolog_channels import MlaPrologChannels
-from patterns.composites.mla_prolog_paged import MlaPrologPaged
-from patterns.composites.mla_prolog_quantised import MlaPrologQuantised
-from patterns.composites.mla_prolog_quantised_paged import MlaPrologQuantisedPaged
-from patterns.composites.mla_prolog_quantised_rows import MlaPrologQuantisedRows
-from patterns.composites.mla_prolog_tiles import MlaPrologTiles
-from patterns.composites.mla_prolog_whole import MlaPrologWhole
 from patterns.composites.ring_mla import RingMla
 from patterns.composites.rope_pair import RopePair
 from patterns.composites.sparse_attention import SparseAttention
@@ -29,6 +21,7 @@ from patterns.latent.attention import LatentAttention
 from patterns.latent.attention_atb import LatentAttentionAtb
 from patterns.latent.kv_write import KvRmsnormRopeCache
 from patterns.latent.preprocess import MlaPreprocess
+from patterns.latent.prolog import MlaProlog
 from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
@@ -76,14 +69,6 @@ _RULES = (
     SparseAttention(),
     KvRmsnormRopeCache(),
     MlaProlog(),
-    MlaPrologPaged(),
-    MlaPrologRows(),
-    MlaPrologQuantised(),
-    MlaPrologQuantisedPaged(),
-    MlaPrologQuantisedRows(),
-    MlaPrologWhole(),
-    MlaPrologChannels(),
-    MlaPrologTiles(),
     MlaPreprocess(),
     CacheWrite(),
     PageGather(),

@@ -30,19 +30,26 @@ class Reader:
         read: gives values of a graph with what they mean, and values that only look like it with the reason.
         gives: the semantic ops that it may find.
         needs: those that must have been found before.
+        refines: those that another reader gives, of which it finds more.
     """
 
     name: str
     read: Read
     gives: frozenset[str]
     needs: frozenset[str] = frozenset()
+    refines: frozenset[str] = frozenset()
+
+    def waits_for(self, other: Reader) -> bool:
+        """Whether another must have run before."""
+        known = (other.gives | other.refines) & self.needs or other.gives & self.refines
+        return other is not self and bool(known)
 
 
-def reader(*, gives: Iterable[str], needs: Iterable[str] = ()) -> Callable[[Read], Reader]:
+def reader(*, gives: Iterable[str], needs: Iterable[str] = (), refines: Iterable[str] = ()) -> Callable[[Read], Reader]:
     """Make a reader of a function."""
 
     def make(read: Read) -> Reader:
-        return Reader(read.__name__, read, frozenset(gives), frozenset(needs))
+        return Reader(read.__name__, read, frozenset(gives), frozenset(needs), frozenset(refines))
 
     return make
 
@@ -68,7 +75,7 @@ class Library:
         given = {word for each in self.readers for word in each.gives}
         words = given | {rule.name for rule in self.rules}
         for each in self.readers:
-            _require_known(f"reader {each.name} needs", each.needs, given)
+            _require_known(f"reader {each.name} needs", each.needs | each.refines, given)
         for rule in self.rules:
             _require_known(f"rule {rule.name} uses", rule.uses(), words)
         ordered(self.readers)
@@ -85,15 +92,13 @@ def ordered(readers: Sequence[Reader]) -> list[Reader]:
     Raises:
         RuleError: they need each other in a circle.
     """
-    left, done, given = list(readers), list[Reader](), set[str]()
-    wanted = {word for each in readers for word in each.gives}
+    left, done = list(readers), list[Reader]()
     while left:
-        ready = next((each for each in left if each.needs & wanted <= given | each.gives), None)
+        ready = next((each for each in left if not any(each.waits_for(other) for other in left)), None)
         if ready is None:
             raise RuleError(f"loading readers: they need each other in a circle: {sorted(each.name for each in left)}")
         left.remove(ready)
         done.append(ready)
-        given |= ready.gives
     return done
 
 

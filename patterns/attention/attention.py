@@ -36,7 +36,14 @@ class Attention(Rule):
     @pattern
     @variants(source=PAGES, result=RESULTS)
     def counted(
-        self, p, source, result, q=tensor("B N S D"), seen=Visibility, sink=tensor("N", optional=True), scale=scalar()
+        self,
+        p,
+        source,
+        result,
+        q=tensor("B N S D"),
+        seen: Any = Visibility,
+        sink=tensor("N", optional=True),
+        scale=scalar(),
     ):
         """Behind a dense mask up to a length that may be 0."""
         return _attended(p, source, result, q, scale=scale, sink=sink, **seen.counted(p))
@@ -44,7 +51,14 @@ class Attention(Rule):
     @pattern
     @variants(source=SOURCES, result=RESULTS)
     def written(
-        self, p, source, result, q=tensor("B N S D"), seen=Visibility, sink=tensor("N", optional=True), scale=scalar()
+        self,
+        p,
+        source,
+        result,
+        q=tensor("B N S D"),
+        seen: Any = Visibility,
+        sink=tensor("N", optional=True),
+        scale=scalar(),
     ):
         """Behind any other mask, or none."""
         return _attended(p, source, result, q, scale=scale, sink=sink, **seen.said())

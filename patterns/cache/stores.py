@@ -1,9 +1,11 @@
 """Where the row of a token goes, its latent and its rotated key: stores, and how they hold numbers.
 
+    fresh                  rows in memory of their own
     rows                   cache[b, start + s] = row          consecutive positions of every sequence
     pages                  cache[slot] = row                  BSND, or NZ: blocks [D / 16, Size, 16] of a page
     int8 by channel        cache[slot] = round(row / scale)   both rows, a scale of each channel or of all
     int8 by tensor         the same of the latent, by one scale; the rotated key as it is
+    packed                 cache[slot] = [int8(latent / s) | rotated key in bfloat16 | s]      bytes, s of 128 lanes
 
 A store gives the writes as terms (`written`), what speaks against them (`guard`), both caches in pages [Block, Size, 1,
 D] (`caches`), the layout and the slots that an operator is told, the factors that rows are quantised by, and its
@@ -23,6 +25,37 @@ from patterns.primitives import latent_calls as calls
 from patterns.primitives.whole_latent_calls import multipliers
 
 Both = tuple[Tensor, Tensor]
+TILE = 128
+"""Lanes of which a packed row keeps a scale."""
+
+
+@dataclass(frozen=True)
+class Fresh(Group):
+    """Rows that the model itself joins, writes or attends to."""
+
+    def written(self, p, latent, rope):
+        """Both rows as they are."""
+        return latent, rope
+
+    def guard(self, tokens: Any) -> None:
+        """Nothing speaks against them."""
+
+    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
+        """Memory [.., 1, D] for the rows of tokens [.., H]."""
+        latent, rope = (like.new_empty((*tokens.shape[:-1], 1, width)) for width in widths)
+        return latent, rope
+
+    def layout(self, tokens: Tensor) -> str:
+        """That of the tokens."""
+        return "BSND" if tokens.dim() == 3 else "TND"
+
+    def index(self, tokens: Tensor) -> Tensor | None:
+        """There are no slots."""
+        return None
+
+    def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
+        """Both rows."""
+        return latent, rope
 
 
 @dataclass(frozen=True)
@@ -146,3 +179,42 @@ class Int8TensorPages(Pages):
     def factor(self, device: torch.device) -> Tensor:
         """What latents are multiplied by, [1]."""
         return multipliers(self.kv_scale, self.kv_by, 1, device)
+
+
+@dataclass(frozen=True)
+class PackedPages(Group):
+    """Pages of packed rows: latents in int8 with a scale of each tile, and rotated keys, as bytes of one cache."""
+
+    kv_cache: Any = tensor("*P Line")
+    slots: Any = tensor("Rows", optional=True)
+    tile: Any = attribute()
+
+    def written(self, p, latent, rope):
+        """The write of the packed row."""
+        rope = p.reshaped(p.maybe_cast(p.reshaped(rope), to=torch.bfloat16))
+        row = p.byte_line(latent=p.reshaped(latent), rope=rope, tile=self.tile)
+        return (p.write_pages(cache=self.kv_cache, rows=p.reshaped(row), slots=self.slots, line=None),)
+
+    def guard(self, tokens: Any) -> None:
+        """Refuse other tiles, slots that are not proven, and pages of several rows."""
+        require(
+            self.tile == TILE, "a line keeps a scale of every {tile} lanes, that of the operator of 128", tile=self.tile
+        )
+        calls.of_pages(self.kv_cache, self.slots, None)
+
+    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
+        """The cache, and none of rotated keys."""
+        pages = calls.in_rows(self.kv_cache, None)
+        return pages, like.new_empty((*pages.shape[:-1], 0))
+
+    def layout(self, tokens: Tensor) -> str:
+        """Pages of whole rows."""
+        return "PA_BSND"
+
+    def index(self, tokens: Tensor) -> Tensor | None:
+        """The slots of tokens [.., H]."""
+        return self.slots.to(torch.int64).reshape(tokens.shape[:-1])
+
+    def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
+        """The cache."""
+        return (latent.reshape(self.kv_cache.shape),)

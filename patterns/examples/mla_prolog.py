@@ -229,7 +229,13 @@ def packed(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 REJECTS = (
-    Example("a negative factor", model(copied, rope_multiplied, -1.0), prolog(S, T, *CACHES), "which is not positive"),
+    Example(
+        "a negative factor",
+        model(copied, rope_multiplied, -1.0),
+        prolog(S, T, *CACHES),
+        "which is not positive",
+        "Fresh",
+    ),
     Example(
         "rotated lanes first", model(copied, rope_first), prolog(S, T, *CACHES), "do not follow those that are not"
     ),
@@ -242,20 +248,23 @@ REJECTS = (
     ),
     Example("more lanes", model(copied, more_lanes), prolog(S, T, *CACHES, head=D + DR + 8), "more lanes than both"),
     Example("a third part", model(copied), prolog(S, T, *CACHES, line=C + DR + 8), "do not make up one projection"),
-    Example("caches of two halves", model(two_halves), prolog(4, 2 * T, (B, 2, T, C), (B, 2, T, DR)), "several heads"),
+    Example(
+        "caches of two halves",
+        model(two_halves),
+        prolog(4, 2 * T, (B, 2, T, C), (B, 2, T, DR)),
+        "several heads",
+        "Fresh",
+    ),
     Example(
         "halves as sequences",
         model(half_sequences),
         prolog(4, 2 * T, (2 * B, T, C), (2 * B, T, DR)),
         "other sequences than",
+        "Fresh",
     ),
-    Example("caches that lie otherwise", model(positions_first), turned_caches, "is not contiguous"),
+    Example("caches that lie otherwise", model(positions_first), turned_caches, "is not contiguous", "Fresh"),
     Example("packed tokens", model(unpacked), packed, "are packed"),
-    Example("an odd length", model(copied), prolog(S, 20, (B, 20, C), (B, 20, DR)), "no size of a page divides"),
+    Example(
+        "an odd length", model(copied), prolog(S, 20, (B, 20, C), (B, 20, DR)), "no size of a page divides", "Fresh"
+    ),
 )
-
-TRIED = {
-    "mla_prolog": (*EXAMPLES, *REJECTS),
-    "mla_prolog_rows": ROW_EXAMPLES,
-}
-"""Rule -> its examples and rejects."""

@@ -148,6 +148,3 @@ REJECTS = (
     Example("other bounds", model(viewed, narrow), inputs(1), "bounded by -127 and 127"),
     Example("two tokens at a slot", model(two_in_a_row), inputs(2, 2), "hold several heads"),
 )
-
-TRIED = {"mla_prolog_channels": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

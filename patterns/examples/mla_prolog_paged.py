@@ -201,6 +201,3 @@ REJECTS = (
     Example("short lines", model_of(in_lines, of_lines), lines(1, 8), "in lines of 8 numbers"),
     Example("pages that lie otherwise", model_of(by_block), turned_pages, "the pages are not contiguous"),
 )
-
-TRIED = {"mla_prolog_paged": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -92,6 +92,3 @@ ROW_EXAMPLES = (
     Example("no cache, the heads quantised", heads_alone, prolog(S, "uq", cached=False)),
     Example("no cache, all quantised", all_layers, prolog(S, "dq", "uq", "dkv", cached=False)),
 )
-
-TRIED = {"mla_prolog_quantised": EXAMPLES, "mla_prolog_quantised_rows": ROW_EXAMPLES}
-"""Rule -> its examples and rejects."""

@@ -87,6 +87,3 @@ REJECTS = (
         "unknown places", model(heads_alone, paged.anywhere), inputs(paged.inputs(1), "uq"), "not proven to lie in"
     ),
 )
-
-TRIED = {"mla_prolog_quantised_paged": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

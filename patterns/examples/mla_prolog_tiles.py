@@ -208,6 +208,3 @@ REJECTS = (
     Example("pages that lie otherwise", model(by_block), turned_pages, "the pages are not contiguous"),
     Example("two lines at a slot", model(two_in_a_row), pairs, "hold several heads"),
 )
-
-TRIED = {"mla_prolog_tiles": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -168,6 +168,3 @@ REJECTS = (
     ),
     Example("other bounds", model(in_lines, lined, narrow, explicit), inputs(1, LINES), "bounded by -127 and 127"),
 )
-
-TRIED = {"mla_prolog_whole": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
-from patterns.composites.mla_prolog import MlaProlog
 from patterns.latent.preprocess_layers import RowOrder, StaticInt8Layers, TokenInt8Layers
 from patterns.latent.preprocess_pages import FloatPages, Int8Pages
+from patterns.latent.prolog import MlaProlog, of_heads
 from patterns.latent.terms import LatentRow, Tables, rotated_lanes
 from patterns.primitives import latent_calls
 from patterns.primitives.quant_matmul import NZ
@@ -101,7 +101,7 @@ class MlaPreprocess(Rule):
     def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: Projection, storage: Storage):
         """As for `MlaProlog`; and what the kernel takes no argument for."""
         lanes = (queries.width, queries.begin, queries.first, row.split, row.end)
-        MlaProlog().guard(x, queries.up, projection.dkv, *lanes, None, None, 0)
+        of_heads(queries.up, projection.dkv, *lanes)
         other = next((each for each in (norm.eps, queries.eps, row.eps) if each != EPSILON), EPSILON)
         require(other == EPSILON, "a norm adds {other}, the kernel of npu_mla_preprocess 1e-6", other=other)
         projection.guard()

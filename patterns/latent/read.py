@@ -170,7 +170,7 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
         q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed}),
         k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
         v: Reading("latent_values", {"latent": up.source, "up": up_value}),
-        **_query_sources(a, nope, up_key, absorbed, turned),
+        **query_sources(a, nope, up_key, absorbed, turned),
     }
 
 
@@ -199,7 +199,7 @@ def _absorbed(
     factors = absorption(a, absorbed)
     if factors is None:
         return readings
-    return readings | _query_sources(a, *factors, absorbed, rotations(a, found, rotated))
+    return readings | query_sources(a, *factors, absorbed, rotations(a, found, rotated))
 
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
@@ -281,7 +281,7 @@ def _opened(a: Algebra, flat: Value, like: Value) -> Value:
     return a.permute(a.reshape(flat, (batch, rows, count, flat.shape[-1])), (0, 2, 1, 3))
 
 
-def _query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: Sequence[Reading]) -> Operands:
+def query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: Sequence[Reading]) -> Operands:
     """Where both parts of the queries come from, if one linear layer gives them."""
     _, heads, rows, _ = nope.shape
     sources: Operands = {}

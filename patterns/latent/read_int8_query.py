@@ -8,18 +8,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from fusion import reader
+from fusion.analysis.rounding import unscaled
 from fusion.analysis.row_layout import uncast
 from fusion.graph import Algebra, Found, Graph, Reading, Readings, Value
-from patterns.latent.read import absorption, as_turned, lane_forms, rotations, sources
+from patterns.latent.read import absorption, as_turned, lane_forms, query_sources, rotations, sources
 
 
 @reader(
     gives=("layer_query", "layer_lanes"),
+    refines=("absorbed_query", "head_lanes"),
     needs=(
         "whole_linear",
         "latent_queries",
@@ -34,8 +36,14 @@ from patterns.latent.read import absorption, as_turned, lane_forms, rotations, s
 def int8_queries(graph: Graph) -> Iterator[Found]:
     """Where the parts of latent queries come from, if a layer in whole numbers gives them."""
     layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("whole_linear")}
-    for absorbed, rotated in _queries(graph.readings) if layers else []:
-        yield from _of_query(graph.algebra, graph.readings, layers, absorbed, rotated)
+    a = graph.algebra
+    for absorbed, rotated in _queries(graph.readings):
+        factors = absorption(a, absorbed)
+        if factors is None:
+            continue
+        turned = rotations(a, graph.readings, rotated)
+        of_layer = list(_of_query(a, layers, absorbed, factors, turned)) if layers else []
+        yield from of_layer or query_sources(a, *factors, absorbed, turned).items()
 
 
 def _queries(found: Readings) -> list[tuple[Value, Value]]:
@@ -55,20 +63,19 @@ def _queries(found: Readings) -> list[tuple[Value, Value]]:
 
 
 def _of_query(
-    a: Algebra, found: Readings, layers: Mapping[Value, Value], absorbed: Value, rotated: Value
+    a: Algebra, layers: Mapping[Value, Value], absorbed: Value, factors: tuple[Value, Value], turned: Sequence[Reading]
 ) -> Iterator[tuple[Value, Reading]]:
-    factors = absorption(a, absorbed)
-    if factors is None:
-        return
-    (nope, up), heads = factors, absorbed.shape[1]
-    turned = rotations(a, found, rotated)
-    of = _lanes(a, nope, heads, nope.shape[2], layers)
+    """Where both parts come from, of a layer that may be multiplied by a number; that of rotated lanes is elsewhere."""
+    (nope, up), heads, rows = factors, absorbed.shape[1], absorbed.shape[2]
+    nope, number = unscaled(nope)
+    of = _lanes(a, nope, heads, rows, layers)
     if of is not None:
         del of["heads_first"]
+        of["layer"] = a.scale(of["layer"], number)
         yield as_turned(a, absorbed, turned), Reading("layer_query", {**of, "up": up})
     for rotation in turned:
         x = uncast(a, rotation.captures["x"], nope.dtype)
-        lanes = _lanes(a, x, heads, nope.shape[2], layers)
+        lanes = _lanes(a, x, heads, rows, layers)
         if lanes is not None:
             yield x, Reading("layer_lanes", lanes)
 

@@ -52,6 +52,8 @@ class Uses(Rule):
 def test_readers_run_after_what_they_need_and_otherwise_as_declared():
     a, b, c, d = gives("a", "c"), gives("b"), gives("c", "b"), gives("d")
     assert ordered([a, b, c, d]) == [b, c, a, d]
+    more = Reader("more", a.read, frozenset(), refines=frozenset({"b"}))
+    assert ordered([c, more, b]) == [b, more, c]
     with pytest.raises(RuleError, match=r"in a circle: \['reads_a', 'reads_b'\]"):
         ordered([gives("a", "b"), gives("b", "a")])
 
@@ -87,7 +89,9 @@ def test_every_reading_is_a_word_that_its_reader_gives():
     graph = read_graph(traced(lambda x, w: x @ w.mT, numbers(2, 8), numbers(4, 8)).graph)
     assert graph.readings.all("linear")
     for each in installed().readers:
-        assert {reading.op for _, reading in each.read(graph) if isinstance(reading, Reading)} <= each.gives
+        assert {
+            reading.op for _, reading in each.read(graph) if isinstance(reading, Reading)
+        } <= each.gives | each.refines
 
 
 def test_the_engine_names_no_rule_and_no_reading():

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import fusion
 from fusion import testing
-from patterns.composites.mla_prolog_channels import MlaPrologChannels
-from patterns.composites.mla_prolog_tiles import MlaPrologTiles
 from patterns.latent.kv_write import KvRmsnormRopeCache
+from patterns.latent.prolog import MlaProlog
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS, SIZE, TILE, PROMPT = 8, 128, 128, 20
@@ -260,7 +259,7 @@ def test_outputs_and_caches_are_as_exact_as_plain_ones(blocks: ModuleType, name:
 
 
 def rejects() -> Iterator[Any]:
-    for rule, each in testing.cases((MlaPrologTiles(), MlaPrologChannels(), KvRmsnormRopeCache())):
+    for rule, each in testing.cases((MlaProlog(), KvRmsnormRopeCache())):
         if each.refusal:
             yield pytest.param(rule, each, id=f"{rule.name} {each.name}")
 

@@ -1,0 +1,202 @@
+"""The prologue of multi-head latent attention, from the hidden states to the cache, in one operator.
+
+    c = s norm(x W_DQ)    [q, q_r] = c W_UQ, per head      query = q W_UK        query_rope = rope(q_r)
+    [k, k_r] = x W_DKV    latent = t norm(k)               key_rope = rope(k_r)  both written to a cache
+
+*Matches* the projections of both latents, their norms, the rotation of pairs to halves and the writes of a store
+(DeepSeek-V2, 2024), with layers in floats or W8A8, beside an attention that reads absorbed queries; where the latent is
+stored in int8 by one scale, those are quantised for each token and head. *Replaces with* `npu_mla_prolog_v3`, whose
+contract says which of these go together, and which quantises before numbers would be rounded. Where that is left out,
+with its older versions, launched one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from patterns.cache.stores import Fresh, Int8ChannelPages, Int8TensorPages, PackedPages, Pages, Rows
+from patterns.latent.terms import LatentRow, Tables, rotated_lanes
+from patterns.primitives import latent_calls
+from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
+
+PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers)
+STORES = (Rows, Pages, Fresh, Int8ChannelPages, PackedPages)
+
+
+@dataclass(frozen=True)
+class Queries(Group):
+    """The latent of the queries, which lanes of every head are absorbed by W_UK and which rotated."""
+
+    gamma: Any = tensor("Hcq")
+    eps: Any = scalar()
+    factor: Any = scalar()
+    up: Any = tensor("N D Hckv")
+    width: Any = attribute()
+    begin: Any = attribute()
+    first: Any = attribute()
+    heads_first: Any = attribute()
+    dtype: Any = attribute()
+
+    def terms(self, p, low, projection, tables, like):
+        """Rotated queries, absorbed ones, and what the latent is for the projection; `low` projects x to it."""
+        norm = p.rms_norm(x=low, gamma=self.gamma, eps=self.eps)
+        lanes, factor, absorbed, latent = projection.queries(p, norm, self)
+        how = (tables.cos, tables.sin, self.dtype, like, self.heads_first, factor)
+        return rotated_lanes(p, lanes, *how), absorbed, latent
+
+    def restored(self, query: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
+        """Rotated and absorbed queries [B, N, S, C] or [T, N, C] as the model has them."""
+        return rope.transpose(1, 2) if self.heads_first else rope, latent_calls.heads_before(query)
+
+
+@dataclass(frozen=True)
+class Int8Queries(Group):
+    """Absorbed queries in int8, a scale of each token and head, which rotated queries and that of the keys share."""
+
+    keys: Any = tensor("1", optional=True)
+    keys_by: Any = scalar()
+    dtype: Any = attribute()
+
+    def terms(self, p, rotated, absorbed):
+        """Queries in int8, rotated ones divided by the scales of both sides, and their own."""
+        scale = p.token_scale(x=p.reshaped(absorbed), dtype=self.dtype)
+        query = p.token_quantised(x=p.reshaped(absorbed), scale=scale, dtype=self.dtype)
+        return query, p.folded_query(rope=rotated, tokens=p.reshaped(scale), of_keys=self.keys, by=self.keys_by), scale
+
+    def guard(self, storage: Int8TensorPages) -> None:
+        """Refuse a latent that is read with another scale than it is written with."""
+        one = self.keys is storage.kv_scale and math.isclose(self.keys_by, storage.kv_by, rel_tol=1e-6)
+        require(one, "the latent is read with another scale than it is written with")
+
+    def restored(self, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """Queries, rotated ones and scales, heads first."""
+        scale = scale.reshape(*query.shape[:-1], 1)
+        return query.transpose(1, 2), rope.transpose(1, 2), scale.transpose(1, 2).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class MlaProlog(Rule):
+    """The prologue of latent attention with the writes into both caches."""
+
+    def beside(self) -> frozenset[str]:
+        """The attention that reads absorbed queries."""
+        return frozenset({"sparse_attention", "latent_attention"})
+
+    def reference(
+        self, x: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor, gamma_ckv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The meaning without rotation: absorbed queries [B, N, S, C], their latent, rows [B, S, C]."""
+        heads, width, rank = up.shape
+        c = torch.nn.functional.rms_norm(x @ dq.T, gamma_cq.shape, gamma_cq)
+        q = (c @ uq.T).unflatten(-1, (heads, -1))[..., :width].transpose(1, 2)
+        return q @ up, c, torch.nn.functional.rms_norm((x @ dkv.T)[..., :rank], gamma_ckv.shape, gamma_ckv)
+
+    @pattern
+    @variants(projection=PROJECTIONS, storage=STORES)
+    def written(
+        self,
+        p,
+        projection,
+        storage,
+        x=tensor("*B He"),
+        queries: Any = Queries,
+        row: Any = LatentRow,
+        tables: Any = Tables,
+    ):
+        """Queries as they are."""
+        low, both = projection.down(p, x)
+        like = projection.like(x, queries.gamma)
+        rotated, absorbed, latent = queries.terms(p, low, projection, tables, like)
+        return rotated, absorbed, *latent, *storage.written(p, *row.terms(p, both, tables, like))
+
+    @pattern
+    @variants(projection=PROJECTIONS, storage=(Int8TensorPages,))
+    def with_int8_queries(
+        self,
+        p,
+        projection,
+        storage,
+        x=tensor("*B He"),
+        queries: Any = Queries,
+        int8: Any = Int8Queries,
+        row: Any = LatentRow,
+        tables: Any = Tables,
+    ):
+        """Queries that an attention reads in int8, as it does the latent."""
+        low, both = projection.down(p, x)
+        like = projection.like(x, queries.gamma)
+        rotated, absorbed, latent = queries.terms(p, low, projection, tables, like)
+        return *int8.terms(p, rotated, absorbed), *latent, *storage.written(p, *row.terms(p, both, tables, like))
+
+    def guard(self, x: Any, projection: FloatLayers, storage: Any, queries: Queries, row: LatentRow, int8: Any):
+        """How the tokens, the weights and the caches are laid out."""
+        lanes = (queries.width, queries.begin, queries.first, row.split, row.end)
+        of_heads(queries.up, projection.dkv, *lanes)
+        lowest = min(projection.factor(queries.factor), row.factor)
+        require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
+        storage.guard(x)
+        if int8 is not None:
+            int8.guard(storage)
+
+    @lowering
+    def run(self, x, projection, storage, queries, row, tables, int8):
+        """One call of the third version."""
+        query, rope, scales, latent, scale, *caches = torch.ops.npu.npu_mla_prolog_v3_functional(
+            *read(x, projection, queries, row, tables), *storage.caches(x, row.widths, queries.up),
+            rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, query_norm_flag=True,
+            qc_qr_scale=projection.factor(queries.factor), kc_scale=row.factor, cache_mode=storage.layout(x),
+            cache_index=storage.index(x), **projection.arguments(), **encoded(storage, row.widths, x.device),
+        )  # fmt: skip
+        found = queries.restored(query, rope) if int8 is None else int8.restored(query, rope, scales)
+        return *found, *projection.restored(latent, scale), *storage.restored(*caches)
+
+    @lowering
+    @variants(version=("npu_mla_prolog_v2", "npu_mla_prolog"))
+    def older(self, x, projection, storage, queries, row, tables, version):
+        """The same where the third version is left out: the others keep the latent of the queries for themselves."""
+        index = storage.index(x)
+        require(index is not None, "the older versions of the operator write to pages alone")
+        told = projection.arguments() or encoded(storage, row.widths, x.device)
+        require(not told, "the older versions of the operator are taken without quantisation")
+        ones = queries.factor == row.factor == 1
+        require(ones, "the older versions of the operator multiply no latent by a number")
+        query, rope, *caches = getattr(torch.ops.npu, version).functional(
+            *read(x, projection, queries, row, tables), index, *storage.caches(x, row.widths, queries.up),
+            rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, cache_mode=storage.layout(x),
+        )  # fmt: skip
+        latent = torch.ops.npu.npu_rms_norm(torch.nn.functional.linear(x, projection.dq), queries.gamma, queries.eps)[0]
+        return *queries.restored(query, rope), latent, *storage.restored(*caches)
+
+
+def of_heads(up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int) -> None:
+    """Refuse heads and rows whose lanes lie otherwise than those of the operators: rotated ones last, and no others."""
+    require(begin == 0 and first == up.shape[1], "the lanes that are rotated do not follow those that are not")
+    require(end == dkv.shape[0], "latent and rotated key do not make up one projection")
+    require(width == first + end - split, "the heads have more lanes than both parts of the queries")
+
+
+def read(x: Tensor, projection: FloatLayers, queries: Queries, row: LatentRow, tables: Tables) -> tuple[Tensor, ...]:
+    """What every version reads first."""
+    dq, uq, dkv = projection.weights()
+    sin, cos = (latent_calls.of_tokens(each, x).contiguous() for each in (tables.sin, tables.cos))
+    return x, dq, uq, queries.up.contiguous(), dkv, queries.gamma, row.gamma, sin, cos
+
+
+def encoded(storage: Any, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
+    """What the operator is told of how the caches hold numbers."""
+    if isinstance(storage, Int8TensorPages):
+        return dict(kv_cache_quant_mode=1, query_quant_mode=1, quant_scale_ckv=storage.factor(device))
+    if isinstance(storage, Int8ChannelPages):
+        latent, rope = (each.reshape(1, -1) for each in storage.factors(widths, device))
+        return dict(kv_cache_quant_mode=2, quant_scale_ckv=latent, quant_scale_ckr=rope)
+    if isinstance(storage, PackedPages):
+        alpha = torch.ones(1, dtype=torch.float32, device=device)
+        rows = dict(ckvkr_repo_mode=1, quant_scale_repo_mode=1, tile_size=storage.tile)
+        return dict(kv_cache_quant_mode=3, k_nope_clip_alpha=alpha, **rows)
+    return {}

@@ -1,0 +1,135 @@
+"""How the three linear layers before attention over a latent are computed: in floats, or W8A8.
+
+    c = norm(x W_DQ)      heads = c W_UQ      row = x W_DKV
+    W8A8 by token: y = (x8 W8) · s · d, with x8 = round(x / s), s = max|x| / 127 of each token, d of each channel
+
+A scheme gives both latents (`down`), what the heads of the queries are read from (`queries`), and what the operator is
+told (`weights`, `factor`, `arguments`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fusion import Group, attribute, scalar, tensor
+from patterns.primitives.quant_matmul import prepared
+
+
+def int8_layer(p, x, weight, scale, tokens, dtype, is_parameter_only):
+    """The term of a W8A8 layer, each token with a scale of its own."""
+    return p.whole_linear(
+        x=p.reshaped(x), weight=weight, scale=scale, tokens=p.reshaped(tokens), dtype=dtype, fixed=is_parameter_only
+    )
+
+
+@dataclass(frozen=True)
+class FloatLayers(Group):
+    """All three layers in floats; each of the layers of x may stand beside another one."""
+
+    dq: Any = tensor("Hcq He")
+    uq: Any = tensor("Nq Hcq")
+    dkv: Any = tensor("Nk He")
+    beside_q: Any = tensor("*E", optional=True)
+    beside_kv: Any = tensor("*F", optional=True)
+    is_parameter_only: Any = attribute()
+
+    def like(self, x, gamma):
+        """What has the dtype of the model."""
+        return x
+
+    def down(self, p, x):
+        """x W_DQ and x W_DKV."""
+        both = ((self.dq, self.beside_q), (self.dkv, self.beside_kv))
+        return [p.linear(x=x, weight=weight, fixed=self.is_parameter_only, beside=beside) for weight, beside in both]
+
+    def queries(self, p, norm, of):
+        """Lanes to rotate and the number that they are multiplied by, absorbed queries, and their latent."""
+        lanes = p.head_lanes(
+            x=p.reshaped(norm), weight=self.uq, width=of.width, start=of.first, heads_first=of.heads_first
+        )
+        latent = p.maybe_scaled(norm, of.factor)
+        absorbed = p.absorbed_query(x=p.reshaped(latent), weight=self.uq, width=of.width, start=of.begin, up=of.up)
+        return lanes, of.factor, absorbed, (latent,)
+
+    def factor(self, behind_norm: float) -> float:
+        """What the latent of the queries is multiplied by, if the model multiplies its norm by this number."""
+        return behind_norm
+
+    def weights(self) -> list[Tensor]:
+        """W_DQ, W_UQ and W_DKV as the operators read them."""
+        return [prepared(each) for each in (self.dq, self.uq, self.dkv)]
+
+    def arguments(self) -> dict[str, Any]:
+        """What `npu_mla_prolog_v3` is told of scales."""
+        return {}
+
+    def restored(self, latent: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """The latent of the queries as the model has it."""
+        return (latent,)
+
+
+@dataclass(frozen=True)
+class Int8QueryLayer(FloatLayers):
+    """W_UQ alone in W8A8; the heads that it gives may be multiplied by a number."""
+
+    uq_scale: Any = tensor("Nq")
+    scale_dtype: Any = attribute()
+    layer_dtype: Any = attribute()
+    factor_of_heads: Any = scalar()
+
+    def like(self, x, gamma):
+        """What has the dtype of the model."""
+        return gamma
+
+    def queries(self, p, norm, of):
+        """As in floats, their latent in int8 with its scale."""
+        latent = p.maybe_scaled(norm, of.factor)
+        scale = p.token_scale(x=p.reshaped(latent), dtype=self.scale_dtype)
+        int8 = p.token_quantised(x=p.reshaped(latent), scale=scale, dtype=self.scale_dtype)
+        heads = int8_layer(p, int8, self.uq, self.uq_scale, scale, self.layer_dtype, self.is_parameter_only)
+        lanes = p.layer_lanes(layer=heads, width=of.width, start=of.first, heads_first=of.heads_first)
+        multiplied = p.maybe_scaled(heads, self.factor_of_heads)
+        absorbed = p.layer_query(layer=multiplied, width=of.width, start=of.begin, up=of.up)
+        return lanes, self.factor_of_heads, absorbed, (int8, scale)
+
+    def factor(self, behind_norm: float) -> float:
+        """The same times the number of the heads: int8 stays as it is, its scale takes both."""
+        return behind_norm * self.factor_of_heads
+
+    def arguments(self) -> dict[str, Any]:
+        """What `npu_mla_prolog_v3` is told of scales."""
+        return dict(weight_quant_mode=1, dequant_scale_w_uq_qr=_row(self.uq_scale))
+
+    def restored(self, latent: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """The latent of the queries in int8, and its scale [.., 1] without the number of the heads."""
+        scale = scale.reshape(*latent.shape[:-1], 1)
+        return latent, (scale if self.factor_of_heads == 1 else scale / self.factor_of_heads).to(self.scale_dtype)
+
+
+@dataclass(frozen=True)
+class Int8Layers(Int8QueryLayer):
+    """All three layers in W8A8; `tokens` are the scales of x."""
+
+    tokens: Any = tensor("*B 1")
+    dq_scale: Any = tensor("Hcq")
+    dkv_scale: Any = tensor("Nk")
+
+    def down(self, p, x):
+        """x W_DQ and x W_DKV."""
+        how = (self.tokens, self.layer_dtype, self.is_parameter_only)
+        both = ((self.dq, self.dq_scale), (self.dkv, self.dkv_scale))
+        return [int8_layer(p, x, weight, scale, *how) for weight, scale in both]
+
+    def arguments(self) -> dict[str, Any]:
+        """What `npu_mla_prolog_v3` is told of scales."""
+        of_x = dict(dequant_scale_x=self.tokens.float().reshape(-1, 1), dequant_scale_w_dq=_row(self.dq_scale))
+        more = dict(of_x, dequant_scale_w_dkv_kr=_row(self.dkv_scale), weight_quant_mode=2)
+        return {**super().arguments(), **more}
+
+
+def _row(scale: Tensor) -> Tensor:
+    """Scales of channels [N] in float32, [1, N]."""
+    return scale.float().reshape(1, -1)
