@@ -19,7 +19,7 @@ from fusion import Rule, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention import calls
 from patterns.attention.calls import Call
 from patterns.attention.results import RESULTS
-from patterns.attention.sources import PAGES, SOURCES
+from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
 from patterns.primitives.latent_calls import LINE
 
@@ -34,9 +34,16 @@ class Attention(Rule):
         return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
     @pattern
-    @variants(source=PAGES, result=RESULTS)
+    @variants(source=SOURCES, result=RESULTS)
     def counted(
-        self, p, source, result, q=tensor("B N S D"), seen=Visibility, sink=tensor("N", optional=True), scale=scalar()
+        self,
+        p,
+        source,
+        result,
+        q=tensor("B N S D"),
+        seen: Any = Visibility,
+        sink=tensor("N", optional=True),
+        scale=scalar(),
     ):
         """Behind a dense mask up to a length that may be 0."""
         return _attended(p, source, result, q, scale=scale, sink=sink, **seen.counted(p))
@@ -44,7 +51,14 @@ class Attention(Rule):
     @pattern
     @variants(source=SOURCES, result=RESULTS)
     def written(
-        self, p, source, result, q=tensor("B N S D"), seen=Visibility, sink=tensor("N", optional=True), scale=scalar()
+        self,
+        p,
+        source,
+        result,
+        q=tensor("B N S D"),
+        seen: Any = Visibility,
+        sink=tensor("N", optional=True),
+        scale=scalar(),
     ):
         """Behind any other mask, or none."""
         return _attended(p, source, result, q, scale=scale, sink=sink, **seen.said())
