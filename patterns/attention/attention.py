@@ -19,7 +19,7 @@ from fusion import Rule, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention import calls
 from patterns.attention.calls import Call
 from patterns.attention.results import RESULTS
-from patterns.attention.sources import PAGES, SOURCES
+from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
 from patterns.primitives.latent_calls import LINE
 
@@ -34,7 +34,7 @@ class Attention(Rule):
         return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
     @pattern
-    @variants(source=PAGES, result=RESULTS)
+    @variants(source=SOURCES, result=RESULTS)
     def counted(
         self,
         p,

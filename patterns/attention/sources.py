@@ -10,6 +10,7 @@ Each is a pair: `first` keys or a latent, `second` values or rotated lanes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fusion import Group, require, tensor
 from patterns.attention import calls
 from patterns.attention.calls import Call, MaskSpec, Parts
 from patterns.attention.pages import Pages, PagesNZ
+from patterns.attention.visibility import Dense
 
 BESIDE = "log-sum-exps over rows come with one sequence beside the other"
 
@@ -48,12 +50,13 @@ class Rows(Group):
         return [each.reshape(batch, -1, 1, each.shape[-1]) for each in (self.first, self.second)]
 
     def keys(self, batch: Any) -> Any:
-        """How many keys each sequence has of a latent."""
-        return self.read(batch)[0].shape[1]
+        """How many keys each sequence has of a latent [B, .., T, C] or, packed, [B · T, C]."""
+        lead: Any = self.first.shape[:-1]
+        return prod(lead[1:]) if len(lead) > 1 and lead[0] == batch else prod(lead) // batch
 
     def posed(self, queries: Any, seen: Any, keys: Any) -> tuple[Any, Any]:
-        """Queries and what they see; the mean of all values for a query without keys is computed behind."""
-        return queries, seen
+        """Queries and what they see; behind a mask the mean of all values, for a query without keys, is computed."""
+        return (queries, seen) if isinstance(seen, Dense) else seen.posed(queries, keys)
 
     def spec(self, spec: MaskSpec, queries: Any, keys: Any, latent: bool) -> MaskSpec:
         """A mask as the operator takes it: over a latent it counts causal orders from the last key."""
@@ -78,6 +81,7 @@ class Rows(Group):
         if k.shape[3] != width:
             require(isinstance(width, int) and width < k.shape[3], "values are wider than keys")
             v = pad(v, (0, k.shape[3] - width))
+        (q,), seen = self.posed((q,), seen, k.shape[2])
         lengths, asked = seen.asked(self, q, k.shape[2])
         heads = dict(num_query_heads=q.shape[1], num_key_value_heads=k.shape[1])
         last = calls.heads_last(k) and calls.heads_last(v)
@@ -110,18 +114,18 @@ class Rows(Group):
         require(not call.lse, BESIDE)
         together = isinstance(keys, int) and not calls.heads_last(k) and not calls.heads_last(v)
         require(together, "the keys of a head are no page: as many as are known before, lying together")
+        (q,), seen = self.posed((q,), seen, keys)
         spec = seen.spec().from_last(queries, keys)
         table = torch.arange(batch, dtype=torch.int32, device=q.device).unsqueeze(1)
-        return calls.in_sequence(
+        y, lse = calls.in_sequence(
             q, k, v, calls.each_length(spec, q), call, num_key_value_heads=k.shape[1], block_table=table,
             block_size=keys, **spec.arguments(q.device, queries), **beside,
         )  # fmt: skip
+        return seen.restored(y.transpose(1, 2), last=True).transpose(1, 2), lse
 
     def encoded(self, q: Tensor, scale: float) -> Tensor:
         """A whole sequence that attends to itself, by the operator for encoders."""
         return calls.encoder(q, self.first, self.second, scale)
 
 
-PAGES: tuple[Any, ...] = (Pages, PagesNZ)
-SOURCES: tuple[Any, ...] = (Rows, *PAGES)
-"""The kinds of source, and those of them with a block table."""
+SOURCES: tuple[Any, ...] = (Rows, Pages, PagesNZ)

@@ -161,8 +161,10 @@ def cells(of: Callable[..., Example], *encodings: tuple[str, ...], s: Sizes = SM
         yield of(*cell, s)
 
 
-FORMS = (("pages", "none"), ("pages of heads", "count"), ("NZ pages", "none"), ("NZ pages", "count"))
-LATENT_FORMS = (("pages", "none"), ("pages", "count"), ("NZ pages", "none"), ("NZ pages", "count"))
+FORMS = (("rows", "count"), ("pages", "none"), ("pages of heads", "count"), ("NZ pages", "none"), ("NZ pages", "count"))
+LATENT_FORMS = (
+    ("rows", "count"), ("pages", "none"), ("pages", "count"), ("NZ pages", "none"), ("NZ pages", "count"),
+)  # fmt: skip
 SUMMED = tuple(latent("plain", *cell, "y and lse", SMALL) for cell in LATENT_FORMS)
 INT8 = tuple(latent("int8", *cell, "y", SMALL) for cell in LATENT_FORMS)
 

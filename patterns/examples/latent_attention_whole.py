@@ -172,8 +172,9 @@ REJECTS = (
     Example("a scale of each key", in_pages(by_token), inputs(1, PAGES, LENGTHS), "one for all"),
     Example("one scale of all queries", in_pages(shared), inputs(1, PAGES, LENGTHS), "for each token and head"),
     Example("any mask", in_rows(explicit, strange), inputs(1, ROWS, LENGTHS), "not proven to be causal"),
-    Example("pages that lie otherwise", in_pages(explicit), apart, "the pages do not lie together"),
 )
+GATHERED = ((Example("pages that lie otherwise", in_pages(explicit), apart), "the pages do not lie together"),)
+"""Pages that cannot be read in place, whose rows are gathered before, and why."""
 
-TRIED = {"latent_attention": (*EXAMPLES, *REJECTS)}
+TRIED = {"latent_attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}
 """Rule -> its examples and rejects."""

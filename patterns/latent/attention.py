@@ -19,7 +19,7 @@ from torch import Tensor
 from fusion import Rule, Target, lowering, pattern, require, scalar, variants
 from patterns.attention.calls import Call, Parts
 from patterns.attention.results import RESULTS, Output
-from patterns.attention.sources import PAGES, SOURCES
+from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Visibility
 from patterns.latent import calls
 from patterns.latent.calls import Keys
@@ -40,7 +40,7 @@ class LatentAttention(Rule):
         return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
     @pattern
-    @variants(source=PAGES, result=RESULTS)
+    @variants(source=SOURCES, result=RESULTS)
     def counted(self, p, source, result, encoding: Any = Plain, seen: Any = Visibility, scale=scalar()):
         """Behind a dense mask up to a length that may be 0."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.counted(p)))
@@ -52,7 +52,7 @@ class LatentAttention(Rule):
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
     @pattern
-    @variants(source=PAGES)
+    @variants(source=SOURCES)
     def counted_int8(
         self, p, source, encoding: Any = Int8, result: Any = Output, seen: Any = Visibility, scale=scalar()
     ):

@@ -7,7 +7,7 @@ expanded  keys c W_UK [.., N, D] and values c W_UV [.., N, E] of all heads, the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,20 +81,21 @@ def joined(q: Parts, keys: Keys, call: Call) -> Parts:
 def expanded(q: Parts, keys: Keys, up: Parts, call: Call) -> Parts:
     """Queries [B, N, S, D] and [B, N, S, Dr] over keys and values of all heads: the result [B, N, S, E]."""
     require(not keys.source.paged, "pages are read in place, not expanded")
-    (nope, rotated), (up_key, up_value) = q, up
-    heads, queries = up_key.shape[0], nope.shape[2]
-    spec = keys.spec(queries, nope.shape[0])
-    latent, rope = (keys.cut(each)[:, : spec.kv_len] for each in keys.source.read(nope.shape[0]))
-    if nope.shape[0] == 1 and spec.kv_lens is None and not any(map(calls.heads_last, q)):
+    batch, _, queries = q[0].shape[:3]
+    (up_key, up_value), heads = up, up[0].shape[0]
+    q, seen = keys.source.posed(q, keys.seen, keys.count(batch))
+    spec = replace(keys, seen=seen).spec(queries, batch)
+    latent, rope = (keys.cut(each)[:, : spec.kv_len] for each in keys.source.read(batch))
+    if batch == 1 and spec.kv_lens is None and not any(map(calls.heads_last, q)):
         return _expanded_heads_first(q, (latent[0, :, 0], rope[0]), (up_key.transpose(1, 2), up_value), spec, call)
     weights = (up_key.flatten(0, 1), up_value.transpose(1, 2).flatten(0, 1))
     k, v = (linear(latent.squeeze(2), each.contiguous()).unflatten(-1, (heads, -1)) for each in weights)
     y, lse = calls.fused(
-        nope.transpose(1, 2), k, v, spec.kv_lens, call, query_rope=rotated.transpose(1, 2), num_query_heads=heads,
+        q[0].transpose(1, 2), k, v, spec.kv_lens, call, query_rope=q[1].transpose(1, 2), num_query_heads=heads,
         num_key_value_heads=heads, key_rope=rope.expand(-1, -1, heads, -1).contiguous(), input_layout="BSND",
         **spec.arguments(k.device, queries),
     )  # fmt: skip
-    return y.transpose(1, 2), lse
+    return seen.restored(y, last=True).transpose(1, 2), lse
 
 
 def _expanded_heads_first(q: Parts, kv: Parts, up: Parts, spec: MaskSpec, call: Call) -> Parts:
@@ -109,7 +110,7 @@ def _expanded_heads_first(q: Parts, kv: Parts, up: Parts, spec: MaskSpec, call: 
         num_key_value_heads=heads, input_layout="NTD_TND", actual_seq_qlen=calls.ends_of(1, queries, k.device),
         **spec.arguments(k.device, queries),
     )  # fmt: skip
-    return y.transpose(0, 1).unsqueeze(0), lse.transpose(0, 1).unsqueeze(0) if call.lse else lse
+    return y.unsqueeze(0).transpose(1, 2), lse.transpose(0, 1).unsqueeze(0) if call.lse else lse
 
 
 def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:

@@ -53,7 +53,7 @@ class Plain(Group):
         """The same for queries of heads that are projected first."""
         return latent_calls.absorbed(self.nope, self.up_key), self.q_rope
 
-    def parts_of_heads(self) -> tuple[Parts, Parts]:
+    def parts_of_heads(self) -> tuple[Any, Any]:
         """Queries of heads with their rotated lanes, and both projections."""
         require(self.nope is not None and self.up_value is not None, "the model itself absorbs the projections")
         return (self.nope, self.q_rope), (self.up_key, self.up_value)
@@ -114,7 +114,7 @@ class Int8(Group):
         require(False, "int8 queries are projected before they are quantised")
         return self.queries()
 
-    def parts_of_heads(self) -> tuple[Parts, Parts]:
+    def parts_of_heads(self) -> tuple[Any, Any]:
         """Only floats are expanded."""
         require(False, "an int8 latent is not expanded")
         return self.queries(), self.queries()
