@@ -38,7 +38,7 @@ def inputs(queries: int, pages: tuple[int, ...], lengths: Tensor, *more: Tensor,
     return make
 
 
-def explicit(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
+def explicit(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor | float) -> Tensor:
     """Products of whole numbers, scales behind them."""
     whole, tokens = quantised(q)
     scores = torch.einsum("bnsc,btc->bnst", whole.float(), latent.float()) * tokens * scale

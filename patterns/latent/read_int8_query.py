@@ -1,4 +1,4 @@
-"""Queries of attention over a latent that come from a linear layer in whole numbers of 8 bits.
+"""Queries of attention over a latent that come from a W8A8 layer, or in floats before they are quantised themselves.
 
     layer_query(layer, width, start, up)            lanes start … of each head of the layer, absorbed by up [N, D, C]
     layer_lanes(layer, width, start, heads_first)   lanes that are rotated
@@ -13,10 +13,9 @@ from math import prod
 from typing import Any
 
 from fusion import reader
-from fusion.analysis.rounding import unscaled
 from fusion.analysis.row_layout import uncast
 from fusion.graph import Algebra, Found, Graph, Reading, Readings, Value
-from patterns.latent.read import absorption, as_turned, lane_forms, query_sources, rotations, sources
+from patterns.latent.read import absorption, as_turned, lane_forms, pulled, query_sources, rotations, sources
 
 
 @reader(
@@ -34,8 +33,9 @@ from patterns.latent.read import absorption, as_turned, lane_forms, query_source
     ),
 )
 def int8_queries(graph: Graph) -> Iterator[Found]:
-    """Where the parts of latent queries come from, if a layer in whole numbers gives them."""
+    """Where the parts of latent queries come from, of a W8A8 layer or of one in floats that is not read yet."""
     layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("whole_linear")}
+    known = {each.captures["absorbed"] for _, each in graph.readings.all("latent_queries")}
     a = graph.algebra
     for absorbed, rotated in _queries(graph.readings):
         factors = absorption(a, absorbed)
@@ -43,7 +43,8 @@ def int8_queries(graph: Graph) -> Iterator[Found]:
             continue
         turned = rotations(a, graph.readings, rotated)
         of_layer = list(_of_query(a, layers, absorbed, factors, turned)) if layers else []
-        yield from of_layer or query_sources(a, *factors, absorbed, turned).items()
+        in_floats = {} if absorbed in known else query_sources(a, *factors, absorbed, turned)
+        yield from of_layer or in_floats.items()
 
 
 def _queries(found: Readings) -> list[tuple[Value, Value]]:
@@ -65,13 +66,11 @@ def _queries(found: Readings) -> list[tuple[Value, Value]]:
 def _of_query(
     a: Algebra, layers: Mapping[Value, Value], absorbed: Value, factors: tuple[Value, Value], turned: Sequence[Reading]
 ) -> Iterator[tuple[Value, Reading]]:
-    """Where both parts come from, of a layer that may be multiplied by a number; that of rotated lanes is elsewhere."""
+    """Where both parts come from; lanes that are multiplied by a number are those of the layer times that number."""
     (nope, up), heads, rows = factors, absorbed.shape[1], absorbed.shape[2]
-    nope, number = unscaled(nope)
     of = _lanes(a, nope, heads, rows, layers)
     if of is not None:
         del of["heads_first"]
-        of["layer"] = a.scale(of["layer"], number)
         yield as_turned(a, absorbed, turned), Reading("layer_query", {**of, "up": up})
     for rotation in turned:
         x = uncast(a, rotation.captures["x"], nope.dtype)
@@ -85,6 +84,7 @@ def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: Mapping[Valu
     if value.rank == 3:
         found = _lanes(a, a.reshape(value, (value.shape[0], 1, *value.shape[1:])), heads, 1, layers)
         return None if found is None else {**found, "heads_first": False}
+    value, number = pulled(a, value)
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
@@ -99,5 +99,10 @@ def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: Mapping[Valu
     for start in (each for each in starts if each + count <= width):
         forms = lane_forms(a, opened, start, count)
         if value in forms:
-            return {"layer": layer, "width": width, "start": start, "heads_first": value is not forms[0]}
+            return {
+                "layer": a.scale(layer, number),
+                "width": width,
+                "start": start,
+                "heads_first": value is not forms[0],
+            }
     return None

@@ -183,3 +183,14 @@ def int8_matmul(graph: Graph) -> Iterator[Found]:
             continue  # only seen in another shape, or all that reads it is a product still
         made = each if isinstance(each, str) else _reading(graph, each, value)
         yield value, Miss("quant_matmul", made) if isinstance(made, str) else made
+        below, _ = unscaled(value)  # what of it is rotated, or absorbed, may be read without the number
+        inner = products.get(below)
+        if (
+            isinstance(made, Reading)
+            and below is not value
+            and isinstance(inner, _Product)
+            and inner.channels is not None
+        ):
+            alone = _reading(graph, inner, below)
+            if isinstance(alone, Reading):
+                yield below, alone
