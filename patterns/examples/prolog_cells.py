@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from patterns.examples.quantisation import product as int8_product
 from patterns.examples.quantisation import quantised
 from patterns.examples.quantisation import weights as int8_numbers
 
-B, N, HE, HCQ, C, D, DR, E, BLOCKS, SIZE, T = 2, 4, 64, 48, 256, 16, 32, 16, 9, 4, 32
-TILE = 128
+B, N, HE, HCQ, C, D, DR, E, BLOCKS, SIZE, T = 2, 4, 64, 48, 64, 16, 32, 16, 9, 4, 32
+TILE, WIDE = 128, 256
 TABLE, LENGTHS = torch.tensor([[3, 8, 1], [5, 2, 7]]), torch.tensor([6, 11])
 STATIC = 1 / 32
 INT8 = {"float": (), "int8 heads": ("uq",), "int8": ("dq", "uq", "dkv")}
@@ -32,19 +33,21 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Factors:
-    """What multiplies the latent of the queries, all of its heads, their parts, and the latent of the keys."""
+    """What multiplies the latent of the queries, all of its heads, both of their parts, one, and the latent row."""
 
     latent: float = 1.0
     heads: float = 1.0
     parts: float = 1.0
+    nope: float = 1.0
     row: float = 1.0
 
 
 @dataclass(frozen=True)
 class Store:
-    """Caches of some dtypes and shapes, what is written, and how it is read; `lanes` of a block of NZ."""
+    """Caches of some dtypes and shapes for latents of some lanes, what is written, and how it is read."""
 
     mode: int = 0
+    lanes: int = C
     shapes: tuple[tuple[int, ...], ...] = ()
     int8: tuple[bool, ...] = (False, False)
     keep: Callable[[Tensor, Tensor], Rows] = lambda latent, rope: (latent, rope)
@@ -55,7 +58,7 @@ class Store:
     def caches(self, dtype: torch.dtype) -> list[Tensor]:
         """Caches that hold something."""
         if self.keep is packed:
-            return [packed(normal(9, BLOCKS, SIZE, C), normal(10, BLOCKS, SIZE, DR))[0]]
+            return [packed(normal(9, BLOCKS, SIZE, WIDE), normal(10, BLOCKS, SIZE, DR))[0]]
         pairs = enumerate(zip(self.shapes, self.int8, strict=False))
         return [int8_numbers(n, *shape) if int8 else normal(9 + n, *shape).to(dtype) for n, (shape, int8) in pairs]
 
@@ -76,7 +79,7 @@ def packed(latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
 
 def unpacked(row: Tensor) -> Rows:
     """What such a row holds."""
-    numbers, key, scale = row.split((C, 2 * DR, 4 * (C // TILE)), dim=-1)
+    numbers, key, scale = row.split((WIDE, 2 * DR, 4 * (WIDE // TILE)), dim=-1)
     latent = numbers.float().unflatten(-1, (-1, TILE)) * scale.contiguous().view(torch.float32).unsqueeze(-1)
     return latent.flatten(-2), key.contiguous().view(torch.bfloat16)
 
@@ -132,7 +135,7 @@ def _halves(row: Tensor, _: Tensor, dtype: torch.dtype) -> Rows:
 _ND, _NZ = dict(write=at_slots, read=of_pages), dict(write=in_blocks, read=of_blocks)
 _CHANNEL = dict(mode=2, int8=(True, True), keep=_by_channel, give=_restored)
 _TENSOR = dict(mode=1, int8=(True, False), keep=_by_tensor)
-_LINE = ((BLOCKS, SIZE, C + 2 * DR + 4 * (C // TILE)),)
+_PACKED = dict(mode=3, lanes=WIDE, shapes=((BLOCKS, SIZE, WIDE + 2 * DR + 4 * (WIDE // TILE)),), int8=(True,))
 STORES = {
     "fresh": Store(),
     "rows": Store(shapes=((B, T, C), (B, T, DR)), write=at_positions),
@@ -142,9 +145,10 @@ STORES = {
     "int8 by channel, NZ": Store(shapes=_pages(32, 32), **_CHANNEL, **_NZ),
     "int8 by tensor": Store(shapes=_pages(), **_TENSOR, **_ND),
     "int8 by tensor, NZ": Store(shapes=_pages(32, 16), **_TENSOR, **_NZ),
-    "packed": Store(mode=3, shapes=_LINE, int8=(True,), keep=packed, give=_halves, **_ND),
+    "packed": Store(keep=packed, give=_halves, **_PACKED, **_ND),
 }
 """Where rows go, and the mode of the caches."""
+PLAIN = tuple(store for store in STORES if "NZ" not in store)
 MODES = {"float": (0,), "int8 heads": (0, 2, 3), "int8": (0, 1, 3)}
 """Layers -> the modes of the caches that the operator takes with them."""
 
@@ -154,12 +158,12 @@ def inputs(layers: str, store: Store, queries: int) -> Inputs:
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         x, cos, sin = (each.to(dtype) for each in (normal(8, B, queries, HE), *tables((B, queries), DR)))
-        sizes = {"dq": (HCQ, HE), "uq": (N * (D + DR), HCQ), "dkv": (C + DR, HE)}
+        sizes = {"dq": (HCQ, HE), "uq": (N * (D + DR), HCQ), "dkv": (store.lanes + DR, HE)}
         floats = {name: (normal(n, *size) / 8).to(dtype) for n, (name, size) in enumerate(sizes.items())}
         int8 = {name: int8_numbers(20 + n, *size) for n, (name, size) in enumerate(sizes.items())}
         kept = [(int8 if name in INT8[layers] else floats)[name] for name in sizes]
         scales = [(normal(30 + n, size[0]).abs() + 1).float() / 2**11 for n, size in enumerate(sizes.values())]
-        more = ((1 + normal(4, HCQ) / 8, 1 + normal(5, C) / 8, normal(3, N * (D + E), C) / 8))
+        more = 1 + normal(4, HCQ) / 8, 1 + normal(5, store.lanes) / 8, normal(3, N * (D + E), store.lanes) / 8
         fixed = (*kept, *scales, *(each.to(dtype) for each in more))
         at = LENGTHS[:, None] - queries + torch.arange(queries)
         slots, lengths = (TABLE.gather(1, at // SIZE) * SIZE + at % SIZE).flatten(), LENGTHS.clone()
@@ -171,8 +175,10 @@ def inputs(layers: str, store: Store, queries: int) -> Inputs:
     return make
 
 
-def model(layers: str, store: Store, factors: Factors) -> Callable[..., Tensor]:
-    """A function of these parts."""
+def model(
+    layers: str, store: Store, factors: Factors, also: Callable[[Tensor], Tensor] | None = None
+) -> Callable[..., Any]:
+    """A function of these parts; `also` reads the latent of the queries too."""
 
     def layer(name: str, x: Tensor | Rows, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         if name not in INT8[layers]:
@@ -187,8 +193,9 @@ def model(layers: str, store: Store, factors: Factors) -> Callable[..., Tensor]:
         q = multiplied(layer("uq", low, uq, uq_scale, x.dtype), factors.heads)
         q = q.view(B, queries, N, -1).transpose(1, 2)
         nope, rope = (multiplied(each, factors.parts) for each in q.split((D, DR), dim=-1))
+        nope = multiplied(nope, factors.nope)
         rope = turned(rope, cos.unsqueeze(-3), sin.unsqueeze(-3))
-        latent, turning = layer("dkv", rows, dkv, dkv_scale, x.dtype).split((C, DR), dim=-1)
+        latent, turning = layer("dkv", rows, dkv, dkv_scale, x.dtype).split((store.lanes, DR), dim=-1)
         new = store.keep(multiplied(norm(latent, gain_kv), factors.row), turned(turning, cos, sin))
         for cache, row in zip(caches, new, strict=False):
             store.write(cache, row, slots)
@@ -196,7 +203,8 @@ def model(layers: str, store: Store, factors: Factors) -> Callable[..., Tensor]:
         seen = in_line(lengths if caches else torch.full_like(lengths, queries), queries, both[0].shape[1])
         if store.mode == 1:
             return explicit(nope @ ukv.unflatten(0, (N, -1))[:, :D], rope, *both, seen, STATIC)
-        return expanded(torch.cat((nope, rope), -1), *store.give(both[0], both[-1], x.dtype), ukv, seen)
+        y = expanded(torch.cat((nope, rope), -1), *store.give(both[0], both[-1], x.dtype), ukv, seen)
+        return y if also is None else (y, also(low))
 
     return forward
 
@@ -213,12 +221,11 @@ def multiplied(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def cell(layers: str, store: str, factors: Factors = Factors(), queries: int = 1, refusal: str = "") -> Example:
-    """The example of one cell; what is refused is fused with fresh rows instead."""
+def cell(layers: str, store: str, factors: Factors = Factors(), refusal: str = "", instead: str = "") -> Example:
+    """The example of one cell, of a token in a cache or of two without one."""
     said = "".join(f", {name} x {by}" for name, by in vars(factors).items() if by != 1)
     kind = STORES[store]
-    instead = "Fresh" * bool(refusal)
-    function, made = model(layers, kind, factors), inputs(layers, kind, queries if kind.shapes else 2)
+    function, made = model(layers, kind, factors), inputs(layers, kind, 1 if kind.shapes else 2)
     return Example(f"{layers} layers, {store}{said}", function, made, refusal, instead)
 
 
@@ -232,14 +239,17 @@ def illegal() -> Iterator[tuple[str, str]]:
     return ((layers, store) for layers, store in product(INT8, STORES) if STORES[store].mode not in MODES[layers])
 
 
-REFUSAL = "other modes do not go together"
 EXAMPLES = (
-    cell("int8 heads", "rows", Factors(latent=1.5, row=0.75)),
-    cell("int8 heads", "pages", Factors(parts=1.5, row=0.75)),
-    cell("int8", "fresh", Factors(heads=1.5, row=0.75)),
-    cell("int8", "NZ", Factors(parts=1.5, row=0.75)),
-    cell("int8 heads", "int8 by channel", Factors(parts=1.5, row=0.75)),
-    cell("int8", "int8 by tensor, NZ", Factors(parts=1.5, row=0.75)),
-    cell("int8", "packed", Factors(latent=1.5, row=0.75)),
+    cell("float", "rows", Factors(latent=2.0)),
+    cell("int8 heads", "rows", Factors(latent=2.0, row=0.5)),
+    cell("int8 heads", "pages", Factors(parts=2.0, row=0.5)),
+    cell("int8", "fresh", Factors(heads=2.0, row=0.5)),
+    cell("int8", "NZ", Factors(parts=2.0, row=0.5)),
+    cell("int8 heads", "int8 by channel", Factors(parts=2.0)),
+    cell("int8", "int8 by tensor, NZ", Factors(parts=2.0)),
+    cell("int8 heads", "packed", Factors(latent=2.0, row=0.5)),
 )
-REJECTS = tuple(cell(layers, store, refusal=REFUSAL) for layers, store in illegal() if "NZ" not in store)
+REJECTS = (
+    *(cell(*each, refusal="other modes do not go together", instead="Fresh") for each in illegal() if each[1] in PLAIN),
+    *(cell(layers, "rows", Factors(nope=2.0), "rotated queries are multiplied by") for layers in INT8),
+)

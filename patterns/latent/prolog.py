@@ -36,6 +36,7 @@ class Queries(Group):
     gamma: Any = tensor("Hcq")
     eps: Any = scalar()
     factor: Any = scalar()
+    factor_of_tables: Any = scalar()
     up: Any = tensor("N D Hckv")
     width: Any = attribute()
     begin: Any = attribute()
@@ -46,8 +47,8 @@ class Queries(Group):
     def terms(self, p, low, projection, tables, like):
         """Rotated queries, absorbed ones, and what the latent is for the projection; `low` projects x to it."""
         norm = p.rms_norm(x=low, gamma=self.gamma, eps=self.eps)
-        lanes, factor, absorbed, latent = projection.queries(p, norm, self)
-        how = (tables.cos, tables.sin, self.dtype, like, self.heads_first, factor)
+        lanes, absorbed, latent = projection.queries(p, norm, self)
+        how = (tables.cos, tables.sin, self.dtype, like, self.heads_first, self.factor_of_tables)
         return rotated_lanes(p, lanes, *how), absorbed, latent
 
     def restored(self, query: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
@@ -124,6 +125,7 @@ class MlaProlog(Rule):
         """How the tokens, the weights and the caches are laid out."""
         lanes = (queries.width, queries.begin, queries.first, row.split, row.end)
         of_heads(queries.up, projection.dkv, *lanes)
+        projection.guard(queries)
         lowest = min(projection.factor(queries.factor), row.factor)
         require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
         storage.guard(x)

@@ -9,12 +9,13 @@ told (`weights`, `factor`, `arguments`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fusion import Group, attribute, scalar, tensor
+from fusion import Group, attribute, require, scalar, tensor
 from patterns.primitives.quant_matmul import prepared
 
 
@@ -35,6 +36,7 @@ class FloatLayers(Group):
     beside_q: Any = tensor("*E", optional=True)
     beside_kv: Any = tensor("*F", optional=True)
     is_parameter_only: Any = attribute()
+    factor_of_lanes: Any = scalar()
 
     def like(self, x, gamma):
         """What has the dtype of the model."""
@@ -46,13 +48,15 @@ class FloatLayers(Group):
         return [p.linear(x=x, weight=weight, fixed=self.is_parameter_only, beside=beside) for weight, beside in both]
 
     def queries(self, p, norm, of):
-        """Lanes to rotate and the number that they are multiplied by, absorbed queries, and their latent."""
-        lanes = p.head_lanes(
-            x=p.reshaped(norm), weight=self.uq, width=of.width, start=of.first, heads_first=of.heads_first
-        )
-        latent = p.maybe_scaled(norm, of.factor)
-        absorbed = p.absorbed_query(x=p.reshaped(latent), weight=self.uq, width=of.width, start=of.begin, up=of.up)
-        return lanes, of.factor, absorbed, (latent,)
+        """Lanes to rotate, absorbed queries, and their latent."""
+        turning, latent = p.maybe_scaled(p.reshaped(norm), self.factor_of_lanes), p.maybe_scaled(norm, of.factor)
+        how = dict(weight=self.uq, width=of.width)
+        lanes = p.head_lanes(x=turning, start=of.first, heads_first=of.heads_first, **how)
+        return lanes, p.absorbed_query(x=p.reshaped(latent), start=of.begin, up=of.up, **how), (latent,)
+
+    def guard(self, of: Any) -> None:
+        """Refuse queries of which both parts are not multiplied alike."""
+        _alike(self.factor_of_lanes * of.factor_of_tables, of.factor)
 
     def factor(self, behind_norm: float) -> float:
         """What the latent of the queries is multiplied by, if the model multiplies its norm by this number."""
@@ -90,10 +94,14 @@ class Int8QueryLayer(FloatLayers):
         scale = p.token_scale(x=p.reshaped(latent), dtype=self.scale_dtype)
         int8 = p.token_quantised(x=p.reshaped(latent), scale=scale, dtype=self.scale_dtype)
         heads = int8_layer(p, int8, self.uq, self.uq_scale, scale, self.layer_dtype, self.is_parameter_only)
-        lanes = p.layer_lanes(layer=heads, width=of.width, start=of.first, heads_first=of.heads_first)
-        multiplied = p.maybe_scaled(heads, self.factor_of_heads)
+        turning, multiplied = (p.maybe_scaled(heads, by) for by in (self.factor_of_lanes, self.factor_of_heads))
+        lanes = p.layer_lanes(layer=turning, width=of.width, start=of.first, heads_first=of.heads_first)
         absorbed = p.layer_query(layer=multiplied, width=of.width, start=of.begin, up=of.up)
-        return lanes, self.factor_of_heads, absorbed, (int8, scale)
+        return lanes, absorbed, (int8, scale)
+
+    def guard(self, of: Any) -> None:
+        """Refuse queries of which both parts are not multiplied alike."""
+        _alike(self.factor_of_lanes * of.factor_of_tables, self.factor_of_heads)
 
     def factor(self, behind_norm: float) -> float:
         """The same times the number of the heads: int8 stays as it is, its scale takes both."""
@@ -128,6 +136,15 @@ class Int8Layers(Int8QueryLayer):
         of_x = dict(dequant_scale_x=self.tokens.float().reshape(-1, 1), dequant_scale_w_dq=_row(self.dq_scale))
         more = dict(of_x, dequant_scale_w_dkv_kr=_row(self.dkv_scale), weight_quant_mode=2)
         return {**super().arguments(), **more}
+
+
+def _alike(rotated: float, absorbed: float) -> None:
+    require(
+        math.isclose(rotated, absorbed, rel_tol=1e-6),
+        "rotated queries are multiplied by {rotated}, absorbed ones by {absorbed}",
+        rotated=rotated,
+        absorbed=absorbed,
+    )
 
 
 def _row(scale: Tensor) -> Tensor:

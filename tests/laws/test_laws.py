@@ -56,8 +56,11 @@ def test_rule_is_tried(rule: Rule):
 
 @pytest.mark.parametrize("rule", installed(), ids=lambda rule: rule.name)
 def test_every_form_is_used_by_an_example(rule: Rule):
+    """An example is fused in it; or, where an operator does not take it, it is what a reject is refused in."""
     declared = {form.name for form in rule.patterns()}
-    used: set[str] = set()
+    rejects = [each for each in examples()[rule.name] if each.refusal and each.instead]
+    trials = (testing.trial(rule, each, torch.bfloat16) for each in rejects)
+    used = {each.variant for t in trials for each in t.outcome.refusals if isinstance(each.cause, str)}
     for dtype, example in product(DTYPES, recognised(rule)):
         if declared <= used:
             break

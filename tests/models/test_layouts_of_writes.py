@@ -150,7 +150,7 @@ def fronted(s: Sizes, cache: Cache) -> tuple[Callable[..., tuple[Tensor, ...]], 
 @pytest.mark.parametrize("name", OF_FRONTS)
 def test_rows_of_a_prolog(form: str, name: str):
     s = OF_FRONTS[name]
-    t = tried("mla_prolog" if "positions" in form else "mla_prolog_paged", *fronted(s, caches(s)[form]))
+    t = tried("mla_prolog", *fronted(s, caches(s)[form]))
     (call,) = calls(t, "npu.npu_mla_prolog_v3")
     assert call.kwargs.get("cache_mode", "PA_BSND") == ("PA_NZ" if "lines" in form else "PA_BSND")
 

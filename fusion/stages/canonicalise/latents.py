@@ -21,6 +21,7 @@ from typing import Any
 from fusion.graph import Algebra, Reading, Value
 from fusion.stages.canonicalise.arrangement import once, uncast
 from fusion.stages.canonicalise.contractions import matmul, swapped
+from fusion.stages.canonicalise.quantisation import unscaled
 
 Readings = dict[Value, Reading]
 
@@ -128,10 +129,11 @@ def latents(a: Algebra, found: Mapping[Value, Reading], attention: Reading) -> R
         return _absorbed(a, found, (q, k, v), whole, rows)
     parts = joined_parts(a, whole[0])
     heads, keys = q.shape[1], whole[0].shape[2]
-    values = head_projection(a, whole[1], heads, keys)
+    values = scaled_projection(a, whole[1], heads, keys)
     if values is None:
         return None
-    projected = [(start, each, p) for start, each in parts if (p := head_projection(a, each, heads, keys)) is not None]
+    of_heads = ((start, each, scaled_projection(a, each, heads, keys)) for start, each in parts)
+    projected = [(start, each, p) for start, each, p in of_heads if p is not None]
     shared = [(start, each) for start, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
     if not projected or len(parts) == 1:
         return None
@@ -220,7 +222,11 @@ def _absorbing(a: Algebra, nope: Value, up: Value, turned: Sequence[Reading]) ->
 
 
 def absorption(a: Algebra, absorbed: Value) -> tuple[Value, Value] | None:
-    """Lanes [B, N, S, D] and matrices [N, D, C] of which `absorbed` is the product, of heads or of tokens [N, T, D]."""
+    """Lanes [B, N, S, D] and matrices [N, D, C] of which `absorbed` is the product, of heads or of tokens [N, T, D].
+
+    A number that the product is multiplied by is one of the lanes.
+    """
+    absorbed, number = unscaled(absorbed)
     product = next((each for each in sources(absorbed) if each.op == "matmul"), None)
     if product is None or absorbed.rank != 4:
         return None
@@ -229,11 +235,11 @@ def absorption(a: Algebra, absorbed: Value) -> tuple[Value, Value] | None:
         return None
     up = a.reshape(up, up.shape[-3:])
     if product is absorbed:
-        return (x, up) if x.rank == 4 else None
+        return (a.scale(x, number), up) if x.rank == 4 else None
     if product.rank != 3 or x.rank != 3:
         return None
     x, rows = (a.permute(each, (1, 0, 2)) for each in (x, product))
-    return (_opened(a, x, absorbed), up) if _opened(a, rows, absorbed) is absorbed else None
+    return (a.scale(_opened(a, x, absorbed), number), up) if _opened(a, rows, absorbed) is absorbed else None
 
 
 def packed(a: Algebra, heads: Value) -> Value | None:
@@ -268,7 +274,7 @@ def query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: S
     """Where both parts of the queries come from, if one linear layer gives them."""
     _, heads, rows, _ = nope.shape
     sources: Readings = {}
-    layer = _of_queries(a, nope, heads, rows)
+    layer = scaled_projection(a, nope, heads, rows)
     if layer is not None:
         placed = as_turned(a, absorbed, turned)
         sources[placed] = Reading("absorbed_query", {**layer.captures(), "up": up})
@@ -276,21 +282,33 @@ def query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: S
             sources[absorbed] = sources[placed]  # which a node may hold before the other
     for rotation in turned:
         x = uncast(a, rotation.captures["x"], nope.dtype)
-        lanes = head_projection(a, x, heads, rows)  # what it is multiplied by is in the tables
+        lanes = scaled_projection(a, x, heads, rows)  # what a rotation is multiplied by is in the tables
         if lanes is not None:
             sources[x] = Reading("head_lanes", {**lanes.captures(), "heads_first": lanes.heads_first})
     return sources
 
 
-def _of_queries(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
+def scaled_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
     """The linear layer of some lanes; where they are multiplied by a number, of what it takes times that number."""
-    if value.op != "scale":
-        return head_projection(a, value, heads, rows)
-    found = head_projection(a, value.arg, heads, rows)
-    if found is None:
-        return None
-    source = a.scale(found.source, value.attrs[0])
+    value, number = pulled(a, value)
+    found = head_projection(a, value, heads, rows)
+    if found is None or number == 1:
+        return found
+    source = a.scale(found.source, number)
     return replace(found, x=a.reshape(source, found.x.shape), source=source)
+
+
+def pulled(a: Algebra, value: Value) -> tuple[Value, float]:
+    """Lanes of heads, and the number that they, or all that they are cut from, are multiplied by."""
+    if value.op not in ("slice", "permute", "reshape"):
+        return unscaled(value)
+    below, number = pulled(a, value.arg)
+    if number == 1:
+        return value, 1.0
+    if value.op != "slice":
+        return a.seen_as(below, value), number
+    cut = a.slice(below, *value.attrs)
+    return (value, 1.0) if cut is None else (cut, number)
 
 
 def rotations(a: Algebra, found: Mapping[Value, Reading], rotated: Value) -> list[Reading]:

@@ -176,6 +176,9 @@ def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str
         if not times or not scale.factor:
             return "the rows are multiplied by 0, or divided by 0"
         scale, x = scale.times(1 / times), exact(x)
+        base, number = unscaled(scale.x)
+        if number > 0 and base is x:  # a number that stands behind the quotient here, and inside its scale
+            scale, x, times = scale.times(number), scale.x, _near(times / number)
         reason = _unproven(below, scale, x, inverse.below("expand").shape)
         if reason:
             return reason
@@ -184,6 +187,12 @@ def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str
         how = {"x": x, "dtype": s.dtype}
         return Reading("token_quantised", {**how, "scale": s}), s, Reading("token_scale", how)
     return UNSCALED
+
+
+def _near(number: float) -> float:
+    """The whole number that a quotient of two numbers stands for, if it is one but for its rounding."""
+    nearest = round(number)
+    return float(nearest) if math.isclose(number, nearest, rel_tol=1e-12) else number
 
 
 def _scale_in(quotient: Value) -> bool:

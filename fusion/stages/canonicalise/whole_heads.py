@@ -1,4 +1,4 @@
-"""Queries of attention over a latent that come from a linear layer in whole numbers of 8 bits.
+"""Queries of attention over a latent that come from a W8A8 layer, or in floats before they are quantised themselves.
 
     layer_query(layer, width, start, up)            lanes start … of each head of the layer, absorbed by up [N, D, C]
     layer_lanes(layer, width, start, heads_first)   lanes that are rotated
@@ -18,18 +18,18 @@ from fusion.stages.canonicalise.latents import (
     absorption,
     as_turned,
     lane_forms,
+    pulled,
     query_sources,
     rotations,
     sources,
 )
-from fusion.stages.canonicalise.quantisation import unscaled
 
 Found = dict[Value, Reading]
 
-
 def readings(a: Algebra, found: Mapping[Value, Reading]) -> Found:
-    """Where the parts of latent queries come from, if a layer in whole numbers gives them."""
+    """Where the parts of latent queries come from, of a W8A8 layer or of one in floats that is not read yet."""
     layers = {value.below("cast", "reshape"): value for value, reading in found.items() if reading.op == "whole_linear"}
+    known = {reading.captures["absorbed"] for reading in found.values() if reading.op == "latent_queries"}
     made: Found = {}
     for absorbed, rotated in _queries(found):
         factors = absorption(a, absorbed)
@@ -37,7 +37,8 @@ def readings(a: Algebra, found: Mapping[Value, Reading]) -> Found:
             continue
         turned = rotations(a, found, rotated)
         of_layer = dict(_of_query(a, layers, absorbed, factors, turned)) if layers else {}
-        made |= of_layer or query_sources(a, *factors, absorbed, turned)
+        in_floats = {} if absorbed in known else query_sources(a, *factors, absorbed, turned)
+        made |= of_layer or in_floats
     return made
 
 
@@ -59,13 +60,11 @@ def _queries(found: Mapping[Value, Reading]) -> list[tuple[Value, Value]]:
 def _of_query(
     a: Algebra, layers: Mapping[Value, Value], absorbed: Value, factors: tuple[Value, Value], turned: Sequence[Reading]
 ) -> Iterator[tuple[Value, Reading]]:
-    """Where both parts come from, of a layer that may be multiplied by a number; that of rotated lanes is elsewhere."""
+    """Where both parts come from; lanes that are multiplied by a number are those of the layer times that number."""
     (nope, up), heads, rows = factors, absorbed.shape[1], absorbed.shape[2]
-    nope, number = unscaled(nope)
     of = _lanes(a, nope, heads, rows, layers)
     if of is not None:
         del of["heads_first"]
-        of["layer"] = a.scale(of["layer"], number)
         yield as_turned(a, absorbed, turned), Reading("layer_query", {**of, "up": up})
     for rotation in turned:
         x = uncast(a, rotation.captures["x"], nope.dtype)
@@ -79,6 +78,7 @@ def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: Mapping[Valu
     if value.rank == 3:
         found = _lanes(a, a.reshape(value, (value.shape[0], 1, *value.shape[1:])), heads, 1, layers)
         return None if found is None else {**found, "heads_first": False}
+    value, number = pulled(a, value)
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
@@ -93,5 +93,5 @@ def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: Mapping[Valu
     for start in (each for each in starts if each + count <= width):
         forms = lane_forms(a, opened, start, count)
         if value in forms:
-            return {"layer": layer, "width": width, "start": start, "heads_first": value is not forms[0]}
+            return {"layer": a.scale(layer, number), "width": width, "start": start, "heads_first": value is not forms[0]}
     return None

@@ -193,8 +193,13 @@ def readings(a: Algebra, places: Places, fixed: Collection[fx.Node]) -> tuple[Fo
         made = each if isinstance(each, str) else _reading(a, places, each, value, fixed)
         if isinstance(made, str):
             misses[value] = ("quant_matmul", made)
-        else:
-            found[value] = made
+            continue
+        found[value] = made
+        below, _ = unscaled(value)  # what of it is rotated, or absorbed, may be read without the number
+        inner = products.get(below)
+        if below is not value and isinstance(inner, _Product) and inner.channels is not None:
+            alone = _reading(a, places, inner, below, fixed)
+            found |= {below: alone} if isinstance(alone, Reading) else {}
     return found, misses
 
 
