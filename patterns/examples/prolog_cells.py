@@ -200,9 +200,9 @@ def model(
         rope = turned(rope, cos.unsqueeze(-3), sin.unsqueeze(-3))
         latent, turning = layer("dkv", rows, dkv, dkv_scale, x.dtype).split((store.lanes, DR), dim=-1)
         new = store.keep(multiplied(norm(latent, gain_kv), factors.row), turned(turning, cos, sin))
-        write = store.write
-        for cache, row in zip(caches, new, strict=False) if write is not None else ():
-            write(cache, row, slots)
+        for cache, row in zip(caches, new, strict=False):
+            assert store.write is not None
+            store.write(cache, row, slots)
         both = [store.read(each, table) for each in caches] or list(new)
         seen = in_line(lengths if caches else torch.full_like(lengths, queries), queries, both[0].shape[1])
         if store.mode == 1:
