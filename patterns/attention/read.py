@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch.fx as fx
@@ -120,6 +120,8 @@ def attention(
     scores = scores_of(a, Scores(), weights.softmax.arg)
     if scores.odd or scores.product is None:
         return scores.odd or None
+    if not scores.scale or not isfinite(scores.scale):
+        return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
     if weights.cut != (scores.sink is not None):
         return "the weights are cut, but not from a sink that stands last"
     return _reading(a, folder, assumed, written, root, value, weights, scores, finish)

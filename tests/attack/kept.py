@@ -184,4 +184,21 @@ KEPT = (
             sizes=(("B", 1), ("S", 2), ("T", 1)),
         ),
     ),
+    Kept(
+        "scores that are multiplied by 0",
+        "the operator was told a scale of 0, by which what the mask hides became NaN",
+        Program(
+            inputs=(
+                Input("q", ("B", 1, "S", 64)),
+                Input("v", ("B", 1, "S", 64)),
+            ),
+            lines=(
+                "seen = torch.arange(q.shape[-2]) <= torch.arange(q.shape[-2])[:, None]",
+                "scores = (q * 0.0 @ q.mT).masked_fill(~seen, torch.finfo(q.dtype).min)",
+                "y = torch.softmax(scores, dim=-1) @ v",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2), ("T", 1)),
+        ),
+    ),
 )
