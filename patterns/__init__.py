@@ -2,48 +2,48 @@
 
 from fusion import Library
 from patterns.attention.attention import Attention
+from patterns.attention.attention_update import AttentionUpdate
 from patterns.attention.read import attentions
 from patterns.attention.read_lse_merge import merges
 from patterns.attention.read_softmax_lse import softmax_lse
+from patterns.attention.ring import RingMla
 from patterns.cache.cache_write import CacheWrite
+from patterns.cache.page_gather import PageGather
 from patterns.cache.read_block_tables import block_tables
 from patterns.cache.read_page_gather import page_gathers
 from patterns.cache.read_writes import cache_writes
-from patterns.composites.add_rms_norm import AddRMSNorm
-from patterns.composites.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
-from patterns.composites.attention_update import AttentionUpdate
-from patterns.composites.joined_projections import JoinedProjections
-from patterns.composites.ring_mla import RingMla
-from patterns.composites.rope_pair import RopePair
-from patterns.composites.sparse_attention import SparseAttention
-from patterns.composites.swiglu_projections import SwigluProjections
 from patterns.latent.attention import LatentAttention
 from patterns.latent.attention_atb import LatentAttentionAtb
+from patterns.latent.head_projection import HeadProjection
 from patterns.latent.kv_write import KvRmsnormRopeCache
 from patterns.latent.preprocess import MlaPreprocess
 from patterns.latent.prolog import MlaProlog
 from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
+from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
-from patterns.primitives.dynamic_quant import DynamicQuant
-from patterns.primitives.expert_routing import ExpertRouting, ExpertShares
-from patterns.primitives.head_projection import HeadProjection
-from patterns.primitives.layer_norm import LayerNorm
-from patterns.primitives.page_gather import PageGather
-from patterns.primitives.partial_rope import PartialRope
-from patterns.primitives.quant_matmul import QuantMatmul
-from patterns.primitives.rms_norm import RMSNorm
-from patterns.primitives.rope import Rope
-from patterns.primitives.swiglu import Swiglu
+from patterns.linear.swiglu import Swiglu
+from patterns.linear.swiglu_projections import SwigluProjections
+from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.norm.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
+from patterns.norm.layer_norm import LayerNorm
+from patterns.norm.rms_norm import RMSNorm
+from patterns.quant.dynamic_quant import DynamicQuant
+from patterns.quant.quant_matmul import QuantMatmul
 from patterns.quant.read import dynamic
 from patterns.quant.read_by_head import by_head
 from patterns.quant.read_matmul import int8_matmul
 from patterns.quant.read_packed_rows import packed_rows
 from patterns.quant.read_static import static
 from patterns.quant.read_zero_points import with_zero_point
+from patterns.rotary.partial_rope import PartialRope
 from patterns.rotary.read import rotations
+from patterns.rotary.rope import Rope
+from patterns.rotary.rope_pair import RopePair
+from patterns.routing.expert_routing import ExpertRouting, ExpertShares
 from patterns.sparse.read import index_selections
+from patterns.sparse.sparse_attention import SparseAttention
 
 _RULES = (
     RMSNorm(),

@@ -21,7 +21,7 @@ from patterns.attention.calls import Call
 from patterns.attention.results import RESULTS
 from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
-from patterns.primitives.latent_calls import LINE
+from patterns.latent.latent_calls import LINE
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from fusion import Group, attribute, require, tensor
 from patterns.attention import calls
 from patterns.attention.calls import Call, MaskSpec, Parts
-from patterns.primitives.latent_calls import of_line
+from patterns.latent.latent_calls import of_line
 
 
 @dataclass(frozen=True)

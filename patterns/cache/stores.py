@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
-from patterns.primitives import latent_calls as calls
-from patterns.primitives.whole_latent_calls import multipliers
+from patterns.latent import latent_calls as calls
+from patterns.quant.scales import multipliers
 
 Both = tuple[Tensor, Tensor]
 TILE = 128

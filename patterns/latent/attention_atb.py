@@ -20,9 +20,9 @@ from torch import Tensor
 from fusion import Rule, attribute, lowering, pattern, require, scalar, variants
 from patterns.attention import calls
 from patterns.latent import attention_atb_call as atb
+from patterns.latent import latent_calls
 from patterns.latent.attention_atb_groups import BLIND, Int8Queries, PlainQueries, Queries, Visibility
 from patterns.latent.attention_atb_sources import Pages, PagesInOrder, Rows, Source
-from patterns.primitives import latent_calls
 
 VALUES = ("transposed", "multiplied")
 

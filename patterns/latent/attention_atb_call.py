@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusion import require
 from patterns.attention.calls import MaskSpec, laid
-from patterns.primitives import latent_calls
+from patterns.latent import latent_calls
 
 HIDDEN = -10000.0
 """What is added to the score of a hidden key: its weight is 0."""

@@ -17,9 +17,9 @@ from fusion import Group, attribute, require, scalar, tensor
 from patterns.attention.calls import MaskSpec
 from patterns.attention.visibility import opened
 from patterns.latent import attention_atb_call as atb
+from patterns.latent import latent_calls
 from patterns.latent.attention_atb_sources import Rows, Source
-from patterns.primitives import latent_calls
-from patterns.primitives.whole_latent_calls import scale_of
+from patterns.quant.scales import scale_of
 
 BLIND = {"zero": 0.0, "nan": torch.nan}
 """What a query gives that sees no key."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from fusion import Group, attribute, require, tensor
 from patterns.latent import attention_atb_call as atb
-from patterns.primitives import latent_calls
+from patterns.latent import latent_calls
 
 MODES = {"rows": "krope_ctkv", "heads": "krope_ctkv", "lines": "nzcache"}
 """How the operator is told in what layout pages lie; those of an int8 latent are "int8_nzcache"."""

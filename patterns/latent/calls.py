@@ -19,7 +19,7 @@ from patterns.attention import calls
 from patterns.attention.calls import Call, MaskSpec, Parts
 from patterns.attention.sources import Rows
 from patterns.attention.visibility import Dense
-from patterns.primitives import latent_calls
+from patterns.latent import latent_calls
 
 
 @dataclass(frozen=True)

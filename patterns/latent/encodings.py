@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fusion import Group, Target, attribute, require, scalar, tensor
 from patterns.attention.calls import Parts
+from patterns.latent import latent_calls
 from patterns.latent.absorption_cost import Sizes, break_even
-from patterns.primitives import latent_calls
-from patterns.primitives.whole_latent_calls import scale_of
+from patterns.quant.scales import scale_of
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, tensor, variants
 from patterns.cache.stores import Int8ChannelPages, Int8TensorPages, Pages, Rows
+from patterns.latent import latent_calls
 from patterns.latent.terms import LatentRow, Tables
-from patterns.primitives import latent_calls
-from patterns.primitives.whole_latent_calls import multipliers
+from patterns.quant.scales import multipliers
 
 CACHES, WITH_ROWS = "caches", "rows and caches"
 Storage = Rows | Pages

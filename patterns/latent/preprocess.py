@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from patterns.latent import latent_calls
 from patterns.latent.preprocess_layers import RowOrder, StaticInt8Layers, TokenInt8Layers
 from patterns.latent.preprocess_pages import FloatPages, Int8Pages
 from patterns.latent.prolog import MlaProlog, of_heads
 from patterns.latent.terms import LatentRow, Tables, rotated_lanes
-from patterns.primitives import latent_calls
-from patterns.primitives.quant_matmul import NZ
+from patterns.quant.quant_matmul import NZ
 
 EPSILON = 1e-6  # compiled into the kernel
 Projection = TokenInt8Layers | StaticInt8Layers

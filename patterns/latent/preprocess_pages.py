@@ -13,8 +13,8 @@ from torch import Tensor
 from fusion import attribute, require, scalar, tensor
 from patterns.attention.calls import laid
 from patterns.cache.stores import Pages
+from patterns.latent import latent_calls
 from patterns.latent.preprocess_layers import scale_of
-from patterns.primitives import latent_calls
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.cache.stores import Fresh, Int8ChannelPages, Int8TensorPages, PackedPages, Pages, Rows
+from patterns.latent import latent_calls
 from patterns.latent.terms import LatentRow, Tables, rotated_lanes
-from patterns.primitives import latent_calls
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 
 PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
-from patterns.primitives.quant_matmul import prepared
+from patterns.quant.quant_matmul import prepared
 
 
 def int8_layer(p, x, weight, scale, tokens, dtype, is_parameter_only):

@@ -207,7 +207,7 @@ def test_a_dtype_or_device_that_is_not_here_costs_no_memory():
 
 
 def test_rules_of_ones_own():
-    from patterns.primitives.rms_norm import RMSNorm
+    from patterns.norm.rms_norm import RMSNorm
 
     assert explain(Model(1), X, Y, rules=[RMSNorm()]).ops == {"npu::npu_rms_norm": 1}
     assert explain(Model(1), X, Y, rules=[]).ops == {}

@@ -95,8 +95,8 @@ def test_guard_refuses_with_its_text_unless_unsafe():
 
 
 def test_a_match_never_takes_what_its_own_result_is_needed_for():
-    from patterns.composites.add_rms_norm import AddRMSNorm
-    from patterns.primitives.rms_norm import RMSNorm
+    from patterns.norm.add_rms_norm import AddRMSNorm
+    from patterns.norm.rms_norm import RMSNorm
 
     def form(x, y, w):
         s = x + y
@@ -109,7 +109,7 @@ def test_a_match_never_takes_what_its_own_result_is_needed_for():
 
 
 def test_pairs_are_found_once_and_only_with_the_same_tables():
-    from patterns.composites.rope_pair import RopePair
+    from patterns.rotary.rope_pair import RopePair
 
     q, k, cos, sin = numbers(2, 4, 3, 8), numbers(2, 2, 3, 8, seed=1), numbers(3, 8, seed=2), numbers(3, 8, seed=3)
     pair = found(lambda q, k, c, s: (rotate(q, c, s), rotate(k, c, s)), (q, k, cos, sin), RopePair())
@@ -133,7 +133,7 @@ class ExpOfNorm(Rule):
 
 
 def test_what_a_meaning_takes_beyond_what_a_pattern_names_is_never_lost():
-    from patterns.primitives.rms_norm import RMSNorm
+    from patterns.norm.rms_norm import RMSNorm
 
     def exp_of_norms(*rules):
         def form(x, w):

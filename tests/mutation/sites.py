@@ -16,11 +16,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PLACES = (
-    "patterns/primitives",
-    "patterns/composites",
-    "patterns/attention",
-    "patterns/cache",
-    "patterns/latent",
+    *(
+        f"patterns/{each}"
+        for each in ("attention", "cache", "latent", "linear", "norm", "quant", "rotary", "routing", "sparse")
+    ),
+    "fusion/analysis",
     "fusion/stages",
     "fusion/graph/algebra.py",
     "fusion/assumptions.py",

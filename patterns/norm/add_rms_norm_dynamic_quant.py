@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.composites.add_rms_norm import AddRMSNorm
-from patterns.primitives.dynamic_quant import DynamicQuant
+from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.quant.dynamic_quant import DynamicQuant
 
 f32 = torch.float32
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, tensor
-from patterns.primitives.rope import Rope
+from patterns.rotary.rope import Rope
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, tensor
 from patterns.attention.calls import viewed
-from patterns.primitives.latent_calls import turned
+from patterns.latent.latent_calls import turned
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, tensor
-from patterns.primitives.rope import Rope, dims_of, for_batch, four_dims
+from patterns.rotary.rope import Rope, dims_of, for_batch, four_dims
 
 
 @dataclass(frozen=True)

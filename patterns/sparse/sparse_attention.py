@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.attention.calls import viewed
-from patterns.primitives import latent_calls
+from patterns.latent import latent_calls
 
 
 @dataclass(frozen=True)

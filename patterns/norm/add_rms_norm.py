@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
-from patterns.primitives.rms_norm import RMSNorm
+from patterns.norm.rms_norm import RMSNorm
 
 f32 = torch.float32
 

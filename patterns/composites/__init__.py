@@ -1,1 +1,0 @@
-"""Composites: what is built from primitives and runs as one operator."""

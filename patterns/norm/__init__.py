@@ -1,0 +1,1 @@
+"""Norms, and what stands beside them."""

@@ -1,1 +1,0 @@
-"""Primitives: one operator's worth of mathematics each."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: which expert a token goes to."""
