@@ -17,7 +17,7 @@ from tests.mutation import limits, runs, survivors
 TESTS = "tests/engine tests/corpus tests/laws " + " ".join(
     f"tests/operators/test_{each}.py" for each in ("limits", "attention_limits", "dtype_limits")
 )
-"""What looks at guards; other folders test the doors, the lowerings and what operators compute."""
+"""What looks at guards; other folders test the API, the lowerings and what operators compute."""
 
 
 def main(
