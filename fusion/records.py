@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch.fx as fx
@@ -95,7 +96,7 @@ class Match:
         """What `variants` of its form chose."""
         return {} if self._pattern is None else self._pattern.choices
 
-    @property
+    @cached_property
     def _pattern(self) -> Pattern | None:
         return next((each for each in self.rule.patterns() if each.name == self.form), None)
 

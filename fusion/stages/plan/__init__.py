@@ -277,8 +277,12 @@ def _operators(plan: Plan) -> frozenset[str]:
 
 
 def _shared(match: Match, lowering: str, number: int, names: frozenset[str]) -> Any:
-    """A step of a plan and what it depends on: matches for which that is the same share one call."""
-    return match.rule.name, lowering, number, frozenset((name, match.captures[name]) for name in names)
+    """A step of a plan and what it depends on: matches for which that is the same share one call.
+
+    The same step of another variant may be another call.
+    """
+    read = frozenset((name, match.captures[name]) for name in names)
+    return match.rule.name, match.variant, lowering, number, read
 
 
 def _mismatch(match: Match, plan: Plan) -> Refused | None:
