@@ -23,6 +23,8 @@ from patterns.examples.quantisation import grid, quantised, weights
 
 SOURCES = ("rows", "pages", "pages of heads", "NZ pages")
 VISIBILITIES = ("none", "causal", "count", "dense")
+LOWERED = "count, lowered"
+"""As "count", by the least number instead of -inf: a sequence without keys gives the mean of all values."""
 RESULTS = ("y", "y and lse")
 ENCODINGS = ("plain", "int8")
 
@@ -84,7 +86,7 @@ def hidden(visibility: str, q: Tensor, keys: int, lengths: Tensor, mask: Tensor)
     places, queries = torch.arange(keys), torch.arange(q.shape[2])
     if visibility == "causal":
         return places > queries[:, None] + keys - q.shape[2]
-    if visibility == "count":
+    if visibility in ("count", LOWERED):
         return (places >= lengths[:, None])[:, None, None]
     return mask if visibility == "dense" else None
 
@@ -103,7 +105,8 @@ def attention(source: str, visibility: str, result: str, s: Sizes) -> Example:
     def forward(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, mask: Tensor) -> Any:
         k, v = (read(source, each, table).repeat_interleave(s.heads // s.groups, 1) for each in (keys, values))
         scores = (q @ k.transpose(-2, -1)).float() * s.width**-0.5
-        return _attended(scores, v, hidden(visibility, q, s.keys, lengths, mask), result)
+        lowest = torch.finfo(scores.dtype).min if visibility == LOWERED else -math.inf
+        return _attended(scores, v, hidden(visibility, q, s.keys, lengths, mask), result, lowest)
 
     def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
         shapes = ((s.batch, s.heads, s.queries, s.width), *2 * (page(source, s, s.width),))
@@ -121,7 +124,8 @@ def latent(encoding: str, source: str, visibility: str, result: str, s: Sizes) -
         table, lengths, mask, scale = more
         rows, rope = (read(source, each, table) for each in (latents, ropes))
         scores, values, by = scores_of(q, turned, rows, rope, scale)
-        y = _attended(scores, values, hidden(visibility, q, s.keys, lengths, mask), result)
+        lowest = torch.finfo(scores.dtype).min if visibility == LOWERED else -math.inf
+        y = _attended(scores, values, hidden(visibility, q, s.keys, lengths, mask), result, lowest)
         out, *lse = y if isinstance(y, tuple) else (y,)
         return ((out * by).to(q.dtype), *lse)
 
@@ -137,8 +141,8 @@ def latent(encoding: str, source: str, visibility: str, result: str, s: Sizes) -
     return Example(f"{encoding}, {source}, {visibility}, {result}", forward, inputs)
 
 
-def _attended(scores: Tensor, v: Tensor, unseen: Tensor | None, result: str) -> Any:
-    scores = scores if unseen is None else scores.masked_fill(unseen, -math.inf)
+def _attended(scores: Tensor, v: Tensor, unseen: Tensor | None, result: str, lowest: float) -> Any:
+    scores = scores if unseen is None else scores.masked_fill(unseen, lowest)
     y = scores.softmax(-1).to(v.dtype) @ v
     return (y, scores.logsumexp(-1)) if result == "y and lse" else y
 

@@ -67,6 +67,23 @@ def test_a_cell_on_the_host(rule: str, example: Example):
     assert ("int8" in form) == (encoding == ["int8"])
 
 
+@pytest.mark.parametrize("source", ["rows", "pages"])
+@pytest.mark.parametrize("rule", ["attention", "plain", "int8"])
+def test_a_sequence_without_keys_gives_the_mean_where_keys_are_lowered(rule: str, source: str):
+    """Its queries are 0 and see all keys, so that lengths are told; its log-sum-exp, which is finite, is not."""
+    name = "attention" if rule == "attention" else "latent_attention"
+    alone, summed = (
+        facets.attention(source, facets.LOWERED, result, SMALL)
+        if rule == "attention"
+        else facets.latent(rule, source, facets.LOWERED, result, SMALL)
+        for result in facets.RESULTS
+    )
+    t = tried(name, alone, "host")
+    assert "counted" in chosen(t)
+    assert all("Structured" in each.lowering for each in t.outcome.chosen if each.match.rule is t.rule)
+    assert "OutputAndLse" not in chosen(tried(name, summed, "host"))
+
+
 @pytest.mark.parametrize(("rule", "example"), cells(LARGE, 3))
 def test_a_cell_on_a_chip(rule: str, example: Example):
     t = tried(rule, example, "ascend910_93")

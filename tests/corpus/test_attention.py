@@ -14,6 +14,7 @@ from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import LEVELS, Trial, capture
+from patterns.attention.visibility import Visibility
 
 from . import attention, attention_masks
 from .attention_base import Entry
@@ -49,10 +50,11 @@ def told(t: Trial) -> str:
     said = []
     for each in t.outcome.chosen:
         if each.match.rule.name == "attention":
-            captures = each.match.captures
-            words = [captures["order"]]
-            words += [f"{name} {captures[name]}" for name in ("window", "known") if captures[name] is not None]
-            words += ["length"] if captures.get("length") is not None else []
+            seen = Visibility.bound("seen", each.match.captures)
+            words = [seen.mask_kind]
+            known = (("window", seen.window), ("known", seen.kv_len))
+            words += [f"{name} {number}" for name, number in known if number is not None]
+            words += ["length"] if seen.kv_lens is not None else []
             said.append(" ".join(words))
     return ", ".join(said)
 
