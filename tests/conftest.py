@@ -18,7 +18,7 @@ SHARES = {
     "corpus/test_recognition.py": 20,
     "corpus/test_sparse_attention.py": 6,
     "corpus/test_sparse_attention_numbers.py": 2,
-    "goldens/test_goldens.py": 30,
+    "goldens/test_goldens.py": 8,
     "laws/test_laws.py": 12,
     "models/test_caches.py": 3,
     "models/test_dynamic.py": 6,

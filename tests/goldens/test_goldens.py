@@ -12,7 +12,16 @@ from .outcome import FOLDER, kept, text
 CASES = list(every())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda each: f"{each.file}-{each.name}")
+def settings() -> list[object]:
+    """A share of the examples at each push; corpora and models, which have tests of their own, every night."""
+    nightly = [() if case.file.startswith("example_") else (pytest.mark.nightly,) for case in CASES]
+    return [
+        pytest.param(case, id=f"{case.file}-{case.name}", marks=marks)
+        for case, marks in zip(CASES, nightly, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", settings())
 def test_outcome_is_as_kept(case: Case):
     assert text(case) == kept(case.file).get(case.name), (
         f"if this is meant: python -m tests.goldens {case.file} --accept"

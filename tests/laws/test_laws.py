@@ -78,7 +78,7 @@ def test_every_form_is_used_by_an_example(rule: Rule):
     ],
 )
 def test_what_runs_where_an_operator_is_left_out_means_the_same(name: str, operators: set[str], lowerings: set[str]):
-    rule = next(each for each in installed().rules.rules if each.name == name)
+    rule = next(each for each in installed().rules if each.name == name)
     options = Options(target="host", lower="eager", disable=frozenset(operators))
     used: set[str] = set()
     for example in recognised(rule):

@@ -13,7 +13,7 @@ from fusion.options import Options
 from fusion.testing import Trial, means_what_it_says, trial
 from patterns.examples.inputs import Inputs
 
-RULES = {rule.name: rule for rule in installed().rules.rules}
+RULES = {rule.name: rule for rule in installed().rules}
 HOST = Options(target="host", lower="eager")
 Shape = tuple[int, ...]
 
