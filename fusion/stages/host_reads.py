@@ -1,4 +1,4 @@
-"""Stage 8, host reads, after reinplace: what an eager launch reads on the host is copied there first, once.
+"""Stage 9, host reads, after reinplace: what an eager launch reads on the host is copied there first, once.
 
     y = op(q, k, v, lengths)   →   there = lengths.to("cpu"); y = op(q, k, v, there)
 

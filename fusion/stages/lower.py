@@ -1,4 +1,4 @@
-"""Stage 10, lower: hand a rewritten graph to the compiler that runs it here."""
+"""Stage 11, lower: hand a rewritten graph to the compiler that runs it here."""
 
 from __future__ import annotations
 

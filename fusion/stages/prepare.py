@@ -1,4 +1,4 @@
-"""Stage 7, prepare: what a rewrite computes from Parameters or constants alone leaves the graph, to be an input."""
+"""Stage 8, prepare: what a rewrite computes from Parameters or constants alone leaves the graph, to be an input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 8, reinplace: a cache that is written and copied back over itself is written in place; the copy goes.
+"""Stage 9, reinplace: a cache that is written and copied back over itself is written in place; the copy goes.
 
     y = write(cache, rows); copy_(cache, y)   →   y = write_(cache, rows)
 

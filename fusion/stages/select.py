@@ -1,4 +1,4 @@
-"""Stage 5, select: the disjoint set of rewrites that saves most, found within each group of overlapping candidates."""
+"""Stage 6, select: the disjoint set of rewrites that saves most, found within each group of overlapping candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 9, verify: a rewritten graph has the same inputs, outputs and writes as before, in a valid order."""
+"""Stage 10, verify: a rewritten graph has the same inputs, outputs and writes as before, in a valid order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 4, plan: what each match would run, whether the target allows it, and what it saves.
+"""Stage 5, plan: what each match would run, whether the target allows it, and what it saves.
 
 A lowering is executed once per distinct signature of its inputs, on fake tensors, and recorded; 61 equal layers share
 one plan.

@@ -1,4 +1,4 @@
-"""Stage 6, rewrite: put the chosen plans into the user's graph, once. Every other node stays the same object."""
+"""Stage 7, rewrite: put the chosen plans into the user's graph, once. Every other node stays the same object."""
 
 from __future__ import annotations
 
