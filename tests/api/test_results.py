@@ -97,6 +97,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "strided as its input": (lambda x, c, s: (rotate(heads(x), c, s), heads(x)), (X, COS, SIN)),
     "expanded": (lambda y, w: norm(y, w).unsqueeze(0).expand(3, 4, 64), (Y, W)),
     "twice": (lambda y, w: (norm(y, w), norm(y, w)), (Y, W)),
+    "twice and a view": (lambda y, w: (norm(y, w), n := norm(y, w), n.detach()), (Y, W)),
     "the same twice": (lambda y, w: (norm(y, w),) * 2, (Y, W)),
     "an alias": (lambda y, w: (n := norm(y, w), n.view(-1), n.t()), (Y, W)),
     "beside an input": (lambda y, w: (norm(y, w), y, y[1:], w.view(8, 8)), (Y, W)),

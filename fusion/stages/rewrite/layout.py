@@ -117,16 +117,29 @@ class Layouts:
             How many copies that takes.
         """
         now, before_it = sharing(self._source), self._copies
+        fresh: dict[str, tuple[fx.Node, fx.Node]] = {}
         for number, (before, memory) in enumerate(zip(self._returned, self._sharing, strict=True)):
             node = outputs(self._source)[number]
             if not isinstance(before, torch.Tensor):
                 continue
             if memory == result(number) != now[number]:
                 with self._source.inserting_before(node.next):
-                    self._return(number, self._laid(node, before, copied=True))
+                    fresh[memory] = node, self._laid(node, before, copied=True)
+                    self._return(number, fresh[memory][1])
+            elif memory in fresh:
+                self._return(number, self._over(node, *fresh[memory]))
             elif memory != now[number] or not self._lies_well(number, node.meta["val"], before):
                 self._return(number, self._as_it_lay(node, before))
         return self._copies - before_it
+
+    def _over(self, view: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
+        """What `view` shows of `old`, of its copy `new`: for a result that shares the memory of one made fresh."""
+        below = shown(view)
+        if view is old or below is None:
+            return new if view is old else view
+        seen = self._over(below, old, new)
+        with self._source.inserting_before(self._source.output_node()):
+            return self._call(view.target, (seen, *view.args[1:]), view.kwargs, view)
 
     def _lies_well(self, number: int, now: torch.Tensor, before: torch.Tensor) -> bool:
         """Whether a result lies as in the captured graph, or as when the model runs without a compiler."""
