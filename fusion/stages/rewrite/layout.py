@@ -137,9 +137,8 @@ class Layouts:
         below = shown(view)
         if view is old or below is None:
             return new if view is old else view
-        seen = self._over(below, old, new)
         with self._source.inserting_before(self._source.output_node()):
-            return self._call(view.target, (seen, *view.args[1:]), view.kwargs, view)
+            return self._replayed(view, self._over(below, old, new))
 
     def _lies_well(self, number: int, now: torch.Tensor, before: torch.Tensor) -> bool:
         """Whether a result lies as in the captured graph, or as when the model runs without a compiler."""
@@ -164,11 +163,15 @@ class Layouts:
         """The same view of `below` as it lay."""
         read = self._read_as.get(view)
         restored = self._as_it_lay(below, self._lay[below]) if read is None else self._placed(below, read)
+        with self._source.inserting_before(view.next):
+            return self._replayed(view, restored)
+
+    def _replayed(self, view: fx.Node, below: fx.Node) -> fx.Node:
+        """The same view of `below`, one of several where a call gives more."""
         call = view.args[0] if view.target is operator.getitem else view
         assert isinstance(call, fx.Node)
-        with self._source.inserting_before(view.next):
-            seen = self._call(call.target, (restored, *call.args[1:]), call.kwargs, view)
-            return seen if call is view else self._call(operator.getitem, (seen, view.args[1]), {}, view)
+        seen = self._call(call.target, (below, *call.args[1:]), call.kwargs, view)
+        return seen if call is view else self._call(operator.getitem, (seen, view.args[1]), {}, view)
 
     def _placed(self, node: fx.Node, before: torch.Tensor) -> fx.Node:
         """`node` in memory that lies as `before` does; as it is where a copy would miss what is written to it later."""
