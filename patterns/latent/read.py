@@ -146,10 +146,10 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
         return _absorbed(a, found, (q, k, v), whole, rows)
     parts = joined_parts(a, whole[0])
     heads, keys = q.shape[1], whole[0].shape[2]
-    values = scaled_projection(a, whole[1], heads, keys)
+    values = heads_projection(a, whole[1], heads, keys)
     if values is None:
         return None
-    of_heads = ((start, each, scaled_projection(a, each, heads, keys)) for start, each in parts)
+    of_heads = ((start, each, heads_projection(a, each, heads, keys)) for start, each in parts)
     projected = [(start, each, p) for start, each, p in of_heads if p is not None]
     shared = [(start, each) for start, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
     if not projected or len(parts) == 1:
@@ -291,7 +291,7 @@ def query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: S
     """Where both parts of the queries come from, if one linear layer gives them."""
     _, heads, rows, _ = nope.shape
     sources: Operands = {}
-    layer = scaled_projection(a, nope, heads, rows)
+    layer = heads_projection(a, nope, heads, rows)
     if layer is not None:
         placed = as_turned(a, absorbed, turned)
         sources[placed] = Reading("absorbed_query", {**layer.captures(), "up": up})
@@ -313,6 +313,12 @@ def scaled_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadPr
         return found
     source = a.scale(found.source, number)
     return replace(found, x=a.reshape(source, found.x.shape), source=source)
+
+
+def heads_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
+    """The same where heads stand before positions, [B, N, S, D]: as many of both give either order this shape."""
+    found = scaled_projection(a, value, heads, rows)
+    return found if found is not None and (found.heads_first or rows == 1) else None
 
 
 def pulled(a: Algebra, value: Value) -> tuple[Value, float]:

@@ -69,8 +69,7 @@ def _of_query(
     """Where both parts come from; lanes that are multiplied by a number are those of the layer times that number."""
     (nope, up), heads, rows = factors, absorbed.shape[1], absorbed.shape[2]
     of = _lanes(a, nope, heads, rows, layers)
-    if of is not None:
-        del of["heads_first"]
+    if of is not None and (of.pop("heads_first") or rows == 1):
         yield as_turned(a, absorbed, turned), Reading("layer_query", {**of, "up": up})
     for rotation in turned:
         x = uncast(a, rotation.captures["x"], nope.dtype)

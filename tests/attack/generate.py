@@ -10,7 +10,7 @@ from .program import Program, changed
 from .writer import Pick, Writer
 
 DTYPES = ("bfloat16", "float16", "float32")
-SIZES = {"B": (1, 2, 3), "S": (1, 2, 3, 6, 7), "T": (1, 2, 5, 16)}
+SIZES = {"B": (1, 2, 3), "S": (1, 2, 3, 4, 6, 7), "T": (1, 2, 5, 16)}
 CHANGES = (0, 0, 0, 1, 1, 1, 2, 2, 3)
 BLOCKS: tuple[Block, ...] = tuple(block for name in DOMAINS if name != "plumbing" for block in DOMAINS[name])
 

@@ -201,4 +201,24 @@ KEPT = (
             sizes=(("B", 1), ("S", 2), ("T", 1)),
         ),
     ),
+    Kept(
+        "as many heads as positions, heads last",
+        "keys whose heads stand behind positions were read as if they stood before them",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, "S", 24)),
+                Input("latent", ("B", "S", 32)),
+                Input("rope", ("B", "S", 8)),
+                Input("up", (64, 32), values="matrix"),
+            ),
+            lines=(
+                "keys, values = (latent @ up.t()).unflatten(-1, (2, 32)).split((16, 16), dim=-1)",
+                "nope, turned = q.split((16, 8), -1)",
+                "p = (nope @ keys.mT + turned @ rope.mT).softmax(-1)",
+                "y = (p @ values).transpose(1, 2).flatten(2)",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2)),
+        ),
+    ),
 )
