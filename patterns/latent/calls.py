@@ -121,8 +121,10 @@ def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
     source = keys.source
     spec = source.spec(seen.spec(), queries, keys.count(batch), latent=True)
     latent, rope = source.read(batch)
-    pages, lengths = source.arguments(), calls.each_length(spec, q[0])
-    if not source.paged and spec.kv_len is None and spec.kv_lens is None:
+    pages = source.arguments()
+    every = not source.paged and spec.kv_len is None and spec.kv_lens is None
+    lengths = None if every else calls.each_length(spec, q[0])
+    if every:
         lengths = calls.ends_of(batch, latent.shape[1], latent.device)
         latent, rope = (each.flatten(0, 1) for each in (latent, rope))
     elif not source.paged:

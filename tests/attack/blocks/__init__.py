@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..writer import Writer
-from . import attention, caches, latent, norms, plumbing, quant, rotary, sparse
+from . import attention, caches, latent, norms, pages, plumbing, prologs, quant, rotary, sparse
 
 Block = Callable[[Writer], None]
 DOMAINS: Mapping[str, tuple[Block, ...]] = {
@@ -14,6 +14,8 @@ DOMAINS: Mapping[str, tuple[Block, ...]] = {
     "attention": attention.BLOCKS,
     "caches": caches.BLOCKS,
     "latent": latent.BLOCKS,
+    "pages": pages.BLOCKS,
+    "prologs": prologs.BLOCKS,
     "sparse": sparse.BLOCKS,
     "quant": quant.BLOCKS,
     "plumbing": plumbing.BLOCKS,
