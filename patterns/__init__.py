@@ -31,12 +31,9 @@ from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.dynamic_quant import DynamicQuant
 from patterns.quant.quant_matmul import QuantMatmul
-from patterns.quant.read import dynamic
-from patterns.quant.read_by_head import by_head
 from patterns.quant.read_matmul import int8_matmul
 from patterns.quant.read_packed_rows import packed_rows
-from patterns.quant.read_static import static
-from patterns.quant.read_zero_points import with_zero_point
+from patterns.quant.read_quantise import quantised
 from patterns.rotary.partial_rope import PartialRope
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
@@ -83,11 +80,8 @@ _READERS = (
     block_tables,
     cache_writes,
     page_gathers,
-    dynamic,
-    by_head,
-    static,
+    quantised,
     packed_rows,
-    with_zero_point,
     int8_matmul,
     linears,
     int8_queries,

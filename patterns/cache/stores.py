@@ -144,7 +144,9 @@ class Int8ChannelPages(Pages):
     def written(self, p, latent, rope):
         """Both writes of int8."""
         rows = ((latent, self.kv_scale, self.kv_by), (rope, self.kr_scale, self.kr_by))
-        return super().written(p, *(p.fixed_quantised(x=p.reshaped(x), scale=s, by=by) for x, s, by in rows))
+        return super().written(
+            p, *(p.quantise(x=p.reshaped(x), scale=s, by=by, shift=0, scheme="static") for x, s, by in rows)
+        )
 
     def factors(self, widths: tuple[Any, Any], device: torch.device) -> Both:
         """What both rows are multiplied by, [C] and [R]."""
@@ -165,7 +167,7 @@ class Int8TensorPages(Pages):
 
     def written(self, p, latent, rope):
         """Both writes."""
-        int8 = p.fixed_quantised(x=p.reshaped(latent), scale=self.kv_scale, by=self.kv_by)
+        int8 = p.quantise(x=p.reshaped(latent), scale=self.kv_scale, by=self.kv_by, shift=0, scheme="static")
         caches = (self.kv_cache, self.kr_cache)
         return calls.written(p, caches, (int8, rope), self.slots, self.nz_block, self.kr_block)
 

@@ -86,7 +86,7 @@ class TokenInt8Layers(Int8Layers):
 
     def _quantised(self, p, x):
         scale = p.token_scale(x=p.reshaped(x), dtype=self.scale_dtype)
-        return p.token_quantised(x=p.reshaped(x), scale=scale, dtype=self.scale_dtype), scale
+        return p.quantise(x=p.reshaped(x), scale=scale, dtype=self.scale_dtype, scheme="dynamic"), scale
 
     def guard(self) -> None:
         """The operator finds the scales itself."""
@@ -116,15 +116,17 @@ class StaticInt8Layers(Int8Layers):
 
     def down(self, p, norm):
         """The latent of the queries and the row of both caches, of a norm of x."""
-        by = dict(scale=self.scale, by=self.factor, zero=self.zero_point, shift=self.shift)
-        x8 = p.shifted_quantised(x=p.reshaped(norm), bias=self.beta, **by)
+        by = dict(scheme="static", scale=self.scale, by=self.factor, zero_point=self.zero_point, shift=self.shift)
+        x8 = p.quantise(x=p.reshaped(norm), bias=self.beta, **by)
         layers = ((self.dq, self.dq_scale, self.dq_bias), (self.dkv, self.dkv_scale, self.dkv_bias))
         return tuple(self.linear(p, x8, weight, scale, bias=bias) for weight, scale, bias in layers)
 
     def heads(self, p, norm):
         """All heads of the queries, of a norm of their latent."""
-        by = dict(scale=self.scale_cq, by=self.factor_cq, zero=self.zero_point_cq, shift=self.shift_cq)
-        c8 = p.shifted_quantised(x=p.reshaped(norm), bias=self.beta_cq, **by)
+        by = dict(
+            scheme="static", scale=self.scale_cq, by=self.factor_cq, zero_point=self.zero_point_cq, shift=self.shift_cq
+        )
+        c8 = p.quantise(x=p.reshaped(norm), bias=self.beta_cq, **by)
         return self.linear(p, c8, self.uq, self.uq_scale, bias=self.uq_bias)
 
     def guard(self) -> None:

@@ -57,11 +57,13 @@ class Int8Pages(FloatPages):
 
     def query(self, p, absorbed):
         """int8 queries."""
-        return p.heads_quantised(x=absorbed, scale=self.query_scale)
+        return p.quantise(x=absorbed, scale=self.query_scale, scheme="head")
 
     def written(self, p, latent, rope):
         """Both writes."""
-        int8 = p.shifted_quantised(x=p.reshaped(latent), scale=self.kv_scale, by=self.kv_by, shift=self.kv_shift)
+        int8 = p.quantise(
+            x=p.reshaped(latent), scale=self.kv_scale, by=self.kv_by, shift=self.kv_shift, scheme="static"
+        )
         caches = (self.kv_cache, self.kr_cache)
         return latent_calls.written(p, caches, (int8, rope), self.slots, self.nz_block, self.kr_block)
 

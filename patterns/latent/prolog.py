@@ -67,7 +67,7 @@ class Int8Queries(Group):
     def terms(self, p, rotated, absorbed):
         """Queries in int8, rotated ones divided by the scales of both sides, and their own."""
         scale = p.token_scale(x=p.reshaped(absorbed), dtype=self.dtype)
-        query = p.token_quantised(x=p.reshaped(absorbed), scale=scale, dtype=self.dtype)
+        query = p.quantise(x=p.reshaped(absorbed), scale=scale, dtype=self.dtype, scheme="dynamic")
         return query, p.folded_query(rope=rotated, tokens=p.reshaped(scale), of_keys=self.keys, by=self.keys_by), scale
 
     def guard(self, storage: Int8TensorPages) -> None:

@@ -27,8 +27,7 @@ from patterns.latent.read import absorption, as_turned, lane_forms, pulled, quer
         "whole_latent_attention",
         "rounded_latent_attention",
         "folded_query",
-        "token_quantised",
-        "heads_quantised",
+        "quantise",
         "rotation",
     ),
 )
@@ -52,15 +51,19 @@ def _queries(found: Readings) -> list[tuple[Value, Value]]:
     queries = [each.captures for _, each in found.all("latent_queries")]
     pairs = [(each["absorbed"], each["rope"]) for each in queries]
     for _, attention in found.all("whole_latent_attention"):
-        quantised = found.one(attention.captures["query"], "token_quantised")
+        quantised = _quantised(found, attention.captures["query"], "dynamic")
         folded = found.one(attention.captures["rope"], "folded_query")
         if quantised is not None and folded is not None:
             pairs.append((quantised.captures["x"], folded.captures["rope"]))
     for _, attention in found.all("rounded_latent_attention"):
-        quantised = found.one(attention.captures["query"], "heads_quantised")
+        quantised = _quantised(found, attention.captures["query"], "head")
         if quantised is not None:
             pairs.append((quantised.captures["x"], attention.captures["rope"]))
     return pairs
+
+
+def _quantised(found: Readings, query: Value, scheme: str) -> Reading | None:
+    return next((each for each in found.of(query, "quantise") if each.captures["scheme"] == scheme), None)
 
 
 def _of_query(

@@ -30,7 +30,7 @@ class AddRMSNormDynamicQuant(Rule):
     def _rows(self, p, norm, dtype):
         """Whole numbers and scales of a norm."""
         scale = p.token_scale(x=norm, dtype=dtype)
-        return p.token_quantised(x=norm, scale=scale, dtype=dtype), scale
+        return p.quantise(x=norm, scale=scale, dtype=dtype, scheme="dynamic"), scale
 
     @pattern
     def rounded_sum(

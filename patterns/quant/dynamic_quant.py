@@ -28,7 +28,7 @@ class DynamicQuant(Rule):
     def per_token(self, p, x=tensor("*B D"), dtype=attribute()):
         """Whole numbers and their scale."""
         scale = p.token_scale(x=x, dtype=dtype)
-        return p.token_quantised(x=x, scale=scale, dtype=dtype), scale
+        return p.quantise(x=x, scale=scale, dtype=dtype, scheme="dynamic"), scale
 
     @lowering
     def npu(self, x: Tensor, dtype: torch.dtype):

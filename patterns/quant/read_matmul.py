@@ -18,9 +18,8 @@ from fusion import reader
 from fusion.analysis.factored_products import whole
 from fusion.analysis.nodes import are_read_by, is_computed
 from fusion.analysis.rounding import is_float, unscaled
-from fusion.graph import Algebra, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
-from patterns.quant.read import Found
 
 _SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
 """Dtypes in which sums of products of int8 are computed; float16 ends at 65504."""

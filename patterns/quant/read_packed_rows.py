@@ -22,7 +22,7 @@ _UNREAD = "whole numbers in a line of bytes are not those of runs of lanes by a 
 _SCALES = "the scales in a line of bytes are not those that its whole numbers were divided by"
 
 
-@reader(gives=("byte_line",), needs=("token_quantised",))
+@reader(gives=("byte_line",), needs=("quantise",))
 def packed_rows(graph: Graph) -> Iterator[Found]:
     """All lines of bytes; why others are none."""
     for value in [each for each in graph.places if each.op == "cat" and each.dtype == torch.int8]:
@@ -40,8 +40,8 @@ def _line(graph: Graph, value: Value) -> Reading | str | None:
     if what != ["int8", "bfloat16", "float32"]:
         return _ORDER.format(what=", ".join(what))
     whole, rope, scales = parts
-    rows = graph.readings.all("token_quantised")
-    runs = next((each for value, each in rows if _is(a, whole, value)), None)
+    rows = graph.readings.all("quantise")
+    runs = next((e for value, e in rows if e.captures["scheme"] == "dynamic" and _is(a, whole, value)), None)
     if runs is None:
         odd = graph.readings.missed("dynamic_quant")
         return next((each.reason for value, each in odd if _is(a, whole, value)), _UNREAD)

@@ -92,7 +92,7 @@ class Int8QueryLayer(FloatLayers):
         """As in floats, their latent in int8 with its scale."""
         latent = p.maybe_scaled(norm, of.factor)
         scale = p.token_scale(x=p.reshaped(latent), dtype=self.scale_dtype)
-        int8 = p.token_quantised(x=p.reshaped(latent), scale=scale, dtype=self.scale_dtype)
+        int8 = p.quantise(x=p.reshaped(latent), scale=scale, dtype=self.scale_dtype, scheme="dynamic")
         heads = int8_layer(p, int8, self.uq, self.uq_scale, scale, self.layer_dtype, self.is_parameter_only)
         turning, multiplied = (p.maybe_scaled(heads, by) for by in (self.factor_of_lanes, self.factor_of_heads))
         lanes = p.layer_lanes(layer=turning, width=of.width, start=of.first, heads_first=of.heads_first)

@@ -1,6 +1,4 @@
-"""Rows in whole numbers of 8 bits, with a scale of their own: s = max|x| / 127, q = int8(round(x / s)).
-
-    q: token_quantised(x, scale, dtype of the scale)      s: token_scale(x, dtype)
+"""Rows in int8 with a scale of their own: s = max|x| / 127, q = int8(round(x / s)).
 
 Of s it does not matter where factors, casts, a bound below or the replacement of zeros stand; of q, on which side of
 the rounding the bounds of int8 are: |x| / s is never above 127. A bound below the scale changes rows alone that are as
@@ -10,16 +8,14 @@ good as zeros (`FAINT`), where fewer whole numbers are told apart than could be.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fusion import reader
-from fusion.analysis.nodes import is_computed
 from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Reading, Value
 
 LARGEST = 127
 _SCALED = ("reshape", "expand", "cast", "scale", "clip", "shift")
@@ -81,7 +77,7 @@ def _without_zeros(value: Value) -> _Scale | None:
     return _scale(kept) if zero.op == "full" and zero.attrs == (0,) and _scale(x) is not None else None
 
 
-def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str | None:
+def dynamic(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str | None:
     """`value`, of int8, as rows in whole numbers, with their scale; why it is not; None if nothing is like it."""
     below = rounded(value.arg)
     if below.quotient.op in ("add", "shift") and any(each.op == "round" for each in below.quotient.args):
@@ -108,7 +104,7 @@ def _quantised(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str
         s = a.scale(inverse.arg, 1 / times)
         s = a.reshape(s, (*x.shape[:-1], 1)) if math.prod(s.shape) == math.prod(x.shape[:-1]) else s
         how = {"x": x, "dtype": s.dtype}
-        return Reading("token_quantised", {**how, "scale": s}), s, Reading("token_scale", how)
+        return Reading("quantise", {**how, "scale": s, "scheme": "dynamic"}), s, Reading("token_scale", how)
     return UNSCALED
 
 
@@ -143,21 +139,3 @@ def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -
     if scale.least > FAINT * (1 + 1e-6):
         return f"scales are at least {scale.least:g}: more rows than those that are as good as zeros would change"
     return ""
-
-
-@reader(gives=("token_quantised", "token_scale"))
-def dynamic(graph: Graph) -> Iterator[Found]:
-    """All rows that are quantised by their largest number, and their scales; why others are not."""
-    for value in rounded_to_int8(graph):
-        made = _quantised(graph.algebra, value) if is_computed(graph, value) else None
-        if isinstance(made, str):
-            yield value, Miss("dynamic_quant", made)
-        elif made is not None:
-            whole, scale, multiplier = made
-            yield value, whole
-            yield scale, multiplier
-
-
-def rounded_to_int8(graph: Graph) -> list[Value]:
-    """The values of int8 that are made of floating-point numbers."""
-    return [each for each in graph.places if each.op == "cast" and each.dtype == torch.int8 and is_float(each.arg)]

@@ -1,0 +1,50 @@
+"""Numbers that are rounded to int8, by whatever scale.
+
+quantise(x, scale, scheme, ..)      scheme "dynamic": a scale of each token, computed from it; with its dtype
+                                    "static": what the model holds, also by, bias, zero_point, shift
+                                    "head": a factor of each head that queries are multiplied by
+token_scale(x, dtype)               max|x| / 127 over the last dim, of a dynamic scheme
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fusion import reader
+from fusion.analysis.nodes import is_computed
+from fusion.analysis.rounding import is_float
+from fusion.graph import Found, Graph, Miss, Reading
+from patterns.quant.quantise_by_head import by_head
+from patterns.quant.quantise_dynamic import UNSCALED, dynamic
+from patterns.quant.quantise_static import static
+
+
+@reader(gives=("quantise", "token_scale"))
+def quantised(graph: Graph) -> Iterator[Found]:
+    """Every value of int8 that is made of floating-point numbers: how it is quantised, and why not otherwise.
+
+    What has no scale of each token for another reason than that there is none keeps that reason.
+    """
+    for value in graph.places:
+        if value.op != "cast" or value.dtype != torch.int8 or not is_float(value.arg):
+            continue
+        heads = by_head(graph.algebra, value)
+        if heads is not None:
+            yield value, Miss("quantise", heads) if isinstance(heads, str) else heads
+        if not is_computed(graph, value):
+            continue
+        tokens = dynamic(graph.algebra, value)
+        if isinstance(tokens, tuple):
+            int8, scale, multiplier = tokens
+            yield value, int8
+            yield scale, multiplier
+            continue
+        if tokens is not None:
+            yield value, Miss("dynamic_quant", tokens)
+        held = static(graph.algebra, value)
+        if isinstance(held, Reading):
+            yield value, held
+        elif held is not None and (tokens or UNSCALED) == UNSCALED:
+            yield value, Miss("quantise", held)
