@@ -20,7 +20,8 @@ from fusion.pipeline import fuse_graph
 from fusion.report import emitted
 from fusion.testing import DTYPES, LEVELS, Level, Trial, capture
 
-from . import LOOKALIKES, SPELLINGS, LookAlike, Spelling
+from .base import LookAlike, Spelling
+from .entries import LOOKALIKES, SPELLINGS
 from .test_corpus import SHAPES
 
 HOST = Options(target="host", lower="eager")

@@ -12,11 +12,12 @@ import torch
 
 from fusion.library import installed
 from fusion.testing import Captured, capture, cases
-from tests import corpus
-from tests.corpus import attention, attention_masks, latent_attention, lookalikes_attention
-from tests.corpus.test_sparse_attention import LOOKALIKES as LISTED_LOOKALIKES
-from tests.corpus.test_sparse_attention import SPELLINGS as LISTED
+from tests.attention import attention, attention_masks, lookalikes_attention
+from tests.corpus.entries import LOOKALIKES, SPELLINGS
+from tests.latent import latent_attention
 from tests.models.families import CONFIGS, MODES, build
+from tests.sparse.test_sparse_attention import LOOKALIKES as LISTED_LOOKALIKES
+from tests.sparse.test_sparse_attention import SPELLINGS as LISTED
 
 DTYPE = torch.bfloat16
 
@@ -55,7 +56,7 @@ def _made(make: Callable[..., Any]) -> Captured:
 
 
 def _entries() -> Iterator[Case]:
-    for entry in (*corpus.SPELLINGS, *corpus.LOOKALIKES):
+    for entry in (*SPELLINGS, *LOOKALIKES):
         yield Case(f"corpus_{entry.family}", entry.name.partition("/")[2], partial(_made, entry.make))
 
 
