@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 TORCH := 2.13.0
 NPU := 2.13.0
 WORKERS ?= 2
+SINCE ?= green
 SYSTEM := $(shell uname -s)
 
 export OMP_NUM_THREADS ?= 1
@@ -42,8 +43,9 @@ check: setup  ## format, lint, types, imports
 	$(BIN)/pyright --project pyproject.toml --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-test: check  ## check, and all tests but the nightly ones
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+test: check  ## check, and the tests of what changed since they last passed, with a smoke of all others
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --since=$(SINCE)
+	$(BIN)/python -m tests.changed
 
 nightly: check  ## check, and every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'nightly or not nightly'

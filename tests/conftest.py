@@ -9,6 +9,8 @@ from zlib import crc32
 
 import pytest
 
+from tests import changed
+
 SEED = "CANN_FUSION_SEED"
 
 SHARES = {
@@ -40,20 +42,39 @@ SHARES = {
 """Modules of which one test in so many runs for each push; tests without parameters always run."""
 
 
-def pytest_configure() -> None:
-    """Choose the seed of what differs from run to run, unless it is given; worker processes inherit it."""
+MORE = 4
+"""How many times as many of them run for what changed."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where a push begins."""
+    parser.addoption("--since", default="", help="run what changed since this commit (or `green`), a smoke of the rest")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the seed of what differs from run to run, unless it is given, and what to run; workers inherit both."""
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
+    if not hasattr(config, "workerinput"):
+        decision = changed.decided(config.option.since)
+        config.option.runs = decision.why
+        config.option.areas = None if decision.areas is None else sorted(decision.areas)
 
 
-def pytest_report_header() -> str:
-    """Say it."""
-    return f"attack: {SEED}={os.environ[SEED]}"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say them."""
+    return [f"attack: {SEED}={os.environ[SEED]}", f"tests: {config.option.runs}"]
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Leave the others to the night."""
+    areas = config.option.areas
     for item in items:
         share = next((share for name, share in SHARES.items() if item.nodeid.split("::")[0].endswith(name)), 1)
-        if "[" in item.nodeid and crc32(item.nodeid.encode()) % share:
+        more = MORE if areas and changed.area(item.nodeid) in areas else 1
+        if "[" in item.nodeid and crc32(item.nodeid.encode()) % max(1, share // more):
+            item.add_marker("nightly")
+    if areas is not None:
+        by_day = [each for each in items if not each.get_closest_marker("nightly")]
+        for item in changed.beyond_smoke(each for each in by_day if changed.area(each.nodeid) not in areas):
             item.add_marker("nightly")
