@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusion.library import installed
-from fusion.testing import Captured, capture, cases
+from fusion.testing import Captured, capture, captured, cases
 from tests.attention import attention, attention_masks, lookalikes_attention
 from tests.corpus.entries import LOOKALIKES, SPELLINGS
 from tests.latent import latent_attention
@@ -86,7 +86,7 @@ def _block(entry: Any, mode: str) -> Captured:
 def _examples() -> Iterator[Case]:
     for rule, example in cases(installed().rules):
         name = f"{example.name}{' (to be refused)' if example.refusal else ''}"
-        yield Case(f"example_{rule.name}", name, partial(_traced, example.function, partial(example.inputs, DTYPE)))
+        yield Case(f"example_{rule.name}", name, partial(captured, example, DTYPE))
 
 
 def _models() -> Iterator[Case]:
