@@ -78,9 +78,8 @@ def areas_of(path: str) -> frozenset[str] | None:
         return frozenset()
     if top == "patterns" and rest[0] == "examples":
         return _areas_of_examples(Path(path))
-    if top in ("patterns", "tests") and rest[0] in DOMAINS:
-        return frozenset((rest[0],))
-    if top == "tests" and len(rest) == 2 and rest[1].startswith("test_"):
+    apart = top in ("patterns", "tests") and rest[0] in DOMAINS or top == "tests" and rest[0] in ("attack", "mutation")
+    if apart or (top == "tests" and rest[-1].startswith("test_")):
         return frozenset(rest[:1])
     if Path(path).match("tests/goldens/expected/*.txt"):
         return frozenset((_named([Path(path).stem]) or "goldens",))

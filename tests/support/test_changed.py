@@ -20,6 +20,7 @@ from tests import changed
         ("tests/goldens/expected/corpus_rope_half.txt", {"rotary"}),
         ("tests/goldens/expected/model_Llama.txt", {"goldens"}),
         ("tests/models/test_generate.py", {"models"}),
+        ("tests/attack/blocks/norms.py", {"attack"}),
         ("docs/prepared.md", set()),
         ("README.md", set()),
         ("tests/models/families.py", None),
