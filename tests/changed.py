@@ -28,6 +28,8 @@ FAMILIES = {"rope_half": "rotary", "rope_interleaved": "rotary", "rope_interleav
 
 ACROSS = ("corpus", "goldens", "laws")
 """Folders of tests that take all rules: each case belongs to the domain of its rule."""
+APART = ("attack", "mutation")
+"""Folders of tests that no other one uses."""
 WORDS = ("docs", "benchmarks", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", ".gitignore")
 """Folders and files that only tests without parameters look at, which always run."""
 SMOKE = 8
@@ -78,8 +80,8 @@ def areas_of(path: str) -> frozenset[str] | None:
         return frozenset()
     if top == "patterns" and rest[0] == "examples":
         return _areas_of_examples(Path(path))
-    apart = top in ("patterns", "tests") and rest[0] in DOMAINS or top == "tests" and rest[0] in ("attack", "mutation")
-    if apart or (top == "tests" and rest[-1].startswith("test_")):
+    of_a_domain = top in ("patterns", "tests") and rest[0] in DOMAINS
+    if of_a_domain or (top == "tests" and (rest[0] in APART or rest[-1].startswith("test_"))):
         return frozenset(rest[:1])
     if Path(path).match("tests/goldens/expected/*.txt"):
         return frozenset((_named([Path(path).stem]) or "goldens",))

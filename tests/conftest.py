@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from tests import changed
 
 SEED = "CANN_FUSION_SEED"
+DECISION = pytest.StashKey[changed.Decision]()
 
 SHARES = {
     "attention/test_attention.py": 4,
@@ -54,21 +57,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the seed of what differs from run to run, unless it is given, and what to run; workers inherit both."""
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
-    if not hasattr(config, "workerinput"):
-        decision = changed.decided(config.option.since)
-        config.option.runs = decision.why
-        config.option.areas = None if decision.areas is None else sorted(decision.areas)
+    given = getattr(config, "workerinput", {}).get("decision")
+    config.stash[DECISION] = changed.Decision(*given) if given else changed.decided(config.option.since)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker."""
+    node.workerinput["decision"] = astuple(node.config.stash[DECISION])
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say them."""
-    return [f"attack: {SEED}={os.environ[SEED]}", f"tests: {config.option.runs}"]
+    return [f"attack: {SEED}={os.environ[SEED]}", f"tests: {config.stash[DECISION].why}"]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Leave the others to the night."""
-    areas = config.option.areas
+    areas = config.stash[DECISION].areas
     for item in items:
         share = next((share for name, share in SHARES.items() if item.nodeid.split("::")[0].endswith(name)), 1)
         more = MORE if areas and changed.area(item.nodeid) in areas else 1
