@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TORCH := 2.13.0
 NPU := 2.13.0
 WORKERS ?= 2
+# What a push runs is what changed since this commit: the last that passed; everything where it is empty.
+SINCE ?= green
 SYSTEM := $(shell uname -s)
 
 export OMP_NUM_THREADS ?= 1
@@ -42,11 +44,13 @@ check: setup  ## format, lint, types, imports
 	$(BIN)/pyright --project pyproject.toml --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-test: check  ## check, and all tests but the nightly ones
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+test: check  ## check, and the tests of what changed since they last passed, with a smoke of all others
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --since=$(SINCE)
+	$(if $(filter-out green,$(SINCE)),,$(BIN)/python -m tests.changed)
 
 nightly: check  ## check, and every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'nightly or not nightly'
+	$(BIN)/python -m tests.changed
 
 mutate: $(VENV)/.installed  ## drop one guard at a time: some test must fail (hours; for the night)
 	$(BIN)/python -m tests.mutation --workers $(WORKERS)

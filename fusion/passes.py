@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from fusion.library import fingerprint, library_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.target import Target
+
+_loaded = cache(fingerprint)  # what runs is what was loaded, whatever becomes of the files
 
 
 class FusionPass:
@@ -57,7 +60,7 @@ class FusionPass:
     def uuid(self) -> str:
         """A key for caches of compiled graphs: all code that decides, target, options and versions."""
         content = [
-            fingerprint(self.library),
+            _loaded(self.library),
             Target.resolve(self.options.target).name,
             repr(self.options.key()),
             str(operators.ensure()),

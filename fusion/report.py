@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from typing import Any
 
 import torch.fx as fx
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from fusion._torch import OpOverload, schema_of
 from fusion.cost import is_bookkeeping, is_launch
@@ -260,6 +257,8 @@ class Report:
 
     def __str__(self) -> str:
         """A readable table, as plain text."""
+        from rich.console import Console
+
         console = Console(file=StringIO(), width=120, force_terminal=False)
         for each in self.tables():
             console.print(each)
@@ -268,100 +267,85 @@ class Report:
 
     def tables(self) -> list[Any]:
         """The report as `rich` renderables, for a terminal with colours."""
-        before, after = self.launches
-        graphs = f"{len(self.parts)} graph" + ("" if len(self.parts) == 1 else "s")
-        title = f"fused for {self.target}: {graphs}, {before} launches -> {after}"
-        found: list[Any] = [self._operators(title), self._modules()]
+        found: list[Any] = [self._operators(), self._modules()]
         found += [self._failed()] if self.failures else []
         found += [self._remarks()] if any(each.remark for each in self.matches) else []
         found += [self._assumed()] if self.assumptions else []
         found += [self._guessed()] if self.guesses else []
-        if self.prepared:
-            found.append(self._prepared())
+        found += [self._prepared()] if self.prepared else []
         return [*found, self._refused()] if self.refusals else found
 
-    def _operators(self, title: str) -> Table:
+    def _operators(self) -> Any:
+        before, after = self.launches
+        graphs = f"{len(self.parts)} graph" + ("" if len(self.parts) == 1 else "s")
         waits = sum(part.host_reads for part in self.parts)
         times = f"{waits} times" if waits > 1 else "once"
         told = [f"each step waits {times} for the device, to read lengths (lengths='host')"] if waits else []
         copies = sum(part.result_copies for part in self.parts)
         told += [f"copies so that results lie in memory as those of the model do: {copies}"] if copies else []
-        width = max(map(len, (title, *told)))
-        caption = "\n".join(told) or None
-        table = Table(title=title, title_justify="left", min_width=width, caption=caption, caption_justify="left")
-        table.add_column("operator")
-        table.add_column("calls", justify="right")
-        for name, count in sorted(self.ops.items()):
-            table.add_row(name, str(count))
-        return table
+        title = f"fused for {self.target}: {graphs}, {before} launches -> {after}"
+        return _table(title, ("operator", "calls:"), sorted(self.ops.items()), told)
 
-    def _modules(self) -> Table:
-        table = Table(title="launches per module (layers alike are counted together)", title_justify="left")
-        for name in ("module", "of them", "before", "after", "integer calls"):
-            table.add_column(name, justify="left" if name == "module" else "right")
-        for (path, layer), count in _alike(self.layers).items():
-            numbers = (layer.before.launches, layer.after.launches, layer.after.bookkeeping)
-            table.add_row(path or "(outside modules)", str(count), *map(str, numbers))
-        return table
+    def _modules(self) -> Any:
+        rows = [
+            (path or "(outside modules)", count, layer.before.launches, layer.after.launches, layer.after.bookkeeping)
+            for (path, layer), count in _alike(self.layers).items()
+        ]
+        columns = ("module", "of them:", "before:", "after:", "integer calls:")
+        return _table("launches per module (layers alike are counted together)", columns, rows)
 
-    def _failed(self) -> Table:
+    def _failed(self) -> Any:
+        rows = [
+            (number, each.stage, "as it came" if each.whole else f"without {each.rule}", each.error, each.place)
+            for number, part in enumerate(self.parts)
+            for each in part.failures
+        ]
         title = "failed in the pass: please report it, with the graph that options={'dump_dir': folder} writes"
-        table = Table(title=title, title_justify="left", min_width=len(title))
-        for name in ("graph", "stage", "runs", "error", "at"):
-            table.add_column(name, overflow="fold")
-        for number, part in enumerate(self.parts):
-            for each in part.failures:
-                runs = "as it came" if each.whole else f"without {each.rule}"
-                table.add_row(str(number), each.stage, runs, escape(each.error), escape(each.place))
-        return table
+        return _table(title, ("graph", "stage", "runs", "error", "at"), rows)
 
-    def _remarks(self) -> Table:
-        table = Table(title="chosen by cost", title_justify="left")
-        for name in ("rule", "times", "choice"):
-            table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
-        for (rule, remark), count in Counter((each.rule, each.remark) for each in self.matches if each.remark).items():
-            table.add_row(rule, str(count), remark)
-        return table
+    def _remarks(self) -> Any:
+        counts = Counter((each.rule, each.remark) for each in self.matches if each.remark)
+        rows = [(rule, count, remark) for (rule, remark), count in counts.items()]
+        return _table("chosen by cost", ("rule", "times:", "choice"), rows)
 
-    def _assumed(self) -> Table:
-        table = Table(title="assumed, and checked at every call", title_justify="left", min_width=34)
-        for name in ("argument", "mask"):
-            table.add_column(name)
-        for name, kind in self.assumptions.items():
-            table.add_row(name, kind)
-        return table
+    def _assumed(self) -> Any:
+        return _table("assumed, and checked at every call", ("argument", "mask"), self.assumptions.items())
 
-    def _guessed(self) -> Table:
-        title = "read from data, as nothing was run taken for 1"
-        table = Table(title=title, title_justify="left", min_width=len(title))
-        for name in ("read at", "times"):
-            table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
-        for place, count in self.guesses.items():
-            table.add_row(place, str(count))
-        return table
+    def _guessed(self) -> Any:
+        return _table("read from data, as nothing was run taken for 1", ("read at", "times:"), self.guesses.items())
 
-    def _prepared(self) -> Table:
+    def _prepared(self) -> Any:
+        kinds: dict[str, list[int]] = {"a copy": [], "in place of them": []}
+        for each in self.prepared:
+            kinds["in place of them" if each.joined else "a copy"].append(each.bytes)
+        rows = [(kind, len(those), f"{sum(those):,}") for kind, those in kinds.items() if those]
         title = f"prepared, once: {self.prepared_bytes:,} bytes beside the Parameters"
-        table = Table(title=title, title_justify="left", min_width=len(title))
-        for name in ("held as", "tensors", "bytes"):
-            table.add_column(name, justify="left" if name == "held as" else "right")
-        for joined, kind in ((False, "a copy"), (True, "in place of them")):
-            those = [each for each in self.prepared if each.joined is joined]
-            if those:
-                table.add_row(kind, str(len(those)), f"{sum(each.bytes for each in those):,}")
-        return table
+        return _table(title, ("held as", "tensors:", "bytes:"), rows)
 
-    def _refused(self) -> Table:
-        table = Table(title="not fused, and why", title_justify="left")
-        for name in ("rule", "times", "reason", "first at"):
-            table.add_column(name, justify="right" if name == "times" else "left", overflow="fold")
+    def _refused(self) -> Any:
         kinds: dict[tuple[str, str], list[Refusal]] = {}
         for each in self.refusals:
             on = f" [on {each.target}]" if each.target and each.target != self.target else ""
             kinds.setdefault((each.rule, each.reason + on), []).append(each)
-        for (rule, reason), those in kinds.items():
-            table.add_row(rule, str(len(those)), reason.replace("[", "\\["), those[0].where or those[0].module)
-        return table
+        rows = [
+            (rule, len(those), reason, those[0].where or those[0].module) for (rule, reason), those in kinds.items()
+        ]
+        return _table("not fused, and why", ("rule", "times:", "reason", "first at"), rows)
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], told: Sequence[str] = ()) -> Any:
+    """A `rich` table, whose columns that end in a colon hold numbers, with what is told below it."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    width = max(map(len, (title, *told)))
+    table = Table(title=title, title_justify="left", min_width=width)
+    table.caption, table.caption_justify = "\n".join(told) or None, "left"
+    for name in columns:
+        table.add_column(name.rstrip(":"), justify="right" if name.endswith(":") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(str(each)) for each in row))
+    return table
 
 
 def _alike(layers: Mapping[str, LayerReport]) -> Counter[tuple[str, LayerReport]]:

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import combinations
 from typing import Any, Literal, get_args
 
@@ -112,6 +112,12 @@ def capture(
     except _Stop as stop:
         return stop.captured
     raise AssertionError(f"capturing {function}: it computes nothing on tensors")
+
+
+@lru_cache(maxsize=512)
+def captured(example: Example, dtype: torch.dtype, level: Level = "composite") -> Captured:
+    """What `capture` gives for an example, once: whoever changes a graph changes a copy."""
+    return capture(example.function, example.inputs(dtype), level)
 
 
 def widen(gm: fx.GraphModule) -> fx.GraphModule:
@@ -219,11 +225,11 @@ def trial(
     """
     known = installed() if library is None else library
     needed = replace(known, rules=_closure(rule, known.rules))
-    captured = capture(example.function, example.inputs(dtype), level)
-    fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(fused.graph, needed, options, captured.facts)
+    source = captured(example, dtype, level)
+    fused = fx.GraphModule(source.graph, copy.deepcopy(source.graph.graph))
+    outcome = fuse_graph(fused.graph, needed, options, source.facts)
     fused.recompile()
-    return Trial(needed, captured, fused, outcome)
+    return Trial(needed, source, fused, outcome)
 
 
 def _closure(rule: Rule, library: Iterable[Rule]) -> tuple[Rule, ...]:

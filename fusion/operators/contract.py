@@ -102,7 +102,7 @@ class Operator:
         )
         sizes = frozenset[str]().union(*(named_dims.names(text) for text in self.dims.values()))
         for limit in (limit for chip in self.limits for limit in _limits(self, chip)):
-            spoken = predicates.names(f"({limit.text}) and ({limit.when or True})")
+            spoken = predicates.names(limit.text) | predicates.names(limit.when or "True")
             self._require(spoken - known - sizes, f"names in the limit {limit.text!r}", tuple(known | sizes))
         self._require(self.empty - sizes, "dims", tuple(sizes))
 

@@ -1,4 +1,4 @@
-"""Patterns import the names that `fusion` publishes, the graph and its analysis: no other module of the engine."""
+"""Patterns import the names that `fusion` publishes, the graph and its analysis; a user, nothing that is not needed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 
 import fusion
 
+from ..support.child import child
+
 ROOT = Path(__file__).parents[2]
 OPEN = ("fusion.graph", "fusion.analysis", "fusion.facts")
+HEAVY = ("rich", "typer", "networkx", "jinja2", "transformers", "hypothesis", "torch._inductor", "patterns.examples")
 FILES = sorted((ROOT / "patterns").rglob("*.py"))
 
 
@@ -27,3 +30,18 @@ def test_patterns_use_public_names(path: Path):
         else:
             assert node.module.startswith(OPEN)
             assert not any(each.name.startswith("_") for each in node.names)
+
+
+def test_importing_and_loading_the_library_loads_nothing_heavy():
+    """Dynamo and torch.export, which `import torch` may bring itself, are not counted if it does."""
+    source = """
+        import sys, torch
+        before = set(sys.modules)
+        import fusion
+        from fusion.library import installed
+        installed()
+        print(*sorted(set(sys.modules) - before))
+    """
+    loaded = child(source).stdout.split()
+    assert "patterns.norm.rms_norm" in loaded
+    assert [each for each in loaded if each.startswith((*HEAVY, "torch._dynamo", "torch.export"))] == []

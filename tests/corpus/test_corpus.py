@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from . import LOOKALIKES, SPELLINGS, LookAlike, Spelling
+from .base import LookAlike, Spelling
+from .entries import LOOKALIKES, SPELLINGS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((2, 3), (1, 1), (4, 1), (1, 7))

@@ -20,7 +20,8 @@ from fusion.pipeline import fuse_graph
 from fusion.report import emitted
 from fusion.testing import DTYPES, LEVELS, Level, Trial, capture
 
-from . import LOOKALIKES, SPELLINGS, LookAlike, Spelling
+from .base import LookAlike, Spelling
+from .entries import LOOKALIKES, SPELLINGS
 from .test_corpus import SHAPES
 
 HOST = Options(target="host", lower="eager")
@@ -104,7 +105,7 @@ def test_look_alike_is_refused_with_its_reason(look_alike, level, dtype, shape):
     assert not set(look_alike.forbid) & set(operators(t))
     reasons = [each.reason for each in t.outcome.refusals]
     assert not look_alike.reason or any(re.search(look_alike.reason, each, re.IGNORECASE) for each in reasons), reasons
-    assert all(re.search(r"corpus/\w+\.py:\d+$", each.where) for each in t.outcome.refusals)
+    assert all(re.search(r"tests/\w+/\w+\.py:\d+$", each.where) for each in t.outcome.refusals)
     for law in LAWS:
         law(t)
 

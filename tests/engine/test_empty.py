@@ -15,7 +15,9 @@ from torch import Tensor
 import fusion
 from fusion.graph.algebra import Algebra
 from fusion.operators import operator, refusal
-from tests.corpus import SPELLINGS, Spelling, attention, attention_masks
+from tests.attention import attention, attention_masks
+from tests.corpus.base import Spelling
+from tests.corpus.entries import SPELLINGS
 from tests.engine.graphs import norm, numbers, rotate
 
 TARGETS = ("host", "ascend910b", "ascend910_93")

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from fusion.library import installed
-from fusion.testing import Captured, capture, cases
-from tests import corpus
-from tests.corpus import attention, attention_masks, latent_attention, lookalikes_attention
-from tests.corpus.test_sparse_attention import LOOKALIKES as LISTED_LOOKALIKES
-from tests.corpus.test_sparse_attention import SPELLINGS as LISTED
+from fusion.testing import Captured, capture, captured, cases
+from tests.attention import attention, attention_masks, lookalikes_attention
+from tests.corpus.entries import LOOKALIKES, SPELLINGS
+from tests.latent import latent_attention
 from tests.models.families import CONFIGS, MODES, build
+from tests.sparse.test_sparse_attention import LOOKALIKES as LISTED_LOOKALIKES
+from tests.sparse.test_sparse_attention import SPELLINGS as LISTED
 
 DTYPE = torch.bfloat16
 
@@ -55,7 +56,7 @@ def _made(make: Callable[..., Any]) -> Captured:
 
 
 def _entries() -> Iterator[Case]:
-    for entry in (*corpus.SPELLINGS, *corpus.LOOKALIKES):
+    for entry in (*SPELLINGS, *LOOKALIKES):
         yield Case(f"corpus_{entry.family}", entry.name.partition("/")[2], partial(_made, entry.make))
 
 
@@ -85,7 +86,7 @@ def _block(entry: Any, mode: str) -> Captured:
 def _examples() -> Iterator[Case]:
     for rule, example in cases(installed().rules):
         name = f"{example.name}{' (to be refused)' if example.refusal else ''}"
-        yield Case(f"example_{rule.name}", name, partial(_traced, example.function, partial(example.inputs, DTYPE)))
+        yield Case(f"example_{rule.name}", name, partial(captured, example, DTYPE))
 
 
 def _models() -> Iterator[Case]:

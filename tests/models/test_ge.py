@@ -6,15 +6,14 @@ import json
 
 import pytest
 
-from support.torch_npu_host import requires_torch_npu, run
+from tests.support.torch_npu_host import requires_torch_npu, run
 
 CHILD = """
-import json, sys
-sys.path.insert(0, "tests")
+import json
 import torch
-from support import ge
+from tests.support import ge
 ge.install()
-from models.families import build, caches
+from tests.models.families import build, caches
 from fusion.verification import relative_error
 
 built = build({family!r}, torch.{dtype}, **{sizes!r})

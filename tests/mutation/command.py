@@ -12,11 +12,14 @@ from hypothesis import settings
 from rich.console import Console
 from rich.table import Table
 
+from tests.changed import DOMAINS
 from tests.mutation import limits, runs, survivors
 
-TESTS = "tests/engine tests/corpus tests/laws " + " ".join(
-    f"tests/operators/test_{each}.py" for each in ("limits", "attention_limits", "dtype_limits")
-)
+LIMITS = ("test_limits.py", "test_attention_limits.py", "test_dtype_limits.py")
+TESTS = " ".join(
+    (*(f"tests/{each}" for each in ("analysis", "engine", *DOMAINS, "corpus", "laws")),
+     *(f"tests/operators/{each}" for each in LIMITS))
+)  # fmt: skip
 """What looks at guards; other folders test the API, the lowerings and what operators compute."""
 
 

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.changed import DOMAINS
+
 ROOT = Path(__file__).parents[2]
 PLACES = (
-    *(
-        f"patterns/{each}"
-        for each in ("attention", "cache", "latent", "linear", "norm", "quant", "rotary", "routing", "sparse")
-    ),
+    *(f"patterns/{each}" for each in DOMAINS),
     "fusion/analysis",
     "fusion/stages",
     "fusion/graph/algebra.py",

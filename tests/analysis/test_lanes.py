@@ -1,0 +1,136 @@
+"""What is claimed of lanes is what torch computes, for random moves of lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fusion.analysis.lanes import Leaves, descend, factor, rows, same_lanes, terms
+from fusion.graph import Algebra, Value
+from fusion.graph.recipe import build
+
+SIZE = 8
+Made = tuple[Value, Tensor]
+
+
+def leaf(a: Algebra, name: str, *shape: int, seed: int = 0) -> Made:
+    data = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return a.make("input", (), (name,), shape, torch.float64), data
+
+
+def computed(value: Value, inputs: dict[Value, Tensor]) -> Tensor:
+    """`value` by its recipes."""
+    if value in inputs:
+        return inputs[value]
+    return build(value, lambda size: size, *(computed(arg, inputs) for arg in value.args))
+
+
+@st.composite
+def moves(draw, width: int = SIZE, count: int = 5):
+    """A list of moves of lanes, each a function of (algebra, value)."""
+
+    def one(kind: str, number: int):
+        def apply(a: Algebra, x: Value) -> Value:
+            size = int(x.shape[-1])
+            lead = x.shape[:-1]
+            cut = number % (size - 1) + 1 if size > 1 else 1
+            if kind == "roll":
+                return a.cat([a.slice(x, -1, cut, size), a.slice(x, -1, 0, cut)], -1)
+            if kind == "cut":
+                return a.slice(x, -1, 0, max(2, cut)) or x
+            if kind == "step" and size % 2 == 0 and size > 2:
+                return a.slice(x, -1, number % 2, size, 2) or x
+            if kind == "repeat" and size <= 2 * width:
+                opened = a.expand(a.reshape(x, (*lead, size, 1)), (*lead, size, 2))
+                return a.reshape(opened, (*lead, 2 * size))
+            if kind == "pairs" and size % 2 == 0:
+                split = a.reshape(x, (*lead, size // 2, 2))
+                order = (*range(len(lead)), len(lead) + 1, len(lead))
+                return a.reshape(a.permute(split, order), (*lead, size))
+            if kind == "double" and size <= 2 * width:
+                return a.cat([x, x], -1)
+            if kind == "negate":
+                return a.scale(x, -1)
+            if kind == "interleave" and size % 2 == 0:
+                halves = [a.reshape(a.slice(x, -1, s, s + size // 2), (*lead, size // 2, 1)) for s in (0, size // 2)]
+                return a.reshape(a.cat(halves, -1), (*lead, size))
+            return x
+
+        return apply
+
+    kinds = ("roll", "cut", "step", "repeat", "pairs", "double", "negate", "interleave")
+    chosen = draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 100)), min_size=1, max_size=count))
+    return [one(*each) for each in chosen]
+
+
+@given(moves())
+@settings(max_examples=150, deadline=None)
+def test_a_factor_is_followed_to_the_lanes_that_it_really_holds(chain):
+    a = Algebra()
+    x, data = leaf(a, "x", 2, 3, SIZE)
+    value = x
+    for move in chain:
+        value = move(a, value)
+    at = rows(value)
+    assert at is not None
+    leaves = Leaves()
+    found = factor(at, leaves)
+    assert [each for each, _ in leaves.found] == [x]
+    claimed = torch.from_numpy(found.coefficient) * data.flatten(2)[..., torch.from_numpy(found.index)]
+    torch.testing.assert_close(claimed, computed(value, {x: data}), rtol=0, atol=0)
+
+
+@given(moves(), moves(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_sum_of_products_is_what_its_terms_say(left, right, subtract):
+    a = Algebra()
+    (x, data), (t, table) = leaf(a, "x", 2, 3, SIZE), leaf(a, "t", 3, SIZE, seed=1)
+    first, second = x, t
+    for move in left:
+        first, second = move(a, first), move(a, second)
+    other, another = x, t
+    for move in right:
+        other, another = move(a, other), move(a, another)
+    width = min(int(first.shape[-1]), int(other.shape[-1]))
+    pieces = [a.slice(each, -1, 0, width) for each in (first, second, other, another)]
+    products = [a.mul(pieces[0], pieces[3]), a.mul(pieces[2], pieces[1])]
+    value = a.add(products[0], a.scale(products[1], -1 if subtract else 1))
+    leaves = Leaves()
+    found = terms(rows(value), leaves)
+    if found is None:
+        return
+    numbers = {x: data, t: table}
+    claimed = sum(evaluated(term, leaves, numbers) for term in found)
+    torch.testing.assert_close(claimed, computed(value, numbers), rtol=1e-12, atol=1e-12)
+
+
+def evaluated(term, leaves: Leaves, numbers: dict[Value, Tensor]) -> Tensor:
+    result: Tensor = torch.from_numpy(np.asarray(term.coefficient))
+    for side in (term.first, term.second):
+        lanes = [
+            torch.ones(())
+            if number < 0
+            else computed(leaves.found[number][0], numbers).flatten(-leaves.found[number][1])[..., lane]
+            for number, lane in zip(side.leaf, side.index, strict=True)
+        ]
+        result = result * torch.stack(torch.broadcast_tensors(*lanes), dim=-1)
+    return result
+
+
+def test_lanes_that_are_provably_equal():
+    a = Algebra()
+    x, _ = leaf(a, "x", 3, 4)
+    both = a.unary("cos", a.cat([x, x], -1))
+    assert same_lanes(both, np.arange(4), np.arange(4, 8))
+    assert not same_lanes(both, np.arange(4), np.arange(3, 7))
+    assert not same_lanes(a.cat([x, a.scale(x, -1)], -1), np.arange(4), np.arange(4, 8))
+
+
+def test_rows_are_not_lanes():
+    a = Algebra()
+    x, _ = leaf(a, "x", 3, 4)
+    assert descend(rows(a.permute(x, (1, 0)))) is None
+    assert descend(rows(a.reshape(x, (4, 3)))) is None

@@ -1,0 +1,510 @@
+"""What resembles attention with a simple mask: it must be refused, or fused with the mask that it really has."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tests.corpus.base import activations
+
+from .attention_base import B, D, Entry, G, M, N, S, T, lowest, repeat, tensors
+from .attention_masks import MANY, SCALE, left_padded, scores_of
+
+# masks that are not causal -------------------------------------------------------------------------------------------
+
+
+def anti_causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).triu())
+
+
+def transposed_causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril().mT)
+
+
+def strictly_causal_sdpa(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril(-1))
+
+
+def strictly_causal_mean(q, k, v):
+    hidden = torch.ones(S, S, dtype=torch.bool).triu()
+    return scores_of(q, k).masked_fill(hidden, -1e9).softmax(-1) @ v
+
+
+def strictly_causal_added(q, k, v):
+    hidden = torch.ones(S, S, dtype=q.dtype).triu() * lowest(q)
+    return (scores_of(q, k) + hidden).softmax(-1) @ v
+
+
+def strictly_causal_weak(q, k, v):
+    hidden = torch.ones(S, S, dtype=q.dtype).triu() * -10000.0
+    return (scores_of(q, k) + hidden).softmax(-1) @ v
+
+
+def two_ahead(q, k, v):
+    seen = torch.ones(S, S, dtype=torch.bool).tril(2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def with_a_hole(q, k, v):
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+    columns = torch.arange(S)
+    seen = seen & ~((torch.arange(S)[:, None] == 4) & (columns == 2))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def wider_window(q, k, v):
+    seen = torch.ones(S, S, dtype=torch.bool).tril().triu(-3)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def window_behind(q, k, v):
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(j <= i - 1) & (j >= i - 2))
+
+
+def fractional_bound(q, k, v):
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(j - i) < 0.5)
+
+
+def every_other_key(q, k, v):
+    seen = 2 * torch.arange(S)[None] <= torch.arange(S)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def wrapped_positions(q, k, v):
+    i = torch.arange(S)
+    turned = i[i - 2]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=turned[None] <= turned[:, None])
+
+
+def bytes_that_wrap(q, k, v):
+    i = torch.arange(S, dtype=torch.uint8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(i[None] - i[:, None]) <= 2)
+
+
+def causal_but_for(dtype, count):
+    """Positions that are compared in a dtype that does not hold their differences."""
+
+    def wrapped(q, k, v):
+        ahead = (torch.arange(count)[None] - torch.arange(count)[:, None]).to(dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=ahead <= 0)
+
+    wrapped.__name__ = f"differences_in_{str(dtype).removeprefix('torch.')}"
+    return wrapped
+
+
+def bytes_compared(q, k, v):
+    i = torch.arange(MANY).to(torch.int8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def bytes_compared_with_a_number(q, k, v):
+    i = torch.arange(S, dtype=torch.uint8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(i > -2)[None] | (i[None] <= i[:, None]))
+
+
+def products_that_wrap(q, k, v):
+    i = torch.arange(S, dtype=torch.int32) * 2**29
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def sums_that_wrap(q, k, v, start):
+    i = torch.arange(S, dtype=torch.int32) + start
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def totals_that_wrap(q, k, v):
+    i = torch.full((S,), 50, dtype=torch.int8).cumsum(0, dtype=torch.int8)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def positions_rounded(q, k, v):
+    i = (torch.arange(S) + 2046).to(torch.float16)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def positions_rounded_on_the_way(q, k, v):
+    i = torch.arange(S).float() + 2**25 - 2**25
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def positions_compared_as_floats(q, k, v):
+    i = torch.arange(S) + 2**24
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(i[None] <= 2.0**24) | (i[None] <= i[:, None]))
+
+
+def positions_cut_off(q, k, v):
+    i = (torch.arange(S) * 0.5).long()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= i[:, None])
+
+
+def factor_cut_off(q, k, v):
+    i = torch.full((S,), 2.5, dtype=torch.int64).cumsum(0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=i[None] <= 2 * torch.arange(S)[:, None])
+
+
+def truths_that_are_not_two(q, k, v):
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+    return scores_of(q, k).masked_fill(seen == 2, -math.inf).softmax(-1) @ v
+
+
+def infinity_times_zero(q, k, v):
+    seen = torch.ones(S, S, dtype=q.dtype).tril()
+    return (scores_of(q, k) + (1.0 - seen) * -math.inf).softmax(-1) @ v
+
+
+def infinity_times_triangle(q, k, v):
+    return (scores_of(q, k) + torch.ones(S, S, dtype=q.dtype).triu(1) * -math.inf).softmax(-1) @ v
+
+
+def infinity_taken_from_itself(q, k, v):
+    hidden = torch.full((S, S), -math.inf, dtype=q.dtype).triu(1)
+    return (scores_of(q, k) + (hidden - hidden)).softmax(-1) @ v
+
+
+def filled_with_nan(q, k, v):
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    return scores_of(q, k).masked_fill(hidden, math.nan).softmax(-1) @ v
+
+
+def scores_cut_off(q, k, v):
+    return scores_of(q, k).to(torch.int32).to(q.dtype).softmax(-1) @ v
+
+
+def sums_cut_off(q, k, v):
+    whole = q.to(torch.int8).to(q.dtype) @ k.to(torch.int8).to(q.dtype).mT
+    return (whole + (q @ k.mT).to(torch.int32).to(q.dtype)).softmax(-1) @ v
+
+
+def weights_cut_off(q, k, v):
+    return scores_of(q, k).softmax(-1).to(torch.int32).to(q.dtype) @ v
+
+
+def other_offset(q, k, v, start):
+    seen = torch.arange(T) <= (2 * torch.arange(S) + start)[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def positions_of_others(q, k, v, positions):
+    seen = positions[:, None, None, :] <= positions[:, None, :, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def heads_apart(q, k, v):
+    i, j, head = torch.arange(S)[:, None], torch.arange(S), torch.arange(N)[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=j <= i + head)
+
+
+def scaled_mask(q, k, v):
+    hidden = torch.ones(S, S, dtype=q.dtype).triu(1) * -1e4
+    return ((q @ k.mT * 1e3 + hidden) * 1e-4).softmax(-1) @ v
+
+
+def turned_mask(q, k, v):
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    return ((q @ k.mT * -SCALE).masked_fill(hidden, -1e9) * -1.0).softmax(-1) @ v
+
+
+def hidden_queries(q, k, v, padding):
+    rows = (1.0 - padding[:, None, :, None].to(q.dtype)) * lowest(q)
+    return (scores_of(q, k) + rows).softmax(-1) @ v
+
+
+def empty_rows_filled(q, k, v, padding):
+    seen = torch.ones(S, S, dtype=torch.bool).tril() & padding[:, None, None, :].bool()
+    return scores_of(q, k).masked_fill(~seen, -1e9).softmax(-1) @ v
+
+
+def empty_rows_added(q, k, v, padding):
+    seen = torch.ones(S, S, dtype=torch.bool).tril() & padding[:, None, None, :].bool()
+    return (scores_of(q, k) + torch.zeros(B, 1, S, S, dtype=q.dtype).masked_fill(~seen, lowest(q))).softmax(-1) @ v
+
+
+def empty_rows_lowered(q, k, v, padding):
+    seen = torch.ones(S, S, dtype=torch.bool).tril() & padding[:, None, None, :].bool()
+    return (scores_of(q, k) - 1e4 * (~seen).to(q.dtype)).softmax(-1) @ v
+
+
+def empty_rows_of_two(q, k, v, padding):
+    hidden = torch.ones(S, S, dtype=q.dtype).triu(1) * lowest(q) * 0.5
+    rest = (1.0 - padding[:, None, None, :].to(q.dtype)) * lowest(q) * 0.25
+    return (scores_of(q, k) + hidden + rest).softmax(-1) @ v
+
+
+def nothing_seen(q, k, v):
+    return scores_of(q, k).masked_fill(torch.ones(S, S, dtype=torch.bool), -1e9).softmax(-1) @ v
+
+
+def empty_sequences(q, k, v, count):
+    hidden = (torch.arange(S)[None] >= count[:, None])[:, None, None]
+    return scores_of(q, k).masked_fill(hidden, -1e9).softmax(-1) @ v
+
+
+# keys and values -----------------------------------------------------------------------------------------------------
+
+
+def reversed_keys(q, k, v):
+    return F.scaled_dot_product_attention(q, k.flip(2), v, is_causal=True)
+
+
+def rolled_values(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v.roll(1, 2))
+
+
+def tiled_heads(q, k, v):
+    k, v = k.repeat(1, G, 1, 1), v.repeat(1, G, 1, 1)
+    return scores_of(q, k).softmax(-1) @ v
+
+
+def tiled_keys_only(q, k, v):
+    return scores_of(q, k.repeat(1, G, 1, 1)).softmax(-1) @ repeat(v)
+
+
+def tiled_by_einsum(q, k, v):
+    q = q.unflatten(1, (G, M))
+    weights = torch.einsum("bgmsd,bmtd->bgmst", q, k).mul(SCALE).softmax(-1)
+    return torch.einsum("bgmst,bmtd->bgmsd", weights, v).flatten(1, 2)
+
+
+def keys_of_heads(q, k, v, keys):
+    return (q @ keys.mT * SCALE).softmax(-1) @ v
+
+
+def keys_of_heads_as_many(q, k, v, keys):
+    q, v = q.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)
+    return ((q @ keys.mT * SCALE).softmax(-1) @ v)[:B]
+
+
+def values_of_heads_as_many(q, k, v, values):
+    q, k = q.repeat(2, 1, 1, 1), k.repeat(2, 1, 1, 1)
+    return ((q @ k.mT * SCALE).softmax(-1) @ values)[:B]
+
+
+def keys_as_values(q, k, v):
+    return scores_of(q, k).softmax(-1) @ k
+
+
+def keys_and_values_changed(q, k, v):
+    return F.scaled_dot_product_attention(q, v, k)
+
+
+# functions that are not softmax attention ----------------------------------------------------------------------------
+
+
+def over_queries(q, k, v):
+    return scores_of(q, k).softmax(-2) @ v
+
+
+def capped(q, k, v):
+    return (torch.tanh(scores_of(q, k) / 30.0) * 30.0).softmax(-1) @ v
+
+
+def sloped(q, k, v):
+    near = -(torch.arange(S)[:, None] - torch.arange(S)[None]).abs().to(q.dtype)
+    slopes = 2.0 ** -torch.arange(1, N + 1).to(q.dtype)
+    return (scores_of(q, k) + slopes[:, None, None] * near).softmax(-1) @ v
+
+
+def biased(q, k, v, bias):
+    return (scores_of(q, k) + bias).softmax(-1) @ v
+
+
+def sdpa_biased(q, k, v, bias):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def dropped(q, k, v):
+    return F.dropout(scores_of(q, k).softmax(-1), 0.5, training=True) @ v
+
+
+def sdpa_dropped(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+
+
+def heated(q, k, v, temperature):
+    return (scores_of(q, k) * temperature).softmax(-1) @ v
+
+
+def scaled_by_argument(q, k, v, scale):
+    return (q @ k.mT * scale).softmax(-1) @ v
+
+
+def sigmoid(q, k, v):
+    return scores_of(q, k).sigmoid() @ v
+
+
+def relu(q, k, v):
+    return scores_of(q, k).relu() @ v
+
+
+def lowered_by_one(q, k, v):
+    return scores_of(q, k).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -1.0).softmax(-1) @ v
+
+
+def lowered_by_a_hundred(q, k, v):
+    hidden = torch.ones(S, S, dtype=q.dtype).triu(1) * -100.0
+    return (scores_of(q, k) + hidden).softmax(-1) @ v
+
+
+def multiplied_mask(q, k, v):
+    return (scores_of(q, k) * torch.ones(S, S, dtype=q.dtype).tril()).softmax(-1) @ v
+
+
+def multiplied_weights(q, k, v):
+    return (scores_of(q, k).softmax(-1) * torch.ones(S, S, dtype=q.dtype).tril()) @ v
+
+
+def powers_not_normalised(q, k, v):
+    return scores_of(q, k).exp() @ v
+
+
+def softmax_over_more(q, k, v):
+    powers = scores_of(q, k).exp()
+    return powers / powers.sum((-2, -1), keepdim=True) @ v
+
+
+def softmax_plus_one(q, k, v):
+    powers = scores_of(q, k).exp()
+    return powers / (1.0 + powers.sum(-1, keepdim=True)) @ v
+
+
+def sink_that_is_masked(q, k, v, sink):
+    joined = torch.cat([scores_of(q, k), sink.reshape(1, -1, 1, 1).expand(B, -1, S, 1)], -1)
+    hidden = torch.ones(S, S + 1, dtype=torch.bool).triu(1)
+    return joined.masked_fill(hidden, -math.inf).softmax(-1)[..., :-1] @ v
+
+
+def sink_cut_off(q, k, v, sink):
+    wide = sink.to(torch.int8).to(q.dtype).reshape(1, -1, 1, 1).expand(B, -1, S, 1)
+    return torch.cat([scores_of(q, k), wide], -1).softmax(-1)[..., :-1] @ v
+
+
+def sink_in_front(q, k, v, sink):
+    joined = torch.cat([sink.reshape(1, -1, 1, 1).expand(B, -1, S, 1), scores_of(q, k)], -1)
+    return joined.softmax(-1)[..., :-1] @ v
+
+
+def cut_too_early(q, k, v, sink):
+    joined = torch.cat([scores_of(q, k), sink.reshape(1, -1, 1, 1).expand(B, -1, S, 1)], -1)
+    return joined.softmax(-1)[..., :-2] @ v[:, :, :-1]
+
+
+def fewer_weights(q, k, v):
+    return scores_of(q, k).softmax(-1)[..., :-1] @ v[:, :, :-1]
+
+
+def sink_of_queries(q, k, v, sink):
+    joined = torch.cat([scores_of(q, k), sink.reshape(1, 1, -1, 1).expand(B, N, -1, 1)], -1)
+    return joined.softmax(-1)[..., :-1] @ v
+
+
+def weights_returned(q, k, v):
+    weights = scores_of(q, k).softmax(-1)
+    return weights @ v, weights
+
+
+def scores_returned(q, k, v):
+    scores = scores_of(q, k)
+    return scores.softmax(-1) @ v, scores
+
+
+def refused(form, reason="", **more):
+    """A form that nothing may be made of; without a reason where it does not look like attention."""
+    return Entry(form, "", reason, **more)
+
+
+NOT_PROVEN = "not proven to be a mask"
+LENGTHS = torch.tensor([0, 4])
+
+LOOKALIKES = (
+    Entry(anti_causal, "mask"),
+    Entry(transposed_causal, "mask"),
+    Entry(strictly_causal_sdpa, "mask"),
+    Entry(strictly_causal_mean, "mask"),
+    Entry(strictly_causal_added, "mask"),
+    refused(strictly_causal_weak, "would see those that are lowered least"),
+    Entry(two_ahead, "mask"),
+    Entry(with_a_hole, "mask"),
+    Entry(wider_window, "right window 3"),
+    Entry(window_behind, "mask"),
+    Entry(fractional_bound, "left"),
+    Entry(every_other_key, "mask"),
+    Entry(wrapped_positions, "mask"),
+    Entry(bytes_that_wrap, "mask"),
+    Entry(causal_but_for(torch.int8, MANY), "mask", queries=MANY, keys=MANY),
+    Entry(causal_but_for(torch.uint8, S), "right window 0"),
+    Entry(bytes_compared, "mask", queries=MANY, keys=MANY),
+    Entry(bytes_compared_with_a_number, "left"),
+    Entry(products_that_wrap, "mask"),
+    Entry(sums_that_wrap, "mask", more=tensors(torch.tensor(2**31 - 3, dtype=torch.int32))),
+    Entry(totals_that_wrap, "mask"),
+    Entry(positions_rounded, "mask"),
+    Entry(positions_rounded_on_the_way, "mask"),
+    Entry(positions_compared_as_floats, "mask"),
+    Entry(positions_cut_off, "mask"),
+    Entry(factor_cut_off, "mask"),
+    Entry(truths_that_are_not_two),
+    refused(infinity_times_zero, "infinity times 0"),
+    refused(infinity_times_triangle, "infinity times 0"),
+    refused(infinity_taken_from_itself, "is NaN"),
+    refused(filled_with_nan, "something else than a number"),
+    refused(scores_cut_off, "not both floats"),
+    refused(sums_cut_off, "not proven to be a mask"),
+    refused(weights_cut_off),
+    Entry(
+        other_offset, "mask", keys=T, more=tensors(torch.tensor(1))
+    ),
+    Entry(
+        positions_of_others, "mask",
+        more=tensors((5 * torch.arange(S)[None] + torch.arange(B)[:, None]) % 6),
+    ),
+    refused(heads_apart, "differs from head to head"),
+    refused(scaled_mask, "a bias of"),
+    refused(turned_mask, "something else than a number"),
+    Entry(hidden_queries, "mask", more=tensors(left_padded.bool())),
+    Entry(empty_rows_filled, "mask", more=tensors(left_padded.bool())),
+    Entry(empty_rows_added, "mask", more=tensors(left_padded.bool())),
+    refused(empty_rows_lowered, "would see those that are lowered least", more=tensors(left_padded.bool())),
+    refused(empty_rows_of_two, "would see those that are lowered least", more=tensors(left_padded.bool())),
+    Entry(nothing_seen, "mask"),
+    Entry(empty_sequences, "mask", more=tensors(LENGTHS)),
+    Entry(reversed_keys, "left"),
+    Entry(rolled_values),
+    Entry(tiled_heads, heads=M),
+    Entry(tiled_keys_only, heads=M),
+    Entry(tiled_by_einsum, heads=M),
+    Entry(keys_of_heads, more=tensors(activations(7, N, S, D))),
+    Entry(keys_of_heads_as_many, more=tensors(activations(7, N, S, D))),
+    Entry(values_of_heads_as_many, more=tensors(activations(7, N, S, D))),
+    Entry(keys_as_values),
+    Entry(keys_and_values_changed),
+    refused(over_queries, "over the queries"),
+    refused(capped, "capped softly"),
+    refused(sloped, NOT_PROVEN),
+    refused(biased, NOT_PROVEN, more=tensors(activations(8, S, S))),
+    refused(sdpa_biased, NOT_PROVEN, more=tensors(activations(8, B, N, S, S))),
+    refused(dropped, "dropped"),
+    refused(sdpa_dropped, "dropped"),
+    refused(heated, "by a tensor", more=tensors(activations(9, B, 1, S, 1))),
+    refused(scaled_by_argument, "by a tensor", more=tensors(torch.tensor(0.25))),
+    refused(sigmoid),
+    refused(relu),
+    refused(lowered_by_one, "something else than a number"),
+    refused(lowered_by_a_hundred, "a bias of -100.0"),
+    refused(multiplied_mask, "by a tensor"),
+    refused(multiplied_weights),
+    refused(powers_not_normalised),
+    refused(softmax_over_more),
+    refused(softmax_plus_one),
+    refused(sink_that_is_masked, "a sink is scaled or masked", more=tensors(activations(4, N))),
+    Entry(sink_cut_off, more=tensors(2 * activations(4, N))),
+    refused(sink_in_front, "", more=tensors(activations(4, N))),
+    refused(cut_too_early, "", more=tensors(activations(4, N))),
+    refused(fewer_weights, "the weights are cut"),
+    refused(sink_of_queries, "not one number for each head", more=tensors(activations(4, S))),
+    refused(weights_returned),
+    Entry(scores_returned),
+)  # fmt: skip

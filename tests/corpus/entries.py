@@ -1,0 +1,37 @@
+"""Every entry that stands with its domain: norms, residual adds, rotations, gates, caches; and what resembles them."""
+
+from __future__ import annotations
+
+from tests.cache import cache_write, lookalikes_cache_write
+from tests.linear import lookalikes_swiglu, swiglu, swiglu_projections
+from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
+from tests.quant import quantisation
+from tests.rotary import lookalikes_rope, rope_half, rope_half_partial, rope_interleaved, rope_interleaved_to_half
+from tests.routing import expert_routing
+
+from .base import LookAlike, Spelling
+
+SPELLINGS: tuple[Spelling, ...] = (
+    *rms_norm.SPELLINGS,
+    *layer_norm.SPELLINGS,
+    *add_rms_norm.SPELLINGS,
+    *rope_half.SPELLINGS,
+    *rope_half_partial.SPELLINGS,
+    *rope_interleaved.SPELLINGS,
+    *rope_interleaved_to_half.SPELLINGS,
+    *swiglu.SPELLINGS,
+    *swiglu_projections.SPELLINGS,
+    *expert_routing.SPELLINGS,
+    *cache_write.SPELLINGS,
+    *quantisation.SPELLINGS,
+)
+LOOKALIKES: tuple[LookAlike, ...] = (
+    *lookalikes_rms_norm.LOOKALIKES,
+    *lookalikes_norm.LOOKALIKES,
+    *lookalikes_rope.LOOKALIKES,
+    *lookalikes_swiglu.LOOKALIKES,
+    *swiglu_projections.LOOKALIKES,
+    *expert_routing.LOOKALIKES,
+    *lookalikes_cache_write.LOOKALIKES,
+    *quantisation.LOOKALIKES,
+)

@@ -1,0 +1,357 @@
+"""At run time: computed once, found by the Parameters of the call, computed again when they change, freed with them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fusion
+from fusion import prepared
+from fusion._torch import stamps
+
+from .graphs import numbers
+from .prepared_rules import RAN, CountedGate, Gate, JoinedGate, Layers, backend, close
+
+X = numbers(2, 16, 3)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    gc.collect()
+    RAN.clear()
+
+
+def compiled(model, rule=CountedGate(), dynamic=None, **options):
+    return torch.compile(model, backend=backend(rule, **options), dynamic=dynamic)
+
+
+def entries():
+    return [entry for recipe in list(prepared._RECIPES.values()) for entry in recipe.entries.values()]
+
+
+def agree(run, model, x=X):
+    with torch.no_grad():
+        close(run(x), model(x))
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_prepared_once(lower, verify):
+    model = Gate()
+    run = compiled(model, lower=lower, verify=verify)
+    for _ in range(3):
+        agree(run, model)
+    assert RAN["join"] == 1
+
+
+def test_prepared_once_whatever_the_sizes_of_the_inputs():
+    model = Gate()
+    run = compiled(model, dynamic=True)
+    for length in (2, 3, 7):
+        agree(run, model, numbers(2, 16, length))
+    assert RAN["join"] == 1
+
+
+def write(model):
+    model.gate.weight.add_(1)
+
+
+def assign(model):
+    model.gate.weight.data = numbers(32, 16, 1, seed=5)
+
+
+def load(model):
+    model.load_state_dict(Gate().state_dict())
+
+
+def replace(model):
+    model.up.weight = nn.Parameter(numbers(32, 16, 1, seed=6))
+
+
+@pytest.mark.filterwarnings("ignore:prepack='replace' keeps a copy")
+@pytest.mark.parametrize("change", [write, assign, load, replace])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", [{}, {"prepack": "replace"}], ids=["copy", "replace"])
+def test_a_change_is_seen(change, context, options):
+    model = Gate()
+    run = compiled(model, JoinedGate(), **options)
+    with context():
+        close(run(X), model(X))
+        before = run(X)
+        change(model)
+        close(run(X), model(X))
+        close(run(X), model(X))
+        assert not torch.allclose(before, run(X))
+
+
+@pytest.mark.parametrize("change", [write, assign, load])
+def test_what_is_prepared_again_keeps_its_address(change):
+    model = Gate()
+    run = compiled(model)
+    agree(run, model)
+    (entry,) = entries()
+    address = entry.tensor.data_ptr()
+    with torch.no_grad():
+        change(model)
+    agree(run, model)
+    agree(run, model)
+    assert RAN["join"] == 2
+    (entry,) = entries()
+    assert entry.tensor.data_ptr() == address
+
+
+def test_another_dtype_frees_what_the_old_one_held():
+    model = Layers(Gate(), Gate())
+    run = compiled(model)
+    agree(run, model)
+    old = [weakref.ref(entry.tensor) for entry in entries()]
+    model.to(torch.float64)
+    agree(run, model, X.double())
+    assert len(entries()) == 2
+    assert all(entry.tensor.dtype == torch.float64 for entry in entries())
+    assert all(each() is None for each in old)
+
+
+def test_a_write_that_nothing_shows_needs_a_refresh():
+    model = Gate()
+    run = compiled(model)
+    agree(run, model)
+    delta = (numbers(32, 2, seed=7) @ numbers(2, 16, seed=8))[..., None]
+    with torch.no_grad():
+        before = run(X)
+        model.gate.weight.data.add_(delta)
+        assert torch.equal(run(X), before), "neither address nor version tell"
+        fusion.refresh(model)
+        close(run(X), model(X))
+        for given in (model.up.weight, [model.up.weight], model.parameters()):
+            model.up.weight.data.add_(delta)
+            fusion.refresh(given)
+            close(run(X), model(X))
+    others = Gate()
+    ran = RAN["join"]
+    fusion.refresh(others)
+    agree(run, model)
+    assert RAN["join"] == ran, "the Parameters of another model"
+
+
+def test_parameters_of_inference_mode_count_no_versions():
+    with torch.inference_mode():
+        model = Gate()
+        run = compiled(model)
+        close(run(X), model(X))
+        model.gate.weight.add_(1)
+        fusion.refresh(model)
+        close(run(X), model(X))
+        model.gate.weight.data = numbers(32, 16, 1)
+        close(run(X), model(X))
+    assert RAN["join"] == 3
+
+
+def test_instances_of_one_class_share_the_graph_and_nothing_else():
+    graphs = []
+
+    def counting(gm, inputs):
+        graphs.append(gm)
+        return backend()(gm, inputs)
+
+    class Layer(Gate):
+        forward = torch.compile(Gate.forward, backend=counting)
+
+    layers = [Layer() for _ in range(3)]
+    with torch.no_grad():
+        for _ in range(2):
+            for layer in layers:
+                close(layer(X), Gate.forward(layer, X))
+    assert len(graphs) == 1
+    assert RAN["join"] == 3
+    layers[1].gate.weight.data = numbers(32, 16, 1)
+    with torch.no_grad():
+        for layer in layers:
+            close(layer(X), Gate.forward(layer, X))
+    assert RAN["join"] == 4
+
+
+def test_graphs_share_what_they_prepare_alike():
+    model = Gate()
+    first = compiled(model)
+    agree(first, model)
+    other = compiled(lambda x: model(x.cos()).sin())
+    with torch.no_grad():
+        close(other(X), model(X.cos()).sin())
+    assert RAN["join"] == 1
+    assert len(entries()) == 1
+
+
+def test_tied_weights_are_prepared_once():
+    one, two = Gate(), Gate()
+    two.gate.weight, two.up.weight = one.gate.weight, one.up.weight
+    model = Layers(one, two, Gate())
+    agree(compiled(model), model)
+    assert RAN["join"] == 2
+    own = Gate()
+    own.up.weight = own.gate.weight
+    for prepack in ("copy", "replace"):
+        torch.compiler.reset()
+        run = compiled(own, JoinedGate(), prepack=prepack)
+        agree(run, own)
+        with torch.no_grad():
+            own.gate.weight.add_(1)
+        agree(run, own)
+
+
+def test_freed_with_the_model():
+    model = Layers(Gate(), Gate())
+    run = compiled(model)
+    agree(run, model)
+    held = [weakref.ref(entry.tensor) for entry in entries()]
+    kept = weakref.ref(model.layers[0].gate.weight)
+    assert len(held) == 2
+    del model, run
+    gc.collect()
+    assert kept() is None
+    assert [each() for each in held] == [None, None]
+    assert entries() == []
+
+
+def test_freed_with_the_graphs():
+    model = Gate()
+    agree(compiled(model), model)
+    torch.compiler.reset()
+    gc.collect()
+    assert entries() == []
+
+
+def test_training_is_left_alone():
+    model = Gate()
+    run = compiled(model)
+    with pytest.warns(UserWarning, match="traced for training"):
+        run(X).sum().backward()
+    assert entries() == []
+    assert model.gate.weight.grad is not None
+    agree(run, model)
+    assert not entries()[0].tensor.requires_grad
+    run(X).sum().backward()
+
+
+def test_a_parameter_that_the_graph_writes_to_is_an_input_like_any_other():
+    class Growing(Gate):
+        def forward(self, x):
+            result = super().forward(x)
+            self.gate.weight.mul_(2)
+            return result
+
+    model, plain = Growing(), Growing()
+    plain.load_state_dict(model.state_dict())
+    run = compiled(model, JoinedGate(), verify=True)
+    with torch.no_grad():
+        for _ in range(3):
+            close(run(X), plain(X))
+    assert entries() == []
+
+
+def test_a_rule_that_fails_costs_its_own_places_only():
+    class Broken(CountedGate):
+        def one(self, x, gate, up):
+            raise ZeroDivisionError
+
+        one.fusion_role = "lowering"
+
+    model = Gate()
+    with pytest.warns(UserWarning, match="could not fuse by the rule .broken. and goes on without it"):
+        agree(compiled(model, Broken()), model)
+    assert entries() == []
+
+
+def storages(model):
+    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in model.parameters()}
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_parameters_become_views_of_what_was_joined(lower):
+    model = Gate()
+    state = copy.deepcopy(model.state_dict())
+    own = [id(each) for each in model.parameters()]
+    held = sum(storages(model).values())
+    run = compiled(model, JoinedGate(), lower=lower, prepack="replace")
+    agree(run, model)
+    (entry,) = entries()
+    assert storages(model) == {entry.tensor.untyped_storage().data_ptr(): held}
+    assert [id(each) for each in model.parameters()] == own
+    assert all(each.requires_grad and each.is_leaf for each in model.parameters())
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
+    with torch.no_grad():
+        model.gate.weight.data.add_(1)
+        close(run(X), model(X))
+        model.load_state_dict(state)
+        close(run(X), model(X))
+    assert len(storages(model)) == 1
+    fusion.refresh(model)
+    agree(run, model)
+    assert entries()[0].tensor.data_ptr() == entry.tensor.data_ptr()
+
+
+def test_joined_parameters_stay_joined_for_the_next_graph():
+    model = Gate()
+    agree(compiled(model, JoinedGate(), prepack="replace"), model)
+    place = storages(model)
+    torch.compiler.reset()
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agree(compiled(model, JoinedGate(), prepack="replace"), model)
+    assert storages(model) == place
+
+
+def test_what_a_joined_parameter_was_can_be_put_back():
+    model = Gate()
+    run = compiled(model, JoinedGate(), prepack="replace")
+    agree(run, model)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    backup = model.gate.weight.data
+    model.gate.weight.data = numbers(32, 16, 1)
+    with pytest.warns(UserWarning, match="keeps a copy"):
+        agree(run, model)
+    model.gate.weight.data = backup
+    agree(run, model)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_weights_that_others_share_do_not_move():
+    model = Gate()
+    other = nn.Parameter(model.gate.weight.data)
+    run = compiled(model, JoinedGate(), prepack="replace")
+    with pytest.warns(UserWarning, match="share their memory"):
+        agree(run, model)
+    assert other.data_ptr() == model.gate.weight.data_ptr()
+    with torch.no_grad():
+        other.add_(1)
+    fusion.refresh(model)
+    agree(run, model)
+
+
+def test_trained_after_it_was_joined():
+    model = Gate()
+    run = compiled(model, JoinedGate(), prepack="replace")
+    agree(run, model)
+    model(X).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    agree(run, model)
+
+
+def test_a_stamp_is_address_and_version():
+    weight = nn.Parameter(numbers(4))
+    (address,), (version,) = stamps([weight])
+    with torch.no_grad():
+        weight.add_(1)
+    assert stamps([weight]) == ([address], [version + 1])
+    with torch.inference_mode():
+        uncounted = nn.Parameter(numbers(4))
+    assert stamps([weight, uncounted]) == ([address, uncounted.data_ptr()], [version + 1, -1])

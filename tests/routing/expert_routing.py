@@ -1,0 +1,120 @@
+"""Routers of mixture-of-experts models, as people write them: the share of every expert, 0 where it is not chosen."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.corpus.base import Form, LookAlike, Spelling, generator, look_alike
+
+ROUTING = "npu::npu_moe_gating_top_k_softmax_v2"
+EXPERTS, CHOSEN = 16, 4
+
+
+def _dense(logits: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+    return torch.zeros_like(logits, dtype=shares.dtype).scatter(-1, experts, shares).to(logits.dtype)
+
+
+def chosen_first(logits):
+    values, experts = torch.topk(logits, CHOSEN, dim=-1)
+    return _dense(logits, experts, F.softmax(values, dim=1, dtype=values.dtype))
+
+
+def chosen_first_in_float(logits):
+    values, experts = logits.float().topk(CHOSEN, dim=1)
+    return _dense(logits, experts, torch.softmax(values, dim=1).type_as(logits))
+
+
+def softmax_of_float(logits):
+    values, experts = logits.topk(CHOSEN, dim=-1)
+    return _dense(logits, experts, values.softmax(-1, dtype=torch.float32).to(logits.dtype))
+
+
+def divided_in_place(logits):
+    shares = F.softmax(logits, dim=1, dtype=torch.float)
+    shares, experts = torch.topk(shares, CHOSEN, dim=-1)
+    shares /= shares.sum(dim=-1, keepdim=True)
+    return _dense(logits, experts, shares.to(logits.dtype))
+
+
+def divided_in_float(logits):
+    shares, experts = torch.topk(F.softmax(logits.float(), dim=-1), CHOSEN, dim=-1)
+    return _dense(logits, experts, shares / torch.sum(shares, dim=-1, keepdim=True))
+
+
+def divided_unsorted(logits):
+    shares, experts = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), k=CHOSEN, dim=-1, sorted=False)
+    return _dense(logits, experts, shares * shares.sum(-1, keepdim=True).reciprocal())
+
+
+def plain_shares(logits):
+    shares, experts = torch.topk(F.softmax(logits, dim=1, dtype=torch.float), CHOSEN, dim=-1)
+    return _dense(logits, experts, shares.to(logits.dtype))
+
+
+def plain_unsorted(logits):
+    shares, experts = torch.topk(logits.softmax(dim=-1, dtype=torch.float32), k=CHOSEN, dim=-1, sorted=False)
+    return _dense(logits, experts, shares)
+
+
+def sigmoid_scores(logits):
+    shares, experts = logits.sigmoid().topk(CHOSEN, dim=-1)
+    return _dense(logits, experts, shares / shares.sum(-1, keepdim=True))
+
+
+def softmax_over_tokens(logits):
+    values, experts = logits.topk(CHOSEN, dim=-1)
+    return _dense(logits, experts, values.softmax(0))
+
+
+def softmax_over_tokens_first(logits):
+    shares, experts = logits.softmax(0).topk(CHOSEN, dim=-1)
+    return _dense(logits, experts, shares)
+
+
+def _logits(B: int, S: int) -> tuple[Tensor, ...]:
+    rows = [torch.randperm(EXPERTS, generator=generator(31 + row)) for row in range(B * S)]
+    return (torch.stack(rows).to(torch.float64) / 4 - 2,)
+
+
+def renormalised(logits: Tensor) -> Tensor:
+    shares = plain(logits)
+    return shares / shares.sum(-1, keepdim=True)
+
+
+def plain(logits: Tensor) -> Tensor:
+    shares = torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
+    least = shares.sort(-1, descending=True).values[:, CHOSEN - 1 : CHOSEN]
+    return torch.where(shares >= least, shares, 0.0)
+
+
+def _spelling(form: Form, note: str, meaning=renormalised) -> Spelling:
+    def make(dtype: torch.dtype, B: int, S: int):
+        return form, tuple(t.to(dtype) for t in _logits(B, S))
+
+    def expected(dtype: torch.dtype, B: int, S: int) -> tuple[Tensor, ...]:
+        return (meaning(*_logits(B, S)),)
+
+    return Spelling(f"expert_routing/{form.__name__}", "expert_routing", make, {ROUTING: 1}, expected, note)
+
+
+def _other(form: Form, reason: str, meaning=renormalised) -> LookAlike:
+    return look_alike("expert_routing", form, reason, (ROUTING,), _logits, meaning)
+
+
+SPELLINGS = (
+    _spelling(chosen_first, "transformers: GPT-OSS"),
+    _spelling(chosen_first_in_float, "transformers: Granite MoE"),
+    _spelling(softmax_of_float, "softmax with a dtype, rounded back"),
+    _spelling(divided_in_place, "transformers: Qwen3 MoE, OLMoE with norm_topk_prob"),
+    _spelling(divided_in_float, "transformers: Mixtral"),
+    _spelling(divided_unsorted, "unsorted, times the reciprocal"),
+    _spelling(plain_shares, "transformers: Qwen2 MoE, OLMoE", plain),
+    _spelling(plain_unsorted, "transformers: DeepSeek-V2", plain),
+)
+LOOKALIKES = (
+    _other(sigmoid_scores, "sigmoid"),
+    _other(softmax_over_tokens, "another dim"),
+    _other(softmax_over_tokens_first, "another dim", plain),
+)

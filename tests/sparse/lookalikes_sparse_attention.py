@@ -1,0 +1,318 @@
+"""What resembles sparse attention by an indexer: less of it may be fused, and whatever is must mean the same."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tests.attention.attention_base import lowest
+
+from .sparse_attention_base import HEADS, UNFUSED, K, X, choose, entry, hide, score
+
+SEVERAL = ("prefill", "chunk")
+SUM = "what is chosen from is not the sum over heads"
+SIGN = "scores are multiplied by a number that is not positive"
+
+
+# scores of the indexer -----------------------------------------------------------------------------------------------
+
+
+def turned_scores(q, k, w):
+    return -score(q, k, w)
+
+
+def turned_products(q, k, w):
+    return (F.relu(q @ k.mT.unsqueeze(1) * -(X**-0.5)) * w.unsqueeze(-1)).sum(2)
+
+
+def turned_weights(q, k, w):
+    return score(q, k, w * -0.5)
+
+
+def without_relu(q, k, w):
+    return ((q @ k.mT.unsqueeze(1)) * w.unsqueeze(-1)).sum(2)
+
+
+def other_rectifier(q, k, w):
+    return (F.gelu(q @ k.mT.unsqueeze(1)) * w.unsqueeze(-1)).sum(2)
+
+
+def leaky(q, k, w):
+    return (F.leaky_relu(q @ k.mT.unsqueeze(1)) * w.unsqueeze(-1)).sum(2)
+
+
+def clamped_above_zero(q, k, w):
+    return ((q @ k.mT.unsqueeze(1)).clamp(min=0.25) * w.unsqueeze(-1)).sum(2)
+
+
+def clamped_on_both_sides(q, k, w):
+    return ((q @ k.mT.unsqueeze(1)).clamp(0.0, 1.0) * w.unsqueeze(-1)).sum(2)
+
+
+def shifted(q, k, w):
+    return (F.relu(q @ k.mT.unsqueeze(1) - 0.5) * w.unsqueeze(-1)).sum(2)
+
+
+def rectified_sum(q, k, w):
+    return F.relu(score(q, k, w))
+
+
+def largest_head(q, k, w):
+    return (F.relu(q @ k.mT.unsqueeze(1)) * w.unsqueeze(-1)).amax(2)
+
+
+def summed_queries(q, k, w):
+    products = F.relu(q @ k.mT.unsqueeze(1)) * w.unsqueeze(-1)
+    return products.sum(1, keepdim=True).expand_as(products).sum(2)
+
+
+def weighted_by_key(q, k, w):
+    products = (F.relu(q @ k.mT.unsqueeze(1)) * w.unsqueeze(-1)).sum(2)
+    return products * torch.arange(1, k.shape[1] + 1).to(k.dtype)
+
+
+def weighted_by_query(q, k, w):
+    return score(q, k, w) * w[..., :1].float()
+
+
+def local_bias(q, k, w):
+    return score(q, k, w) + torch.arange(k.shape[1]) * 0.125
+
+
+def keys_of_queries(q, k, w):
+    return (F.relu(q @ k.mT) * w.unsqueeze(-1)).sum(2)
+
+
+def keys_of_queries_turned(q, k, w):
+    products = F.relu(q.transpose(0, 1) @ k.mT.unsqueeze(1)).transpose(0, 1)
+    return (products * w.unsqueeze(-1)).sum(2)
+
+
+def one_weight(q, k, w):
+    return (F.relu(q @ k.mT.unsqueeze(1)) * w[:1, :1].unsqueeze(-1)).sum(2)
+
+
+def one_weight_with_matmul(q, k, w):
+    return (w[:1, :1].unsqueeze(-2) @ F.relu(q @ k.mT.unsqueeze(1))).squeeze(2)
+
+
+def weights_of_keys(q, k, w):
+    return (F.relu(q @ k.mT.unsqueeze(1)) * k[..., :HEADS].mT.unsqueeze(1)).sum(2)
+
+
+def no_weights(q, k, w):
+    return F.relu(q @ k.mT.unsqueeze(1)).sum(2)
+
+
+def whole_products(q, k, w):
+    products = F.relu(q @ k.mT.unsqueeze(1)).to(torch.int32).to(q.dtype)
+    return (products * w.unsqueeze(-1)).sum(2)
+
+
+# lists ---------------------------------------------------------------------------------------------------------------
+
+
+def smallest(scores, seen):
+    return scores.masked_fill(~seen, math.inf).topk(min(K, scores.shape[-1]), dim=-1, largest=False).indices
+
+
+def smallest_with_infinity(scores, seen):
+    return (-scores.masked_fill(~seen, math.inf)).topk(min(K, scores.shape[-1]), dim=-1).indices
+
+
+def without_mask(scores, seen):
+    return scores.topk(min(K, scores.shape[-1]), dim=-1).indices
+
+
+def masked_with_zero(scores, seen):
+    return scores.masked_fill(~seen, 0.0).topk(min(K, scores.shape[-1]), dim=-1).indices
+
+
+def softly_masked(scores, seen):
+    return (scores - (~seen).to(scores.dtype)).topk(min(K, scores.shape[-1]), dim=-1).indices
+
+
+def moved(scores, seen):
+    return (choose(scores, seen) + 1).clamp(max=scores.shape[-1] - 1)
+
+
+def wrapped(scores, seen):
+    return choose(scores, seen) % 4
+
+
+def windowed_list(scores, seen):
+    t = scores.shape[-1]
+    near = seen & (torch.arange(t) > seen.sum(-1, keepdim=True) - 1 - K)
+    return scores.masked_fill(~near, -math.inf).topk(min(K, t), dim=-1).indices
+
+
+def all_but_the_last(scores, seen):
+    return choose(scores, seen)[..., :-1]
+
+
+def all_but_the_first(scores, seen):
+    return choose(scores, seen)[..., 1:]
+
+
+def whole_scores(scores, seen):
+    return (scores * 4).to(torch.int32).masked_fill(~seen, -100000).topk(min(K, scores.shape[-1]), -1).indices
+
+
+def listed_twice(scores, seen):
+    places = choose(scores, seen)
+    return torch.cat((places, torch.zeros_like(places[..., :1])), -1)
+
+
+def masked_in_two_shapes(scores, seen):
+    t = scores.shape[-1]
+    scores = scores.unsqueeze(1).masked_fill(~seen, -math.inf).squeeze(1)
+    real = torch.arange(t) < (torch.arange(scores.shape[0]) * 2 + 3)[:, None, None]
+    return scores.masked_fill(~real, -math.inf).topk(min(K, t), -1).indices
+
+
+def masked_in_two_other_shapes(scores, seen):
+    t = scores.shape[-1]
+    real = torch.arange(t) < (torch.arange(scores.shape[0]) * 2 + 3)[:, None, None]
+    scores = scores.masked_fill(~real, -math.inf).unsqueeze(1)
+    return scores.masked_fill(~seen, -math.inf).topk(min(K, t), -1).indices.squeeze(1)
+
+
+# masks ---------------------------------------------------------------------------------------------------------------
+
+
+def only_listed(places, seen, x):
+    return torch.zeros(*places.shape[:2], seen.shape[-1], dtype=torch.bool).scatter(-1, places, True).unsqueeze(1)
+
+
+def all_but_listed(places, seen, x):
+    hidden = torch.zeros(*places.shape[:2], seen.shape[-1], dtype=torch.bool).scatter(-1, places, True)
+    hidden = hidden & (torch.arange(seen.shape[-1]) > 0)  # so that every query sees a key
+    return (~hidden & seen).unsqueeze(1)
+
+
+def listed_or_near(places, seen, x):
+    near = seen & (torch.arange(seen.shape[-1]) >= seen.sum(-1, keepdim=True) - 2)
+    return (only_listed(places, seen, x) & seen) | near
+
+
+def listed_and_near(places, seen, x):
+    near = seen & (torch.arange(seen.shape[-1]) >= seen.sum(-1, keepdim=True) - 3)
+    return hide(places, near, x)
+
+
+def listed_or_first(places, seen, x):
+    return hide(places, seen, x) | (torch.arange(seen.shape[-1]) == 0)
+
+
+def padded(places, seen, x):
+    real = torch.arange(seen.shape[-1]) >= (torch.arange(x.shape[0]) * 2)[:, None]
+    return hide(places, seen, x) & real[:, None, None]
+
+
+def softly_hidden(places, seen, x):
+    return torch.zeros(1, dtype=x.dtype) - (~hide(places, seen, x)).to(x.dtype)
+
+
+def hidden_by_a_hundred(places, seen, x):
+    return torch.where(hide(places, seen, x), 0.0, -100.0).to(x.dtype)
+
+
+def written_twice(places, seen, x):
+    listed = only_listed(places, seen, x).squeeze(1)
+    return (listed.scatter(-1, places[..., :1], False) & seen | (torch.arange(seen.shape[-1]) == 0)).unsqueeze(1)
+
+
+def two_lists(places, seen, x):
+    second = places.flip(0)
+    return hide(places, seen, x) | hide(second, seen, x)
+
+
+def counted_from_the_end(places, seen, x):
+    t = seen.shape[-1]
+    return only_listed(t - 1 - places, seen, x) & seen | (torch.arange(t) == 0)
+
+
+def for_other_queries(places, seen, x):
+    return hide(places.flip(1), seen, x) | (torch.arange(seen.shape[-1]) == 0)
+
+
+def for_other_sequences(places, seen, x):
+    return hide(places.flip(0), seen, x)
+
+
+def lowered_twice(places, seen, x):
+    causal = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, lowest(x) / 2)
+    listed = torch.zeros(*places.shape[:2], seen.shape[-1], dtype=x.dtype)
+    return (listed + lowest(x) / 4).scatter(-1, places, 0.0).unsqueeze(1) + causal
+
+
+def list_of_one_sequence(places, seen, x):
+    listed = torch.zeros(places.shape[1], seen.shape[-1], dtype=torch.bool).scatter(-1, places[0], True)
+    return (listed & seen)[None, None]
+
+
+def list_of_the_first(places, seen, x):
+    return (only_listed(places, seen, x)[:1] & seen).expand(x.shape[0], -1, -1, -1)
+
+
+def list_of_the_last(places, seen, x):
+    return only_listed(places, seen, x)[-1:] & seen
+
+
+LOOKALIKES = (
+    entry("turned_scores", score=turned_scores, indexer=0, reason=SIGN),
+    entry("turned_products", score=turned_products, indexer=0, reason=SUM),
+    entry("turned_weights", score=turned_weights, indexer=0, reason=SIGN),
+    entry("without_relu", score=without_relu, indexer=0, reason=SUM),
+    entry("other_rectifier", score=other_rectifier, indexer=0, reason=SUM),
+    entry("leaky", score=leaky, indexer=0, reason=SUM),
+    entry("clamped_above_zero", score=clamped_above_zero, indexer=0, reason=SUM),
+    entry("clamped_on_both_sides", score=clamped_on_both_sides, indexer=0, reason=SUM),
+    entry("shifted", score=shifted, indexer=0, reason=SUM),
+    entry("rectified_sum", score=rectified_sum, indexer=0, reason=SUM),
+    entry("largest_head", score=largest_head, indexer=0, reason=SUM),
+    entry("summed_queries", score=summed_queries, indexer=0, reason=SUM),
+    entry("weighted_by_key", score=weighted_by_key, indexer=0, reason=SUM),
+    entry("weighted_by_query", score=weighted_by_query, indexer=0, reason=SUM),
+    entry("local_bias", score=local_bias, indexer=0),
+    entry("smallest", choose=smallest, indexer=0),
+    entry("smallest_with_infinity", choose=smallest_with_infinity, indexer=0),
+    entry("without_mask", choose=without_mask, hide=listed_or_first, **UNFUSED),
+    entry("masked_with_zero", choose=masked_with_zero, hide=listed_or_first, **UNFUSED),
+    entry("softly_masked", choose=softly_masked, hide=listed_or_first, **UNFUSED),
+    entry("moved", choose=moved, indexer=0),
+    entry("wrapped", choose=wrapped, indexer=0),
+    entry("windowed_list", choose=windowed_list, indexer=0),
+    entry("all_but_the_last", choose=all_but_the_last),
+    entry("all_but_the_first", ("chunk", "step", "grow"), choose=all_but_the_first, indexer=0),
+    entry("only_listed", ("prefill", "chunk", "step"), hide=only_listed, indexer=0),
+    entry("all_but_listed", hide=all_but_listed, **UNFUSED),
+    entry("listed_or_near", hide=listed_or_near, **UNFUSED),
+    entry("listed_and_near", hide=listed_and_near, **UNFUSED),
+    entry("listed_or_first", hide=listed_or_first, **UNFUSED),
+    entry("padded", ("chunk", "step", "grow"), hide=padded, **UNFUSED),
+    entry("softly_hidden", hide=softly_hidden, **UNFUSED),
+    entry("hidden_by_a_hundred", hide=hidden_by_a_hundred, **UNFUSED),
+    entry("written_twice", hide=written_twice, **UNFUSED),
+    entry("two_lists", hide=two_lists, **UNFUSED),
+    entry("counted_from_the_end", hide=counted_from_the_end, **UNFUSED),
+    entry("for_other_queries", hide=for_other_queries, **UNFUSED),
+    entry("for_other_sequences", hide=for_other_sequences, indexer=0),
+    entry("lowered_twice", ("prefill", "chunk", "step"), hide=lowered_twice, **UNFUSED, reason="lowered least"),
+    entry("keys_of_queries", ("chunk",), score=keys_of_queries, tokens=2, indexer=0, reason=SUM),
+    entry("keys_of_queries_turned", ("chunk",), score=keys_of_queries_turned, tokens=2, indexer=0, reason=SUM),
+    entry("one_weight", score=one_weight),
+    entry("one_weight_with_matmul", score=one_weight_with_matmul),
+    entry("weights_of_keys", score=weights_of_keys, indexer=0, reason=SUM),
+    entry("no_weights", score=no_weights, indexer=0, reason=SUM),
+    entry("whole_products", score=whole_products, indexer=0, reason=SUM),
+    entry("whole_scores", choose=whole_scores, indexer=0),
+    entry("listed_twice", choose=listed_twice, indexer=0),
+    entry("masked_in_two_shapes", choose=masked_in_two_shapes, indexer=0, reason="arranged otherwise"),
+    entry("masked_in_two_other_shapes", choose=masked_in_two_other_shapes, indexer=0, reason="arranged otherwise"),
+    entry("list_of_one_sequence", hide=list_of_one_sequence, indexer=0),
+    entry("list_of_the_first", hide=list_of_the_first, **UNFUSED),
+    entry("list_of_the_last", hide=list_of_the_last, **UNFUSED),
+)  # fmt: skip
