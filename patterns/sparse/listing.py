@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
+from patterns.attention.calls import MaskSpec
 from patterns.sparse.pages import of_rows, read
 
 
@@ -68,16 +69,12 @@ class Listing(Group):
         In mode 3 the last query sees the last of these keys; in mode 0 every query sees all of them.
         """
         mode = 0 if self.mask_kind == "full" else 3
-        if self.kv_lens is not None:
-            return mode, self.kv_lens.to(torch.int32)
-        rows: Any = queries.shape[1]
-        short = isinstance(rows, int) and isinstance(keys, int) and rows > keys
-        behind = "there are fewer keys than queries, which stand in line from the first on"
-        require(self.mask_kind != "left" or not short, behind)
-        count: Any = rows if self.mask_kind == "left" else keys if self.kv_len is None else self.kv_len
-        if isinstance(count, int) and count == room:
+        spec = MaskSpec(self.mask_kind, None, self.kv_len, self.kv_lens).from_last(queries.shape[1], keys)
+        if spec.kv_lens is not None:
+            return mode, spec.kv_lens.to(torch.int32)
+        if isinstance(spec.kv_len, int) and spec.kv_len == room:
             return mode, None
-        return mode, torch.full(queries.shape[:1], count, dtype=torch.int32, device=queries.device)
+        return mode, torch.full(queries.shape[:1], spec.kv_len, dtype=torch.int32, device=queries.device)
 
     def found(self) -> Tensor:
         """What the indexer lists [B, S, 1, count], -1 where there are not so many."""
