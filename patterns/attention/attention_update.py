@@ -7,81 +7,75 @@ after the other. *Replaces with* `npu_attention_update`, which reads each part o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Rule, lowering, pattern, tensor
+from fusion import Group, Rule, lowering, pattern, tensor
+from patterns.attention.read_lse_merge import PARTS
 
 OUTPUT = 0
 """The update type that gives the merged output, and no log-sum-exp."""
 
 
 @dataclass(frozen=True)
+class _Numbered(Group):
+    """Fields out0, lse0, out1, …, of parts of which there are two at least."""
+
+    def of(self, name: str) -> list[Any]:
+        """The outputs or the log-sum-exps of all parts that there are."""
+        every = (getattr(self, f"{name}{number}") for number in range(PARTS))
+        return [each for each in every if each is not None]
+
+    def merged(self, p):
+        """The term of their merge."""
+        return p.merged_parts(**{name: getattr(self, name) for name in self.declared()})
+
+
+_FIELDS = (("out", "*B D"), ("lse", "*B"))
+Parts: Any = make_dataclass(
+    "Parts",
+    [(f"{name}{n}", Any, tensor(dims, optional=n > 1)) for n in range(PARTS) for name, dims in _FIELDS],
+    bases=(_Numbered,),
+    frozen=True,
+)
+"""Outputs and log-sum-exps of attention over parts of the keys."""
+
+
+@dataclass(frozen=True)
 class AttentionUpdate(Rule):
     """Outputs of attention over parts of the keys, merged by their log-sum-exps."""
 
-    def reference(self, outs: list[Tensor], sums: list[Tensor]) -> Tensor:
-        """The meaning: outs [*B, D] and sums [*B] of each part → [*B, D]."""
-        weights = torch.stack(sums).softmax(0).unsqueeze(-1)
+    def reference(self, outs: list[Tensor], lses: list[Tensor]) -> Tensor:
+        """The meaning: outs [*B, D] and log-sum-exps [*B] of each part → [*B, D]."""
+        weights = torch.stack(lses).softmax(0).unsqueeze(-1)
         return (weights * torch.stack(outs)).sum(0)
 
     @pattern
-    def rounded(
-        self, p, out0=tensor("*B D"), sum0=tensor("*B"), out1=tensor("*B D"), sum1=tensor("*B"),
-        out2=tensor("*B D", optional=True), sum2=tensor("*B", optional=True),
-        out3=tensor("*B D", optional=True), sum3=tensor("*B", optional=True),
-        out4=tensor("*B D", optional=True), sum4=tensor("*B", optional=True),
-        out5=tensor("*B D", optional=True), sum5=tensor("*B", optional=True),
-        out6=tensor("*B D", optional=True), sum6=tensor("*B", optional=True),
-        out7=tensor("*B D", optional=True), sum7=tensor("*B", optional=True),
-    ):  # fmt: skip
+    def rounded(self, p, parts: Any = Parts):
         """In the dtype of the parts."""
-        return p.as_dtype(
-            p.merged_parts(
-                out0=out0, sum0=sum0, out1=out1, sum1=sum1, out2=out2, sum2=sum2, out3=out3, sum3=sum3,
-                out4=out4, sum4=sum4, out5=out5, sum5=sum5, out6=out6, sum6=sum6, out7=out7, sum7=sum7,
-            ),
-            out0,
-        )  # fmt: skip
+        return p.as_dtype(parts.merged(p), parts.out0)
 
     @pattern
-    def wide(
-        self, p, out0=tensor("*B D"), sum0=tensor("*B"), out1=tensor("*B D"), sum1=tensor("*B"),
-        out2=tensor("*B D", optional=True), sum2=tensor("*B", optional=True),
-        out3=tensor("*B D", optional=True), sum3=tensor("*B", optional=True),
-        out4=tensor("*B D", optional=True), sum4=tensor("*B", optional=True),
-        out5=tensor("*B D", optional=True), sum5=tensor("*B", optional=True),
-        out6=tensor("*B D", optional=True), sum6=tensor("*B", optional=True),
-        out7=tensor("*B D", optional=True), sum7=tensor("*B", optional=True),
-    ):  # fmt: skip
+    def wide(self, p, parts: Any = Parts):
         """In the dtype in which it is computed."""
-        return p.merged_parts(
-            out0=out0, sum0=sum0, out1=out1, sum1=sum1, out2=out2, sum2=sum2, out3=out3, sum3=sum3,
-            out4=out4, sum4=sum4, out5=out5, sum5=sum5, out6=out6, sum6=sum6, out7=out7, sum7=sum7,
-        )  # fmt: skip
+        return parts.merged(p)
 
     @lowering
-    def stored(
-        self, out0, out1, out2, out3, out4, out5, out6, out7, sum0, sum1, sum2, sum3, sum4, sum5, sum6, sum7
-    ):  # fmt: skip
+    def stored(self, parts):
         """The parts as they are stored."""
-        outs, sums = (out0, out1, out2, out3, out4, out5, out6, out7), (sum0, sum1, sum2, sum3, sum4, sum5, sum6, sum7)
-        return _merged([each for each in outs if each is not None], [each for each in sums if each is not None])
+        return _merged(parts.of("out"), parts.of("lse"))
 
     @lowering
-    def widened(
-        self, out0, out1, out2, out3, out4, out5, out6, out7, sum0, sum1, sum2, sum3, sum4, sum5, sum6, sum7
-    ):  # fmt: skip
-        """The parts in the dtype of their sums, which the result has."""
-        outs, sums = (out0, out1, out2, out3, out4, out5, out6, out7), (sum0, sum1, sum2, sum3, sum4, sum5, sum6, sum7)
-        wide = [each.to(sum0.dtype) for each in outs if each is not None]
-        return _merged(wide, [each for each in sums if each is not None])
+    def widened(self, parts):
+        """The parts in the dtype of their log-sum-exps, which the result has."""
+        return _merged([each.to(parts.lse0.dtype) for each in parts.of("out")], parts.of("lse"))
 
 
-def _merged(outs: list[Tensor], sums: list[Tensor]) -> Tensor:
+def _merged(outs: list[Tensor], lses: list[Tensor]) -> Tensor:
     """One row after the other: [R, D] and [R]."""
     rows = [each.reshape(-1, each.shape[-1]) for each in outs]
-    y, _ = torch.ops.npu.npu_attention_update([each.reshape(-1) for each in sums], rows, OUTPUT)
+    y, _ = torch.ops.npu.npu_attention_update([each.reshape(-1) for each in lses], rows, OUTPUT)
     return y.reshape(outs[0].shape)

@@ -1,6 +1,6 @@
 """Outputs of attention over parts of the keys, merged by the log-sum-exps of their scores.
 
-merged_parts(out0, sum0, out1, sum1, …)      Σᵢ exp(sumᵢ - sum) outᵢ, with sum = log Σᵢ exp(sumᵢ)
+merged_parts(out0, lse0, out1, lse1, …)      Σᵢ exp(lseᵢ - lse) outᵢ, with lse = log Σᵢ exp(lseᵢ)
 
 Every weight is brought into one form, a product of powers of exponentials and of their sums, in which maxima and
 partial sums cancel. What is left must be one exponential each, over the sum of all.
@@ -22,7 +22,7 @@ from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones
 from fusion.graph.algebra import widens
 
 PARTS = 8
-"""As many as the rule's pattern names."""
+"""As many as the rule names."""
 Outs = Mapping[Value, Share]
 _NAME = "attention_update"
 
@@ -197,5 +197,5 @@ def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> R
         return "the parts do not have the shape of what they are merged to"
     captures: dict[str, Any] = {}
     for number, (out, lse) in enumerate(zip(outs, sums, strict=True)):
-        captures |= {f"out{number}": a.reshape(out, value.shape), f"sum{number}": a.reshape(lse, rows)}
+        captures |= {f"out{number}": a.reshape(out, value.shape), f"lse{number}": a.reshape(lse, rows)}
     return Reading("merged_parts", captures)

@@ -11,15 +11,64 @@ rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
-from patterns.attention import calls
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from patterns.attention.calls import Parts, viewed
+from patterns.attention.visibility import Visibility
 
 TRIANGLE = 512
+
+
+@dataclass(frozen=True)
+class Alone(Group):
+    """Nothing but these keys gave anything."""
+
+    view: Any = attribute()
+
+    def terms(self, p, attended, lse, like):
+        """The result, in the arrangement of the model, and its log-sum-exp."""
+        return attended(finish=self.view), lse
+
+    def arguments(self) -> dict[str, Any]:
+        """What the operator is told."""
+        return dict(calc_type="calc_type_first_ring")
+
+    def restored(self, y: Tensor) -> Tensor:
+        """The result as the model has it."""
+        return viewed(y, self.view)
+
+
+@dataclass(frozen=True)
+class Merged(Group):
+    """Other keys gave a result and a log-sum-exp before."""
+
+    before: Any = tensor("B N S E")
+    lse: Any = tensor("B N S I")
+    view: Any = attribute()
+
+    def terms(self, p, attended, lse, like):
+        """Both of all keys."""
+        out = p.reshaped(attended(finish=self.view))
+        top = p.op("aten.maximum.default", self.lse, lse)
+        old, new = p.op("exp", self.lse - top), p.op("exp", lse - top)
+        total = old + new
+        y = p.maybe_cast(self.before, to=torch.float32) * old + p.maybe_cast(out, to=torch.float32) * new
+        return p.as_dtype(y * p.power(total, -1.0), like), top + p.op("log", total)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the operator is told."""
+        pre_out = self.before.transpose(1, 2).flatten(0, 1)
+        prev_lse = self.lse.squeeze(-1).transpose(0, 1).flatten(1)
+        return dict(calc_type="calc_type_default", pre_out=pre_out, prev_lse=prev_lse)
+
+    def restored(self, y: Tensor) -> Tensor:
+        """The result as it is."""
+        return y
 
 
 @dataclass(frozen=True)
@@ -32,64 +81,45 @@ class RingMla(Rule):
         return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
     @pattern
-    def first(
-        self, p, q=tensor("B N S D"), k=tensor("B M T D"), v=tensor("B M T E"), mask=tensor("*L S T", optional=True),
-        length=tensor("B", optional=True), scale=scalar(), order=attribute(), window=attribute(), known=attribute(),
-        empty=attribute(), finish=attribute(),
-    ):  # fmt: skip
-        """Of nothing but these keys."""
-        seen = dict(mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty)
-        return p.softmax_attention(q=q, k=k, v=v, finish=finish, **seen), p.attention_log_sum(q=q, k=k, **seen)
+    @variants(others=(Alone, Merged))
+    def written(
+        self,
+        p,
+        others,
+        q=tensor("B N S D"),
+        k=tensor("B M T D"),
+        v=tensor("B M T E"),
+        seen: Any = Visibility,
+        scale=scalar(),
+    ):
+        """Behind whatever mask."""
+        said = dict(q=q, k=k, scale=scale, **seen.said())
+        return others.terms(p, partial(p.softmax_attention, v=v, **said), p.attention_log_sum(**said), q)
 
-    @pattern
-    def with_others(
-        self, p, q=tensor("B N S D"), k=tensor("B M T D"), v=tensor("B M T E"), mask=tensor("*L S T", optional=True),
-        length=tensor("B", optional=True), before=tensor("B N S E"), sums=tensor("B N S I"), scale=scalar(),
-        order=attribute(), window=attribute(), known=attribute(), empty=attribute(), inner=attribute(),
-    ):  # fmt: skip
-        """Merged with what other keys gave."""
-        seen = dict(mask=mask, length=length, scale=scale, order=order, window=window, known=known, empty=empty)
-        lse = p.attention_log_sum(q=q, k=k, **seen)
-        out = p.reshaped(p.softmax_attention(q=q, k=k, v=v, finish=inner, **seen))
-        top = p.op("aten.maximum.default", sums, lse)
-        old, new = p.op("exp", sums - top), p.op("exp", lse - top)
-        total = old + new
-        y = p.maybe_cast(before, to=torch.float32) * old + p.maybe_cast(out, to=torch.float32) * new
-        return p.as_dtype(y * p.power(total, -1.0), q), top + p.op("log", total)
-
-    def guard(self, q: Any, k: Any, v: Any, order: str, window: Any, known: Any, length: Any):
+    def guard(self, q: Any, k: Any, v: Any, seen: Visibility):
         """What the operator can be told."""
         rows, keys = q.shape[2], k.shape[2]
         numbers = all(isinstance(each, int) for each in (q.shape[0], rows, keys))
-        require(window is None and known is None and length is None, "only a part of the keys is seen")
-        require(order != "mask", "what the mask lets through is not proven to be causal")
-        require(order == "full" or rows == keys, "the causal order is not that of a square")
+        every = seen.window is None and seen.kv_len is None and seen.kv_lens is None
+        require(every, "only a part of the keys is seen")
+        require(seen.mask_kind != "mask", "what the mask lets through is not proven to be causal")
+        require(seen.mask_kind == "full" or rows == keys, "the causal order is not that of a square")
         require(numbers and rows <= keys, "there are fewer keys than queries, or their numbers are not known before")
         require(q.shape[3] > v.shape[3], "queries have no lanes beside as many as values have")
 
     @lowering
-    def alone(self, q, k, v, scale, order, finish):
+    def run(self, q, k, v, others, seen, scale):
         """One call, over sequences that are packed one after the other."""
-        require(finish is not None, "what other keys gave is merged with it")
-        y, lse = _stepped(q, k, v, scale, order, calc_type="calc_type_first_ring")
-        return calls.viewed(y, finish), lse
-
-    @lowering
-    def merged(self, q, k, v, before, sums, scale, order):
-        """The same, with the merge."""
-        require(before is not None, "there is nothing to merge it with")
-        pre_out = before.transpose(1, 2).flatten(0, 1)
-        prev_lse = sums.squeeze(-1).transpose(0, 1).flatten(1)
-        return _stepped(q, k, v, scale, order, calc_type="calc_type_default", pre_out=pre_out, prev_lse=prev_lse)
+        y, lse = _stepped(q, k, v, scale, seen.mask_kind != "full", **others.arguments())
+        return others.restored(y), lse
 
 
-def _stepped(q: Tensor, k: Tensor, v: Tensor, scale: float, order: str, **how: Any) -> tuple[Tensor, Tensor]:
+def _stepped(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **how: Any) -> Parts:
     """Output [B, N, S, E] and log-sum-exp [B, N, S, 1]."""
     batch, heads, rows = q.shape[:3]
     width: Any = v.shape[3]
     packed = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
     query, key, value = packed
-    causal = order != "full"
     lengths = [torch.full((batch,), size, dtype=torch.int32) for size in (rows, k.shape[2])]
     made: dict[str, Any] = dict(dtype=q.dtype, device=q.device)
     hidden = 1.0 if q.dtype == torch.bfloat16 else -10000.0  # the kernel multiplies what it is given in bfloat16

@@ -40,11 +40,14 @@ _OF_LATENTS = ("latent_keys", "latent_values")
 
 @reader(
     gives=("paged_rows",),
-    needs=("softmax_attention", "whole_latent_attention", "rounded_latent_attention", "latent_keys", "latent_values"),
+    needs=("softmax_attention", *_WHOLE, "latent_keys", "latent_values", "index_selection"),
 )
 def block_tables(graph: Graph) -> Iterator[Found]:
-    """Keys, values and latents of attention that are gathered from pages."""
+    """Keys, values and latents of attention, and keys of indexers, that are gathered from pages."""
     a, folder, held = graph.algebra, graph.shared(Folder), graph.places
+    for key in (each.captures["key"] for _, each in graph.readings.all("index_selection")):
+        if (reading := _rows(a, folder, key, (key.shape[0], 1, *key.shape[1:]), held)) is not None:
+            yield key, reading
     for _, attention in graph.readings.all(*_WHOLE):
         yield from _of_whole(a, folder, attention, held).items()
     for _, attention in graph.readings.all("softmax_attention"):

@@ -48,23 +48,6 @@ def written(p, caches, rows, slots, *lines):
     ]
 
 
-def lengths(keys: Tensor, queries: Any, order: str, known: Any, length: Tensor | None) -> tuple[int, Tensor | None]:
-    """Sparse mode, and how many of keys [B, T, ..] are there for each sequence, [B] in int32, None for all.
-
-    In mode 3 the last query sees the last of these keys; in mode 0 every query sees all of them.
-    """
-    mode = 0 if order == "full" else 3
-    if length is not None:
-        return mode, length.to(torch.int32)
-    size: Any = keys.shape[1]
-    short = isinstance(queries, int) and isinstance(size, int) and queries > size
-    require(order != "left" or not short, "there are fewer keys than queries, which stand in line from the first on")
-    count = queries if order == "left" else size if known is None else known
-    if isinstance(count, int) and count == size:
-        return mode, None
-    return mode, torch.full((keys.shape[0],), count, dtype=torch.int32, device=keys.device)
-
-
 def sequences(cache: Any, start: Any, axis: int) -> Any:
     """How many sequences of a cache rows are written to along `axis`: those that have a start, or all."""
     if start.shape:

@@ -7,12 +7,45 @@ prepared once; each result is a view of what it gives.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, require, tensor
+from fusion import Group, Rule, attribute, lowering, pattern, require, tensor
+
+
+@dataclass(frozen=True)
+class Layers(Group):
+    """Layers that stand beside each other in the order of the model; `rest` is the one behind them."""
+
+    first: Any = tensor("N0 K")
+    second: Any = tensor("N1 K")
+    third: Any = tensor("N2 K")
+    fourth: Any = tensor("N3 K")
+    first_bias: Any = tensor("N0", optional=True)
+    second_bias: Any = tensor("N1", optional=True)
+    third_bias: Any = tensor("N2", optional=True)
+    fourth_bias: Any = tensor("N3", optional=True)
+    rest: Any = tensor("*R", optional=True)
+    fixed: Any = attribute()
+
+    def weights(self) -> list[Any]:
+        """Those that there are."""
+        return [each for each in (self.first, self.second, self.third, self.fourth) if each is not None]
+
+    def biases(self) -> list[Any]:
+        """Those that there are: of all layers, or of none."""
+        biases = (self.first_bias, self.second_bias, self.third_bias, self.fourth_bias)
+        return [each for each in biases if each is not None]
+
+    def terms(self, p, x, count: int):
+        """The results of the first `count`."""
+        results: list[Any] = [self.rest]
+        for weight, bias in list(zip(self.weights(), self.biases(), strict=True))[count - 1 :: -1]:
+            results.insert(0, p.linear(x=x, weight=weight, bias=bias, beside=results[0], fixed=self.fixed))
+        return tuple(results[:-1])
 
 
 @dataclass(frozen=True)
@@ -24,70 +57,28 @@ class JoinedProjections(Rule):
         return tuple(F.linear(x, weight) for weight in weights)
 
     @pattern
-    def four(
-        self,
-        p,
-        x=tensor("*B K"),
-        first=tensor("N0 K"),
-        second=tensor("N1 K"),
-        third=tensor("N2 K"),
-        fourth=tensor("N3 K"),
-        first_bias=tensor("N0", optional=True),
-        second_bias=tensor("N1", optional=True),
-        third_bias=tensor("N2", optional=True),
-        fourth_bias=tensor("N3", optional=True),
-        rest=tensor("*R", optional=True),
-        fixed=attribute(),
-    ):
+    def four(self, p, x=tensor("*B K"), layers: Any = Layers):
         """Four of one input."""
-        y3 = p.linear(x=x, weight=fourth, bias=fourth_bias, beside=rest, fixed=fixed)
-        y2 = p.linear(x=x, weight=third, bias=third_bias, beside=y3, fixed=fixed)
-        y1 = p.linear(x=x, weight=second, bias=second_bias, beside=y2, fixed=fixed)
-        return p.linear(x=x, weight=first, bias=first_bias, beside=y1, fixed=fixed), y1, y2, y3
+        return layers.terms(p, x, 4)
 
     @pattern
-    def three(
-        self,
-        p,
-        x=tensor("*B K"),
-        first=tensor("N0 K"),
-        second=tensor("N1 K"),
-        third=tensor("N2 K"),
-        first_bias=tensor("N0", optional=True),
-        second_bias=tensor("N1", optional=True),
-        third_bias=tensor("N2", optional=True),
-        rest=tensor("*R", optional=True),
-        fixed=attribute(),
-    ):
+    def three(self, p, x=tensor("*B K"), layers: Any = Layers):
         """Three of one input."""
-        y2 = p.linear(x=x, weight=third, bias=third_bias, beside=rest, fixed=fixed)
-        y1 = p.linear(x=x, weight=second, bias=second_bias, beside=y2, fixed=fixed)
-        return p.linear(x=x, weight=first, bias=first_bias, beside=y1, fixed=fixed), y1, y2
+        return layers.terms(p, x, 3)
 
     @pattern
-    def two(
-        self,
-        p,
-        x=tensor("*B K"),
-        first=tensor("N0 K"),
-        second=tensor("N1 K"),
-        first_bias=tensor("N0", optional=True),
-        second_bias=tensor("N1", optional=True),
-        rest=tensor("*R", optional=True),
-        fixed=attribute(),
-    ):
+    def two(self, p, x=tensor("*B K"), layers: Any = Layers):
         """Two of one input."""
-        y1 = p.linear(x=x, weight=second, bias=second_bias, beside=rest, fixed=fixed)
-        return p.linear(x=x, weight=first, bias=first_bias, beside=y1, fixed=fixed), y1
+        return layers.terms(p, x, 2)
 
-    def guard(self, fixed: bool):
+    def guard(self, layers: Layers):
         """Joining is free only where it is done once."""
-        require(fixed, "the weights do not come from Parameters alone: joining them would cost a copy at every call")
+        once = "the weights do not come from Parameters alone: joining them would cost a copy at every call"
+        require(layers.fixed, once)
 
     @lowering
-    def run(self, x, first, second, third, fourth, first_bias, second_bias, third_bias, fourth_bias):
+    def run(self, x: Tensor, layers: Layers):
         """One matmul, cut into views."""
-        weights = [each for each in (first, second, third, fourth) if each is not None]
-        biases = [each for each in (first_bias, second_bias, third_bias, fourth_bias) if each is not None]
+        weights, biases = layers.weights(), layers.biases()
         y = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
         return y.split([each.shape[0] for each in weights], dim=-1)

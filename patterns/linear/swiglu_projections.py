@@ -7,14 +7,38 @@ with* one matmul of the joined weights, prepared once, and `npu_swiglu`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, attribute, lookalike, lowering, pattern, require, tensor
+from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, tensor
 
 f32 = torch.float32
+
+
+@dataclass(frozen=True)
+class Gate(Group):
+    """A projection, and the one that stands beside it."""
+
+    weight: Any = tensor("H K")
+    bias: Any = tensor("H", optional=True)
+    beside: Any = tensor("*G", optional=True)
+    fixed: Any = attribute()
+
+    def term(self, p, x):
+        """What it gives, perhaps in float32."""
+        layer = p.linear(x=x, weight=self.weight, bias=self.bias, beside=self.beside, fixed=self.fixed)
+        return p.maybe_cast(layer, to=f32)
+
+
+@dataclass(frozen=True)
+class Up(Gate):
+    """The same of an input that may be another."""
+
+    weight: Any = tensor("H J")
+    beside: Any = tensor("*U", optional=True)
 
 
 @dataclass(frozen=True)
@@ -26,50 +50,23 @@ class SwigluProjections(Rule):
         return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
     @pattern
-    def written(
-        self,
-        p,
-        x=tensor("*B K"),
-        gate=tensor("H K"),
-        up=tensor("H K"),
-        gate_bias=tensor("H", optional=True),
-        up_bias=tensor("H", optional=True),
-        gate_next=tensor("*G", optional=True),
-        up_next=tensor("*U", optional=True),
-        fixed=attribute(),
-    ):
+    def written(self, p, x=tensor("*B K"), gate: Any = Gate, up: Any = Up):
         """Two projections."""
-        g = p.maybe_cast(p.linear(x=x, weight=gate, bias=gate_bias, beside=gate_next, fixed=fixed), to=f32)
-        u = p.maybe_cast(p.linear(x=x, weight=up, bias=up_bias, beside=up_next, fixed=fixed), to=f32)
-        return p.as_dtype(p.maybe_cast(p.silu(g), to=x) * u, like=x)
+        return p.as_dtype(p.maybe_cast(p.silu(gate.term(p, x)), to=x) * up.term(p, x), like=x)
 
     @lookalike("gate and up are projections of different inputs", apart=("x", "z"))
-    def two_inputs(
-        self,
-        p,
-        x=tensor("*B K"),
-        z=tensor("*B J"),
-        gate=tensor("H K"),
-        up=tensor("H J"),
-        gate_bias=tensor("H", optional=True),
-        up_bias=tensor("H", optional=True),
-        gate_next=tensor("*G", optional=True),
-        up_next=tensor("*U", optional=True),
-        gate_fixed=attribute(),
-        up_fixed=attribute(),
-    ):
+    def two_inputs(self, p, x=tensor("*B K"), z=tensor("*B J"), gate: Any = Gate, up: Any = Up):
         """Silu of one, times the other."""
-        g = p.maybe_cast(p.linear(x=x, weight=gate, bias=gate_bias, beside=gate_next, fixed=gate_fixed), to=f32)
-        u = p.maybe_cast(p.linear(x=z, weight=up, bias=up_bias, beside=up_next, fixed=up_fixed), to=f32)
-        return p.maybe_cast(p.silu(g), to=x) * u
+        return p.maybe_cast(p.silu(gate.term(p, x)), to=x) * up.term(p, z)
 
-    def guard(self, gate_bias, up_bias, fixed: bool):
+    def guard(self, gate: Gate, up: Up):
         """Joining is free only where it is done once."""
-        require(fixed, "the weights do not come from Parameters alone: joining them would cost a copy at every call")
-        require((gate_bias is None) == (up_bias is None), "only one of gate and up has a bias")
+        once = "the weights do not come from Parameters alone: joining them would cost a copy at every call"
+        require(gate.fixed and up.fixed, once)
+        require((gate.bias is None) == (up.bias is None), "only one of gate and up has a bias")
 
     @lowering
-    def npu(self, x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None):
+    def npu(self, x: Tensor, gate: Gate, up: Up):
         """One matmul, one operator."""
-        bias = None if gate_bias is None or up_bias is None else torch.cat([gate_bias, up_bias])
-        return torch.ops.npu.npu_swiglu(F.linear(x, torch.cat([gate, up]), bias), -1)
+        bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
+        return torch.ops.npu.npu_swiglu(F.linear(x, torch.cat([gate.weight, up.weight]), bias), -1)

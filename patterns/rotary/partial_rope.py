@@ -7,12 +7,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, tensor
+from fusion import Group, Rule, attribute, lowering, pattern, tensor, variants
 from patterns.rotary.rope import Rope
+
+WAYS = ("half", "pairs", "pairs_to_half", "pairs_to_half_by_batch", "rows_to_half", "through_half")
+"""Lowerings of `rope`."""
+
+
+@dataclass(frozen=True)
+class Turned(Group):
+    """The lanes that are rotated."""
+
+    x: Any = tensor("*B D")
+    cos: Any = tensor("*T D")
+    sin: Any = tensor("*U D")
+    source: Any = attribute()
+    result: Any = attribute()
+    dtype: Any = attribute()
 
 
 @dataclass(frozen=True)
@@ -24,53 +40,13 @@ class PartialRope(Rule):
         return torch.cat((Rope().reference(x, cos, sin), rest), dim=-1)
 
     @pattern
-    def rotated(
-        self,
-        p,
-        x=tensor("*B D"),
-        cos=tensor("*T D"),
-        sin=tensor("*U D"),
-        rest=tensor("*B E"),
-        source=attribute(),
-        result=attribute(),
-        dtype=attribute(),
-        rest_first=attribute(),
-    ):
+    def rotated(self, p, turned: Any = Turned, rest=tensor("*B E"), rest_first=attribute()):
         """Some lanes are rotated."""
-        return p.partial_rotation(
-            x=x, cos=cos, sin=sin, rest=rest, source=source, result=result, dtype=dtype, rest_first=rest_first
-        )
-
-    def _joined(self, rotated: Tensor, rest: Tensor, rest_first: bool, dtype: torch.dtype) -> Tensor:
-        rotated = rotated.to(dtype)
-        return torch.cat((rest, rotated) if rest_first else (rotated, rest), dim=-1)
+        return p.partial_rotation(rest=rest, rest_first=rest_first, **vars(turned))
 
     @lowering
-    def half(self, x, cos, sin, rest, source, result, dtype, rest_first):
-        """Half order on both sides."""
-        return self._joined(Rope().half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
-
-    @lowering
-    def pairs(self, x, cos, sin, rest, source, result, dtype, rest_first):
-        """Interleaved order on both sides."""
-        return self._joined(Rope().pairs(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
-
-    @lowering
-    def pairs_to_half(self, x, cos, sin, rest, source, result, dtype, rest_first):
-        """Interleaved in, half out, [B, N, S, D]."""
-        return self._joined(Rope().pairs_to_half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
-
-    @lowering
-    def pairs_to_half_by_batch(self, x, cos, sin, rest, source, result, dtype, rest_first):
-        """The same with tables for every sequence."""
-        return self._joined(Rope().pairs_to_half_by_batch(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
-
-    @lowering
-    def rows_to_half(self, x, cos, sin, rest, source, result, dtype, rest_first):
-        """Interleaved in, half out, [B, S, N, D]."""
-        return self._joined(Rope().rows_to_half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
-
-    @lowering
-    def through_half(self, x, cos, sin, rest, source, result, dtype, rest_first):
-        """Any orders."""
-        return self._joined(Rope().through_half(x, cos, sin, source, result, dtype), rest, rest_first, dtype)
+    @variants(way=WAYS)
+    def joined(self, turned, rest, rest_first, way):
+        """The rotation in one of the ways of `rope`, beside the other lanes."""
+        y = getattr(Rope(), way)(**vars(turned)).to(turned.dtype)
+        return torch.cat((rest, y) if rest_first else (y, rest), dim=-1)

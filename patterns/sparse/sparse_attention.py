@@ -1,8 +1,9 @@
 """out = softmax(scale · q kᵀ over the keys that an indexer lists) v, of keys and values that one latent gives.
 
 *Matches* dense attention behind a mask of listed keys, with keys and values expanded from a latent (DeepSeek-V3.2,
-2025). *Replaces with* `npu_lightning_indexer` and `npu_sparse_flash_attention` on the latent itself: queries and
-results take the expansion over (`q · (W c) = (q W) · c`), which is exact for every list of keys.
+2025), over rows, or over pages that block tables name. *Replaces with* `npu_lightning_indexer` and
+`npu_sparse_flash_attention` on the latent itself, in place: queries and results take the expansion over (`q · (W c) =
+(q W) · c`), which is exact for every list of keys.
 """
 
 from __future__ import annotations
@@ -13,9 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Rule, lowering, pattern, scalar, variants
 from patterns.attention.calls import viewed
+from patterns.attention.results import Output
+from patterns.attention.sources import Rows
+from patterns.attention.visibility import Visibility
 from patterns.latent import latent_calls
+from patterns.latent.encodings import Plain
+from patterns.sparse.listing import Listing, PagedListing
+from patterns.sparse.pages import LatentPages
+
+SOURCES = (Rows, LatentPages)
+VALUES = ("transposed", "multiplied")
+"""How the values of all heads are expanded, see `latent_calls.expanded`."""
 
 
 @dataclass(frozen=True)
@@ -29,116 +40,52 @@ class SparseAttention(Rule):
         return scores.masked_fill(~listed.unsqueeze(1), -torch.inf).softmax(-1).to(q.dtype) @ v
 
     @pattern
+    @variants(listing=(Listing, PagedListing), source=SOURCES)
     def by_indexer(
-        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
-        latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
-        up_value=tensor("N C E", optional=True), query=tensor("B S H Di"),
-        key=tensor("B T Di"), weights=tensor("B S H"), places=tensor("B S K"), mask_length=tensor("B", optional=True),
-        length=tensor("B", optional=True), count=attribute(), some=attribute(), scale=scalar(), order=attribute(),
-        known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(), empty=attribute(),
-        finish=attribute(), distinct=attribute(),
-    ):  # fmt: skip
+        self, p, listing, source, encoding: Any = Plain, result: Any = Output, seen: Any = Visibility, scale=scalar()
+    ):
         """The keys are what an indexer finds behind the same mask."""
-        seen = dict(order=order, window=None, known=known, length=length, some=some)
-        listed = p.index_selection(query=query, key=key, weights=weights, places=places, count=count, **seen)
-        return latent_calls.attended(
-            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),
-            mask=p.chosen_keys(places=listed, distinct=distinct, **seen), order=mask_order, window=mask_window,
-            known=mask_known, length=mask_length, scale=scale, empty=empty, finish=finish,
-        )  # fmt: skip
+        return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.indexed(p)))
 
     @pattern
+    @variants(listing=(Listing,), source=SOURCES)
     def by_places(
-        self, p, nope=tensor("B N S D", optional=True), q_rope=tensor("B N S Dr"), absorbed=tensor("B N S C"),
-        latent=tensor("*L C"), k_rope=tensor("*R Dr"), up_key=tensor("N D C", optional=True),
-        up_value=tensor("N C E", optional=True), places=tensor("B S K"),
-        mask_length=tensor("B", optional=True), length=tensor("B", optional=True), some=attribute(), scale=scalar(),
-        order=attribute(), known=attribute(), mask_order=attribute(), mask_window=attribute(), mask_known=attribute(),
-        empty=attribute(), finish=attribute(), distinct=attribute(),
-    ):  # fmt: skip
-        """The keys are listed in whatever way."""
-        return latent_calls.attended(
-            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),
-            mask=p.chosen_keys(
-                places=places, distinct=distinct, order=order, window=None, known=known, length=length, some=some
-            ),
-            order=mask_order, window=mask_window, known=mask_known, length=mask_length, scale=scale, empty=empty,
-            finish=finish,
-        )  # fmt: skip
-
-    def guard(self, query: Any, some: bool, empty: str):
-        """The operator gives 0 for a query that no key is left for."""
-        left = empty == "zero" or (some and query is not None)
-        require(left, "a query for which no key is left gives the mean of all values, the operator gives 0")
-
-    @lowering
-    def indexed(self, absorbed, q_rope, latent, k_rope, up_value, query, key, weights, count, scale, order, known,
-                length, finish):  # fmt: skip
-        """The indexer, sparse attention, and the values of all heads."""
-        listed = _listed(query, key, weights, count, order, known, length)
-        y = _attended(absorbed, q_rope, latent, k_rope, listed, scale, order, known, length)
-        return viewed(latent_calls.by_transpose(y, up_value), finish)
-
-    @lowering
-    def indexed_with_matmul(self, absorbed, q_rope, latent, k_rope, up_value, query, key, weights, count, scale, order,
-                            known, length, finish):  # fmt: skip
-        """The same with a batched product behind it."""
-        listed = _listed(query, key, weights, count, order, known, length)
-        y = _attended(absorbed, q_rope, latent, k_rope, listed, scale, order, known, length)
-        return viewed(latent_calls.by_matmul(y, up_value), finish)
-
-    @lowering
-    def listed(self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish, distinct):
-        """Sparse attention over the model's own list."""
-        y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
-        return viewed(latent_calls.by_transpose(y, up_value), finish)
-
-    @lowering
-    def listed_with_matmul(
-        self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish, distinct
+        self, p, listing, source, encoding: Any = Plain, result: Any = Output, seen: Any = Visibility, scale=scalar()
     ):
-        """The same with a batched product behind it."""
-        y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
-        return viewed(latent_calls.by_matmul(y, up_value), finish)
+        """The keys are listed in whatever way."""
+        return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.listed(p)))
+
+    def guard(self, listing: Any, source: Any, seen: Any):
+        """What the operator gives for a query without keys, and how it reads pages."""
+        listing.refuse(seen.fully_masked_row)
+        source.refuse_blocks()
+
+    @lowering
+    @variants(values=VALUES)
+    def indexed(self, listing, encoding, source, result, scale, values):
+        """The indexer, sparse attention, and the values of all heads."""
+        y = _attended(listing.found(), listing, encoding, source, scale)
+        return viewed(latent_calls.expanded(y, encoding.up_value, values), result.view)
+
+    @lowering
+    @variants(values=VALUES)
+    def listed(self, listing, encoding, source, result, scale, values):
+        """Sparse attention over the model's own list."""
+        y = _attended(listing.own(), listing, encoding, source, scale)
+        return viewed(latent_calls.expanded(y, encoding.up_value, values), result.view)
 
 
-def _as_list(places: Tensor, distinct: bool) -> Tensor:
-    """Places [B, S, K] as the operator takes them, [B, S, 1, K]: each once, then -1.
-
-    It leaves out what lies behind the mask itself.
-    """
-    places = places.to(torch.int32)
-    if not distinct:
-        ordered = places.sort(dim=-1).values
-        again = ordered.diff(dim=-1, prepend=ordered[..., :1] - 1) == 0
-        places = ordered.masked_fill(again, -1).sort(dim=-1, descending=True).values
-    return places.unsqueeze(2)
-
-
-def _listed(
-    query: Tensor | None, key: Tensor, weights: Tensor, count: int, order: str, known: Any, length: Tensor | None
-) -> Tensor:
-    """The places of the `count` best keys of each query [B, S, 1, count], -1 where there are not so many."""
-    require(query is not None, "the keys are not listed by an indexer")
-    assert query is not None
-    mode, keys = latent_calls.lengths(key, query.shape[1], order, known, length)
-    return torch.ops.npu.npu_lightning_indexer(
-        query, key.unsqueeze(2), weights, actual_seq_lengths_key=keys, layout_query="BSND", layout_key="BSND",
-        sparse_count=count, sparse_mode=mode,
-    )[0]  # fmt: skip
-
-
-def _attended(
-    absorbed: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, listed: Tensor, scale: float, order: str,
-    known: Any, length: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Queries [B, N, S, C + Dr] over the listed rows of the latent [.., C] and [.., Dr], as [B, S, N, C]."""
-    batch = absorbed.shape[0]
-    latent, k_rope = (each.reshape(batch, -1, each.shape[-1]) for each in (latent, k_rope))
-    mode, keys = latent_calls.lengths(latent, absorbed.shape[2], order, known, length)
-    rows = latent.unsqueeze(2)
+def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, scale: float) -> Tensor:
+    """Absorbed queries over the listed rows of a latent, as [B, S, N, C]."""
+    query, rope = (each.transpose(1, 2) for each in encoding.queries())
+    batch = query.shape[0]
+    rows, turned = source.read(batch)
+    room, how = source.keys(batch), dict[str, Any](layout_kv="BSND")
+    keys = room if encoding.first_rows is None else encoding.first_rows
+    if source.paged:
+        room, how = None, dict(layout_kv="PA_BSND", block_table=source.block_table.int())
+    mode, lengths = listing.lengths(query, keys, room)
     return torch.ops.npu.npu_sparse_flash_attention(
-        absorbed.transpose(1, 2), rows, rows, listed, scale, actual_seq_lengths_kv=keys,
-        query_rope=q_rope.transpose(1, 2), key_rope=k_rope.unsqueeze(2), sparse_block_size=1, layout_query="BSND",
-        layout_kv="BSND", sparse_mode=mode, attention_mode=2,
+        query, rows, rows, listed, scale, actual_seq_lengths_kv=lengths, query_rope=rope, key_rope=turned,
+        sparse_block_size=1, layout_query="BSND", sparse_mode=mode, attention_mode=2, **how,
     )[0]  # fmt: skip

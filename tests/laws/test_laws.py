@@ -72,7 +72,7 @@ def test_every_form_is_used_by_an_example(rule: Rule):
 @pytest.mark.parametrize(
     ("name", "operators", "lowerings"),
     [
-        ("sparse_attention", {"npu_transpose_batchmatmul"}, {"indexed_with_matmul", "listed_with_matmul"}),
+        ("sparse_attention", {"npu_transpose_batchmatmul"}, {"indexed[multiplied]", "listed[multiplied]"}),
         ("mla_prolog", {"npu_mla_prolog_v3"}, {"older[npu_mla_prolog_v2]"}),
         ("mla_prolog", {"npu_mla_prolog_v3", "npu_mla_prolog_v2"}, {"older[npu_mla_prolog]"}),
     ],

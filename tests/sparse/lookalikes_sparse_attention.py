@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.attention.attention_base import lowest
 
 from .sparse_attention_base import HEADS, UNFUSED, K, X, choose, entry, hide, score
+from .sparse_attention_blocks import PagedApart, in_pages
 
 SEVERAL = ("prefill", "chunk")
 SUM = "what is chosen from is not the sum over heads"
@@ -303,6 +304,7 @@ LOOKALIKES = (
     entry("lowered_twice", ("prefill", "chunk", "step"), hide=lowered_twice, **UNFUSED, reason="lowered least"),
     entry("keys_of_queries", ("chunk",), score=keys_of_queries, tokens=2, indexer=0, reason=SUM),
     entry("keys_of_queries_turned", ("chunk",), score=keys_of_queries_turned, tokens=2, indexer=0, reason=SUM),
+    entry("paged_apart", ("step",), block=PagedApart, cache=in_pages, reason="have block tables of their own"),
     entry("one_weight", score=one_weight),
     entry("one_weight_with_matmul", score=one_weight_with_matmul),
     entry("weights_of_keys", score=weights_of_keys, indexer=0, reason=SUM),

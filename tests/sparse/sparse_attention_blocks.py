@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from .sparse_attention import written_one_head
-from .sparse_attention_base import HEADS, SCALE, Block, C, D, E, K, N, Q, R, X, entry, halves, rotate_half
+from .sparse_attention_base import HEADS, SCALE, B, Block, C, D, E, K, N, Q, R, T, X, entry, halves, rotate_half
+
+SIZE = 8
 
 
 class Absorbed(Block):
@@ -91,6 +93,38 @@ class SlicedCaches(Block):
         return *(cache[:b, : start + s] for cache in caches), start
 
 
+class Paged(Block):
+    """Caches are pages [Block, Size, W] that a table of each sequence names; the indexer has a table of its own."""
+
+    tables = ("table", "table", "index_table")
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for name in {"table", *self.tables}:
+            self.register_buffer(name, torch.arange(B * T // SIZE).view(B, -1))
+
+    def kept(self, rows, state):
+        *caches, start = state
+        at = torch.as_tensor(start) + torch.arange(rows[0].shape[1])
+        found = []
+        for cache, new, name in zip(caches, rows, self.tables, strict=True):
+            table = getattr(self, name)
+            cache.flatten(0, 1)[(table[:, at // SIZE] * SIZE + at % SIZE).flatten()] = new.flatten(0, 1)
+            found.append(cache[table].flatten(1, 2))
+        return *found, start
+
+
+class PagedApart(Paged):
+    """The same with a table for each cache."""
+
+    tables = ("table", "rope_table", "index_table")
+
+
+def in_pages(cache):
+    """[B, T, W] as pages."""
+    return cache.unflatten(1, (-1, SIZE)).flatten(0, 1)
+
+
 def tables_of_tokens(x, cos, sin):
     """Tables [S, R] that all sequences share."""
     b, s, n, r = x.shape
@@ -120,6 +154,7 @@ SPELLINGS = (
     entry("first_projections_together", block=FirstProjectionsTogether),
     entry("without_mask", ("grow",), block=WithoutMask, hide=hide_listed),
     entry("sliced_caches", ("chunk", "step"), block=SlicedCaches, start=int),
+    entry("paged", ("step",), block=Paged, cache=in_pages),
     entry("tables_of_tokens", rope=tables_of_tokens, index_rope=halves_of_tokens),
     entry("see_up_to", see=see_up_to),
     entry("one_sequence", batch=1, write=written_one_head, cache=lambda cache: cache.unsqueeze(1)),

@@ -127,6 +127,16 @@ def test_spelling_is_fused(entry: Entry, mode: str, level: testing.Level):
     testing.emits_valid_calls(t)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_pages_are_written_and_read_in_place(level: testing.Level):
+    entry = next(each for each in SPELLINGS if each.name == "paged")
+    t = tried(entry.make("step", torch.bfloat16), entry.inputs("step", torch.bfloat16), level)
+    told = [dict(node.kwargs) for node in t.fused.graph.nodes if "fusion" in node.meta]
+    layouts = [call[name] for call in told for name in ("layout_key", "layout_kv") if name in call]
+    assert layouts == ["PA_BSND", "PA_BSND"]
+    assert any("cache_index" in call for call in told)
+
+
 @settings(sparse_attention_blocks.WHOLE)
 def test_attention_that_lists_every_key_is_dense(entry: Entry, mode: str, level: testing.Level):
     dtype = torch.bfloat16

@@ -1,0 +1,71 @@
+"""Every cell of the facets of sparse attention: read in place with right numbers, or gathered for a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fusion import Example
+from fusion.library import installed
+from fusion.options import Options
+from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
+from patterns.examples import sparse_cells
+from patterns.examples.sparse_cells import LARGE, SMALL
+
+RULE = next(each for each in installed().rules if each.name == "sparse_attention")
+TABLES = "the pages of a latent and of its rotated lanes have block tables of their own"
+NZ = "not in blocks of NZ"
+READ = {"rows": "Rows", "pages": "LatentPages"}
+REASONS = {"NZ pages": NZ, "two tables": TABLES, "two sizes": TABLES, "NZ indexer": NZ}
+
+
+def cells(s: sparse_cells.Sizes, often: int) -> Iterator[Any]:
+    """The product; one in so many is tried at each push."""
+    for number, example in enumerate(sparse_cells.cells(s)):
+        yield pytest.param(example, id=example.name, marks=[pytest.mark.nightly] if number % often else [])
+
+
+def tried(example: Example, target: str) -> Trial:
+    t = trial(RULE, example, torch.bfloat16, options=Options(target=target, lower="eager"))
+    means_what_it_says(t)
+    emits_valid_calls(t)
+    assert not t.outcome.failures
+    return t
+
+
+def fits(t: Trial, name: str) -> None:
+    """The form is the one of the cell, and what it gathers has its reason."""
+    listing, source, *_ = name.split(", ")
+    (form,) = (each.match.form for each in t.outcome.chosen if each.match.rule is RULE)
+    own = (
+        "by_places[Listing"
+        if listing == "list"
+        else "by_indexer[" + ("PagedListing" if listing == "paged indexer" else "Listing")
+    )
+    assert form == f"{own}, {READ.get(source, 'Rows')}]"
+    told = [each.reason for each in t.outcome.refusals if each.rule == RULE.name]
+    for wanted in (REASONS[each] for each in (listing, source) if each in REASONS):
+        assert any(wanted in each for each in told), told
+
+
+@pytest.mark.parametrize("example", cells(SMALL, 1))
+def test_a_cell_on_the_host(example: Example):
+    fits(tried(example, "host"), example.name)
+
+
+@pytest.mark.parametrize("example", cells(LARGE, 3))
+def test_a_cell_on_a_chip(example: Example):
+    t = tried(example, "ascend910_93")
+    fits(t, example.name)
+    listing, source, *_ = example.name.split(", ")
+    calls = {str(node.target): node.kwargs for node in t.fused.graph.nodes if "npu.npu_" in str(node.target)}
+    attention = calls["npu.npu_sparse_flash_attention.default"]
+    assert (attention.get("layout_kv") == "PA_BSND") == (source == "pages")
+    if listing != "list":
+        indexer = calls["npu.npu_lightning_indexer.default"]
+        assert (indexer.get("layout_key") == "PA_BSND") == (listing == "paged indexer")
+    gathers = sum(str(node.target).startswith(("aten.index.", "aten.index_select")) for node in t.fused.graph.nodes)
+    assert gathers == (listing == "NZ indexer") + 2 * (source not in READ)
