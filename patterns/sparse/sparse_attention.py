@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.attention.calls import viewed
-from patterns.latent import latent_calls
+from patterns.latent.head_projection import expanded
+from patterns.latent.terms import operands
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class SparseAttention(Rule):
         """The keys are what an indexer finds behind the same mask."""
         seen = dict(order=order, window=None, known=known, length=length, some=some)
         listed = p.index_selection(query=query, key=key, weights=weights, places=places, count=count, **seen)
-        return latent_calls.attended(
-            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),
+        q, k, v = operands(p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value), None)
+        return p.softmax_attention(
+            q=q, k=k, v=v,
             mask=p.chosen_keys(places=listed, distinct=distinct, **seen), order=mask_order, window=mask_window,
             known=mask_known, length=mask_length, scale=scale, empty=empty, finish=finish,
         )  # fmt: skip
@@ -57,8 +59,9 @@ class SparseAttention(Rule):
         empty=attribute(), finish=attribute(), distinct=attribute(),
     ):  # fmt: skip
         """The keys are listed in whatever way."""
-        return latent_calls.attended(
-            p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value),
+        q, k, v = operands(p, (nope, q_rope, absorbed), (latent, k_rope), (up_key, up_value), None)
+        return p.softmax_attention(
+            q=q, k=k, v=v,
             mask=p.chosen_keys(
                 places=places, distinct=distinct, order=order, window=None, known=known, length=length, some=some
             ),
@@ -77,7 +80,7 @@ class SparseAttention(Rule):
         """The indexer, sparse attention, and the values of all heads."""
         listed = _listed(query, key, weights, count, order, known, length)
         y = _attended(absorbed, q_rope, latent, k_rope, listed, scale, order, known, length)
-        return viewed(latent_calls.by_transpose(y, up_value), finish)
+        return viewed(expanded(y, up_value, "transposed"), finish)
 
     @lowering
     def indexed_with_matmul(self, absorbed, q_rope, latent, k_rope, up_value, query, key, weights, count, scale, order,
@@ -85,13 +88,13 @@ class SparseAttention(Rule):
         """The same with a batched product behind it."""
         listed = _listed(query, key, weights, count, order, known, length)
         y = _attended(absorbed, q_rope, latent, k_rope, listed, scale, order, known, length)
-        return viewed(latent_calls.by_matmul(y, up_value), finish)
+        return viewed(expanded(y, up_value, "multiplied"), finish)
 
     @lowering
     def listed(self, absorbed, q_rope, latent, k_rope, up_value, places, scale, order, known, length, finish, distinct):
         """Sparse attention over the model's own list."""
         y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
-        return viewed(latent_calls.by_transpose(y, up_value), finish)
+        return viewed(expanded(y, up_value, "transposed"), finish)
 
     @lowering
     def listed_with_matmul(
@@ -99,7 +102,7 @@ class SparseAttention(Rule):
     ):
         """The same with a batched product behind it."""
         y = _attended(absorbed, q_rope, latent, k_rope, _as_list(places, distinct), scale, order, known, length)
-        return viewed(latent_calls.by_matmul(y, up_value), finish)
+        return viewed(expanded(y, up_value, "multiplied"), finish)
 
 
 def _as_list(places: Tensor, distinct: bool) -> Tensor:
@@ -121,7 +124,7 @@ def _listed(
     """The places of the `count` best keys of each query [B, S, 1, count], -1 where there are not so many."""
     require(query is not None, "the keys are not listed by an indexer")
     assert query is not None
-    mode, keys = latent_calls.lengths(key, query.shape[1], order, known, length)
+    mode, keys = _lengths(key, query.shape[1], order, known, length)
     return torch.ops.npu.npu_lightning_indexer(
         query, key.unsqueeze(2), weights, actual_seq_lengths_key=keys, layout_query="BSND", layout_key="BSND",
         sparse_count=count, sparse_mode=mode,
@@ -135,10 +138,27 @@ def _attended(
     """Queries [B, N, S, C + Dr] over the listed rows of the latent [.., C] and [.., Dr], as [B, S, N, C]."""
     batch = absorbed.shape[0]
     latent, k_rope = (each.reshape(batch, -1, each.shape[-1]) for each in (latent, k_rope))
-    mode, keys = latent_calls.lengths(latent, absorbed.shape[2], order, known, length)
+    mode, keys = _lengths(latent, absorbed.shape[2], order, known, length)
     rows = latent.unsqueeze(2)
     return torch.ops.npu.npu_sparse_flash_attention(
         absorbed.transpose(1, 2), rows, rows, listed, scale, actual_seq_lengths_kv=keys,
         query_rope=q_rope.transpose(1, 2), key_rope=k_rope.unsqueeze(2), sparse_block_size=1, layout_query="BSND",
         layout_kv="BSND", sparse_mode=mode, attention_mode=2,
     )[0]  # fmt: skip
+
+
+def _lengths(keys: Tensor, queries: Any, order: str, known: Any, length: Tensor | None) -> tuple[int, Tensor | None]:
+    """Sparse mode, and how many of keys [B, T, ..] are there for each sequence, [B] in int32, None for all.
+
+    In mode 3 the last query sees the last of these keys; in mode 0 every query sees all of them.
+    """
+    mode = 0 if order == "full" else 3
+    if length is not None:
+        return mode, length.to(torch.int32)
+    size: Any = keys.shape[1]
+    short = isinstance(queries, int) and isinstance(size, int) and queries > size
+    require(order != "left" or not short, "there are fewer keys than queries, which stand in line from the first on")
+    count = queries if order == "left" else size if known is None else known
+    if isinstance(count, int) and count == size:
+        return mode, None
+    return mode, torch.full((keys.shape[0],), count, dtype=torch.int32, device=keys.device)
