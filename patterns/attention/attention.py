@@ -21,7 +21,7 @@ from patterns.attention.calls import Call
 from patterns.attention.results import RESULTS
 from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
-from patterns.latent.latent_calls import LINE
+from patterns.cache import pages
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Attention(Rule):
 
     def guard(self, source: Any, result: Any, seen: Any, sink: Any):
         """How pages hold their rows, and what the log-sum-exp of the operator is of."""
-        source.refuse_blocks(LINE, LINE)
+        source.refuse_blocks(pages.NZ, pages.NZ)
         result.refuse(seen, sink)
 
     @lowering

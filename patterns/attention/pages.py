@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from fusion import Group, attribute, require, tensor
 from patterns.attention import calls
 from patterns.attention.calls import Call, MaskSpec, Parts
-from patterns.latent.latent_calls import of_line
+from patterns.cache.pages import refuse_others
 
 
 @dataclass(frozen=True)
@@ -127,4 +127,4 @@ class PagesNZ(Pages):
     def refuse_blocks(self, *widths: int) -> None:
         """Refuse blocks of NZ of other widths than these, of the first and of the second pages."""
         for pages, width in zip((self.first_pages, self.second_pages), widths, strict=True):
-            of_line(pages.shape[-1], width)
+            refuse_others(pages.shape[-1], width)

@@ -46,10 +46,14 @@ class Visibility(Group):
     kv_len: Any = attribute()
     fully_masked_row: Any = attribute()
 
-    def said(self) -> dict[str, Any]:
-        """As the canonicaliser says it."""
+    def told(self) -> dict[str, Any]:
+        """As the readers say it where there is no dense mask."""
         order = dict(order=self.mask_kind, window=self.window, known=self.kv_len, empty=self.fully_masked_row)
-        return dict(mask=self.mask, length=self.kv_lens) | order
+        return dict(length=self.kv_lens) | order
+
+    def said(self) -> dict[str, Any]:
+        """As the readers say it."""
+        return dict(mask=self.mask) | self.told()
 
     def counted(self, p) -> dict[str, Any]:
         """The same of a mask up to a length that may be 0: `count` keys are seen."""

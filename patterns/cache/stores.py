@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
-from patterns.latent import latent_calls as calls
+from patterns.cache import pages
 from patterns.quant.scales import multipliers
 
 Both = tuple[Tensor, Tensor]
@@ -75,12 +75,12 @@ class Rows(Group):
     def guard(self, tokens: Any) -> None:
         """Refuse tokens that are not those of the sequences of the caches."""
         require(len(tokens.shape) == 3, "the tokens of all sequences are packed")
-        held = calls.sequences(self.kv_cache, self.start, self.axis)
+        held = pages.sequences(self.kv_cache, self.start, self.axis)
         require(tokens.shape[0] == held, "the caches hold other sequences than the hidden states")
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
         """Both caches as pages."""
-        return calls.pages(self.kv_cache, self.axis), calls.pages(self.kr_cache, self.axis)
+        return pages.cut(self.kv_cache, self.axis), pages.cut(self.kr_cache, self.axis)
 
     def layout(self, tokens: Tensor) -> str:
         """Pages of whole rows."""
@@ -89,7 +89,7 @@ class Rows(Group):
     def index(self, tokens: Tensor) -> Tensor | None:
         """The slots of tokens [B, S, H]; -1 for what is beyond the end of a sequence."""
         batch, rows = tokens.shape[:2]
-        return calls.slots(self.start, batch, rows, self.kv_cache.shape[self.axis], tokens.device)
+        return pages.slots(self.start, batch, rows, self.kv_cache.shape[self.axis], tokens.device)
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
         """Both caches."""
@@ -97,26 +97,20 @@ class Rows(Group):
 
 
 @dataclass(frozen=True)
-class Pages(Group):
-    """Rows at the same slots of the pages of two caches, BSND or in NZ."""
+class Slots(Group):
+    """Rows at slots of the pages of a cache."""
 
     kv_cache: Any = tensor("*P")
-    kr_cache: Any = tensor("*Q")
     slots: Any = tensor("Rows", optional=True)
-    nz_block: Any = attribute()
-    lanes: ClassVar[int] = calls.LINE
-
-    def written(self, p, latent, rope):
-        """Both writes."""
-        return calls.written(p, (self.kv_cache, self.kr_cache), (latent, rope), self.slots, self.nz_block)
+    nz_block = None
+    lanes: ClassVar[int] = pages.NZ
 
     def guard(self, tokens: Any) -> None:
         """Refuse slots that are not proven, pages of several heads, and other blocks than those of NZ."""
-        calls.of_pages(self.kv_cache, self.slots, self.nz_block, self.lanes)
-
-    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
-        """Both caches; those in NZ are the same memory."""
-        return calls.in_rows(self.kv_cache, self.nz_block), calls.in_rows(self.kr_cache, self.nz_block)
+        require(self.slots is not None, "the place is not proven to lie in its page: slot % Size is")
+        pages.refuse_others(self.nz_block, self.lanes)
+        of_a_head = self.nz_block is not None or all(size == 1 for size in self.kv_cache.shape[2:-1])
+        require(of_a_head, "the pages hold several heads")
 
     def layout(self, tokens: Tensor) -> str:
         """Pages, and how they hold their rows."""
@@ -125,6 +119,28 @@ class Pages(Group):
     def index(self, tokens: Tensor) -> Tensor | None:
         """The slots of tokens [.., H]."""
         return self.slots.to(torch.int64).reshape(tokens.shape[:-1])
+
+
+@dataclass(frozen=True)
+class Pages(Slots):
+    """Rows at the same slots of the pages of two caches, BSND or in NZ."""
+
+    kr_cache: Any = tensor("*Q")
+    nz_block: Any = attribute()
+
+    @property
+    def blocks(self) -> tuple[Any, Any]:
+        """The lanes of a block of both caches, None for whole rows."""
+        return self.nz_block, self.nz_block
+
+    def written(self, p, latent, rope):
+        """Both writes."""
+        both = zip((self.kv_cache, self.kr_cache), (latent, rope), self.blocks, strict=True)
+        return [p.write_pages(cache=to, rows=p.reshaped(row), slots=self.slots, line=block) for to, row, block in both]
+
+    def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
+        """Both caches; those in NZ are the same memory."""
+        return pages.in_rows(self.kv_cache, self.nz_block), pages.in_rows(self.kr_cache, self.nz_block)
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
         """Both caches."""
@@ -139,7 +155,7 @@ class Int8ChannelPages(Pages):
     kr_scale: Any = tensor("R", optional=True)
     kv_by: Any = scalar()
     kr_by: Any = scalar()
-    lanes: ClassVar[int] = calls.WHOLE_LINE
+    lanes: ClassVar[int] = pages.NZ_INT8
 
     def written(self, p, latent, rope):
         """Both writes of int8."""
@@ -150,10 +166,9 @@ class Int8ChannelPages(Pages):
 
     def factors(self, widths: tuple[Any, Any], device: torch.device) -> Both:
         """What both rows are multiplied by, [C] and [R]."""
-        latent, rope = widths
-        return multipliers(self.kv_scale, self.kv_by, latent, device), multipliers(
-            self.kr_scale, self.kr_by, rope, device
-        )
+        scales = ((self.kv_scale, self.kv_by), (self.kr_scale, self.kr_by))
+        latent, rope = (multipliers(*of, width, device) for of, width in zip(scales, widths, strict=True))
+        return latent, rope
 
 
 @dataclass(frozen=True)
@@ -163,32 +178,38 @@ class Int8TensorPages(Pages):
     kr_block: Any = attribute()
     kv_scale: Any = tensor("1", optional=True)
     kv_by: Any = scalar()
-    lanes: ClassVar[int] = calls.WHOLE_LINE
+    lanes: ClassVar[int] = pages.NZ_INT8
+
+    @property
+    def blocks(self) -> tuple[Any, Any]:
+        """Those of each cache."""
+        return self.nz_block, self.kr_block
+
+    def quantised(self, p, latent):
+        """A latent in int8."""
+        return p.quantise(x=p.reshaped(latent), scale=self.kv_scale, by=self.kv_by, shift=0, scheme="static")
 
     def written(self, p, latent, rope):
         """Both writes."""
-        int8 = p.quantise(x=p.reshaped(latent), scale=self.kv_scale, by=self.kv_by, shift=0, scheme="static")
-        caches = (self.kv_cache, self.kr_cache)
-        return calls.written(p, caches, (int8, rope), self.slots, self.nz_block, self.kr_block)
+        return super().written(p, self.quantised(p, latent), rope)
 
     def guard(self, tokens: Any) -> None:
         """As for all pages, of both caches."""
         super().guard(tokens)
-        calls.of_line(self.kr_block)
+        pages.refuse_others(self.kr_block)
         alike = (self.nz_block is None) == (self.kr_block is None)
         require(alike, "one cache holds rows in lines, the other whole ones")
 
-    def factor(self, device: torch.device) -> Tensor:
-        """What latents are multiplied by, [1]."""
-        return multipliers(self.kv_scale, self.kv_by, 1, device)
+    def factor(self, width: Any, device: torch.device) -> Tensor:
+        """What latents are multiplied by, [width]."""
+        return multipliers(self.kv_scale, self.kv_by, width, device)
 
 
 @dataclass(frozen=True)
-class PackedPages(Group):
+class PackedPages(Slots):
     """Pages of packed rows: latents in int8 with a scale of each tile, and rotated keys, as bytes of one cache."""
 
     kv_cache: Any = tensor("*P Line")
-    slots: Any = tensor("Rows", optional=True)
     tile: Any = attribute()
 
     def written(self, p, latent, rope):
@@ -199,23 +220,14 @@ class PackedPages(Group):
 
     def guard(self, tokens: Any) -> None:
         """Refuse other tiles, slots that are not proven, and pages of several rows."""
-        require(
-            self.tile == TILE, "a line keeps a scale of every {tile} lanes, that of the operator of 128", tile=self.tile
-        )
-        calls.of_pages(self.kv_cache, self.slots, None)
+        said = "a line keeps a scale of every {tile} lanes, that of the operator of 128"
+        require(self.tile == TILE, said, tile=self.tile)
+        super().guard(tokens)
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
         """The cache, and none of rotated keys."""
-        pages = calls.in_rows(self.kv_cache, None)
-        return pages, like.new_empty((*pages.shape[:-1], 0))
-
-    def layout(self, tokens: Tensor) -> str:
-        """Pages of whole rows."""
-        return "PA_BSND"
-
-    def index(self, tokens: Tensor) -> Tensor | None:
-        """The slots of tokens [.., H]."""
-        return self.slots.to(torch.int64).reshape(tokens.shape[:-1])
+        cache = pages.in_rows(self.kv_cache, None)
+        return cache, like.new_empty((*cache.shape[:-1], 0))
 
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
         """The cache."""

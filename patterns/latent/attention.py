@@ -21,9 +21,9 @@ from patterns.attention.calls import Call, Parts
 from patterns.attention.results import RESULTS, Output
 from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Visibility
-from patterns.latent import calls
-from patterns.latent.calls import Keys
-from patterns.latent.encodings import Int8, Plain, expanded
+from patterns.latent import attention_call as calls
+from patterns.latent.attention_call import Keys
+from patterns.latent.encodings import Int8, Plain
 
 SEVERAL = dict(seen=(Structured, Dense), values=("transposed", "heads first", "multiplied"), version=(2, 1))
 """How the operator learns what is seen, how the values are expanded, and which version of the operator runs."""
@@ -98,7 +98,7 @@ class LatentAttention(Rule):
         keys, q = Keys(source, seen, encoding.first_rows), encoding.queries()
         require(not encoding.scales(version), "int8 queries and rotated lanes are not joined")
         y, lse = calls.joined(q, keys, Call(scale, version, result.lse))
-        return _restored(expanded(y, encoding, values), lse, keys, result)
+        return _restored(encoding.expanded(y.transpose(1, 2), values), lse, keys, result)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
@@ -115,7 +115,7 @@ def _apart(encoding: Any, q: Parts, keys: Keys, result: Any, call: Call, values:
     shown = isinstance(keys.seen, Dense) and not keys.source.paged
     require(not (scales and shown), "a mask is shown of int8 keys in pages alone")
     y, lse = calls.apart(q, keys, call, heads_first=values == "heads first", **scales)
-    return _restored(expanded(y, encoding, values), lse, keys, result)
+    return _restored(encoding.expanded(y.transpose(1, 2), values), lse, keys, result)
 
 
 def _restored(y: Tensor, lse: Tensor, keys: Keys, result: Any) -> Any:

@@ -15,16 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, variants
-from patterns.attention import calls
+from patterns.attention.calls import viewed
+from patterns.attention.sources import Rows
+from patterns.attention.visibility import Structured
 from patterns.latent import attention_atb_call as atb
-from patterns.latent import latent_calls
-from patterns.latent.attention_atb_groups import BLIND, Int8Queries, PlainQueries, Queries, Visibility
-from patterns.latent.attention_atb_sources import Pages, PagesInOrder, Rows, Source
+from patterns.latent.attention_atb_call import AnyPages, PagesInOrder
+from patterns.latent.encodings import Int8ByHead, Plain
 
 VALUES = ("transposed", "multiplied")
+BLIND = {"zero": 0.0, "nan": torch.nan}
+"""What a query gives that sees no key."""
 
 
 @dataclass(frozen=True)
@@ -37,77 +41,88 @@ class LatentAttentionAtb(Rule):
         return scores.softmax(-1).to(q.dtype) @ v
 
     @pattern
-    @variants(source=(Pages, Rows))
+    @variants(source=(AnyPages, Rows))
     def with_lse(
-        self, p, source, query: Any = PlainQueries, seen: Any = Visibility, scale=scalar(), lse_output_view=attribute()
+        self, p, source, encoding: Any = Plain, seen: Any = Structured, scale=scalar(), lse_output_view=attribute()
     ):
         """With the log-sum-exp of the scores, in the dtype of the queries."""
-        (queries, up), said = query.operands(), dict(scale=scale, **seen.structured())
-        q, k, v = latent_calls.operands(p, queries, source.latent_terms(p), up, None)
+        said = dict(scale=scale, **seen.told())
+        q, k, v = encoding.operands(p, source, None)
         y = p.softmax_attention(q=q, k=k, v=v, finish=lse_output_view, **said)
-        return y, p.as_dtype(p.attention_log_sum(q=q, k=k, **said), query.rope)
+        return y, p.as_dtype(p.attention_log_sum(q=q, k=k, **said), encoding.q_rope)
 
     @pattern
-    @variants(source=(Pages, PagesInOrder, Rows))
+    @variants(source=(AnyPages, PagesInOrder, Rows))
     def written(
-        self, p, source, query: Any = PlainQueries, seen: Any = Visibility, scale=scalar(), output_view=attribute()
+        self, p, source, encoding: Any = Plain, seen: Any = Structured, scale=scalar(), output_view=attribute()
     ):
         """What the canonicaliser has read; masks as in `Attention.written`."""
-        q, up = query.operands()
-        return latent_calls.attended(p, q, source.latent_terms(p), up, scale=scale, finish=output_view, **seen.said())
+        q, k, v = encoding.operands(p, source, None)
+        return p.softmax_attention(q=q, k=k, v=v, scale=scale, finish=output_view, **seen.said())
 
     @pattern
-    @variants(source=(Pages, PagesInOrder))
+    @variants(source=(AnyPages, PagesInOrder))
     def int8_counted(
-        self, p, source, query: Any = Int8Queries, seen: Any = Visibility, scale=scalar(), output_view=attribute()
+        self, p, source, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar(), output_view=attribute()
     ):
         """An int8 latent up to a length that may be 0."""
-        return query.attended(p, source.latent_terms(p), scale=scale, finish=output_view, **seen.counted(p))
+        return encoding.terms(p, source, dict(scale=scale, finish=output_view, **seen.counted(p)))
 
     @pattern
-    @variants(source=(Pages, PagesInOrder))
+    @variants(source=(AnyPages, PagesInOrder))
     def int8(
-        self, p, source, query: Any = Int8Queries, seen: Any = Visibility, scale=scalar(), output_view=attribute()
+        self, p, source, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar(), output_view=attribute()
     ):
         """An int8 latent."""
-        return query.attended(p, source.latent_terms(p), scale=scale, finish=output_view, **seen.said())
+        return encoding.terms(p, source, dict(scale=scale, finish=output_view, **seen.said()))
 
-    def guard(self, query: Queries, source: Source):
-        """How many queries there are, and how pages lie."""
-        queries = query.absorbed.shape[2]
+    def guard(self, encoding: Plain | Int8ByHead, source: Any):
+        """How many queries there are, and how pages of an int8 latent lie."""
+        queries: Any = encoding.queries()[0].shape[2]
         require(isinstance(queries, int) and queries <= atb.ROWS, "a sequence has more than four queries")
-        query.guard(source)
+        if isinstance(encoding, Int8ByHead):
+            encoding.refuse_blocks(source)
 
     @lowering
     @variants(values=VALUES)
-    def structured(self, query: Queries, source: Source, seen: Visibility, scale: float, output_view: Any, values: str):
+    def structured(self, encoding, source, seen, scale, output_view, values):
         """What is seen, told by lengths and an order of keys."""
         require(output_view is not None, "the log-sum-exp of the scores is used")
-        pages = source.pages(query.absorbed.shape[0], query.int8)
-        q, asked = seen.posed(query.read(scale), pages.room)
-        y = seen.restored(atb.structured(q, pages, asked.spec()))
-        return calls.viewed(query.expanded(y, values), output_view)
+        pages, keys = _pages(encoding, source)
+        proven = seen.window is None and (seen.mask_kind != "mask" or seen.count is not None)
+        require(proven, "what the mask lets through is not proven to be causal or a length")
+        q, seen = seen.posed(encoding.queries(), keys)
+        y = atb.structured(atb.Queries(*q, scale, encoding.scales_of_heads()), pages, keys, seen.spec())
+        return viewed(encoding.expanded(seen.restored(y), values), output_view)
 
     @lowering
     @variants(values=VALUES)
-    def ring(self, query: Queries, source: Source, seen: Visibility, scale: float, lse_output_view: Any, values: str):
+    def ring(self, encoding, source, seen, scale, lse_output_view, values):
         """One query of each sequence, with the log-sum-exp of its scores."""
         require(lse_output_view is not None, "nothing uses the log-sum-exp of the scores")
-        batch, _, queries = query.absorbed.shape[:3]
+        batch, _, queries = encoding.absorbed.shape[:3]
         one = queries == 1 and seen.window is None and seen.kv_lens is None
         require(one, "with the log-sum-exp, each sequence has one query, and keys whose number is known before")
-        pages = source.pages(batch, query.int8)
-        context = [pages.room if seen.kv_len is None else seen.kv_len] * batch
-        y, lse = atb.attended(query.read(scale), pages, context, dict(calc_type="calc_type_ring", return_lse=True))
-        y = calls.viewed(query.expanded(y, values), lse_output_view)
-        return y, lse.transpose(1, 2)
+        pages, keys = _pages(encoding, source)
+        context = [keys if seen.kv_len is None else seen.kv_len] * batch
+        of = atb.Queries(*encoding.queries(), scale, {})
+        y, lse = atb.attended(of, pages, context, dict(calc_type="calc_type_ring", return_lse=True))
+        return viewed(encoding.expanded(y, values), lse_output_view), lse.transpose(1, 2)
 
     @lowering
     @variants(values=VALUES)
-    def dense(self, query: Queries, source: Source, seen: Visibility, scale: float, output_view: Any, values: str):
+    def dense(self, encoding, source, seen, scale, output_view, values):
         """What is seen, shown by a mask."""
-        mask = seen.shown()
-        require(not query.int8, "the kernel reads no mask of int8 queries")
-        y, blind = atb.dense(query.read(scale), source.pages(query.absorbed.shape[0], query.int8), mask)
+        require(seen.mask is not None, "there is no mask")
+        known = seen.fully_masked_row in BLIND
+        require(known, "a query without keys gives the mean of all, the operator gives another one")
+        require(isinstance(encoding, Plain), "the kernel reads no mask of int8 queries")
+        y, blind = atb.dense(atb.Queries(*encoding.queries(), scale, {}), _pages(encoding, source)[0], seen.mask)
         y = y.masked_fill(blind[..., None, None], BLIND[seen.fully_masked_row])
-        return calls.viewed(query.expanded(y, values), output_view)
+        return viewed(encoding.expanded(y, values), output_view)
+
+
+def _pages(encoding: Any, source: Any) -> tuple[atb.Read, Any]:
+    """The pages as the operator reads them, and how many keys a sequence has in them."""
+    batch = encoding.queries()[0].shape[0]
+    return atb.read(source, batch, isinstance(encoding, Int8ByHead)), source.keys(batch)

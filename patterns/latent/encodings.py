@@ -10,8 +10,10 @@ from torch import Tensor
 
 from fusion import Group, Target, attribute, require, scalar, tensor
 from patterns.attention.calls import Parts
-from patterns.latent import latent_calls
+from patterns.cache import pages
+from patterns.latent import head_projection
 from patterns.latent.absorption_cost import Sizes, break_even
+from patterns.latent.terms import operands
 from patterns.quant.scales import scale_of
 
 
@@ -34,16 +36,20 @@ class Plain(Group):
     up_value: Any = tensor("N C E", optional=True)
     first_rows: Any = attribute()
 
+    def operands(self, p, source, rows) -> tuple[Any, Any, Any]:
+        """The terms of queries, keys and values, of so many rows."""
+        queries, up = (self.nope, self.q_rope, self.absorbed), (self.up_key, self.up_value)
+        return operands(p, queries, source.latent_terms(p), up, rows)
+
     def terms(self, p, source, result, said: dict[str, Any]) -> Any:
         """The results of a form."""
-        queries, up = (self.nope, self.q_rope, self.absorbed), (self.up_key, self.up_value)
-        q, k, v = latent_calls.operands(p, queries, source.latent_terms(p), up, self.first_rows)
+        q, k, v = self.operands(p, source, self.first_rows)
         attended = partial(p.softmax_attention, q=q, k=k, v=v, **said)
         return result.terms(attended, partial(p.attention_log_sum, q=q, k=k, **said))
 
     def refuse_blocks(self, source: Any) -> None:
         """Refuse pages in other blocks of NZ."""
-        source.refuse_blocks(latent_calls.LINE, latent_calls.LINE)
+        source.refuse_blocks(pages.NZ, pages.NZ)
 
     def queries(self) -> Parts:
         """Queries as the model has them over the latent, and their rotated lanes."""
@@ -51,7 +57,10 @@ class Plain(Group):
 
     def queries_of_heads(self) -> Parts:
         """The same for queries of heads that are projected first."""
-        return latent_calls.absorbed(self.nope, self.up_key), self.q_rope
+        require(
+            self.nope is not None and self.up_key is not None, "the model itself absorbs the projection of the keys"
+        )
+        return head_projection.turned(self.nope.transpose(1, 2), self.up_key).transpose(1, 2), self.q_rope
 
     def parts_of_heads(self) -> tuple[Any, Any]:
         """Queries of heads with their rotated lanes, and both projections."""
@@ -61,6 +70,14 @@ class Plain(Group):
     def scales(self, version: int) -> dict[str, Any]:
         """What the operator is told of scales."""
         return {}
+
+    def scales_of_heads(self) -> dict[str, Any]:
+        """What atb is told of scales."""
+        return {}
+
+    def expanded(self, y: Tensor, values: str) -> Tensor:
+        """A result over the latent [B, S, N, C] times W_UV, [B, N, S, E]."""
+        return head_projection.expanded(y, self.up_value, values)
 
     def remark(self, lowering: str, machine: Target) -> str:
         """Which form was chosen, and from how many queries on the other one costs less."""
@@ -92,7 +109,6 @@ class Int8(Group):
     keys_by: Any = scalar()
     values_by: Any = scalar()
     first_rows = None
-    up_value = None
 
     def terms(self, p, source, result, said: dict[str, Any]) -> Any:
         """The results of a form."""
@@ -132,11 +148,46 @@ class Int8(Group):
             dequant_scale_value=of_keys if alike else scale_of(self.of_values, self.values_by, device),
         )
 
+    def expanded(self, y: Tensor, values: str) -> Tensor:
+        """A result over the latent [B, S, N, C] as [B, N, S, C], which no projection follows."""
+        return head_projection.expanded(y, None, values)
+
     def remark(self, lowering: str, machine: Target) -> str:
         """There is one form."""
         return ""
 
 
-def expanded(y: Tensor, encoding: Any, values: str) -> Tensor:
-    """The result over a latent [B, N, S, C] times W_UV, [B, N, S, E]."""
-    return latent_calls.expanded(y.transpose(1, 2), encoding.up_value, values)
+@dataclass(frozen=True)
+class Int8ByHead(Group):
+    """int8 queries [B, N, S, C] with a scale of the scores of each head, and probabilities in steps of 1 / 127."""
+
+    absorbed: Any = tensor("B N S C")
+    rope: Any = tensor("B N S Dr")
+    score_scale: Any = tensor("N")
+    value_scale: Any = tensor("V", optional=True)
+    value_factor: Any = scalar()
+
+    def terms(self, p, source, said: dict[str, Any]) -> Any:
+        """The result of a form."""
+        latent, k_rope = source.latent_terms(p)
+        return p.rounded_latent_attention(
+            query=self.absorbed, rope=self.rope, latent=latent, k_rope=k_rope, of_scores=self.score_scale,
+            of_values=self.value_scale, values_by=self.value_factor, **said,
+        )  # fmt: skip
+
+    def refuse_blocks(self, source: Any) -> None:
+        """Refuse pages that hold no int8 latent as the operator reads it."""
+        source.refuse_blocks(pages.NZ_INT8, pages.NZ)
+
+    def queries(self) -> Parts:
+        """Queries over the latent, and their rotated lanes."""
+        return self.absorbed, self.rope
+
+    def scales_of_heads(self) -> dict[str, Any]:
+        """What atb is told of scales."""
+        values = scale_of(self.value_scale, self.value_factor, self.rope.device)
+        return dict(qk_descale=self.score_scale.float(), pv_descale=values.expand(self.absorbed.shape[1]).contiguous())
+
+    def expanded(self, y: Tensor, values: str) -> Tensor:
+        """A result [B, S, N, C] as [B, N, S, C]: the model itself expands it."""
+        return y.transpose(1, 2)

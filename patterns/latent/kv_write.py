@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, tensor, variants
+from patterns.cache.pages import of_one_head
 from patterns.cache.stores import Int8ChannelPages, Int8TensorPages, Pages, Rows
-from patterns.latent import latent_calls
 from patterns.latent.terms import LatentRow, Tables
-from patterns.quant.scales import multipliers
 
 CACHES, WITH_ROWS = "caches", "rows and caches"
 Storage = Rows | Pages
@@ -69,8 +68,7 @@ class KvRmsnormRopeCache(Rule):
         index = first + torch.arange(lines.shape[1], device=lines.device)
         index = torch.where(index < size, index, -1)
         caches = (_sequences(storage.kv_cache, storage.axis), _sequences(storage.kr_cache, storage.axis))
-        of_tokens = [latent_calls.per_token(each, *lines.shape[:2]) for each in (tables.cos, tables.sin)]
-        *_, kr, latents = _called(lines, row, of_tokens, index, caches, cache_mode="Norm")
+        *_, kr, latents = _called(lines, row, tables.of_tokens(lines), index, caches, cache_mode="Norm")
         return storage.restored(latents, kr)
 
     @lowering
@@ -105,8 +103,7 @@ def _paged(kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Stor
     slots: Any = storage.index(kv)
     slots = slots.flatten()
     tokens, lines = slots.shape[0], kv[..., begin : row.end]
-    lead = kv.shape[:-1] if kv.dim() == 3 else (1, tokens)
-    of_tokens = [latent_calls.per_token(x, *lead).reshape(-1, 1, x.shape[-1]) for x in (tables.cos, tables.sin)]
+    of_tokens = [each.reshape(tokens, 1, -1) for each in tables.of_tokens(kv)]
     widths = (row.split - begin, row.end - row.split)
     mode = "PA_NZ" if storage.layout(kv) == "PA_NZ" else "PA_BNSD"
     return _called(
@@ -121,11 +118,11 @@ def _factors(storage: Storage, widths: tuple[Any, Any], device: torch.device) ->
         latent, rope = storage.factors(widths, device)
         return dict(k_rope_scale=rope, c_kv_scale=latent)
     if isinstance(storage, Int8LatentPages):
-        return dict(c_kv_scale=multipliers(storage.kv_scale, storage.kv_by, widths[0], device))
+        return dict(c_kv_scale=storage.factor(widths[0], device))
     return {}
 
 
 def _sequences(cache: Tensor, axis: int) -> Tensor:
     """A contiguous cache of one head as [B, 1, T, D]."""
     batch = cache.shape[0] if axis else 1
-    return latent_calls.of_one_head(cache, axis).reshape(batch, 1, cache.shape[axis], cache.shape[-1])
+    return of_one_head(cache, axis).reshape(batch, 1, cache.shape[axis], cache.shape[-1])

@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
-from patterns.latent import latent_calls
-from patterns.latent.preprocess_layers import RowOrder, StaticInt8Layers, TokenInt8Layers
-from patterns.latent.preprocess_pages import FloatPages, Int8Pages
-from patterns.latent.prolog import MlaProlog, of_heads
-from patterns.latent.terms import LatentRow, Tables, rotated_lanes
+from patterns.attention.calls import laid
+from patterns.cache.pages import NZ_INT8, in_rows
+from patterns.cache.stores import Int8TensorPages, Pages
+from patterns.latent.prolog import MlaProlog
+from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
 from patterns.quant.quant_matmul import NZ
+from patterns.quant.scales import exact_scale
+from patterns.quant.schemes import StaticInt8Layers, TokenInt8Layers
 
 EPSILON = 1e-6  # compiled into the kernel
-Projection = TokenInt8Layers | StaticInt8Layers
-Storage = FloatPages | Int8Pages
 
 
 @dataclass(frozen=True)
@@ -38,37 +38,61 @@ class Norm(Group):
     gamma: Any = tensor("He")
     eps: Any = scalar()
 
-    def term(self, p, x):
-        """Of x."""
-        return p.rms_norm(x=x, gamma=self.gamma, eps=self.eps)
-
 
 @dataclass(frozen=True)
-class Queries(Group):
-    """The latent of the queries, which lanes of every head are absorbed by W_UK and which rotated, from which order."""
+class Queries(LatentQueries):
+    """Queries whose rotated lanes come in the order `source`."""
 
-    gamma: Any = tensor("Hcq")
-    eps: Any = scalar()
-    up: Any = tensor("N D Hckv")
-    width: Any = attribute()
-    begin: Any = attribute()
-    first: Any = attribute()
-    heads_first: Any = attribute()
-    dtype: Any = attribute()
     source: Any = attribute()
 
     def terms(self, p, low, projection, tables):
         """Rotated and absorbed queries; `low` projects x to their latent."""
-        heads = projection.heads(p, p.rms_norm(x=low, gamma=self.gamma, eps=self.eps))
+        heads = projection.heads(p, self.norm(p, low))
         lanes = p.layer_lanes(layer=heads, width=self.width, start=self.first, heads_first=self.heads_first)
         how = (tables.cos, tables.sin, self.dtype, self.gamma, self.heads_first)
         rotated = rotated_lanes(p, lanes, *how, source=self.source)
         return rotated, p.layer_query(layer=heads, width=self.width, start=self.begin, up=self.up)
 
-    def restored(self, query: Tensor, rope: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated and absorbed queries of tokens [T, N, ..] as the model has them for x [.., H]."""
-        query, rope = (each.unflatten(0, x.shape[:-1]) if x.dim() == 3 else each for each in (query, rope))
-        return rope.transpose(1, 2) if self.heads_first else rope, latent_calls.heads_before(query)
+
+@dataclass(frozen=True)
+class FloatPages(Pages):
+    """Pages as BSND or in NZ, beside queries as they are."""
+
+    def query(self, p, absorbed):
+        """Queries as they are."""
+        return absorbed
+
+    def factors(self, like: Tensor) -> dict[str, Any]:
+        """Nothing is quantised."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Int8Pages(Int8TensorPages):
+    """Pages in NZ of an int8 latent, by one scale, beside int8 queries, by a factor of each head."""
+
+    kv_shift: Any = scalar()
+    query_scale: Any = tensor("N")
+
+    def query(self, p, absorbed):
+        """int8 queries."""
+        return p.quantise(x=absorbed, scale=self.query_scale, scheme="head")
+
+    def quantised(self, p, latent):
+        """A latent in int8, perhaps with a zero point."""
+        how = dict(scale=self.kv_scale, by=self.kv_by, shift=self.kv_shift, scheme="static")
+        return p.quantise(x=p.reshaped(latent), **how)
+
+    def guard(self, tokens: Any) -> None:
+        """Refuse other pages than those in NZ, and a zero point of the latent."""
+        require(None not in self.blocks, "the pages hold whole rows, not lines of NZ")
+        super().guard(tokens)
+        require(self.kv_shift == 0, "the latent is stored with a zero point")
+
+    def factors(self, like: Tensor) -> dict[str, Any]:
+        """What the latent is divided by, and the queries are multiplied by."""
+        kv_scale = exact_scale(self.kv_scale, self.kv_by, like)
+        return dict(ctkv_scale=kv_scale, q_nope_scale=exact_scale(self.query_scale, 1, like))
 
 
 @dataclass(frozen=True)
@@ -89,49 +113,111 @@ class MlaPreprocess(Rule):
     @pattern
     @variants(projection=(TokenInt8Layers, StaticInt8Layers), storage=(FloatPages, Int8Pages))
     def written(
-        self, p, projection, storage, x=tensor("*B He"), norm: Any = Norm, queries: Any = Queries,
-        row: Any = LatentRow, tables: Any = Tables,
-    ):  # fmt: skip
+        self,
+        p,
+        projection,
+        storage,
+        x=tensor("*B He"),
+        norm: Any = Norm,
+        queries: Any = Queries,
+        row: Any = LatentRow,
+        tables: Any = Tables,
+    ):
         """Rows of all pages by their number, or by a block and a place in it."""
-        low, both = projection.down(p, norm.term(p, x))
+        low, both = projection.down(p, p.rms_norm(x=x, gamma=norm.gamma, eps=norm.eps))
         rotated, absorbed = queries.terms(p, low, projection, tables)
         rows = row.terms(p, both, tables, queries.gamma, source=queries.source)
         return rotated, storage.query(p, absorbed), *storage.written(p, *rows)
 
-    def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: Projection, storage: Storage):
+    def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: TokenInt8Layers, storage: Pages):
         """As for `MlaProlog`; and what the kernel takes no argument for."""
-        lanes = (queries.width, queries.begin, queries.first, row.split, row.end)
-        of_heads(queries.up, projection.dkv, *lanes)
+        queries.guard(projection.dkv, row)
         other = next((each for each in (norm.eps, queries.eps, row.eps) if each != EPSILON), EPSILON)
         require(other == EPSILON, "a norm adds {other}, the kernel of npu_mla_preprocess 1e-6", other=other)
         projection.guard()
         storage.guard(x)
 
     @lowering
-    def run(
-        self, x: Tensor, norm: Norm, queries: Queries, row: LatentRow, tables: Tables, projection: Projection,
-        storage: Storage,
-    ):  # fmt: skip
+    def run(self, x, norm, queries, row, tables, projection, storage):
         """One call, that writes to the pages and to fresh memory."""
-        tokens, turning, (heads, _, width) = storage.slots.numel(), tables.cos.shape[-1], queries.up.shape
+        cos, sin = (each.flatten(0, -2) for each in tables.of_tokens(x))
+        tokens, turning, (heads, _, width) = storage.slots.numel(), cos.shape[-1], queries.up.shape
         order = RowOrder(heads, turning, queries.source)
-        (down, wide), (down_scale, wide_scale) = map(_nz, projection.weights(order)), projection.scales(order)
-        betas = projection.betas(norm.gamma, queries.gamma)
-        cos, sin = (latent_calls.of_tokens(each, x).reshape(tokens, turning) for each in (tables.cos, tables.sin))
-        kv, kr = storage.caches(x, row.widths, x)
+        down, wide = map(_nz, order.joined(projection.dq, projection.dkv, projection.uq))
+        scales = order.joined(projection.dq_scale, projection.dkv_scale, projection.uq_scale)
+        betas, told = _told(projection, x, (norm.gamma, queries.gamma), order)
+        kv, kr, mode = _pages(storage)
         query, kv, rope, kr = torch.ops.atb.npu_mla_preprocess.functional(
-            x.reshape(tokens, -1), norm.gamma, betas[0], down, down_scale, queries.gamma, betas[1], wide, wide_scale,
-            row.scaled_gamma(), cos, sin, queries.up.contiguous(), kv, kr, storage.slots.reshape(-1).to(torch.int32),
+            x.reshape(tokens, -1), norm.gamma, betas[0], down, scales[0].float(), queries.gamma, betas[1], wide,
+            scales[1].float(), row.scaled_gamma(), cos, sin, queries.up.contiguous(), kv, kr,
+            storage.slots.reshape(-1).to(torch.int32),
             q_out0=torch.empty((tokens, heads, width), dtype=kv.dtype, device=x.device), kv_cache_out0=kv,
             q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr,
-            cache_mode=storage.layout(x), **projection.arguments(x, order), **storage.factors(x),
+            cache_mode=mode, **told, **storage.factors(x),
         )  # fmt: skip
-        return *queries.restored(query, rope, x), *storage.restored(kv, kr)
+        query, rope = (each.unflatten(0, x.shape[:-1]) if x.dim() == 3 else each for each in (query, rope))
+        return *queries.restored(query, rope), *storage.restored(kv, kr)
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """In which order the operator reads what belongs to rows of layers: rotated lanes of every head by halves, last."""
+
+    heads: int
+    rotated: int
+    source: str
+
+    def joined(self, dq: Tensor, dkv: Tensor, uq: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the layers of x, W_dkv before W_dq, and of all heads."""
+        return torch.cat((self._by_halves(dkv, 1), dq)), self._by_halves(uq, self.heads)
+
+    def _by_halves(self, rows: Tensor, heads: int) -> Tensor:
+        """Of rows [N · W, ..]."""
+        if self.source == "half":
+            return rows
+        each = rows.unflatten(0, (heads, -1))
+        kept, pairs = each[:, : -self.rotated], each[:, -self.rotated :]
+        return torch.cat((kept, pairs[:, ::2], pairs[:, 1::2]), dim=1).flatten(0, 1)
+
+
+def _told(of: Any, x: Tensor, gammas: tuple[Tensor, Tensor], order: RowOrder) -> tuple[list[Tensor], dict[str, Any]]:
+    """What the norms of x and of the queries' latent add behind their gain, and how the layers are quantised."""
+    if not isinstance(of, StaticInt8Layers):
+        return [torch.zeros_like(each) for each in gammas], dict(quant_mode="per_token_quant_symm")
+    betas = [_or_zeros(beta, each, each.dtype) for beta, each in zip((of.beta, of.beta_cq), gammas, strict=True)]
+    biases = ((of.dq_bias, of.dq_scale), (of.dkv_bias, of.dkv_scale), (of.uq_bias, of.uq_scale))
+    both = order.joined(*(_or_zeros(*each, torch.int32) for each in biases))
+    return betas, dict(
+        quant_mode="per_tensor_quant_asymm",
+        quant_scale0=exact_scale(of.scale, of.factor, x),
+        quant_offset0=_zero_point(of.zero_point, of.shift, x),
+        bias0=both[0],
+        quant_scale1=exact_scale(of.scale_cq, of.factor_cq, x),
+        quant_offset1=_zero_point(of.zero_point_cq, of.shift_cq, x),
+        bias1=both[1],
+    )
+
+
+def _zero_point(zero_point: Tensor | None, shift: float, like: Tensor) -> Tensor:
+    return torch.full((1,), int(shift), dtype=torch.int8, device=like.device) if zero_point is None else zero_point
+
+
+def _or_zeros(bias: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(like, dtype=dtype) if bias is None else bias
+
+
+def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
+    """Both caches as the operator takes them, those in NZ as their blocks, and how they lie."""
+    kv, kr = storage.kv_cache, storage.kr_cache
+    require(kv.is_contiguous() and kr.is_contiguous(), "the pages are not contiguous")
+    if storage.nz_block is None:
+        return in_rows(kv, None), in_rows(kr, None), "krope_ctkv"
+    kv, kr = (laid(each, each.shape[-2], "lines").squeeze(1) for each in (kv, kr))
+    return kv, kr, "int8_nzcache" if isinstance(storage, Int8Pages) else "nzcache"
 
 
 def _nz(weight: Tensor) -> Tensor:
     """A weight [out, in] as [1, in / 32, out, 32] in FRACTAL_NZ."""
-    blocks = latent_calls.WHOLE_LINE
-    require(weight.shape[1] % blocks == 0, "the weights do not fill lines of 32 numbers")
-    lines = weight.unflatten(1, (-1, blocks)).transpose(0, 1)
+    require(weight.shape[1] % NZ_INT8 == 0, "the weights do not fill lines of 32 numbers")
+    lines = weight.unflatten(1, (-1, NZ_INT8)).transpose(0, 1)
     return torch.ops.npu.npu_format_cast(lines.contiguous()[None], NZ)

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.cache.stores import Fresh, Int8ChannelPages, Int8TensorPages, PackedPages, Pages, Rows
-from patterns.latent import latent_calls
-from patterns.latent.terms import LatentRow, Tables, rotated_lanes
+from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 
 PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers)
@@ -30,30 +29,17 @@ STORES = (Rows, Pages, Fresh, Int8ChannelPages, PackedPages)
 
 
 @dataclass(frozen=True)
-class Queries(Group):
-    """The latent of the queries, which lanes of every head are absorbed by W_UK and which rotated."""
+class Queries(LatentQueries):
+    """Queries whose latent may be multiplied by a number."""
 
-    gamma: Any = tensor("Hcq")
-    eps: Any = scalar()
     factor: Any = scalar()
     factor_of_tables: Any = scalar()
-    up: Any = tensor("N D Hckv")
-    width: Any = attribute()
-    begin: Any = attribute()
-    first: Any = attribute()
-    heads_first: Any = attribute()
-    dtype: Any = attribute()
 
     def terms(self, p, low, projection, tables, like):
         """Rotated queries, absorbed ones, and what the latent is for the projection; `low` projects x to it."""
-        norm = p.rms_norm(x=low, gamma=self.gamma, eps=self.eps)
-        lanes, absorbed, latent = projection.queries(p, norm, self)
+        lanes, absorbed, latent = projection.queries(p, self.norm(p, low), self)
         how = (tables.cos, tables.sin, self.dtype, like, self.heads_first, self.factor_of_tables)
         return rotated_lanes(p, lanes, *how), absorbed, latent
-
-    def restored(self, query: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
-        """Rotated and absorbed queries [B, N, S, C] or [T, N, C] as the model has them."""
-        return rope.transpose(1, 2) if self.heads_first else rope, latent_calls.heads_before(query)
 
 
 @dataclass(frozen=True)
@@ -137,8 +123,7 @@ class MlaProlog(Rule):
 
     def guard(self, x: Any, projection: FloatLayers, storage: Any, queries: Queries, row: LatentRow, int8: Any):
         """How the tokens, the weights and the caches are laid out."""
-        lanes = (queries.width, queries.begin, queries.first, row.split, row.end)
-        of_heads(queries.up, projection.dkv, *lanes)
+        queries.guard(projection.dkv, row)
         projection.guard(queries)
         lowest = min(projection.factor(queries.factor), row.factor)
         require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
@@ -176,24 +161,17 @@ class MlaProlog(Rule):
         return *queries.restored(query, rope), latent, *storage.restored(*caches)
 
 
-def of_heads(up: Any, dkv: Any, width: int, begin: int, first: int, split: int, end: int) -> None:
-    """Refuse heads and rows whose lanes lie otherwise than those of the operators: rotated ones last, and no others."""
-    require(begin == 0 and first == up.shape[1], "the lanes that are rotated do not follow those that are not")
-    require(end == dkv.shape[0], "latent and rotated key do not make up one projection")
-    require(width == first + end - split, "the heads have more lanes than both parts of the queries")
-
-
 def read(x: Tensor, projection: FloatLayers, queries: Queries, row: LatentRow, tables: Tables) -> tuple[Tensor, ...]:
     """What every version reads first."""
     dq, uq, dkv = projection.weights()
-    sin, cos = (latent_calls.of_tokens(each, x).contiguous() for each in (tables.sin, tables.cos))
+    cos, sin = (each.contiguous() for each in tables.of_tokens(x))
     return x, dq, uq, queries.up.contiguous(), dkv, queries.gamma, row.gamma, sin, cos
 
 
 def encoded(storage: Any, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
     """What the operator is told of how the caches hold numbers."""
     if isinstance(storage, Int8TensorPages):
-        return dict(kv_cache_quant_mode=1, query_quant_mode=1, quant_scale_ckv=storage.factor(device))
+        return dict(kv_cache_quant_mode=1, query_quant_mode=1, quant_scale_ckv=storage.factor(1, device))
     if isinstance(storage, Int8ChannelPages):
         latent, rope = (each.reshape(1, -1) for each in storage.factors(widths, device))
         return dict(kv_cache_quant_mode=2, quant_scale_ckv=latent, quant_scale_ckr=rope)

@@ -1,4 +1,4 @@
-"""Terms that rules about the rows of a latent share: rotated lanes, and one row of both caches.
+"""Terms that rules about a latent share: its row of both caches, its queries, rotated lanes, attention over it.
 
 [k, k_r] = x W_DKV      latent = s norm(k)      key_rope = rope(k_r)
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, attribute, scalar, tensor
+from fusion import Group, attribute, require, scalar, tensor
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,12 @@ class Tables(Group):
 
     cos: Any = tensor("T U Dr")
     sin: Any = tensor("T U Dr")
+
+    def of_tokens(self, x: Tensor) -> list[Tensor]:
+        """Both as [B, S, D] for tokens [B, S, H], or as [T, D] for those without their sequences, [T, H]."""
+        batch, rows = x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
+        both = (_of_tokens(each, batch, rows) for each in (self.cos, self.sin))
+        return [each.reshape(*x.shape[:-1], each.shape[-1]) for each in both]
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,64 @@ class LatentRow(Group):
         return self.split, self.end - self.split
 
 
+@dataclass(frozen=True)
+class LatentQueries(Group):
+    """The norm of the latent of the queries, and which lanes of every head are absorbed by W_UK and which rotated."""
+
+    gamma: Any = tensor("Hcq")
+    eps: Any = scalar()
+    up: Any = tensor("N D Hckv")
+    width: Any = attribute()
+    begin: Any = attribute()
+    first: Any = attribute()
+    heads_first: Any = attribute()
+    dtype: Any = attribute()
+
+    def norm(self, p, low):
+        """Of the latent, as the first layer gives it."""
+        return p.rms_norm(x=low, gamma=self.gamma, eps=self.eps)
+
+    def guard(self, dkv: Any, row: LatentRow) -> None:
+        """Refuse lanes that lie otherwise than those of the operators: rotated ones last, and no others."""
+        last = self.begin == 0 and self.first == self.up.shape[1]
+        require(last, "the lanes that are rotated do not follow those that are not")
+        require(row.end == dkv.shape[0], "latent and rotated key do not make up one projection")
+        whole = self.width == self.first + row.end - row.split
+        require(whole, "the heads have more lanes than both parts of the queries")
+
+    def restored(self, query: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
+        """Rotated and absorbed queries [B, S, N, C] or [T, N, C] as the model has them."""
+        heads_before = query.transpose(1, 2) if query.dim() == 4 else query
+        return rope.transpose(1, 2) if self.heads_first else rope, heads_before
+
+
 def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None, factor=1.0, source="interleaved"):
     """Computed in float32, as by the operators, or in the dtype of the model."""
     tables = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
     cos, sin = (each if factor == 1 else p.maybe_scaled(each, factor) for each in tables)
     wide = p.maybe_cast(x, to=torch.float32)
     return p.as_dtype(p.rotation(x=wide, cos=cos, sin=sin, source=source, result="half", dtype=dtype), like)
+
+
+def operands(p, queries, keys, up, rows):
+    """The terms of queries, keys and values of attention over a latent.
+
+    They are made of queries (nope, rope, absorbed), of a latent and its rotated lanes, projected by `up` for keys and
+    for values; the model speaks of the first `rows` of them, None: of all.
+    """
+    (nope, rope, absorbed), (latent, k_rope), (up_key, up_value) = queries, keys, up
+    return (
+        p.latent_queries(nope=nope, rope=rope, absorbed=absorbed),
+        p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows),
+        p.latent_values(latent=latent, up=up_value),
+    )
+
+
+def _of_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:
+    """A table [B or 1, S or 1, D], of tokens that the caller may have packed otherwise, as [batch, rows, D]."""
+    first, second = table.shape[:2]
+    if (first, second) == (1, 1) or not all(isinstance(each, int) for each in (batch, rows, first, second)):
+        return table.expand(batch, rows, table.shape[-1])
+    tokens = batch * rows
+    first, second = (tokens // second, second) if first == 1 else (first, tokens // first)
+    return table.expand(first, second, table.shape[-1]).reshape(batch, rows, -1)

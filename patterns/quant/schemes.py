@@ -2,9 +2,10 @@
 
     c = norm(x W_DQ)      heads = c W_UQ      row = x W_DKV
     W8A8 by token: y = (x8 W8) · s · d, with x8 = round(x / s), s = max|x| / 127 of each token, d of each channel
+    W8A8 static:   y = (W8 x8 + b) · d, with x8 = round((x + β) / s + z) of constants s and z
 
-A scheme gives both latents (`down`), what the heads of the queries are read from (`queries`), and what the operator is
-told (`weights`, `factor`, `arguments`).
+A scheme gives both latents (`down`), what the heads of the queries are read from (`queries`, `heads`), and what
+`npu_mla_prolog_v3` is told (`weights`, `factor`, `arguments`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
@@ -136,6 +138,76 @@ class Int8Layers(Int8QueryLayer):
         of_x = dict(dequant_scale_x=self.tokens.float().reshape(-1, 1), dequant_scale_w_dq=_row(self.dq_scale))
         more = dict(of_x, dequant_scale_w_dkv_kr=_row(self.dkv_scale), weight_quant_mode=2)
         return {**super().arguments(), **more}
+
+
+@dataclass(frozen=True)
+class TokenInt8Layers(Group):
+    """All three layers in W8A8 of norms that stand in the model, each token with a scale of its own."""
+
+    dq: Any = tensor("Hcq He")
+    dq_scale: Any = tensor("Hcq")
+    uq: Any = tensor("Nq Hcq")
+    uq_scale: Any = tensor("Nq")
+    dkv: Any = tensor("Nk He")
+    dkv_scale: Any = tensor("Nk")
+    layer_dtype: Any = attribute()
+    scale_dtype: Any = attribute()
+    is_parameter_only: Any = attribute()
+
+    def down(self, p, norm):
+        """The latent of the queries and the row of both caches, of a norm of x."""
+        x8 = self._quantised(p, norm)
+        return self._layer(p, x8, "dq"), self._layer(p, x8, "dkv")
+
+    def heads(self, p, norm):
+        """All heads of the queries, of a norm of their latent."""
+        return self._layer(p, self._quantised(p, norm, "_cq"), "uq")
+
+    def _quantised(self, p, x, of=""):
+        scale = p.token_scale(x=p.reshaped(x), dtype=self.scale_dtype)
+        return p.quantise(x=p.reshaped(x), scale=scale, dtype=self.scale_dtype, scheme="dynamic"), scale
+
+    def _layer(self, p, x8, name):
+        how = (self.layer_dtype, self.is_parameter_only)
+        return int8_layer(p, x8[0], getattr(self, name), getattr(self, f"{name}_scale"), x8[1], *how)
+
+    def guard(self) -> None:
+        """Nothing speaks against them."""
+
+
+@dataclass(frozen=True)
+class StaticInt8Layers(TokenInt8Layers):
+    """W8A8 static: n / s + z of constants s and z, behind a norm that may add a bias; layers may add one in int32."""
+
+    beta: Any = tensor("He", optional=True)
+    beta_cq: Any = tensor("Hcq", optional=True)
+    dq_bias: Any = tensor("Hcq", optional=True)
+    uq_bias: Any = tensor("Nq", optional=True)
+    dkv_bias: Any = tensor("Nk", optional=True)
+    scale: Any = tensor("1", optional=True)
+    zero_point: Any = tensor("1", optional=True)
+    scale_cq: Any = tensor("1", optional=True)
+    zero_point_cq: Any = tensor("1", optional=True)
+    factor: Any = scalar()
+    shift: Any = scalar()
+    factor_cq: Any = scalar()
+    shift_cq: Any = scalar()
+
+    def _quantised(self, p, x, of=""):
+        names = dict(bias="beta", scale="scale", by="factor", zero_point="zero_point", shift="shift")
+        how = {said: getattr(self, name + of) for said, name in names.items()}
+        return p.quantise(x=p.reshaped(x), scheme="static", **how)
+
+    def _layer(self, p, x8, name):
+        weight, scale, bias = (getattr(self, name + each) for each in ("", "_scale", "_bias"))
+        how = dict(dtype=self.layer_dtype, fixed=self.is_parameter_only)
+        return p.whole_linear(x=p.reshaped(x8), weight=weight, scale=scale, bias=bias, **how)
+
+    def guard(self) -> None:
+        """Refuse biases that are not added to the int8 products."""
+        biases = [each for each in (self.dq_bias, self.uq_bias, self.dkv_bias) if each is not None]
+        other = next((each.dtype for each in biases if each.dtype != torch.int32), torch.int32)
+        require(other == torch.int32, "a layer adds a bias of {dtype}, the operator one of int32", dtype=other)
 
 
 def _alike(rotated: float, absorbed: float) -> None:

@@ -19,14 +19,14 @@ from patterns.attention.calls import viewed
 from patterns.attention.results import Output
 from patterns.attention.sources import Rows
 from patterns.attention.visibility import Visibility
-from patterns.latent import latent_calls
 from patterns.latent.encodings import Plain
+from patterns.latent.head_projection import expanded
 from patterns.sparse.listing import Listing, PagedListing
 from patterns.sparse.pages import LatentPages
 
 SOURCES = (Rows, LatentPages)
 VALUES = ("transposed", "multiplied")
-"""How the values of all heads are expanded, see `latent_calls.expanded`."""
+"""How the values of all heads are expanded, see `expanded`."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class SparseAttention(Rule):
     def indexed(self, listing, encoding, source, result, scale, values):
         """The indexer, sparse attention, and the values of all heads."""
         y = _attended(listing.found(), listing, encoding, source, scale)
-        return viewed(latent_calls.expanded(y, encoding.up_value, values), result.view)
+        return viewed(expanded(y, encoding.up_value, values), result.view)
 
     @lowering
     @variants(values=VALUES)
     def listed(self, listing, encoding, source, result, scale, values):
         """Sparse attention over the model's own list."""
         y = _attended(listing.own(), listing, encoding, source, scale)
-        return viewed(latent_calls.expanded(y, encoding.up_value, values), result.view)
+        return viewed(expanded(y, encoding.up_value, values), result.view)
 
 
 def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, scale: float) -> Tensor:

@@ -19,7 +19,7 @@ from patterns.attention import calls
 from patterns.attention.calls import Call, MaskSpec, Parts
 from patterns.attention.sources import Rows
 from patterns.attention.visibility import Dense
-from patterns.latent import latent_calls
+from patterns.cache import pages as cached
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
         lengths = calls.ends_of(batch, latent.shape[1], latent.device)
         latent, rope = (each.flatten(0, 1) for each in (latent, rope))
     elif not source.paged:
-        latent, rope = (latent_calls.pages(each, 1).flatten(2) for each in (latent, rope))
+        latent, rope = (cached.cut(each, 1).flatten(2) for each in (latent, rope))
         table = torch.arange(latent.shape[0], dtype=torch.int32, device=latent.device).reshape(batch, -1)
         pages = dict(block_table=table, block_size=latent.shape[1])
     rows, turned = (each.transpose(1, 2).flatten(0, 1) for each in q)
