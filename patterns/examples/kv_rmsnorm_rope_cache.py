@@ -13,7 +13,7 @@ from fusion import Example
 from patterns.examples import caches
 from patterns.examples.caches import Write, by_block, copied, in_nz, viewed
 from patterns.examples.inputs import Inputs, normal, under
-from patterns.examples.latent_model import norm, tables, turned
+from patterns.examples.latent_model import norm, tables, times, turned
 from patterns.examples.mla_prolog_int8 import Quantise, by_inverse, by_number, divided, narrow
 from patterns.examples.quantisation import scales, weights
 
@@ -64,9 +64,12 @@ PAGED = Line(rows(*PAGES, 1), SLOTS)
 NZ = Line(nz(16), SLOTS)
 
 
-def scaled(latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-    """The latent alone is multiplied."""
-    return latent * 1.5, rope
+Change = Callable[..., tuple[Tensor, Tensor]]
+
+
+def int8(quantise: Quantise = divided, factor: float = 1.0, keys: bool = True) -> Change:
+    """The latent times a factor, and the keys, in int8."""
+    return lambda latent, rope, *by: (quantise(times(latent, factor), by[0]), quantise(rope, by[1]) if keys else rope)
 
 
 def to_slots(write: Write) -> Write:
@@ -119,17 +122,17 @@ def of_line(
     inputs: Inputs,
     write: Write = copied,
     refusal: str = "",
-    change: Callable[..., tuple[Tensor, Tensor]] = lambda *rows: rows,
+    change: Change = lambda latent, rope, *by: (latent, rope),
     first: int = 0,
     kept: bool = False,
 ) -> Example:
-    """Writes rows that stand from lane `first` on; where they are `kept`, it gives them beside the caches."""
+    """Writes rows that stand from lane `first` on, changed; where they are `kept`, it gives them beside the caches."""
 
     def forward(kv: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, at: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         c, dr = gain.shape[-1], cos.shape[-1]
         latent, rope = kv[..., first : first + c + dr].split((c, dr), dim=-1)
-        new = change(norm(latent, gain), turned(rope, cos, sin))
-        held = (write(cache, rows, at) for cache, rows in zip(rest[2:], new, strict=True))
+        new = norm(latent, gain), turned(rope, cos, sin)
+        held = [write(cache, rows, at) for cache, rows in zip(rest[2:], change(*new, *rest[:2]), strict=True)]
         return tuple(each * 2 for each in (*(new if kept else ()), *held))
 
     return Example(name, forward, inputs, refusal)
@@ -144,7 +147,7 @@ EXAMPLES = (
     of_line("one sequence and a head", one_sequence(1), at_rows),
     of_line("any number of places", Line(rows(B, 20))),
     of_line("a position for each sequence", TOKEN, caches.by_sequence),
-    of_line("a latent times a number", CACHES, change=scaled),
+    of_line("a latent times a number", CACHES, change=lambda latent, rope, *by: (latent * 1.5, rope)),
     of_line("behind other lanes", replace(CACHES, width=24 + 48 + 8), first=24),
     of_line("more sequences than tokens", replace(TOKEN, shapes=rows(B + 1, T)), caches.by_sequence),
     of_line("pages", PAGED, to_slots(viewed)),
@@ -173,34 +176,6 @@ WITH_ROWS = (
 )
 
 
-def int8(
-    name: str,
-    inputs: Inputs,
-    write: Write = viewed,
-    quantise: Quantise = divided,
-    refusal: str = "",
-    factor: float = 1.0,
-    keys: bool = True,
-    kept: bool = False,
-) -> Example:
-    """Writes the latent times a factor, and the keys, in int8 and reads what the caches hold then.
-
-    Where they are `kept`, it gives the rows as they were before they are quantised as well.
-    """
-
-    def forward(*given: Tensor) -> Any:
-        kv, gain, cos, sin, slots, *by, latents, ropes = given
-        latent, rope = kv.split((gain.shape[-1], cos.shape[-1]), dim=-1)
-        latent, rope = norm(latent, gain) * factor, turned(rope, cos, sin)
-        stored = quantise(latent, by[0]), quantise(rope, by[1]) if keys else rope
-        for cache, new in zip((latents, ropes), stored, strict=True):
-            write(cache, new.flatten(0, 1), slots)
-        total = latents.float().sum() + ropes.float().sum()
-        return (total, latent * 2, rope * 2) if kept else total
-
-    return Example(name, forward, inputs, refusal)
-
-
 def whole_keys(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     """Keys in whole rows beside a latent in NZ."""
     write = viewed if pages.dim() == 3 else in_nz
@@ -211,25 +186,40 @@ C, DR = 64, 32
 BOTH = Line(rows(*PAGES, c=C, dr=DR), SLOTS, c=C, dr=DR, int8=(True, True))
 LATENT = replace(BOTH, int8=(True, False))
 LATENT_NZ = replace(LATENT, shapes=nz(32, 16, c=C, dr=DR))
+LATENT_ALONE = int8(keys=False)
 INT8 = (
-    int8("pages", BOTH),
-    int8(
-        "pages of one head, times the inverse", replace(BOTH, shapes=rows(*PAGES, 1, c=C, dr=DR)), by_block, by_inverse
+    of_line("pages", BOTH, to_slots(viewed), change=int8()),
+    of_line(
+        "pages of one head, times the inverse",
+        replace(BOTH, shapes=rows(*PAGES, 1, c=C, dr=DR)),
+        to_slots(by_block),
+        change=int8(by_inverse),
     ),
-    int8("lines, a latent times a number", replace(BOTH, shapes=nz(32, c=C, dr=DR)), in_nz, factor=1.5),
-    int8("a scale that is a number", BOTH, by_block, by_number),
-    int8("the latent alone by one scale", replace(LATENT, one_scale=True), keys=False),
-    int8("both, and the rows", BOTH, kept=True),
-    int8("the latent alone, and the rows", LATENT, keys=False, kept=True),
-    int8("the latent alone in lines", LATENT_NZ, in_nz, keys=False),
-    int8("other bounds", BOTH, viewed, narrow, "bounded by -127 and 127"),
-    int8("short lines", replace(BOTH, shapes=nz(16, c=C, dr=DR)), in_nz, refusal="in lines of 16 numbers, not of 32"),
-    int8(
+    of_line(
+        "lines, a latent times a number",
+        replace(BOTH, shapes=nz(32, c=C, dr=DR)),
+        to_slots(in_nz),
+        change=int8(factor=1.5),
+    ),
+    of_line("a scale that is a number", BOTH, to_slots(by_block), change=int8(by_number)),
+    of_line("the latent alone by one scale", replace(LATENT, one_scale=True), to_slots(viewed), change=LATENT_ALONE),
+    of_line("both, and the rows", BOTH, to_slots(viewed), change=int8(), kept=True),
+    of_line("the latent alone, and the rows", LATENT, to_slots(viewed), change=LATENT_ALONE, kept=True),
+    of_line("the latent alone in lines", LATENT_NZ, to_slots(in_nz), change=LATENT_ALONE),
+    of_line("other bounds", BOTH, to_slots(viewed), "bounded by -127 and 127", int8(narrow)),
+    of_line(
+        "short lines",
+        replace(BOTH, shapes=nz(16, c=C, dr=DR)),
+        to_slots(in_nz),
+        "in lines of 16 numbers, not of 32",
+        int8(),
+    ),
+    of_line(
         "lines beside whole rows",
         replace(LATENT, shapes=(LATENT_NZ.shapes[0], LATENT.shapes[1])),
-        whole_keys,
-        refusal="the other whole ones",
-        keys=False,
+        to_slots(whole_keys),
+        "the other whole ones",
+        LATENT_ALONE,
     ),
 )
 

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,28 +25,11 @@ LAYERS = ("dq", "uq", "dkv")
 Rows = tuple[Tensor, ...]
 
 
-class Given(NamedTuple):
-    """What the model is given before its caches; `seen` is a length for each sequence, or the keys of each query."""
-
-    x: Tensor
-    cos: Tensor
-    sin: Tensor
-    dq: Tensor
-    uq: Tensor
-    dkv: Tensor
-    dq_scale: Tensor
-    uq_scale: Tensor
-    dkv_scale: Tensor
-    gain_q: Tensor
-    gain_kv: Tensor
-    ukv: Tensor
-    latent_scale: Tensor
-    rope_scale: Tensor
-    table: Tensor
-    seen: Tensor
-    slots: Tensor
-
-
+Given = namedtuple(
+    "Given",
+    "x cos sin dq uq dkv dq_scale uq_scale dkv_scale gain_q gain_kv ukv latent_scale rope_scale table seen slots",
+)
+"""What the model is given before its caches; `seen` is a length for each sequence, or the keys of each query."""
 FIXED = Given._fields[3:14]
 LAYERS_FIXED = Given._fields[3:9]
 

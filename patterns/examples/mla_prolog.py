@@ -10,31 +10,10 @@ from torch import Tensor
 
 from fusion import Example
 from patterns.examples import caches
+from patterns.examples import latent_model as mla
 from patterns.examples.caches import Write, by_block, copied, in_nz, of_nz, of_pages, shapes, viewed
 from patterns.examples.inputs import Inputs
-from patterns.examples.latent_model import (
-    LAYERS,
-    LAYERS_FIXED,
-    Attention,
-    B,
-    D,
-    E,
-    Factors,
-    Given,
-    N,
-    Rotate,
-    Rows,
-    Setting,
-    changed,
-    expanded,
-    fresh,
-    in_rows,
-    listed,
-    model,
-    paged,
-    rope_last,
-    turned,
-)  # fmt: skip
+from patterns.examples.latent_model import LAYERS, B, D, Given, Rotate, Rows, Setting, changed, fresh, listed, model
 
 S, T, C, DR = 3, 32, 32, 16
 ORDER = "do not follow those that are not"
@@ -54,26 +33,9 @@ def rope_multiplied(q: Tensor, cos: Tensor, sin: Tensor) -> Parts:
     return nope * 1.5, rope * cos + torch.cat((-high, low), dim=-1) * sin
 
 
-def rope_first(q: Tensor, *table: Tensor) -> Parts:
-    """The first lanes are rotated."""
-    rope, nope = q.split((DR, D), dim=-1)
-    return nope, turned(rope, *table)
-
-
-def more_lanes(q: Tensor, *table: Tensor) -> Parts:
-    """Some lanes are not used."""
-    nope, rope, _ = q.split((D, DR, q.shape[-1] - D - DR), dim=-1)
-    return nope, turned(rope, *table)
-
-
-def common_lanes(q: Tensor, *table: Tensor) -> Parts:
-    """Some lanes belong to both parts; the first ones to neither."""
-    return q[..., D // 2 : D + D // 2], turned(q[..., D:], *table)
-
-
-def rope_early(q: Tensor, *table: Tensor) -> Parts:
-    """Some lanes belong to both parts."""
-    return q[..., :D], turned(q[..., -DR:], *table)
+def lanes(nope: slice, rope: slice) -> Rotate:
+    """These lanes of the queries, some of which belong to both parts or to neither."""
+    return lambda q, *table: (q[..., nope], mla.turned(q[..., rope], *table))
 
 
 def copied_first(cache: Tensor, rows: Tensor, at: Tensor) -> Tensor:
@@ -98,8 +60,8 @@ ONE_SEQUENCE = changed(
 
 def stepped(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
     """A step of packed tokens that absorbs both projections, by einsum."""
-    (nope, rope), (latent, k_rope) = (each.squeeze(2) for each in (nope, rope)), rows
-    up, down = g.ukv.view(N, -1, C).split((D, E), dim=1)
+    (nope, rope), (latent, k_rope) = torch.cat((nope, rope), -1).squeeze(2).split((D, DR), dim=-1), rows
+    up, down = g.ukv.view(mla.N, -1, C).split((D, mla.E), dim=1)
     query = torch.einsum("tnd,ndc->tnc", nope, up)
     scores = torch.einsum("tnc,tkc->tnk", query, latent) + torch.einsum("tnr,tkr->tnk", rope, k_rope)
     hidden = torch.arange(latent.shape[1]) >= g.seen[:, None, None]
@@ -114,20 +76,25 @@ def instead(examples: Iterable[Example], name: str = "") -> Iterator[Example]:
 
 
 def in_row(
-    name: str, setting: Inputs, write: Write = copied, rotate: Rotate = rope_last, row: float = 1.0, refusal: str = ""
+    name: str,
+    setting: Inputs,
+    write: Write = copied,
+    rotate: Rotate = mla.rope_last,
+    row: float = 1.0,
+    refusal: str = "",
 ) -> Example:
     """Rows, the latent times a number, over listed keys; without caches, those of the queries."""
-    store = in_rows(write) if write is not fresh else fresh
-    return Example(name, model(store, listed, rotate, Factors(row=row)), setting, refusal)
+    store = mla.in_rows(write) if write is not fresh else fresh
+    return Example(name, model(store, listed, rotate, mla.Factors(row=row)), setting, refusal)
 
 
 def in_pages(
-    name: str, setting: Inputs, write: Write = viewed, refusal: str = "", attend: Attention = expanded
+    name: str, setting: Inputs, write: Write = viewed, refusal: str = "", attend: mla.Attention = mla.expanded
 ) -> Example:
     """Pages; tokens of W8A8 are rotated before their heads."""
     read = of_nz if write is in_nz else of_pages
     first = isinstance(setting, Setting) and bool(setting.int8)
-    return Example(name, model(paged(write, read), attend, tokens_first=first), setting, refusal)
+    return Example(name, model(mla.paged(write, read), attend, tokens_first=first), setting, refusal)
 
 
 def held(setting: Setting, *dims: tuple[int, ...], keys: int = T) -> Setting:
@@ -146,12 +113,16 @@ ROWS = (
     in_row("no cache", FRESH, fresh),
     in_row("rows that the model writes to a slice", PROMPT, caches.sliced),
     in_row("rows joined", held(PROMPT, (B, 5), keys=5 + S), caches.joined),
-    in_row("rotated lanes first", PROMPT, copied, rope_first, refusal=ORDER),
-    in_row("lanes of both", PROMPT, copied, common_lanes, refusal=ORDER),
-    in_row("rotated lanes early", replace(PROMPT, head=-DR // 2), copied, rope_early, refusal=ORDER),
-    in_row("more lanes", replace(PROMPT, head=8), copied, more_lanes, refusal="more lanes than both"),
+    in_row("rotated lanes first", PROMPT, copied, lanes(slice(DR, None), slice(DR)), refusal=ORDER),
+    in_row("lanes of both", PROMPT, copied, lanes(slice(D // 2, D + D // 2), slice(D, None)), refusal=ORDER),
+    in_row(
+        "rotated lanes early", replace(PROMPT, head=-DR // 2), copied, lanes(slice(D), slice(-DR, None)), refusal=ORDER
+    ),
+    in_row(
+        "more lanes", replace(PROMPT, head=8), copied, lanes(slice(D), slice(D, D + DR)), refusal="more lanes than both"
+    ),
     in_row("a third part", replace(PROMPT, line=8), refusal="do not make up one projection"),
-    Example("packed tokens", model(in_rows(caches.of_one_sequence), of_one_sequence), ONE_SEQUENCE, "are packed"),
+    Example("packed tokens", model(mla.in_rows(caches.of_one_sequence), of_one_sequence), ONE_SEQUENCE, "are packed"),
 )
 HALVES = replace(PROMPT, queries=4)
 LEFT = (
@@ -190,7 +161,7 @@ PAGED = (
 
 def w8a8(setting: Setting, *layers: str) -> Setting:
     """These layers in W8A8, and all of them Parameters."""
-    return replace(setting, int8=layers, fixed=LAYERS_FIXED)
+    return replace(setting, int8=layers, fixed=mla.LAYERS_FIXED)
 
 
 W8A8 = (

@@ -13,26 +13,13 @@ from itertools import product
 from torch import Tensor
 
 from fusion import Example
+from patterns.examples import latent_model as mla
 from patterns.examples.caches import copied, in_nz, of_nz, shapes
-from patterns.examples.latent_model import (
-    LAYERS,
-    Attention,
-    B,
-    Factors,
-    Setting,
-    Store,
-    by_int8,
-    expanded,
-    fresh,
-    in_rows,
-    model,
-    paged,
-    rope_last,
-)  # fmt: skip
+from patterns.examples.latent_model import B, Factors, Setting, by_int8, fresh, model, paged
 from patterns.examples.mla_prolog_int8 import by_channel, by_tensor, by_tile, rows_of_bytes
 
 C, DR, T = 64, 32, 32
-INT8 = {"float": (), "int8 heads": ("uq",), "int8": LAYERS}
+INT8 = {"float": (), "int8 heads": ("uq",), "int8": mla.LAYERS}
 """Layers -> those in W8A8."""
 MODES = {"float": (0,), "int8 heads": (0, 2, 3), "int8": (0, 1, 3)}
 """Layers -> the modes of the caches that the operator takes with them."""
@@ -44,8 +31,8 @@ class Stored:
 
     mode: int
     setting: Setting
-    store: Store
-    attend: Attention = expanded
+    store: mla.Store
+    attend: mla.Attention = mla.expanded
 
 
 PAGES = Setting(1, shapes(C, DR), c=C, dr=DR)
@@ -53,7 +40,7 @@ CHANNEL = replace(PAGES, int8_caches=(True, True))
 TENSOR = replace(PAGES, int8_caches=(True, False), one_scale=True)
 STORES = {
     "fresh": Stored(0, replace(PAGES, queries=2, shapes=()), fresh),
-    "rows": Stored(0, replace(PAGES, shapes=((B, T, C), (B, T, DR)), at=5), in_rows(copied)),
+    "rows": Stored(0, replace(PAGES, shapes=((B, T, C), (B, T, DR)), at=5), mla.in_rows(copied)),
     "pages": Stored(0, PAGES, paged()),
     "NZ": Stored(0, replace(PAGES, shapes=shapes(C, DR, 16)), paged(in_nz, of_nz)),
     "int8 by channel": Stored(2, CHANNEL, paged(encoding=by_channel())),
@@ -78,7 +65,7 @@ def cell(
     """The example of one cell, of a token in a cache or of two without one."""
     said = "".join(f", {name} x {by}" for name, by in vars(factors).items() if by != 1)
     kind = STORES[store]
-    function = model(kind.store, kind.attend, partial(rope_last, factors=factors), factors, also=also)
+    function = model(kind.store, kind.attend, partial(mla.rope_last, factors=factors), factors, also=also)
     return Example(
         f"{layers} layers, {store}{said}", function, replace(kind.setting, int8=INT8[layers]), refusal, instead
     )

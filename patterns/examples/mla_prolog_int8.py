@@ -14,21 +14,11 @@ from torch import Tensor
 
 from fusion import Example
 from patterns.examples import caches
+from patterns.examples import latent_model as mla
 from patterns.examples.caches import BLOCKS, SIZE, Write, by_block, in_nz, of_nz, of_pages, shapes, viewed
 from patterns.examples.inputs import Inputs, normal
 from patterns.examples.latent_attention_int8 import SCALE, Attend, explicit, restored
-from patterns.examples.latent_model import (
-    LAYERS,
-    Encoding,
-    Given,
-    Rows,
-    Setting,
-    absorbed,
-    by_int8,
-    changed,
-    model,
-    paged,
-)  # fmt: skip
+from patterns.examples.latent_model import LAYERS, Encoding, Given, Rows, Setting, absorbed, changed, model, paged
 from patterns.examples.mla_prolog import instead
 from patterns.examples.quantisation import quantised
 
@@ -37,9 +27,9 @@ Quantise = Callable[[Tensor, Tensor], Tensor]
 Pack = Callable[[Tensor, Tensor], Tensor]
 
 
-def divided(x: Tensor, scale: Tensor) -> Tensor:
+def divided(x: Tensor, scale: Tensor | float, low: int = -128) -> Tensor:
     """Divided by the scale."""
-    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+    return (x.float() / scale).round().clamp(low, 127).to(torch.int8)
 
 
 def bounded_first(x: Tensor, scale: Tensor) -> Tensor:
@@ -54,12 +44,12 @@ def by_inverse(x: Tensor, scale: Tensor) -> Tensor:
 
 def by_number(x: Tensor, scale: Tensor) -> Tensor:
     """By a scale that is a number."""
-    return (x.float() * 16).round().clamp(-128, 127).to(torch.int8)
+    return divided(x, 1 / 16)
 
 
 def narrow(x: Tensor, scale: Tensor) -> Tensor:
     """Between bounds of one magnitude."""
-    return (x.float() / scale).round().clamp(-127, 127).to(torch.int8)
+    return divided(x, scale, -127)
 
 
 def by_channel(quantise: Quantise = divided, power: int = 1) -> Encoding:
@@ -92,10 +82,28 @@ def joined(*parts: Tensor) -> Tensor:
     return torch.cat([each.view(torch.int8) for each in parts], dim=-1)
 
 
-def packed(latent: Tensor, rope: Tensor, tile: int = TILE) -> Tensor:
-    """A packed row: int8 latent, rotated key, scales of tiles."""
-    numbers, scale = tiled(latent, tile)
+def arranged(arrange: Callable[[Tensor, Tensor, Tensor], Tensor], tile: int = TILE) -> Pack:
+    """A row of `arrange(numbers, rope, scales)`."""
+
+    def pack(latent: Tensor, rope: Tensor) -> Tensor:
+        numbers, scale = tiled(latent, tile)
+        return arrange(numbers, rope, scale)
+
+    return pack
+
+
+def plain(numbers: Tensor, rope: Tensor, scale: Tensor) -> Tensor:
+    """An int8 latent, the rotated key, scales of tiles."""
     return joined(numbers, rope.to(torch.bfloat16), scale)
+
+
+def int8_key(numbers: Tensor, rope: Tensor, scale: Tensor) -> Tensor:
+    """The rotated key in int8 too."""
+    key, _ = tiled(rope, rope.shape[-1])
+    return joined(numbers, key, key, scale)
+
+
+packed = arranged(plain)
 
 
 def packed_by_inverse(latent: Tensor, rope: Tensor) -> Tensor:
@@ -107,48 +115,17 @@ def packed_by_inverse(latent: Tensor, rope: Tensor) -> Tensor:
     return joined(numbers, key, scale.flatten(1)).view(*latent.shape[:-1], -1)
 
 
-def short_tiles(latent: Tensor, rope: Tensor) -> Tensor:
-    """A scale of each 64 lanes."""
-    return packed(latent, rope, 64)
-
-
-def in_float16(latent: Tensor, rope: Tensor) -> Tensor:
-    """The rotated key in another dtype of two bytes."""
-    numbers, scale = tiled(latent)
-    return joined(numbers, rope.to(torch.float16), scale)
-
-
-def scales_first(latent: Tensor, rope: Tensor) -> Tensor:
-    """The scales before the rotated key."""
-    numbers, scale = tiled(latent)
-    return joined(numbers, scale, rope.to(torch.bfloat16))
-
-
-def int8_key(latent: Tensor, rope: Tensor) -> Tensor:
-    """The rotated key in int8 too."""
-    numbers, scale = tiled(latent)
-    key, _ = tiled(rope, rope.shape[-1])
-    return joined(numbers, key, key, scale)
-
-
-def other_scales(latent: Tensor, rope: Tensor) -> Tensor:
-    """Scales that are twice those of the numbers."""
-    numbers, scale = tiled(latent)
-    return joined(numbers, rope.to(torch.bfloat16), scale * 2)
-
-
 def cut_off(latent: Tensor, rope: Tensor) -> Tensor:
     """Numbers that are cut off toward zero."""
     tiles = latent.float().unflatten(-1, (-1, TILE))
     scale = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
-    return joined((tiles / scale).to(torch.int8).flatten(-2), rope.to(torch.bfloat16), scale.squeeze(-1))
+    return plain((tiles / scale).to(torch.int8).flatten(-2), rope, scale.squeeze(-1))
 
 
 def one_scale(latent: Tensor, rope: Tensor) -> Tensor:
     """One scale, a number, for all."""
-    numbers = (latent.float() * 32).round().clamp(-128, 127).to(torch.int8)
     scale = torch.full((*latent.shape[:-1], latent.shape[-1] // TILE), 1 / 32)
-    return joined(numbers, rope.to(torch.bfloat16), scale)
+    return plain(divided(latent, 1 / 32), rope, scale)
 
 
 def by_tile(pack: Pack = packed, tile: int = TILE) -> Encoding:
@@ -165,7 +142,7 @@ def by_tile(pack: Pack = packed, tile: int = TILE) -> Encoding:
 
 def rows_of_bytes(c: int, dr: int, tile: int = TILE, heads: tuple[int, ...] = ()) -> Callable[[], Tensor]:
     """A cache of packed rows."""
-    return lambda: packed(normal(9, BLOCKS, SIZE, c), normal(10, BLOCKS, SIZE, dr), tile).reshape(
+    return lambda: arranged(plain, tile)(normal(9, BLOCKS, SIZE, c), normal(10, BLOCKS, SIZE, dr)).reshape(
         BLOCKS, SIZE, *heads, -1
     )
 
@@ -196,7 +173,7 @@ def tensors(
 ) -> Example:
     """By tensor, with int8 queries."""
     store = paged(write, of_nz if write is in_nz else of_pages, by_tensor(quantise))
-    return Example(name, model(store, by_int8(attend)), setting, refusal)
+    return Example(name, model(store, mla.by_int8(attend)), setting, refusal)
 
 
 def numbered(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
@@ -222,11 +199,36 @@ PACKED = (
     tiles("times the inverse of the scale", replace(ALL, queries=2), viewed, packed_by_inverse),
     tiles("by a block and a place", replace(ALL, made=rows_of_bytes(256, 16, heads=HEAD)), by_block),
     tiles("pages of one head", replace(HEADS, queries=2, made=rows_of_bytes(256, 16, heads=HEAD))),
-    tiles("shorter tiles", replace(ALL, made=rows_of_bytes(256, 16, 64)), viewed, short_tiles, "of every 64 lanes", 64),
-    tiles("another dtype", ALL, viewed, in_float16, "holds int8, float16, float32"),
-    tiles("the scales first", ALL, viewed, scales_first, "holds int8, float32, bfloat16"),
-    tiles("a key in whole numbers", ALL, viewed, int8_key, "holds int8, int8, int8, float32"),
-    tiles("scales of others", ALL, viewed, other_scales, "that its whole numbers were divided by"),
+    tiles(
+        "shorter tiles",
+        replace(ALL, made=rows_of_bytes(256, 16, 64)),
+        viewed,
+        arranged(plain, 64),
+        "of every 64 lanes",
+        64,
+    ),
+    tiles(
+        "another dtype",
+        ALL,
+        viewed,
+        arranged(lambda n, rope, s: joined(n, rope.half(), s)),
+        "holds int8, float16, float32",
+    ),
+    tiles(
+        "the scales first",
+        ALL,
+        viewed,
+        arranged(lambda n, rope, s: joined(n, s, rope.to(torch.bfloat16))),
+        "holds int8, float32, bfloat16",
+    ),
+    tiles("a key in whole numbers", ALL, viewed, arranged(int8_key), "holds int8, int8, int8, float32"),
+    tiles(
+        "scales of others",
+        ALL,
+        viewed,
+        arranged(lambda n, rope, s: plain(n, rope, s * 2)),
+        "that its whole numbers were divided by",
+    ),
     tiles("cut off", ALL, viewed, cut_off, "cut off toward zero"),
     tiles("one scale for all", ALL, viewed, one_scale, "a scale that is the largest of"),
     tiles("pages that lie otherwise", changed(ALL, caches.turned), by_block, refusal="the pages are not contiguous"),

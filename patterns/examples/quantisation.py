@@ -65,14 +65,14 @@ def product(numbers: Tensor, weight: Tensor) -> Tensor:
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+def scaled(finish: Callable[..., Tensor], quantise: Quantise = quantised) -> Callable[..., Tensor]:
+    """`finish` of int8 rows, their scales, and the layer's tensors."""
+    return lambda x, *layer: finish(*quantise(x), *layer)
+
+
 def by(quantise: Quantise) -> Callable[..., Tensor]:
-    """A linear layer behind this quantisation."""
-
-    def forward(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        numbers, tokens = quantise(x)
-        return product(numbers, weight).float() * tokens * scale
-
-    return forward
+    """A linear layer behind this quantisation, with a result of float32."""
+    return scaled(lambda rows, tokens, weight, scale: product(rows, weight).float() * tokens * scale, quantise)
 
 
 def by_row(x: Tensor, largest: int = 127) -> Tensor:
@@ -118,17 +118,6 @@ OTHER_ROWS = (
     ),
     Example("four bits", by(lambda x: divided(x, by_row(x, 7), -8, 7)), layer(5), "becomes 7, by the operator 127"),
 )
-
-Finish = Callable[..., Tensor]
-
-
-def scaled(finish: Finish) -> Callable[..., Tensor]:
-    """`finish` of int8 rows, their scales, and the layer's tensors."""
-
-    def forward(x: Tensor, *layer: Tensor) -> Tensor:
-        return finish(*quantised(x), *layer)
-
-    return forward
 
 
 def in_int32(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
