@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from fusion import Example
+from patterns.examples.inputs import Inputs
 
-Inputs = Callable[[torch.dtype], tuple[Tensor, ...]]
+Attend = Callable[..., Tensor]
+Mask = Callable[..., Tensor]
 B, N, M, S, T, D = 2, 4, 2, 5, 16, 16
 
 
@@ -64,64 +66,66 @@ def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
     return softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ repeated(v)
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """An encoder."""
-    return scaled_dot_product_attention(q, k, v)
+def by_sdpa(seen: Mask | None = None, repeat: bool = False, **flags: bool) -> Attend:
+    """By sdpa, over the keys that are seen."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        k, v = (repeated(each) if repeat else each for each in (k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=None if seen is None else seen(*more), **flags)
+
+    return forward
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A decoder over its own prompt, with shared keys."""
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def by_hand(hidden: Mask) -> Attend:
+    """By matmuls; the least number is added where a key is hidden."""
+    return lambda q, k, v, *more: eager(q, k, v, lowest(hidden(*more), q.dtype))
 
 
-def causal_by_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by hand."""
-    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
-    return eager(q, k, v, lowest(hidden, q.dtype))
+def with_sink(hidden: Mask | None = None) -> Attend:
+    """A logit of each head that no value belongs to."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, *more: Tensor) -> Tensor:
+        scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
+        scores = scores if hidden is None else scores + lowest(hidden(*more), q.dtype)
+        joined = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+        return softmax(joined - joined.max(dim=-1, keepdim=True).values, dim=-1)[..., :-1] @ repeated(v)
+
+    return forward
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
-    """One token over a cache that is filled up to its position."""
-    seen = torch.arange(T)[None, :] <= (torch.arange(1) + at)[:, None]
-    return scaled_dot_product_attention(q, k, v, attn_mask=seen[None, None], enable_gqa=True)
+def later() -> Tensor:
+    """Keys behind each query."""
+    return torch.ones(S, S, dtype=torch.bool).triu(1)
 
 
-def chunk(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
-    """Several tokens over a cache that is filled up to their positions."""
-    hidden = torch.arange(T)[None, :] > (torch.arange(S) + at)[:, None]
-    return eager(q, k, v, lowest(hidden, q.dtype)[None, None])
+def there(seen: Tensor) -> Tensor:
+    """Causal, and without the padding."""
+    return torch.ones(S, S, dtype=torch.bool).tril() & seen[:, None, None, :]
+
+
+def far() -> Tensor:
+    """All but each query itself and the two keys before."""
+    near = torch.arange(S)[:, None] - torch.arange(S)[None, :]
+    return (near < 0) | (near >= 3)
+
+
+def behind(at: Tensor) -> Tensor:
+    """Keys of a cache that is filled up to the positions of several tokens."""
+    return (torch.arange(T)[None, :] > (torch.arange(S) + at)[:, None])[None, None]
 
 
 def written_chunk(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
     """The same, with keys and values of its own written there before: positions beyond the end are an error."""
     places = torch.arange(S) + at
     fresh = q[:, :M]
-    return chunk(q, k.index_copy(2, places, fresh), v.index_copy(2, places, fresh), at)
-
-
-def cached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A prompt over a cache that is longer."""
-    seen = torch.arange(T)[None, :] <= torch.arange(S)[:, None]
-    return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-
-
-def padded(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Causal, and without the padding."""
-    both = torch.ones(S, S, dtype=torch.bool).tril() & seen[:, None, None, :]
-    return scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=both)
+    return by_hand(behind)(q, k.index_copy(2, places, fresh), v.index_copy(2, places, fresh), at)
 
 
 def padded_by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """The same with the least number, so that a query that sees nothing gets the mean."""
-    both = torch.ones(S, S, dtype=torch.bool).tril() & seen[:, None, None, :]
-    scores = (q @ repeated(k).transpose(-2, -1) * D**-0.5).masked_fill(~both, torch.finfo(q.dtype).min)
+    """With the least number, so that a query that sees nothing gets the mean."""
+    scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
+    scores = scores.masked_fill(~there(seen), torch.finfo(q.dtype).min)
     return softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ repeated(v)
-
-
-def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A query sees itself and the two keys before."""
-    near = torch.arange(S)[:, None] - torch.arange(S)[None, :]
-    return eager(q, k, v, lowest((near < 0) | (near >= 3), q.dtype))
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -134,43 +138,7 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def positions_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Tensors [B, S, N, D], as projections give them."""
     q, k, v = (each.reshape(B, S, -1, D).transpose(1, 2) for each in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
-    """A logit of each head that no value belongs to."""
-    scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
-    scores = scores + lowest(torch.ones(S, S, dtype=torch.bool).triu(1), q.dtype)
-    return _sunk(scores, sink) @ repeated(v)
-
-
-def all_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
-    """Every query sees every key, and the sink."""
-    return _sunk(q @ repeated(k).transpose(-2, -1) * D**-0.5, sink) @ repeated(v)
-
-
-def with_sink_padded(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
-    """The same without the padding."""
-    scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
-    both = torch.ones(S, S, dtype=torch.bool).tril() & seen[:, None, None, :]
-    return _sunk(scores + lowest(~both, q.dtype), sink) @ repeated(v)
-
-
-def step_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, at: Tensor) -> Tensor:
-    """One token over a cache."""
-    hidden = torch.arange(T) > at
-    scores = q @ repeated(k).transpose(-2, -1) * D**-0.5 + lowest(hidden, q.dtype)
-    return _sunk(scores, sink) @ repeated(v)
-
-
-def _sunk(scores: Tensor, sink: Tensor) -> Tensor:
-    joined = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
-    return softmax(joined - joined.max(dim=-1, keepdim=True).values, dim=-1)[..., :-1]
-
-
-def narrow_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Values of fewer lanes than keys."""
-    return scaled_dot_product_attention(q, k, v[..., :8], is_causal=True, enable_gqa=True)
+    return causal(q, k, v).transpose(1, 2)
 
 
 def wide_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -178,69 +146,65 @@ def wide_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax(q[..., :8] @ repeated(k)[..., :8].transpose(-2, -1), dim=-1) @ repeated(v)
 
 
-EXAMPLES = [
-    Example("an encoder", whole, qkv(shared=N)),
+causal = by_sdpa(is_causal=True, enable_gqa=True)
+STEP = by_sdpa(lambda at: (torch.arange(T)[None] <= (torch.arange(1) + at)[:, None])[None, None], enable_gqa=True)
+CACHED = by_sdpa(lambda: torch.arange(T)[None] <= torch.arange(S)[:, None], enable_gqa=True)
+SUNK = qkv(S, S, M, sinks)
+EXAMPLES = (
+    Example("an encoder", by_sdpa(), qkv(shared=N)),
     Example("causal", causal, qkv()),
-    Example("causal by a mask", causal_by_mask, qkv()),
-    Example("one step over a cache", step, qkv(1, T, M, position)),
-    Example("a chunk over a cache", chunk, qkv(S, T, M, position)),
+    Example("causal by a mask", by_hand(later), qkv()),
+    Example("one step over a cache", STEP, qkv(1, T, M, position)),
+    Example("a chunk over a cache", by_hand(behind), qkv(S, T, M, position)),
     Example("a chunk written into a cache", written_chunk, qkv(S, T, M, position)),
-    Example("a prompt over a cache", cached, qkv(S, T)),
-    Example("padded", padded, qkv(S, S, M, padding)),
+    Example("a prompt over a cache", CACHED, qkv(S, T)),
+    Example("padded", by_sdpa(there, repeat=True), qkv(S, S, M, padding)),
     Example("padded with the least number", padded_by_hand, qkv(S, S, M, padding)),
-    Example("a window", windowed, qkv()),
+    Example("a window", by_hand(far), qkv()),
     Example("groups by einsum", grouped, qkv()),
     Example("positions before heads", positions_first, qkv()),
-    Example("a sink", with_sink, qkv(S, S, M, sinks)),
-    Example("a sink and every key", all_with_sink, qkv(S, S, M, sinks)),
-    Example("a sink and padding", with_sink_padded, qkv(S, S, M, sinks, padding)),
-    Example("a sink over a cache", step_with_sink, qkv(1, T, M, sinks, position)),
-    Example("values narrower than keys", narrow_values, qkv()),
+    Example("a sink", with_sink(later), SUNK),
+    Example("a sink and every key", with_sink(), SUNK),
+    Example("a sink and padding", with_sink(lambda seen: ~there(seen)), qkv(S, S, M, sinks, padding)),
+    Example("a sink over a cache", with_sink(lambda at: torch.arange(T) > at), qkv(1, T, M, sinks, position)),
+    Example("values narrower than keys", lambda q, k, v: causal(q, k, v[..., :8]), qkv()),
     Example("values wider than keys", wide_values, qkv()),
-]
+)
 
 
-def over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The shares of the queries, not of the keys."""
-    return softmax(q @ k.transpose(-2, -1), dim=-2) @ v
+def weighed(change: Callable[..., Tensor], dim: int = -1) -> Attend:
+    """A softmax of changed scores."""
+    return lambda q, k, v, *more: softmax(change(q @ k.transpose(-2, -1), *more), dim=dim) @ v
 
 
-def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Scores that grow to 30 at most."""
-    return softmax(torch.tanh(q @ k.transpose(-2, -1) / 30.0) * 30.0, dim=-1) @ v
-
-
-def sloped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sloped(scores: Tensor) -> Tensor:
     """ALiBi."""
-    near = (torch.arange(S)[None, :] - torch.arange(S)[:, None]).to(q.dtype)
-    slopes = torch.tensor([0.5**n for n in range(1, N + 1)], dtype=q.dtype)
-    return softmax(q @ k.transpose(-2, -1) + near * slopes[:, None, None], dim=-1) @ v
+    near = (torch.arange(S)[None, :] - torch.arange(S)[:, None]).to(scores.dtype)
+    slopes = torch.tensor([0.5**n for n in range(1, N + 1)], dtype=scores.dtype)
+    return scores + near * slopes[:, None, None]
 
 
-def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """A bias that was learned, or that may be anything."""
-    return scaled_dot_product_attention(q, k, v, attn_mask=bias)
+def bias(dtype: torch.dtype) -> Tensor:
+    """Anything."""
+    return torch.randn(S, S).to(dtype)
 
 
-def tempered(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor) -> Tensor:
-    """Scores scaled by a tensor."""
-    return softmax(q @ k.transpose(-2, -1) * temperature, dim=-1) @ v
+def temperature(dtype: torch.dtype) -> Tensor:
+    """Of each query."""
+    return torch.rand(1, 1, S, 1).to(dtype)
 
 
-def lowered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Later keys count less, not nothing."""
-    later = torch.ones(S, S, dtype=torch.bool).triu(1)
-    return softmax((q @ k.transpose(-2, -1)).masked_fill(later, -1.0), dim=-1) @ v
-
-
-REJECTS = [
-    Example("softmax over queries", over_queries, qkv(shared=N), "taken over the queries"),
-    Example("soft capping", capped, qkv(shared=N), "capped softly"),
-    Example("ALiBi", sloped, qkv(shared=N), "not proven to be a mask"),
-    Example("any bias", biased, qkv(S, S, N, lambda dtype: torch.randn(S, S).to(dtype)), "not proven to be a mask"),
-    Example("a temperature", tempered, qkv(S, S, N, lambda dtype: torch.rand(1, 1, S, 1).to(dtype)), "by a tensor"),
-    Example("lowered, not hidden", lowered, qkv(shared=N), "something else than a number"),
-]
+EQUAL = qkv(shared=N)
+REJECTS = (
+    Example("softmax over queries", weighed(lambda s: s, dim=-2), EQUAL, "taken over the queries"),
+    Example("soft capping", weighed(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "capped softly"),
+    Example("ALiBi", weighed(sloped), EQUAL, "not proven to be a mask"),
+    Example("any bias", by_sdpa(lambda given: given), qkv(S, S, N, bias), "not proven to be a mask"),
+    Example("a temperature", weighed(lambda s, by: s * by), qkv(S, S, N, temperature), "by a tensor"),
+    Example(
+        "lowered, not hidden", weighed(lambda s: s.masked_fill(later(), -1.0)), EQUAL, "something else than a number"
+    ),
+)
 
 TRIED = {"attention": (*EXAMPLES, *REJECTS)}
 """Rule -> its examples and rejects."""

@@ -1,16 +1,21 @@
-"""Attention over a part of the keys with its log-sum-exp, as models write it, and what only looks like it."""
+"""Attention over a part of the keys, or of a latent, with its log-sum-exp, and what only looks like it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fusion import Example
+from patterns.examples import sparse_attention
 from patterns.examples.attention import B, N, S, T, lowest, qkv, repeated, sinks
-from patterns.examples.inputs import Inputs
-from patterns.examples.sparse_attention import SCALE, causal
+from patterns.examples.latent_attention import given, over_latent
+from patterns.examples.sparse_attention import SCALE, D, causal
 
 Parts = tuple[Tensor, Tensor]
+Attend = Callable[..., Parts]
+LATENT_S = sparse_attention.S
 
 
 def scores_of(q: Tensor, k: Tensor) -> Tensor:
@@ -18,15 +23,29 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).float() * SCALE
 
 
-def named(q: Tensor, k: Tensor, v: Tensor) -> Parts:
-    """The functions that PyTorch has for both."""
-    scores = scores_of(q, repeated(k))
-    return scores.softmax(-1).to(v.dtype) @ repeated(v), scores.logsumexp(-1)
+def named(hidden: Callable[..., Tensor] | None = None, empty: bool = False, keepdim: bool = False) -> Attend:
+    """The functions that PyTorch has for both; a query that sees no key may give nothing."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Parts:
+        scores = scores_of(q, k)
+        scores = scores if hidden is None else scores.masked_fill(hidden(*more), -torch.inf)
+        weights = scores.softmax(-1)
+        weights = weights.nan_to_num(0.0) if empty else weights
+        return weights.to(v.dtype) @ v, scores.logsumexp(-1, keepdim=keepdim)
+
+    return forward
 
 
-def below_the_sum(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+def shared(q: Tensor, k: Tensor, v: Tensor) -> Parts:
+    """Heads that share keys."""
+    return named()(q, repeated(k), repeated(v))
+
+
+def below_the_sum(q: Tensor, k: Tensor, v: Tensor, *hidden: Tensor) -> Parts:
     """Weights that are computed from the log-sum-exp."""
     scores = scores_of(q, k)
+    for each in hidden:
+        scores = scores.masked_fill(each, -torch.inf)
     lse = scores.logsumexp(-1, keepdim=True)
     return (scores - lse).exp().to(v.dtype) @ v, lse
 
@@ -49,41 +68,9 @@ def divided_late(q: Tensor, k: Tensor, v: Tensor) -> Parts:
     return ((weights.to(v.dtype) @ v).float() / total).to(v.dtype), (top + total.log()).squeeze(-1)
 
 
-def last_tokens(q: Tensor, k: Tensor, v: Tensor) -> Parts:
-    """The last tokens of a sequence, which see what is before them."""
-    scores = scores_of(q, k).masked_fill(~causal(S, T, T - S), -torch.inf)
-    return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
-
-
-def more_queries(q: Tensor, k: Tensor, v: Tensor) -> Parts:
-    """The last query sees the last key, so that the first ones see none."""
-    scores = scores_of(q, k).masked_fill(~causal(S, S - 2, -2), -torch.inf)
-    return scores.softmax(-1).nan_to_num(0.0).to(v.dtype) @ v, scores.logsumexp(-1)
-
-
-def chosen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Parts:
-    """Keys that a mask shows; a query that sees none gives nothing."""
-    scores = scores_of(q, k).masked_fill(~seen, -torch.inf)
-    lse = scores.logsumexp(-1, keepdim=True)
-    return scores.softmax(-1).nan_to_num(0.0).to(v.dtype) @ v, lse
-
-
-def chosen_by_least(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Parts:
+def lowered(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Parts:
     """Keys that are lowered by the least number, so that a query that sees none sees all."""
     scores = scores_of(q, k) + lowest(~seen, torch.float32)
-    return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
-
-
-def up_to(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Parts:
-    """As many keys as there are of each sequence."""
-    there = torch.arange(T) < lengths[:, None]
-    scores = scores_of(q, k).masked_fill(~there[:, None, None], -torch.inf)
-    return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
-
-
-def at_a_position(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Parts:
-    """Keys up to a position, which may stand before the first."""
-    scores = scores_of(q, k).masked_fill(torch.arange(T) > at, -torch.inf)
     return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
 
 
@@ -94,43 +81,65 @@ def beside_a_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Parts:
     return both.softmax(-1)[..., :-1].to(v.dtype) @ v, both.logsumexp(-1)
 
 
-def mask(dtype: torch.dtype) -> Tensor:
+def behind(lengths: Tensor) -> Tensor:
+    """Keys that there are not, of each sequence."""
+    return ~(torch.arange(T) < lengths[:, None])[:, None, None]
+
+
+def last_tokens(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Parts:
+    """The last tokens of a sequence over a latent, whose heads stand behind them."""
+    out, lse = over_latent(below_the_sum)(q, latent, rope, up, ~causal(LATENT_S, T, T - LATENT_S))
+    return out.transpose(1, 2), lse
+
+
+def absorbed(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Parts:
+    """The model absorbs both projections itself, and adds two products."""
+    up_key, up_value = up.unflatten(0, (N, -1)).split((D, up.shape[0] // N - D), dim=1)
+    nope, rotated = q.split((D, q.shape[-1] - D), dim=-1)
+    query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
+    scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
+    scores = scores.float() * SCALE
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    read = torch.einsum("bnst,btc->bnsc", (weights / total).to(q.dtype), latent)
+    return torch.einsum("bnsc,nec->bsne", read, up_value), (top + total.log()).squeeze(-1)
+
+
+def mask(queries: int) -> Tensor:
     """A mask [B, 1, S, T] of which one row shows nothing."""
-    seen = torch.randn(B, 1, S, T, generator=torch.Generator().manual_seed(7)) > 0
+    seen = torch.randn(B, 1, queries, T, generator=torch.Generator().manual_seed(7)) > 0
     seen[0, :, 2] = False
     return seen
 
 
-def lengths(dtype: torch.dtype) -> Tensor:
-    """Of each sequence."""
-    return torch.tensor([T - 3, 7])
-
-
-def position(dtype: torch.dtype) -> Tensor:
-    """Of the last key that is seen."""
-    return torch.tensor(4)
-
-
-def plain(keys: int = T) -> Inputs:
-    """Queries, and keys of as many heads."""
-    return qkv(S, keys, N)
-
-
-EXAMPLES = (
-    Example("named", named, qkv(S, T)),
-    Example("below the sum", below_the_sum, plain()),
-    Example("written out", written_out, plain()),
-    Example("divided late", divided_late, plain()),
-    Example("the last tokens", last_tokens, plain()),
-    Example("more queries than keys", more_queries, plain(S - 2)),
-    Example("by a mask", chosen, qkv(S, T, N, mask)),
-    Example("lengths", up_to, qkv(S, T, N, lengths)),
-    Example("at a position", at_a_position, qkv(S, T, N, position)),
-)
-REJECTS = (
-    Example("a log-sum-exp of lowered keys", chosen_by_least, qkv(S, T, N, mask), "has a finite log-sum-exp"),
+PLAIN = qkv(S, T, N)
+MASKED = qkv(S, T, N, lambda dtype: mask(S))
+LAST = named(lambda: ~causal(S, T, T - S))
+MORE = named(lambda: ~causal(S, S - 2, -2), empty=True)
+LENGTHS = qkv(S, T, N, lambda dtype: torch.tensor([T - 3, 7]))
+POSITION = qkv(S, T, N, lambda dtype: torch.tensor(4))
+FINITE = "has a finite log-sum-exp"
+ATTENTION = (
+    Example("named", shared, qkv(S, T)),
+    Example("below the sum", below_the_sum, PLAIN),
+    Example("written out", written_out, PLAIN),
+    Example("divided late", divided_late, PLAIN),
+    Example("the last tokens", LAST, PLAIN),
+    Example("more queries than keys", MORE, qkv(S, S - 2, N)),
+    Example("by a mask", named(lambda seen: ~seen, empty=True, keepdim=True), MASKED),
+    Example("lengths", named(behind), LENGTHS),
+    Example("at a position", named(lambda at: torch.arange(T) > at), POSITION),
+    Example("a log-sum-exp of lowered keys", lowered, MASKED, FINITE),
     Example("a sink beside the log-sum-exp", beside_a_sink, qkv(S, T, N, sinks), "does not count the sink"),
 )
+LATENT = (
+    Example("a step with its log-sum-exp", over_latent(named()), given(1, T)),
+    Example("the last tokens", last_tokens, given(LATENT_S, T)),
+    Example("absorbed with its log-sum-exp", absorbed, given(1, T)),
+    Example("lengths", over_latent(named(behind)), given(1, T, lambda: torch.tensor([T - 3, 0]))),
+    Example("lowered", over_latent(lowered), given(LATENT_S, T, lambda: mask(LATENT_S)), FINITE),
+)
 
-TRIED = {"attention": (*EXAMPLES, *REJECTS)}
+TRIED = {"attention": ATTENTION, "latent_attention": LATENT}
 """Rule -> its examples and rejects."""

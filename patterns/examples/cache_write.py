@@ -1,104 +1,84 @@
-"""Caches written to as models do, and what resembles that."""
+"""Caches written to as models and serving code do, and what resembles that."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal, tensors, under
+from patterns.examples.caches import turned
+from patterns.examples.inputs import Inputs, tensors, under
+
+ALL = slice(None)
+BLOCKS, SIZE, HEADS, KEY, VALUE = 5, 4, 2, 8, 16
+SLOTS, TABLE = torch.tensor([6, 0, 19]), torch.tensor([[4, 1], [0, 2], [3, 1]])
 
 
-def _caches(*rows: tuple[int, ...], cache: tuple[int, ...], index: Tensor) -> Inputs:
-    """A cache, rows for it, and positions."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return (
-            normal(0, *cache).to(dtype),
-            *(normal(seed + 1, *shape).to(dtype) for seed, shape in enumerate(rows)),
-            index.clone(),
-        )
-
-    return make
+def given(*shapes: tuple[int, ...], index: tuple[Tensor, ...]) -> Inputs:
+    """Caches, rows for them, and positions."""
+    return lambda dtype: (*tensors(*shapes)(dtype), *(each.clone() for each in index))
 
 
-START = torch.tensor(3)
-STEP = _caches((2, 4, 1, 8), cache=(2, 4, 9, 8), index=START)
-PROMPT = _caches((2, 4, 5, 8), cache=(2, 4, 9, 8), index=START)
-TOKENS = _caches((2, 5, 4, 8), cache=(2, 9, 4, 8), index=START)
-LAST = torch.tensor([3, 7])
-LENGTHS = _caches((2, 4, 8), cache=(2, 4, 9, 8), index=LAST)
-PLACES = _caches((2, 4, 3, 8), cache=(2, 4, 9, 8), index=torch.tensor([6, 0, 3]))
-LONG = _caches((2, 4, 1, 64), cache=(2, 4, 256, 64), index=START)
-BEYOND = _caches((2, 4, 1, 64), cache=(2, 4, 256, 64), index=torch.tensor([256, -1]))
-SLOTS = _caches((3, 4, 8), cache=(5, 2, 4, 8), index=torch.tensor([6, 0, 9]))
+def one(rows: tuple[int, ...], cache: tuple[int, ...] = (2, 4, 9, 8), index: Any = 3) -> Inputs:
+    """One cache."""
+    return given(cache, rows, index=(torch.tensor(index),))
 
 
-def _index_copy(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    cache.index_copy_(2, torch.arange(rows.shape[2]) + start, rows)
-    return cache * 2
+def two(*index: Tensor, tokens: int = 3) -> Inputs:
+    """Pages of keys and values."""
+    widths = (HEADS, KEY), (HEADS, VALUE)
+    return given(*((BLOCKS, SIZE, *each) for each in widths), *((tokens, *each) for each in widths), index=index)
 
 
-def _index_put(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    cache[:, :, start[None]] = rows
-    return cache * 2
+def of_caches(write: Callable[..., None], count: int = 1) -> Callable[..., Any]:
+    """Writes to one cache or to two, and what they hold then."""
+
+    def forward(*given: Tensor) -> Any:
+        caches, rows, at = given[:count], given[count : 2 * count], given[2 * count :]
+        write(caches, rows, *at)
+        held = tuple(cache * 2 for cache in caches)
+        return held if count > 1 else held[0]
+
+    return forward
 
 
-def _tokens_first(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    cache.index_copy_(1, start + torch.arange(rows.shape[1]), rows)
-    return cache * 2
+def put(index: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
+    """By `cache[index] = rows`."""
+
+    def write(caches: tuple[Tensor, ...], rows: tuple[Tensor, ...], *at: Tensor) -> None:
+        places = index(*at)
+        for cache, new in zip(caches, rows, strict=True):
+            cache[places] = new
+
+    return of_caches(write, count)
 
 
-def _by_length(cache: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
-    cache[torch.arange(cache.shape[0]), :, lengths] = rows
-    return cache * 2
+def copy(dim: int, places: Callable[[Tensor, Tensor], Tensor], first: int = 0, count: int = 1) -> Callable[..., Any]:
+    """By `index_copy_`, the first dims of the cache flattened."""
+
+    def write(caches: tuple[Tensor, ...], rows: tuple[Tensor, ...], at: Tensor) -> None:
+        for cache, new in zip(caches, rows, strict=True):
+            cache.flatten(0, first).index_copy_(dim, places(new, at), new)
+
+    return of_caches(write, count)
 
 
-def _sliced(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    cache[:, :, 2:7] = rows
-    return cache * start
+def choose(here: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """By `where`, of whose positions [T] some are to be written."""
+
+    def write(caches: tuple[Tensor, ...], rows: tuple[Tensor, ...], at: Tensor) -> None:
+        caches[0].copy_(torch.where(here(torch.arange(caches[0].shape[2]), at), rows[0], caches[0]))
+
+    return of_caches(write)
 
 
-def _first_rows(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    cache.flatten(0, 1).index_copy_(0, torch.arange(rows.shape[0]) + start, rows)
-    return cache * 2
-
-
-def _any_places(cache: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    cache.index_copy_(2, places, rows)
-    return cache * 2
-
-
-def _from_the_end(cache: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    cache[:, :, places - 4] = rows
-    return cache * 2
-
-
-def _slots(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    cache.view(-1, 4, 8)[slots] = rows
-    return cache * 2
-
-
-def _pages(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    cache[slots // 2, slots % 2] = rows
-    return cache * 2
-
-
-def _first_sequences(cache: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
-    cache[torch.arange(rows.shape[0]), :, lengths] = rows
-    return cache * 2
-
-
-def _chosen(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    positions = torch.arange(cache.shape[2])[:, None]
-    cache.copy_(torch.where(positions == start, rows, cache))
-    return cache * 2
-
-
-def _by_sequence(cache: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
-    here = torch.arange(cache.shape[2]) == lengths[:, None]
-    cache.copy_(torch.where(here[:, None, :, None], rows, cache))
-    return cache * 2
+def viewed(caches: tuple[Tensor, ...], rows: tuple[Tensor, ...], slots: Tensor) -> None:
+    """Rows of all pages by their number."""
+    for cache, new in zip(caches, rows, strict=True):
+        cache.view(-1, *cache.shape[2:])[slots] = new
 
 
 def _chosen_inside(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
@@ -113,19 +93,9 @@ def _one_hot(cache: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
     return cache * 2
 
 
-def _every_second(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    cache[:, :, :5:2] = rows
-    return cache * 2
-
-
 def _blended(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     here = (torch.arange(cache.shape[2]) == start).to(cache.dtype)[:, None]
     cache.copy_(cache * (1 - here) + rows * here)
-    return cache * 2
-
-
-def _from_there_on(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    cache.copy_(torch.where(torch.arange(cache.shape[2])[:, None] >= start, rows, cache))
     return cache * 2
 
 
@@ -150,35 +120,79 @@ def _rolled_constant(cache: Tensor, rows: Tensor) -> Tensor:
     return cache * 2
 
 
+STEP, PROMPT = one((2, 4, 1, 8)), one((2, 4, 5, 8))
+PLACES = one((2, 4, 3, 8), index=[6, 0, 3])
+PAGES = one((3, 4, 8), (5, 2, 4, 8), [6, 0, 9])
+LAST, LONG = [3, 7], (2, 4, 256, 64)
+RUN = copy(2, lambda rows, at: torch.arange(rows.shape[2]) + at)
+TOKENS = copy(1, lambda rows, at: at + torch.arange(rows.shape[1]))
+FIRST = copy(0, lambda rows, at: torch.arange(rows.shape[0]) + at, 1)
+BY_LENGTH = put(lambda lengths: (torch.arange(2), ALL, lengths))
+BY_SEQUENCE = choose(lambda positions, lengths: (positions == lengths[:, None])[:, None, :, None])
 EXAMPLES = (
-    Example("index_copy of a prompt", _index_copy, PROMPT),
-    Example("index_copy of a token", _index_copy, STEP),
-    Example("index_put of a token", _index_put, STEP),
-    Example("tokens first", _tokens_first, TOKENS),
-    Example("a length for every sequence", _by_length, LENGTHS),
-    Example("a length for the first sequences", _first_sequences, _caches((2, 4, 8), cache=(3, 4, 9, 8), index=LAST)),
-    Example("chosen by comparison", _chosen, LONG),
-    Example("chosen, the position being outside", _by_sequence, BEYOND),
+    Example("index_copy of a prompt", RUN, PROMPT),
+    Example("index_copy of a token", RUN, STEP),
+    Example("index_put of a token", put(lambda at: (ALL, ALL, at[None])), STEP),
+    Example("tokens first", TOKENS, one((2, 5, 4, 8), (2, 9, 4, 8))),
+    Example("a length for every sequence", BY_LENGTH, one((2, 4, 8), index=LAST)),
+    Example("a length for the first sequences", BY_LENGTH, one((2, 4, 8), (3, 4, 9, 8), LAST)),
+    Example("chosen by comparison", choose(lambda positions, at: positions[:, None] == at), one((2, 4, 1, 64), LONG)),
+    Example("chosen, the position being outside", BY_SEQUENCE, one((2, 4, 1, 64), LONG, [256, -1])),
     Example("chosen inside", _chosen_inside, STEP),
-    Example("chosen by one_hot", _one_hot, _caches((2, 4, 1, 64), cache=(2, 4, 256, 64), index=LAST)),
-    Example("a slice", _sliced, PROMPT),
-    Example("rows of the first dim", _first_rows, _caches((3, 4, 8), cache=(5, 2, 4, 8), index=START)),
-    Example("any places", _any_places, PLACES),
-    Example("counted from the end", _from_the_end, PLACES),
-    Example("slots of pages", _slots, SLOTS),
-    Example("pages and places", _pages, SLOTS),
-)
-REJECTS = (
+    Example("chosen by one_hot", _one_hot, one((2, 4, 1, 64), LONG, LAST)),
+    Example("a slice", put(lambda at: (ALL, ALL, slice(2, 7))), PROMPT),
+    Example("rows of the first dim", FIRST, one((3, 4, 8), (5, 2, 4, 8))),
+    Example("any places", copy(2, lambda rows, at: at), PLACES),
+    Example("counted from the end", put(lambda at: (ALL, ALL, at - 4)), PLACES),
+    Example("slots of pages", of_caches(viewed), PAGES),
+    Example("pages and places", put(lambda slots: (slots // 2, slots % 2)), PAGES),
     Example("accumulated", _accumulated, PLACES, "added to what the cache holds"),
     Example("a mask", _masked, PLACES, "chosen by a mask"),
-    Example("every second position", _every_second, PLACES, "replaces neighbours"),
+    Example("every second position", put(lambda at: (ALL, ALL, slice(0, 5, 2))), PLACES, "replaces neighbours"),
     Example("blended", _blended, STEP, "multiplied by 0"),
-    Example("from a position on", _from_there_on, STEP, "something other than one position"),
+    Example(
+        "from a position on",
+        choose(lambda positions, at: positions[:, None] >= at),
+        STEP,
+        "something other than one position",
+    ),
 )
 SLIDING_EXAMPLES = (
     Example("a token", _rolled_constant, tensors((2, 4, 9, 8), (2, 4, 1, 8))),
     Example("several, by a slice", _rolled_slice, tensors((2, 4, 9, 8), (2, 4, 3, 8))),
 )
 
-TRIED = {"cache_write": (*EXAMPLES, *REJECTS, *under("sliding", SLIDING_EXAMPLES))}
+
+def _turned(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    keys, values, *rest = two(SLOTS)(dtype)
+    return turned(keys), turned(values), *rest
+
+
+FROM_THE_END = two(torch.tensor([-1, 3, -20]))
+NZ = given(*2 * ((BLOCKS, SIZE, SIZE, 16),), *2 * ((3, SIZE, 16),), index=(SLOTS,))
+VIEWED = of_caches(viewed, 2)
+BY_BLOCK = put(lambda slots: (slots // SIZE, slots % SIZE), 2)
+BY_TABLE = put(lambda table, at: (table[torch.arange(3), at // SIZE], at % SIZE), 2)
+IN_NZ = put(lambda slots: (slots // SIZE, ALL, slots % SIZE), 2)
+ANYWHERE = put(lambda block, place: (block, place), 2)
+PAGED = (
+    Example("through a view", VIEWED, two(SLOTS)),
+    Example("counted from the end", VIEWED, FROM_THE_END),
+    Example("a token", VIEWED, two(torch.tensor([7]), tokens=1)),
+    Example("index_copy", copy(0, lambda rows, at: at, 1, 2), two(SLOTS)),
+    Example("slot // Size, slot % Size", BY_BLOCK, two(SLOTS)),
+    Example("slot // Size, slot % Size, counted from the end", BY_BLOCK, FROM_THE_END),
+    Example("a block table", BY_TABLE, two(TABLE, torch.tensor([5, 0, 7]))),
+    Example("pages that lie otherwise", BY_BLOCK, _turned, "the pages are not contiguous", "at_places"),
+    Example("lines of NZ", IN_NZ, NZ, "the pages hold rows in lines"),
+    Example(
+        "places of unknown range",
+        ANYWHERE,
+        two(SLOTS // SIZE, SLOTS % SIZE),
+        "not proven to lie in its page",
+        "at_places",
+    ),
+)
+
+TRIED = {"cache_write": (*EXAMPLES, *under("sliding", SLIDING_EXAMPLES), *under("pages", PAGED))}
 """Rule -> its examples and rejects."""

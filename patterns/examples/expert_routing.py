@@ -46,18 +46,14 @@ def _divided_in_batches(x: Tensor) -> Tensor:
     return torch.zeros_like(x).float().scatter(-1, experts, shares / shares.sum(dim=-1, keepdim=True))
 
 
-def _along_tokens(x: Tensor) -> Routed:
-    values, experts = x.topk(4, dim=-1)
-    return values.softmax(0), experts
-
-
-def _sigmoids(x: Tensor) -> Routed:
-    return x.sigmoid().topk(4, dim=-1)
-
-
 def _divided_by_twice_their_sum(x: Tensor) -> Routed:
     shares, experts = torch.topk(F.softmax(x.float(), dim=-1), 4, dim=-1)
     return (shares / (2 * shares.sum(dim=-1, keepdim=True))).to(x.dtype), experts
+
+
+def _along_tokens(x: Tensor) -> Routed:
+    values, experts = x.topk(4, dim=-1)
+    return values.softmax(0), experts
 
 
 def _shares(x: Tensor) -> Routed:
@@ -70,14 +66,6 @@ def _shares_in_float(x: Tensor) -> Tensor:
     return torch.zeros_like(x).float().scatter(-1, experts, shares)
 
 
-def _shares_along_tokens(x: Tensor) -> Routed:
-    return x.softmax(0).topk(4, dim=-1)
-
-
-def _too_many_dims(x: Tensor) -> Routed:
-    return x.softmax(-1).topk(4, dim=-1)
-
-
 EXAMPLES = (
     Example("softmax over the chosen", _chosen_first, FLAT),
     Example("the same in float32", _chosen_first_in_float, FLAT),
@@ -86,20 +74,15 @@ EXAMPLES = (
 )
 REJECTS = (
     Example("softmax over tokens", _along_tokens, FLAT, "runs along another dim"),
-    Example("sigmoid scores", _sigmoids, FLAT, "by their sigmoids"),
+    Example("sigmoid scores", lambda x: x.sigmoid().topk(4, dim=-1), FLAT, "by their sigmoids"),
     Example("divided by twice their sum", _divided_by_twice_their_sum, FLAT, "something else than their sum"),
 )
-SHARE_EXAMPLES = (
+SHARES = (
     Example("largest of a softmax", _shares, FLAT),
     Example("in float32, unsorted", _shares_in_float, FLAT),
-)
-SHARE_REJECTS = (
-    Example("softmax over tokens", _shares_along_tokens, FLAT, "along another dim than the choice"),
-    Example("four dims", _too_many_dims, _logits(1, 2, 3), "rank(x) in (2, 3)"),
+    Example("softmax over tokens", lambda x: x.softmax(0).topk(4, dim=-1), FLAT, "along another dim than the choice"),
+    Example("four dims", lambda x: x.softmax(-1).topk(4, dim=-1), _logits(1, 2, 3), "rank(x) in (2, 3)"),
 )
 
-TRIED = {
-    "expert_routing": (*EXAMPLES, *REJECTS),
-    "expert_shares": (*SHARE_EXAMPLES, *SHARE_REJECTS),
-}
+TRIED = {"expert_routing": (*EXAMPLES, *REJECTS), "expert_shares": SHARES}
 """Rule -> its examples and rejects."""

@@ -1,210 +1,227 @@
-"""The latent line as models norm, rotate and cache it, and what only looks like it."""
+"""The latent row as models norm, rotate and cache it, in floats and int8, and what only looks like it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import Example
+from patterns.examples import caches
+from patterns.examples.caches import Write, by_block, copied, in_nz, viewed
 from patterns.examples.inputs import Inputs, normal, under
-from patterns.examples.mla_prolog import copied, half_sequences, lengths, norm, single, turned, two_halves
+from patterns.examples.latent_model import norm, tables, times, turned
+from patterns.examples.mla_prolog_int8 import Quantise, by_inverse, by_number, divided, narrow
+from patterns.examples.quantisation import scales, weights
 
-B, S, T, C, DR, BLOCKS, SIZE = 2, 3, 32, 32, 16, 3, 16
-
-
-def line(
-    *caches: tuple[int, ...], tokens: int = S, table: tuple[int, ...] = (), width: int = C + DR, index: Any = 5
-) -> Inputs:
-    """Lines [B, S, W], a gain, tables, positions or slots, and caches of these shapes."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        angles = normal(2, *(table or (B, tokens)), DR // 2)
-        angles = torch.cat((angles, angles), dim=-1)
-        given = normal(0, B, tokens, width), 1 + normal(1, C) / 8, angles.cos(), angles.sin()
-        held = (normal(3 + seed, *shape) for seed, shape in enumerate(caches))
-        return *(each.to(dtype) for each in given), torch.tensor(index), *(each.to(dtype) for each in held)
-
-    return make
-
-
-Joined = Callable[..., Any]
-
-
-def model(join: Joined, first: int = 0) -> Callable[..., Any]:
-    """A function that writes the lines from lane `first` on by `join(latent, rope, at, *caches)`."""
-
-    def forward(kv: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, at: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
-        latent, rope = kv[..., first : first + C + DR].split((C, DR), dim=-1)
-        return tuple(each * 2 for each in join(norm(latent, gain), turned(rope, cos, sin), at, *caches))
-
-    return forward
-
-
-def scaled(latent: Tensor, rope: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    """The latent alone is multiplied."""
-    return copied(latent * 1.5, rope, *rest)
-
-
-def viewed(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """To slots of all pages."""
-    latents.view(-1, 1, C)[at] = latent.reshape(-1, 1, C)
-    ropes.view(-1, 1, DR)[at] = rope.reshape(-1, 1, DR)
-    return latents, ropes
-
-
-def by_block(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """To a block and a place in it."""
-    for pages, rows in ((latents, latent), (ropes, rope)):
-        pages[at // SIZE, at % SIZE] = rows.reshape(-1, 1, rows.shape[-1])
-    return latents, ropes
-
-
-def anywhere(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """To a block and a place that may lie outside it."""
-    for pages, rows in ((latents, latent), (ropes, rope)):
-        pages[at // SIZE, at] = rows.reshape(-1, 1, rows.shape[-1])
-    return latents, ropes
-
-
-def flat(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """To slots of all pages, which have no dim of heads."""
-    latents.flatten(0, 1).index_copy_(0, at, latent.flatten(0, 1))
-    ropes.flatten(0, 1).index_copy_(0, at, rope.flatten(0, 1))
-    return latents, ropes
-
-
-def kept(latent: Tensor, rope: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """The rows beside the pages."""
-    return latent, rope, *viewed(latent, rope, *rest)
-
-
-def kept_in_sequence(latent: Tensor, rope: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """The rows beside contiguous caches."""
-    return latent, rope, *copied(latent, rope, *rest)
-
-
-LINE = 16
-
-
-def lined(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """To pages [Block, A, Size, L] that hold a row in lines."""
-    for pages, rows in ((latents, latent), (ropes, rope)):
-        pages[at // SIZE, :, at % SIZE] = rows.reshape(at.shape[0], -1, pages.shape[-1])
-    return latents, ropes
-
-
-def lined_of_a_head(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of pages [Block, 1, A, Size, L]."""
-    for pages, rows in ((latents, latent), (ropes, rope)):
-        pages[at // SIZE, :, :, at % SIZE] = rows.reshape(at.shape[0], 1, -1, LINE)
-    return latents, ropes
-
-
-def kept_lines(latent: Tensor, rope: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """The rows beside the pages in lines."""
-    return latent, rope, *lined(latent, rope, *rest)
-
-
-def lines(line: int = LINE, *heads: int) -> tuple[tuple[int, ...], ...]:
-    """Pages of both caches in lines."""
-    return tuple((BLOCKS, *heads, width // line, SIZE, line) for width in (C, DR))
-
-
-CACHES = (B, T, C), (B, T, DR)
-PAGES = (BLOCKS, SIZE, 1, C), (BLOCKS, SIZE, 1, DR)
+B, S, T, BLOCKS, SIZE = 2, 3, 32, 3, 16
 SLOTS = (3, 40, 0, 17, 30, 2)
+PAGES = BLOCKS, SIZE
+Shapes = tuple[tuple[int, ...], ...]
 
 
-def turned_pages(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Pages in lines that lie in memory as whole rows."""
-    *given, latents, ropes = line(*lines(), index=SLOTS)(dtype)
-    return *given, *(each.transpose(1, 2).contiguous().transpose(1, 2) for each in (latents, ropes))
+@dataclass(frozen=True)
+class Line:
+    """Makes rows [B, S, W], a gain, tables, positions or slots, both scales, and caches of these shapes."""
+
+    shapes: Shapes
+    index: Any = 5
+    tokens: int = S
+    c: int = 32
+    dr: int = 16
+    width: int = 0
+    table: tuple[int, ...] = ()
+    int8: tuple[bool, ...] = (False, False)
+    one_scale: bool = False
+
+    def __call__(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Fresh inputs."""
+        x, gain = normal(0, B, self.tokens, self.width or self.c + self.dr), 1 + normal(1, self.c) / 8
+        given = x, gain, *tables(self.table or (B, self.tokens), self.dr)
+        by = (scales(30 + width, 1 if self.one_scale else width) * 4 for width in (self.c, self.dr))
+        pairs = enumerate(zip(self.shapes, self.int8, strict=True), 3)
+        held = (weights(6 + n, *shape) if int8 else normal(n, *shape).to(dtype) for n, (shape, int8) in pairs)
+        parameters = (torch.nn.Parameter(each, requires_grad=False) for each in by)
+        return *(each.to(dtype) for each in given), torch.tensor(self.index), *parameters, *held
+
+
+def rows(*lead: int, c: int = 32, dr: int = 16) -> Shapes:
+    """Caches of whole rows."""
+    return (*lead, c), (*lead, dr)
+
+
+def nz(*lanes: int, heads: tuple[int, ...] = (), c: int = 32, dr: int = 16) -> Shapes:
+    """NZ pages with so many lanes in the blocks of each cache."""
+    return tuple((BLOCKS, *heads, x // each, SIZE, each) for x, each in zip((c, dr), lanes * 2, strict=False))
+
+
+CACHES = Line(rows(B, T))
+TOKEN = replace(CACHES, tokens=1)
+PAGED = Line(rows(*PAGES, 1), SLOTS)
+NZ = Line(nz(16), SLOTS)
+
+
+Change = Callable[..., tuple[Tensor, Tensor]]
+
+
+def int8(quantise: Quantise = divided, factor: float = 1.0, keys: bool = True) -> Change:
+    """The latent times a factor, and the keys, in int8."""
+    return lambda latent, rope, *by: (quantise(times(latent, factor), by[0]), quantise(rope, by[1]) if keys else rope)
+
+
+def to_slots(write: Write) -> Write:
+    """A write to slots that gives its pages."""
+
+    def written(pages: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+        write(pages, rows, at)
+        return pages
+
+    return written
+
+
+def anywhere(pages: Tensor, rows: Tensor, at: Tensor) -> None:
+    """A block and a place that may lie outside it."""
+    pages[at // SIZE, at] = rows.reshape(-1, 1, rows.shape[-1])
+
+
+def at_rows(cache: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """Consecutive positions of [T, .., D], which holds one sequence."""
+    return cache.index_copy_(0, caches.run(rows.shape[1], at), rows.reshape(-1, *cache.shape[1:]))
 
 
 def one_sequence(*heads: int) -> Inputs:
     """One sequence whose caches [T, .., D] have no dim for it."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        kv, gain, cos, sin, at, *caches = line(*CACHES)(dtype)
-        return kv[:1], gain, cos[:1], sin[:1], at, *(each[0].unflatten(0, (T, *heads)) for each in caches)
-
-    return make
-
-
-def at_rows(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the only sequence at consecutive positions of [T, .., D]."""
-    places = torch.arange(latent.shape[1]) + at.clamp(min=0)
-    for cache, rows in ((latents, latent), (ropes, rope)):
-        cache.index_copy_(0, places, rows.reshape(-1, *cache.shape[1:]))
-    return latents, ropes
-
-
-EXAMPLES = (
-    Example("a prompt", model(copied), line(*CACHES)),
-    Example("a token", model(copied), line(*CACHES, tokens=1)),
-    Example("the same angles for all sequences", model(copied), line(*CACHES, table=(1, S))),
-    Example("caches of one head", model(single), line((B, 1, T, C), (B, 1, T, DR))),
-    Example("one sequence without a dim for it", model(at_rows), one_sequence()),
-    Example("one sequence and a head", model(at_rows), one_sequence(1)),
-    Example("any number of places", model(copied), line((B, 20, C), (B, 20, DR))),
-    Example("a position for each sequence", model(lengths), line(*CACHES, tokens=1)),
-    Example("a latent times a number", model(scaled), line(*CACHES)),
-    Example("behind other lanes", model(copied, 24), line(*CACHES, width=24 + C + DR + 8)),
-    Example("more sequences than tokens", model(lengths), line((B + 1, T, C), (B + 1, T, DR), tokens=1)),
-    Example("pages", model(viewed), line(*PAGES, index=SLOTS)),
-    Example("pages by a block and a place", model(by_block), line(*PAGES, index=SLOTS)),
-    Example("pages without heads", model(flat), line((BLOCKS, SIZE, C), (BLOCKS, SIZE, DR), index=SLOTS)),
-    Example("pages in lines", model(lined), line(*lines(), index=SLOTS)),
-    Example("pages of one head in lines", model(lined_of_a_head), line(*lines(LINE, 1), index=SLOTS)),
-    Example("slots counted from the end", model(viewed), line(*PAGES, tokens=1, index=(-1, 5))),
-)
-ROW_EXAMPLES = (
-    Example("consecutive positions", model(kept_in_sequence), line(*CACHES)),
-    Example("a prompt", model(kept), line(*PAGES, index=SLOTS)),
-    Example("a token", model(kept), line(*PAGES, tokens=1, index=(7, 33))),
-    Example("pages in lines", model(kept_lines), line(*lines(), index=SLOTS)),
-)
-
-
-def turned_caches(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Caches that lie in memory as [T, B, ..]."""
-    *given, latents, ropes = line((T, B, C), (T, B, DR))(dtype)
-    return *given, latents.transpose(0, 1), ropes.transpose(0, 1)
+    return lambda dtype: _first(CACHES(dtype), slice(1), lambda cache: cache[0].unflatten(0, (T, *heads)))
 
 
 def packed(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The tokens of the first sequence alone, without a dim for it."""
-    kv, gain, cos, sin, at, latents, ropes = line(*CACHES)(dtype)
-    return kv[0], gain, cos[0], sin[0], at, latents[:1], ropes[:1]
+    return _first(CACHES(dtype), 0, lambda cache: cache[:1])
 
 
-def unpacked(latent: Tensor, rope: Tensor, at: Tensor, *caches: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [T, ..] of one sequence."""
-    return copied(latent.unsqueeze(0), rope.unsqueeze(0), at, *caches)
+def _first(given: tuple[Tensor, ...], part: Any, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+    kv, gain, cos, sin, *rest, latents, ropes = given
+    return kv[part], gain, cos[part], sin[part], *rest, cut(latents), cut(ropes)
 
 
-REJECTS = (
-    Example("packed tokens", model(unpacked), packed, "are packed"),
-    Example(
-        "caches of two halves",
-        model(two_halves),
-        line((B, 2, T, C), (B, 2, T, DR), tokens=4),
-        "several heads",
+def turned_caches(line: Line, *dims: int) -> Inputs:
+    """Caches two dims of which lie in memory in the other order."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        *given, latents, ropes = line(dtype)
+        return *given, *(each.transpose(*dims).contiguous().transpose(*dims) for each in (latents, ropes))
+
+    return make
+
+
+def of_line(
+    name: str,
+    inputs: Inputs,
+    write: Write = copied,
+    refusal: str = "",
+    change: Change = lambda latent, rope, *by: (latent, rope),
+    first: int = 0,
+    kept: bool = False,
+) -> Example:
+    """Writes rows that stand from lane `first` on, changed; where they are `kept`, it gives them beside the caches."""
+
+    def forward(kv: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, at: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        c, dr = gain.shape[-1], cos.shape[-1]
+        latent, rope = kv[..., first : first + c + dr].split((c, dr), dim=-1)
+        new = norm(latent, gain), turned(rope, cos, sin)
+        held = [write(cache, rows, at) for cache, rows in zip(rest[2:], change(*new, *rest[:2]), strict=True)]
+        return tuple(each * 2 for each in (*(new if kept else ()), *held))
+
+    return Example(name, forward, inputs, refusal)
+
+
+EXAMPLES = (
+    of_line("a prompt", CACHES),
+    of_line("a token", TOKEN),
+    of_line("the same angles for all sequences", replace(CACHES, table=(1, S))),
+    of_line("caches of one head", Line(rows(B, 1, T)), caches.single),
+    of_line("one sequence without a dim for it", one_sequence(), at_rows),
+    of_line("one sequence and a head", one_sequence(1), at_rows),
+    of_line("any number of places", Line(rows(B, 20))),
+    of_line("a position for each sequence", TOKEN, caches.by_sequence),
+    of_line("a latent times a number", CACHES, change=lambda latent, rope, *by: (latent * 1.5, rope)),
+    of_line("behind other lanes", replace(CACHES, width=24 + 48 + 8), first=24),
+    of_line("more sequences than tokens", replace(TOKEN, shapes=rows(B + 1, T)), caches.by_sequence),
+    of_line("pages", PAGED, to_slots(viewed)),
+    of_line("pages by a block and a place", PAGED, to_slots(by_block)),
+    of_line("pages without heads", replace(PAGED, shapes=rows(*PAGES)), to_slots(caches.index_copied)),
+    of_line("pages in lines", NZ, to_slots(in_nz)),
+    of_line("pages of one head in lines", replace(NZ, shapes=nz(16, heads=(1,))), to_slots(in_nz)),
+    of_line("slots counted from the end", replace(PAGED, tokens=1, index=(-1, 5)), to_slots(viewed)),
+    of_line("packed tokens", packed, caches.of_one_sequence, "are packed"),
+    of_line("caches of two halves", Line(rows(B, 2, T), tokens=4), caches.two_halves, "several heads"),
+    of_line("halves as sequences", Line(rows(2 * B, T), tokens=4), caches.half_sequences, "other sequences than"),
+    of_line(
+        "a place beyond its page", replace(PAGED, index=(3, 4, 0, 7, 9, 2)), to_slots(anywhere), "not proven to lie in"
     ),
-    Example(
-        "halves as sequences",
-        model(half_sequences),
-        line((2 * B, T, C), (2 * B, T, DR), tokens=4),
-        "other sequences than",
-    ),
-    Example("a place beyond its page", model(anywhere), line(*PAGES, index=(3, 4, 0, 7, 9, 2)), "not proven to lie in"),
-    Example("short lines", model(lined), line(*lines(8), index=SLOTS), "in lines of 8 numbers"),
-    Example("caches that lie otherwise", model(copied), turned_caches, "is not contiguous"),
+    of_line("short lines", replace(NZ, shapes=nz(8)), to_slots(in_nz), "in lines of 8 numbers"),
+    of_line("caches that lie otherwise", turned_caches(CACHES, 0, 1), copied, "is not contiguous"),
 )
-ROW_REJECTS = (Example("lines that lie otherwise", model(kept_lines), turned_pages, "the pages are not contiguous"),)
+WITH_ROWS = (
+    of_line("consecutive positions", CACHES, kept=True),
+    of_line("a prompt", PAGED, to_slots(viewed), kept=True),
+    of_line("a token", replace(PAGED, tokens=1, index=(7, 33)), to_slots(viewed), kept=True),
+    of_line("pages in lines", NZ, to_slots(in_nz), kept=True),
+    of_line(
+        "lines that lie otherwise", turned_caches(NZ, 1, 2), to_slots(in_nz), "the pages are not contiguous", kept=True
+    ),
+)
 
-TRIED = {"kv_rmsnorm_rope_cache": (*EXAMPLES, *REJECTS, *under("with its rows", (*ROW_EXAMPLES, *ROW_REJECTS)))}
+
+def whole_keys(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Keys in whole rows beside a latent in NZ."""
+    write = viewed if pages.dim() == 3 else in_nz
+    write(pages, rows, slots)
+
+
+C, DR = 64, 32
+BOTH = Line(rows(*PAGES, c=C, dr=DR), SLOTS, c=C, dr=DR, int8=(True, True))
+LATENT = replace(BOTH, int8=(True, False))
+LATENT_NZ = replace(LATENT, shapes=nz(32, 16, c=C, dr=DR))
+LATENT_ALONE = int8(keys=False)
+INT8 = (
+    of_line("pages", BOTH, to_slots(viewed), change=int8()),
+    of_line(
+        "pages of one head, times the inverse",
+        replace(BOTH, shapes=rows(*PAGES, 1, c=C, dr=DR)),
+        to_slots(by_block),
+        change=int8(by_inverse),
+    ),
+    of_line(
+        "lines, a latent times a number",
+        replace(BOTH, shapes=nz(32, c=C, dr=DR)),
+        to_slots(in_nz),
+        change=int8(factor=1.5),
+    ),
+    of_line("a scale that is a number", BOTH, to_slots(by_block), change=int8(by_number)),
+    of_line("the latent alone by one scale", replace(LATENT, one_scale=True), to_slots(viewed), change=LATENT_ALONE),
+    of_line("both, and the rows", BOTH, to_slots(viewed), change=int8(), kept=True),
+    of_line("the latent alone, and the rows", LATENT, to_slots(viewed), change=LATENT_ALONE, kept=True),
+    of_line("the latent alone in lines", LATENT_NZ, to_slots(in_nz), change=LATENT_ALONE),
+    of_line("other bounds", BOTH, to_slots(viewed), "bounded by -127 and 127", int8(narrow)),
+    of_line(
+        "short lines",
+        replace(BOTH, shapes=nz(16, c=C, dr=DR)),
+        to_slots(in_nz),
+        "in lines of 16 numbers, not of 32",
+        int8(),
+    ),
+    of_line(
+        "lines beside whole rows",
+        replace(LATENT, shapes=(LATENT_NZ.shapes[0], LATENT.shapes[1])),
+        to_slots(whole_keys),
+        "the other whole ones",
+        LATENT_ALONE,
+    ),
+)
+
+TRIED = {"kv_rmsnorm_rope_cache": (*EXAMPLES, *under("with its rows", WITH_ROWS), *under("int8", INT8))}
 """Rule -> its examples and rejects."""

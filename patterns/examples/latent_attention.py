@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,31 +25,34 @@ from patterns.examples.sparse_attention import (
     keys_values,
     latents,
     position,
-)
+)  # fmt: skip
 
 
-def step(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
-    """One query of each sequence that sees all keys."""
-    k, v = keys_values(latent, rope, up)
-    return scaled_dot_product_attention(q, k, v, scale=SCALE)
+def over_latent(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Over keys and values that are expanded from a latent."""
+    return lambda q, latent, rope, up, *more: attend(q, *keys_values(latent, rope, up), *more)
 
 
-def prompt(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
-    """A whole sequence, by a mask that is added."""
-    return eager(q, *keys_values(latent, rope, up), hidden(causal(S, S), q.dtype))
+def by_sdpa(seen: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    """By sdpa, the mask as booleans."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, None if seen is None else seen(*more), scale=SCALE)
+
+    return over_latent(attend)
 
 
-def few_keys(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
+step = by_sdpa()
+chunk = by_sdpa(lambda: causal(S, T, T - S))
+at_position = by_sdpa(lambda at: (torch.arange(T) <= at)[None, None, None])
+prompt = over_latent(lambda q, k, v: eager(q, k, v, hidden(causal(S, S), q.dtype)))
+
+
+@over_latent
+def few_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The first queries of a sequence see its first keys, the others all that there are."""
-    k, v = keys_values(latent, rope, up)
     scores = (q @ k.transpose(-2, -1) * SCALE).masked_fill(~causal(S, FEW), -torch.inf)
     return (softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
-
-
-def chunk(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
-    """The last tokens of a sequence, the mask as booleans."""
-    k, v = keys_values(latent, rope, up)
-    return scaled_dot_product_attention(q, k, v, causal(S, T, T - S), scale=SCALE)
 
 
 def absorbed(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
@@ -70,19 +74,6 @@ def of_one_cache(q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
     weights = softmax(torch.einsum("bnsc,btc->bnst", query, rows) * SCALE, dim=-1, dtype=torch.float32).to(q.dtype)
     read = torch.einsum("bnst,btc->bnsc", weights, rows[..., : up.shape[1]])
     return torch.einsum("bnsc,nec->bsne", read, up_value)
-
-
-def at_position(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, at: Tensor) -> Tensor:
-    """One query over a cache that is filled up to its own position."""
-    seen = torch.arange(T) <= at
-    k, v = keys_values(latent, rope, up)
-    return scaled_dot_product_attention(q, k, v, seen[None, None, None], scale=SCALE)
-
-
-def padded(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, there: Tensor) -> Tensor:
-    """A prompt whose first sequence is padded."""
-    k, v = keys_values(latent, rope, up)
-    return scaled_dot_product_attention(q, k, v, causal(S, S) & there[:, None, None], scale=SCALE)
 
 
 def there() -> Tensor:
@@ -127,14 +118,13 @@ EXAMPLES = (
     Example("absorbed, three heads", absorbed, given_heads(3)),
     Example("of one cache", of_one_cache, given_together),
     Example("at a position", at_position, given(1, T, position)),
-    Example("padded", padded, given(S, S, there)),
+    Example("padded", by_sdpa(lambda there: causal(S, S) & there[:, None, None]), given(S, S, there)),
 )
 
 
 def other_latent(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, other: Tensor) -> Tensor:
     """Values that are projected from another latent than the keys."""
-    k, _ = keys_values(latent, rope, up)
-    _, v = keys_values(other.to(q.dtype), rope, up)
+    (k, _), (_, v) = keys_values(latent, rope, up), keys_values(other.to(q.dtype), rope, up)
     return scaled_dot_product_attention(q, k, v, scale=SCALE)
 
 
@@ -145,13 +135,8 @@ def rotated_twice(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor
     return scaled_dot_product_attention(q, k, heads[..., D:], scale=SCALE)
 
 
-def other() -> Tensor:
-    """Another latent."""
-    return normal(9, B, T, 32)
-
-
 REJECTS = (
-    Example("another latent", other_latent, given(1, T, other), "different latents"),
+    Example("another latent", other_latent, given(1, T, lambda: normal(9, B, T, 32)), "different latents"),
     Example("rotated lanes of each head", rotated_twice, given(1, T), "one that all heads share"),
 )
 

@@ -30,6 +30,7 @@ def inputs(queries: int, *more: Tensor, heads: int = N) -> Inputs:
     return make
 
 
+Rows = Callable[[Tensor, Tensor], Tensor]
 LENGTHS, EMPTY = torch.tensor([6, 11]), torch.tensor([0, 12])
 
 
@@ -38,40 +39,67 @@ def hidden(lengths: Tensor) -> Tensor:
     return (torch.arange(ROOM) >= lengths[:, None])[:, None, None]
 
 
-def expanded(latent: Tensor, rope: Tensor, table: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [B, N, T, D + R] and values [B, N, T, E] of all heads."""
-    latent, rope = (pages[table].flatten(1, 2) for pages in (latent, rope))
-    k, v = linear(latent, up).unflatten(-1, (N, -1)).transpose(1, 2).split((D, E), -1)
-    return torch.cat((k, rope[:, None].expand(-1, N, -1, -1)), -1), v
+def of_pages(pages: Tensor, table: Tensor) -> Tensor:
+    """Their rows [B, T, ..]."""
+    return pages[table].view(B, ROOM, -1)
 
 
-def absorbed(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
+def of_nz(pages: Tensor, table: Tensor) -> Tensor:
+    """Rows of gathered NZ pages."""
+    return pages[table].transpose(2, 3).reshape(B, ROOM, -1)
+
+
+def turned_first(pages: Tensor, table: Tensor) -> Tensor:
+    """NZ pages whose rows are put in order before they are gathered."""
+    return pages.transpose(1, 2).reshape(BLOCKS, SIZE, -1)[table].view(B, ROOM, -1)
+
+
+def of_a_head(pages: Tensor, table: Tensor) -> Tensor:
+    """NZ pages with a dim for one head."""
+    return pages[table].squeeze(2).permute(0, 1, 3, 2, 4).flatten(3).flatten(1, 2)
+
+
+def expanded(attend: Callable[..., Tensor], rows: Rows = of_pages) -> Callable[..., Tensor]:
+    """Over keys [B, N, T, D + R] and values [B, N, T, E] of all heads."""
+
+    def forward(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, *more: Tensor) -> Tensor:
+        latent, rope = (rows(pages, table) for pages in (latent, rope))
+        k, v = linear(latent, up).unflatten(-1, (N, -1)).transpose(1, 2).split((D, E), -1)
+        return attend(q, torch.cat((k, rope[:, None].expand(-1, N, -1, -1)), -1), v, *more)
+
+    return forward
+
+
+def absorbed(rows: Rows = of_pages) -> Callable[..., Tensor]:
     """One token each by two products; a sequence without keys gives NaN."""
-    nope, rotated = q.split((D, R), -1)
-    up_key, up_value = up.unflatten(0, (q.shape[1], -1)).split((D, E), 1)
-    latent, rope = (pages[table].view(B, ROOM, -1) for pages in (latent, rope))
-    query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
-    scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
-    shares = (scores.float() * SCALE).masked_fill(hidden(lengths), -math.inf).softmax(-1).to(q.dtype)
-    return torch.einsum("bnsc,nec->bnse", torch.einsum("bnst,btc->bnsc", shares, latent), up_value)
+
+    def forward(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
+        nope, rotated = q.split((D, q.shape[-1] - D), -1)
+        up_key, up_value = up.unflatten(0, (q.shape[1], -1)).split((D, E), 1)
+        latent, rope = (rows(pages, table) for pages in (latent, rope))
+        query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
+        scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
+        shares = (scores.float() * SCALE).masked_fill(hidden(lengths), -math.inf).softmax(-1).to(q.dtype)
+        return torch.einsum("bnsc,nec->bnse", torch.einsum("bnst,btc->bnsc", shares, latent), up_value)
+
+    return forward
 
 
-def replaced(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
-    """Expanded, with the least number; a sequence without keys gives the mean."""
-    k, v = expanded(latent, rope, table, up)
+def replaced(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """The least number; a sequence without keys gives the mean."""
     scores = (q @ k.transpose(-2, -1)).float() * SCALE
     return scores.masked_fill(hidden(lengths), torch.finfo(q.dtype).min).softmax(-1).to(q.dtype) @ v
 
 
-def by_sdpa(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
-    """Expanded, by sdpa."""
-    return scaled_dot_product_attention(q, *expanded(latent, rope, table, up), ~hidden(lengths), scale=SCALE)
+def by_sdpa(q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor) -> Tensor:
+    """By sdpa, over as many keys as there are rows."""
+    seen = [~hidden(each)[..., : k.shape[2]] for each in lengths]
+    return scaled_dot_product_attention(q, k, v, *seen, scale=SCALE)
 
 
-def several(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, position: Tensor) -> Tensor:
+def several(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
     """Several tokens each, the first at `position`."""
     at = position[:, None, None, None] + torch.arange(q.shape[2])[:, None]
-    k, v = expanded(latent, rope, table, up)
     scores = (q @ k.transpose(-2, -1)).float() * SCALE
     return scores.masked_fill(torch.arange(ROOM) > at, -math.inf).softmax(-1).to(q.dtype) @ v
 
@@ -88,111 +116,65 @@ def several_absorbed(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up:
     return shares @ latent @ up_value.transpose(-2, -1)
 
 
-def whole(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor) -> Tensor:
-    """Full pages, all of them."""
-    return scaled_dot_product_attention(q, *expanded(latent, rope, table, up), scale=SCALE)
-
-
-def cut(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
-    """Expanded, the first rows of all that the pages hold."""
-    k, v = (each[:, :, :10] for each in expanded(latent, rope, table, up))
-    return scaled_dot_product_attention(q, k, v, ~hidden(lengths)[..., :10], scale=SCALE)
+def first(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """The first rows of all that the pages hold."""
+    return by_sdpa(q, k[:, :, :10], v[:, :, :10], lengths)
 
 
 WIDE = 2 * R
-"""Rotated lanes of rows in lines, of which there are several."""
+"""Rotated lanes of rows in NZ, of which there are several."""
 
 
-def lines(queries: int, *more: Tensor, line: int = 16, heads: tuple[int, ...] = ()) -> Inputs:
-    """The same inputs with pages in lines of NZ, [Block, .., A, Size, L]."""
+def nz(queries: int, *more: Tensor, lanes: int = 16, heads: tuple[int, ...] = ()) -> Inputs:
+    """The same inputs with NZ pages [Block, .., A, Size, L]."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         _, _, _, *rest = inputs(queries, *more)(dtype)
-        shapes = (C, WIDE)
-        pages = (normal(n + 1, BLOCKS, *heads, width // line, SIZE, line).to(dtype) for n, width in enumerate(shapes))
-        return normal(0, B, N, queries, D + WIDE).to(dtype), *pages, *rest
+        pages = (normal(n, BLOCKS, *heads, width // lanes, SIZE, lanes) for n, width in ((1, C), (2, WIDE)))
+        return *(each.to(dtype) for each in (normal(0, B, N, queries, D + WIDE), *pages)), *rest
 
     return make
 
 
-Rows = Callable[[Tensor, Tensor], Tensor]
-
-
-def turned(pages: Tensor, table: Tensor) -> Tensor:
-    """Rows of gathered lines."""
-    return pages[table].transpose(2, 3).reshape(B, ROOM, -1)
-
-
-def turned_first(pages: Tensor, table: Tensor) -> Tensor:
-    """Lines that are rows before they are gathered."""
-    return pages.transpose(1, 2).reshape(BLOCKS, SIZE, -1)[table].view(B, ROOM, -1)
-
-
-def of_a_head(pages: Tensor, table: Tensor) -> Tensor:
-    """The same of pages with a dim for one head."""
-    return pages[table].squeeze(2).permute(0, 1, 3, 2, 4).flatten(3).flatten(1, 2)
-
-
-def lined(rows: Rows) -> Callable[..., Tensor]:
-    """Attention to the rows, absorbed, one query of each sequence."""
-
-    def forward(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
-        nope, rotated = q.split((D, WIDE), -1)
-        up_key, up_value = up.unflatten(0, (N, -1)).split((D, E), 1)
-        latent, rope = (rows(pages, table) for pages in (latent, rope))
-        query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
-        scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
-        shares = (scores.float() * SCALE).masked_fill(hidden(lengths), -math.inf).softmax(-1).to(q.dtype)
-        return torch.einsum("bnsc,nec->bnse", torch.einsum("bnst,btc->bnsc", shares, latent), up_value)
-
-    return forward
-
-
-def lined_sdpa(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
-    """Expanded, by sdpa, over pages in lines."""
-    latent, rope = (turned(pages, table) for pages in (latent, rope))
-    k, v = linear(latent, up).unflatten(-1, (N, -1)).transpose(1, 2).split((D, E), -1)
-    k = torch.cat((k, rope[:, None].expand(-1, N, -1, -1)), -1)
-    return scaled_dot_product_attention(q, k, v, ~hidden(lengths), scale=SCALE)
-
-
+whole = expanded(by_sdpa)
 EXAMPLES = (
-    Example("absorbed over pages", absorbed, inputs(1, LENGTHS)),
-    Example("absorbed over pages, three heads", absorbed, inputs(1, LENGTHS, heads=3)),
-    Example("absorbed, a sequence without keys", absorbed, inputs(1, EMPTY)),
-    Example("expanded, the least number", replaced, inputs(1, EMPTY)),
-    Example("expanded, sdpa", by_sdpa, inputs(1, EMPTY)),
-    Example("several queries over pages", several, inputs(3, torch.tensor([2, 8]))),
+    Example("absorbed over pages", absorbed(), inputs(1, LENGTHS)),
+    Example("absorbed over pages, three heads", absorbed(), inputs(1, LENGTHS, heads=3)),
+    Example("absorbed, a sequence without keys", absorbed(), inputs(1, EMPTY)),
+    Example("expanded, the least number", expanded(replaced), inputs(1, EMPTY)),
+    Example("expanded, sdpa", whole, inputs(1, EMPTY)),
+    Example("several queries over pages", expanded(several), inputs(3, torch.tensor([2, 8]))),
     Example("several queries, absorbed", several_absorbed, inputs(3, torch.tensor([2, 12]))),
-    Example("the first rows", cut, inputs(1, torch.tensor([0, 10]))),
+    Example("the first rows", expanded(first), inputs(1, torch.tensor([0, 10]))),
     Example("whole pages", whole, inputs(1)),
-    Example("pages in lines", lined(turned), lines(1, LENGTHS)),
-    Example("pages in lines, turned before", lined(turned_first), lines(1, LENGTHS)),
-    Example("pages of one head in lines", lined(of_a_head), lines(1, EMPTY, heads=(1,))),
-    Example("pages in lines, expanded", lined_sdpa, lines(1, EMPTY)),
+    Example("pages in lines", absorbed(of_nz), nz(1, LENGTHS)),
+    Example("pages in lines, turned before", absorbed(turned_first), nz(1, LENGTHS)),
+    Example("pages of one head in lines", absorbed(of_a_head), nz(1, EMPTY, heads=(1,))),
+    Example("pages in lines, expanded", expanded(by_sdpa, of_nz), nz(1, EMPTY)),
 )
 
 
 def together(q: Tensor, both: Tensor, _: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
     """Pages that hold the latent and its rotated lanes in one, which the operator takes apart."""
-    return by_sdpa(q, both[..., : C - R], both[..., C - R :], table, up[:, : C - R], lengths)
+    latent, rope = both[..., : C - R], both[..., C - R :]
+    return whole(q, latent, rope, table, up[:, : C - R], lengths)
 
 
-def apart(q: Tensor, latent: Tensor, rope: Tensor, table: Tensor, up: Tensor, lengths: Tensor) -> Tensor:
-    """Lines of pages whose rows lie whole in memory."""
-    return lined(turned)(q, latent.transpose(1, 2), rope.transpose(1, 2), table, up, lengths)
+def apart(pages: Tensor, table: Tensor) -> Tensor:
+    """NZ pages [Block, Size, A, L], whose rows lie whole in memory."""
+    return of_nz(pages.transpose(1, 2), table)
 
 
-def whole_rows(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Pages [Block, Size, A, L]."""
-    q, latent, rope, *rest = lines(1, LENGTHS)(dtype)
+def rows_first(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Such pages."""
+    q, latent, rope, *rest = nz(1, LENGTHS)(dtype)
     return q, *(pages.transpose(1, 2).contiguous() for pages in (latent, rope)), *rest
 
 
 GATHERED = (
     (Example("one cache for both", together, inputs(1, LENGTHS)), "do not lie together"),
-    (Example("short lines", lined(turned), lines(1, LENGTHS, line=8)), "in lines of 8 numbers"),
-    (Example("lines of whole rows", apart, whole_rows), "the lines of the pages do not lie together"),
+    (Example("short lines", absorbed(of_nz), nz(1, LENGTHS, lanes=8)), "in lines of 8 numbers"),
+    (Example("lines of whole rows", absorbed(apart), rows_first), "the lines of the pages do not lie together"),
 )
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
 

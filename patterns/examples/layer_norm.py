@@ -33,28 +33,8 @@ def _plain(x: Tensor) -> Tensor:
     return (_centred(h) * torch.rsqrt(variance + EPS)).to(x.dtype)
 
 
-def _negative(x: Tensor) -> Tensor:
-    return _centred(x) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) - EPS)
-
-
-def _unbiased(x: Tensor) -> Tensor:
-    return _centred(x) / torch.sqrt(x.var(-1, keepdim=True) + EPS)
-
-
-def _eps_outside(x: Tensor) -> Tensor:
-    return _centred(x) / (x.std(-1, unbiased=False, keepdim=True) + EPS)
-
-
-def _eps_outside_unbiased(x: Tensor) -> Tensor:
-    return _centred(x) / (x.std(-1, keepdim=True) + EPS)
-
-
-def _not_centred(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + EPS)
-
-
-def _second_moment(x: Tensor) -> Tensor:
-    return _centred(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+def _variance(x: Tensor, unbiased: bool = False) -> Tensor:
+    return x.var(-1, unbiased=unbiased, keepdim=True)
 
 
 EXAMPLES = (
@@ -63,12 +43,27 @@ EXAMPLES = (
     Example("neither, mean of squares minus square of mean", _plain, X),
 )
 REJECTS = (
-    Example("negative eps", _negative, X, "is not positive"),
-    Example("unbiased variance", _unbiased, X, "it is unbiased"),
-    Example("eps outside", _eps_outside, X, "is added to the standard deviation"),
-    Example("eps outside, unbiased", _eps_outside_unbiased, X, "to an unbiased standard deviation"),
-    Example("not centred", _not_centred, X, "is not the centred tensor"),
-    Example("second moment", _second_moment, X, "divided by the root of its second moment"),
+    Example("negative eps", lambda x: _centred(x) / torch.sqrt(_variance(x) - EPS), X, "is not positive"),
+    Example("unbiased variance", lambda x: _centred(x) / torch.sqrt(_variance(x, True) + EPS), X, "it is unbiased"),
+    Example(
+        "eps outside",
+        lambda x: _centred(x) / (x.std(-1, unbiased=False, keepdim=True) + EPS),
+        X,
+        "is added to the standard deviation",
+    ),
+    Example(
+        "eps outside, unbiased",
+        lambda x: _centred(x) / (x.std(-1, keepdim=True) + EPS),
+        X,
+        "to an unbiased standard deviation",
+    ),
+    Example("not centred", lambda x: x * torch.rsqrt(_variance(x) + EPS), X, "is not the centred tensor"),
+    Example(
+        "second moment",
+        lambda x: _centred(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS),
+        X,
+        "divided by the root of its second moment",
+    ),
 )
 
 TRIED = {"layer_norm": (*EXAMPLES, *REJECTS)}

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
-from patterns.examples.mla_prolog_paged import (
+from patterns.examples.caches import (
     BLOCKS,
     LENGTHS,
     SIZE,
@@ -18,21 +17,17 @@ from patterns.examples.mla_prolog_paged import (
     Read,
     Write,
     anywhere,
-    attended,
     by_block,
-    copied,
-    in_lines,
-    of_a_head,
-    of_a_head_in_lines,
-    of_lines,
+    in_nz,
+    index_copied,
+    of_nz,
     two_in_a_row,
     viewed,
-)  # fmt: skip
-from patterns.examples.mla_prolog_paged import (
-    whole as in_rows,
 )
-from patterns.examples.mla_prolog_quantised import multiplied, whole
-from patterns.examples.quantisation import quantised
+from patterns.examples.caches import of_pages as in_rows
+from patterns.examples.inputs import Inputs, normal
+from patterns.examples.latent_model import attended, multiplied
+from patterns.examples.quantisation import int8_layer, quantised
 
 B = 2
 EPS = 1e-6
@@ -64,7 +59,7 @@ def inputs(queries: int, heads: tuple[int, ...] = (), sizes: Sizes = SIZES) -> I
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         shapes = ((hcq, he), (sizes.n * (sizes.d + dr), hcq), (c + dr, he))
-        layers = [each for n, shape in enumerate(shapes) for each in whole(20 + 2 * n, *shape)]
+        layers = [each for n, shape in enumerate(shapes) for each in int8_layer(20 + 2 * n, *shape)]
         gains = [(1 + normal(4 + n, width) / 8).to(dtype) for n, width in enumerate((he, hcq, c))]
         up = (normal(3, sizes.n * (sizes.d + sizes.e), c) / 8).to(dtype)
         fixed = [torch.nn.Parameter(each, requires_grad=False) for each in (gains[0], *layers, *gains[1:], up)]
@@ -150,12 +145,12 @@ def turned_pages(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 EXAMPLES = (
     Example("a token through a view", model(viewed), inputs(1)),
-    Example("two tokens by index_copy, rotated by halves", model(copied, of_halves), inputs(2)),
-    Example("pages of one head", model(of_a_head), inputs(1, heads=(1,))),
+    Example("two tokens by index_copy, rotated by halves", model(index_copied, of_halves), inputs(2)),
+    Example("pages of one head", model(viewed), inputs(1, heads=(1,))),
     Example("a token by block", model(by_block), inputs(1)),
     Example("a latent times a number", model(viewed, normed=multiplied_norm), inputs(1)),
-    Example("a token in lines", model(in_lines, read=of_lines), lines(1)),
-    Example("two tokens in lines of a head", model(of_a_head_in_lines, of_halves, read=of_lines), lines(2, 1)),
+    Example("a token in lines", model(in_nz, read=of_nz), lines(1)),
+    Example("two tokens in lines of a head", model(in_nz, of_halves, read=of_nz), lines(2, 1)),
 )
 REJECTS = (
     Example("another epsilon", model(viewed, eps=1e-5), inputs(1), "the kernel of npu_mla_preprocess 1e-6"),
@@ -163,7 +158,7 @@ REJECTS = (
     Example("two tokens at a slot", model(two_in_a_row), inputs(2, heads=(2,)), "hold several heads"),
     Example("pages that lie otherwise", model(by_block), turned_pages, "the pages are not contiguous"),
     Example("weights in short lines", model(viewed), inputs(1, sizes=Sizes(he=48)), "do not fill lines of 32"),
-    Example("short lines", model(in_lines, read=of_lines), lines(1, line=8), "in lines of 8 numbers"),
+    Example("short lines", model(in_nz, read=of_nz), lines(1, line=8), "in lines of 8 numbers"),
 )
 
 TRIED = {"mla_preprocess": (*EXAMPLES, *REJECTS)}

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from fusion import Example
+from patterns.examples import caches, mla_preprocess, mla_preprocess_static
 from patterns.examples import latent_attention_atb_int8 as attention
-from patterns.examples import mla_preprocess, mla_preprocess_static
-from patterns.examples import mla_prolog_paged as paged
+from patterns.examples.caches import BLOCKS, Read, Write, in_nz, of_nz
 from patterns.examples.inputs import Inputs, normal, under
+from patterns.examples.latent_model import multiplied
 from patterns.examples.mla_preprocess import Rotate, Sizes, norm, of_halves, of_pairs
-from patterns.examples.mla_prolog_paged import BLOCKS, Read, Write, in_lines, of_lines
-from patterns.examples.mla_prolog_quantised import multiplied
 from patterns.examples.quantisation import quantised, weights
 
 SIZES = Sizes(c=64, dr=32)
@@ -73,7 +72,7 @@ def stored(rows: Tensor, scale: Tensor) -> Tensor:
 
 def model(
     fixed: bool = False, rotate: Rotate = of_pairs, query: Queries = of_heads, store: Queries = stored,
-    write: Write = in_lines, heads: int = SIZES.n, read: Read = of_lines,
+    write: Write = in_nz, heads: int = SIZES.n, read: Read = of_nz,
 ) -> Callable[..., Tensor]:  # fmt: skip
     """A function that writes the rows of a token, or of several, and attends to the pages."""
 
@@ -133,7 +132,7 @@ def shifted(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 REJECTS = (
-    Example("whole rows", model(write=paged.viewed, read=paged.whole), of_tokens(1, 0), "not lines of NZ"),
+    Example("whole rows", model(write=caches.viewed, read=caches.of_pages), of_tokens(1, 0), "not lines of NZ"),
     Example("scales of another dtype", model(), of_tokens(1, others=True), "is not one in the dtype of x"),
     Example("short lines", model(), of_tokens(1, 16), "in lines of 16 numbers, not of 32"),
     Example("other bounds of queries", model(query=cut), of_tokens(1), "queries are bounded by -127"),

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from fusion import Example
+from patterns.examples.caches import Read, Write, by_block, in_nz, of_nz, viewed
+from patterns.examples.caches import of_pages as in_rows
 from patterns.examples.inputs import Inputs, normal, under
+from patterns.examples.latent_model import attended
 from patterns.examples.mla_preprocess import (
     SIZES,
     Rotate,
@@ -23,8 +26,6 @@ from patterns.examples.mla_preprocess import (
 from patterns.examples.mla_preprocess import (
     lines as tokens_in_lines,
 )
-from patterns.examples.mla_prolog_paged import Read, Write, attended, by_block, in_lines, of_lines, viewed
-from patterns.examples.mla_prolog_paged import whole as in_rows
 from patterns.examples.quantisation import product
 
 Quantise = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -170,9 +171,7 @@ def late(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, dtype: torch.dt
 
 EXAMPLES = (
     Example("a token", model(viewed), inputs(1)),
-    Example(
-        "two tokens in lines, no bias", model(in_lines, bounded, without, bare, of_halves, read=of_lines), lines(2)
-    ),
+    Example("two tokens in lines, no bias", model(in_nz, bounded, without, bare, of_halves, read=of_nz), lines(2)),
     Example("a token by block", model(by_block), inputs(1)),
     Example("numbers", model(viewed, by_numbers), inputs(1)),
     Example("no zero point", model(viewed, symmetric), inputs(1)),
@@ -186,7 +185,7 @@ REJECTS = (
     Example("a scale that is rounded", model(viewed, odd), inputs(1), "does not hold the scale"),
     Example("multiplied by the scale", model(viewed, times), inputs(1), "where the operator divides"),
     Example("a bias behind the scales", model(viewed, layer=late), inputs(1), "the operator one of int32"),
-    Example("short lines", model(in_lines, read=of_lines), lines(1, 8), "in lines of 8 numbers"),
+    Example("short lines", model(in_nz, read=of_nz), lines(1, 8), "in lines of 8 numbers"),
 )
 
 TRIED = {"mla_preprocess": under("static", (*EXAMPLES, *REJECTS))}

@@ -1,270 +1,192 @@
-"""What stands before latent attention as models write it, and what only looks like it."""
+"""What stands before latent attention as models and serving code write it, and what only looks like it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples import caches
+from patterns.examples import latent_model as mla
+from patterns.examples.caches import Write, by_block, copied, in_nz, of_nz, of_pages, shapes, viewed
+from patterns.examples.inputs import Inputs
+from patterns.examples.latent_model import LAYERS, B, D, Given, Rotate, Rows, Setting, changed, fresh, listed, model
 
-B, N, S, T, HE, HCQ, C, D, DR, E = 2, 4, 3, 32, 64, 48, 32, 16, 16, 16
-LISTED = 4
-
-
-def weights(he: int = HE, head: int = D + DR, line: int = C + DR) -> list[Tensor]:
-    """W_dq, W_uq, W_dkv, the gains of both norms, and W_ukv of keys and values."""
-    shapes = (HCQ, he), (N * head, HCQ), (line, he), (N * (D + E), C)
-    dq, uq, dkv, ukv = (normal(seed, *shape) / 8 for seed, shape in enumerate(shapes))
-    return [dq, uq, dkv, 1 + normal(4, HCQ) / 8, 1 + normal(5, C) / 8, ukv]
-
-
-def tables(tokens: tuple[int, ...], width: int = DR) -> list[Tensor]:
-    """cos and sin [*tokens, width]; their halves are equal."""
-    angles = normal(6, *tokens, width // 2)
-    angles = torch.cat((angles, angles), dim=-1)
-    return [angles.cos(), angles.sin()]
+S, T, C, DR = 3, 32, 32, 16
+ORDER = "do not follow those that are not"
+Parts = tuple[Tensor, Tensor]
+CACHES = (B, T, C), (B, T, DR)
+PROMPT = Setting(S, CACHES, fixed=(), at=5, listed=T)
+TOKEN = replace(PROMPT, queries=1)
+FRESH = replace(PROMPT, shapes=(), listed=S)
 
 
-def listed(queries: int, keys: int) -> Tensor:
-    """For each query [B, S] the keys that it sees, no two of them the same."""
-    return torch.rand(B, queries, keys, generator=torch.Generator().manual_seed(7)).argsort(-1)[..., :LISTED]
-
-
-def prolog(
-    queries: int = S, keys: int = S, *caches: tuple[int, ...], table: tuple[int, ...] = (), **sizes: int
-) -> Inputs:  # fmt: skip
-    """Hidden states [B, S, He], weights, tables, a list of keys, a position, and caches of these shapes."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        given = [normal(8, B, queries, HE), *weights(**sizes), *tables(table or (B, queries))]
-        held = (normal(9 + seed, *shape).to(dtype) for seed, shape in enumerate(caches))
-        return *(each.to(dtype) for each in given), listed(queries, keys), torch.tensor(5), *held
-
-    return make
-
-
-def norm(x: Tensor, gain: Tensor) -> Tensor:
-    """RMSNorm in float32."""
-    wide = x.float()
-    return gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of lanes rotated, the first of each pair in the first half of the result."""
-    half = x.shape[-1] // 2
-    even, odd, cos, sin = x[..., ::2], x[..., 1::2], cos[..., :half], sin[..., :half]
-    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-
-
-def rope_last(q: Tensor, *table: Tensor) -> Tensor:
-    """Queries [B, N, S, D + Dr] whose last lanes are rotated."""
-    nope, rope = q.split((D, DR), dim=-1)
-    return torch.cat((nope, turned(rope, *table)), dim=-1)
-
-
-def rope_multiplied(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries of which both parts are multiplied by a number."""
+def rope_multiplied(q: Tensor, cos: Tensor, sin: Tensor) -> Parts:
+    """Both parts are multiplied by a number, the lanes of the rotated one put in order before."""
     nope, rope = q.split((D, DR), dim=-1)
     rope = (rope * 1.5).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     low, high = rope.chunk(2, dim=-1)
     cos, sin = (torch.cat((each[..., : DR // 2],) * 2, dim=-1) for each in (cos, sin))
-    return torch.cat((nope * 1.5, rope * cos + torch.cat((-high, low), dim=-1) * sin), dim=-1)
+    return nope * 1.5, rope * cos + torch.cat((-high, low), dim=-1) * sin
 
 
-def rows_of(x: Tensor, dkv: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents [B, S, C] and rotated keys [B, S, Dr]."""
-    latent, rope = linear(x, dkv)[..., : C + DR].split((C, DR), dim=-1)
-    return norm(latent, gain), turned(rope, cos, sin)
+def lanes(nope: slice, rope: slice) -> Rotate:
+    """These lanes of the queries, some of which belong to both parts or to neither."""
+    return lambda q, *table: (q[..., nope], mla.turned(q[..., rope], *table))
 
 
-def attended(q: Tensor, latent: Tensor, rope: Tensor, ukv: Tensor, places: Tensor) -> Tensor:
-    """Attention over the keys that are listed."""
-    nope, values = linear(latent, ukv).unflatten(-1, (N, D + E)).transpose(1, 2).split((D, E), dim=-1)
-    keys = torch.cat((nope, rope.unsqueeze(1).expand(-1, N, -1, -1)), dim=-1)
-    seen = torch.zeros(*places.shape[:2], latent.shape[1], dtype=torch.bool).scatter(-1, places, True)
-    return scaled_dot_product_attention(q, keys, values, attn_mask=seen.unsqueeze(1))
+def copied_first(cache: Tensor, rows: Tensor, at: Tensor) -> Tensor:
+    """A cache that is copied before it is read."""
+    return copied(cache, rows, at).contiguous()
 
 
-Joined = Callable[..., tuple[Tensor, Tensor]]
+def packed(setting: Setting) -> Inputs:
+    """Tokens without their sequences, of which each has one."""
+    return changed(setting, **dict.fromkeys(("x", "cos", "sin"), lambda x: x[:, 0]))
 
 
-def model(join: Joined, rotate: Callable[..., Tensor] = rope_last, factor: float = 1.0) -> Callable[..., Tensor]:
-    """A function whose queries `rotate` turns, and whose rows `join` writes: `join(latent, rope, at, *caches)`.
-
-    The latents are multiplied by `factor`.
-    """
-
-    def forward(
-        x: Tensor, dq: Tensor, uq: Tensor, dkv: Tensor, gain_q: Tensor, gain_kv: Tensor, ukv: Tensor, cos: Tensor,
-        sin: Tensor, places: Tensor, at: Tensor, *caches: Tensor,
-    ) -> Tensor:  # fmt: skip
-        q = linear(norm(linear(x, dq), gain_q), uq).reshape(*places.shape[:2], N, -1).transpose(1, 2)
-        q = rotate(q, cos.unsqueeze(-3), sin.unsqueeze(-3))
-        latent, rope = rows_of(x, dkv, gain_kv, cos, sin)
-        latent, rope = join(latent * factor, rope, at, *caches)
-        return attended(q, latent, rope, ukv, places)
-
-    return forward
+def of_one_sequence(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
+    """Queries that are the tokens of one sequence."""
+    return listed(nope.transpose(0, 2), rope.transpose(0, 2), rows, g)
 
 
-def fresh(latent: Tensor, rope: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """No cache."""
-    return latent, rope
-
-
-def joined(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows behind those that are there."""
-    return torch.cat((latents, latent), dim=1), torch.cat((ropes, rope), dim=1)
-
-
-def copied(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows at consecutive positions of [B, T, ..], none of which counts from the end."""
-    places = torch.arange(latent.shape[1]) + at.clamp(min=0)
-    return latents.index_copy_(1, places, latent), ropes.index_copy_(1, places, rope)
-
-
-def single(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows at consecutive positions of [B, 1, T, ..]."""
-    places = torch.arange(latent.shape[1]) + at.clamp(min=0)
-    latents.index_copy_(2, places, latent.unsqueeze(1))
-    ropes.index_copy_(2, places, rope.unsqueeze(1))
-    return latents.squeeze(1), ropes.squeeze(1)
-
-
-def sliced(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows at positions that are known before."""
-    latents[:, 2 : 2 + S] = latent
-    ropes[:, 2 : 2 + S] = rope
-    return latents, ropes
-
-
-def lengths(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """A token of each sequence at a position of its own."""
-    at = at + torch.arange(B)
-    latents[torch.arange(B), at] = latent[:, 0]
-    ropes[torch.arange(B), at] = rope[:, 0]
-    return latents, ropes
-
-
-CACHES = (B, T, C), (B, T, DR)
-EXAMPLES = (
-    Example("a prompt by index_copy", model(copied), prolog(S, T, *CACHES)),
-    Example("a token by index_copy", model(copied), prolog(1, T, *CACHES)),
-    Example("caches of one head", model(single), prolog(S, T, (B, 1, T, C), (B, 1, T, DR))),
-    Example("a length for each sequence", model(lengths), prolog(1, T, *CACHES)),
-    Example("queries and latents times a number", model(copied, rope_multiplied, 0.75), prolog(S, T, *CACHES)),
-)
-ROW_EXAMPLES = (
-    Example("the same positions in all sequences", model(fresh), prolog(table=(1, S))),
-    Example("one position in a sequence", model(fresh), prolog(B, B, table=(B, 1))),
-    Example("no cache", model(fresh), prolog()),
-    Example("rows that the model writes to a slice", model(sliced), prolog(S, T, *CACHES)),
-    Example("rows joined", model(joined), prolog(S, 5 + S, (B, 5, C), (B, 5, DR))),
+ONE_SEQUENCE = changed(
+    PROMPT, lambda x: x[:1], **dict.fromkeys(("x", "cos", "sin"), lambda x: x[0]), seen=lambda x: x[:1]
 )
 
 
-def rope_first(q: Tensor, *table: Tensor) -> Tensor:
-    """Queries whose first lanes are rotated."""
-    rope, nope = q.split((DR, D), dim=-1)
-    return torch.cat((nope, turned(rope, *table)), dim=-1)
+def stepped(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
+    """A step of packed tokens that absorbs both projections, by einsum."""
+    (nope, rope), (latent, k_rope) = torch.cat((nope, rope), -1).squeeze(2).split((D, DR), dim=-1), rows
+    up, down = g.ukv.view(mla.N, -1, C).split((D, mla.E), dim=1)
+    query = torch.einsum("tnd,ndc->tnc", nope, up)
+    scores = torch.einsum("tnc,tkc->tnk", query, latent) + torch.einsum("tnr,tkr->tnk", rope, k_rope)
+    hidden = torch.arange(latent.shape[1]) >= g.seen[:, None, None]
+    weights = (scores.float() * 0.3).masked_fill(hidden, -torch.inf).softmax(-1).to(g.x.dtype)
+    return torch.einsum("tnc,nec->tne", torch.einsum("tnk,tkc->tnc", weights, latent), down).flatten(1)
 
 
-def more_lanes(q: Tensor, *table: Tensor) -> Tensor:
-    """Queries of which some lanes are not used."""
-    nope, rope, _ = q.split((D, DR, q.shape[-1] - D - DR), dim=-1)
-    return torch.cat((nope, turned(rope, *table)), dim=-1)
+def instead(examples: Iterable[Example], name: str = "") -> Iterator[Example]:
+    """Examples under a common name; where a store is refused, rows are left to the model."""
+    for each in examples:
+        yield replace(each, name=f"{name}{each.name}", instead="Fresh" if each.refusal else "")
 
 
-def common_lanes(q: Tensor, *table: Tensor) -> Tensor:
-    """Queries of which some lanes belong to both parts; the first ones to neither."""
-    return torch.cat((q[..., D // 2 : D + D // 2], turned(q[..., D:], *table)), dim=-1)
+def in_row(
+    name: str,
+    setting: Inputs,
+    write: Write = copied,
+    rotate: Rotate = mla.rope_last,
+    row: float = 1.0,
+    refusal: str = "",
+) -> Example:
+    """Rows, the latent times a number, over listed keys; without caches, those of the queries."""
+    store = mla.in_rows(write) if write is not fresh else fresh
+    return Example(name, model(store, listed, rotate, mla.Factors(row=row)), setting, refusal)
 
 
-def rope_early(q: Tensor, *table: Tensor) -> Tensor:
-    """Queries of which some lanes belong to both parts."""
-    return torch.cat((q[..., :D], turned(q[..., -DR:], *table)), dim=-1)
+def in_pages(
+    name: str, setting: Inputs, write: Write = viewed, refusal: str = "", attend: mla.Attention = mla.expanded
+) -> Example:
+    """Pages; tokens of W8A8 are rotated before their heads."""
+    read = of_nz if write is in_nz else of_pages
+    first = isinstance(setting, Setting) and bool(setting.int8)
+    return Example(name, model(mla.paged(write, read), attend, tokens_first=first), setting, refusal)
 
 
-def two_halves(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """One half of the tokens behind those of each half of [B, 2, T, ..]."""
-    places = torch.arange(latent.shape[1] // 2) + at.clamp(min=0)
-    for cache, rows in ((latents, latent), (ropes, rope)):
-        cache.index_copy_(2, places, rows.unflatten(1, (2, -1)))
-    return latents.flatten(1, 2), ropes.flatten(1, 2)
+def held(setting: Setting, *dims: tuple[int, ...], keys: int = T) -> Setting:
+    """Caches of these dims before the lanes, of so many keys."""
+    return replace(setting, shapes=tuple((*each, width) for each in dims for width in (C, DR)), listed=keys)
 
 
-def half_sequences(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """One half of the tokens behind those of each half of [2 · B, T, ..]."""
-    places = torch.arange(latent.shape[1] // 2) + at.clamp(min=0)
-    for cache, rows in ((latents, latent), (ropes, rope)):
-        cache.index_copy_(1, places, rows.reshape(2 * B, -1, rows.shape[-1]))
-    return latents.reshape(B, -1, C), ropes.reshape(B, -1, DR)
-
-
-def positions_first(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """Caches that are copied before they are read."""
-    latents, ropes = copied(latent, rope, at, latents, ropes)
-    return latents.contiguous(), ropes.contiguous()
-
-
-def turned_caches(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Caches that lie in memory as [T, B, ..]."""
-    *given, latents, ropes = prolog(S, T, (T, B, C), (T, B, DR))(dtype)
-    return *given, latents.transpose(0, 1), ropes.transpose(0, 1)
-
-
-def unpacked(latent: Tensor, rope: Tensor, at: Tensor, latents: Tensor, ropes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [T, ..] of one sequence."""
-    return copied(latent.unsqueeze(0), rope.unsqueeze(0), at, latents, ropes)
-
-
-def packed(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The first sequence alone, its hidden states and tables without a dim for it."""
-    x, *given, cos, sin, places, at, latents, ropes = prolog(S, T, *CACHES)(dtype)
-    return x[0], *given, cos[0], sin[0], places[:1], at, latents[:1], ropes[:1]
-
-
-REJECTS = (
-    Example(
-        "a negative factor",
-        model(copied, rope_multiplied, -1.0),
-        prolog(S, T, *CACHES),
-        "which is not positive",
-        "Fresh",
+ROWS = (
+    in_row("a prompt by index_copy", PROMPT),
+    in_row("a token by index_copy", TOKEN),
+    in_row("caches of one head", held(PROMPT, (B, 1, T)), caches.single),
+    in_row("a length for each sequence", TOKEN, caches.by_sequence),
+    in_row("queries and latents times a number", PROMPT, copied, rope_multiplied, 0.75),
+    in_row("the same positions in all sequences", replace(FRESH, table=(1, S)), fresh),
+    in_row("one position in a sequence", replace(FRESH, queries=B, listed=B, table=(B, 1)), fresh),
+    in_row("no cache", FRESH, fresh),
+    in_row("rows that the model writes to a slice", PROMPT, caches.sliced),
+    in_row("rows joined", held(PROMPT, (B, 5), keys=5 + S), caches.joined),
+    in_row("rotated lanes first", PROMPT, copied, lanes(slice(DR, None), slice(DR)), refusal=ORDER),
+    in_row("lanes of both", PROMPT, copied, lanes(slice(D // 2, D + D // 2), slice(D, None)), refusal=ORDER),
+    in_row(
+        "rotated lanes early", replace(PROMPT, head=-DR // 2), copied, lanes(slice(D), slice(-DR, None)), refusal=ORDER
     ),
-    Example(
-        "rotated lanes first", model(copied, rope_first), prolog(S, T, *CACHES), "do not follow those that are not"
+    in_row(
+        "more lanes", replace(PROMPT, head=8), copied, lanes(slice(D), slice(D, D + DR)), refusal="more lanes than both"
     ),
-    Example("lanes of both", model(copied, common_lanes), prolog(S, T, *CACHES), "do not follow those that are not"),
-    Example(
-        "rotated lanes early",
-        model(copied, rope_early),
-        prolog(S, T, *CACHES, head=D + DR // 2),
-        "do not follow those that are not",
-    ),
-    Example("more lanes", model(copied, more_lanes), prolog(S, T, *CACHES, head=D + DR + 8), "more lanes than both"),
-    Example("a third part", model(copied), prolog(S, T, *CACHES, line=C + DR + 8), "do not make up one projection"),
-    Example(
-        "caches of two halves",
-        model(two_halves),
-        prolog(4, 2 * T, (B, 2, T, C), (B, 2, T, DR)),
-        "several heads",
-        "Fresh",
-    ),
-    Example(
+    in_row("a third part", replace(PROMPT, line=8), refusal="do not make up one projection"),
+    Example("packed tokens", model(mla.in_rows(caches.of_one_sequence), of_one_sequence), ONE_SEQUENCE, "are packed"),
+)
+HALVES = replace(PROMPT, queries=4)
+LEFT = (
+    in_row("a negative factor", PROMPT, copied, rope_multiplied, -1.0, "which is not positive"),
+    in_row("caches of two halves", held(HALVES, (B, 2, T), keys=2 * T), caches.two_halves, refusal="several heads"),
+    in_row(
         "halves as sequences",
-        model(half_sequences),
-        prolog(4, 2 * T, (2 * B, T, C), (2 * B, T, DR)),
-        "other sequences than",
-        "Fresh",
+        held(HALVES, (2 * B, T), keys=2 * T),
+        caches.half_sequences,
+        refusal="other sequences than",
     ),
-    Example("caches that lie otherwise", model(positions_first), turned_caches, "is not contiguous", "Fresh"),
-    Example("packed tokens", model(unpacked), packed, "are packed"),
-    Example(
-        "an odd length", model(copied), prolog(S, 20, (B, 20, C), (B, 20, DR)), "no size of a page divides", "Fresh"
-    ),
+    in_row("caches that lie otherwise", changed(PROMPT, caches.turned), copied_first, refusal="is not contiguous"),
+    in_row("an odd length", held(PROMPT, (B, 20), keys=20), refusal="no size of a page divides"),
 )
+"""Rejects of which the model keeps the rows itself."""
+
+PAGES = Setting(1, shapes(C, DR), fixed=())
+NZ = replace(PAGES, shapes=shapes(C, DR, 16))
+TWO = replace(PAGES, queries=2)
+PAIRS = replace(TWO, shapes=shapes(C, DR, heads=(2,)))
+PAGED = (
+    in_pages("a token through a view", PAGES),
+    in_pages("two tokens by index_copy", TWO, caches.index_copied),
+    in_pages("pages of one head", replace(PAGES, shapes=shapes(C, DR, heads=(1,)))),
+    in_pages("a token by block", PAGES, by_block),
+    in_pages("packed tokens that absorb", packed(PAGES), attend=stepped),
+    in_pages("packed tokens over expanded keys", packed(PAGES), by_block),
+    in_pages("a token in lines", NZ, in_nz),
+    in_pages("two tokens in lines of a head", replace(TWO, shapes=shapes(C, DR, 16, heads=(1,))), in_nz),
+    in_pages("places of unknown range", PAGES, caches.anywhere, "not proven to lie in its page"),
+    in_pages("two tokens at a slot", PAIRS, caches.two_in_a_row, "hold several heads"),
+    in_pages("short lines", replace(PAGES, shapes=shapes(C, DR, 8)), in_nz, "in lines of 8 numbers"),
+    in_pages("pages that lie otherwise", changed(PAGES, caches.turned), by_block, "the pages are not contiguous"),
+)
+
+
+def w8a8(setting: Setting, *layers: str) -> Setting:
+    """These layers in W8A8, and all of them Parameters."""
+    return replace(setting, int8=layers, fixed=mla.LAYERS_FIXED)
+
+
+W8A8 = (
+    in_row("a token, the heads quantised", w8a8(TOKEN, "uq")),
+    in_row("a prompt, all quantised", w8a8(PROMPT, *LAYERS)),
+    in_row("no cache, the heads quantised", w8a8(FRESH, "uq"), fresh),
+    in_row("no cache, all quantised", w8a8(FRESH, *LAYERS), fresh),
+)
+W8A8_PAGED = (
+    in_pages("a token, the heads quantised", w8a8(PAGES, "uq")),
+    in_pages("two tokens, all quantised", w8a8(TWO, *LAYERS), by_block),
+    in_pages("lines of NZ", w8a8(NZ, *LAYERS), in_nz),
+    in_pages("packed tokens, the heads quantised", packed(w8a8(PAGES, "uq"))),
+    in_pages("packed tokens, all quantised", packed(w8a8(PAGES, *LAYERS))),
+    in_pages("two at a slot", w8a8(PAIRS, *LAYERS), caches.two_in_a_row, "hold several"),
+    in_pages("unknown places", w8a8(PAGES, "uq"), caches.anywhere, "not proven to lie in"),
+)
+
+TRIED = {
+    "mla_prolog": (
+        *ROWS,
+        *instead(LEFT),
+        *instead(PAGED, "pages: "),
+        *instead(W8A8, "W8A8: "),
+        *instead(W8A8_PAGED, "W8A8 pages: "),
+    )
+}
+"""Rule -> its examples and rejects."""

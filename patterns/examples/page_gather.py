@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
@@ -42,55 +44,29 @@ def first_rows(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Ten
     return keys[table].flatten(1, 2)[:, :10], values[table].view(B, ROOM, N, E)[:, :10]
 
 
-def selected(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """By index_select of a flattened table."""
-    rows = (pages.index_select(0, table.flatten()).view(B, ROOM, -1) for pages in (keys, values))
-    k, v = rows
-    return k[:, :9], v[:, :9]
+def of_both(
+    read: Callable[[Tensor, Tensor], Tensor], places: Callable[[Tensor], Tensor] = lambda table: table
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The pages of both, read alike by places of a table."""
+
+    def forward(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+        at = places(table)
+        return tuple(read(pages, at) for pages in (keys, values))
+
+    return forward
 
 
-def looked_up(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Pages as rows of a table that is looked up."""
-    k, v = (embedding(table, pages.view(BLOCKS, -1)).view(B, ROOM, N, -1) for pages in (keys, values))
-    return k, v
-
-
-def row_by_row(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of all pages by their number."""
-    places = (table[:, :, None] * SIZE + torch.arange(SIZE)).view(B, ROOM)
-    k, v = (pages.flatten(0, 1)[places] for pages in (keys, values))
-    return k[:, :11], v[:, :11]
-
-
-def by_place(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def by_place(pages: Tensor, table: Tensor) -> Tensor:
     """A page and a place in it for every token."""
     token = torch.arange(ROOM)
-    k, v = (pages[table[:, token // SIZE], token % SIZE] for pages in (keys, values))
-    return k, v
+    return pages[table[:, token // SIZE], token % SIZE]
 
 
-def one_sequence(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """A table of one sequence."""
-    k, v = (pages[table[1]].flatten(0, 1)[:7] for pages in (keys, values))
-    return k, v
-
-
-def joined(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequences of lengths of their own, packed."""
-    k, v = (
-        torch.cat([pages[table[each]].flatten(0, 1)[:length] for each, length in enumerate((5, 11))])
-        for pages in (keys, values)
+def packed(*parts: tuple[int, int]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Sequences of lengths of their own, of so many pages each, packed."""
+    return lambda pages, table: torch.cat(
+        [pages[table[each, :most]].flatten(0, 1)[:length] for each, (most, length) in enumerate(parts)]
     )
-    return k, v
-
-
-def joined_pages(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, of no more pages than they need."""
-    k, v = (
-        torch.cat([pages[table[each, :most]].flatten(0, 1)[:length] for each, most, length in ((0, 2, 6), (1, 3, 12))])
-        for pages in (keys, values)
-    )
-    return k, v
 
 
 def expanded(latent: Tensor, rope: Tensor, table: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -100,49 +76,39 @@ def expanded(latent: Tensor, rope: Tensor, table: Tensor, weight: Tensor) -> tup
     return torch.cat((k, turned[:, :, None].expand(-1, -1, N, -1)), -1), v
 
 
+SELECTED = of_both(lambda pages, table: pages.index_select(0, table.flatten()).view(B, ROOM, -1)[:, :9])
+LOOKED_UP = of_both(lambda pages, table: embedding(table, pages.view(BLOCKS, -1)).view(B, ROOM, N, -1))
+ROW_BY_ROW = of_both(
+    lambda pages, places: pages.flatten(0, 1)[places][:, :11],
+    lambda table: (table[:, :, None] * SIZE + torch.arange(SIZE)).view(B, ROOM),
+)
 EXAMPLES = (
     Example("whole pages", whole, inputs()),
     Example("the first rows", first_rows, inputs()),
-    Example("index_select", selected, inputs(WHOLE)),
-    Example("an embedding", looked_up, inputs(WHOLE)),
-    Example("row by row", row_by_row, inputs(WHOLE)),
-    Example("by page and place", by_place, inputs(WHOLE)),
-    Example("one sequence", one_sequence, inputs()),
-    Example("packed", joined, inputs()),
-    Example("packed, fewer pages", joined_pages, inputs()),
+    Example("index_select", SELECTED, inputs(WHOLE)),
+    Example("an embedding", LOOKED_UP, inputs(WHOLE)),
+    Example("row by row", ROW_BY_ROW, inputs(WHOLE)),
+    Example("by page and place", of_both(by_place), inputs(WHOLE)),
+    Example("one sequence", of_both(lambda pages, table: pages[table[1]].flatten(0, 1)[:7]), inputs()),
+    Example("packed", of_both(packed((3, 5), (3, 11))), inputs()),
+    Example("packed, fewer pages", of_both(packed((2, 6), (3, 12))), inputs()),
     Example("a latent that is expanded", expanded, up),
 )
 
 
-def alone(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """One cache."""
-    return keys[table].flatten(1, 2), values
-
-
-def other_table(keys: Tensor, values: Tensor, table: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Pages of both, by two tables."""
-    return keys[table], values[other]
-
-
 def other_lengths(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Both are packed up to lengths of their own."""
-    k = torch.cat([keys[table[each]].flatten(0, 1)[:length] for each, length in enumerate((5, 11))])
     v = torch.cat([values[table[each], :2].flatten(0, 1) for each in range(B)])
-    return k, v
-
-
-def other_lanes(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Some lanes of the rows of both."""
-    return keys[..., :8][table], values[..., :8][table]
+    return packed((3, 5), (3, 11))(keys, table), v
 
 
 ALONE = "the pages of one cache are gathered"
 REJECTS = (
-    Example("one cache", alone, inputs(), ALONE),
-    Example("two tables", other_table, inputs(TABLE, WHOLE), ALONE),
+    Example("one cache", lambda keys, values, table: (keys[table].flatten(1, 2), values), inputs(), ALONE),
+    Example("two tables", lambda keys, values, table, other: (keys[table], values[other]), inputs(TABLE, WHOLE), ALONE),
     Example("pages of two sizes", whole, inputs(sizes=(SIZE, 2 * SIZE)), ALONE),
     Example("lengths that differ", other_lengths, inputs(), ALONE),
-    Example("some lanes", other_lanes, inputs(), "do not lie together"),
+    Example("some lanes", of_both(lambda pages, table: pages[..., :8][table]), inputs(), "do not lie together"),
 )
 
 TRIED = {"page_gather": (*EXAMPLES, *REJECTS)}

@@ -1,6 +1,6 @@
-"""Rows quantised to int8 and products of whole numbers, and what the operators do not take.
+"""Rows quantised to int8 and products of int8, and what the operators do not take.
 
-Rows are multiples of 1 / 32 whose largest is odd: no quotient is halfway between two whole numbers, so that every way
+Rows are multiples of 1 / 32 whose largest is odd: no quotient is halfway between two integers, so that every way
 to write it gives the same ones.
 """
 
@@ -21,19 +21,24 @@ EPS = 1e-6
 
 def grid(seed: int, *shape: int) -> Tensor:
     """Float64 [*shape], about normal, the largest of each row odd / 32."""
-    whole = (normal(seed, *shape) * 32).clamp(-120, 120)
-    largest = whole.abs().amax(-1, keepdim=True)
-    return whole.scatter(-1, whole.abs().argmax(-1, keepdim=True), largest + 1 - largest % 2) / 32
+    numbers = (normal(seed, *shape) * 32).clamp(-120, 120)
+    largest = numbers.abs().amax(-1, keepdim=True)
+    return numbers.scatter(-1, numbers.abs().argmax(-1, keepdim=True), largest + 1 - largest % 2) / 32
 
 
 def weights(seed: int, *shape: int) -> Tensor:
-    """Whole numbers of 8 bits."""
+    """int8."""
     return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
 
 
 def scales(seed: int, *shape: int) -> Tensor:
     """Multiples of 2⁻¹², about 2⁻⁷."""
     return torch.randint(16, 64, shape, generator=torch.Generator().manual_seed(seed)).float() / 2**12
+
+
+def int8_layer(seed: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """A weight and its scales."""
+    return weights(seed, rows, columns), scales(seed + 1, rows) / 8
 
 
 def layer(*rows: int, bias: bool = False, parameters: bool = True, k: int = K, n: int = N) -> Inputs:
@@ -48,27 +53,36 @@ def layer(*rows: int, bias: bool = False, parameters: bool = True, k: int = K, n
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers and their scale, computed in float32."""
-    scale = x.float().abs().amax(dim=-1, keepdim=True) / 127
-    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+    """int8 and its scale, computed in float32."""
+    return divided(x, by_row(x))
 
 
-def product(whole: Tensor, weight: Tensor) -> Tensor:
+def product(numbers: Tensor, weight: Tensor) -> Tensor:
     """Sums in int32."""
-    return torch.ops.aten._int_mm(whole.reshape(-1, whole.shape[-1]), weight.t()).reshape(*whole.shape[:-1], -1)
+    return torch.ops.aten._int_mm(numbers.reshape(-1, numbers.shape[-1]), weight.t()).reshape(*numbers.shape[:-1], -1)
 
 
 Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
+def scaled(finish: Callable[..., Tensor], quantise: Quantise = quantised) -> Callable[..., Tensor]:
+    """`finish` of int8 rows, their scales, and the layer's tensors."""
+    return lambda x, *layer: finish(*quantise(x), *layer)
+
+
 def by(quantise: Quantise) -> Callable[..., Tensor]:
-    """A linear layer behind this quantisation."""
+    """A linear layer behind this quantisation, with a result of float32."""
+    return scaled(lambda rows, tokens, weight, scale: product(rows, weight).float() * tokens * scale, quantise)
 
-    def forward(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        whole, tokens = quantise(x)
-        return product(whole, weight).float() * tokens * scale
 
-    return forward
+def by_row(x: Tensor, largest: int = 127) -> Tensor:
+    """A scale of each row."""
+    return x.float().abs().amax(-1, keepdim=True) / largest
+
+
+def divided(x: Tensor, scale: Tensor, low: int = -128, high: int = 127) -> tuple[Tensor, Tensor]:
+    """Rows by their scale."""
+    return (x.float() / scale).round().clamp(low, high).to(torch.int8), scale
 
 
 def bounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,20 +99,8 @@ def narrow(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def shifted(x: Tensor) -> tuple[Tensor, Tensor]:
     """A number is added to the scale."""
-    scale = x.float().abs().amax(-1, keepdim=True) / 127 + 1e-3
+    scale = by_row(x) + 1e-3
     return (x.float() / scale).round().to(torch.int8), scale
-
-
-def of_others(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of the row before."""
-    scale = x.roll(1, 0).float().abs().amax(-1, keepdim=True) / 127
-    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
-
-
-def coarse(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Four bits."""
-    scale = x.float().abs().amax(-1, keepdim=True) / 7
-    return (x.float() / scale).round().clamp(-8, 7).to(torch.int8), scale
 
 
 ROWS = (
@@ -108,55 +110,44 @@ ROWS = (
 )
 OTHER_ROWS = (
     Example("a shifted scale", by(shifted), layer(5), "a number is added to the scale"),
-    Example("the scale of others", by(of_others), layer(5), "divided by the scale of others"),
-    Example("four bits", by(coarse), layer(5), "becomes 7, by the operator 127"),
+    Example(
+        "the scale of others",
+        by(lambda x: divided(x, by_row(x.roll(1, 0)))),
+        layer(5),
+        "divided by the scale of others",
+    ),
+    Example("four bits", by(lambda x: divided(x, by_row(x, 7), -8, 7)), layer(5), "becomes 7, by the operator 127"),
 )
 
-Finish = Callable[..., Tensor]
 
-
-def scaled(finish: Finish) -> Callable[..., Tensor]:
-    """`finish` of whole numbers, their scale, and the layer's tensors."""
-
-    def forward(x: Tensor, *layer: Tensor) -> Tensor:
-        return finish(*quantised(x), *layer)
-
-    return forward
-
-
-def in_int32(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def in_int32(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`_int_mm`, then both scales."""
-    return (product(whole, weight).float() * tokens * scale).bfloat16()
+    return (product(numbers, weight).float() * tokens * scale).bfloat16()
 
 
-def in_float32(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """A linear layer of whole numbers in float32; the scales multiplied first."""
-    return (linear(whole.float(), weight.float()) * (tokens * scale.view(1, -1)) + bias).half()
+def in_float32(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer of int8 in float32; the scales multiplied first."""
+    return (linear(numbers.float(), weight.float()) * (tokens * scale.view(1, -1)) + bias).half()
 
 
-def dequantised(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def dequantised(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """A linear layer of what was multiplied by its scales before."""
-    return linear((whole.float() * tokens).bfloat16(), (weight.float() * scale.unsqueeze(-1)).bfloat16())
+    return linear((numbers.float() * tokens).bfloat16(), (weight.float() * scale.unsqueeze(-1)).bfloat16())
 
 
-def without_tokens(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """A scale of each channel alone."""
-    return (product(whole, weight) * scale).bfloat16()
-
-
-def wide(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """A result of float32."""
-    return product(whole, weight).float() * tokens * scale
-
-
-def other_dim(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def other_dim(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """A scale for each row of the sequence."""
-    return (product(whole, weight).float() * tokens * scale[: whole.shape[-2]].view(-1, 1)).bfloat16()
+    return in_int32(numbers, tokens, weight, scale[: numbers.shape[-2]].view(-1, 1))
 
 
-def short(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def without_tokens(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A scale of each channel alone."""
+    return (product(numbers, weight) * scale).bfloat16()
+
+
+def short(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Sums in float16."""
-    return (linear(whole.half(), weight.half()) * tokens.half() * scale.half()).half()
+    return (linear(numbers.half(), weight.half()) * tokens.half() * scale.half()).half()
 
 
 PRODUCTS = (
@@ -167,13 +158,10 @@ PRODUCTS = (
     Example("channels alone", scaled(without_tokens), layer(5)),
 )
 OTHER_PRODUCTS = (
-    Example("a wide result", scaled(wide), layer(5), "the result is of torch.float32"),
+    Example("a wide result", by(quantised), layer(5), "the result is of torch.float32"),
     Example("scales in the wrong dim", scaled(other_dim), layer(2, 3), "neither one for each token"),
     Example("sums in float16", scaled(short), layer(5), "computed in float16"),
 )
 
-TRIED = {
-    "dynamic_quant": (*ROWS, *OTHER_ROWS),
-    "quant_matmul": (*PRODUCTS, *OTHER_PRODUCTS),
-}
+TRIED = {"dynamic_quant": (*ROWS, *OTHER_ROWS), "quant_matmul": (*PRODUCTS, *OTHER_PRODUCTS)}
 """Rule -> its examples and rejects."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, rotated
+from patterns.examples.inputs import rotated
 
 HEADS = rotated((2, 4, 3, 64), table=(2, 1, 3, 64))
 TOKENS = rotated((2, 3, 4, 64), table=(2, 3, 1, 64))
@@ -34,10 +36,6 @@ def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack(_products(x, cos, sin), dim=-1).flatten(-2)
 
 
-def _to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.cat(_products(x, cos, sin), dim=-1)
-
-
 def _halves_to_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.chunk(2, dim=-1)
     cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
@@ -55,67 +53,48 @@ def _partial_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rest, *_products(turned, cos, sin)), dim=-1)
 
 
-def _inverse(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos - _turned(x) * sin
-
-
-def _with_residual(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos + x + _turned(x) * sin
-
-
 def _no_sign(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.chunk(2, dim=-1)
     return x * cos + torch.cat((x2, x1), dim=-1) * sin
 
 
-def _pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _half(q, cos, sin), _half(k, cos, sin)
-
-
-def _interleaved_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _interleaved(q, cos, sin), _interleaved(k, cos, sin)
-
-
-def _tokens(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return rotated((6, 4, 64), (6, 2, 64), table=(6, 1, 64))(dtype)
-
-
-def _of_rank(rank: int) -> Inputs:
-    return rotated((2,) * (rank - 2) + (3, 64), (2,) * (rank - 2) + (3, 64), table=(3, 64))
+def _both(rotate: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
 
 
 EXAMPLES = (
     Example("half order, heads first", _half, HEADS),
     Example("half order, tokens first", _half, TOKENS),
     Example("interleaved order", _interleaved, HEADS),
-    Example("interleaved to half order", _to_halves, HEADS),
-    Example("interleaved to half order, tokens first", _to_halves, TOKENS),
+    Example("interleaved to half order", lambda *given: torch.cat(_products(*given), dim=-1), HEADS),
+    Example("interleaved to half order, tokens first", lambda *given: torch.cat(_products(*given), dim=-1), TOKENS),
     Example("half to interleaved order", _halves_to_pairs, HEADS),
 )
 REJECTS = (
-    Example("by the negative angle", _inverse, HEADS, "this rotates by the negative angle"),
+    Example(
+        "by the negative angle",
+        lambda x, cos, sin: x * cos - _turned(x) * sin,
+        HEADS,
+        "this rotates by the negative angle",
+    ),
     Example("a reflection", _no_sign, HEADS, "are not those of a rotation"),
-    Example("with a residual", _with_residual, HEADS, "a third term is added"),
+    Example("with a residual", lambda x, cos, sin: x * cos + x + _turned(x) * sin, HEADS, "a third term is added"),
     Example("five dims", _half, DEEP, "are more than the four that the operator reads"),
 )
 PARTIAL_EXAMPLES = (
     Example("first lanes, half order", _partial_half, PART),
     Example("last lanes, interleaved to half order", _partial_to_halves, PART),
 )
-PAIR_EXAMPLES = (
-    Example("queries and keys", _pair, PAIR),
-    Example("packed tokens", _pair, _tokens),
-    Example("a batch at the same positions", _pair, rotated((2, 4, 3, 64), (2, 2, 3, 64), table=(1, 1, 3, 64))),
-)
-PAIR_REJECTS = (
-    Example("interleaved order", _interleaved_pair, PAIR, "the lanes are interleaved"),
-    Example("two ranks", _pair, rotated((2, 4, 3, 64), (4, 3, 64), table=(3, 64)), "their axes differ"),
-    Example("two dims", _pair, _of_rank(2), "not three or four"),
+HALVES = _both(_half)
+SAME = rotated((2, 4, 3, 64), (2, 2, 3, 64), table=(1, 1, 3, 64))
+PAIRS = (
+    Example("queries and keys", HALVES, PAIR),
+    Example("packed tokens", HALVES, rotated((6, 4, 64), (6, 2, 64), table=(6, 1, 64))),
+    Example("a batch at the same positions", HALVES, SAME),
+    Example("interleaved order", _both(_interleaved), PAIR, "the lanes are interleaved"),
+    Example("two ranks", HALVES, rotated((2, 4, 3, 64), (4, 3, 64), table=(3, 64)), "their axes differ"),
+    Example("two dims", HALVES, rotated(*2 * ((3, 64),), table=(3, 64)), "not three or four"),
 )
 
-TRIED = {
-    "rope_pair": (*PAIR_EXAMPLES, *PAIR_REJECTS),
-    "partial_rope": PARTIAL_EXAMPLES,
-    "rope": (*EXAMPLES, *REJECTS),
-}
+TRIED = {"rope_pair": PAIRS, "partial_rope": PARTIAL_EXAMPLES, "rope": (*EXAMPLES, *REJECTS)}
 """Rule -> its examples and rejects."""

@@ -14,7 +14,7 @@ from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
 from patterns.examples import attention_facets as facets
-from patterns.examples import attention_pages, latent_attention_paged, latent_attention_whole
+from patterns.examples import attention_pages, latent_attention_int8, latent_attention_paged
 from patterns.examples.attention_facets import LARGE, SMALL
 
 RULES = {rule.name: rule for rule in installed().rules}
@@ -102,7 +102,7 @@ def test_a_cell_on_a_chip(rule: str, example: Example):
 GATHERING = (
     ("attention", attention_pages),
     ("latent_attention", latent_attention_paged),
-    ("latent_attention", latent_attention_whole),
+    ("latent_attention", latent_attention_int8),
 )
 GATHERED = [
     pytest.param(rule, example, reason, id=f"{rule}-{example.name}")

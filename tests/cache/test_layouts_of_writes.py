@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from fusion.options import Options
 from patterns.examples.inputs import Inputs, normal
-from patterns.examples.mla_prolog import norm, turned
+from patterns.examples.latent_model import norm, turned
 
 from .layouts import UNEQUAL, Shape, Sizes, calls, tried
 

@@ -12,8 +12,8 @@ from torch import Tensor
 import fusion
 from patterns.examples import mla_preprocess_int8 as int8
 from patterns.examples import mla_preprocess_static as static
+from patterns.examples.caches import in_nz, of_nz, viewed
 from patterns.examples.mla_preprocess import Sizes, inputs, lines, model
-from patterns.examples.mla_prolog_paged import in_lines, of_lines, viewed
 
 MLAPO = "atb::npu_mla_preprocess"
 PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")
@@ -53,7 +53,7 @@ def test_the_front_is_one_call_and_no_cache_is_copied(given: tuple[Tensor, ...])
 def test_pages_in_lines_of_nz_are_written_as_they_lie():
     given = lines(1, sizes=PAGES)(HALF)
     with torch.no_grad():
-        report = fusion.explain(model(in_lines, heads=PAGES.n, read=of_lines), *given, options=OPTIONS)
+        report = fusion.explain(model(in_nz, heads=PAGES.n, read=of_nz), *given, options=OPTIONS)
     (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
     assert call.kwargs["cache_mode"] == "nzcache"
     assert [list(call.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 32, 128, 16], [9, 4, 128, 16]]
@@ -63,7 +63,7 @@ def test_pages_in_lines_of_nz_are_written_as_they_lie():
 @pytest.mark.parametrize("lined", [False, True], ids=["rows", "lines"])
 def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
     given = (static.lines if lined else static.inputs)(1, sizes=PAGES)(HALF)
-    forms = dict(write=in_lines, read=of_lines) if lined else dict(write=viewed)
+    forms = dict(write=in_nz, read=of_nz) if lined else dict(write=viewed)
     with torch.no_grad():
         report = fusion.explain(static.model(heads=PAGES.n, **forms), *given, options=OPTIONS)
     (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from fusion import testing
-from patterns.examples.prolog_cells import INT8, MODES, STORES, Factors, cell, illegal, legal, model
+from patterns.examples.latent_model import Factors
+from patterns.examples.mla_prolog_cells import INT8, MODES, STORES, cell, illegal, legal
 from patterns.examples.quantisation import quantised
 from patterns.latent.prolog import MlaProlog
 
@@ -89,8 +89,7 @@ def restored(low: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("factors", [Factors(), Factors(latent=1.5), Factors(heads=1.5), Factors(parts=1.5)], ids=str)
 def test_the_int8_latent_that_others_read_keeps_its_own_scale(factors: Factors):
-    one, store = cell("int8 heads", "rows", factors), STORES["rows"]
-    t = testing.trial(MlaProlog(), replace(one, function=model("int8 heads", store, factors, restored)), DTYPE)
+    t = testing.trial(MlaProlog(), cell("int8 heads", "rows", factors, also=restored), DTYPE)
     held(t)
     latent, scale = (
         next(node for node in called(t).users if node.target is operator.getitem and node.args[1] == n) for n in (3, 4)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fusion
-from patterns.examples import latent_attention_whole as whole
-from patterns.examples import mla_prolog_whole as prolog
+from patterns.examples import latent_attention_int8 as int8
+from patterns.examples import mla_prolog_int8 as prolog
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OPERATORS = {
@@ -69,8 +69,8 @@ def test_prompt_and_tokens_are_as_exact_as_plain_ones_and_so_are_the_caches(exam
 
 
 def test_a_chip_refuses_pages_that_are_not_in_lines():
-    form = whole.in_pages(whole.explicit)
-    inputs = whole.inputs(1, whole.PAGES, whole.LENGTHS)(torch.bfloat16)
+    form = int8.in_pages(int8.explicit)
+    inputs = int8.inputs(1, int8.PAGES, int8.LENGTHS)(torch.bfloat16)
     options = {"target": "ascend910_93", "plan_lower": "torchair"}
     report = fusion.explain(form, *inputs, options=options)
     assert "npu::npu_fused_infer_attention_score_v2" not in report.ops
@@ -81,10 +81,10 @@ def test_a_chip_refuses_pages_that_are_not_in_lines():
 
 def behind(q, rope, latent, k_rope, seen, scale):
     """Rotated queries divided before, everything multiplied behind."""
-    numbers, tokens = whole.quantised(q)
+    numbers, tokens = int8.quantised(q)
     turned = rope.float() / (tokens * scale)
     scores = torch.einsum("bnsc,btc->bnst", numbers.float(), latent.float())
-    scores = (scores + torch.einsum("bnsr,btr->bnst", turned, k_rope.float())) * tokens * scale * whole.SCALE
+    scores = (scores + torch.einsum("bnsr,btr->bnst", turned, k_rope.float())) * tokens * scale * int8.SCALE
     shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return (torch.einsum("bnst,btc->bnsc", shares, latent.float()) * scale).to(q.dtype)
 
@@ -101,22 +101,22 @@ def halves(q, rope, latent, k_rope, seen, scale):
 
 def weights_after(q, rope, latent, k_rope, seen, scale):
     """The scale of the latent joined with that of the softmax, and left for last behind the values."""
-    numbers, tokens = whole.quantised(q)
-    both = whole.SCALE * tokens * scale
+    numbers, tokens = int8.quantised(q)
+    both = int8.SCALE * tokens * scale
     scores = (numbers.float() @ latent.float()[:, None].mT) * both
-    scores = scores + whole.SCALE * (rope.float() @ k_rope.float()[:, None].mT)
+    scores = scores + int8.SCALE * (rope.float() @ k_rope.float()[:, None].mT)
     shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return (scale * (shares @ latent.float()[:, None])).to(q.dtype)
 
 
-SPELLINGS = (whole.explicit, whole.restored, whole.by_sdpa, whole.in_the_dtype, behind, halves, weights_after)
+SPELLINGS = (int8.explicit, int8.restored, int8.by_sdpa, int8.in_the_dtype, behind, halves, weights_after)
 
 
-@pytest.mark.parametrize("lay", [whole.in_lines, whole.in_pages], ids=["lines", "pages"])
+@pytest.mark.parametrize("lay", [int8.in_nz, int8.in_pages], ids=["lines", "pages"])
 @pytest.mark.parametrize("attend", SPELLINGS, ids=lambda each: each.__name__)
 def test_every_spelling_becomes_one_attention_over_whole_numbers(attend, lay):
-    shape = whole.LINES if lay is whole.in_lines else whole.PAGES
-    inputs = whole.inputs(1, shape, whole.LENGTHS)
+    shape = int8.NZ if lay is int8.in_nz else int8.PAGES
+    inputs = int8.inputs(1, shape, int8.LENGTHS)
     function = lay(attend)
     report = fusion.explain(function, *inputs(torch.bfloat16), options={"target": "host", "lower": "eager"})
     assert report.ops["npu::npu_fused_infer_attention_score_v2"] == 1
@@ -129,30 +129,30 @@ def test_every_spelling_becomes_one_attention_over_whole_numbers(attend, lay):
 
 def by_channel(q, rope, latent, k_rope, seen, scale):
     """A scale of each channel of the latent."""
-    return whole.restored(q, rope, latent, k_rope, seen, scale * torch.arange(1, latent.shape[-1] + 1))
+    return int8.restored(q, rope, latent, k_rope, seen, scale * torch.arange(1, latent.shape[-1] + 1))
 
 
 def shifted(q, rope, latent, k_rope, seen, scale):
     """A latent with a zero point."""
-    numbers, tokens = whole.quantised(q)
+    numbers, tokens = int8.quantised(q)
     keys = (latent.float() + 3) * scale
     scores = (numbers.float() * tokens) @ keys[:, None].mT + rope.float() @ k_rope.float()[:, None].mT
-    return ((scores * whole.SCALE).masked_fill(~seen, -torch.inf).softmax(-1) @ keys[:, None]).to(q.dtype)
+    return ((scores * int8.SCALE).masked_fill(~seen, -torch.inf).softmax(-1) @ keys[:, None]).to(q.dtype)
 
 
 def apart(q, rope, latent, k_rope, seen, scale):
     """Other rows as values than as keys."""
-    numbers, tokens = whole.quantised(q)
+    numbers, tokens = int8.quantised(q)
     scores = (numbers.float() * tokens) @ (latent.float() * scale)[:, None].mT
     scores = scores + rope.float() @ k_rope.float()[:, None].mT
-    shares = (scores * whole.SCALE).masked_fill(~seen, -torch.inf).softmax(-1)
+    shares = (scores * int8.SCALE).masked_fill(~seen, -torch.inf).softmax(-1)
     return (shares @ (latent.flip(1).float() * scale)[:, None]).to(q.dtype)
 
 
-@pytest.mark.parametrize("attend", [whole.floats_alone, whole.by_token, whole.shared, by_channel, shifted, apart])
+@pytest.mark.parametrize("attend", [int8.floats_alone, int8.by_token, int8.shared, by_channel, shifted, apart])
 def test_what_only_looks_like_it_is_refused(attend):
-    inputs = whole.inputs(1, whole.LINES, whole.LENGTHS)(torch.bfloat16)
-    report = fusion.explain(whole.in_lines(attend), *inputs, options={"target": "host", "lower": "eager"})
+    inputs = int8.inputs(1, int8.NZ, int8.LENGTHS)(torch.bfloat16)
+    report = fusion.explain(int8.in_nz(attend), *inputs, options={"target": "host", "lower": "eager"})
     calls = [node for gm in report.graphs for node in gm.graph.nodes if "infer_attention" in str(node.target)]
     assert not any(node.kwargs.get("query_quant_mode") == 3 for node in calls)
     assert report.refusals
@@ -168,14 +168,15 @@ def with_functions(latent, scale):
     return torch.clamp(torch.round(torch.div(latent.float(), scale)), -128, 127).char()
 
 
-STORES = (prolog.by_inverse, prolog.divided, multiplied, with_functions)
+STORES = (prolog.by_inverse, prolog.bounded_first, multiplied, with_functions)
 
 
 @pytest.mark.parametrize("store", STORES, ids=lambda each: each.__name__)
 def test_every_way_to_quantise_what_is_written_becomes_the_prolog(store):
-    function = prolog.model(prolog.in_lines, prolog.lined, store, whole.explicit)
-    inputs = prolog.inputs(1, prolog.LINES)(torch.bfloat16)
-    report = fusion.explain(function, *inputs, options={"target": "host", "lower": "eager"})
+    example = prolog.tensors("a store", prolog.TENSOR_NZ, quantise=store)
+    report = fusion.explain(
+        example.function, *example.inputs(torch.bfloat16), options={"target": "host", "lower": "eager"}
+    )
     assert report.ops["npu::npu_mla_prolog_v3"] == 1
     (call,) = [node for gm in report.graphs for node in gm.graph.nodes if "mla_prolog" in str(node.target)]
     assert (call.kwargs["kv_cache_quant_mode"], call.kwargs["query_quant_mode"]) == (1, 1)
@@ -198,14 +199,15 @@ def with_zero_point(latent, scale):
 
 def of_channels(latent, scale):
     """A scale of each channel."""
-    return (latent.float() / (scale * torch.arange(1, prolog.C + 1))).round().clamp(-128, 127).to(torch.int8)
+    return (latent.float() / (scale * torch.arange(1, latent.shape[-1] + 1))).round().clamp(-128, 127).to(torch.int8)
 
 
 @pytest.mark.parametrize("store", [cut_off, unbounded, with_zero_point, of_channels, prolog.narrow])
 def test_what_is_written_otherwise_is_left_to_the_model(store):
-    function = prolog.model(prolog.in_lines, prolog.lined, store, whole.explicit)
-    inputs = prolog.inputs(1, prolog.LINES)(torch.bfloat16)
-    report = fusion.explain(function, *inputs, options={"target": "host", "lower": "eager"})
+    example = prolog.tensors("a store", prolog.TENSOR_NZ, quantise=store)
+    report = fusion.explain(
+        example.function, *example.inputs(torch.bfloat16), options={"target": "host", "lower": "eager"}
+    )
     calls = [node for gm in report.graphs for node in gm.graph.nodes if "mla_prolog" in str(node.target)]
     assert not any(node.kwargs.get("kv_cache_quant_mode") for node in calls)
     assert report.ops["npu::npu_fused_infer_attention_score_v2"] == 1, "what reads the cache is fused all the same"

@@ -1,9 +1,10 @@
-"""Attention over a latent in whole numbers of 8 bits as serving code writes it, and what only resembles it."""
+"""Attention over an int8 latent as serving code writes it, and what only resembles it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fusion import Example
 from patterns.examples.inputs import Inputs, normal
 from patterns.examples.quantisation import grid, quantised, weights
 
-B, N, C, R, BLOCKS, SIZE, LINE = 2, 4, 32, 16, 7, 4, 8
+B, N, C, R, BLOCKS, SIZE, LANES = 2, 4, 32, 16, 7, 4, 8
 TABLE = torch.tensor([[3, 6, -1], [5, 3, 2]])
 KEYS = TABLE.shape[1] * SIZE
 LENGTHS, EMPTY = torch.tensor([6, 11]), torch.tensor([0, 12])
@@ -21,6 +22,7 @@ SCALE = 0.125
 STORED = 1 / 64
 """The scale of the latent, where the model holds it as a number."""
 Attend = Callable[..., Tensor]
+Read = Callable[[Tensor, Tensor], Tensor]
 
 
 def inputs(queries: int, pages: tuple[int, ...], lengths: Tensor, *more: Tensor, table: Tensor = TABLE) -> Inputs:
@@ -28,7 +30,7 @@ def inputs(queries: int, pages: tuple[int, ...], lengths: Tensor, *more: Tensor,
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         latents, ropes = (
-            (*pages[:1], width // LINE, *pages[2:]) if len(pages) == 4 else (*pages, width) for width in (C, R)
+            (*pages[:1], width // LANES, *pages[2:]) if len(pages) == 4 else (*pages, width) for width in (C, R)
         )
         floats = grid(0, B, N, queries, C), normal(1, B, N, queries, R), normal(3, *ropes)
         q, rope, k_rope = (each.to(dtype) for each in floats)
@@ -38,39 +40,54 @@ def inputs(queries: int, pages: tuple[int, ...], lengths: Tensor, *more: Tensor,
     return make
 
 
-def explicit(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor | float) -> Tensor:
-    """Products of whole numbers, scales behind them."""
-    whole, tokens = quantised(q)
-    scores = torch.einsum("bnsc,btc->bnst", whole.float(), latent.float()) * tokens * scale
-    scores = (scores + torch.einsum("bnsr,btr->bnst", rope.float(), k_rope.float())) * SCALE
-    shares = scores.masked_fill(~seen, -math.inf).softmax(-1)
-    return (torch.einsum("bnst,btc->bnsc", shares, latent.float()) * scale).to(q.dtype)
+def scored(numbers: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, *by: Tensor) -> Tensor:
+    """Products of int8, the scales behind them, and those of rotated lanes."""
+    scores = torch.einsum("bnsc,btc->bnst", numbers.float(), latent.float())
+    for each in by:
+        scores = scores * each
+    return (scores + torch.einsum("bnsr,btr->bnst", rope.float(), k_rope.float())) * SCALE
+
+
+def read(scores: Tensor, latent: Tensor, seen: Tensor) -> Tensor:
+    """The mean of the latents that are seen."""
+    return torch.einsum("bnst,btc->bnsc", scores.masked_fill(~seen, -math.inf).softmax(-1), latent.float())
+
+
+def explicit(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
+    """Products of int8, scales behind them."""
+    numbers, tokens = quantised(q)
+    return (read(scored(numbers, rope, latent, k_rope, tokens, scale), latent, seen) * scale).to(q.dtype)
+
+
+def joined(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, scale: Tensor | float) -> tuple[Tensor, ...]:
+    """Queries and keys of all lanes in float32, and the latent, [B, .., T, ..], times its scale."""
+    numbers, tokens = quantised(q)
+    latent = (latent.float() * scale).unsqueeze(1)
+    query = torch.cat((numbers.float() * tokens, rope.float()), -1)
+    return query, latent, k_rope.float().unsqueeze(1)
 
 
 def restored(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
     """Queries and latent times their scales before the products, all lanes joined."""
-    whole, tokens = quantised(q)
-    latent = (latent.float() * scale).unsqueeze(1)
-    query = torch.cat((whole.float() * tokens, rope.float()), -1)
-    keys = torch.cat((latent, k_rope.float().unsqueeze(1)), -1)
+    query, latent, k_rope = joined(q, rope, latent, k_rope, scale)
+    keys = torch.cat((latent, k_rope), -1)
     scores = (query @ keys.transpose(-2, -1) * SCALE).masked_fill(~seen, torch.finfo(torch.float32).min)
     return (scores.softmax(-1) @ latent).to(q.dtype)
 
 
 def by_sdpa(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
     """By sdpa, the scale a number."""
-    whole, tokens = quantised(q)
-    latent = (latent.float() * STORED).unsqueeze(1).expand(-1, N, -1, -1)
-    query = torch.cat((whole.float() * tokens, rope.float()), -1)
-    keys = torch.cat((latent, k_rope.float().unsqueeze(1).expand(-1, N, -1, -1)), -1)
+    query, *keys = joined(q, rope, latent, k_rope, STORED)
+    latent, k_rope = (each.expand(-1, N, -1, -1) for each in keys)
+    keys = torch.cat((latent, k_rope), -1)
     return scaled_dot_product_attention(query, keys, latent, seen, scale=SCALE).to(q.dtype)
 
 
 def in_the_dtype(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
     """Computed in the dtype of the model."""
-    whole, tokens = quantised(q)
+    numbers, tokens = quantised(q)
     latent = latent.to(q.dtype) * scale.to(q.dtype)
-    query = whole.to(q.dtype) * tokens.to(q.dtype)
+    query = numbers.to(q.dtype) * tokens.to(q.dtype)
     scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rope, k_rope)
     shares = (scores.float() * SCALE).masked_fill(~seen, -math.inf).softmax(-1).to(q.dtype)
     return torch.einsum("bnst,btc->bnsc", shares, latent)
@@ -92,43 +109,35 @@ def first_ones(lengths: Tensor, queries: int, keys: int) -> Tensor:
     return torch.arange(keys) <= torch.arange(queries)[:, None]
 
 
-def in_pages(attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
-    """Over rows that a block table gathers from pages [Block, Size, ..]."""
+def of_pages(pages: Tensor, table: Tensor) -> Tensor:
+    """Rows that a block table gathers from pages [Block, Size, ..]."""
+    return pages[table].reshape(B, KEYS, -1)
+
+
+def of_nz(pages: Tensor, table: Tensor) -> Tensor:
+    """The same of NZ pages [Block, Lanes / L, Size, L]."""
+    return pages[table].permute(0, 1, 3, 2, 4).reshape(B, KEYS, -1)
+
+
+def over(read: Read, attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
+    """Over the rows of both caches."""
 
     def forward(q, rope, latents, ropes, table, lengths, scale):
-        latent, k_rope = (pages[table].reshape(B, KEYS, -1) for pages in (latents, ropes))
-        return attend(q, rope, latent, k_rope, seen(lengths, q.shape[2], KEYS), scale)
+        latent, k_rope = (read(pages, table) for pages in (latents, ropes))
+        return attend(q, rope, latent, k_rope, seen(lengths, q.shape[2], latent.shape[1]), scale)
 
     return forward
 
 
-def in_lines(attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
-    """Over pages [Block, Lanes / L, Size, L] that hold every row in lines of L lanes."""
-
-    def forward(q, rope, latents, ropes, table, lengths, scale):
-        latent, k_rope = (pages[table].permute(0, 1, 3, 2, 4).reshape(B, KEYS, -1) for pages in (latents, ropes))
-        return attend(q, rope, latent, k_rope, seen(lengths, q.shape[2], KEYS), scale)
-
-    return forward
-
-
-def in_rows(attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
-    """Over a cache [B, T, ..]."""
-
-    def forward(q, rope, latents, ropes, table, lengths, scale):
-        return attend(q, rope, latents, ropes, seen(lengths, q.shape[2], latents.shape[1]), scale)
-
-    return forward
-
-
-PAGES, LINES, ROWS = (BLOCKS, SIZE), (BLOCKS, 0, SIZE, LINE), (B, KEYS)
+in_pages, in_nz, in_rows = (partial(over, read) for read in (of_pages, of_nz, lambda cache, table: cache))
+PAGES, NZ, ROWS = (BLOCKS, SIZE), (BLOCKS, 0, SIZE, LANES), (B, KEYS)
 EXAMPLES = (
     Example("pages", in_pages(explicit), inputs(1, PAGES, LENGTHS)),
     Example("pages, a sequence without keys", in_pages(restored), inputs(1, PAGES, EMPTY)),
     Example("pages, several queries", in_pages(by_sdpa, in_line), inputs(3, PAGES, torch.tensor([6, 12]))),
-    Example("lines", in_lines(restored), inputs(1, LINES, EMPTY)),
-    Example("lines, in the model's dtype", in_lines(in_the_dtype), inputs(1, LINES, LENGTHS)),
-    Example("lines, several queries", in_lines(explicit, in_line), inputs(2, LINES, torch.tensor([6, 12]))),
+    Example("lines", in_nz(restored), inputs(1, NZ, EMPTY)),
+    Example("lines, in the model's dtype", in_nz(in_the_dtype), inputs(1, NZ, LENGTHS)),
+    Example("lines, several queries", in_nz(explicit, in_line), inputs(2, NZ, torch.tensor([6, 12]))),
     Example("rows", in_rows(by_sdpa), inputs(1, ROWS, LENGTHS)),
     Example("rows, several queries", in_rows(explicit, first_ones), inputs(2, ROWS, LENGTHS)),
 )
@@ -137,9 +146,7 @@ EXAMPLES = (
 def floats_alone(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
     """Queries that are not quantised."""
     latent = latent.float() * scale
-    scores = torch.einsum("bnsc,btc->bnst", q.float(), latent)
-    scores = (scores + torch.einsum("bnsr,btr->bnst", rope.float(), k_rope.float())) * SCALE
-    return torch.einsum("bnst,btc->bnsc", scores.masked_fill(~seen, -math.inf).softmax(-1), latent).to(q.dtype)
+    return read(scored(q, rope, latent, k_rope), latent, seen).to(q.dtype)
 
 
 def by_token(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
@@ -149,11 +156,8 @@ def by_token(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tens
 
 def shared(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
     """One scale for all queries."""
-    whole = (q.float() * 32).round().clamp(-128, 127).to(torch.int8)
-    scores = torch.einsum("bnsc,btc->bnst", whole.float(), latent.float()) * scale
-    scores = (scores + torch.einsum("bnsr,btr->bnst", rope.float(), k_rope.float())) * SCALE
-    shares = scores.masked_fill(~seen, -math.inf).softmax(-1)
-    return (torch.einsum("bnst,btc->bnsc", shares, latent.float()) * scale).to(q.dtype)
+    numbers = (q.float() * 32).round().clamp(-128, 127).to(torch.int8)
+    return (read(scored(numbers, rope, latent, k_rope, scale), latent, seen) * scale).to(q.dtype)
 
 
 def strange(lengths: Tensor, queries: int, keys: int) -> Tensor:

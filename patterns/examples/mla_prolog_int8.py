@@ -1,0 +1,288 @@
+"""What stands before latent attention over int8 caches, as serving code writes it, and what only looks like it.
+
+Caches hold numbers by a scale of each channel, of the latent alone, or packed KV rows with a scale of each tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fusion import Example
+from patterns.examples import caches
+from patterns.examples import latent_model as mla
+from patterns.examples.caches import BLOCKS, SIZE, Write, by_block, in_nz, of_nz, of_pages, shapes, viewed
+from patterns.examples.inputs import Inputs, normal
+from patterns.examples.latent_attention_int8 import SCALE, Attend, explicit, restored
+from patterns.examples.latent_model import LAYERS, Encoding, Given, Rows, Setting, absorbed, changed, model, paged
+from patterns.examples.mla_prolog import instead
+from patterns.examples.quantisation import quantised
+
+TILE = 128
+Quantise = Callable[[Tensor, Tensor], Tensor]
+Pack = Callable[[Tensor, Tensor], Tensor]
+
+
+def divided(x: Tensor, scale: Tensor | float, low: int = -128) -> Tensor:
+    """Divided by the scale."""
+    return (x.float() / scale).round().clamp(low, 127).to(torch.int8)
+
+
+def bounded_first(x: Tensor, scale: Tensor) -> Tensor:
+    """Bounded before it is rounded."""
+    return (x / scale).clamp(-128, 127).round().char()
+
+
+def by_inverse(x: Tensor, scale: Tensor) -> Tensor:
+    """Times its inverse."""
+    return torch.round(torch.clamp(x.float() * scale.reciprocal(), -128, 127)).char()
+
+
+def by_number(x: Tensor, scale: Tensor) -> Tensor:
+    """By a scale that is a number."""
+    return divided(x, 1 / 16)
+
+
+def narrow(x: Tensor, scale: Tensor) -> Tensor:
+    """Between bounds of one magnitude."""
+    return divided(x, scale, -127)
+
+
+def by_channel(quantise: Quantise = divided, power: int = 1) -> Encoding:
+    """Both parts by a scale of each channel; read by a power of it."""
+
+    def keep(latent: Tensor, rope: Tensor, g: Given) -> Rows:
+        return quantise(latent, g.latent_scale), quantise(rope, g.rope_scale)
+
+    def restore(rows: Rows, g: Given) -> Rows:
+        pairs = zip(rows, (g.latent_scale, g.rope_scale), strict=True)
+        return tuple((each.float() * scale**power).to(g.x.dtype) for each, scale in pairs)
+
+    return Encoding(keep, restore)
+
+
+def by_tensor(quantise: Quantise = divided) -> Encoding:
+    """The latent alone, by one scale; the attention takes it as it is."""
+    return Encoding(lambda latent, rope, g: (quantise(latent, g.latent_scale), rope))
+
+
+def tiled(latent: Tensor, tile: int = TILE) -> tuple[Tensor, Tensor]:
+    """int8 [.., C] and a scale of each tile [.., C / tile]."""
+    tiles = latent.float().unflatten(-1, (-1, tile))
+    scale = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
+    return (tiles / scale).round().clamp(-128, 127).to(torch.int8).flatten(-2), scale.squeeze(-1)
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """The bytes of all parts."""
+    return torch.cat([each.view(torch.int8) for each in parts], dim=-1)
+
+
+def arranged(arrange: Callable[[Tensor, Tensor, Tensor], Tensor], tile: int = TILE) -> Pack:
+    """A row of `arrange(numbers, rope, scales)`."""
+
+    def pack(latent: Tensor, rope: Tensor) -> Tensor:
+        numbers, scale = tiled(latent, tile)
+        return arrange(numbers, rope, scale)
+
+    return pack
+
+
+def plain(numbers: Tensor, rope: Tensor, scale: Tensor) -> Tensor:
+    """An int8 latent, the rotated key, scales of tiles."""
+    return joined(numbers, rope.to(torch.bfloat16), scale)
+
+
+def int8_key(numbers: Tensor, rope: Tensor, scale: Tensor) -> Tensor:
+    """The rotated key in int8 too."""
+    key, _ = tiled(rope, rope.shape[-1])
+    return joined(numbers, key, key, scale)
+
+
+packed = arranged(plain)
+
+
+def packed_by_inverse(latent: Tensor, rope: Tensor) -> Tensor:
+    """Times the inverse of the scale, which is bounded itself."""
+    tiles = latent.reshape(-1, latent.shape[-1] // TILE, TILE).float()
+    scale = torch.clamp(tiles.abs().max(dim=-1, keepdim=True).values / 127, min=1e-10)
+    numbers = torch.round(tiles * (1.0 / scale)).to(torch.int8).flatten(1)
+    key = rope.reshape(-1, rope.shape[-1]).to(torch.bfloat16).contiguous()
+    return joined(numbers, key, scale.flatten(1)).view(*latent.shape[:-1], -1)
+
+
+def cut_off(latent: Tensor, rope: Tensor) -> Tensor:
+    """Numbers that are cut off toward zero."""
+    tiles = latent.float().unflatten(-1, (-1, TILE))
+    scale = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
+    return plain((tiles / scale).to(torch.int8).flatten(-2), rope, scale.squeeze(-1))
+
+
+def one_scale(latent: Tensor, rope: Tensor) -> Tensor:
+    """One scale, a number, for all."""
+    scale = torch.full((*latent.shape[:-1], latent.shape[-1] // TILE), 1 / 32)
+    return plain(divided(latent, 1 / 32), rope, scale)
+
+
+def by_tile(pack: Pack = packed, tile: int = TILE) -> Encoding:
+    """Packed rows of both parts."""
+
+    def restore(rows: Rows, g: Given) -> Rows:
+        c, dr = g.gain_kv.shape[-1], g.cos.shape[-1]
+        numbers, key, scale = rows[0].split((c, 2 * dr, rows[0].shape[-1] - c - 2 * dr), dim=-1)
+        latent = numbers.float().unflatten(-1, (-1, tile)) * scale.contiguous().view(torch.float32).unsqueeze(-1)
+        return latent.flatten(-2).to(g.x.dtype), key.contiguous().view(torch.bfloat16).to(g.x.dtype)
+
+    return Encoding(lambda latent, rope, g: (pack(latent, rope),), restore)
+
+
+def rows_of_bytes(c: int, dr: int, tile: int = TILE, heads: tuple[int, ...] = ()) -> Callable[[], Tensor]:
+    """A cache of packed rows."""
+    return lambda: arranged(plain, tile)(normal(9, BLOCKS, SIZE, c), normal(10, BLOCKS, SIZE, dr)).reshape(
+        BLOCKS, SIZE, *heads, -1
+    )
+
+
+def tiles(
+    name: str, setting: Inputs, write: Write = viewed, pack: Pack = packed, refusal: str = "", tile: int = TILE
+) -> Example:
+    """Packed rows."""
+    return Example(name, model(paged(write, of_pages, by_tile(pack, tile)), absorbed), setting, refusal)
+
+
+def channels(
+    name: str, setting: Setting, write: Write = viewed, encoding: Encoding = by_channel(), refusal: str = ""
+) -> Example:
+    """By channel."""
+    return Example(
+        name, model(paged(write, of_nz if write is in_nz else of_pages, encoding), absorbed), setting, refusal
+    )
+
+
+def tensors(
+    name: str,
+    setting: Setting,
+    write: Write = in_nz,
+    quantise: Quantise = divided,
+    attend: Attend = explicit,
+    refusal: str = "",
+) -> Example:
+    """By tensor, with int8 queries."""
+    store = paged(write, of_nz if write is in_nz else of_pages, by_tensor(quantise))
+    return Example(name, model(store, mla.by_int8(attend)), setting, refusal)
+
+
+def numbered(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
+    """A scale that is a number."""
+    int8_queries, tokens = quantised(q)
+    scores = (int8_queries.float() * tokens) @ (latent.float() / 16).unsqueeze(1).mT
+    scores = scores + rope.float() @ k_rope.float().unsqueeze(1).mT
+    shares = (scores * SCALE).masked_fill(~seen, -math.inf).softmax(-1)
+    return (shares @ (latent.float() / 16).unsqueeze(1)).to(q.dtype)
+
+
+def doubled(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
+    """Another scale than that of the rows that are written."""
+    return explicit(q, rope, latent, k_rope, seen, scale * 2)
+
+
+HEAD = (1,)
+ALL = Setting(int8=LAYERS, c=256, made=rows_of_bytes(256, 16))
+HEADS = replace(ALL, int8=("uq",))
+PACKED = (
+    tiles("a token, the heads quantised", HEADS),
+    tiles("several tokens, all quantised", replace(ALL, queries=2)),
+    tiles("times the inverse of the scale", replace(ALL, queries=2), viewed, packed_by_inverse),
+    tiles("by a block and a place", replace(ALL, made=rows_of_bytes(256, 16, heads=HEAD)), by_block),
+    tiles("pages of one head", replace(HEADS, queries=2, made=rows_of_bytes(256, 16, heads=HEAD))),
+    tiles(
+        "shorter tiles",
+        replace(ALL, made=rows_of_bytes(256, 16, 64)),
+        viewed,
+        arranged(plain, 64),
+        "of every 64 lanes",
+        64,
+    ),
+    tiles(
+        "another dtype",
+        ALL,
+        viewed,
+        arranged(lambda n, rope, s: joined(n, rope.half(), s)),
+        "holds int8, float16, float32",
+    ),
+    tiles(
+        "the scales first",
+        ALL,
+        viewed,
+        arranged(lambda n, rope, s: joined(n, s, rope.to(torch.bfloat16))),
+        "holds int8, float32, bfloat16",
+    ),
+    tiles("a key in whole numbers", ALL, viewed, arranged(int8_key), "holds int8, int8, int8, float32"),
+    tiles(
+        "scales of others",
+        ALL,
+        viewed,
+        arranged(lambda n, rope, s: plain(n, rope, s * 2)),
+        "that its whole numbers were divided by",
+    ),
+    tiles("cut off", ALL, viewed, cut_off, "cut off toward zero"),
+    tiles("one scale for all", ALL, viewed, one_scale, "a scale that is the largest of"),
+    tiles("pages that lie otherwise", changed(ALL, caches.turned), by_block, refusal="the pages are not contiguous"),
+    tiles(
+        "two lines at a slot",
+        changed(replace(ALL, queries=2), lambda cache: torch.stack((cache, cache), dim=2)),
+        caches.two_in_a_row,
+        refusal="hold several heads",
+    ),
+)
+
+CHANNEL = Setting(1, shapes(64, 32), ("uq",), (True, True), c=64, dr=32)
+CHANNEL_NZ = replace(CHANNEL, shapes=shapes(64, 32, 32))
+BY_CHANNEL = (
+    channels("a token", CHANNEL),
+    channels("a token of one sequence", replace(CHANNEL, batch=1)),
+    channels("several tokens, times the inverse", replace(CHANNEL, queries=2), viewed, by_channel(by_inverse)),
+    channels(
+        "pages of one head, a scale of all channels",
+        replace(CHANNEL, queries=2, shapes=shapes(64, 32, heads=HEAD), one_scale=True),
+    ),
+    channels("lines", replace(CHANNEL_NZ, queries=2), in_nz),
+    channels("a scale that is a number", CHANNEL, by_block, by_channel(by_number)),
+    channels("read by other scales", CHANNEL, viewed, by_channel(divided, 2)),
+    channels("short lines", replace(CHANNEL, shapes=shapes(64, 32, 16)), in_nz, refusal="in lines of 16 numbers"),
+    channels("other bounds", CHANNEL, viewed, by_channel(narrow), "bounded by -127 and 127"),
+    channels(
+        "two tokens at a slot",
+        replace(CHANNEL, queries=2, shapes=shapes(64, 32, heads=(2,))),
+        caches.two_in_a_row,
+        refusal="hold several heads",
+    ),
+)
+
+TENSOR = Setting(1, shapes(64, 16), LAYERS, (True, False), c=64, one_scale=True)
+TENSOR_NZ = replace(TENSOR, shapes=shapes(64, 16, 32, 16))
+BY_TENSOR = (
+    tensors("pages through a view", TENSOR, viewed, by_inverse),
+    tensors("several tokens by block", replace(TENSOR, queries=2), by_block, bounded_first),
+    tensors("lines", TENSOR_NZ, attend=restored),
+    tensors(
+        "lines of a head", replace(TENSOR, queries=2, shapes=shapes(64, 16, 32, 16, heads=HEAD)), in_nz, by_inverse
+    ),
+    tensors("a scale that is a number", TENSOR_NZ, in_nz, by_number, numbered),
+    tensors("another scale", TENSOR_NZ, attend=doubled, refusal="with another scale"),
+    tensors("shorter lines", replace(TENSOR, shapes=shapes(64, 16, 8)), refusal="lines of 8 numbers, not of 32"),
+    tensors("other bounds", TENSOR_NZ, in_nz, narrow, refusal="bounded by -127 and 127"),
+)
+
+TRIED = {
+    "mla_prolog": (
+        *instead(PACKED, "packed: "),
+        *instead(BY_CHANNEL, "int8 by channel: "),
+        *instead(BY_TENSOR, "int8 by tensor: "),
+    )
+}
+"""Rule -> its examples and rejects."""
