@@ -17,6 +17,7 @@ from fusion.language import (
     scalar,
     tensor,
     variants,
+    word,
 )
 from fusion.options import Options
 from fusion.passes import FusionPass
@@ -46,4 +47,5 @@ __all__ = [
     "scalar",
     "tensor",
     "variants",
+    "word",
 ]

@@ -31,7 +31,7 @@ from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.dynamic_quant import DynamicQuant
 from patterns.quant.quant_matmul import QuantMatmul
-from patterns.quant.read_matmul import int8_matmul
+from patterns.quant.read_matmul import int8_matmuls
 from patterns.quant.read_packed_rows import packed_rows
 from patterns.quant.read_quantise import quantised
 from patterns.rotary.partial_rope import PartialRope
@@ -39,7 +39,7 @@ from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.rotary.rope_pair import RopePair
 from patterns.routing.expert_routing import ExpertRouting, ExpertShares
-from patterns.sparse.read import index_selections
+from patterns.sparse.read import lightning_indexers
 from patterns.sparse.sparse_attention import SparseAttention
 
 _RULES = (
@@ -75,14 +75,14 @@ _READERS = (
     attentions,
     softmax_lse,
     merges,
-    index_selections,
+    lightning_indexers,
     latent_operands,
     block_tables,
     cache_writes,
     page_gathers,
     quantised,
     packed_rows,
-    int8_matmul,
+    int8_matmuls,
     linears,
     int8_queries,
     head_products,

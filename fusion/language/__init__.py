@@ -1,7 +1,7 @@
 """The pattern language: rules, the terms that they are written in, and how a term matches a canonical value."""
 
 from fusion.language.groups import Group, attribute, scalar, tensor
-from fusion.language.reader import Library, Reader, ordered, reader
+from fusion.language.reader import Library, Reader, Word, ordered, reader, word
 from fusion.language.rule import (
     Example,
     Lowering,
@@ -30,6 +30,7 @@ __all__ = [
     "Refused",
     "Rule",
     "Term",
+    "Word",
     "attribute",
     "call",
     "captured",
@@ -43,4 +44,5 @@ __all__ = [
     "scalar",
     "tensor",
     "variants",
+    "word",
 ]

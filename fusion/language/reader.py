@@ -1,6 +1,8 @@
 """Readers: what finds a meaning that no form can say, because it takes a proof: masks, layouts of rows, exponentials.
 
-    @reader(gives=("rotation",), needs=("linear",))
+    ROTATION = word("rotation", "x · cos + partner(x) · sin", x="[.., D]", cos="[.., D]", sin="[.., D]")
+
+    @reader(gives=(ROTATION,), needs=("linear",))
     def rotations(graph: Graph) -> Iterator[Found]: ...
 
 A library declares its readers beside its rules. They run before any rule is matched, each after those that give what
@@ -9,7 +11,7 @@ it needs; what they give are words, as the names of rules are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -22,15 +24,41 @@ Read = Callable[[Graph], Iterator[Found]]
 
 
 @dataclass(frozen=True)
+class Word:
+    """A semantic op that a reader gives.
+
+    Attributes:
+        name: what forms and readers call it.
+        meaning: what a value that reads so is.
+        captures: what it is applied to, each with its dims or the values it may have; None where nothing is declared.
+    """
+
+    name: str
+    meaning: str = ""
+    captures: Mapping[str, str] | None = None
+
+    def require(self, who: str, used: Iterable[str]) -> None:
+        """Raise a RuleError where `who` names what this word is not applied to."""
+        if self.captures is not None:
+            _require_known(f"{who} {self.name} of", used, self.captures, "which is no capture of it")
+
+
+def word(name: str, meaning: str, /, **captures: str) -> Word:
+    """Declare a word, with all that it is applied to."""
+    return Word(name, meaning, captures)
+
+
+@dataclass(frozen=True)
 class Reader:
     """One way to find meanings.
 
     Attributes:
         name: what it is called in errors.
         read: gives values of a graph with what they mean, and values that only look like it with the reason.
-        gives: the semantic ops that it may find.
+        gives: the names of the words that it may find.
         needs: those that must have been found before.
         refines: those that another reader gives, of which it finds more.
+        words: what it gives as declared.
     """
 
     name: str
@@ -38,6 +66,7 @@ class Reader:
     gives: frozenset[str]
     needs: frozenset[str] = frozenset()
     refines: frozenset[str] = frozenset()
+    words: tuple[Word, ...] = ()
 
     def waits_for(self, other: Reader) -> bool:
         """Whether another must have run before."""
@@ -45,11 +74,15 @@ class Reader:
         return other is not self and bool(known)
 
 
-def reader(*, gives: Iterable[str], needs: Iterable[str] = (), refines: Iterable[str] = ()) -> Callable[[Read], Reader]:
-    """Make a reader of a function."""
+def reader(
+    *, gives: Iterable[Word | str], needs: Iterable[str] = (), refines: Iterable[str] = ()
+) -> Callable[[Read], Reader]:
+    """Make a reader of a function; a word that is given by its name alone is not checked where it is used."""
+    words = tuple(each if isinstance(each, Word) else Word(each) for each in gives)
+    names = frozenset(each.name for each in words)
 
     def make(read: Read) -> Reader:
-        return Reader(read.__name__, read, frozenset(gives), frozenset(needs), frozenset(refines))
+        return Reader(read.__name__, read, names, frozenset(needs), frozenset(refines), words)
 
     return make
 
@@ -70,14 +103,21 @@ class Library:
             _require_unique(kind, names)
         _require_unique("word", [word for each in self.readers for word in each.gives])
 
+    def words(self) -> dict[str, Word]:
+        """What the readers give, by name."""
+        return {each.name: each for reader in self.readers for each in reader.words}
+
     def checked(self) -> Library:
-        """This library, if every word that its readers and rules use is given by something."""
-        given = {word for each in self.readers for word in each.gives}
+        """This library, if all words that its readers and rules use are given, and applied to what they declare."""
+        declared, given = self.words(), {word for each in self.readers for word in each.gives}
         words = given | {rule.name for rule in self.rules}
         for each in self.readers:
             _require_known(f"reader {each.name} needs", each.needs | each.refines, given)
         for rule in self.rules:
             _require_known(f"rule {rule.name} uses", rule.uses(), words)
+            for name, captures in rule.applies():
+                if name in declared:
+                    declared[name].require(f"rule {rule.name} uses", captures)
         ordered(self.readers)
         return self
 
@@ -108,8 +148,10 @@ def _require_unique(kind: str, names: Sequence[str]) -> None:
         raise RuleError(f"loading rules and readers: the {kind} {twice[0]!r} is provided twice; rename one of them")
 
 
-def _require_known(who: str, words: Iterable[str], known: Iterable[str]) -> None:
-    for word in sorted(set(words) - set(known)):
-        near = get_close_matches(word, sorted(known), 1)
+def _require_known(
+    who: str, words: Iterable[str], known: Iterable[str], wrong: str = "which no rule or reader gives"
+) -> None:
+    for each in sorted(set(words) - set(known)):
+        near = get_close_matches(each, sorted(known), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RuleError(f"loading rules and readers: {who} {word!r}, which no rule or reader gives{hint}")
+        raise RuleError(f"loading rules and readers: {who} {each!r}, {wrong}{hint}")

@@ -124,9 +124,14 @@ class Pattern:
         return self.name.partition("[")[0]
 
     @cached_property
+    def applied(self) -> frozenset[tuple[str, tuple[str, ...]]]:
+        """Each semantic op that it mentions, with the names of what that is applied to."""
+        return frozenset().union(*map(_applied, self.results))
+
+    @cached_property
     def words(self) -> frozenset[str]:
         """The semantic ops that it mentions."""
-        return frozenset().union(*map(_meanings, self.results))
+        return frozenset(name for name, _ in self.applied)
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,12 @@ class Rule:
 
     def uses(self) -> frozenset[str]:
         """The semantic ops that its patterns mention."""
-        return frozenset().union(*(each.words for each in (*self.patterns(), *self.lookalikes())))
+        return frozenset(name for name, _ in self.applies())
+
+    def applies(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Each semantic op with what one of its patterns applies it to."""
+        for form in (*self.patterns(), *self.lookalikes()):
+            yield from form.applied
 
 
 def _marked(kind: type, role: str) -> list[tuple[str, Callable[..., Any]]]:
@@ -254,12 +264,9 @@ def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:
     )
 
 
-def _meanings(term: Term) -> set[str]:
-    found = {term.op} if isinstance(term, Meaning) else set[str]()
-    for child in term.below():
-        if isinstance(child, Term):
-            found |= _meanings(child)
-    return found
+def _applied(term: Term) -> set[tuple[str, tuple[str, ...]]]:
+    found = {(term.op, tuple(term.captures))} if isinstance(term, Meaning) else set[tuple[str, tuple[str, ...]]]()
+    return found.union(*(_applied(child) for child in term.below() if isinstance(child, Term)))
 
 
 def captured(pattern: Pattern, bound: Mapping[Any, Any]) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fusion.errors import Failure
 from fusion.failures import culprit, failure
-from fusion.graph import Graph
+from fusion.graph import Found, Graph, Reading
 from fusion.language import Reader, ordered
 
 
@@ -16,8 +16,17 @@ def read(graph: Graph, readers: Sequence[Reader]) -> tuple[Graph, list[Failure]]
     failures: list[Failure] = []
     for each in ordered(readers):
         try:
-            graph = replace(graph, readings=graph.readings.joined(list(each.read(graph))))
+            graph = replace(graph, readings=graph.readings.joined(_checked(each, each.read(graph))))
         except Exception as error:
             node = culprit(error) or graph.source.output_node()
             failures.append(failure("read", error, each.name, node))
     return graph, failures
+
+
+def _checked(reader: Reader, found: Iterable[Found]) -> Iterator[Found]:
+    """What a reader gives, if it is applied to what its words declare."""
+    words = {each.name: each for each in reader.words}
+    for value, reading in found:
+        if isinstance(reading, Reading) and reading.op in words:
+            words[reading.op].require(f"reader {reader.name} gives", reading.captures)
+        yield value, reading

@@ -112,7 +112,7 @@ def _attended(p, source, result, q, sink, **said):
     """The results of a form."""
     k, v = source.terms(p)
     attended = partial(p.softmax_attention, q=q, k=k, v=v, sink=sink, **said)
-    return result.terms(attended, partial(p.attention_log_sum, q=q, k=k, sink=sink, **said))
+    return result.terms(attended, partial(p.softmax_lse, q=q, k=k, sink=sink, **said))
 
 
 def _beside(sink: Tensor | None, version: int) -> dict[str, Any]:

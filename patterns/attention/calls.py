@@ -43,40 +43,44 @@ class MaskSpec:
     """A mask without its entries, as the operator takes it.
 
     Attributes:
-        kind: "full", "left" (causal_upper_left: key j ≤ query i) or "right" (causal_lower_right: the last query sees
+        kind: "none", "causal_upper_left" (key j ≤ query i) or "causal_lower_right" (the last query sees
             the last key).
         window: how many keys before its own a query sees; None for all.
         kv_len: how many keys every sequence has, where that is known.
         kv_lens: the same of each sequence, [B].
     """
 
-    kind: str = "full"
+    kind: str = "none"
     window: int | None = None
     kv_len: Any = None
     kv_lens: Tensor | None = None
 
     def arguments(self, device: torch.device, queries: Any) -> dict[str, Any]:
         """Sparse mode with what belongs to it; a single query needs none."""
-        if self.kind == "full" or queries == 1:
+        if self.kind == "none" or queries == 1:
             return {}
         triangle = torch.ones(BAND, BAND, dtype=torch.bool, device=device).triu(1)
         if self.window is not None:
             return dict(sparse_mode=4, pre_tokens=self.window, next_tokens=0, atten_mask=triangle)
-        return dict(sparse_mode=2 if self.kind == "left" else 3, atten_mask=triangle)
+        return dict(sparse_mode=2 if self.kind == "causal_upper_left" else 3, atten_mask=triangle)
 
     def from_last(self, queries: Any, keys: Any) -> MaskSpec:
         """The same for an operator whose causal order ends at the last key, whichever it is, with `kv_len` known."""
         if self.kv_lens is not None:
             return self
-        kv_len = queries if self.kind == "left" else keys if self.kv_len is None else self.kv_len
+        kv_len = queries if self.kind == "causal_upper_left" else keys if self.kv_len is None else self.kv_len
         require(kv_len <= keys, "there are fewer keys than queries, which stand in line from the first on")
-        return replace(self, kind="right" if self.kind == "left" else self.kind, kv_len=kv_len)
+        kind = "causal_lower_right" if self.kind == "causal_upper_left" else self.kind
+        return replace(self, kind=kind, kv_len=kv_len)
 
     def require_a_key(self, queries: Any, keys: Any) -> None:
         """That every query sees a key, but those of a sequence that has none in `kv_lens`."""
         room = keys if self.kv_len is None else self.kv_len
-        enough = self.kind != "right" or (isinstance(queries, int) and isinstance(room, int) and queries <= room)
-        require(self.kv_lens is not None or enough, "a query may see no key, of which the operator says +inf")
+        inside = isinstance(queries, int) and isinstance(room, int) and queries <= room
+        require(
+            self.kv_lens is not None or self.kind != "causal_lower_right" or inside,
+            "a query may see no key, of which the operator says +inf",
+        )
 
 
 def shown(mask: Tensor, queries: Any) -> dict[str, Any]:
@@ -129,15 +133,15 @@ def each_length(spec: MaskSpec, q: Tensor) -> Any:
     return [spec.kv_len] * batch if isinstance(batch, int) else torch.full((batch,), spec.kv_len, device=q.device)
 
 
-def laid(pages: Tensor, size: Any, layout: str = "rows", heads: Any = 1) -> Tensor:
+def laid(pages: Tensor, size: Any, layout: str = "BSND", heads: Any = 1) -> Tensor:
     """Pages of `size` rows of `heads` as an operator is told that they lie, in the words of `paged_rows`.
 
-    [Block, Size, N · D] for "rows", [Block, N, Size, D] for "heads", [Block, N, D / L, Size, L] for "lines" (NZ).
+    [Block, Size, N · D] for "BSND", [Block, N, Size, D] for "BNSD", [Block, N, D / L, Size, L] for "NZ".
     """
-    what = "lines of the pages" if layout == "lines" else "pages"
+    what = "lines of the pages" if layout == "NZ" else "pages"
     together = "the {what} do not lie together, so that reading them in place would copy them all"
     require(pages.is_contiguous(), together, what=what)
-    dims = {"rows": (size, -1), "heads": (heads, size, -1), "lines": (heads, -1, size, pages.shape[-1])}
+    dims = {"BSND": (size, -1), "BNSD": (heads, size, -1), "NZ": (heads, -1, size, pages.shape[-1])}
     return pages.reshape(pages.shape[0], *dims[layout])
 
 

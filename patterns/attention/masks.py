@@ -226,19 +226,19 @@ def told(
     """
     queries, keys = sizes[2:]
     if not terms:
-        return {"order": "full", "window": None, "known": None, "empty": "zero"}
+        return {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"}
     formula = visible(positions, terms)
     if isinstance(formula, str):
         return formula
     if formula is True:
         shown = _explicit(a, terms, shape, sizes) if positions.lists_all else None
-        return {"order": "full", "window": None, "known": None, "empty": "zero"} | _given(shown)
+        return {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"} | _given(shown)
     bounds = limits(formula, len(shape) + 1)
     some = sees_some(bounds, queries, keys)
     empty = "zero" if some or sunk else unseen(positions, terms, empty)
     if not empty:
         return "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"
-    found: dict[str, Any] = {"order": "mask", "window": None, "known": None, "empty": empty}
+    found: dict[str, Any] = {"mask_kind": "dense", "window": None, "kv_len": None, "fully_masked_row": empty}
     mask = _explicit(a, terms, shape, sizes)
     found |= _given(mask)
     words = bounded(a, bounds, sizes, begins) if some or (empty == "zero" and not bounds.moving) else {}
@@ -265,20 +265,20 @@ def bounded(a: Algebra, bounds: Limits, sizes: Sizes, begins: Collection[Affine]
         if span.terms or not isinstance(span.constant, int):
             return {}
         window = span.constant
-    order = "right" if moving and queries != 1 else "full"
+    order = "causal_lower_right" if moving and queries != 1 else "none"
     if moving and not high.terms and high.constant == 0 and window is None:
-        return {"order": "left"}
+        return {"mask_kind": "causal_upper_left"}
     seen = high.plus(queries if moving or queries == 1 else 1)
     if not seen.terms:
         if seen.constant == keys:
-            return {"order": order, "window": window}
+            return {"mask_kind": order, "window": window}
         within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
-        return {"order": order, "window": window, "known": seen.constant} if within else {}
+        return {"mask_kind": order, "window": window, "kv_len": seen.constant} if within else {}
     inside = queries == 1 or not moving or high in begins or all(_is_counted(term) for term in high.terms)
     length = whole(a, seen, batch) if inside else None
     if length is None or not isinstance(keys, int):
         return {}
-    return {"order": order, "window": window, "length": _clamped(a, length, keys)}
+    return {"mask_kind": order, "window": window, "kv_lens": _clamped(a, length, keys)}
 
 
 def counted(a: Algebra, positions: Positions, terms: Sequence[Term], sizes: Sizes) -> Value | None:
@@ -289,7 +289,7 @@ def counted(a: Algebra, positions: Positions, terms: Sequence[Term], sizes: Size
     bounds = limits(formula, len(positions.shape))
     if bounds.moving or bounds.low is not None:
         return None
-    return bounded(a, bounds, sizes, ()).get("length")
+    return bounded(a, bounds, sizes, ()).get("kv_lens")
 
 
 def _clamped(a: Algebra, length: Value, most: int) -> Value:

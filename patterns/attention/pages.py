@@ -32,13 +32,13 @@ class Pages(Group):
     second_pages: Any = tensor("*V X")
     block_table: Any = tensor("B P")
     size: Any = attribute()
-    layout: Any = attribute("rows", "heads")
+    layout: Any = attribute("BSND", "BNSD")
     paged = True
 
     def terms(self, p) -> tuple[Any, Any]:
         """Of keys and values."""
         both = ((self.first, self.first_pages), (self.second, self.second_pages))
-        how = dict(table=self.block_table, size=self.size, lies=self.layout)
+        how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         first, second = (p.paged_rows(rows=rows, pages=pages, **how) for rows, pages in both)
         return first, second
 
@@ -57,7 +57,7 @@ class Pages(Group):
     def keys(self, batch: Any) -> Any:
         """How many keys the model gathers of a latent for each sequence, at most P · Size."""
         page = self.first_pages.shape
-        width = prod((*page[1:-2], page[-1])) if self.layout == "lines" else page[-1]  # NZ: [Blocks, .., A, Size, L]
+        width = prod((*page[1:-2], page[-1])) if self.layout == "NZ" else page[-1]  # NZ: [Blocks, .., A, Size, L]
         return self.first.numel() // width // batch
 
     def posed(self, queries: Any, seen: Any, keys: Any) -> tuple[Any, Any]:
@@ -122,7 +122,7 @@ class Pages(Group):
 class PagesNZ(Pages):
     """The same of pages of one head in blocks of NZ, [Block, .., D / L, Size, L]."""
 
-    layout: Any = attribute("lines")
+    layout: Any = attribute("NZ")
 
     def refuse_blocks(self, *widths: int) -> None:
         """Refuse blocks of NZ of other widths than these, of the first and of the second pages."""

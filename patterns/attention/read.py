@@ -24,11 +24,14 @@ from patterns.attention.assumed import Assumed
 from patterns.attention.masks import counted, told
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
+from patterns.attention.words import KEY_LENGTHS, SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
 from patterns.latent import int8_operands as whole_attention
 from patterns.latent.int8_probabilities import NAME as ROUNDED
-from patterns.latent.int8_probabilities import rounded_attention
-from patterns.sparse.read import begins, chosen_keys
+from patterns.latent.int8_probabilities import int8_probability_attention
+from patterns.latent.words import FOLDED_QUERY, INT8_LATENT_ATTENTION, INT8_PROBABILITY_ATTENTION
+from patterns.sparse.read import begins, topk_mask
+from patterns.sparse.words import TOPK_MASK
 
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
@@ -40,14 +43,9 @@ Outcome = dict[Value, Reading | str]
 
 @reader(
     gives=(
-        "softmax_attention",
-        "whole_latent_attention",
-        "rounded_latent_attention",
-        "folded_query",
-        "counted_keys",
-        "chosen_keys",
+        SOFTMAX_ATTENTION, KEY_LENGTHS, TOPK_MASK, INT8_LATENT_ATTENTION, FOLDED_QUERY, INT8_PROBABILITY_ATTENTION,
     )
-)
+)  # fmt: skip
 def attentions(graph: Graph) -> Iterator[Found]:
     """Every attention that nodes compute, its mask if that lists or counts keys; why what looks like one is none."""
     a, folder, assumed = graph.algebra, graph.shared(Folder), Assumed(graph.algebra, graph.facts.assumed)
@@ -59,7 +57,7 @@ def attentions(graph: Graph) -> Iterator[Found]:
         if value.op not in _ATTENDING or _only_arranges(graph, value):
             continue
         outcome = read(value)
-        rounded = rounded_attention(a, value, read) if outcome is None else None
+        rounded = int8_probability_attention(a, value, read) if outcome is None else None
         if isinstance(rounded, str):
             if _ends(graph, value):
                 yield value, Miss(ROUNDED, rounded)
@@ -67,7 +65,7 @@ def attentions(graph: Graph) -> Iterator[Found]:
         outcome = rounded or outcome
         if isinstance(outcome, str):
             whole = outcome in int8_operands.REASONS
-            yield value, Miss("whole_latent_attention" if whole else "softmax_attention", outcome)
+            yield value, Miss("int8_latent_attention" if whole else "softmax_attention", outcome)
         elif outcome is not None:
             yield from _told(a, outcome)
 
@@ -218,7 +216,7 @@ def _reading(
     steps = _finish((batch, heads, queries), weights, v.shape[-1], finish)
     if steps is None:
         return "the result is arranged by several symbolic sizes"
-    captures["finish"] = steps
+    captures["output_view"] = steps
     if scores.sink is not None:
         sink = _per_head(a, scores.sink, shape, heads)
         if sink is None:
@@ -230,14 +228,14 @@ def _reading(
     mask = told(a, positions, scores.terms, weights.softmax.attrs[1], shape, sizes, inside, sunk)
     if isinstance(mask, str):
         return mask
-    name = "softmax_attention" if whole is None else "whole_latent_attention"
+    name = "softmax_attention" if whole is None else "int8_latent_attention"
     found: Outcome = {**beside, root: Reading(name, captures | mask, positions.names())}
-    length = counted(a, positions, scores.terms, sizes) if mask["order"] == "mask" and "mask" in mask else None
+    length = counted(a, positions, scores.terms, sizes) if mask["mask_kind"] == "dense" and "mask" in mask else None
     if length is not None:
-        found[mask["mask"]] = Reading("counted_keys", {"mask": mask["mask"], "length": length}, positions.names())
+        found[mask["mask"]] = Reading("key_lengths", {"mask": mask["mask"], "kv_lens": length}, positions.names())
     if "mask" in mask:
         lists = Positions(positions.shape, folder, assumed.visible, keep_lists=True)
-        found |= chosen_keys(a, lists, scores.terms, sizes, inside, mask["mask"])
+        found |= topk_mask(a, lists, scores.terms, sizes, inside, mask["mask"])
     return found
 
 

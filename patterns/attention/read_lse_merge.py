@@ -1,7 +1,5 @@
 """Outputs of attention over parts of the keys, merged by the log-sum-exps of their scores.
 
-merged_parts(out0, lse0, out1, lse1, …)      Σᵢ exp(lseᵢ - lse) outᵢ, with lse = log Σᵢ exp(lseᵢ)
-
 Every weight is brought into one form, a product of powers of exponentials and of their sums, in which maxima and
 partial sums cancel. What is left must be one exponential each, over the sum of all.
 """
@@ -20,6 +18,7 @@ from fusion.analysis.logarithms import bare
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones
 from fusion.graph.algebra import widens
+from patterns.attention.words import LSE_MERGE
 
 PARTS = 8
 """As many as the rule names."""
@@ -27,7 +26,7 @@ Outs = Mapping[Value, Share]
 _NAME = "attention_update"
 
 
-@reader(gives=("merged_parts",))
+@reader(gives=(LSE_MERGE,))
 def merges(graph: Graph) -> Iterator[Found]:
     """The values that are such merges, and why others that weigh with exponentials are none."""
     a = graph.algebra
@@ -198,4 +197,4 @@ def _read(a: Algebra, exponentials: Exponentials, value: Value, outs: Outs) -> R
     captures: dict[str, Any] = {}
     for number, (out, lse) in enumerate(zip(outs, sums, strict=True)):
         captures |= {f"out{number}": a.reshape(out, value.shape), f"lse{number}": a.reshape(lse, rows)}
-    return Reading("merged_parts", captures)
+    return Reading("lse_merge", captures)

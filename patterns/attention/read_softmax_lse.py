@@ -1,7 +1,5 @@
 """The log-sum-exp of the scores of attention, as a model writes it that merges parts.
 
-attention_log_sum(q, k, scale, mask, …)      what `softmax_attention` says of the same scores, without values
-
 log Σ exp(s) is named so, or written out: m + log Σ exp(s - m), for any m that is the same for a whole row.
 """
 
@@ -14,11 +12,12 @@ from fusion.analysis.logarithms import differences, summed
 from fusion.graph import Found, Graph, Reading, Value, but_ones
 from patterns.attention.read import contraction
 from patterns.attention.scores import Scores, computed_from, scores_of, weights_of
+from patterns.attention.words import SOFTMAX_LSE
 
-_OF_VALUES = ("v", "finish")
+_OF_VALUES = ("v", "output_view")
 
 
-@reader(gives=("attention_log_sum",), needs=("softmax_attention",))
+@reader(gives=(SOFTMAX_LSE,), needs=("softmax_attention",))
 def softmax_lse(graph: Graph) -> Iterator[Found]:
     """The sums over the scores that a softmax of attention sees; of several shapes, the first."""
     a = graph.algebra
@@ -33,7 +32,7 @@ def softmax_lse(graph: Graph) -> Iterator[Found]:
         value = None if scores is None or scores_of(a, Scores(), scores).shifted else sums.get(scores)
         if value is not None and but_ones(value.shape) == but_ones(reading.captures["q"].shape[:3]):
             said = {name: what for name, what in reading.captures.items() if name not in _OF_VALUES}
-            yield value, Reading("attention_log_sum", said, reading.relies)
+            yield value, Reading("softmax_lse", said, reading.relies)
 
 
 def _unshifted(scores: Value) -> Value:

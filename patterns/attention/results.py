@@ -23,7 +23,7 @@ class Output(Group):
 
     def terms(self, attended: Term, summed: Term) -> Any:
         """The results of a form, of the terms of attention and of its log-sum-exp."""
-        return attended(finish=self.view)
+        return attended(output_view=self.view)
 
     def refuse(self, seen: Any, sink: Any = None) -> None:
         """Any mask and any sink will do."""
@@ -41,7 +41,7 @@ class OutputAndLse(Output):
 
     def terms(self, attended: Term, summed: Term) -> Any:
         """Both."""
-        return attended(finish=self.view), summed()
+        return attended(output_view=self.view), summed()
 
     def refuse(self, seen: Any, sink: Any = None) -> None:
         """What the log-sum-exp of the operator is not of."""

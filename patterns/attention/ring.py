@@ -32,7 +32,7 @@ class Alone(Group):
 
     def terms(self, p, attended, lse, like):
         """The result, in the arrangement of the model, and its log-sum-exp."""
-        return attended(finish=self.view), lse
+        return attended(output_view=self.view), lse
 
     def arguments(self) -> dict[str, Any]:
         """What the operator is told."""
@@ -53,7 +53,7 @@ class Merged(Group):
 
     def terms(self, p, attended, lse, like):
         """Both of all keys."""
-        out = p.reshaped(attended(finish=self.view))
+        out = p.reshaped(attended(output_view=self.view))
         top = p.op("aten.maximum.default", self.lse, lse)
         old, new = p.op("exp", self.lse - top), p.op("exp", lse - top)
         total = old + new
@@ -94,7 +94,7 @@ class RingMla(Rule):
     ):
         """Behind whatever mask."""
         said = dict(q=q, k=k, scale=scale, **seen.said())
-        return others.terms(p, partial(p.softmax_attention, v=v, **said), p.attention_log_sum(**said), q)
+        return others.terms(p, partial(p.softmax_attention, v=v, **said), p.softmax_lse(**said), q)
 
     def guard(self, q: Any, k: Any, v: Any, seen: Visibility):
         """What the operator can be told."""
@@ -102,15 +102,15 @@ class RingMla(Rule):
         numbers = all(isinstance(each, int) for each in (q.shape[0], rows, keys))
         every = seen.window is None and seen.kv_len is None and seen.kv_lens is None
         require(every, "only a part of the keys is seen")
-        require(seen.mask_kind != "mask", "what the mask lets through is not proven to be causal")
-        require(seen.mask_kind == "full" or rows == keys, "the causal order is not that of a square")
+        require(seen.mask_kind != "dense", "what the mask lets through is not proven to be causal")
+        require(seen.mask_kind == "none" or rows == keys, "the causal order is not that of a square")
         require(numbers and rows <= keys, "there are fewer keys than queries, or their numbers are not known before")
         require(q.shape[3] > v.shape[3], "queries have no lanes beside as many as values have")
 
     @lowering
     def run(self, q, k, v, others, seen, scale):
         """One call, over sequences that are packed one after the other."""
-        y, lse = _stepped(q, k, v, scale, seen.mask_kind != "full", **others.arguments())
+        y, lse = _stepped(q, k, v, scale, seen.mask_kind != "none", **others.arguments())
         return others.restored(y), lse
 
 

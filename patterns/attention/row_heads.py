@@ -23,18 +23,18 @@ def told_apart(a: Algebra, root: Value, found: Found) -> dict[Value, Reading]:
     batch, one, heads, _ = q.shape
     mask = attention.captures.get("mask")
     listed = found.get(mask) if mask is not None else None
-    if isinstance(listed, Reading) and listed.op != "counted_keys":
+    if isinstance(listed, Reading) and listed.op != "key_lengths":
         return {}
     alike = mask is None or (mask.op == "expand" and mask.arg.rank == 4 and mask.arg.shape[1:3] == (1, 1))
     said = attention.captures
-    alone = one == k.shape[1] == v.shape[1] == 1 and said["order"] in ("full", "mask") and "sink" not in said
+    alone = one == k.shape[1] == v.shape[1] == 1 and said["mask_kind"] in ("none", "dense") and "sink" not in said
     if not alike or not alone or not any(_by_heads(a, part, heads) for _, part in joined_parts(a, q)):
         return {}
     captures: dict[str, Any] = dict(said)
     captures["q"] = a.reshape(q, (batch, heads, 1, q.shape[-1]))
-    if not captures["finish"] or captures["finish"][0][0] != "reshape":
+    if not captures["output_view"] or captures["output_view"][0][0] != "reshape":
         rows = (batch if isinstance(batch, int) else "B", 1, heads, v.shape[-1])
-        captures["finish"] = (("reshape", rows), *captures["finish"])
+        captures["output_view"] = (("reshape", rows), *captures["output_view"])
     if mask is None:
         return {root: Reading(attention.op, captures, attention.relies)}
     captures["mask"] = mask.arg

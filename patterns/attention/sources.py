@@ -60,7 +60,7 @@ class Rows(Group):
 
     def spec(self, spec: MaskSpec, queries: Any, keys: Any, latent: bool) -> MaskSpec:
         """A mask as the operator takes it: over a latent it counts causal orders from the last key."""
-        return spec.from_last(queries, keys) if latent and spec.kind == "left" else spec
+        return spec.from_last(queries, keys) if latent and spec.kind == "causal_upper_left" else spec
 
     def lengths(self, spec: MaskSpec, q: Tensor) -> Any:
         """How many keys are seen: one number for every sequence, a tensor [B], or None for all."""
@@ -99,9 +99,11 @@ class Rows(Group):
         require(not call.lse, BESIDE)
         spec = seen.spec()
         require(spec.kv_lens is None and spec.kv_len is None, "only a part of the keys is seen")
-        require(spec.kind != "left" or queries == keys, "packed sequences are causal towards their last key")
+        require(
+            spec.kind != "causal_upper_left" or queries == keys, "packed sequences are causal towards their last key"
+        )
         k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
-        spec = MaskSpec("right" if spec.kind == "left" else spec.kind, spec.window)
+        spec = MaskSpec("causal_lower_right" if spec.kind == "causal_upper_left" else spec.kind, spec.window)
         ends, heads = calls.ends_of(batch, keys, q.device), self.first.shape[1]
         return calls.in_sequence(
             q, k, v, ends, call, num_key_value_heads=heads, **spec.arguments(q.device, queries), **beside

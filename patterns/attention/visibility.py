@@ -32,7 +32,7 @@ class Visibility(Group):
         mask: true where a key is hidden.
         count: how many keys every query of a sequence sees, which may be none, where a dense mask says no more.
         kv_lens, kv_len: how many keys are seen, of each sequence or of all.
-        mask_kind: "full", "left", "right" as in `MaskSpec`, or "mask" (dense).
+        mask_kind: "none", "causal_upper_left", "causal_lower_right" as in `MaskSpec`, or "dense".
         window: how many keys before its own a query sees.
         fully_masked_row: what a query without keys gives: "zero", "mean" (of all values) or "nan"; always "zero" where
             every query is known to see a key.
@@ -48,8 +48,8 @@ class Visibility(Group):
 
     def told(self) -> dict[str, Any]:
         """As the readers say it where there is no dense mask."""
-        order = dict(order=self.mask_kind, window=self.window, known=self.kv_len, empty=self.fully_masked_row)
-        return dict(length=self.kv_lens) | order
+        names = ("mask_kind", "window", "kv_len", "kv_lens", "fully_masked_row")
+        return {name: getattr(self, name) for name in names}
 
     def said(self) -> dict[str, Any]:
         """As the readers say it."""
@@ -57,7 +57,7 @@ class Visibility(Group):
 
     def counted(self, p) -> dict[str, Any]:
         """The same of a mask up to a length that may be 0: `count` keys are seen."""
-        return self.said() | dict(mask=p.counted_keys(mask=self.mask, length=self.count))
+        return self.said() | dict(mask=p.key_lengths(mask=self.mask, kv_lens=self.count))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Unmasked(Visibility):
     def refuse_others(self) -> None:
         """Refuse whatever hides a key."""
         require(self.kv_len is None and self.kv_lens is None, "not a whole sequence attends to itself")
-        require(self.mask_kind == "full", "a query does not see every key")
+        require(self.mask_kind == "none", "a query does not see every key")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Structured(Visibility):
 
     def spec(self) -> MaskSpec:
         """The words."""
-        proven = self.mask_kind != "mask" or self.count is not None
+        proven = self.mask_kind != "dense" or self.count is not None
         require(proven, "what the mask lets through is not proven to be causal, a window or a length")
         if self.count is not None:
             return MaskSpec(kv_lens=self.count)
@@ -92,7 +92,7 @@ class Structured(Visibility):
     def within(self, rows: Any) -> Structured:
         """The same of the first so many keys, None for all that there are."""
         told = self.kv_len is not None or self.kv_lens is not None or self.count is not None
-        return self if rows is None or told or self.mask_kind == "left" else replace(self, kv_len=rows)
+        return self if rows is None or told or self.mask_kind == "causal_upper_left" else replace(self, kv_len=rows)
 
     def asked(self, source: Any, q: Tensor, keys: Any, latent: bool = False) -> tuple[Any, dict[str, Any]]:
         """Of queries [B, N, S, D] over the keys of a source: lengths, and what else the operator is told."""
@@ -109,7 +109,7 @@ class Structured(Visibility):
         """The log-sum-exp [B, N, S, 1] with -inf for a query without keys."""
         spec = self.spec()
         spec.require_a_key(queries, keys)
-        if spec.kv_lens is None or spec.kind == "right":  # of which every query is known to see a key
+        if spec.kv_lens is None or spec.kind == "causal_lower_right":  # of which every query is known to see a key
             return lse
         return lse.masked_fill((spec.kv_lens <= 0).reshape(-1, 1, 1, 1), -torch.inf)
 

@@ -53,7 +53,7 @@ class KeyValuePages(Group):
     def written(self, p):
         """Both writes."""
         both = ((self.key_cache, self.key), (self.value_cache, self.value))
-        return tuple(p.write_pages(cache=cache, rows=x, slots=self.slots, line=self.nz_block) for cache, x in both)
+        return tuple(p.write_pages(cache=cache, rows=x, slots=self.slots, nz_block=self.nz_block) for cache, x in both)
 
     def guard(self) -> None:
         """Whole rows, by slots that are proven."""

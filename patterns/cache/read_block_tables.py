@@ -1,9 +1,5 @@
 """Keys and values that are gathered from pages: rows[b, p · Size + o] = pages[table[b, p], o].
 
-    paged_rows(rows, pages, table; size, lies)      table [B, M]; pages [Blocks, Size, N, D], where `lies` is "rows",
-                                                    [Blocks, N, Size, D] for "heads", or for "lines", of one head,
-                                                    [Blocks, D / L, Size, L]; perhaps with other dims
-
 A page may be taken whole, by its number, or row by row, by `table · Size + o`. Every form is proven by building it.
 What a sequence does not reach of its pages may be cut off behind. A negative number counts pages from the end: `wrap`
 makes that explicit.
@@ -22,8 +18,9 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import uncast
 from fusion.analysis.runs import iota, wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
+from patterns.cache.words import PAGED_ROWS
 
-_WHOLE = ("whole_latent_attention", "rounded_latent_attention")
+_WHOLE = ("int8_latent_attention", "int8_probability_attention")
 
 
 class Gather(NamedTuple):
@@ -39,13 +36,13 @@ _OF_LATENTS = ("latent_keys", "latent_values")
 
 
 @reader(
-    gives=("paged_rows",),
-    needs=("softmax_attention", *_WHOLE, "latent_keys", "latent_values", "index_selection"),
+    gives=(PAGED_ROWS,),
+    needs=("softmax_attention", *_WHOLE, "latent_keys", "latent_values", "lightning_indexer"),
 )
 def block_tables(graph: Graph) -> Iterator[Found]:
     """Keys, values and latents of attention, and keys of indexers, that are gathered from pages."""
     a, folder, held = graph.algebra, graph.shared(Folder), graph.places
-    for key in (each.captures["key"] for _, each in graph.readings.all("index_selection")):
+    for key in (each.captures["key"] for _, each in graph.readings.all("lightning_indexer")):
         if (reading := _rows(a, folder, key, (key.shape[0], 1, *key.shape[1:]), held)) is not None:
             yield key, reading
     for _, attention in graph.readings.all(*_WHOLE):
@@ -66,8 +63,8 @@ def _of_whole(a: Algebra, folder: Folder, attention: Reading, held: Container[Va
     parts = [attention.captures[name] for name in ("latent", "k_rope")]
     both = [(each, (each.shape[0], 1, *each.shape[2:])) for each in parts]
     found = [_rows(a, folder, value, sizes, held) for value, sizes in both]
-    if len({each and each.captures["lies"] for each in found}) > 1:
-        found = [_rows(a, folder, value, sizes, held, ("lines",)) for value, sizes in both]
+    if len({each and each.captures["layout"] for each in found}) > 1:
+        found = [_rows(a, folder, value, sizes, held, ("NZ",)) for value, sizes in both]
     return {value: reading for (value, _), reading in zip(both, found, strict=True) if reading is not None}
 
 
@@ -86,7 +83,7 @@ def _latents(reading: Reading | None) -> list[Value]:
 
 def _rows(
     a: Algebra, folder: Folder, value: Value, sizes: tuple[Any, Any, Any, Any], held: Container[Value],
-    among: Container[str] = ("rows", "heads", "lines"),
+    among: Container[str] = ("BSND", "BNSD", "NZ"),
 ) -> Reading | None:  # fmt: skip
     """`value`, whose elements are [B, N, T, D], as rows of pages that lie in one of some ways."""
     if not all(isinstance(each, int) for each in sizes[1:]) or prod(value.shape) != prod(sizes):
@@ -94,12 +91,12 @@ def _rows(
     wanted = _cut_last(a, value)
     for gathered in _gathered(value):
         for each in gathers(a, folder, gathered, sizes):
-            for lies, pages, rows in _forms(a, each, sizes):
-                if lies in among and _cut_last(a, a.reshape(rows, value.shape)) is wanted:
+            for layout, pages, rows in _forms(a, each, sizes):
+                if layout in among and _cut_last(a, a.reshape(rows, value.shape)) is wanted:
                     table = wrapped(a, each.table, pages.shape[0])
-                    lie = pages if lies == "lines" else _as_held(a, pages, held)
-                    captures = {"rows": value, "pages": lie, "table": table}
-                    captures |= {"size": each.size, "lies": lies}
+                    held_as = pages if layout == "NZ" else _as_held(a, pages, held)
+                    captures = {"rows": value, "pages": held_as, "block_table": table}
+                    captures |= {"size": each.size, "layout": layout}
                     return Reading("paged_rows", captures)
     return None
 
@@ -257,18 +254,18 @@ def _forms(a: Algebra, found: Gather, sizes: tuple[Any, Any, Any, Any]) -> Itera
     before = a.reshape(a.permute(before, (0, 2, 1, 3, 4)), (batch, heads, room, width))
     turned = _of_lines(found.pages)
     rows, first = (a.reshape(found.pages, (blocks, *of)) for of in ((size, heads, width), (heads, size, width)))
-    forms = [("rows", rows, behind), ("heads", first, before)]
+    forms = [("BSND", rows, behind), ("BNSD", first, before)]
     if heads == 1 and turned is not None and turned.shape[-2] == size:
-        forms.insert(0, ("lines", turned, behind))
+        forms.insert(0, ("NZ", turned, behind))
     line = found.pages.shape[-1]
     if heads == 1 and found.pages.rank > 3 and found.pages.shape[-2] == size and width % line == 0:
         lines = a.reshape(found.gathered, (batch, many, width // line, size, line))
         lines = a.reshape(a.permute(lines, (0, 1, 3, 2, 4)), (batch, 1, room, width))
-        forms.append(("lines", found.pages, lines))
-    for lies, pages, each in forms:
+        forms.append(("NZ", found.pages, lines))
+    for layout, pages, each in forms:
         cut = a.slice(each, 2, 0, keys)
         if cut is not None:
-            yield lies, pages, cut
+            yield layout, pages, cut
 
 
 def _of_lines(pages: Value) -> Value | None:

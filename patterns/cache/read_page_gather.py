@@ -1,7 +1,5 @@
 """Pages that are gathered for whatever use, and what of them is kept: the first rows of each sequence.
 
-    gathered_pages(pages, table; size, lengths, shape)     pages [Blocks, Size, ..], table [B, M]
-
 rows = pages[table], the pages of a sequence one behind the other, the sequences too. `lengths` says how many rows of
 every sequence are kept, one number for all or one for each; `shape`, in which one size may be symbolic, is that of the
 value. What stands in a row beyond what a sequence really holds is kept where the model keeps it: lengths that only
@@ -20,6 +18,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.cache.read_block_tables import Gather, gathers
+from patterns.cache.words import GATHERED_PAGES
 
 _ALONE = (
     "the pages of one cache are gathered by this table: the operator reads two caches at once, of pages of one size, "
@@ -37,7 +36,7 @@ class _Rows(NamedTuple):
     lengths: Any
 
 
-@reader(gives=("gathered_pages",))
+@reader(gives=(GATHERED_PAGES,))
 def page_gathers(graph: Graph) -> Iterator[Found]:
     """Gathered pages of caches of which two are gathered alike; why others are not."""
     a, folder = graph.algebra, graph.shared(Folder)

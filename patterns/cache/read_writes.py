@@ -1,10 +1,5 @@
 """Readings of writes: which values are a cache with new rows, in the words of rules.
 
-    write(cache, rows, start; axis)          write_rows(cache, rows, index; axis)      write_slice(…; start, axis)
-    write_places(…, index, inner; axis)      slide(cache, rows; axis)
-    write_pages(cache, rows, slots; line): pages [Block, Size, ..], or [Block, .., A, Size, L] where a row is A lines
-    write_inside(cache, rows, position; axis): where(arange == position, rows, cache), nothing where it is outside
-
 A slot counts the rows of all pages; it is missing where a place is not proven to lie in its page. Look-alikes of writes
 into an input are told with their reason.
 """
@@ -24,6 +19,7 @@ from fusion.analysis.intervals import bounds
 from fusion.analysis.predicates import Positions
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones, unviewed
+from patterns.cache.words import SLIDE, WRITE, WRITE_INSIDE, WRITE_PAGES, WRITE_PLACES, WRITE_ROWS, WRITE_SLICE
 
 _UNREAD = (
     "aten.index_copy.default", "aten.index_put.default", "aten._unsafe_index_put.default", "aten.slice_scatter.default",
@@ -41,7 +37,7 @@ _NO_FORM = "its rows are not proven to go, one by one, to places of their own al
 _SEVERAL = "it selects by something other than one position for every sequence: {why}"
 
 
-@reader(gives=("write", "write_rows", "write_places", "write_slice", "write_pages", "write_inside", "slide"))
+@reader(gives=(WRITE, WRITE_ROWS, WRITE_PLACES, WRITE_SLICE, WRITE_PAGES, WRITE_INSIDE, SLIDE))
 def cache_writes(graph: Graph) -> Iterator[Found]:
     """The writes among the values of a graph, and why others are none."""
     walk = _Writes(graph.algebra, graph.shared(Folder), graph.written)
@@ -242,9 +238,9 @@ def _at_start(cache: Value, rows: Value, start: Value, axis: int) -> Reading:
     return _write("write", {"cache": cache, "rows": rows, "start": start, "axis": axis})
 
 
-def _to_pages(cache: Value, rows: Value, slots: Value | None, line: Any = None) -> Reading:
+def _to_pages(cache: Value, rows: Value, slots: Value | None, nz_block: Any = None) -> Reading:
     known = {} if slots is None else {"slots": slots}
-    return _write("write_pages", {"cache": cache, "rows": rows, **known, "line": line})
+    return _write("write_pages", {"cache": cache, "rows": rows, **known, "nz_block": nz_block})
 
 
 def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Value | None:

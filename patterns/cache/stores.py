@@ -136,7 +136,9 @@ class Pages(Slots):
     def written(self, p, latent, rope):
         """Both writes."""
         both = zip((self.kv_cache, self.kr_cache), (latent, rope), self.blocks, strict=True)
-        return [p.write_pages(cache=to, rows=p.reshaped(row), slots=self.slots, line=block) for to, row, block in both]
+        return [
+            p.write_pages(cache=to, rows=p.reshaped(row), slots=self.slots, nz_block=block) for to, row, block in both
+        ]
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
         """Both caches; those in NZ are the same memory."""
@@ -215,8 +217,8 @@ class PackedPages(Slots):
     def written(self, p, latent, rope):
         """The write of the packed row."""
         rope = p.reshaped(p.maybe_cast(p.reshaped(rope), to=torch.bfloat16))
-        row = p.byte_line(latent=p.reshaped(latent), rope=rope, tile=self.tile)
-        return (p.write_pages(cache=self.kv_cache, rows=p.reshaped(row), slots=self.slots, line=None),)
+        row = p.packed_kv_row(latent=p.reshaped(latent), rope=rope, tile=self.tile)
+        return (p.write_pages(cache=self.kv_cache, rows=p.reshaped(row), slots=self.slots, nz_block=None),)
 
     def guard(self, tokens: Any) -> None:
         """Refuse other tiles, slots that are not proven, and pages of several rows."""

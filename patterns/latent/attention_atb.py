@@ -48,8 +48,8 @@ class LatentAttentionAtb(Rule):
         """With the log-sum-exp of the scores, in the dtype of the queries."""
         said = dict(scale=scale, **seen.told())
         q, k, v = encoding.operands(p, source, None)
-        y = p.softmax_attention(q=q, k=k, v=v, finish=lse_output_view, **said)
-        return y, p.as_dtype(p.attention_log_sum(q=q, k=k, **said), encoding.q_rope)
+        y = p.softmax_attention(q=q, k=k, v=v, output_view=lse_output_view, **said)
+        return y, p.as_dtype(p.softmax_lse(q=q, k=k, **said), encoding.q_rope)
 
     @pattern
     @variants(source=(AnyPages, PagesInOrder, Rows))
@@ -58,7 +58,7 @@ class LatentAttentionAtb(Rule):
     ):
         """What the canonicaliser has read; masks as in `Attention.written`."""
         q, k, v = encoding.operands(p, source, None)
-        return p.softmax_attention(q=q, k=k, v=v, scale=scale, finish=output_view, **seen.said())
+        return p.softmax_attention(q=q, k=k, v=v, scale=scale, output_view=output_view, **seen.said())
 
     @pattern
     @variants(source=(AnyPages, PagesInOrder))
@@ -66,7 +66,7 @@ class LatentAttentionAtb(Rule):
         self, p, source, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar(), output_view=attribute()
     ):
         """An int8 latent up to a length that may be 0."""
-        return encoding.terms(p, source, dict(scale=scale, finish=output_view, **seen.counted(p)))
+        return encoding.terms(p, source, dict(scale=scale, output_view=output_view, **seen.counted(p)))
 
     @pattern
     @variants(source=(AnyPages, PagesInOrder))
@@ -74,7 +74,7 @@ class LatentAttentionAtb(Rule):
         self, p, source, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar(), output_view=attribute()
     ):
         """An int8 latent."""
-        return encoding.terms(p, source, dict(scale=scale, finish=output_view, **seen.said()))
+        return encoding.terms(p, source, dict(scale=scale, output_view=output_view, **seen.said()))
 
     def guard(self, encoding: Plain | Int8ByHead, source: Any):
         """How many queries there are, and how pages of an int8 latent lie."""
@@ -89,7 +89,7 @@ class LatentAttentionAtb(Rule):
         """What is seen, told by lengths and an order of keys."""
         require(output_view is not None, "the log-sum-exp of the scores is used")
         pages, keys = _pages(encoding, source)
-        proven = seen.window is None and (seen.mask_kind != "mask" or seen.count is not None)
+        proven = seen.window is None and (seen.mask_kind != "dense" or seen.count is not None)
         require(proven, "what the mask lets through is not proven to be causal or a length")
         q, seen = seen.posed(encoding.queries(), keys)
         y = atb.structured(atb.Queries(*q, scale, encoding.scales_of_heads()), pages, keys, seen.spec())

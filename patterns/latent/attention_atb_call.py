@@ -32,7 +32,7 @@ class AnyPages(PagesNZ):
 
     def refuse_blocks(self, *widths: int) -> None:
         """Refuse whole rows too."""
-        require(self.layout == "lines", "the pages do not hold rows in lines of NZ")
+        require(self.layout == "NZ", "the pages do not hold rows in lines of NZ")
         super().refuse_blocks(*widths)
 
 
@@ -81,7 +81,7 @@ def read(source: Any, batch: Any, int8: bool) -> Read:
     both = source.read(batch)
     if isinstance(source, Rows):
         both, mode = [pages.cut(each, 1) for each in both], "krope_ctkv"
-    elif isinstance(source, AnyPages) and source.layout != "lines":
+    elif isinstance(source, AnyPages) and source.layout != "NZ":
         both, mode = [each.reshape(each.shape[0], source.size, 1, -1) for each in both], "krope_ctkv"
     else:
         both, mode = [each.flatten(1, -3) for each in both], "int8_nzcache" if int8 else "nzcache"
@@ -107,7 +107,7 @@ def structured(q: Queries, of: Read, keys: Any, seen: MaskSpec) -> Tensor:
     """Attention [B, S, N, C] over so many keys, of which lengths and an order tell which are seen."""
     batch, _, queries = q.absorbed.shape[:3]
     rows: dict[str, Any] = {} if queries == 1 else dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
-    if queries > 1 and seen.kind != "full":
+    if queries > 1 and seen.kind != "none":
         rows |= dict(mask_type="mask_type_free", mask=_free(queries, of.size, q.rope))
     seen = seen.from_last(queries, keys)
     return attended(q, of, [seen.kv_len] * batch if seen.kv_lens is None else seen.kv_lens, rows)

@@ -45,7 +45,7 @@ class Plain(Group):
         """The results of a form."""
         q, k, v = self.operands(p, source, self.first_rows)
         attended = partial(p.softmax_attention, q=q, k=k, v=v, **said)
-        return result.terms(attended, partial(p.attention_log_sum, q=q, k=k, **said))
+        return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **said))
 
     def refuse_blocks(self, source: Any) -> None:
         """Refuse pages in other blocks of NZ."""
@@ -113,9 +113,9 @@ class Int8(Group):
     def terms(self, p, source, result, said: dict[str, Any]) -> Any:
         """The results of a form."""
         latent, k_rope = source.latent_terms(p)
-        return p.whole_latent_attention(
+        return p.int8_latent_attention(
             query=self.query, tokens=self.tokens, rope=self.rope, latent=latent, k_rope=k_rope, of_keys=self.of_keys,
-            of_values=self.of_values, keys_by=self.keys_by, values_by=self.values_by, finish=result.view, **said,
+            of_values=self.of_values, keys_by=self.keys_by, values_by=self.values_by, output_view=result.view, **said,
         )  # fmt: skip
 
     def refuse_blocks(self, source: Any) -> None:
@@ -170,7 +170,7 @@ class Int8ByHead(Group):
     def terms(self, p, source, said: dict[str, Any]) -> Any:
         """The result of a form."""
         latent, k_rope = source.latent_terms(p)
-        return p.rounded_latent_attention(
+        return p.int8_probability_attention(
             query=self.absorbed, rope=self.rope, latent=latent, k_rope=k_rope, of_scores=self.score_scale,
             of_values=self.value_scale, values_by=self.value_factor, **said,
         )  # fmt: skip

@@ -25,20 +25,20 @@ class HeadProjection(Rule):
         return x @ weight
 
     @pattern
-    def written(self, p, x=tensor("B N S K"), weight=tensor("N K M"), finish=attribute()):
+    def written(self, p, x=tensor("B N S K"), weight=tensor("N K M"), output_view=attribute()):
         """A product of heads, and how its result is arranged."""
-        return p.head_product(x=x, weight=weight, finish=finish)
+        return p.head_product(x=x, weight=weight, output_view=output_view)
 
     @lowering
-    def behind(self, x, weight, finish):
+    def behind(self, x, weight, output_view):
         """Heads stand behind tokens in memory."""
-        return viewed(turned(x.transpose(1, 2), weight).transpose(1, 2), finish)
+        return viewed(turned(x.transpose(1, 2), weight).transpose(1, 2), output_view)
 
     @lowering
-    def first(self, x, weight, finish):
+    def first(self, x, weight, output_view):
         """Heads stand first in memory."""
         require(x.shape[0] == 1, "the heads of each sequence stand apart")
-        return viewed(turned(x.transpose(1, 2), weight, heads_first=True).transpose(1, 2), finish)
+        return viewed(turned(x.transpose(1, 2), weight, heads_first=True).transpose(1, 2), output_view)
 
 
 def turned(x: Tensor, weight: Tensor, heads_first: bool = False) -> Tensor:

@@ -2,9 +2,6 @@
 
     scores = c · ((q8 k8ᵀ) · tokens · of_keys + q_rope k_ropeᵀ)        out = P k8 · of_values
 
-    whole_latent_attention(query, tokens, rope, latent, k_rope, of_keys, of_values, keys_by, values_by, dtype, …)
-    folded_query(rope, tokens, of_keys, by)         rope / (tokens · of_keys · by): what the operator adds to q8 k8ᵀ
-
 `query` [B, N, S, C] and `latent` are int8; `tokens` [B, N, S, 1] holds a scale for each token and head. The latent has
 one scale, for keys `of_keys` [1] times the number `keys_by`; without a tensor the number alone. The model may multiply
 by scales before the products or behind them, in any order.

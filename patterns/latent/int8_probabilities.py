@@ -2,8 +2,6 @@
 
     p = exp(s - max s), s = scale · (of_scores · (q8 k8ᵀ) + q_rope k_ropeᵀ)
 
-    rounded_latent_attention(query, rope, latent, k_rope, of_scores, of_values, values_by, scale, order, …)
-
 `of_scores` [N] holds a factor of each head, `of_values` [N] or [1] one of each head or of all, times the number
 `values_by`. It is read as the attention with p / Σ p in place of the rounded weights, which arranges everything else.
 """
@@ -24,7 +22,7 @@ from fusion.analysis.row_layout import Step
 from fusion.graph import Algebra, Reading, Value
 
 STEPS = 127
-NAME = "rounded_latent_attention"
+NAME = "int8_probability_attention"
 _COUNT = "weights are rounded to steps of 1 / {steps:g}, by the operator to 1 / 127"
 _SHARES = "shares of 1 are rounded, where the operator rounds exp(s - max s) and divides by its sum behind the product"
 _CUT = "weights are cut off toward zero, where the operator rounds to the nearest"
@@ -46,7 +44,9 @@ class _Steps:
     number: float = 1.0
 
 
-def rounded_attention(a: Algebra, root: Value, read: Callable[[Value], Outcome | str | None]) -> Outcome | str | None:
+def int8_probability_attention(
+    a: Algebra, root: Value, read: Callable[[Value], Outcome | str | None]
+) -> Outcome | str | None:
     """What `root` is if it is such attention; why it is none; None if it is not like it. `read` reads attention."""
     product = _down(a, root, _Steps(), "matmul")
     if product is None or whole(a, product[0].args[1]) is None:
@@ -183,7 +183,7 @@ def _without_total(a: Algebra, exps: Value, factors: Sequence[Value]) -> tuple[l
 
 def _renamed(a: Algebra, root: Value, outcome: Outcome, factors: Sequence[Value]) -> Outcome | str | None:
     """The reading of attention whose weights are not rounded as that of `root`."""
-    made = {value: each for value, each in outcome.items() if _is(each, "whole_latent_attention")}
+    made = {value: each for value, each in outcome.items() if _is(each, "int8_latent_attention")}
     if len(made) != 1:
         return None
     ((value, reading),) = made.items()

@@ -212,7 +212,7 @@ def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
     require(kv.is_contiguous() and kr.is_contiguous(), "the pages are not contiguous")
     if storage.nz_block is None:
         return in_rows(kv, None), in_rows(kr, None), "krope_ctkv"
-    kv, kr = (laid(each, each.shape[-2], "lines").squeeze(1) for each in (kv, kr))
+    kv, kr = (laid(each, each.shape[-2], "NZ").squeeze(1) for each in (kv, kr))
     return kv, kr, "int8_nzcache" if isinstance(storage, Int8Pages) else "nzcache"
 
 

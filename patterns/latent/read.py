@@ -5,10 +5,6 @@
 
 Both lines on the right hold for every c, so that neither keys nor values need be computed (DeepSeek-V2, 2024, §2.1).
 Every form is proven by building it: a value is a projection of heads if it is what the algebra makes of one.
-
-    latent_queries(nope, rope, absorbed)    latent_keys(latent, rope, up, rows)  latent_values(latent, up)
-        (without nope and up where the model itself absorbs them; keys and values are the first `rows`, None: all)
-    absorbed_query(x, weight, width, start, up)         head_lanes(x, weight, width, start, heads_first)
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ from fusion.analysis.rounding import unscaled
 from fusion.analysis.row_layout import once, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Readings, Value
 from fusion.graph.contractions import matmul, swapped
+from patterns.latent.words import ABSORBED_QUERY, HEAD_LANES, LATENT_KEYS, LATENT_QUERIES, LATENT_VALUES
 
 Operands = dict[Value, Reading]
 
@@ -123,12 +120,12 @@ def lane_forms(a: Algebra, opened: Value, start: int, count: Any) -> tuple[Value
 
 
 @reader(
-    gives=("latent_queries", "latent_keys", "latent_values", "absorbed_query", "head_lanes"),
-    needs=("softmax_attention", "chosen_keys", "rotation"),
+    gives=(LATENT_QUERIES, LATENT_KEYS, LATENT_VALUES, ABSORBED_QUERY, HEAD_LANES),
+    needs=("softmax_attention", "topk_mask", "rotation"),
 )
 def latent_operands(graph: Graph) -> Iterator[Found]:
     """What queries, keys and values of attention are, if they come from a latent; why they do not."""
-    listed = {value for value, _ in (*graph.readings.all("chosen_keys"), *graph.readings.missed("sparse_attention"))}
+    listed = {value for value, _ in (*graph.readings.all("topk_mask"), *graph.readings.missed("sparse_attention"))}
     for _, attention in graph.readings.all("softmax_attention"):
         parts = latents(graph.algebra, graph.readings, attention)
         if isinstance(parts, str):

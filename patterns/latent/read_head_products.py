@@ -13,11 +13,12 @@ from fusion import reader
 from fusion.analysis.row_layout import Step, named
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.read import stripped
+from patterns.latent.words import HEAD_PRODUCT
 
 ARRANGES = ("permute", "reshape")
 
 
-@reader(gives=("head_product",))
+@reader(gives=(HEAD_PRODUCT,))
 def head_products(graph: Graph) -> Iterator[Found]:
     """Every such product, of Parameters if any is known."""
     places = graph.places
@@ -53,4 +54,4 @@ def _reading(a: Algebra, x: Value, weight: Value, arranged: Sequence[Step]) -> R
     if finish is None:
         return "the result is arranged by several symbolic sizes"
     opened = a.reshape(x, (*rows[:-1], x.shape[-1]))
-    return Reading("head_product", {"x": opened, "weight": a.reshape(weight, weight.shape[-3:]), "finish": finish})
+    return Reading("head_product", {"x": opened, "weight": a.reshape(weight, weight.shape[-3:]), "output_view": finish})

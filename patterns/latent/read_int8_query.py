@@ -1,10 +1,4 @@
-"""Queries of attention over a latent that come from a W8A8 layer, or in floats before they are quantised themselves.
-
-    layer_query(layer, width, start, up)            lanes start … of each head of the layer, absorbed by up [N, D, C]
-    layer_lanes(layer, width, start, heads_first)   lanes that are rotated
-
-`layer` is a value that reads as whole_linear, with heads of `width` lanes.
-"""
+"""Queries of attention over a latent that come from a W8A8 layer, or in floats before they are quantised themselves."""
 
 from __future__ import annotations
 
@@ -16,16 +10,17 @@ from fusion import reader
 from fusion.analysis.row_layout import uncast
 from fusion.graph import Algebra, Found, Graph, Reading, Readings, Value
 from patterns.latent.read import absorption, as_turned, lane_forms, pulled, query_sources, rotations, sources
+from patterns.latent.words import LAYER_LANES, LAYER_QUERY
 
 
 @reader(
-    gives=("layer_query", "layer_lanes"),
+    gives=(LAYER_QUERY, LAYER_LANES),
     refines=("absorbed_query", "head_lanes"),
     needs=(
-        "whole_linear",
+        "int8_matmul",
         "latent_queries",
-        "whole_latent_attention",
-        "rounded_latent_attention",
+        "int8_latent_attention",
+        "int8_probability_attention",
         "folded_query",
         "quantise",
         "rotation",
@@ -33,7 +28,7 @@ from patterns.latent.read import absorption, as_turned, lane_forms, pulled, quer
 )
 def int8_queries(graph: Graph) -> Iterator[Found]:
     """Where the parts of latent queries come from, of a W8A8 layer or of one in floats that is not read yet."""
-    layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("whole_linear")}
+    layers = {value.below("cast", "reshape"): value for value, _ in graph.readings.all("int8_matmul")}
     known = {each.captures["absorbed"] for _, each in graph.readings.all("latent_queries")}
     a = graph.algebra
     for absorbed, rotated in _queries(graph.readings):
@@ -50,12 +45,12 @@ def _queries(found: Readings) -> list[tuple[Value, Value]]:
     """Absorbed and rotated queries of every attention over a latent, in floats or before they were quantised."""
     queries = [each.captures for _, each in found.all("latent_queries")]
     pairs = [(each["absorbed"], each["rope"]) for each in queries]
-    for _, attention in found.all("whole_latent_attention"):
+    for _, attention in found.all("int8_latent_attention"):
         quantised = _quantised(found, attention.captures["query"], "dynamic")
         folded = found.one(attention.captures["rope"], "folded_query")
         if quantised is not None and folded is not None:
             pairs.append((quantised.captures["x"], folded.captures["rope"]))
-    for _, attention in found.all("rounded_latent_attention"):
+    for _, attention in found.all("int8_probability_attention"):
         quantised = _quantised(found, attention.captures["query"], "head")
         if quantised is not None:
             pairs.append((quantised.captures["x"], attention.captures["rope"]))

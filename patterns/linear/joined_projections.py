@@ -29,7 +29,7 @@ class Layers(Group):
     third_bias: Any = tensor("N2", optional=True)
     fourth_bias: Any = tensor("N3", optional=True)
     rest: Any = tensor("*R", optional=True)
-    fixed: Any = attribute()
+    is_parameter_only: Any = attribute()
 
     def weights(self) -> list[Any]:
         """Those that there are."""
@@ -44,7 +44,9 @@ class Layers(Group):
         """The results of the first `count`."""
         results: list[Any] = [self.rest]
         for weight, bias in list(zip(self.weights(), self.biases(), strict=True))[count - 1 :: -1]:
-            results.insert(0, p.linear(x=x, weight=weight, bias=bias, beside=results[0], fixed=self.fixed))
+            results.insert(
+                0, p.linear(x=x, weight=weight, bias=bias, beside=results[0], is_parameter_only=self.is_parameter_only)
+            )
         return tuple(results[:-1])
 
 
@@ -74,7 +76,7 @@ class JoinedProjections(Rule):
     def guard(self, layers: Layers):
         """Joining is free only where it is done once."""
         once = "the weights do not come from Parameters alone: joining them would cost a copy at every call"
-        require(layers.fixed, once)
+        require(layers.is_parameter_only, once)
 
     @lowering
     def run(self, x: Tensor, layers: Layers):

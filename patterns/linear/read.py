@@ -1,8 +1,4 @@
-"""Linear layers: y = x Wᵀ (+ b), each with the one that follows it over the same input.
-
-A reading "linear" holds x [*B, K], weight [N, K] and bias [N]; `fixed` says whether weight and bias are computed from
-Parameters alone; `beside` is the next linear layer of the same x that one call could compute as well.
-"""
+"""Linear layers: y = x Wᵀ (+ b), each with the one that follows it over the same input."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from fusion import reader
+from fusion import reader, word
 from fusion.analysis.nodes import is_handed_out
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.contractions import swapped
@@ -60,7 +56,15 @@ def _biased(a: Algebra, places: Places, product: Value, bias: Value) -> Parts | 
     return None if parts is None or parts[2] is not None else (*parts[:2], bias)
 
 
-@reader(gives=("linear",), needs=("softmax_attention",))
+LINEAR = word(
+    "linear",
+    "x weightᵀ (+ bias)",
+    x="[*B, K]", weight="[N, K]", bias="[N]", beside="the next layer of the same x that one call could compute as well",
+    is_parameter_only="whether weight and bias are computed from Parameters alone",
+)  # fmt: skip
+
+
+@reader(gives=(LINEAR,), needs=("softmax_attention",))
 def linears(graph: Graph) -> Iterator[Found]:
     """Every linear layer.
 
@@ -85,7 +89,7 @@ def linears(graph: Graph) -> Iterator[Found]:
 def _reading(graph: Graph, parts: Parts, beside: Value | None) -> Reading:
     x, weight, bias = parts
     optional = {name: each for name, each in (("bias", bias), ("beside", beside)) if each is not None}
-    return Reading("linear", {"x": x, "weight": weight, "fixed": graph.is_fixed(weight, bias), **optional})
+    return Reading("linear", {"x": x, "weight": weight, "is_parameter_only": graph.is_fixed(weight, bias), **optional})
 
 
 def _whole(found: Mapping[Value, Parts], places: Places) -> list[Value]:

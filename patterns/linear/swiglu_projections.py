@@ -25,11 +25,13 @@ class Gate(Group):
     weight: Any = tensor("H K")
     bias: Any = tensor("H", optional=True)
     beside: Any = tensor("*G", optional=True)
-    fixed: Any = attribute()
+    is_parameter_only: Any = attribute()
 
     def term(self, p, x):
         """What it gives, perhaps in float32."""
-        layer = p.linear(x=x, weight=self.weight, bias=self.bias, beside=self.beside, fixed=self.fixed)
+        layer = p.linear(
+            x=x, weight=self.weight, bias=self.bias, beside=self.beside, is_parameter_only=self.is_parameter_only
+        )
         return p.maybe_cast(layer, to=f32)
 
 
@@ -62,7 +64,7 @@ class SwigluProjections(Rule):
     def guard(self, gate: Gate, up: Up):
         """Joining is free only where it is done once."""
         once = "the weights do not come from Parameters alone: joining them would cost a copy at every call"
-        require(gate.fixed and up.fixed, once)
+        require(gate.is_parameter_only and up.is_parameter_only, once)
         require((gate.bias is None) == (up.bias is None), "only one of gate and up has a bias")
 
     @lowering

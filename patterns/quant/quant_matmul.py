@@ -35,19 +35,21 @@ class QuantMatmul(Rule):
     @pattern
     def scaled(
         self, p, x=tensor("*B K"), weight=tensor("N K"), scale=tensor("N"), tokens=tensor("*B 1", optional=True),
-        bias=tensor("N", optional=True), dtype=attribute(), fixed=attribute(),
+        bias=tensor("N", optional=True), dtype=attribute(), is_parameter_only=attribute(),
     ):  # fmt: skip
         """A scale of each token, if there is one, and one of each channel."""
-        return p.whole_linear(x=x, weight=weight, scale=scale, tokens=tokens, bias=bias, dtype=dtype, fixed=fixed)
+        return p.int8_matmul(
+            x=x, weight=weight, scale=scale, tokens=tokens, bias=bias, dtype=dtype, is_parameter_only=is_parameter_only
+        )
 
     def guard(self, dtype: torch.dtype):
         """What the operator returns."""
         require(dtype in CODES, "the result is of {dtype}, the operator gives float16 and bfloat16", dtype=dtype)
 
     @lowering
-    def npu(self, x, weight, scale, tokens, bias, dtype, fixed):
+    def npu(self, x, weight, scale, tokens, bias, dtype, is_parameter_only):
         """One operator over the rows of all tokens."""
-        weight = prepared(weight) if fixed else weight.t()
+        weight = prepared(weight) if is_parameter_only else weight.t()
         rows = None if tokens is None else tokens.float().reshape(-1)
         more = {} if bias is None else {"bias": bias if bias.dtype in (torch.int32, dtype) else bias.float()}
         y = torch.ops.npu.npu_quant_matmul(

@@ -1,7 +1,5 @@
 """Products of whole numbers of 8 bits with their scales: (x · wᵀ) · s[token] · c[channel] (+ bias).
 
-    whole_linear(x, weight, scale, tokens, bias, dtype, fixed)      x [*B, K], weight [N, K], scale [N], tokens [*B, 1]
-
 The sums may be computed in int32 (`_int_mm` or a product in int32), or in float32 or bfloat16, which round them; or of
 operands that were multiplied by their scales before.
 """
@@ -20,6 +18,7 @@ from fusion.analysis.nodes import are_read_by, is_computed
 from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
+from patterns.quant.words import INT8_MATMUL
 
 _SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
 """Dtypes in which sums of products of int8 are computed; float16 ends at 65504."""
@@ -168,11 +167,11 @@ def _reading(graph: Graph, found: _Product, value: Value) -> Reading | str:
         tokens = graph.algebra.scale(tokens, found.factor)
     optional = {name: each for name, each in (("tokens", tokens), ("bias", found.bias)) if each is not None}
     how = {"x": found.x, "weight": found.weight, "scale": found.channels, "dtype": value.dtype}
-    return Reading("whole_linear", {**how, "fixed": graph.is_fixed(found.weight), **optional})
+    return Reading("int8_matmul", {**how, "is_parameter_only": graph.is_fixed(found.weight), **optional})
 
 
-@reader(gives=("whole_linear",))
-def int8_matmul(graph: Graph) -> Iterator[Found]:
+@reader(gives=(INT8_MATMUL,))
+def int8_matmuls(graph: Graph) -> Iterator[Found]:
     """All scaled products of whole numbers, as far as each goes on; why others are none."""
     known = _Products(graph.algebra)
     products = {value: each for value in list(graph.places) if (each := known.of(value)) is not None}

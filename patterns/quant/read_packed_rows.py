@@ -1,10 +1,4 @@
-"""Lines of bytes: whole numbers of 8 bits, numbers beside them, and the scales of runs of lanes, as one row of int8.
-
-    bits(x)                                 the memory of x, read as another dtype
-    byte_line(latent, rope, tile)           [int8(latent / scale) | bits(rope) | bits(scale)]
-
-A scale, in float32, is the largest of `tile` lanes over 127; `rope` is in bfloat16.
-"""
+"""Packed rows of a cache: int8 numbers, numbers beside them, and the scales of runs of lanes, as one row of bytes."""
 
 from __future__ import annotations
 
@@ -16,19 +10,20 @@ import torch
 from fusion import reader
 from fusion.analysis.nodes import is_computed
 from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value
+from patterns.quant.words import PACKED_KV_ROW
 
 _ORDER = "a line of bytes holds {what}; that of the operator int8, bfloat16, and float32 for the scales"
 _UNREAD = "whole numbers in a line of bytes are not those of runs of lanes by a scale that is the largest of each"
 _SCALES = "the scales in a line of bytes are not those that its whole numbers were divided by"
 
 
-@reader(gives=("byte_line",), needs=("quantise",))
+@reader(gives=(PACKED_KV_ROW,), needs=("quantise",))
 def packed_rows(graph: Graph) -> Iterator[Found]:
     """All lines of bytes; why others are none."""
     for value in [each for each in graph.places if each.op == "cat" and each.dtype == torch.int8]:
         made = _line(graph, value) if is_computed(graph, value) else None
         if made is not None:
-            yield value, Miss("byte_line", made) if isinstance(made, str) else made
+            yield value, Miss("packed_kv_row", made) if isinstance(made, str) else made
 
 
 def _line(graph: Graph, value: Value) -> Reading | str | None:
@@ -52,7 +47,7 @@ def _line(graph: Graph, value: Value) -> Reading | str | None:
         _with_lanes(a, graph.places, each, width)
         for each, width in ((latent, whole.shape[-1]), (rope, value.args[1].shape[-1] // torch.bfloat16.itemsize))
     )
-    return Reading("byte_line", {"latent": latent, "rope": rope, "tile": runs.captures["x"].shape[-1]})
+    return Reading("packed_kv_row", {"latent": latent, "rope": rope, "tile": runs.captures["x"].shape[-1]})
 
 
 def _source(piece: Value) -> Value:

@@ -1,10 +1,4 @@
-"""Numbers that are rounded to int8, by whatever scale.
-
-quantise(x, scale, scheme, ..)      scheme "dynamic": a scale of each token, computed from it; with its dtype
-                                    "static": what the model holds, also by, bias, zero_point, shift
-                                    "head": a factor of each head that queries are multiplied by
-token_scale(x, dtype)               max|x| / 127 over the last dim, of a dynamic scheme
-"""
+"""Numbers that are rounded to int8, by whatever scale."""
 
 from __future__ import annotations
 
@@ -19,9 +13,10 @@ from fusion.graph import Found, Graph, Miss, Reading
 from patterns.quant.quantise_by_head import by_head
 from patterns.quant.quantise_dynamic import UNSCALED, dynamic
 from patterns.quant.quantise_static import static
+from patterns.quant.words import QUANTISE, TOKEN_SCALE
 
 
-@reader(gives=("quantise", "token_scale"))
+@reader(gives=(QUANTISE, TOKEN_SCALE))
 def quantised(graph: Graph) -> Iterator[Found]:
     """Every value of int8 that is made of floating-point numbers: how it is quantised, and why not otherwise.
 

@@ -23,8 +23,13 @@ from patterns.quant.quant_matmul import prepared
 
 def int8_layer(p, x, weight, scale, tokens, dtype, is_parameter_only):
     """The term of a W8A8 layer, each token with a scale of its own."""
-    return p.whole_linear(
-        x=p.reshaped(x), weight=weight, scale=scale, tokens=p.reshaped(tokens), dtype=dtype, fixed=is_parameter_only
+    return p.int8_matmul(
+        x=p.reshaped(x),
+        weight=weight,
+        scale=scale,
+        tokens=p.reshaped(tokens),
+        dtype=dtype,
+        is_parameter_only=is_parameter_only,
     )
 
 
@@ -47,7 +52,10 @@ class FloatLayers(Group):
     def down(self, p, x):
         """x W_DQ and x W_DKV."""
         both = ((self.dq, self.beside_q), (self.dkv, self.beside_kv))
-        return [p.linear(x=x, weight=weight, fixed=self.is_parameter_only, beside=beside) for weight, beside in both]
+        return [
+            p.linear(x=x, weight=weight, is_parameter_only=self.is_parameter_only, beside=beside)
+            for weight, beside in both
+        ]
 
     def queries(self, p, norm, of):
         """Lanes to rotate, absorbed queries, and their latent."""
@@ -200,8 +208,8 @@ class StaticInt8Layers(TokenInt8Layers):
 
     def _layer(self, p, x8, name):
         weight, scale, bias = (getattr(self, name + each) for each in ("", "_scale", "_bias"))
-        how = dict(dtype=self.layer_dtype, fixed=self.is_parameter_only)
-        return p.whole_linear(x=p.reshaped(x8), weight=weight, scale=scale, bias=bias, **how)
+        how = dict(dtype=self.layer_dtype, is_parameter_only=self.is_parameter_only)
+        return p.int8_matmul(x=p.reshaped(x8), weight=weight, scale=scale, bias=bias, **how)
 
     def guard(self) -> None:
         """Refuse biases that are not added to the int8 products."""

@@ -14,9 +14,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fusion import reader
+from fusion import reader, word
 from fusion.analysis.lanes import NONE, Index, Leaves, Rows, Term, rows, same_lanes, terms
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+
+_ROTATED: dict[str, str] = {
+    "x": "[.., D]", "cos": "[.., D]", "sin": "[.., D]", "dtype": "of the result",
+    "source": '"half" or "interleaved": which lanes of x are pairs', "result": "the same of the result",
+}  # fmt: skip
+ROTATION = word("rotation", "pairs of lanes turned by angles of which cos and sin are given [.., D]", **_ROTATED)
+PARTIAL_ROTATION = word(
+    "partial_rotation",
+    "some of the lanes turned, the others as they are [.., D + E]",
+    **_ROTATED, rest="[.., E]", rest_first="whether these stand first",
+)  # fmt: skip
 
 ORDERS = ("half", "interleaved")
 
@@ -38,7 +49,7 @@ _TURNING = ("add", "cat", "reshape", "slice_scatter", "cast")
 """Ops of values that may be rotations."""
 
 
-@reader(gives=("rotation", "partial_rotation"))
+@reader(gives=(ROTATION, PARTIAL_ROTATION))
 def rotations(graph: Graph) -> Iterator[Found]:
     """Rotations of lanes, of values that nodes hold; one that only carries another along is none of its own."""
     turned: set[Value] = set()

@@ -42,17 +42,17 @@ class Listing(Group):
 
     def listed(self, p) -> Any:
         """The mask of keys that are listed in whatever way."""
-        return p.chosen_keys(places=self.places, distinct=self.distinct, **self._seen())
+        return p.topk_mask(places=self.places, distinct=self.distinct, **self._seen())
 
     def indexed(self, p) -> Any:
         """The same of what an indexer finds behind the same mask."""
         parts = dict(query=self.query, key=self.rows(p), weights=self.weights, places=self.places, count=self.count)
-        places = p.index_selection(**parts, **self._seen())
-        return p.chosen_keys(places=places, distinct=self.distinct, **self._seen())
+        places = p.lightning_indexer(**parts, **self._seen())
+        return p.topk_mask(places=places, distinct=self.distinct, **self._seen())
 
     def _seen(self) -> dict[str, Any]:
-        seen = dict(order=self.mask_kind, window=None, known=self.kv_len, length=self.kv_lens)
-        return seen | dict(some=self.every_row_nonempty)
+        seen = dict(mask_kind=self.mask_kind, window=None, kv_len=self.kv_len, kv_lens=self.kv_lens)
+        return seen | dict(every_row_nonempty=self.every_row_nonempty)
 
     def rows(self, p) -> Any:
         """The keys of the indexer."""
@@ -68,7 +68,7 @@ class Listing(Group):
 
         In mode 3 the last query sees the last of these keys; in mode 0 every query sees all of them.
         """
-        mode = 0 if self.mask_kind == "full" else 3
+        mode = 0 if self.mask_kind == "none" else 3
         spec = MaskSpec(self.mask_kind, None, self.kv_len, self.kv_lens).from_last(queries.shape[1], keys)
         if spec.kv_lens is not None:
             return mode, spec.kv_lens.to(torch.int32)
@@ -114,7 +114,7 @@ class PagedListing(Listing):
 
     def rows(self, p) -> Any:
         """The keys as they are gathered."""
-        how = dict(table=self.block_table, size=self.size, lies=self.layout)
+        how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         return p.paged_rows(rows=self.key, pages=self.pages, **how)
 
     def refuse(self, fully_masked_row: str) -> None:

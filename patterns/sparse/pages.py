@@ -25,8 +25,8 @@ class LatentPages(Pages):
 
     def terms(self, p) -> tuple[Any, Any]:
         """Both, by whatever tables."""
-        of_rope = dict(table=self.rope_table, size=self.rope_size, lies=self.rope_layout)
-        rows = dict(table=self.block_table, size=self.size, lies=self.layout)
+        of_rope = dict(block_table=self.rope_table, size=self.rope_size, layout=self.rope_layout)
+        rows = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         return (
             p.paged_rows(rows=self.first, pages=self.first_pages, **rows),
             p.paged_rows(rows=self.second, pages=self.second_pages, **of_rope),
@@ -47,7 +47,7 @@ class LatentPages(Pages):
 
 def of_rows(*layouts: str) -> None:
     """Refuse blocks of NZ."""
-    require(set(layouts) == {"rows"}, _OF_NZ)
+    require(set(layouts) == {"BSND"}, _OF_NZ)
 
 
 def read(pages: Tensor, size: Any) -> Tensor:

@@ -3,9 +3,6 @@
     places = top-k over j of Σ_n w[i, n] · relu(q[i, n] · k[j]), of the keys j that a mask lets through
 
 Positive factors that all scores have are left out: they change no order.
-
-    chosen_keys(places; order, window, known, length, some, distinct)       a mask of attention that lists keys
-    index_selection(query [B, S, N, D], key [B, T, D], weights [B, S, N], places; count, order, …)       what lists them
 """
 
 from __future__ import annotations
@@ -29,13 +26,14 @@ from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
 from patterns.attention.assumed import Assumed
 from patterns.attention.masks import MASKED, Limits, Sizes, Term, bounded, limits, sees_some, visible
+from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
 _SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
 _SIGN = "scores are multiplied by a number that is not positive, which changes their order"
 
 
-def chosen_keys(
+def topk_mask(
     a: Algebra, positions: Positions, terms: Sequence[Term], sizes: Sizes, begins: frozenset[Affine], mask: Value
 ) -> dict[Value, Reading | str]:
     """A reading of `mask`, if it lets through what each row lists, within bounds; why it is none, by the list."""
@@ -60,7 +58,7 @@ def chosen_keys(
     count = places.shape[-1]
     listed = a.expand(a.reshape(places, (prod(lead), queries, count)), (batch, queries, count))
     captures = {"places": listed, "distinct": _distinct(places), **words}
-    return {mask: Reading("chosen_keys", captures, positions.names())}
+    return {mask: Reading("topk_mask", captures, positions.names())}
 
 
 def _distinct(places: Value) -> bool:
@@ -76,11 +74,11 @@ def _distinct(places: Value) -> bool:
 
 def _words(a: Algebra, bounds: Limits, sizes: Sizes, begins: frozenset[Affine]) -> dict[str, Any] | None:
     """The bounds in words, and whether every query is known to see a key."""
-    found = {"order": "full", "window": None, "known": None}
+    found = {"mask_kind": "none", "window": None, "kv_len": None}
     if bounds == Limits(None, None, False, ()):
-        return {**found, "some": True}
+        return {**found, "every_row_nonempty": True}
     words = bounded(a, bounds, sizes, begins)
-    return {**found, **words, "some": sees_some(bounds, *sizes[2:])} if words else None
+    return {**found, **words, "every_row_nonempty": sees_some(bounds, *sizes[2:])} if words else None
 
 
 @dataclass(frozen=True)
@@ -92,18 +90,18 @@ class _Scores:
     terms: tuple[Term, ...]
 
 
-@reader(gives=("index_selection",), needs=("chosen_keys",))
-def index_selections(graph: Graph) -> Iterator[Found]:
+@reader(gives=(LIGHTNING_INDEXER,), needs=("topk_mask",))
+def lightning_indexers(graph: Graph) -> Iterator[Found]:
     """What lists the keys that attention sees, if it is a lightning indexer; why it is none."""
     assumed = Assumed(graph.algebra, graph.facts.assumed)
     written = [value for value in graph.places if value.op in ("write", "write_rows")]
-    for _, each in graph.readings.all("chosen_keys"):
+    for _, each in graph.readings.all("topk_mask"):
         places = each.captures["places"]
-        found = index_selection(graph.algebra, graph.shared(Folder), assumed, written, places.below("reshape"))
+        found = lightning_indexer(graph.algebra, graph.shared(Folder), assumed, written, places.below("reshape"))
         yield places, Miss("sparse_attention", found) if isinstance(found, str) else found
 
 
-def index_selection(
+def lightning_indexer(
     a: Algebra, folder: Folder, assumed: Assumed, written: Sequence[Value], places: Value
 ) -> Reading | str:
     """What lists the keys, if it is a lightning indexer; why it is none."""
@@ -133,7 +131,7 @@ def index_selection(
         return "how many keys are listed is not known"
     listed = a.reshape(places, (batch, queries, places.attrs[0]))
     captures = {"query": query, "key": key, "weights": weights, "places": listed, "count": count}
-    return Reading("index_selection", captures | words, positions.names())
+    return Reading("lightning_indexer", captures | words, positions.names())
 
 
 def _at_most(count: Any) -> int | None:

@@ -120,7 +120,7 @@ def test_what_is_added_to_a_whole_product_or_gates_it_leaves_it_one():
         return y + torch.sigmoid(y) * y
 
     graph = read_graph(capture(scaled(gated), layer(5)(torch.bfloat16)).graph.graph)
-    found = [value for value, _ in graph.readings.all("whole_linear")]
+    found = [value for value, _ in graph.readings.all("int8_matmul")]
     assert [value.dtype for value in found] == [torch.bfloat16]
     assert not graph.readings.missed("quant_matmul")
 

@@ -1,0 +1,38 @@
+"""What values mean in softmax attention; queries [B, N, S, D], keys [B, M, T, D], values [B, M, T, E], M divides N."""
+
+from fusion import word
+
+_SEEN = {
+    "mask": "a dense mask [B, N, S, T] where one is kept, True or 0 for a key that is seen",
+    "mask_kind": '"none", "causal_upper_left" (j ≤ i), "causal_lower_right" (the last query sees the last key '
+    'there is) or "dense"',
+    "window": "how many keys before its own a query sees, None for all",
+    "kv_len": "how many keys there are for every sequence, None for all T",
+    "kv_lens": "how many keys there are for each sequence [B]",
+    "fully_masked_row": '"zero", "nan" or "mean": what a query without keys gives',
+}
+"""What every reading of attention says of the keys that are seen."""
+
+SOFTMAX_ATTENTION = word(
+    "softmax_attention",
+    "softmax(scale · q kᵀ) v over the keys that are seen, arranged as output_view says",
+    q="[B, N, S, D]", k="[B, M, T, D]", v="[B, M, T, E]", scale="a number", **_SEEN,
+    output_view="steps from [B, N, S, E] to the value; sizes that are symbolic by name",
+    sink="[N], a score that takes its share and has no value",
+)  # fmt: skip
+SOFTMAX_LSE = word(
+    "softmax_lse",
+    "log Σ exp of the scores of such an attention [B, N, S]",
+    q="[B, N, S, D]", k="[B, M, T, D]", scale="a number", sink="[N]", **_SEEN,
+)  # fmt: skip
+KEY_LENGTHS = word(
+    "key_lengths",
+    "a mask by which every query of a sequence sees its first keys, perhaps none",
+    mask="the mask itself",
+    kv_lens="[B]",
+)
+LSE_MERGE = word(
+    "lse_merge",
+    "Σᵢ exp(lseᵢ - lse) outᵢ with lse = log Σᵢ exp(lseᵢ): outputs of attention over parts of the keys",
+    **{f"{name}{number}": dims for number in range(8) for name, dims in (("out", "[*B, D]"), ("lse", "[*B]"))},
+)

@@ -1,0 +1,73 @@
+"""What values mean in attention over a latent c [B, T, C] and a rotated key r [B, T, Dr] that all heads share.
+
+k[b, n, t] = [W_UK[n] c[b, t], r[b, t]]      v[b, n, t] = c[b, t] W_UV[n]                (DeepSeek-V2, 2024, §2.1)
+"""
+
+from fusion import word
+from patterns.attention.words import SOFTMAX_ATTENTION
+
+_SEEN = {
+    name: dims for name, dims in (SOFTMAX_ATTENTION.captures or {}).items() if name not in ("q", "k", "v", "scale")
+}
+_LANES = {"weight": "[N · width, K]", "width": "lanes of a head", "start": "the first of them"}
+
+LATENT_QUERIES = word(
+    "latent_queries",
+    "queries of all heads [B, N, S, D + Dr]",
+    nope="[B, N, S, D], where the model does not absorb W_UK itself", rope="[B, N, S, Dr]",
+    absorbed="nope W_UK [B, N, S, C]",
+)  # fmt: skip
+LATENT_KEYS = word(
+    "latent_keys",
+    "keys of all heads",
+    latent="c", rope="r", up="W_UK [N, D, C]", rows="only so many of the first keys are read, None for all",
+)  # fmt: skip
+LATENT_VALUES = word("latent_values", "values of all heads", latent="c", up="W_UV [N, C, E]")
+ABSORBED_QUERY = word(
+    "absorbed_query",
+    "lanes of every head of x Wᵀ times W_UK [B, N, S, C]",
+    x="[B, S, K]",
+    **_LANES,
+    up="W_UK [N, D, C]",
+)
+HEAD_LANES = word(
+    "head_lanes",
+    "lanes of every head of x Wᵀ",
+    x="[B, S, K]", **_LANES, heads_first="whether heads stand before positions",
+)  # fmt: skip
+LAYER_QUERY = word(
+    "layer_query",
+    "lanes of every head of a layer times W_UK [B, N, S, C]",
+    layer="a value that reads as int8_matmul [.., N · width]", width="lanes of a head", start="the first of them",
+    up="W_UK [N, D, C]",
+)  # fmt: skip
+LAYER_LANES = word(
+    "layer_lanes",
+    "lanes of every head of a layer",
+    layer="a value that reads as int8_matmul [.., N · width]", width="lanes of a head", start="the first of them",
+    heads_first="whether heads stand before positions",
+)  # fmt: skip
+HEAD_PRODUCT = word(
+    "head_product",
+    "x times a matrix of each head",
+    x="[B, N, S, K]", weight="[N, K, M]", output_view="steps from [B, N, S, M] to the value",
+)  # fmt: skip
+INT8_LATENT_ATTENTION = word(
+    "int8_latent_attention",
+    "scores = scale · ((query latentᵀ) · tokens · of_keys · keys_by + ..), out = P latent · of_values · values_by",
+    query="[B, N, S, C] in int8", tokens="[B, N, S, 1], a scale of each token and head", latent="c in int8",
+    rope="a folded_query [B, N, S, Dr]", k_rope="r", of_keys="[1]", of_values="[1]", keys_by="a number",
+    values_by="a number", scale="a number", **_SEEN,
+)  # fmt: skip
+FOLDED_QUERY = word(
+    "folded_query",
+    "rope / (tokens · of_keys · by): what is added to the int8 products before they are scaled",
+    rope="[B, N, S, Dr]", tokens="[B, N, S, 1]", of_keys="[1]", by="a number",
+)  # fmt: skip
+INT8_PROBABILITY_ATTENTION = word(
+    "int8_probability_attention",
+    "out = (round(127 p) latent) · of_values · values_by / Σ p, p = exp(s - max s), "
+    "s = scale · (of_scores · (query latentᵀ) + rope k_ropeᵀ)",
+    query="[B, N, S, C] in int8", rope="[B, N, S, Dr]", latent="c in int8", k_rope="r", of_scores="[N]",
+    of_values="[N] or [1]", values_by="a number", scale="a number", **_SEEN,
+)  # fmt: skip
