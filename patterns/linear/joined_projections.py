@@ -73,8 +73,9 @@ class JoinedProjections(Rule):
 
     def guard(self, layers: Layers):
         """Joining is free only where it is done once."""
-        once = "the weights do not come from Parameters alone: joining them would cost a copy at every call"
-        require(layers.fixed, once)
+        require(
+            layers.fixed, "the weights do not come from Parameters alone: joining them would cost a copy at every call"
+        )
 
     @lowering
     def run(self, x: Tensor, layers: Layers):
