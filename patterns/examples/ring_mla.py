@@ -24,11 +24,14 @@ def parts(queries: int = S, keys: int = T, heads: int = N, lanes: int = D + DR) 
 def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Parts:
     """Weights and their sums in float32."""
     scores = (q @ k.transpose(-2, -1)).float() * SCALE
-    scores = scores if mask is None else scores + mask
+    return _summed(scores if mask is None else scores + mask, v)
+
+
+def _summed(scores: Tensor, v: Tensor) -> Parts:
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
-    return (weights / total).to(q.dtype) @ v, top + total.log()
+    return (weights / total).to(v.dtype) @ v, top + total.log()
 
 
 def diagonal(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Parts:
@@ -45,16 +48,10 @@ def without_last_dim(q: Tensor, k: Tensor, v: Tensor) -> Parts:
 
 def chosen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Parts:
     """Keys that are chosen by a mask which is passed in."""
-    scores = ((q @ k.transpose(-2, -1)).float() * SCALE).masked_fill(~seen, -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    return (weights / total).to(q.dtype) @ v, top + total.log()
+    return _summed((q @ k.transpose(-2, -1)).float().mul(SCALE).masked_fill(~seen, -torch.inf), v)
 
 
-def merged(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor, mask: Tensor | None = None
-) -> Parts:  # fmt: skip
+def merged(q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor, mask: Tensor | None = None) -> Parts:
     """Over more keys than those that gave `before` [B, N, S, E], with log-sum-exps `sums` [B, N, S, 1]."""
     out, lse = attended(q, k, v, mask)
     top = torch.maximum(sums, lse)
@@ -73,9 +70,7 @@ def with_before(queries: int = S, keys: int = T) -> Inputs:
     return make
 
 
-def diagonal_merged(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor, weight: Tensor
-) -> Parts:  # fmt: skip
+def diagonal_merged(q: Tensor, k: Tensor, v: Tensor, before: Tensor, sums: Tensor, weight: Tensor) -> Parts:
     """The block on the diagonal after others."""
     mask = hidden(causal(q.shape[2], q.shape[2]), torch.float32)
     return merged(linear(q, weight), k, v, before, sums, mask)

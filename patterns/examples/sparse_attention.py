@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -107,6 +107,21 @@ def chosen(scores: Tensor, count: int = LISTED) -> Tensor:
     return torch.zeros(scores.shape, dtype=torch.bool).scatter(-1, places, True)
 
 
+def found(score: Callable[..., Tensor], seen: Tensor, index: Sequence[Tensor]) -> Tensor:
+    """The same, of the keys that are seen."""
+    return chosen(score(*index).masked_fill(~seen, -torch.inf)) & seen
+
+
+def by_sdpa(q: Tensor, kv: tuple[Tensor, Tensor], listed: Tensor) -> Tensor:
+    """Attention to the keys at which booleans [B, S, T] are true."""
+    return scaled_dot_product_attention(q, *kv, attn_mask=listed.unsqueeze(1))
+
+
+def by_eager(q: Tensor, kv: tuple[Tensor, Tensor], listed: Tensor) -> Tensor:
+    """The same with a mask that is added."""
+    return eager(q, *kv, hidden(listed, q.dtype).unsqueeze(1))
+
+
 def transformers(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
     """A prompt: masks are added, and filled in where a key is not listed."""
     mask = hidden(causal(S, S), q.dtype)
@@ -125,19 +140,12 @@ def deepseek(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor
 
 def booleans(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
     """A prompt: masks are booleans."""
-    seen = causal(S, S)
-    listed = chosen(by_sum(*index).masked_fill(~seen, -torch.inf)) & seen
-    k, v = keys_values(latent, rope, up)
-    return scaled_dot_product_attention(q, k, v, attn_mask=listed.unsqueeze(1))
+    return by_sdpa(q, keys_values(latent, rope, up), found(by_sum, causal(S, S), index))
 
 
 def step(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
     """One token over a cache that is filled up to its position."""
-    *scored_by, at = index
-    seen = causal(1, T, at)
-    listed = chosen(by_einsum(*scored_by).masked_fill(~seen, -torch.inf)) & seen
-    k, v = keys_values(latent, rope, up)
-    return scaled_dot_product_attention(q, k, v, attn_mask=listed.unsqueeze(1))
+    return by_sdpa(q, keys_values(latent, rope, up), found(by_einsum, causal(1, T, index[3]), index[:3]))
 
 
 def chunk(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
@@ -153,15 +161,13 @@ def chunk(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -
 
 def encoder(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
     """Queries may see every key."""
-    mask = hidden(chosen(by_sum(*index)), q.dtype)
-    return eager(q, *keys_values(latent, rope, up), mask.unsqueeze(1))
+    return by_eager(q, keys_values(latent, rope, up), chosen(by_sum(*index)))
 
 
 def absorbed(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, places: Tensor) -> Tensor:
     """A list that comes from elsewhere."""
     listed = torch.zeros(B, S, S, dtype=torch.bool).scatter(-1, places, True)
-    k, v = keys_values(latent, rope, up)
-    return scaled_dot_product_attention(q, k, v, attn_mask=listed.unsqueeze(1))
+    return by_sdpa(q, keys_values(latent, rope, up), listed)
 
 
 EXAMPLES = (
@@ -188,9 +194,7 @@ def scored(score: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A prompt whose keys are chosen by other scores."""
 
     def forward(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
-        seen = causal(S, S)
-        listed = chosen(score(*index).masked_fill(~seen, -torch.inf)) & seen
-        return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
+        return by_eager(q, keys_values(latent, rope, up), found(score, causal(S, S), index))
 
     return forward
 
@@ -212,30 +216,22 @@ def worst_weights(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
 
 def any_mask(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
     """Beside the list, a mask that may be anything."""
-    *scored_by, seen = index
-    listed = chosen(by_einsum(*scored_by).masked_fill(~seen, -torch.inf)) & seen
-    return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
+    return by_eager(q, keys_values(latent, rope, up), found(by_einsum, index[3], index[:3]))
 
 
 def chosen_unmasked(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
     """Keys are chosen among all, then those behind the query are hidden, so that none may be left."""
-    listed = chosen(by_einsum(*index)) & causal(S, S)
-    return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
+    return by_eager(q, keys_values(latent, rope, up), chosen(by_einsum(*index)) & causal(S, S))
 
 
 def unproven(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
     """Several tokens over a cache that nothing was written into, so that they may stand behind its end."""
-    *scored_by, at = index
-    seen = causal(S, T, at)
-    listed = chosen(by_einsum(*scored_by).masked_fill(~seen, -torch.inf)) & seen
-    return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
+    return by_eager(q, keys_values(latent, rope, up), found(by_einsum, causal(S, T, index[3]), index[:3]))
 
 
 def short(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -> Tensor:
     """Fewer keys than queries, of which the last ones see all."""
-    seen = causal(S, FEW)
-    listed = chosen(by_einsum(*index).masked_fill(~seen, -torch.inf)) & seen
-    return eager(q, *keys_values(latent, rope, up), hidden(listed, q.dtype).unsqueeze(1))
+    return by_eager(q, keys_values(latent, rope, up), found(by_einsum, causal(S, FEW), index))
 
 
 def anything() -> Tensor:

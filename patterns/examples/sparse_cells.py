@@ -13,11 +13,11 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from fusion import Example
 from patterns.examples.inputs import normal
-from patterns.examples.sparse_attention import B, D, E, H, N, by_matmul, causal, chosen, keys_values
+from patterns.examples.sparse_attention import B, D, E, H, N, by_matmul, by_sdpa, causal, chosen, keys_values
 
 LISTINGS = ("indexer", "paged indexer", "NZ indexer", "list")
 SOURCES = ("rows", "pages", "NZ pages", "two tables", "two sizes")
@@ -81,7 +81,7 @@ def cell(listing: str, source: str, visibility: str, s: Sizes = SMALL, cut: int 
             scores = by_matmul(query, read(by, key, of_keys)[:, :keys], weights)
             listed = chosen(scores if seen is None else scores.masked_fill(~seen, -torch.inf), LISTED)
         listed = listed if seen is None else listed & seen
-        return scaled_dot_product_attention(q, k[:, :, :keys], v[:, :, :keys], attn_mask=listed.unsqueeze(1))
+        return by_sdpa(q, (k[:, :, :keys], v[:, :, :keys]), listed)
 
     def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
         other = OTHER if source == "two tables" else TABLE

@@ -75,8 +75,10 @@ class JoinedProjections(Rule):
 
     def guard(self, layers: Layers):
         """Joining is free only where it is done once."""
-        once = "the weights do not come from Parameters alone: joining them would cost a copy at every call"
-        require(layers.is_parameter_only, once)
+        require(
+            layers.is_parameter_only,
+            "the weights do not come from Parameters alone: joining them would cost a copy at every call",
+        )
 
     @lowering
     def run(self, x: Tensor, layers: Layers):

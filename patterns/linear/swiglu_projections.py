@@ -63,8 +63,8 @@ class SwigluProjections(Rule):
 
     def guard(self, gate: Gate, up: Up):
         """Joining is free only where it is done once."""
-        once = "the weights do not come from Parameters alone: joining them would cost a copy at every call"
-        require(gate.is_parameter_only and up.is_parameter_only, once)
+        fixed = gate.is_parameter_only and up.is_parameter_only
+        require(fixed, "the weights do not come from Parameters alone: joining them would cost a copy at every call")
         require((gate.bias is None) == (up.bias is None), "only one of gate and up has a bias")
 
     @lowering

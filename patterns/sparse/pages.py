@@ -11,8 +11,6 @@ from fusion import attribute, require, tensor
 from patterns.attention import calls
 from patterns.attention.pages import Pages
 
-_OF_NZ = "the operator reads pages as rows of tokens, not in blocks of NZ"
-
 
 @dataclass(frozen=True)
 class LatentPages(Pages):
@@ -47,7 +45,7 @@ class LatentPages(Pages):
 
 def of_rows(*layouts: str) -> None:
     """Refuse blocks of NZ."""
-    require(set(layouts) == {"BSND"}, _OF_NZ)
+    require(set(layouts) == {"BSND"}, "the operator reads pages as rows of tokens, not in blocks of NZ")
 
 
 def read(pages: Tensor, size: Any) -> Tensor:

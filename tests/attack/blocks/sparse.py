@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..writer import Writer
 from .latent import SMALL, Widths, expanded
 
@@ -37,16 +39,43 @@ def listed(w: Writer) -> None:
     if w.maybe():
         scores = w.input(("B", "S", keys), "apart", name="score")
     else:
-        query, key = w.input(("B", "S", 2, 8), name="iq"), w.input(("B", keys, 8), name="ik")
-        heads = w.input(("B", "S", 2), name="iw")
-        products = w.let(f"F.relu(torch.einsum('bshd,btd->bsht', {query}.float(), {key}.float()))", "products")
-        scores = w.let(f"torch.einsum('bsht,bsh->bst', {products}, {heads}.float())", "score")
+        scores = indexed(w, w.input(("B", "S", 2, 8), name="iq"), w.input(("B", keys, 8), name="ik"), "S")
+    both = chosen(w, scores, seen)
+    w.give(expanded(w, d, q, latent, rope, up, both), ("B", d.heads, "S", d.value))
+
+
+def indexed(w: Writer, query: str, key: str, rows: Any) -> str:
+    """The scores of an indexer."""
+    heads = w.input(("B", rows, 2), name="iw")
+    products = w.let(f"F.relu(torch.einsum('bshd,btd->bsht', {query}.float(), {key}.float()))", "products")
+    return w.let(f"torch.einsum('bsht,bsh->bst', {products}, {heads}.float())", "score")
+
+
+def chosen(w: Writer, scores: str, seen: str) -> str:
+    """The keys of the largest scores that are seen."""
     hidden = w.let(f"{scores}.masked_fill(~{seen}, float('-inf'))", "score")
     places = w.let(f"{hidden}.topk(min({w.pick(1, 2)}, {hidden}.shape[-1]), dim=-1).indices", "places")
     chosen = w.let(f"torch.zeros({hidden}.shape, dtype=torch.bool).scatter(-1, {places}, True)", "chosen")
-    both = w.let(f"({chosen} & {seen}).unsqueeze(1)", "seen")
     w.fuses("sparse_attention", "latent", "attention", target="host")
-    w.give(expanded(w, d, q, latent, rope, up, both), ("B", d.heads, "S", d.value))
+    return w.let(f"({chosen} & {seen}).unsqueeze(1)", "seen")
+
+
+def listed_pages(w: Writer) -> None:
+    """One token each over some rows of pages, up to a length; rotated lanes may have a block table of their own."""
+    d, size, pages = Widths(w.pick(1, 2, 4), *SMALL), 4, 3
+    q = w.take(("B", d.heads, 1, d.nope + d.rope), "q")
+    table, other = (w.input(("B", pages), "distinct 9", name="table") for _ in range(2))
+    named = ((d.latent, table), (d.rope, w.pick(table, table, other)), (8, w.pick(table, other)))
+    latent, rope, key = (w.let(f"{w.input((9, size, width))}[{by}].flatten(1, 2)", "rows") for width, by in named)
+    up = w.input((d.heads * (d.nope + d.value), d.latent), "matrix", name="up")
+    lengths = w.let(f"{w.input(('B',), f'below {size * pages}', name='length')} + 1", "length")
+    seen = w.let(f"(torch.arange({size * pages}) < {lengths}[:, None])[:, None]", "seen")
+    if w.maybe():
+        scores = w.input(("B", 1, size * pages), "apart", name="score")
+    else:
+        scores = indexed(w, w.input(("B", 1, 2, 8), name="iq"), key, 1)
+    both = chosen(w, scores, seen)
+    w.give(expanded(w, d, q, latent, rope, up, both), ("B", d.heads, 1, d.value))
 
 
 def paged_attention(w: Writer) -> None:
@@ -108,4 +137,4 @@ def merged(w: Writer) -> None:
     w.give(w.let(f"({first} + {second}).to({outs[0]}.dtype)", "o"), ("B", n, "S", width))
 
 
-BLOCKS = (routing, listed, paged_attention, gathered, parts, merged)
+BLOCKS = (routing, listed, listed_pages, paged_attention, gathered, parts, merged)
