@@ -57,4 +57,3 @@ EXAMPLES = (
 REJECTS = (Example("bias", _decoder, tensors((2, 3, 64), (64,), (64,)), "one addend is broadcast"),)
 
 TRIED = {"add_rms_norm": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -59,4 +59,3 @@ EXAMPLES = (
 REJECTS = (Example("addends of two dtypes", wide_sum, inputs(5, other=True), "the addends of the norm have different"),)
 
 TRIED = {"add_rms_norm_dynamic_quant": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -17,19 +17,19 @@ Mask = Callable[..., Tensor]
 B, N, M, S, T, D = 2, 4, 2, 5, 16, 16
 
 
-def heads(number: int, size: int, dtype: torch.dtype, seed: int, width: int = D) -> Tensor:
-    """A tensor [B, number, size, width]."""
-    return torch.randn(B, number, size, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def heads(number: int, size: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """A tensor [B, number, size, D]."""
+    return torch.randn(B, number, size, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def qkv(queries: int = S, keys: int = S, shared: int = M, *more: Callable[[torch.dtype], Tensor]) -> Inputs:
     """Queries of N heads, keys and values of `shared` heads, and what else is asked for."""
 
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        q, k, v = heads(N, queries, dtype, 1), heads(shared, keys, dtype, 2), heads(shared, keys, dtype, 3)
-        return (q, k, v, *(each(dtype) for each in more))
-
-    return make
+    sizes = (N, queries), (shared, keys), (shared, keys)
+    return lambda dtype: (
+        *(heads(*size, dtype, seed) for seed, size in enumerate(sizes, 1)),
+        *(each(dtype) for each in more),
+    )
 
 
 def padding(dtype: torch.dtype) -> Tensor:
@@ -207,4 +207,3 @@ REJECTS = (
 )
 
 TRIED = {"attention": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -166,9 +166,7 @@ def cells(of: Callable[..., Example], *encodings: tuple[str, ...], s: Sizes = SM
 
 
 FORMS = (("rows", "count"), ("pages", "none"), ("pages of heads", "count"), ("NZ pages", "none"), ("NZ pages", "count"))
-LATENT_FORMS = (
-    ("rows", "count"), ("pages", "none"), ("pages", "count"), ("NZ pages", "none"), ("NZ pages", "count"),
-)  # fmt: skip
+LATENT_FORMS = (FORMS[0], FORMS[1], ("pages", "count"), *FORMS[3:])
 SUMMED = tuple(latent("plain", *cell, "y and lse", SMALL) for cell in LATENT_FORMS)
 INT8 = tuple(latent("int8", *cell, "y", SMALL) for cell in LATENT_FORMS)
 

@@ -10,22 +10,18 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, tensors
 
 B, N, M, D, WIDE, BLOCKS, SIZE, PAGES = 2, 4, 2, 16, 48, 7, 4, 3
 ROOM = PAGES * SIZE
 TABLE = torch.tensor([[3, 6, -1], [5, 3, 2]])
 
 
-def inputs(queries: int, *more: Tensor) -> Inputs:
-    """Queries [B, N, S, D], pages of keys and values, the block table, and what else is asked for."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        shapes = ((B, N, queries, D), *2 * ((BLOCKS, SIZE, M, D),))
-        data = (normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
-        return *data, TABLE.clone(), *(each.clone() for each in more)
-
-    return make
+def inputs(queries: int, *more: Tensor, lanes: int = 0) -> Inputs:
+    """Queries [B, N, S, D], pages of keys and values, or NZ pages of one head, the block table, and more."""
+    page, width = ((1, WIDE // lanes, SIZE, lanes), WIDE) if lanes else ((SIZE, M, D), D)
+    given = tensors((B, N, queries, width), *2 * ((BLOCKS, *page),))
+    return lambda dtype: (*given(dtype), TABLE.clone(), *(each.clone() for each in more))
 
 
 Attend = Callable[..., Tensor]
@@ -124,17 +120,6 @@ def tokens(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tens
     return torch.einsum("bnt,btnd->bnd", shares, v)
 
 
-def nz(lanes: int = 16) -> Inputs:
-    """Queries [B, N, 1, D] and NZ pages of one head [Block, 1, D / L, Size, L]."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        shapes = ((B, N, 1, WIDE), *2 * ((BLOCKS, 1, WIDE // lanes, SIZE, lanes),))
-        data = (normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
-        return *data, TABLE.clone(), LENGTHS.clone()
-
-    return make
-
-
 step = by_hand()
 EXAMPLES = (
     Example("a step", step, inputs(1, LENGTHS)),
@@ -150,7 +135,7 @@ EXAMPLES = (
     Example("no dim for queries", tokens, inputs(1, LENGTHS)),
     Example("whole pages", by_sdpa(), inputs(2)),
     Example("a sink over pages", with_sink, inputs(1, LENGTHS, SINKS)),
-    Example("lines of one head", by_sdpa(of_nz), nz()),
+    Example("lines of one head", by_sdpa(of_nz), inputs(1, LENGTHS, lanes=16)),
 )
 
 
@@ -166,10 +151,9 @@ def some_lanes(q: Tensor, keys: Tensor, values: Tensor, *more: Tensor) -> Tensor
 
 GATHERED = (
     (Example("some lanes of pages", some_lanes, inputs(1, LENGTHS)), "do not lie together"),
-    (Example("short lines", by_sdpa(of_nz), nz(8)), "in lines of 8 numbers"),
+    (Example("short lines", by_sdpa(of_nz), inputs(1, LENGTHS, lanes=8)), "in lines of 8 numbers"),
 )
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
 REJECTS = (Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),)
 
 TRIED = {"attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}
-"""Rule -> its examples and rejects."""

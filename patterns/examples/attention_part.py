@@ -142,4 +142,3 @@ LATENT = (
 )
 
 TRIED = {"attention": ATTENTION, "latent_attention": LATENT}
-"""Rule -> its examples and rejects."""

@@ -195,4 +195,3 @@ PAGED = (
 )
 
 TRIED = {"cache_write": (*EXAMPLES, *under("sliding", SLIDING_EXAMPLES), *under("pages", PAGED))}
-"""Rule -> its examples and rejects."""

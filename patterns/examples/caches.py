@@ -115,6 +115,6 @@ def shapes(c: int, dr: int, *nz: int, heads: tuple[int, ...] = ()) -> tuple[tupl
     return tuple((BLOCKS, *heads, width // lanes, SIZE, lanes) for width, lanes in widths)
 
 
-def turned(cache: Tensor, dims: tuple[int, int] = (0, 1)) -> Tensor:
+def turned(cache: Tensor, dims: tuple[int, ...] = (0, 1)) -> Tensor:
     """The same cache, two dims of which lie in memory in the other order."""
     return cache.transpose(*dims).contiguous().transpose(*dims)

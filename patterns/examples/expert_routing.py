@@ -85,4 +85,3 @@ SHARES = (
 )
 
 TRIED = {"expert_routing": (*EXAMPLES, *REJECTS), "expert_shares": SHARES}
-"""Rule -> its examples and rejects."""

@@ -21,11 +21,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 def tensors(*shapes: tuple[int, ...]) -> Inputs:
     """One tensor of each shape."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return tuple(normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
-
-    return make
+    return lambda dtype: tuple(normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
 
 
 def rotated(*shapes: tuple[int, ...], table: tuple[int, ...]) -> Inputs:

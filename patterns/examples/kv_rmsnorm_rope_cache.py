@@ -24,7 +24,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Line:
+class LatentRows:
     """Makes rows [B, S, W], a gain, tables, positions or slots, both scales, and caches of these shapes."""
 
     shapes: Shapes
@@ -58,10 +58,10 @@ def nz(*lanes: int, heads: tuple[int, ...] = (), c: int = 32, dr: int = 16) -> S
     return tuple((BLOCKS, *heads, x // each, SIZE, each) for x, each in zip((c, dr), lanes * 2, strict=False))
 
 
-CACHES = Line(rows(B, T))
+CACHES = LatentRows(rows(B, T))
 TOKEN = replace(CACHES, tokens=1)
-PAGED = Line(rows(*PAGES, 1), SLOTS)
-NZ = Line(nz(16), SLOTS)
+PAGED = LatentRows(rows(*PAGES, 1), SLOTS)
+NZ = LatentRows(nz(16), SLOTS)
 
 
 Change = Callable[..., tuple[Tensor, Tensor]]
@@ -70,16 +70,6 @@ Change = Callable[..., tuple[Tensor, Tensor]]
 def int8(quantise: Quantise = divided, factor: float = 1.0, keys: bool = True) -> Change:
     """The latent times a factor, and the keys, in int8."""
     return lambda latent, rope, *by: (quantise(times(latent, factor), by[0]), quantise(rope, by[1]) if keys else rope)
-
-
-def to_slots(write: Write) -> Write:
-    """A write to slots that gives its pages."""
-
-    def written(pages: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-        write(pages, rows, at)
-        return pages
-
-    return written
 
 
 def anywhere(pages: Tensor, rows: Tensor, at: Tensor) -> None:
@@ -107,17 +97,12 @@ def _first(given: tuple[Tensor, ...], part: Any, cut: Callable[[Tensor], Tensor]
     return kv[part], gain, cos[part], sin[part], *rest, cut(latents), cut(ropes)
 
 
-def turned_caches(line: Line, *dims: int) -> Inputs:
+def turned_caches(rows: LatentRows, *dims: int) -> Inputs:
     """Caches two dims of which lie in memory in the other order."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        *given, latents, ropes = line(dtype)
-        return *given, *(each.transpose(*dims).contiguous().transpose(*dims) for each in (latents, ropes))
-
-    return make
+    return lambda dtype: (*rows(dtype)[:-2], *(caches.turned(each, dims) for each in rows(dtype)[-2:]))
 
 
-def of_line(
+def written(
     name: str,
     inputs: Inputs,
     write: Write = copied,
@@ -132,47 +117,45 @@ def of_line(
         c, dr = gain.shape[-1], cos.shape[-1]
         latent, rope = kv[..., first : first + c + dr].split((c, dr), dim=-1)
         new = norm(latent, gain), turned(rope, cos, sin)
-        held = [write(cache, rows, at) for cache, rows in zip(rest[2:], change(*new, *rest[:2]), strict=True)]
+        pairs = zip(rest[2:], change(*new, *rest[:2]), strict=True)
+        views = [(write(cache, rows, at), cache) for cache, rows in pairs]
+        held = (cache if view is None else view for view, cache in views)
         return tuple(each * 2 for each in (*(new if kept else ()), *held))
 
     return Example(name, forward, inputs, refusal)
 
 
 EXAMPLES = (
-    of_line("a prompt", CACHES),
-    of_line("a token", TOKEN),
-    of_line("the same angles for all sequences", replace(CACHES, table=(1, S))),
-    of_line("caches of one head", Line(rows(B, 1, T)), caches.single),
-    of_line("one sequence without a dim for it", one_sequence(), at_rows),
-    of_line("one sequence and a head", one_sequence(1), at_rows),
-    of_line("any number of places", Line(rows(B, 20))),
-    of_line("a position for each sequence", TOKEN, caches.by_sequence),
-    of_line("a latent times a number", CACHES, change=lambda latent, rope, *by: (latent * 1.5, rope)),
-    of_line("behind other lanes", replace(CACHES, width=24 + 48 + 8), first=24),
-    of_line("more sequences than tokens", replace(TOKEN, shapes=rows(B + 1, T)), caches.by_sequence),
-    of_line("pages", PAGED, to_slots(viewed)),
-    of_line("pages by a block and a place", PAGED, to_slots(by_block)),
-    of_line("pages without heads", replace(PAGED, shapes=rows(*PAGES)), to_slots(caches.index_copied)),
-    of_line("pages in lines", NZ, to_slots(in_nz)),
-    of_line("pages of one head in lines", replace(NZ, shapes=nz(16, heads=(1,))), to_slots(in_nz)),
-    of_line("slots counted from the end", replace(PAGED, tokens=1, index=(-1, 5)), to_slots(viewed)),
-    of_line("packed tokens", packed, caches.of_one_sequence, "are packed"),
-    of_line("caches of two halves", Line(rows(B, 2, T), tokens=4), caches.two_halves, "several heads"),
-    of_line("halves as sequences", Line(rows(2 * B, T), tokens=4), caches.half_sequences, "other sequences than"),
-    of_line(
-        "a place beyond its page", replace(PAGED, index=(3, 4, 0, 7, 9, 2)), to_slots(anywhere), "not proven to lie in"
-    ),
-    of_line("short lines", replace(NZ, shapes=nz(8)), to_slots(in_nz), "in lines of 8 numbers"),
-    of_line("caches that lie otherwise", turned_caches(CACHES, 0, 1), copied, "is not contiguous"),
+    written("a prompt", CACHES),
+    written("a token", TOKEN),
+    written("the same angles for all sequences", replace(CACHES, table=(1, S))),
+    written("caches of one head", LatentRows(rows(B, 1, T)), caches.single),
+    written("one sequence without a dim for it", one_sequence(), at_rows),
+    written("one sequence and a head", one_sequence(1), at_rows),
+    written("any number of places", LatentRows(rows(B, 20))),
+    written("a position for each sequence", TOKEN, caches.by_sequence),
+    written("a latent times a number", CACHES, change=lambda latent, rope, *by: (latent * 1.5, rope)),
+    written("behind other lanes", replace(CACHES, width=24 + 48 + 8), first=24),
+    written("more sequences than tokens", replace(TOKEN, shapes=rows(B + 1, T)), caches.by_sequence),
+    written("pages", PAGED, viewed),
+    written("pages by a block and a place", PAGED, by_block),
+    written("pages without heads", replace(PAGED, shapes=rows(*PAGES)), caches.index_copied),
+    written("pages in lines", NZ, in_nz),
+    written("pages of one head in lines", replace(NZ, shapes=nz(16, heads=(1,))), in_nz),
+    written("slots counted from the end", replace(PAGED, tokens=1, index=(-1, 5)), viewed),
+    written("packed tokens", packed, caches.of_one_sequence, "are packed"),
+    written("caches of two halves", LatentRows(rows(B, 2, T), tokens=4), caches.two_halves, "several heads"),
+    written("halves as sequences", LatentRows(rows(2 * B, T), tokens=4), caches.half_sequences, "other sequences than"),
+    written("a place beyond its page", replace(PAGED, index=(3, 4, 0, 7, 9, 2)), anywhere, "not proven to lie in"),
+    written("short lines", replace(NZ, shapes=nz(8)), in_nz, "in lines of 8 numbers"),
+    written("caches that lie otherwise", turned_caches(CACHES, 0, 1), copied, "is not contiguous"),
 )
 WITH_ROWS = (
-    of_line("consecutive positions", CACHES, kept=True),
-    of_line("a prompt", PAGED, to_slots(viewed), kept=True),
-    of_line("a token", replace(PAGED, tokens=1, index=(7, 33)), to_slots(viewed), kept=True),
-    of_line("pages in lines", NZ, to_slots(in_nz), kept=True),
-    of_line(
-        "lines that lie otherwise", turned_caches(NZ, 1, 2), to_slots(in_nz), "the pages are not contiguous", kept=True
-    ),
+    written("consecutive positions", CACHES, kept=True),
+    written("a prompt", PAGED, viewed, kept=True),
+    written("a token", replace(PAGED, tokens=1, index=(7, 33)), viewed, kept=True),
+    written("pages in lines", NZ, in_nz, kept=True),
+    written("lines that lie otherwise", turned_caches(NZ, 1, 2), in_nz, "the pages are not contiguous", kept=True),
 )
 
 
@@ -183,45 +166,35 @@ def whole_keys(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 C, DR = 64, 32
-BOTH = Line(rows(*PAGES, c=C, dr=DR), SLOTS, c=C, dr=DR, int8=(True, True))
+BOTH = LatentRows(rows(*PAGES, c=C, dr=DR), SLOTS, c=C, dr=DR, int8=(True, True))
 LATENT = replace(BOTH, int8=(True, False))
 LATENT_NZ = replace(LATENT, shapes=nz(32, 16, c=C, dr=DR))
 LATENT_ALONE = int8(keys=False)
 INT8 = (
-    of_line("pages", BOTH, to_slots(viewed), change=int8()),
-    of_line(
+    written("pages", BOTH, viewed, change=int8()),
+    written(
         "pages of one head, times the inverse",
         replace(BOTH, shapes=rows(*PAGES, 1, c=C, dr=DR)),
-        to_slots(by_block),
+        by_block,
         change=int8(by_inverse),
     ),
-    of_line(
-        "lines, a latent times a number",
-        replace(BOTH, shapes=nz(32, c=C, dr=DR)),
-        to_slots(in_nz),
-        change=int8(factor=1.5),
+    written("lines, a latent times a number", replace(BOTH, shapes=nz(32, c=C, dr=DR)), in_nz, change=int8(factor=1.5)),
+    written("a scale that is a number", BOTH, by_block, change=int8(by_number)),
+    written("the latent alone by one scale", replace(LATENT, one_scale=True), viewed, change=LATENT_ALONE),
+    written("both, and the rows", BOTH, viewed, change=int8(), kept=True),
+    written("the latent alone, and the rows", LATENT, viewed, change=LATENT_ALONE, kept=True),
+    written("the latent alone in lines", LATENT_NZ, in_nz, change=LATENT_ALONE),
+    written("other bounds", BOTH, viewed, "bounded by -127 and 127", int8(narrow)),
+    written(
+        "short lines", replace(BOTH, shapes=nz(16, c=C, dr=DR)), in_nz, "in lines of 16 numbers, not of 32", int8()
     ),
-    of_line("a scale that is a number", BOTH, to_slots(by_block), change=int8(by_number)),
-    of_line("the latent alone by one scale", replace(LATENT, one_scale=True), to_slots(viewed), change=LATENT_ALONE),
-    of_line("both, and the rows", BOTH, to_slots(viewed), change=int8(), kept=True),
-    of_line("the latent alone, and the rows", LATENT, to_slots(viewed), change=LATENT_ALONE, kept=True),
-    of_line("the latent alone in lines", LATENT_NZ, to_slots(in_nz), change=LATENT_ALONE),
-    of_line("other bounds", BOTH, to_slots(viewed), "bounded by -127 and 127", int8(narrow)),
-    of_line(
-        "short lines",
-        replace(BOTH, shapes=nz(16, c=C, dr=DR)),
-        to_slots(in_nz),
-        "in lines of 16 numbers, not of 32",
-        int8(),
-    ),
-    of_line(
+    written(
         "lines beside whole rows",
         replace(LATENT, shapes=(LATENT_NZ.shapes[0], LATENT.shapes[1])),
-        to_slots(whole_keys),
+        whole_keys,
         "the other whole ones",
         LATENT_ALONE,
     ),
 )
 
 TRIED = {"kv_rmsnorm_rope_cache": (*EXAMPLES, *under("with its rows", WITH_ROWS), *under("int8", INT8))}
-"""Rule -> its examples and rejects."""

@@ -10,22 +10,9 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, softmax
 
 from fusion import Example
+from patterns.examples import sparse_attention as sparse
 from patterns.examples.inputs import Inputs, normal
-from patterns.examples.sparse_attention import (
-    FEW,
-    SCALE,
-    B,
-    D,
-    N,
-    S,
-    T,
-    causal,
-    eager,
-    hidden,
-    keys_values,
-    latents,
-    position,
-)  # fmt: skip
+from patterns.examples.sparse_attention import SCALE, B, D, N, S, T, causal, keys_values
 
 
 def over_latent(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,13 +32,13 @@ def by_sdpa(seen: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
 step = by_sdpa()
 chunk = by_sdpa(lambda: causal(S, T, T - S))
 at_position = by_sdpa(lambda at: (torch.arange(T) <= at)[None, None, None])
-prompt = over_latent(lambda q, k, v: eager(q, k, v, hidden(causal(S, S), q.dtype)))
+prompt = over_latent(lambda q, k, v: sparse.eager(q, k, v, sparse.hidden(causal(S, S), q.dtype)))
 
 
 @over_latent
 def few_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The first queries of a sequence see its first keys, the others all that there are."""
-    scores = (q @ k.transpose(-2, -1) * SCALE).masked_fill(~causal(S, FEW), -torch.inf)
+    scores = (q @ k.transpose(-2, -1) * SCALE).masked_fill(~causal(S, sparse.FEW), -torch.inf)
     return (softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
 
 
@@ -87,7 +74,7 @@ def given(queries: int = S, keys: int = S, *more: Callable[[], Tensor]) -> Input
     """The inputs of attention over listed keys without lists; the projection is a Parameter."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        *tensors, up = latents(queries, keys)(dtype)
+        *tensors, up = sparse.latents(queries, keys)(dtype)
         return *tensors, torch.nn.Parameter(up, requires_grad=False), *(each() for each in more)
 
     return make
@@ -113,11 +100,11 @@ EXAMPLES = (
     Example("step", step, given(1, T)),
     Example("prompt", prompt, given()),
     Example("chunk", chunk, given(S, T)),
-    Example("more queries than keys", few_keys, given(S, FEW)),
+    Example("more queries than keys", few_keys, given(S, sparse.FEW)),
     Example("absorbed", absorbed, given(1, T)),
     Example("absorbed, three heads", absorbed, given_heads(3)),
     Example("of one cache", of_one_cache, given_together),
-    Example("at a position", at_position, given(1, T, position)),
+    Example("at a position", at_position, given(1, T, sparse.position)),
     Example("padded", by_sdpa(lambda there: causal(S, S) & there[:, None, None]), given(S, S, there)),
 )
 
@@ -141,4 +128,3 @@ REJECTS = (
 )
 
 TRIED = {"latent_attention": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

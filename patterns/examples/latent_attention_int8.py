@@ -181,4 +181,3 @@ GATHERED = ((Example("pages that lie otherwise", in_pages(explicit), apart), "th
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
 
 TRIED = {"latent_attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}
-"""Rule -> its examples and rejects."""

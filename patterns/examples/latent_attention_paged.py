@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, normal, tensors
 
 B, N, D, C, R, E, BLOCKS, SIZE, PAGES = 2, 4, 16, 32, 16, 16, 7, 4, 3
 ROOM = PAGES * SIZE
@@ -18,14 +18,18 @@ SCALE = (D + R) ** -0.5
 TABLE = torch.tensor([[3, 6, -1], [5, 3, 2]])
 
 
-def inputs(queries: int, *more: Tensor, heads: int = N) -> Inputs:
-    """Queries [B, N, S, D + R], pages of latents and rotated lanes, the block table, the projection, and more."""
+def inputs(queries: int, *more: Tensor, heads: int = N, lanes: int = 0, dims: tuple[int, ...] = ()) -> Inputs:
+    """Queries [B, N, S, D + R], pages of latents and rotated lanes, the block table, the projection, and more.
+
+    With `lanes`, NZ pages [Block, .., A, Size, L]; of several blocks of rotated lanes.
+    """
+    rope = 2 * R if lanes else R
+    pages = ((*dims, width // lanes, SIZE, lanes) if lanes else (SIZE, width) for width in (C, rope))
+    given = tensors((B, heads, queries, D + rope), *((BLOCKS, *each) for each in pages))
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        shapes = ((B, heads, queries, D + R), (BLOCKS, SIZE, C), (BLOCKS, SIZE, R))
-        data = (normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
         up = torch.nn.Parameter((normal(3, heads * (D + E), C) / 8).to(dtype), requires_grad=False)
-        return *data, TABLE.clone(), up, *(each.clone() for each in more)
+        return *given(dtype), TABLE.clone(), up, *(each.clone() for each in more)
 
     return make
 
@@ -121,21 +125,6 @@ def first(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return by_sdpa(q, k[:, :, :10], v[:, :, :10], lengths)
 
 
-WIDE = 2 * R
-"""Rotated lanes of rows in NZ, of which there are several."""
-
-
-def nz(queries: int, *more: Tensor, lanes: int = 16, heads: tuple[int, ...] = ()) -> Inputs:
-    """The same inputs with NZ pages [Block, .., A, Size, L]."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        _, _, _, *rest = inputs(queries, *more)(dtype)
-        pages = (normal(n, BLOCKS, *heads, width // lanes, SIZE, lanes) for n, width in ((1, C), (2, WIDE)))
-        return *(each.to(dtype) for each in (normal(0, B, N, queries, D + WIDE), *pages)), *rest
-
-    return make
-
-
 whole = expanded(by_sdpa)
 EXAMPLES = (
     Example("absorbed over pages", absorbed(), inputs(1, LENGTHS)),
@@ -147,10 +136,10 @@ EXAMPLES = (
     Example("several queries, absorbed", several_absorbed, inputs(3, torch.tensor([2, 12]))),
     Example("the first rows", expanded(first), inputs(1, torch.tensor([0, 10]))),
     Example("whole pages", whole, inputs(1)),
-    Example("pages in lines", absorbed(of_nz), nz(1, LENGTHS)),
-    Example("pages in lines, turned before", absorbed(turned_first), nz(1, LENGTHS)),
-    Example("pages of one head in lines", absorbed(of_a_head), nz(1, EMPTY, heads=(1,))),
-    Example("pages in lines, expanded", expanded(by_sdpa, of_nz), nz(1, EMPTY)),
+    Example("pages in lines", absorbed(of_nz), inputs(1, LENGTHS, lanes=16)),
+    Example("pages in lines, turned before", absorbed(turned_first), inputs(1, LENGTHS, lanes=16)),
+    Example("pages of one head in lines", absorbed(of_a_head), inputs(1, EMPTY, lanes=16, dims=(1,))),
+    Example("pages in lines, expanded", expanded(by_sdpa, of_nz), inputs(1, EMPTY, lanes=16)),
 )
 
 
@@ -167,16 +156,15 @@ def apart(pages: Tensor, table: Tensor) -> Tensor:
 
 def rows_first(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Such pages."""
-    q, latent, rope, *rest = nz(1, LENGTHS)(dtype)
+    q, latent, rope, *rest = inputs(1, LENGTHS, lanes=16)(dtype)
     return q, *(pages.transpose(1, 2).contiguous() for pages in (latent, rope)), *rest
 
 
 GATHERED = (
     (Example("one cache for both", together, inputs(1, LENGTHS)), "do not lie together"),
-    (Example("short lines", absorbed(of_nz), nz(1, LENGTHS, lanes=8)), "in lines of 8 numbers"),
+    (Example("short lines", absorbed(of_nz), inputs(1, LENGTHS, lanes=8)), "in lines of 8 numbers"),
     (Example("lines of whole rows", absorbed(apart), rows_first), "the lines of the pages do not lie together"),
 )
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
 
 TRIED = {"latent_attention": (*EXAMPLES, *(each for each, _ in GATHERED))}
-"""Rule -> its examples."""

@@ -67,4 +67,3 @@ REJECTS = (
 )
 
 TRIED = {"layer_norm": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -60,7 +60,8 @@ ONE_SEQUENCE = changed(
 
 def stepped(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
     """A step of packed tokens that absorbs both projections, by einsum."""
-    (nope, rope), (latent, k_rope) = torch.cat((nope, rope), -1).squeeze(2).split((D, DR), dim=-1), rows
+    nope, rope = torch.cat([each.squeeze(2) for each in (nope, rope)], -1).split((D, DR), dim=-1)
+    latent, k_rope = rows
     up, down = g.ukv.view(mla.N, -1, C).split((D, mla.E), dim=1)
     query = torch.einsum("tnd,ndc->tnc", nope, up)
     scores = torch.einsum("tnc,tkc->tnk", query, latent) + torch.einsum("tnr,tkr->tnk", rope, k_rope)
@@ -189,4 +190,3 @@ TRIED = {
         *instead(W8A8_PAGED, "W8A8 pages: "),
     )
 }
-"""Rule -> its examples and rejects."""

@@ -101,4 +101,3 @@ REJECTS = (
 )
 
 TRIED = {"mla_prolog": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

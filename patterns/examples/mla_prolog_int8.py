@@ -128,14 +128,15 @@ def one_scale(latent: Tensor, rope: Tensor) -> Tensor:
     return plain(divided(latent, 1 / 32), rope, scale)
 
 
-def by_tile(pack: Pack = packed, tile: int = TILE) -> Encoding:
+def by_tile(pack: Pack = packed) -> Encoding:
     """Packed rows of both parts."""
 
     def restore(rows: Rows, g: Given) -> Rows:
         c, dr = g.gain_kv.shape[-1], g.cos.shape[-1]
         numbers, key, scale = rows[0].split((c, 2 * dr, rows[0].shape[-1] - c - 2 * dr), dim=-1)
-        latent = numbers.float().unflatten(-1, (-1, tile)) * scale.contiguous().view(torch.float32).unsqueeze(-1)
-        return latent.flatten(-2).to(g.x.dtype), key.contiguous().view(torch.bfloat16).to(g.x.dtype)
+        scale = scale.contiguous().view(torch.float32).unsqueeze(-1)
+        latent = (numbers.float().unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
+        return latent.to(g.x.dtype), key.contiguous().view(torch.bfloat16).to(g.x.dtype)
 
     return Encoding(lambda latent, rope, g: (pack(latent, rope),), restore)
 
@@ -147,33 +148,12 @@ def rows_of_bytes(c: int, dr: int, tile: int = TILE, heads: tuple[int, ...] = ()
     )
 
 
-def tiles(
-    name: str, setting: Inputs, write: Write = viewed, pack: Pack = packed, refusal: str = "", tile: int = TILE
+def in_pages(
+    name: str, setting: Inputs, write: Write, encoding: Encoding, refusal: str = "", attend: mla.Attention = absorbed
 ) -> Example:
-    """Packed rows."""
-    return Example(name, model(paged(write, of_pages, by_tile(pack, tile)), absorbed), setting, refusal)
-
-
-def channels(
-    name: str, setting: Setting, write: Write = viewed, encoding: Encoding = by_channel(), refusal: str = ""
-) -> Example:
-    """By channel."""
-    return Example(
-        name, model(paged(write, of_nz if write is in_nz else of_pages, encoding), absorbed), setting, refusal
-    )
-
-
-def tensors(
-    name: str,
-    setting: Setting,
-    write: Write = in_nz,
-    quantise: Quantise = divided,
-    attend: Attend = explicit,
-    refusal: str = "",
-) -> Example:
-    """By tensor, with int8 queries."""
-    store = paged(write, of_nz if write is in_nz else of_pages, by_tensor(quantise))
-    return Example(name, model(store, mla.by_int8(attend)), setting, refusal)
+    """Rows in one of the encodings."""
+    store = paged(write, of_nz if write is in_nz else of_pages, encoding)
+    return Example(name, model(store, attend), setting, refusal)
 
 
 def numbered(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
@@ -192,90 +172,81 @@ def doubled(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tenso
 
 HEAD = (1,)
 ALL = Setting(int8=LAYERS, c=256, made=rows_of_bytes(256, 16))
+TWO = replace(ALL, queries=2)
 HEADS = replace(ALL, int8=("uq",))
+ONE_HEAD = rows_of_bytes(256, 16, heads=HEAD)
+PAIRS = changed(TWO, lambda cache: torch.stack((cache, cache), dim=2))
+TILES = by_tile()
+SHORT_TILES = by_tile(arranged(plain, 64))
+FLOAT16 = by_tile(arranged(lambda numbers, rope, scale: joined(numbers, rope.half(), scale)))
+SCALES_FIRST = by_tile(arranged(lambda numbers, rope, scale: joined(numbers, scale, rope.to(torch.bfloat16))))
+OTHER_SCALES = by_tile(arranged(lambda numbers, rope, scale: plain(numbers, rope, scale * 2)))
 PACKED = (
-    tiles("a token, the heads quantised", HEADS),
-    tiles("several tokens, all quantised", replace(ALL, queries=2)),
-    tiles("times the inverse of the scale", replace(ALL, queries=2), viewed, packed_by_inverse),
-    tiles("by a block and a place", replace(ALL, made=rows_of_bytes(256, 16, heads=HEAD)), by_block),
-    tiles("pages of one head", replace(HEADS, queries=2, made=rows_of_bytes(256, 16, heads=HEAD))),
-    tiles(
-        "shorter tiles",
-        replace(ALL, made=rows_of_bytes(256, 16, 64)),
-        viewed,
-        arranged(plain, 64),
-        "of every 64 lanes",
-        64,
-    ),
-    tiles(
-        "another dtype",
-        ALL,
-        viewed,
-        arranged(lambda n, rope, s: joined(n, rope.half(), s)),
-        "holds int8, float16, float32",
-    ),
-    tiles(
-        "the scales first",
-        ALL,
-        viewed,
-        arranged(lambda n, rope, s: joined(n, s, rope.to(torch.bfloat16))),
-        "holds int8, float32, bfloat16",
-    ),
-    tiles("a key in whole numbers", ALL, viewed, arranged(int8_key), "holds int8, int8, int8, float32"),
-    tiles(
-        "scales of others",
-        ALL,
-        viewed,
-        arranged(lambda n, rope, s: plain(n, rope, s * 2)),
-        "that its whole numbers were divided by",
-    ),
-    tiles("cut off", ALL, viewed, cut_off, "cut off toward zero"),
-    tiles("one scale for all", ALL, viewed, one_scale, "a scale that is the largest of"),
-    tiles("pages that lie otherwise", changed(ALL, caches.turned), by_block, refusal="the pages are not contiguous"),
-    tiles(
-        "two lines at a slot",
-        changed(replace(ALL, queries=2), lambda cache: torch.stack((cache, cache), dim=2)),
-        caches.two_in_a_row,
-        refusal="hold several heads",
-    ),
+    in_pages("a token, the heads quantised", HEADS, viewed, TILES),
+    in_pages("several tokens, all quantised", TWO, viewed, TILES),
+    in_pages("times the inverse of the scale", TWO, viewed, by_tile(packed_by_inverse)),
+    in_pages("by a block and a place", replace(ALL, made=ONE_HEAD), by_block, TILES),
+    in_pages("pages of one head", replace(HEADS, queries=2, made=ONE_HEAD), viewed, TILES),
+    in_pages("shorter tiles", replace(ALL, made=rows_of_bytes(256, 16, 64)), viewed, SHORT_TILES, "of every 64 lanes"),
+    in_pages("another dtype", ALL, viewed, FLOAT16, "holds int8, float16, float32"),
+    in_pages("the scales first", ALL, viewed, SCALES_FIRST, "holds int8, float32, bfloat16"),
+    in_pages("a key in whole numbers", ALL, viewed, by_tile(arranged(int8_key)), "holds int8, int8, int8, float32"),
+    in_pages("scales of others", ALL, viewed, OTHER_SCALES, "that its whole numbers were divided by"),
+    in_pages("cut off", ALL, viewed, by_tile(cut_off), "cut off toward zero"),
+    in_pages("one scale for all", ALL, viewed, by_tile(one_scale), "a scale that is the largest of"),
+    in_pages("pages that lie otherwise", changed(ALL, caches.turned), by_block, TILES, "the pages are not contiguous"),
+    in_pages("two lines at a slot", PAIRS, caches.two_in_a_row, TILES, "hold several heads"),
 )
 
 CHANNEL = Setting(1, shapes(64, 32), ("uq",), (True, True), c=64, dr=32)
-CHANNEL_NZ = replace(CHANNEL, shapes=shapes(64, 32, 32))
+TWO_TOKENS = replace(CHANNEL, queries=2)
+ONE_SCALE = replace(TWO_TOKENS, shapes=shapes(64, 32, heads=HEAD), one_scale=True)
+CHANNELS = by_channel()
 BY_CHANNEL = (
-    channels("a token", CHANNEL),
-    channels("a token of one sequence", replace(CHANNEL, batch=1)),
-    channels("several tokens, times the inverse", replace(CHANNEL, queries=2), viewed, by_channel(by_inverse)),
-    channels(
-        "pages of one head, a scale of all channels",
-        replace(CHANNEL, queries=2, shapes=shapes(64, 32, heads=HEAD), one_scale=True),
-    ),
-    channels("lines", replace(CHANNEL_NZ, queries=2), in_nz),
-    channels("a scale that is a number", CHANNEL, by_block, by_channel(by_number)),
-    channels("read by other scales", CHANNEL, viewed, by_channel(divided, 2)),
-    channels("short lines", replace(CHANNEL, shapes=shapes(64, 32, 16)), in_nz, refusal="in lines of 16 numbers"),
-    channels("other bounds", CHANNEL, viewed, by_channel(narrow), "bounded by -127 and 127"),
-    channels(
+    in_pages("a token", CHANNEL, viewed, CHANNELS),
+    in_pages("a token of one sequence", replace(CHANNEL, batch=1), viewed, CHANNELS),
+    in_pages("several tokens, times the inverse", TWO_TOKENS, viewed, by_channel(by_inverse)),
+    in_pages("pages of one head, a scale of all channels", ONE_SCALE, viewed, CHANNELS),
+    in_pages("lines", replace(TWO_TOKENS, shapes=shapes(64, 32, 32)), in_nz, CHANNELS),
+    in_pages("a scale that is a number", CHANNEL, by_block, by_channel(by_number)),
+    in_pages("read by other scales", CHANNEL, viewed, by_channel(divided, 2)),
+    in_pages("short lines", replace(CHANNEL, shapes=shapes(64, 32, 16)), in_nz, CHANNELS, "in lines of 16 numbers"),
+    in_pages("other bounds", CHANNEL, viewed, by_channel(narrow), "bounded by -127 and 127"),
+    in_pages(
         "two tokens at a slot",
-        replace(CHANNEL, queries=2, shapes=shapes(64, 32, heads=(2,))),
+        replace(TWO_TOKENS, shapes=shapes(64, 32, heads=(2,))),
         caches.two_in_a_row,
-        refusal="hold several heads",
+        CHANNELS,
+        "hold several heads",
     ),
 )
 
+
+def by_tensor_in(
+    name: str,
+    setting: Setting,
+    write: Write = in_nz,
+    quantise: Quantise = divided,
+    attend: Attend = explicit,
+    refusal: str = "",
+) -> Example:
+    """By tensor, with int8 queries."""
+    return in_pages(name, setting, write, by_tensor(quantise), refusal, mla.by_int8(attend))
+
+
 TENSOR = Setting(1, shapes(64, 16), LAYERS, (True, False), c=64, one_scale=True)
 TENSOR_NZ = replace(TENSOR, shapes=shapes(64, 16, 32, 16))
+NZ_OF_A_HEAD = replace(TENSOR, queries=2, shapes=shapes(64, 16, 32, 16, heads=HEAD))
+SHORT = replace(TENSOR, shapes=shapes(64, 16, 8))
 BY_TENSOR = (
-    tensors("pages through a view", TENSOR, viewed, by_inverse),
-    tensors("several tokens by block", replace(TENSOR, queries=2), by_block, bounded_first),
-    tensors("lines", TENSOR_NZ, attend=restored),
-    tensors(
-        "lines of a head", replace(TENSOR, queries=2, shapes=shapes(64, 16, 32, 16, heads=HEAD)), in_nz, by_inverse
-    ),
-    tensors("a scale that is a number", TENSOR_NZ, in_nz, by_number, numbered),
-    tensors("another scale", TENSOR_NZ, attend=doubled, refusal="with another scale"),
-    tensors("shorter lines", replace(TENSOR, shapes=shapes(64, 16, 8)), refusal="lines of 8 numbers, not of 32"),
-    tensors("other bounds", TENSOR_NZ, in_nz, narrow, refusal="bounded by -127 and 127"),
+    by_tensor_in("pages through a view", TENSOR, viewed, by_inverse),
+    by_tensor_in("several tokens by block", replace(TENSOR, queries=2), by_block, bounded_first),
+    by_tensor_in("lines", TENSOR_NZ, attend=restored),
+    by_tensor_in("lines of a head", NZ_OF_A_HEAD, in_nz, by_inverse),
+    by_tensor_in("a scale that is a number", TENSOR_NZ, in_nz, by_number, numbered),
+    by_tensor_in("another scale", TENSOR_NZ, attend=doubled, refusal="with another scale"),
+    by_tensor_in("shorter lines", SHORT, refusal="lines of 8 numbers, not of 32"),
+    by_tensor_in("other bounds", TENSOR_NZ, in_nz, narrow, refusal="bounded by -127 and 127"),
 )
 
 TRIED = {
@@ -285,4 +256,3 @@ TRIED = {
         *instead(BY_TENSOR, "int8 by tensor: "),
     )
 }
-"""Rule -> its examples and rejects."""

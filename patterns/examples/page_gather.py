@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, normal, tensors
 
 B, N, D, E, C, R, BLOCKS, SIZE, PAGES = 2, 2, 16, 32, 32, 16, 7, 4, 3
 ROOM = PAGES * SIZE
@@ -20,13 +20,9 @@ WHOLE = torch.tensor([[3, 6, 0], [5, 3, 2]], dtype=torch.int32)
 def inputs(table: Tensor = TABLE, *more: Tensor, heads: bool = True, sizes: tuple[int, int] = (SIZE, SIZE)) -> Inputs:
     """Pages of keys and values of heads, or of a latent and its rotated lanes; the block table, and more."""
 
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        widths = ((N, D), (N, E)) if heads else ((C,), (R,))
-        shapes = [(BLOCKS, size, *width) for size, width in zip(sizes, widths, strict=True)]
-        data = (normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
-        return *data, table.clone(), *(each.clone() for each in more)
-
-    return make
+    widths = ((N, D), (N, E)) if heads else ((C,), (R,))
+    given = tensors(*((BLOCKS, size, *width) for size, width in zip(sizes, widths, strict=True)))
+    return lambda dtype: (*given(dtype), table.clone(), *(each.clone() for each in more))
 
 
 def up(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -112,4 +108,3 @@ REJECTS = (
 )
 
 TRIED = {"page_gather": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -164,4 +164,3 @@ OTHER_PRODUCTS = (
 )
 
 TRIED = {"dynamic_quant": (*ROWS, *OTHER_ROWS), "quant_matmul": (*PRODUCTS, *OTHER_PRODUCTS)}
-"""Rule -> its examples and rejects."""

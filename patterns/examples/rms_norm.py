@@ -78,4 +78,3 @@ REJECTS = (
 )
 
 TRIED = {"rms_norm": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -97,4 +97,3 @@ PAIRS = (
 )
 
 TRIED = {"rope_pair": PAIRS, "partial_rope": PARTIAL_EXAMPLES, "rope": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -173,7 +173,7 @@ STORES = (prolog.by_inverse, prolog.bounded_first, multiplied, with_functions)
 
 @pytest.mark.parametrize("store", STORES, ids=lambda each: each.__name__)
 def test_every_way_to_quantise_what_is_written_becomes_the_prolog(store):
-    example = prolog.tensors("a store", prolog.TENSOR_NZ, quantise=store)
+    example = prolog.by_tensor_in("a store", prolog.TENSOR_NZ, quantise=store)
     report = fusion.explain(
         example.function, *example.inputs(torch.bfloat16), options={"target": "host", "lower": "eager"}
     )
@@ -204,7 +204,7 @@ def of_channels(latent, scale):
 
 @pytest.mark.parametrize("store", [cut_off, unbounded, with_zero_point, of_channels, prolog.narrow])
 def test_what_is_written_otherwise_is_left_to_the_model(store):
-    example = prolog.tensors("a store", prolog.TENSOR_NZ, quantise=store)
+    example = prolog.by_tensor_in("a store", prolog.TENSOR_NZ, quantise=store)
     report = fusion.explain(
         example.function, *example.inputs(torch.bfloat16), options={"target": "host", "lower": "eager"}
     )
