@@ -86,8 +86,9 @@ class Structured(Visibility):
         """Queries [B, N, S, D] that are 0 and see all keys where, without one, they give the mean of all values."""
         if self.count is None or self.fully_masked_row != "mean":
             return queries, self
-        queries, count = opened(queries, self.count, keys)
-        return queries, replace(self, count=count, fully_masked_row="zero")
+        nothing = self.count <= 0
+        zeroed = tuple(each.masked_fill(nothing.reshape(-1, 1, 1, 1), 0) for each in queries)
+        return zeroed, replace(self, count=self.count.masked_fill(nothing, keys), fully_masked_row="zero")
 
     def within(self, rows: Any) -> Structured:
         """The same of the first so many keys, None for all that there are."""
@@ -161,13 +162,6 @@ class Dense(Visibility):
     def restored_lse(self, lse: Tensor, queries: Any, keys: Any) -> Tensor:
         """As of `Structured`."""
         return lse.masked_fill(self.blind(), -torch.inf)
-
-
-def opened(queries: Queries, count: Tensor, keys: Any) -> tuple[Queries, Tensor]:
-    """Queries [B, N, S, D] and numbers of keys [B] for which a sequence without keys gives the mean of all values."""
-    nothing = count <= 0
-    zeroed = tuple(each.masked_fill(nothing.reshape(-1, 1, 1, 1), 0) for each in queries)
-    return zeroed, count.masked_fill(nothing, keys)
 
 
 def _mean(values: Tensor | None, heads: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,23 +11,32 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from fusion import Example
-from patterns.examples import latent_attention_paged
+from patterns.examples import latent_attention_paged as paged
 from patterns.examples.inputs import Inputs
-from patterns.examples.latent_attention import absorbed, at_position, chunk, given, prompt, step
+from patterns.examples.latent_attention import absorbed, given
 from patterns.examples.sparse_attention import SCALE, B, S, T, causal, eager, hidden, keys_values, position
 
 FEW = 3
+TABLE = torch.tensor([[2, 0], [3, 1]])
+Form = Callable[..., Any]
 
 
-def several(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
-    """The last tokens of every sequence, the mask as booleans."""
-    k, v = keys_values(latent, rope, up)
-    return scaled_dot_product_attention(q, k, v, causal(FEW, T, T - FEW), scale=SCALE)
+def seeing(mask: Callable[..., Tensor | None], attend: Form = scaled_dot_product_attention, **how: Any) -> Form:
+    """Attention over keys and values of all heads, behind what `mask` makes of queries and further inputs."""
+
+    def form(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *more: Tensor) -> Tensor:
+        return attend(q, *keys_values(latent, rope, up), mask(q, *more), **how)
+
+    return form
 
 
-def drafted(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, there: Tensor) -> Tensor:
-    """Some tokens that were guessed in several ways, what each sees told by a mask; heads side by side [B, S, N·E]."""
-    return eager(q, *keys_values(latent, rope, up), hidden(there, q.dtype)).flatten(2)
+step = seeing(lambda q: None, scale=SCALE)
+several = seeing(lambda q: causal(FEW, T, T - FEW), scale=SCALE)
+at_position = seeing(lambda q, at: (torch.arange(T) <= at)[None, None, None], scale=SCALE)
+prompt = seeing(lambda q: hidden(causal(S, S), q.dtype), eager)
+chunk = seeing(lambda q: causal(S, T, T - S), scale=SCALE)
+drafted = seeing(lambda q, there: hidden(there, q.dtype), lambda *of: eager(*of).flatten(2))
+"""Some tokens that were guessed in several ways, what each sees told by a mask; heads side by side [B, S, N·E]."""
 
 
 def tree() -> Tensor:
@@ -42,56 +52,6 @@ def least(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, there: Tensor) ->
     return softmax(scores, dim=-1) @ v
 
 
-def by_lines(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same over pages that hold their rows in lines of NZ."""
-
-    def forward(q: Tensor, latents: Tensor, ropes: Tensor, up: Tensor, *more: Tensor) -> Tensor:
-        latent, rope = (x.permute(0, 2, 1, 3).reshape(B, T, -1) for x in (latents, ropes))
-        return form(q, latent, rope, up, *more)
-
-    return forward
-
-
-def lines(queries: int, *more: Callable[[], Tensor]) -> Inputs:
-    """The inputs with two pages for each sequence, in lines of 16 and 4 lanes."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        q, latent, rope, *others = given(queries, T, *more)(dtype)
-        paged = (
-            x.reshape(2 * B, T // 2, -1, width).permute(0, 2, 1, 3).contiguous()
-            for x, width in ((latent, 16), (rope, 4))
-        )
-        return q, *paged, *others
-
-    return make
-
-
-TABLE = torch.tensor([[2, 0], [3, 1]])
-
-
-def by_table(form: Callable[..., Any], lined: bool = False) -> Callable[..., Any]:
-    """The same over pages that a block table names, which hold rows whole or in lines."""
-
-    def forward(q: Tensor, latents: Tensor, ropes: Tensor, up: Tensor, table: Tensor, *more: Tensor) -> Any:
-        gathered = (x[table].transpose(2, 3) if lined else x[table] for x in (latents, ropes))
-        latent, rope = (x.reshape(B, T, -1) for x in gathered)
-        return form(q, latent, rope, up, *more)
-
-    return forward
-
-
-def listed(queries: int, lined: bool, *more: Callable[[], Tensor]) -> Inputs:
-    """The inputs with two pages for each sequence, and a block table."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        q, latents, ropes, up, *others = lines(queries, *more)(dtype)
-        if not lined:
-            latents, ropes = (x.transpose(1, 2).reshape(2 * B, T // 2, -1) for x in (latents, ropes))
-        return q, latents, ropes, up, TABLE.clone(), *others
-
-    return make
-
-
 def with_sums(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Keys of one part of the cache: what they give is merged elsewhere, by log-sum-exps in the dtype of the model."""
     k, v = keys_values(latent, rope, up)
@@ -102,6 +62,46 @@ def with_sums(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> tuple[Tens
     return (weights / total).to(q.dtype) @ v, (top + total.log()).to(q.dtype)
 
 
+def in_order(form: Form) -> Form:
+    """The same over NZ pages in their own order."""
+
+    def forward(q: Tensor, latents: Tensor, ropes: Tensor, up: Tensor, *more: Tensor) -> Any:
+        latent, rope = (x.permute(0, 2, 1, 3).reshape(B, T, -1) for x in (latents, ropes))
+        return form(q, latent, rope, up, *more)
+
+    return forward
+
+
+def by_table(form: Form, nz: bool = False, keys: int = T) -> Form:
+    """The same over the first keys in pages that a block table names."""
+
+    def forward(q: Tensor, latents: Tensor, ropes: Tensor, up: Tensor, table: Tensor, *more: Tensor) -> Any:
+        gathered = (x[table].transpose(2, 3) if nz else x[table] for x in (latents, ropes))
+        latent, rope = (x.reshape(B, T, -1)[:, :keys] for x in gathered)
+        return form(q, latent, rope, up, *more)
+
+    return forward
+
+
+def pages(queries: int, *more: Callable[[], Tensor], nz: bool = True, table: bool = True) -> Inputs:
+    """The inputs with two pages for each sequence, in NZ with 16 and 4 lanes or whole, and perhaps a block table."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        q, *both, up = given(queries, T)(dtype)
+        both = [x.reshape(2 * B, T // 2, -1) for x in both]
+        if nz:
+            both = [x.unflatten(-1, (-1, n)).transpose(1, 2).contiguous() for x, n in zip(both, (16, 4), strict=True)]
+        return q, *both, up, *([TABLE.clone()] if table else []), *(each() for each in more)
+
+    return make
+
+
+MODES = (
+    (", of a table", by_table, partial(pages, nz=False), slice(2, None)),
+    (", in lines of a table", partial(by_table, nz=True), pages, slice(None)),
+    (", in lines", in_order, partial(pages, table=False), slice(None)),
+)
+"""Name, form, inputs, and which of these are tried so."""
 PAGED = (
     ("one query", step, 1),
     ("queries that see all", step, FEW),
@@ -111,16 +111,16 @@ PAGED = (
 PLAIN = (*PAGED, ("absorbed", absorbed, 1), ("at a position", at_position, 1, position))
 EXAMPLES = (
     *(Example(name, form, given(queries, T, *more)) for name, form, queries, *more in PLAIN),
-    Example("pages of a table", latent_attention_paged.whole, latent_attention_paged.inputs(1)),
-    Example("queries that see all, pages of a table", latent_attention_paged.whole, latent_attention_paged.inputs(FEW)),
+    Example("pages of a table", paged.whole, paged.inputs(1)),
+    Example("queries that see all, pages of a table", paged.whole, paged.inputs(FEW)),
+    Example("pages of a table, cut behind", by_table(step, keys=T - 3), pages(1, nz=False)),
     Example("one query, with its sum", with_sums, given(1, T)),
-    Example("one query, with its sum, pages of a table", by_table(with_sums), listed(1, False)),
-    *(Example(f"{name}, of a table", by_table(form), listed(n, False, *more)) for name, form, n, *more in PAGED[2:]),
+    Example("one query, with its sum, pages of a table", by_table(with_sums), pages(1, nz=False)),
     *(
-        Example(f"{name}, in lines of a table", by_table(form, True), listed(n, True, *more))
-        for name, form, n, *more in PAGED
+        Example(name + mode, over(form), inputs(queries, *more))
+        for mode, over, inputs, chosen in MODES
+        for name, form, queries, *more in PAGED[chosen]
     ),
-    *(Example(f"{name}, in lines", by_lines(form), lines(queries, *more)) for name, form, queries, *more in PAGED),
 )
 REJECTS = (
     Example("queries with their sums", with_sums, given(FEW, T), "the log-sum-exp of the scores is used"),

@@ -1,9 +1,10 @@
-"""Attention over a latent in whole numbers whose weights the model rounds as well, and what only resembles it."""
+"""Attention over an int8 latent whose probabilities the model rounds as well, and what only resembles it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ KEYS = TABLE.shape[1] * SIZE
 LENGTHS, EMPTY = torch.tensor([6, 19]), torch.tensor([0, 20])
 SCALE = 0.125
 Attend = Callable[..., Tensor]
+Seen = Callable[[Tensor, int, int], Tensor]
 
 
 def inputs(queries: int, line: int = 32, blocks: int = BLOCKS, lengths: Tensor = LENGTHS) -> Inputs:
-    """Whole and rotated queries, both caches in lines of NZ, the block table, lengths, scales of heads."""
+    """int8 and rotated queries, both caches in NZ, the block table, lengths, scales of heads."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         latents, ropes = (blocks, C // line, SIZE, line), (blocks, R // 16, SIZE, 16)
@@ -42,21 +44,28 @@ def scored(
     return scores.masked_fill(~seen, fill)
 
 
-def written_out(q, rope, latent, k_rope, seen, of_scores, of_values):
-    """Weights in int8, the sum of what they were before behind the product."""
-    scores = scored(q, rope, latent, k_rope, seen, of_scores)
-    shares = (scores - scores.amax(-1, keepdim=True)).exp()
-    whole = (shares * 127).round().to(torch.int8)
-    y = torch.einsum("bnst,btc->bnsc", whole.float(), latent.float()) / shares.sum(-1, keepdim=True)
-    return (y * (of_values[:, None, None] / 127)).to(rope.dtype)
+def of_shares(shares: Tensor, weights: Tensor) -> Tensor:
+    """The sum of exponentials before they are rounded."""
+    return shares.sum(-1, keepdim=True)
 
 
-def least(q, rope, latent, k_rope, seen, of_scores, of_values):
-    """Hidden keys have the least number, by which a sequence without keys gives the mean."""
-    scores = scored(q, rope, latent, k_rope, seen, of_scores, torch.finfo(torch.float32).min)
-    shares = (scores - scores.amax(-1, keepdim=True)).exp()
-    y = torch.einsum("bnst,btc->bnsc", (shares * 127).round() / 127, latent.float()) / shares.sum(-1, keepdim=True)
-    return (y * of_values[:, None, None]).to(rope.dtype)
+def weighed(
+    weigh: Callable[[Tensor], Tensor], steps: int = 1, total: Attend = of_shares, fill: float = -math.inf
+) -> Attend:
+    """Attention with the weights that are made of exponentials, divided by the `total` of these and those."""
+
+    def attend(q, rope, latent, k_rope, seen, of_scores, of_values):
+        scores, by = scored(q, rope, latent, k_rope, seen, of_scores, fill), of_values[:, None, None]
+        shares = (scores - scores.amax(-1, keepdim=True)).exp()
+        found = weigh(shares)
+        y = torch.einsum("bnst,btc->bnsc", found.float(), latent.float()) / total(shares, found)
+        return (y * (by if steps == 1 else by / steps)).to(rope.dtype)
+
+    return attend
+
+
+written_out = weighed(lambda shares: (shares * 127).round().to(torch.int8), 127)
+"""Weights in int8, the sum of what they were before behind the product."""
 
 
 def in_floats(q, rope, latent, k_rope, seen, of_scores, of_values):
@@ -66,6 +75,18 @@ def in_floats(q, rope, latent, k_rope, seen, of_scores, of_values):
     steps = torch.round(shares * 127) / 127
     y = (steps @ latent.float().unsqueeze(1)) * (of_values[:1] * 2)
     return (y / shares.sum(-1, keepdim=True)).to(rope.dtype)
+
+
+def rounded_shares(q, rope, latent, k_rope, seen, of_scores, of_values):
+    """Rounded behind the division by their sum."""
+    shares = (scored(q, rope, latent, k_rope, seen, of_scores).softmax(-1) * 127).round()
+    return (torch.einsum("bnst,btc->bnsc", shares, latent.float()) * of_values[:, None, None]).to(rope.dtype)
+
+
+def of_sequences(q, rope, latent, k_rope, seen, of_scores, of_values):
+    """A scale of each sequence besides."""
+    more = torch.arange(1, 1 + q.shape[0]).float()[:, None]
+    return written_out(q, rope, latent, k_rope, seen, of_scores * more, of_values)
 
 
 def single(lengths: Tensor, queries: int, keys: int) -> Tensor:
@@ -83,100 +104,46 @@ def in_line(lengths: Tensor, queries: int, keys: int) -> Tensor:
     return torch.arange(keys) <= torch.arange(queries)[:, None] + keys - queries
 
 
-def everything(lengths: Tensor, queries: int, keys: int) -> Tensor:
-    """All keys."""
-    return torch.ones((), dtype=torch.bool)
-
-
-def by_table(attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
-    """Over pages [Block, C / 32, Size, 32] that a block table names."""
+def over(read: Callable[[Tensor, Tensor], Tensor], attend: Attend, seen: Seen = single) -> Attend:
+    """Over the rows that are read from pages [Block, C / 32, Size, 32]."""
 
     def forward(q, rope, latents, ropes, table, lengths, of_scores, of_values):
-        latent, k_rope = (pages[table].permute(0, 1, 3, 2, 4).reshape(B, KEYS, -1) for pages in (latents, ropes))
+        latent, k_rope = (read(pages, table).reshape(B, KEYS, -1) for pages in (latents, ropes))
         return attend(q, rope, latent, k_rope, seen(lengths, q.shape[2], KEYS), of_scores, of_values)
 
     return forward
 
 
-def by_rows(attend: Attend) -> Attend:
-    """Over pages that hold rows whole."""
-
-    def forward(q, rope, latents, ropes, table, lengths, of_scores, of_values):
-        latent, k_rope = (pages.view(BLOCKS, SIZE, -1)[table].reshape(B, KEYS, -1) for pages in (latents, ropes))
-        return attend(q, rope, latent, k_rope, single(lengths, q.shape[2], KEYS), of_scores, of_values)
-
-    return forward
-
-
-def in_order(attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
-    """Over pages in their own order."""
-
-    def forward(q, rope, latents, ropes, table, lengths, of_scores, of_values):
-        latent, k_rope = (pages.permute(0, 2, 1, 3).reshape(B, KEYS, -1) for pages in (latents, ropes))
-        return attend(q, rope, latent, k_rope, seen(lengths, q.shape[2], KEYS), of_scores, of_values)
-
-    return forward
-
-
-EXAMPLES = (
-    Example("a query", by_table(written_out), inputs(1)),
-    Example("a query, in floats", by_table(in_floats), inputs(1)),
-    Example("a sequence without keys", by_table(written_out, counted), inputs(1, lengths=EMPTY)),
-    Example("a sequence without keys, the least number", by_table(least, counted), inputs(1, lengths=EMPTY)),
-    Example("the last queries", by_table(written_out, in_line), inputs(3)),
-    Example("pages in their own order", in_order(written_out, everything), inputs(1, blocks=2 * TABLE.shape[1])),
-    Example(
-        "own order, a sequence without keys",
-        in_order(written_out, counted),
-        inputs(1, blocks=2 * TABLE.shape[1], lengths=EMPTY),
-    ),
-    Example("the last queries, own order", in_order(in_floats, in_line), inputs(2, blocks=2 * TABLE.shape[1])),
+by_table = partial(over, lambda pages, table: pages[table].permute(0, 1, 3, 2, 4))
+by_rows = partial(over, lambda pages, table: pages.view(BLOCKS, SIZE, -1)[table])
+in_order = partial(over, lambda pages, table: pages.permute(0, 2, 1, 3))
+least = weighed(lambda shares: (shares * 127).round() / 127, fill=torch.finfo(torch.float32).min)
+"""Hidden keys have the least number, by which a sequence without keys gives the mean."""
+everything = in_order(written_out, lambda lengths, queries, keys: torch.ones((), dtype=torch.bool))
+other_steps = weighed(lambda shares: (shares * 255).round(), 255)
+cut = weighed(lambda shares: (shares * 127).to(torch.int8), 127)
+rounded_total = weighed(
+    lambda shares: (shares * 127).round(), total=lambda shares, weights: weights.sum(-1, keepdim=True)
 )
-
-
-def other_steps(q, rope, latent, k_rope, seen, of_scores, of_values):
-    """Steps of 1 / 255."""
-    scores = scored(q, rope, latent, k_rope, seen, of_scores)
-    shares = (scores - scores.amax(-1, keepdim=True)).exp()
-    y = torch.einsum("bnst,btc->bnsc", (shares * 255).round(), latent.float()) / shares.sum(-1, keepdim=True)
-    return (y * (of_values[:, None, None] / 255)).to(rope.dtype)
-
-
-def rounded_shares(q, rope, latent, k_rope, seen, of_scores, of_values):
-    """Rounded behind the division by their sum."""
-    shares = (scored(q, rope, latent, k_rope, seen, of_scores).softmax(-1) * 127).round()
-    return (torch.einsum("bnst,btc->bnsc", shares, latent.float()) * of_values[:, None, None]).to(rope.dtype)
-
-
-def rounded_total(q, rope, latent, k_rope, seen, of_scores, of_values):
-    """Divided by the sum of rounded weights."""
-    scores = scored(q, rope, latent, k_rope, seen, of_scores)
-    whole = ((scores - scores.amax(-1, keepdim=True)).exp() * 127).round()
-    y = torch.einsum("bnst,btc->bnsc", whole, latent.float()) / whole.sum(-1, keepdim=True)
-    return (y * of_values[:, None, None]).to(rope.dtype)
-
-
-def cut(q, rope, latent, k_rope, seen, of_scores, of_values):
-    """Cut off toward zero."""
-    scores = scored(q, rope, latent, k_rope, seen, of_scores)
-    shares = (scores - scores.amax(-1, keepdim=True)).exp()
-    y = torch.einsum("bnst,btc->bnsc", (shares * 127).to(torch.int8).float(), latent.float())
-    return (y / shares.sum(-1, keepdim=True) * (of_values[:, None, None] / 127)).to(rope.dtype)
-
-
-def of_sequences(q, rope, latent, k_rope, seen, of_scores, of_values):
-    """A scale of each sequence besides."""
-    more = torch.arange(1, 1 + q.shape[0]).float()[:, None]
-    return written_out(q, rope, latent, k_rope, seen, of_scores * more, of_values)
-
-
+ONE, EMPTIED = inputs(1), inputs(1, lengths=EMPTY)
+OWN = 2 * TABLE.shape[1]
+EXAMPLES = (
+    Example("a query", by_table(written_out), ONE),
+    Example("a query, in floats", by_table(in_floats), ONE),
+    Example("a sequence without keys", by_table(written_out, counted), EMPTIED),
+    Example("a sequence without keys, the least number", by_table(least, counted), EMPTIED),
+    Example("the last queries", by_table(written_out, in_line), inputs(3)),
+    Example("pages in their own order", everything, inputs(1, blocks=OWN)),
+    Example("own order, a sequence without keys", in_order(written_out, counted), inputs(1, blocks=OWN, lengths=EMPTY)),
+    Example("the last queries, own order", in_order(in_floats, in_line), inputs(2, blocks=OWN)),
+)
 REJECTS = (
-    Example("whole rows", by_rows(written_out), inputs(1), "do not hold rows in lines of NZ"),
-    Example("scales of sequences", by_table(of_sequences), inputs(1), "else than one scale of each head"),
-    Example("other steps", by_table(other_steps), inputs(1), "to steps of 1 / 255"),
-    Example("cut off", by_table(cut), inputs(1), "cut off toward zero"),
-    Example("rounded shares", by_table(rounded_shares), inputs(1), "shares of 1 are rounded"),
-    Example("divided by the rounded sum", by_table(rounded_total), inputs(1), "as they were before they were rounded"),
+    Example("whole rows", by_rows(written_out), ONE, "do not hold rows in lines of NZ"),
+    Example("scales of sequences", by_table(of_sequences), ONE, "else than one scale of each head"),
+    Example("other steps", by_table(other_steps), ONE, "to steps of 1 / 255"),
+    Example("cut off", by_table(cut), ONE, "cut off toward zero"),
+    Example("rounded shares", by_table(rounded_shares), ONE, "shares of 1 are rounded"),
+    Example("divided by the rounded sum", by_table(rounded_total), ONE, "as they were before they were rounded"),
     Example("other lines", by_table(written_out), inputs(1, 16), "in lines of 16 numbers, not of 32"),
     Example("many queries", by_table(written_out, in_line), inputs(5), "more than four queries"),
 )

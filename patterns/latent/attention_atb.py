@@ -88,11 +88,11 @@ class LatentAttentionAtb(Rule):
     def structured(self, encoding, source, seen, scale, output_view, values):
         """What is seen, told by lengths and an order of keys."""
         require(output_view is not None, "the log-sum-exp of the scores is used")
-        pages, keys = _pages(encoding, source)
+        call, keys = _call(encoding, source, scale)
         proven = seen.window is None and (seen.mask_kind != "dense" or seen.count is not None)
         require(proven, "what the mask lets through is not proven to be causal or a length")
         q, seen = seen.posed(encoding.queries(), keys)
-        y = atb.structured(atb.Queries(*q, scale, encoding.scales_of_heads()), pages, keys, seen.spec())
+        y = atb.structured(q, call, keys, seen.spec())
         return viewed(encoding.expanded(seen.restored(y), values), output_view)
 
     @lowering
@@ -103,10 +103,10 @@ class LatentAttentionAtb(Rule):
         batch, _, queries = encoding.absorbed.shape[:3]
         one = queries == 1 and seen.window is None and seen.kv_lens is None
         require(one, "with the log-sum-exp, each sequence has one query, and keys whose number is known before")
-        pages, keys = _pages(encoding, source)
+        call, keys = _call(encoding, source, scale)
         context = [keys if seen.kv_len is None else seen.kv_len] * batch
-        of = atb.Queries(*encoding.queries(), scale, {})
-        y, lse = atb.attended(of, pages, context, dict(calc_type="calc_type_ring", return_lse=True))
+        told = dict(calc_type="calc_type_ring", return_lse=True)
+        y, lse = atb.attended(encoding.queries(), call, context, told)
         return viewed(encoding.expanded(y, values), lse_output_view), lse.transpose(1, 2)
 
     @lowering
@@ -117,12 +117,12 @@ class LatentAttentionAtb(Rule):
         known = seen.fully_masked_row in BLIND
         require(known, "a query without keys gives the mean of all, the operator gives another one")
         require(isinstance(encoding, Plain), "the kernel reads no mask of int8 queries")
-        y, blind = atb.dense(atb.Queries(*encoding.queries(), scale, {}), _pages(encoding, source)[0], seen.mask)
+        y, blind = atb.dense(encoding.queries(), _call(encoding, source, scale)[0], seen.mask)
         y = y.masked_fill(blind[..., None, None], BLIND[seen.fully_masked_row])
         return viewed(encoding.expanded(y, values), output_view)
 
 
-def _pages(encoding: Any, source: Any) -> tuple[atb.Read, Any]:
-    """The pages as the operator reads them, and how many keys a sequence has in them."""
+def _call(encoding: Any, source: Any, scale: float) -> tuple[atb.Call, Any]:
+    """What the operator attends to, and how many keys a sequence has there."""
     batch = encoding.queries()[0].shape[0]
-    return atb.read(source, batch, isinstance(encoding, Int8ByHead)), source.keys(batch)
+    return atb.call_of(source, batch, scale, encoding.scales_of_heads()), source.keys(batch)

@@ -66,17 +66,24 @@ class PagesInOrder(Group):
 
 
 @dataclass(frozen=True)
-class Read:
-    """Pages of a latent and its rotated lanes, how they lie, how many rows one has, and which each sequence has."""
+class Call:
+    """What is attended to: pages of a latent and its rotated lanes, how they lie, which each sequence has; scales.
+
+    Attributes:
+        size: how many rows a page has.
+        scale, scales: the factor of all scores; those of int8 queries and of an int8 latent.
+    """
 
     latents: Tensor
     ropes: Tensor
     mode: str
     size: Any
     table: Tensor
+    scale: float
+    scales: dict[str, Tensor]
 
 
-def read(source: Any, batch: Any, int8: bool) -> Read:
+def call_of(source: Any, batch: Any, scale: float, scales: dict[str, Tensor]) -> Call:
     """Pages in NZ [Block, D / L, Size, L], or as [Block, Size, 1, D]."""
     both = source.read(batch)
     if isinstance(source, Rows):
@@ -84,33 +91,24 @@ def read(source: Any, batch: Any, int8: bool) -> Read:
     elif isinstance(source, AnyPages) and source.layout != "NZ":
         both, mode = [each.reshape(each.shape[0], source.size, 1, -1) for each in both], "krope_ctkv"
     else:
-        both, mode = [each.flatten(1, -3) for each in both], "int8_nzcache" if int8 else "nzcache"
+        both, mode = [each.flatten(1, -3) for each in both], "int8_nzcache" if scales else "nzcache"
     latents, ropes = both
     if isinstance(source, AnyPages):
         table = source.block_table.int()
     else:
         table = torch.arange(latents.shape[0], dtype=torch.int32, device=latents.device).reshape(batch, -1)
-    return Read(latents, ropes, mode, latents.shape[1 if mode == "krope_ctkv" else 2], table)
+    size = latents.shape[1 if mode == "krope_ctkv" else 2]
+    return Call(latents, ropes, mode, size, table, scale, scales)
 
 
-@dataclass(frozen=True)
-class Queries:
-    """Absorbed queries [B, N, S, C], rotated ones [B, N, S, Dr], the factor of scores, and scales of int8 queries."""
-
-    absorbed: Tensor
-    rope: Tensor
-    scale: float
-    scales: dict[str, Tensor]
-
-
-def structured(q: Queries, of: Read, keys: Any, seen: MaskSpec) -> Tensor:
+def structured(q: Parts, call: Call, keys: Any, seen: MaskSpec) -> Tensor:
     """Attention [B, S, N, C] over so many keys, of which lengths and an order tell which are seen."""
-    batch, _, queries = q.absorbed.shape[:3]
+    batch, _, queries = q[0].shape[:3]
     rows: dict[str, Any] = {} if queries == 1 else dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
     if queries > 1 and seen.kind != "none":
-        rows |= dict(mask_type="mask_type_free", mask=_free(queries, of.size, q.rope))
+        rows |= dict(mask_type="mask_type_free", mask=_free(queries, call.size, q[1]))
     seen = seen.from_last(queries, keys)
-    return attended(q, of, [seen.kv_len] * batch if seen.kv_lens is None else seen.kv_lens, rows)
+    return attended(q, call, [seen.kv_len] * batch if seen.kv_lens is None else seen.kv_lens, rows)
 
 
 def _free(queries: int, size: int, like: Tensor) -> Tensor:
@@ -119,25 +117,36 @@ def _free(queries: int, size: int, like: Tensor) -> Tensor:
     return torch.full(shape, HIDDEN, dtype=like.dtype, device=like.device).triu(2 - queries)
 
 
-def dense(q: Queries, of: Read, mask: Tensor) -> Parts:
+def dense(q: Parts, call: Call, mask: Tensor) -> Parts:
     """Attention [B, S, N, C] under a mask [B | 1, 1, S, T], true where a key is hidden; queries without keys [B, S]."""
-    batch, _, queries = q.absorbed.shape[:3]
+    batch, _, queries = q[0].shape[:3]
     keys: Any = mask.shape[-1]
     hidden = mask.expand(batch, 1, queries, keys).reshape(batch * queries, keys)
-    added = torch.zeros(hidden.shape, dtype=q.rope.dtype, device=q.rope.device).masked_fill(hidden, HIDDEN)
+    added = torch.zeros(hidden.shape, dtype=q[1].dtype, device=q[1].device).masked_fill(hidden, HIDDEN)
     rows = dict(calc_type="calc_type_spec", qseqlen=[queries] * batch, mask_type="mask_type_spec", mask=added)
-    return attended(q, of, [keys] * batch, rows), hidden.all(-1).reshape(batch, queries)
+    return attended(q, call, [keys] * batch, rows), hidden.all(-1).reshape(batch, queries)
 
 
-def attended(q: Queries, of: Read, context: Any, rows: dict[str, Any]) -> Any:
+def attended(q: Parts, call: Call, context: Any, rows: dict[str, Any]) -> Any:
     """Attention over pages, [B, S, N, C]; with `return_lse` also its log-sum-exp [B, S, N, 1]."""
-    batch, heads, queries = q.absorbed.shape[:3]
+    batch, heads, queries = q[0].shape[:3]
     operator = torch.ops.atb.npu_multi_head_latent_attention
     run = operator.lse if "return_lse" in rows else operator.default
     run = operator.tensor_lengths if isinstance(context, Tensor) else run
-    query, rope = (each.transpose(1, 2).flatten(0, 1) for each in (q.absorbed, q.rope))
+    query, rope = (each.transpose(1, 2).flatten(0, 1) for each in q)
     y = run(
-        query, rope, of.latents, of.ropes, of.table, context, heads, q.scale, 1, cache_mode=of.mode, **rows, **q.scales
+        query,
+        rope,
+        call.latents,
+        call.ropes,
+        call.table,
+        context,
+        heads,
+        call.scale,
+        1,
+        cache_mode=call.mode,
+        **rows,
+        **call.scales,
     )
     rows_of = (batch, queries)
     return tuple(each.unflatten(0, rows_of) for each in y) if isinstance(y, tuple) else y.unflatten(0, rows_of)

@@ -57,9 +57,8 @@ class Plain(Group):
 
     def queries_of_heads(self) -> Parts:
         """The same for queries of heads that are projected first."""
-        require(
-            self.nope is not None and self.up_key is not None, "the model itself absorbs the projection of the keys"
-        )
+        absorbed = any(each is None for each in (self.nope, self.up_key))
+        require(not absorbed, "the model itself absorbs the projection of the keys")
         return head_projection.turned(self.nope.transpose(1, 2), self.up_key).transpose(1, 2), self.q_rope
 
     def parts_of_heads(self) -> tuple[Any, Any]:

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 import fusion
-from patterns.examples import mla_preprocess_int8 as int8
-from patterns.examples import mla_preprocess_static as static
-from patterns.examples.caches import in_nz, of_nz, viewed
-from patterns.examples.mla_preprocess import Sizes, inputs, lines, model
+from patterns.examples.mla_preprocess import INT8, NZ, STATIC, TOKEN, Given, Setting, Sizes, model
 
 MLAPO = "atb::npu_mla_preprocess"
 PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")
@@ -23,12 +20,13 @@ KERNEL = Sizes(he=7168, hcq=1536, c=512, dr=64, d=128, e=128, n=32)
 PAGES = replace(KERNEL, size=128)
 """The same with pages as it takes them in lines of NZ."""
 HALF = torch.bfloat16
-FORWARD = model(viewed, heads=KERNEL.n)
+FORWARD = model(TOKEN)
+CACHES = slice(Given._fields.index("latents"), Given._fields.index("ropes") + 1)
 
 
 @pytest.fixture(scope="module")
 def given() -> tuple[Tensor, ...]:
-    return inputs(1, sizes=KERNEL)(HALF)
+    return Setting(sizes=KERNEL)(HALF)
 
 
 def called(report: fusion.Report) -> Counter[str]:
@@ -51,9 +49,9 @@ def test_the_front_is_one_call_and_no_cache_is_copied(given: tuple[Tensor, ...])
 
 
 def test_pages_in_lines_of_nz_are_written_as_they_lie():
-    given = lines(1, sizes=PAGES)(HALF)
+    given = Setting(sizes=PAGES, nz=16)(HALF)
     with torch.no_grad():
-        report = fusion.explain(model(in_nz, heads=PAGES.n, read=of_nz), *given, options=OPTIONS)
+        report = fusion.explain(model(replace(TOKEN, **NZ)), *given, options=OPTIONS)
     (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
     assert call.kwargs["cache_mode"] == "nzcache"
     assert [list(call.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 32, 128, 16], [9, 4, 128, 16]]
@@ -62,10 +60,9 @@ def test_pages_in_lines_of_nz_are_written_as_they_lie():
 
 @pytest.mark.parametrize("lined", [False, True], ids=["rows", "lines"])
 def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
-    given = (static.lines if lined else static.inputs)(1, sizes=PAGES)(HALF)
-    forms = dict(write=in_nz, read=of_nz) if lined else dict(write=viewed)
+    given = Setting(sizes=PAGES, static=True, nz=16 if lined else 0)(HALF)
     with torch.no_grad():
-        report = fusion.explain(static.model(heads=PAGES.n, **forms), *given, options=OPTIONS)
+        report = fusion.explain(model(replace(STATIC, **NZ) if lined else STATIC), *given, options=OPTIONS)
     (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
     assert call.kwargs["quant_mode"] == "per_tensor_quant_asymm"
     assert call.kwargs["cache_mode"] == ("nzcache" if lined else "krope_ctkv")
@@ -77,10 +74,10 @@ def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["scales of tokens", "constants"])
 def test_whole_queries_and_a_whole_cache_come_from_one_call(fixed: bool):
-    given = (int8.of_constants if fixed else int8.of_tokens)(1, sizes=PAGES)(HALF)
+    given = Setting(sizes=PAGES, nz=16, int8=32, static=fixed)(HALF)
     options = OPTIONS | {"lengths": "host"}
     with torch.no_grad():
-        report = fusion.explain(int8.model(fixed, heads=PAGES.n), *given, options=options)
+        report = fusion.explain(model(replace(STATIC if fixed else TOKEN, **INT8)), *given, options=options)
     assert report.ops == {MLAPO: 1, "atb::npu_multi_head_latent_attention": 1}
     front, attention = [node for node in report.graphs[0].graph.nodes if "atb" in str(node.target)]
     assert front.kwargs["cache_mode"] == attention.kwargs["cache_mode"] == "int8_nzcache"
@@ -103,7 +100,7 @@ def test_it_is_as_exact_as_the_plain_block(given: tuple[Tensor, ...]):
     compiled = torch.compile(FORWARD, backend="cann_fusion", options=OPTIONS)
     with torch.no_grad():
         results = [function(*of) for function, of in ((FORWARD, exact), (FORWARD, calls[0]), (compiled, calls[1]))]
-    pages = [of[13:15] for of in (exact, *calls)]
+    pages = [of[CACHES] for of in (exact, *calls)]
     for truth, plain, fused in zip(*([y, *caches] for y, caches in zip(results, pages, strict=True)), strict=True):
         before, after = ((each.double() - truth).norm() / truth.norm() for each in (plain, fused))
         assert after <= min(1.5 * before + torch.finfo(HALF).eps, 4e-2)
