@@ -54,44 +54,32 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
-    below = list(sources(value))
-    starts = sorted({0, *(each.attrs[1] for each in below if each.op == "slice")})
-    for layer in below:
+    for layer in sources(value):
         parts = _layer(a, layer)
         if parts is None or not isinstance(layer.shape[-1], int) or layer.shape[-1] % heads:
             continue
         x, weight = parts
         width = layer.shape[-1] // heads
-        opened = a.reshape(layer, (value.shape[0], rows, heads, width))
-        tokens = a.reshape(x, (value.shape[0], rows, x.shape[-1]))
-        for start in (each for each in starts if each + count <= width):
-            forms = lane_forms(a, opened, start, count)
-            if value in forms:
-                return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
-    return next(
-        (found for each in below if (found := _by_heads(a, value, each, heads, rows, starts)) is not None), None
-    )
+        place = placed(a, value, a.reshape(layer, (value.shape[0], rows, heads, width)))
+        if place is not None:
+            return HeadProjection(a.reshape(x, (value.shape[0], rows, x.shape[-1])), x, weight, heads, width, *place)
+    by_heads = (_by_heads(a, value, each, heads, rows) for each in sources(value))
+    return next((found for found in by_heads if found is not None), None)
 
 
-def _by_heads(
-    a: Algebra, value: Value, product: Value, heads: Any, rows: Any, starts: Sequence[int]
-) -> HeadProjection | None:
+def _by_heads(a: Algebra, value: Value, product: Value, heads: Any, rows: Any) -> HeadProjection | None:
     """The same where every head multiplies by a matrix of its own: x [B, 1, S, K] @ y [N, K, width]."""
     if product.op != "matmul" or product.args[1].shape[-3:-2] != (heads,) or prod(product.args[1].shape[:-3]) != 1:
         return None
     x, y = product.args
-    width, batch, count = y.shape[-1], value.shape[0], value.shape[-1]
-    own = (*(1,) * (4 - x.rank), *x.shape[:-1])
-    if own != (batch, 1, rows) or not isinstance(width, int) or not isinstance(count, int):
+    width, batch = y.shape[-1], value.shape[0]
+    if (*(1,) * (4 - x.rank), *x.shape[:-1]) != (batch, 1, rows) or not isinstance(width, int):
         return None
-    opened = a.reshape(product, (batch, heads, rows, width))
+    place = placed(a, value, a.permute(a.reshape(product, (batch, heads, rows, width)), (0, 2, 1, 3)))
+    if place is None:
+        return None
     weight = a.reshape(swapped(a, a.reshape(y, y.shape[-3:])), (heads * width, y.shape[-2]))
-    tokens = a.reshape(x, (batch, rows, x.shape[-1]))
-    for start in (each for each in starts if each + count <= width):
-        forms = lane_forms(a, a.permute(opened, (0, 2, 1, 3)), start, count)
-        if value in forms:
-            return HeadProjection(tokens, x, weight, heads, width, start, value is not forms[0])
-    return None
+    return HeadProjection(a.reshape(x, (batch, rows, x.shape[-1])), x, weight, heads, width, *place)
 
 
 def sources(value: Value) -> Iterator[Value]:
@@ -114,9 +102,14 @@ def _layer(a: Algebra, value: Value) -> tuple[Value, Value] | None:
     return None if part is None else (value.arg, part)
 
 
-def lane_forms(a: Algebra, opened: Value, start: int, count: Any) -> tuple[Value | None, ...]:
-    """Lanes of every head of [B, S, N, width], heads behind or before positions."""
-    return tuple(a.slice(each, -1, start, start + count) for each in (opened, a.permute(opened, (0, 2, 1, 3))))
+def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
+    """From which lane of each head of [B, S, N, width] on `value` is, and whether heads stand before positions."""
+    count, both = value.shape[-1], (opened, a.permute(opened, (0, 2, 1, 3)))
+    for start in sorted({0, *(each.attrs[1] for each in sources(value) if each.op == "slice")}):
+        forms = [a.slice(each, -1, start, start + count) for each in both if start + count <= opened.shape[-1]]
+        if value in forms:
+            return start, value is not forms[0]
+    return None
 
 
 @reader(

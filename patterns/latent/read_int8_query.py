@@ -9,7 +9,7 @@ from typing import Any
 from fusion import reader
 from fusion.analysis.row_layout import uncast
 from fusion.graph import Algebra, Found, Graph, Reading, Readings, Value
-from patterns.latent.read import absorption, as_turned, lane_forms, pulled, query_sources, rotations, sources
+from patterns.latent.read import absorption, as_turned, placed, pulled, query_sources, rotations, sources
 from patterns.latent.words import LAYER_LANES, LAYER_QUERY
 
 
@@ -85,21 +85,14 @@ def _lanes(a: Algebra, value: Value, heads: Any, rows: Any, layers: Mapping[Valu
     count = value.shape[-1] if value.rank == 4 else None
     if not isinstance(count, int) or not isinstance(heads, int):
         return None
-    starts = sorted({0, *(each.attrs[1] for each in sources(value) if each.op == "slice")})
     below = (each.below("cast", "reshape") for each in sources(value))
     layer = next((layers[each] for each in below if each in layers), None)
     size = None if layer is None else layer.shape[-1]
     if layer is None or not isinstance(size, int) or size % heads or prod(layer.shape[:-1]) != value.shape[0] * rows:
         return None
     width = size // heads
-    opened = a.reshape(layer, (value.shape[0], rows, heads, width))
-    for start in (each for each in starts if each + count <= width):
-        forms = lane_forms(a, opened, start, count)
-        if value in forms:
-            return {
-                "layer": a.scale(layer, number),
-                "width": width,
-                "start": start,
-                "heads_first": value is not forms[0],
-            }
-    return None
+    place = placed(a, value, a.reshape(layer, (value.shape[0], rows, heads, width)))
+    if place is None:
+        return None
+    start, heads_first = place
+    return {"layer": a.scale(layer, number), "width": width, "start": start, "heads_first": heads_first}
