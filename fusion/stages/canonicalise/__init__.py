@@ -31,7 +31,7 @@ from fusion.stages.canonicalise import (
     shapes,
     writes,
 )
-from fusion.stages.canonicalise.translate import Out, Translated, translator_of
+from fusion.stages.canonicalise.translate import OF_COMPLEX, Out, Translated, translator_of
 from fusion.weights import derived
 
 __all__ = ["canonicalise"]
@@ -161,9 +161,9 @@ class _Walk:
         complex_args = [each for each in args if complex_numbers.is_complex(each)]
         if translator is arithmetic.mul and complex_args:
             result = complex_numbers.product(self.algebra, out, *args)
-        elif complex_args and complex_args[0].op == "complex" and translator.__module__ == shapes.__name__:
+        elif complex_args and complex_args[0].op == "complex" and OF_COMPLEX[translator] == "parts":
             result = self._both_parts(translator, out, args, kwargs)
-        elif complex_args and translator.__module__ not in (complex_numbers.__name__, shapes.__name__):
+        elif complex_args and not OF_COMPLEX[translator]:
             return None
         else:
             result = translator(self.algebra, out, *args, **kwargs)

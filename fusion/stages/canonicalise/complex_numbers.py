@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fusion.graph import Algebra, Value, broadcast
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
+
+of_complex = partial(translates, of_complex="whole")
 
 
 def pair(a: Algebra, re: Value, im: Value, out: Out) -> Value:
@@ -26,23 +29,23 @@ def is_complex(value: object) -> bool:
     return isinstance(value, Value) and value.dtype is not None and value.dtype.is_complex
 
 
-@translates("aten.view_as_complex.default")
+@of_complex("aten.view_as_complex.default")
 def _view_as_complex(a: Algebra, out: Out, x: Value) -> Translated:
     re, im = a.slice(x, -1, 0, 1), a.slice(x, -1, 1, 2)
     return None if re is None or im is None else pair(a, a.reshape(re, out.shape), a.reshape(im, out.shape), out)
 
 
-@translates("aten.complex.default")
+@of_complex("aten.complex.default")
 def _complex(a: Algebra, out: Out, re: Value, im: Value) -> Translated:
     return pair(a, a.expand(re, out.shape), a.expand(im, out.shape), out)
 
 
-@translates("aten.view_as_real.default")
+@of_complex("aten.view_as_real.default")
 def _view_as_real(a: Algebra, out: Out, z: Value) -> Translated:
     return a.cat([a.reshape(part, (*z.shape, 1)) for part in parts(a, z)], -1)
 
 
-@translates("aten._conj.default", "aten.conj.default")
+@of_complex("aten._conj.default", "aten.conj.default")
 def _conj(a: Algebra, out: Out, z: Value) -> Translated:
     re, im = parts(a, z)
     return pair(a, re, a.scale(im, -1), out)

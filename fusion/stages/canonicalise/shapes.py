@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from fusion.graph import Algebra, Value
 from fusion.graph.algebra import MAX_STOP
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
+arranges = partial(translates, of_complex="parts")
 
-@translates(
+
+@arranges(
     "aten.view.default",
     "aten._unsafe_view.default",
     "aten.reshape.default",
@@ -31,7 +34,7 @@ def _reshape(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Trans
     return a.reshape(x, out.shape)
 
 
-@translates(
+@arranges(
     "aten.alias.default",
     "aten.detach.default",
     "aten.clone.default",
@@ -44,13 +47,13 @@ def _same(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translat
     return None if dropping else x
 
 
-@translates("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
+@arranges("aten._to_copy.default", "aten.to.dtype", "prims.convert_element_type.default")
 def _cast(a: Algebra, out: Out, x: Value, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Translated:
     unproven = device is not None and not x.rank  # a number may come from another device
     return None if unproven else a.cast(x, out.dtype)
 
 
-@translates("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.swapaxes.default")
+@arranges("aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.swapaxes.default")
 def _permute(a: Algebra, out: Out, x: Value, *args: Any) -> Translated:
     if not args:  # t
         return a.permute(x, range(x.rank)[::-1])
@@ -62,14 +65,14 @@ def _permute(a: Algebra, out: Out, x: Value, *args: Any) -> Translated:
     return a.permute(x, order)
 
 
-@translates("aten.movedim.int")
+@arranges("aten.movedim.int")
 def _movedim(a: Algebra, out: Out, x: Value, source: int, destination: int) -> Translated:
     order = [axis for axis in range(x.rank) if axis != source % x.rank]
     order.insert(destination % x.rank, source % x.rank)
     return a.permute(x, order)
 
 
-@translates("aten.slice.Tensor")
+@arranges("aten.slice.Tensor")
 def _slice(
     a: Algebra, out: Out, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Translated:
@@ -79,13 +82,13 @@ def _slice(
     return a.slice(x, dim, start, end, step)
 
 
-@translates("aten.narrow.default")
+@arranges("aten.narrow.default")
 def _narrow(a: Algebra, out: Out, x: Value, dim: int, start: Any, length: Any) -> Translated:
     known = isinstance(start, int) and isinstance(length, int)
     return a.slice(x, dim, start, start + length) if known else None
 
 
-@translates("aten.select.int")
+@arranges("aten.select.int")
 def _select(a: Algebra, out: Out, x: Value, dim: int, index: Any) -> Translated:
     size = x.shape[dim]
     if not (isinstance(index, int) and isinstance(size, int) and size):
@@ -105,12 +108,12 @@ def _cut(a: Algebra, x: Value, sizes: Sequence[Any], dim: int) -> Translated:
     return tuple(pieces)
 
 
-@translates("aten.split_with_sizes.default", "aten.split_with_sizes_copy.default", "aten.split.sizes")
+@arranges("aten.split_with_sizes.default", "aten.split_with_sizes_copy.default", "aten.split.sizes")
 def _split_sizes(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], dim: int = 0) -> Translated:
     return _cut(a, x, sizes, dim)
 
 
-@translates("aten.split.Tensor")
+@arranges("aten.split.Tensor")
 def _split(a: Algebra, out: Out, x: Value, size: Any, dim: int = 0) -> Translated:
     total = x.shape[dim]
     if not (isinstance(total, int) and isinstance(size, int) and total and size):
@@ -118,13 +121,13 @@ def _split(a: Algebra, out: Out, x: Value, size: Any, dim: int = 0) -> Translate
     return _cut(a, x, [min(size, total - start) for start in range(0, total, size)], dim)
 
 
-@translates("aten.chunk.default")
+@arranges("aten.chunk.default")
 def _chunk(a: Algebra, out: Out, x: Value, chunks: int, dim: int = 0) -> Translated:
     total = x.shape[dim]
     return _split(a, out, x, math.ceil(total / chunks), dim) if isinstance(total, int) else None
 
 
-@translates("aten.unbind.int")
+@arranges("aten.unbind.int")
 def _unbind(a: Algebra, out: Out, x: Value, dim: int = 0) -> Translated:
     size = x.shape[dim]
     if not isinstance(size, int):
@@ -134,26 +137,26 @@ def _unbind(a: Algebra, out: Out, x: Value, dim: int = 0) -> Translated:
     return tuple(None if piece is None else a.reshape(piece, kept) for piece in pieces)
 
 
-@translates("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
+@arranges("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
 def _expand(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translated:
     return a.expand(x, out.shape)
 
 
-@translates("aten.cat.default")
+@arranges("aten.cat.default")
 def _cat(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Translated:
     full = [each for each in tensors if each.shape != (0,)]
     same = all(each.rank == len(out.shape) for each in full)
     return a.cat([a.cast(each, out.dtype) for each in full], dim) if full and same else None
 
 
-@translates("aten.stack.default", any_rank=True)
+@arranges("aten.stack.default", any_rank=True)
 def _stack(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Translated:
     dim %= len(out.shape)
     opened = [a.reshape(each, (*each.shape[:dim], 1, *each.shape[dim:])) for each in tensors]
     return a.cat(opened, dim)
 
 
-@translates("aten.repeat_interleave.self_int")
+@arranges("aten.repeat_interleave.self_int")
 def _repeat_interleave(
     a: Algebra, out: Out, x: Value, repeats: Any, dim: int | None = None, **kwargs: Any
 ) -> Translated:
@@ -165,7 +168,7 @@ def _repeat_interleave(
     return a.reshape(wide, out.shape)
 
 
-@translates("aten.repeat.default")
+@arranges("aten.repeat.default")
 def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translated:
     if not all(isinstance(count, int) for count in repeats):
         return None
@@ -176,7 +179,7 @@ def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translate
     return a.expand(x, out.shape)
 
 
-@translates("aten.roll.default")
+@arranges("aten.roll.default")
 def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Translated:
     if len(dims) != 1 or not isinstance(x.shape[dims[0]], int) or not isinstance(shifts[0], int) or 0 in x.shape:
         return None
@@ -189,17 +192,17 @@ def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value | None:
     return None if tail is None or head is None else a.cat([tail, head], axis)
 
 
-@translates("aten.flip.default")
+@arranges("aten.flip.default")
 def _flip(a: Algebra, out: Out, x: Value, dims: Sequence[int]) -> Translated:
     return a.make("flip", (x,), (dims[0] % x.rank,), x.shape, x.dtype) if len(dims) == 1 else None
 
 
-@translates("aten.copy.default")
+@arranges("aten.copy.default")
 def _copy(a: Algebra, out: Out, x: Value, source: Value, non_blocking: bool = False) -> Translated:
     return a.expand(a.cast(source, out.dtype), out.shape)
 
 
-@translates("aten.slice_scatter.default")
+@arranges("aten.slice_scatter.default")
 def _slice_scatter(
     a: Algebra, out: Out, x: Value, source: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Translated:

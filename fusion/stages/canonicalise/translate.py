@@ -22,20 +22,24 @@ class Out(NamedTuple):
 
 Translator = Callable[..., Translated]
 TRANSLATORS: dict[OpOverload, Translator] = {}
+OF_COMPLEX: dict[Translator, str] = {}
+"""How each translator takes complex tensors."""
 _OF_DIMS: set[OpOverload] = set()
 _NAMES_A_DIM = ("dim", "axis", "source", "destination")
 
 
-def translates(*names: str, any_rank: bool = False) -> Callable[[Translator], Translator]:
+def translates(*names: str, any_rank: bool = False, of_complex: str = "") -> Callable[[Translator], Translator]:
     """Register a translator for operators such as "aten.add.Tensor".
 
     A translator takes `(algebra, out, *args, **kwargs)` with the operator's own arguments, tensors as `Value`. It
     returns the value (a tuple for several results), or None where this call has no canonical form. Of an operator that
     names dims it is given tensors with dims only, unless it says that it takes `any_rank`: torch lets -1 and 0 stand
-    for the dim that a number has not.
+    for the dim that a number has not. Of complex tensors it is given none, unless `of_complex` says that it takes them
+    "whole", or that it may be applied to real and imaginary "parts" alone.
     """
 
     def register(translator: Translator) -> Translator:
+        OF_COMPLEX[translator] = of_complex
         for name in names:
             namespace, packet, overload = name.split(".")
             op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)

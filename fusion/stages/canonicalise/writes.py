@@ -11,7 +11,6 @@ A negative position of index_put counts from the end: `wrap` makes that explicit
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,6 +148,11 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
     return _write(a, cache, rows, a.reshape(source, shape), axis, wraps=False)
 
 
+@translates("aten.fmod.Scalar")
+def _fmod(a: Algebra, out: Out, x: Value, divisor: Any) -> Translated:
+    return a.make("fmod", (x,), (divisor,), out.shape, out.dtype)
+
+
 @translates("aten.index_select.default")
 def _index_select(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Translated:
     """Consecutive positions are a slice; all of them, counted round the end, are a roll; others an index."""
@@ -165,8 +169,8 @@ def _indexed(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | 
 
 
 def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
-    size, round_end = x.shape[dim], re.fullmatch(r"\(\('%1', (\d+)\), \{\}\)", str(next(iter(index.attrs), "")))
-    turning = index.op == "aten.fmod.Scalar" and round_end is not None and int(round_end[1]) == size
+    size = x.shape[dim]
+    turning = index.op == "fmod" and index.attrs == (size,)
     counted = run(a, index.arg if turning else index) if turning or not index.args or index.op == "shift" else None
     if counted is None or counted.start is not None or not isinstance(size, int) or not isinstance(out.shape[dim], int):
         return None
