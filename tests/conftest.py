@@ -45,7 +45,7 @@ SHARES = {
 """Modules of which one test in so many runs for each push; tests without parameters always run."""
 
 
-MORE = 4
+MORE = 3
 """How many times as many of them run for what changed."""
 
 

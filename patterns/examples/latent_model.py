@@ -272,14 +272,18 @@ def model(
     tokens_first: bool = False,
     also: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Any]:
-    """A function of these parts; `also` reads the latent of the queries too. Tokens [T, He] are packed."""
+    """A function of these parts; `also` reads the latent of the queries too.
+
+    Packed tokens [T, He] are of a sequence each, or by lists of keys of one sequence.
+    """
 
     def forward(*tensors: Tensor) -> Any:
         g, caches = taken(tensors)
-        x, dtype, packed = g.x, g.x.dtype, g.x.dim() == 2
+        x, dtype, tokens = g.x, g.x.dtype, g.seen.shape[:2] if g.seen.dim() == 3 else g.x.shape[:-1]
         rows = quantised(x) if g.dq.dtype == torch.int8 else x
         low = times(norm(layer(rows, g.dq, g.dq_scale, dtype), g.gain_q), factors.latent)
-        q = times(layer(low, g.uq, g.uq_scale, dtype), factors.heads).view(*x.shape[:-1], N, -1)
+        q = times(layer(low, g.uq, g.uq_scale, dtype), factors.heads).view(*tokens, N, -1)
+        packed = q.dim() == 3
         before = packed or tokens_first
         q = q if before else q.transpose(1, 2)
         nope, rope = rotate(q, *(each.unsqueeze(-2 if before else -3) for each in (g.cos, g.sin)))

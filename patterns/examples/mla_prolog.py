@@ -48,11 +48,6 @@ def packed(setting: Setting) -> Inputs:
     return changed(setting, **dict.fromkeys(("x", "cos", "sin"), lambda x: x[:, 0]))
 
 
-def of_one_sequence(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
-    """Queries that are the tokens of one sequence."""
-    return listed(nope.transpose(0, 2), rope.transpose(0, 2), rows, g)
-
-
 ONE_SEQUENCE = changed(
     PROMPT, lambda x: x[:1], **dict.fromkeys(("x", "cos", "sin"), lambda x: x[0]), seen=lambda x: x[:1]
 )
@@ -123,7 +118,7 @@ ROWS = (
         "more lanes", replace(PROMPT, head=8), copied, lanes(slice(D), slice(D, D + DR)), refusal="more lanes than both"
     ),
     in_row("a third part", replace(PROMPT, line=8), refusal="do not make up one projection"),
-    Example("packed tokens", model(mla.in_rows(caches.of_one_sequence), of_one_sequence), ONE_SEQUENCE, "are packed"),
+    Example("packed tokens", model(mla.in_rows(caches.of_one_sequence), listed), ONE_SEQUENCE, "are packed"),
 )
 HALVES = replace(PROMPT, queries=4)
 LEFT = (
