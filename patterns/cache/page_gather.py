@@ -31,17 +31,32 @@ class PageGather(Rule):
 
     @pattern
     def gathered(
-        self, p, key_pages=tensor("*K"), value_pages=tensor("*V"), table=tensor("B M"), size=attribute(),
-        lengths=attribute(), key_shape=attribute(), value_shape=attribute(),
-    ):  # fmt: skip
+        self,
+        p,
+        key_pages=tensor("*K"),
+        value_pages=tensor("*V"),
+        table=tensor("B M"),
+        size=attribute(),
+        lengths=attribute(),
+        key_shape=attribute(),
+        value_shape=attribute(),
+    ):
         """What the canonicaliser has read."""
         of = dict(table=table, size=size, lengths=lengths)
         keys = p.gathered_pages(pages=key_pages, shape=key_shape, **of)
         return keys, p.gathered_pages(pages=value_pages, shape=value_shape, **of)
 
     @lowering
-    def run(self, key_pages: Tensor, value_pages: Tensor, table: Tensor, size: int, lengths: Any, key_shape: Any,
-            value_shape: Any):  # fmt: skip
+    def run(
+        self,
+        key_pages: Tensor,
+        value_pages: Tensor,
+        table: Tensor,
+        size: int,
+        lengths: Any,
+        key_shape: Any,
+        value_shape: Any,
+    ):
         """One call for both, into memory of its own."""
         caches = [laid(each, size).unsqueeze(2) for each in (key_pages, value_pages)]
         told = _told(lengths, table)

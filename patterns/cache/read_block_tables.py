@@ -82,9 +82,13 @@ def _latents(reading: Reading | None) -> list[Value]:
 
 
 def _rows(
-    a: Algebra, folder: Folder, value: Value, sizes: tuple[Any, Any, Any, Any], held: Container[Value],
+    a: Algebra,
+    folder: Folder,
+    value: Value,
+    sizes: tuple[Any, Any, Any, Any],
+    held: Container[Value],
     among: Container[str] = ("BSND", "BNSD", "NZ"),
-) -> Reading | None:  # fmt: skip
+) -> Reading | None:
     """`value`, whose elements are [B, N, T, D], as rows of pages that lie in one of some ways."""
     if not all(isinstance(each, int) for each in sizes[1:]) or prod(value.shape) != prod(sizes):
         return None

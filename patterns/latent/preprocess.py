@@ -104,9 +104,16 @@ class MlaPreprocess(Rule):
         return frozenset({"latent_attention_atb", "latent_attention"})
 
     def reference(
-        self, x: Tensor, gamma: Tensor, dq: Tensor, uq: Tensor, up: Tensor, dkv: Tensor, gamma_cq: Tensor,
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        dq: Tensor,
+        uq: Tensor,
+        up: Tensor,
+        dkv: Tensor,
+        gamma_cq: Tensor,
         gamma_ckv: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The meaning without rotation or quantisation: absorbed queries [B, N, S, C], their latent, rows [B, S, C]."""
         return MlaProlog().reference(rms_norm(x, gamma.shape, gamma, EPSILON), dq, uq, up, dkv, gamma_cq, gamma_ckv)
 

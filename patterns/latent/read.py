@@ -167,9 +167,12 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
 
 
 def _absorbed(
-    a: Algebra, found: Readings, qkv: tuple[Value, Value, Value], whole: tuple[Value, Value],
+    a: Algebra,
+    found: Readings,
+    qkv: tuple[Value, Value, Value],
+    whole: tuple[Value, Value],
     rows: int | None,
-) -> Operands | None:  # fmt: skip
+) -> Operands | None:
     """Readings where the model absorbs the projections itself: the values are the latent, the keys latent and rope."""
     (q, k, v), (keys, latent) = qkv, whole
     width, count = k.shape[-1], v.shape[-1]

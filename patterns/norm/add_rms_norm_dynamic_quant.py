@@ -33,17 +33,13 @@ class AddRMSNormDynamicQuant(Rule):
         return p.quantise(x=norm, scale=scale, dtype=dtype, scheme="dynamic"), scale
 
     @pattern
-    def rounded_sum(
-        self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar(), dtype=attribute()
-    ):  # fmt: skip
+    def rounded_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar(), dtype=attribute()):
         """The norm of the sum as the next layer reads it."""
         s = a + b
         return *self._rows(p, p.rms_norm(x=s, gamma=gamma, eps=eps), dtype), s
 
     @pattern
-    def float32_sum(
-        self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar(), dtype=attribute()
-    ):  # fmt: skip
+    def float32_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar(), dtype=attribute()):
         """The norm of the sum in float32, before it is rounded for the next layer."""
         s = p.as_dtype(p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32), like=a)
         return *self._rows(p, p.add_rms_norm(a=a, b=b, gamma=gamma, eps=eps), dtype), s

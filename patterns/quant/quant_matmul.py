@@ -34,9 +34,16 @@ class QuantMatmul(Rule):
 
     @pattern
     def scaled(
-        self, p, x=tensor("*B K"), weight=tensor("N K"), scale=tensor("N"), tokens=tensor("*B 1", optional=True),
-        bias=tensor("N", optional=True), dtype=attribute(), is_parameter_only=attribute(),
-    ):  # fmt: skip
+        self,
+        p,
+        x=tensor("*B K"),
+        weight=tensor("N K"),
+        scale=tensor("N"),
+        tokens=tensor("*B 1", optional=True),
+        bias=tensor("N", optional=True),
+        dtype=attribute(),
+        is_parameter_only=attribute(),
+    ):
         """A scale of each token, if there is one, and one of each channel."""
         return p.int8_matmul(
             x=x, weight=weight, scale=scale, tokens=tokens, bias=bias, dtype=dtype, is_parameter_only=is_parameter_only
