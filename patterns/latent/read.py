@@ -104,7 +104,8 @@ def _layer(a: Algebra, value: Value) -> tuple[Value, Value] | None:
 
 def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
     """From which lane of each head of [B, S, N, width] on `value` is, and whether heads stand before positions."""
-    count, both = value.shape[-1], (opened, a.permute(opened, (0, 2, 1, 3)))
+    count: Any = value.shape[-1]
+    both = (opened, a.permute(opened, (0, 2, 1, 3)))
     for start in sorted({0, *(each.attrs[1] for each in sources(value) if each.op == "slice")}):
         forms = [a.slice(each, -1, start, start + count) for each in both if start + count <= opened.shape[-1]]
         if value in forms:
