@@ -70,8 +70,8 @@ def by_sdpa(read: Callable[[Tensor, Tensor], Tensor] = rows) -> Attend:
 
     def forward(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, *lengths: Tensor) -> Tensor:
         k, v = (read(pages, table) for pages in (keys, values))
-        seen = [~hidden(q, each, k.shape[2]) for each in lengths]
-        return scaled_dot_product_attention(q, k, v, *seen, enable_gqa=read is not rows)
+        seen = ~hidden(q, lengths[0], k.shape[2]) if lengths else None
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=read is not rows)
 
     return forward
 

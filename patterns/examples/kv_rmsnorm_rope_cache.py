@@ -119,8 +119,11 @@ def written(
         new = norm(latent, gain), turned(rope, cos, sin)
         pairs = zip(rest[2:], change(*new, *rest[:2]), strict=True)
         views = [(write(cache, rows, at), cache) for cache, rows in pairs]
-        held = (cache if view is None else view for view, cache in views)
-        return tuple(each * 2 for each in (*(new if kept else ()), *held))
+        held = tuple(cache if view is None else view for view, cache in views)
+        before = tuple(each * 2 for each in new) if kept else ()
+        if held[0].dtype == torch.int8:
+            return *before, held[0].float().sum() + held[1].float().sum()
+        return *before, *(each * 2 for each in held)
 
     return Example(name, forward, inputs, refusal)
 

@@ -97,8 +97,8 @@ def replaced(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
 
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, *lengths: Tensor) -> Tensor:
     """By sdpa, over as many keys as there are rows."""
-    seen = [~hidden(each)[..., : k.shape[2]] for each in lengths]
-    return scaled_dot_product_attention(q, k, v, *seen, scale=SCALE)
+    seen = ~hidden(lengths[0])[..., : k.shape[2]] if lengths else None
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=SCALE)
 
 
 def several(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +24,28 @@ LAYERS = ("dq", "uq", "dkv")
 Rows = tuple[Tensor, ...]
 
 
-Given = namedtuple(
-    "Given",
-    "x cos sin dq uq dkv dq_scale uq_scale dkv_scale gain_q gain_kv ukv latent_scale rope_scale table seen slots",
-)
-"""What the model is given before its caches; `seen` is a length for each sequence, or the keys of each query."""
+class Given(NamedTuple):
+    """What the model is given before its caches; `seen` is a length for each sequence, or the keys of each query."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    dq: Tensor
+    uq: Tensor
+    dkv: Tensor
+    dq_scale: Tensor
+    uq_scale: Tensor
+    dkv_scale: Tensor
+    gain_q: Tensor
+    gain_kv: Tensor
+    ukv: Tensor
+    latent_scale: Tensor
+    rope_scale: Tensor
+    table: Tensor
+    seen: Tensor
+    slots: Tensor
+
+
 FIXED = Given._fields[3:14]
 LAYERS_FIXED = Given._fields[3:9]
 
@@ -234,7 +250,8 @@ def expanded(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
 
 def listed(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
     """Over the keys that are listed."""
-    keys, values = keys_values(*rows, g.ukv, N, D)
+    latent, k_rope = rows
+    keys, values = keys_values(latent, k_rope, g.ukv, N, D)
     seen = torch.zeros(*g.seen.shape[:2], keys.shape[2], dtype=torch.bool).scatter(-1, g.seen, True)
     return scaled_dot_product_attention(torch.cat((nope, rope), dim=-1), keys, values, attn_mask=seen.unsqueeze(1))
 

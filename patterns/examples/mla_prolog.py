@@ -80,7 +80,7 @@ def in_row(
     refusal: str = "",
 ) -> Example:
     """Rows, the latent times a number, over listed keys; without caches, those of the queries."""
-    store = mla.in_rows(write) if write is not fresh else fresh
+    store = fresh if isinstance(setting, Setting) and not setting.shapes else mla.in_rows(write)
     return Example(name, model(store, listed, rotate, mla.Factors(row=row)), setting, refusal)
 
 
@@ -104,9 +104,9 @@ ROWS = (
     in_row("caches of one head", held(PROMPT, (B, 1, T)), caches.single),
     in_row("a length for each sequence", TOKEN, caches.by_sequence),
     in_row("queries and latents times a number", PROMPT, copied, rope_multiplied, 0.75),
-    in_row("the same positions in all sequences", replace(FRESH, table=(1, S)), fresh),
-    in_row("one position in a sequence", replace(FRESH, queries=B, listed=B, table=(B, 1)), fresh),
-    in_row("no cache", FRESH, fresh),
+    in_row("the same positions in all sequences", replace(FRESH, table=(1, S))),
+    in_row("one position in a sequence", replace(FRESH, queries=B, listed=B, table=(B, 1))),
+    in_row("no cache", FRESH),
     in_row("rows that the model writes to a slice", PROMPT, caches.sliced),
     in_row("rows joined", held(PROMPT, (B, 5), keys=5 + S), caches.joined),
     in_row("rotated lanes first", PROMPT, copied, lanes(slice(DR, None), slice(DR)), refusal=ORDER),
@@ -163,8 +163,8 @@ def w8a8(setting: Setting, *layers: str) -> Setting:
 W8A8 = (
     in_row("a token, the heads quantised", w8a8(TOKEN, "uq")),
     in_row("a prompt, all quantised", w8a8(PROMPT, *LAYERS)),
-    in_row("no cache, the heads quantised", w8a8(FRESH, "uq"), fresh),
-    in_row("no cache, all quantised", w8a8(FRESH, *LAYERS), fresh),
+    in_row("no cache, the heads quantised", w8a8(FRESH, "uq")),
+    in_row("no cache, all quantised", w8a8(FRESH, *LAYERS)),
 )
 W8A8_PAGED = (
     in_pages("a token, the heads quantised", w8a8(PAGES, "uq")),
