@@ -25,12 +25,16 @@ _SEVERAL = "rows with a zero point are not divided by one scale of the whole ten
 _TIMES = "rows with a zero point are multiplied by a scale, where the operator divides"
 
 
-def static(a: Algebra, value: Value) -> Reading | str | None:
-    """`value`, of int8, as numbers that are quantised so; why it is not; None if nothing is like it."""
+def static(a: Algebra, value: Value, dynamic: bool = False) -> Reading | str | None:
+    """`value`, of int8, as numbers that are quantised so; why it is not; None if nothing is like it.
+
+    What is nearly `dynamic` needs no other reason, unless it has a zero point.
+    """
     outer = rounded(value.arg)
     zero = _zero(outer.quotient)
     if not zero.there:
-        return _symmetric(a, value)
+        found = _symmetric(a, value)
+        return None if dynamic and isinstance(found, str) else found
     inner = rounded(zero.rest)
     scaled = _scaled(a, inner.quotient)
     if scaled is None or (scaled.scale is not None and scaled.scale.shape != (1,)):

@@ -9,7 +9,7 @@ import torch
 from fusion import reader
 from fusion.analysis.nodes import is_computed
 from fusion.analysis.rounding import is_float
-from fusion.graph import Found, Graph, Miss, Reading
+from fusion.graph import Found, Graph, Miss
 from patterns.quant.quantise_by_head import by_head
 from patterns.quant.quantise_dynamic import UNSCALED, dynamic
 from patterns.quant.quantise_static import static
@@ -18,10 +18,7 @@ from patterns.quant.words import QUANTISE, TOKEN_SCALE
 
 @reader(gives=(QUANTISE, TOKEN_SCALE))
 def quantised(graph: Graph) -> Iterator[Found]:
-    """Every value of int8 that is made of floating-point numbers: how it is quantised, and why not otherwise.
-
-    What has no scale of each token for another reason than that there is none keeps that reason.
-    """
+    """Every value of int8 that is made of floating-point numbers: how it is quantised, and why not otherwise."""
     for value in graph.places:
         if value.op != "cast" or value.dtype != torch.int8 or not is_float(value.arg):
             continue
@@ -38,8 +35,6 @@ def quantised(graph: Graph) -> Iterator[Found]:
             continue
         if tokens is not None:
             yield value, Miss("dynamic_quant", tokens)
-        held = static(graph.algebra, value)
-        if isinstance(held, Reading):
-            yield value, held
-        elif held is not None and (tokens or UNSCALED) == UNSCALED:
-            yield value, Miss("quantise", held)
+        held = static(graph.algebra, value, dynamic=tokens not in (None, UNSCALED))
+        if held is not None:
+            yield value, Miss("quantise", held) if isinstance(held, str) else held
