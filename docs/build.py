@@ -11,6 +11,8 @@ import torch
 import fusion
 from fusion.catalogue import OperatorEntry, RuleEntry, operator_entries, rule_entries
 from fusion.cost import is_launch
+from fusion.language import Word
+from fusion.library import installed
 
 ROOT = Path(__file__).parents[1]
 MARKS = re.compile(r"(<!-- listing -->\n).*?(<!-- end of listing -->)", re.DOTALL)
@@ -23,6 +25,7 @@ def generated() -> dict[Path, str]:
     return {
         ROOT / "docs" / "operators.md": operators_page(),
         ROOT / "docs" / "rules.md": rules_page(),
+        ROOT / "docs" / "words.md": words_page(),
         readme: MARKS.sub(lambda found: f"{found[1]}{listing()}{found[2]}", readme.read_text()),
     }
 
@@ -51,6 +54,26 @@ def _operator(entry: OperatorEntry) -> str:
 
 def _cell(text: str) -> str:
     return "`" + text.replace("|", "\\|") + "`"
+
+
+def words_page() -> str:
+    """What the readers of the default library say of values."""
+    head = (
+        "# Words\n\nWhat the readers of this package say of values, beside the names of rules: the words that forms are "
+        "made of, and what each is applied to. B sequences, N heads, M key heads, S queries, T keys, D lanes; C lanes "
+        "of a latent, Dr of its rotated key. Written by `make docs`.\n"
+    )
+    return head + "".join(map(_word, sorted(installed().words().values(), key=lambda each: each.name)))
+
+
+def _word(entry: Word) -> str:
+    lines = [f"\n## {entry.name}\n", f"{_escaped(entry.meaning)}\n", "| applied to | |", "|---|---|"]
+    lines += [f"| {name} | {_escaped(what)} |" for name, what in (entry.captures or {}).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
 
 
 def rules_page() -> str:

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 import fusion
-from fusion import Library, Rule, lowering, pattern, reader, tensor
+from fusion import Library, Rule, lowering, pattern, reader, tensor, word
 from fusion.errors import RuleError
 from fusion.graph import Algebra, Miss, Reading, Readings
 from fusion.language import Reader, ordered
 from fusion.library import fingerprint, installed
+from fusion.stages.canonicalise import canonicalise
+from fusion.stages.read import read
 
 from .graphs import numbers, read_graph, traced
 
@@ -65,6 +67,50 @@ def test_words_that_nothing_gives_are_errors_with_the_nearest_name():
         Library((Uses(),), (gives("turned_lanes"),)).checked()
     with pytest.raises(RuleError, match="reader reads_a needs 'c', which no rule or reader gives"):
         Library((), (gives("a", "c"),)).checked()
+
+
+class Applies(Rule):
+    """A rule that applies a word to something else."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D")):
+        """A capture, misspelt."""
+        return p.turned_lanes(x=x, stat=0)
+
+    @lowering
+    def run(self, x):
+        """Not run here."""
+        return x
+
+
+TURNED = word("turned_lanes", "lanes in another order", x="[*B, D]", start="the first of them")
+
+
+def test_a_form_applies_a_word_to_what_it_declares_alone():
+    @reader(gives=(TURNED,))
+    def turned(graph):
+        return iter(())
+
+    with pytest.raises(RuleError, match=r"rule applies uses turned_lanes of 'stat', .*; did you mean 'start'\?"):
+        Library((Applies(),), (turned,)).checked()
+    with pytest.raises(RuleError, match="'turned' is provided twice"):
+        Library((), (turned, turned))
+
+
+def test_a_reader_that_says_more_than_its_word_is_left_out_with_the_reason():
+    @reader(gives=(TURNED,))
+    def turned(graph):
+        yield next(iter(graph.places)), Reading("turned_lanes", {"x": None, "end": 3})
+
+    graph, failures = read(canonicalise(traced(lambda x: x * 2, numbers(2, 3)).graph), (turned,))
+    assert not list(graph.readings)
+    assert "turned gives turned_lanes of 'end'" in str(failures[0])
+
+
+def test_every_reading_of_the_library_is_documented():
+    for each in installed().words().values():
+        assert each.meaning, each.name
+        assert each.captures, each.name
 
 
 def test_nothing_is_given_twice():

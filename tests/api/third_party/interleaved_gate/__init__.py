@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from fusion import Example, Library, Rule, lowering, pattern, reader, tensor
+from fusion import Example, Library, Rule, lowering, pattern, reader, tensor, word
 from fusion.graph import Found, Graph, Miss, Reading
 
+LANES = word("alternate_lanes", "every second lane of x", x="[*B, D]", start="0 or 1")
 
-@reader(gives=("alternate_lanes",))
+
+@reader(gives=(LANES,))
 def alternate_lanes(graph: Graph) -> Iterator[Found]:
     """Every second lane of a tensor, from the first or from the second on."""
     for value in list(graph.places):
