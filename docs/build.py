@@ -59,9 +59,10 @@ def _cell(text: str) -> str:
 def words_page() -> str:
     """What the readers of the default library say of values."""
     head = (
-        "# Words\n\nWhat the readers of this package say of values, beside the names of rules: the words that "
-        "forms are made of, and what each is applied to. B sequences, N heads, M key heads, S queries, T keys, D lanes; C lanes of a "
-        "latent, Dr of its rotated key. Written by `make docs`.\n"
+        "# Words\n\n"
+        "What the readers of this package say of values, beside the names of rules: the words that forms "
+        "are made of, and what each is applied to. B sequences, N heads, M key heads, S queries, T keys, "
+        "D lanes; C lanes of a latent, Dr of its rotated key. Written by `make docs`.\n"
     )
     return head + "".join(map(_word, sorted(installed().words().values(), key=lambda each: each.name)))
 
