@@ -22,7 +22,7 @@ WIDE = torch.float32
 
 
 @dataclass(frozen=True)
-class Whole:
+class ScaledInt8:
     """base · rows · ones · number: whole numbers, a factor of each row [.., 1], and those of the whole tensor [1]."""
 
     base: Value
@@ -31,15 +31,15 @@ class Whole:
     number: float = 1.0
 
 
-def whole(a: Algebra, value: Value) -> Whole | None:
+def scaled_int8(a: Algebra, value: Value) -> ScaledInt8 | None:
     """The whole numbers of 8 bits that `value` is computed from, with all factors; None where it is something else."""
     if value.op == "cast" and value.arg.dtype == torch.int8:
-        return Whole(value.arg) if is_float(value) else None
+        return ScaledInt8(value.arg) if is_float(value) else None
     if value.op == "mul":
         return _multiplied(a, value, *value.args) or _multiplied(a, value, *value.args[::-1])
     if value.op not in ("cast", "scale", "reshape", "permute", "expand", "slice") or not is_float(value):
         return None
-    found = whole(a, value.arg)
+    found = scaled_int8(a, value.arg)
     if found is None or value.op == "cast":
         return found
     if value.op == "scale":
@@ -47,9 +47,9 @@ def whole(a: Algebra, value: Value) -> Whole | None:
     return _viewed(a, value, found)
 
 
-def _multiplied(a: Algebra, value: Value, x: Value, factor: Value) -> Whole | None:
+def _multiplied(a: Algebra, value: Value, x: Value, factor: Value) -> ScaledInt8 | None:
     """One more factor, of rows or of the whole tensor."""
-    found = whole(a, x)
+    found = scaled_int8(a, x)
     if found is None or x.shape != value.shape:
         return None
     if prod(factor.shape) == 1:
@@ -61,7 +61,7 @@ def _multiplied(a: Algebra, value: Value, x: Value, factor: Value) -> Whole | No
     return None if both is None else replace(found, rows=both)
 
 
-def _viewed(a: Algebra, value: Value, found: Whole) -> Whole | None:
+def _viewed(a: Algebra, value: Value, found: ScaledInt8) -> ScaledInt8 | None:
     """The same seen through a view that leaves the last dim alone."""
     last, rank = value.rank - 1, value.rank
     if value.shape[-1:] != value.arg.shape[-1:] or (value.op == "permute" and value.attrs[-1] != last):
@@ -142,7 +142,7 @@ def joined(a: Algebra, left: Value, right: Value) -> Value | None:
     first, second = (_product(a, each) for each in (left, right))
     if first is None or second is None or first.steps != second.steps:
         return None
-    of_floats = [each for each in (first, second) if not _is_whole(a, each)]
+    of_floats = [each for each in (first, second) if not _is_int8(a, each)]
     if len(of_floats) != 1 or not of_floats[0].number:
         return None
     number = of_floats[0].number
@@ -165,8 +165,8 @@ def _beside(a: Algebra, queries: Sequence[Value | None], keys: Sequence[Value]) 
     return matmul(a, sides[0], swapped(a, sides[1]))
 
 
-def _is_whole(a: Algebra, found: _Product) -> bool:
-    return whole(a, found.x) is not None and whole(a, swapped(a, found.y)) is not None
+def _is_int8(a: Algebra, found: _Product) -> bool:
+    return scaled_int8(a, found.x) is not None and scaled_int8(a, swapped(a, found.y)) is not None
 
 
 def _with_factors(a: Algebra, found: _Product, number: float) -> Value | None:
@@ -204,8 +204,8 @@ def scaled_sum(a: Algebra, z: Value) -> Value | None:
         sides = [each and a.mul(each, a.cast(factor, each.dtype)) for each in sides]
     if sides[0] is None or sides[1] is None:
         return None
-    whole_product = joined(a, sides[0], sides[1])
-    return None if whole_product is None else a.scale(whole_product, number)
+    product = joined(a, sides[0], sides[1])
+    return None if product is None else a.scale(product, number)
 
 
 def weighted_sum(a: Algebra, value: Value) -> tuple[Value, tuple[tuple[str, tuple[Any, ...]], ...]] | None:
@@ -226,7 +226,7 @@ def weighted_sum(a: Algebra, value: Value) -> tuple[Value, tuple[tuple[str, tupl
         elif value.op != "cast" or not is_float(value.arg):
             return None
         value = value.arg
-    if (number == 1 and not ones) or whole(a, value.args[1]) is None:
+    if (number == 1 and not ones) or scaled_int8(a, value.args[1]) is None:
         return None
     values = value.args[1]
     for one in ones:

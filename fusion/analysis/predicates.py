@@ -75,11 +75,11 @@ class Positions:
 
     # whole numbers ---------------------------------------------------------------------------------------------
 
-    def whole(self, x: Value, at: Sequence[Affine]) -> Affine:
+    def affine(self, x: Value, at: Sequence[Affine]) -> Affine:
         """A tensor of whole numbers at these positions."""
         below = self._view(x, at)
         if below is not None:
-            return self.whole(*below)
+            return self.affine(*below)
         even = self._folder.steps(x)
         if even is not None:
             return reduce(Affine.__add__, map(Affine.times, at, even[1]), number(even[0]))
@@ -88,15 +88,15 @@ class Positions:
                 return at[0].times(x.attrs[1]).plus(x.attrs[0])
             case "full":
                 return number(int(x.attrs[0]))
-            case "shift" if _is_whole(x.attrs[0]):
-                return self.whole(x.arg, at).plus(int(x.attrs[0]))
-            case "scale" if _is_whole(x.attrs[0]) and x.arg.op != "mean":  # of which a sum is made
-                return self.whole(x.arg, at).times(int(x.attrs[0]))
+            case "shift" if _is_integer(x.attrs[0]):
+                return self.affine(x.arg, at).plus(int(x.attrs[0]))
+            case "scale" if _is_integer(x.attrs[0]) and x.arg.op != "mean":  # of which a sum is made
+                return self.affine(x.arg, at).times(int(x.attrs[0]))
             case "add":
-                left, right = (self.whole(each, _spread(each, x, at)) for each in x.args)
+                left, right = (self.affine(each, _spread(each, x, at)) for each in x.args)
                 return left + right
             case "cast" if is_integer(x.arg):
-                return self.whole(x.arg, at)
+                return self.affine(x.arg, at)
             case "cumsum":
                 return self._running_total(x, at)
             case _:
@@ -105,7 +105,7 @@ class Positions:
     def _running_total(self, x: Value, at: Sequence[Affine]) -> Affine:
         """Σ up to a position of what is the same at every position."""
         place = x.attrs[0]
-        each = self.whole(x.arg, at)
+        each = self.affine(x.arg, at)
         if each.terms:
             return Affine(MappingProxyType({Leaf(x, tuple(at)): 1}))
         return at[place].plus(1).times(each.constant)
@@ -138,7 +138,7 @@ class Positions:
         source, indices = x.arg, x.args[1:]
         if x.attrs != tuple(range(source.rank)):
             return None
-        found = tuple(self.whole(each, _spread(each, x, at)) for each in indices)
+        found = tuple(self.affine(each, _spread(each, x, at)) for each in indices)
         return (source, found) if all(map(self._not_negative, found)) else None
 
     def _not_negative(self, expression: Affine) -> bool:
@@ -177,7 +177,7 @@ class Positions:
             case "cast" if x.arg.dtype is torch.bool:
                 return self.truth(x.arg, at)
             case "cast" if is_integer(x.arg):
-                return negation(("eq", self.whole(x.arg, at)))
+                return negation(("eq", self.affine(x.arg, at)))
             case "cast":
                 return self._nonzero(x, at)
             case _:
@@ -226,7 +226,7 @@ class Positions:
             return disjunction(*(formula for u, v, formula in pairs if _HOLDS[x.attrs[0]](u, v)))
         if not all(map(is_integer, x.args)):
             return ("is", Leaf(x, tuple(at)))
-        below, above = (self.whole(each, _spread(each, x, at)) for each in x.args)
+        below, above = (self.affine(each, _spread(each, x, at)) for each in x.args)
         return self._compared(x.attrs[0], below + above.times(-1))
 
     def _nonzero(self, x: Value, at: Sequence[Affine]) -> Formula:
@@ -309,7 +309,7 @@ def _spread(x: Value, over: Value, at: Sequence[Affine]) -> tuple[Affine, ...]:
     return tuple(number(0) if size == 1 else each for each, size in zip(last, x.shape, strict=True))
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return float(value).is_integer()
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.operators.attention_whole_limits import FLOATS, WHOLE_HOST, WHOLE_KERNEL
-from fusion.operators.attention_whole_limits import SCALES as _SCALES
+from fusion.operators.attention_int8_limits import FLOATS, INT8_HOST, INT8_KERNEL
+from fusion.operators.attention_int8_limits import SCALES as _SCALES
 from fusion.operators.contract import Limit
 from fusion.operators.dtypes import HALVES
 
@@ -108,8 +108,8 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
 def limits(names: Names, *, in_tensors: bool) -> Mapping[str, tuple[Limit | str, ...]]:
     """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
     a2 = (*_kernel(names), *_one_query(names), *_pages(names), *_packed(names), *_latent(names))
-    a2 = (*a2, *WHOLE_KERNEL) if names.whole else a2
-    host = (*_host(names), *(WHOLE_HOST if names.whole else (Limit(FLOATS),)))
+    a2 = (*a2, *INT8_KERNEL) if names.whole else a2
+    host = (*_host(names), *(INT8_HOST if names.whole else (Limit(FLOATS),)))
     return {"host": host, "ascend910b": a2, "ascend910_93": a2}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fusion.operators.dtypes import compute_dtype
 from fusion.operators.pages import stored, write, written
-from fusion.operators.quantisation import LARGEST, quantised, whole_product
+from fusion.operators.quantisation import LARGEST, int8_product, quantised
 from fusion.operators.rope import interleave_half
 from fusion.operators.transpose_batchmatmul import TRANSPOSE_BATCHMATMUL
 
@@ -74,7 +74,7 @@ def _projected(given: Given, weight: str) -> Tensor:
 
 def _scaled(whole: Tensor, weight: Tensor, tokens: Tensor, channels: Tensor) -> Tensor:
     """A product of whole numbers, times the scale of the row, then that of the column."""
-    return whole_product(whole, weight).to(tokens.dtype) * tokens.unsqueeze(-1) * channels.to(tokens.dtype).flatten()
+    return int8_product(whole, weight).to(tokens.dtype) * tokens.unsqueeze(-1) * channels.to(tokens.dtype).flatten()
 
 
 def _normalised(x: Tensor, gamma: Tensor, epsilon: float, scale: float) -> Tensor:

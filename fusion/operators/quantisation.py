@@ -30,7 +30,7 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     return whole.to(torch.int8), scale.squeeze(-1).contiguous()
 
 
-def whole_product(x1: Tensor, x2: Tensor) -> Tensor:
+def int8_product(x1: Tensor, x2: Tensor) -> Tensor:
     """x1 [.., M, K] · x2 [K, N] of int8, exactly, as int32: in floats, that every device multiplies fast."""
     parts = zip(x1.split(EXACT, -1), x2.split(EXACT, 0), strict=True)
     sums = [torch.matmul(a.float(), b.float()).to(torch.int32) for a, b in parts]
@@ -89,7 +89,7 @@ def _quant_matmul(
     x2_dtype: int | None = None, pertoken_scale_dtype: int | None = None, scale_dtype: int | None = None,
     group_sizes: Sequence[int] | None = None, y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    total = whole_product(x1, x2)
+    total = int8_product(x1, x2)
     if bias is not None and not bias.is_floating_point():
         total = total + bias
     wide = compute_dtype(scale)

@@ -166,7 +166,7 @@ def _bound(part: Formula, query: int, key: int) -> tuple[str, Affine, int] | Non
     return ("high", others.times(-1), -move) if sign == 1 else ("low", others, move)
 
 
-def whole(a: Algebra, expression: Affine, batch: Any) -> Value | None:
+def per_sequence(a: Algebra, expression: Affine, batch: Any) -> Value | None:
     """The tensor [B] of an expression that depends on the sequence alone; None where it cannot be built."""
     total: Value | None = None
     for term, factor in expression.terms.items():
@@ -275,7 +275,7 @@ def bounded(a: Algebra, bounds: Limits, sizes: Sizes, begins: Collection[Affine]
         within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
         return {"mask_kind": order, "window": window, "kv_len": seen.constant} if within else {}
     inside = queries == 1 or not moving or high in begins or all(_is_counted(term) for term in high.terms)
-    length = whole(a, seen, batch) if inside else None
+    length = per_sequence(a, seen, batch) if inside else None
     if length is None or not isinstance(keys, int):
         return {}
     return {"mask_kind": order, "window": window, "kv_lens": _clamped(a, length, keys)}

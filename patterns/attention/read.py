@@ -13,7 +13,7 @@ from typing import Any
 import torch.fx as fx
 
 from fusion import reader
-from fusion.analysis import factored_products as whole_scores
+from fusion.analysis import factored_products
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.predicates import Positions
@@ -26,7 +26,6 @@ from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
 from patterns.attention.words import KEY_LENGTHS, SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
-from patterns.latent import int8_operands as whole_attention
 from patterns.latent.int8_probabilities import NAME as ROUNDED
 from patterns.latent.int8_probabilities import int8_probability_attention
 from patterns.latent.words import FOLDED_QUERY, INT8_LATENT_ATTENTION, INT8_PROBABILITY_ATTENTION
@@ -127,7 +126,7 @@ def attention(
 
 def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:
     """The product of weights and values that `root` is computed from, and how it is arranged, innermost first."""
-    return whole_scores.weighted_sum(a, root) or _divided_late(a, root) or stripped(root)
+    return factored_products.weighted_sum(a, root) or _divided_late(a, root) or stripped(root)
 
 
 def stripped(root: Value) -> tuple[Value, Finish]:
@@ -200,7 +199,7 @@ def _reading(
     if not _divides(k.shape[1], shared):
         return "keys and values are shared by other groups of heads"
     k, v = (_spread(a, each, shared) for each in (k, v))
-    whole = whole_attention.parts(a, q, k, v)
+    whole = int8_operands.parts(a, q, k, v)
     if isinstance(whole, str):
         return whole
     beside: Outcome = {}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from fusion.analysis import factored_products as whole_scores
+from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.row_layout import Arrangement, Step, arrangement
 from fusion.graph import Algebra, Value, broadcast
@@ -156,7 +156,7 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
         case "mul" if _number(z.args[0]) or _number(z.args[1]):
             scores, factor = z.args if _number(z.args[1]) else z.args[::-1]
             return scores_of(a, replace(found, scale=found.scale * _number(factor)), scores)
-        case "mul" if (whole := whole_scores.scaled_sum(a, z)) is not None:
+        case "mul" if (whole := factored_products.scaled_sum(a, z)) is not None:
             return scores_of(a, found, whole)
         case "mul" if _product_in(z) is not None:
             return replace(found, odd="the scores are scaled by a tensor, where the operator takes a number")
@@ -174,7 +174,7 @@ def _number(x: Value) -> float:
 
 
 def _added(a: Algebra, found: Scores, z: Value) -> Scores:
-    whole = _joined(a, *z.args) or whole_scores.joined(a, *z.args)
+    whole = _joined(a, *z.args) or factored_products.joined(a, *z.args)
     if whole is not None:
         return scores_of(a, found, whole)
     for scores, other in (z.args, z.args[::-1]):

@@ -20,7 +20,7 @@ from fusion.analysis.runs import iota, wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
 from patterns.cache.words import PAGED_ROWS
 
-_WHOLE = ("int8_latent_attention", "int8_probability_attention")
+_INT8 = ("int8_latent_attention", "int8_probability_attention")
 
 
 class Gather(NamedTuple):
@@ -37,7 +37,7 @@ _OF_LATENTS = ("latent_keys", "latent_values")
 
 @reader(
     gives=(PAGED_ROWS,),
-    needs=("softmax_attention", *_WHOLE, "latent_keys", "latent_values", "lightning_indexer"),
+    needs=("softmax_attention", *_INT8, "latent_keys", "latent_values", "lightning_indexer"),
 )
 def block_tables(graph: Graph) -> Iterator[Found]:
     """Keys, values and latents of attention, and keys of indexers, that are gathered from pages."""
@@ -45,8 +45,8 @@ def block_tables(graph: Graph) -> Iterator[Found]:
     for key in (each.captures["key"] for _, each in graph.readings.all("lightning_indexer")):
         if (reading := _rows(a, folder, key, (key.shape[0], 1, *key.shape[1:]), held)) is not None:
             yield key, reading
-    for _, attention in graph.readings.all(*_WHOLE):
-        yield from _of_whole(a, folder, attention, held).items()
+    for _, attention in graph.readings.all(*_INT8):
+        yield from _of_int8(a, folder, attention, held).items()
     for _, attention in graph.readings.all("softmax_attention"):
         batch, _, keys, _ = attention.captures["k"].shape
         names = (attention.captures["k"], attention.captures["v"])
@@ -58,7 +58,7 @@ def block_tables(graph: Graph) -> Iterator[Found]:
                 yield value, reading
 
 
-def _of_whole(a: Algebra, folder: Folder, attention: Reading, held: Container[Value]) -> dict[Value, Reading]:
+def _of_int8(a: Algebra, folder: Folder, attention: Reading, held: Container[Value]) -> dict[Value, Reading]:
     """The same of a latent in whole numbers and its rotated lanes, of which one line alone could be a row as well."""
     parts = [attention.captures[name] for name in ("latent", "k_rope")]
     both = [(each, (each.shape[0], 1, *each.shape[2:])) for each in parts]

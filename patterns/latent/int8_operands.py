@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.factored_products import WIDE, Whole, whole
+from fusion.analysis.factored_products import WIDE, ScaledInt8, scaled_int8
 from fusion.analysis.row_layout import once
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.algebra import widens
@@ -35,8 +35,8 @@ Parts = tuple[dict[str, Any], dict[Value, Reading | str]]
 
 def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | str | None:
     """What attention over such a latent consists of, and what its queries are; why it is none; None if nothing is."""
-    values = _once(a, whole(a, v))
-    pieces = [(start, each, _once(a, whole(a, each))) for start, each in joined_parts(a, k)]
+    values = _once(a, scaled_int8(a, v))
+    pieces = [(start, each, _once(a, scaled_int8(a, each))) for start, each in joined_parts(a, k)]
     if values is None or values.base.shape[1] != 1:
         return None
     latents = [each for each in pieces if each[2] is not None and each[2].base is values.base]
@@ -46,7 +46,7 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | str | None:
     (start, lanes, keys), (offset, k_rope, _) = latents[0], ropes[0]
     nope = _lanes(a, q, start, start + lanes.shape[-1])
     rotated = _lanes(a, q, offset, offset + k_rope.shape[-1])
-    query = None if nope is None else whole(a, nope)
+    query = None if nope is None else scaled_int8(a, nope)
     if query is None or rotated is None or keys is None:
         return FLOATS
     if query.rows is None:
@@ -81,7 +81,7 @@ def _lanes(a: Algebra, x: Value, start: Any, stop: Any) -> Value | None:
     return a.reshape(below, shape) if x.op == "reshape" else a.expand(below, shape)
 
 
-def _once(a: Algebra, found: Whole | None) -> Whole | None:
+def _once(a: Algebra, found: ScaledInt8 | None) -> ScaledInt8 | None:
     """The same without the repetition of heads."""
     return None if found is None else replace(found, base=once(a, found.base))
 

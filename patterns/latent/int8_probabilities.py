@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.factored_products import WIDE, whole
+from fusion.analysis.factored_products import WIDE, scaled_int8
 from fusion.analysis.factored_products import below as of_below
 from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.analysis.row_layout import Step
@@ -49,7 +49,7 @@ def int8_probability_attention(
 ) -> Outcome | str | None:
     """What `root` is if it is such attention; why it is none; None if it is not like it. `read` reads attention."""
     product = _down(a, root, _Steps(), "matmul")
-    if product is None or whole(a, product[0].args[1]) is None:
+    if product is None or scaled_int8(a, product[0].args[1]) is None:
         return None
     (matmul, outer), values = product, product[0].args[1]
     weights = _weights(a, matmul.arg, replace(outer, arranged=()))

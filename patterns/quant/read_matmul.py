@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion import reader
-from fusion.analysis.factored_products import whole
+from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.nodes import are_read_by, is_computed
 from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
@@ -110,7 +110,7 @@ def _bare(a: Algebra, value: Value) -> _Product | None:
 
 def _dequantised(a: Algebra, x: Value, y: Value) -> _Product | None:
     """A product of whole numbers each of which was multiplied by its scale first: its sums end nowhere."""
-    left, right = whole(a, x), whole(a, swapped(a, a.reshape(y, y.shape[-2:])))
+    left, right = scaled_int8(a, x), scaled_int8(a, swapped(a, a.reshape(y, y.shape[-2:])))
     if left is None or right is None or left.rows is None or right.rows is None or left.ones or right.ones:
         return None
     channels = a.reshape(right.rows, right.rows.shape[:1])

@@ -155,7 +155,7 @@ def begins(a: Algebra, positions: Positions, written: Sequence[Value], queries: 
         size = write.shape[axis]
         if start is not None and isinstance(size, int) and size <= keys:
             starts[start] = [number(0) if size == 1 else positions.axis(0) for size in start.shape]
-    return frozenset(positions.whole(start, at) for start, at in starts.items())
+    return frozenset(positions.affine(start, at) for start, at in starts.items())
 
 
 def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:

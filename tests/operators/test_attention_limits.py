@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fusion.operators import HOST, operator, refusal
+from fusion.operators.attention_int8_limits import FLOATS
 from fusion.operators.attention_limits import V1 as V1_NAMES
-from fusion.operators.attention_whole_limits import FLOATS
 from tests.operators.attention_limits_cases import (
     HOST_EDGES,
     KERNEL_EDGES,

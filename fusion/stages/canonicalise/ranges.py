@@ -7,25 +7,25 @@ from typing import Any
 
 from fusion.analysis.intervals import of_dtype
 from fusion.graph import Algebra, Value
-from fusion.graph.dims import WHOLE
+from fusion.graph.dims import INTEGERS
 from fusion.stages.canonicalise.arithmetic import relu
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
 
 
-def _is_whole(x: Any, out: Out) -> bool:
-    return isinstance(x, Value) and x.dtype in WHOLE and out.dtype == x.dtype
+def _is_integer(x: Any, out: Out) -> bool:
+    return isinstance(x, Value) and x.dtype in INTEGERS and out.dtype == x.dtype
 
 
 @translates("aten.remainder.Scalar")
 def _remainder(a: Algebra, out: Out, x: Value, divisor: Any) -> Translated:
     """x modulo a positive number, never negative itself."""
-    fits = _is_whole(x, out) and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
+    fits = _is_integer(x, out) and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
     return a.make("remainder", (x,), (divisor,), x.shape, x.dtype) if fits else None
 
 
 @translates("aten.floor_divide.default")
 def _floor_divide(a: Algebra, out: Out, x: Value, divisor: Any) -> Translated:
-    fits = _is_whole(x, out) and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
+    fits = _is_integer(x, out) and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
     return a.make("floor_divide", (x,), (divisor,), x.shape, x.dtype) if fits else None
 
 
@@ -37,7 +37,7 @@ def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str 
 @translates("aten.clamp.default")
 def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) -> Translated:
     """Whole numbers between two others, infinite where there is no bound; "clip" for others."""
-    if low == 0 and high is None and x.dtype == out.dtype and x.dtype not in WHOLE:
+    if low == 0 and high is None and x.dtype == out.dtype and x.dtype not in INTEGERS:
         return relu(a, out, x)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
     if not all(map(is_number, limits)) or x.dtype != out.dtype or x.dtype is None:
@@ -46,7 +46,7 @@ def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) ->
         return a.make("clip", (x,), tuple(map(float, limits)), x.shape, x.dtype)
     least, most = of_dtype(x.dtype)
     inside = all(math.isinf(each) or least <= each <= most for each in limits)
-    return a.make("clamp", (x,), limits, x.shape, x.dtype) if _is_whole(x, out) and inside else None
+    return a.make("clamp", (x,), limits, x.shape, x.dtype) if _is_integer(x, out) and inside else None
 
 
 @translates("aten.clamp_min.default")

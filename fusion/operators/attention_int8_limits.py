@@ -1,0 +1,50 @@
+"""What npu_fused_infer_attention_score_v2 asks of queries and a latent in whole numbers of 8 bits.
+
+From the page of op-plugin (MLA, full quantisation) and the checks of the kernel of A2 and A3 in ops-transformer,
+incre_flash_attention_tiling: whole numbers are read from pages in lines of NZ alone.
+"""
+
+from __future__ import annotations
+
+from fusion.operators.contract import Limit
+
+SCALES = ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
+FLOATS = "dtype(query) != 'int8' and dtype(key) != 'int8' and dtype(value) != 'int8'"
+_INT8 = "query_quant_mode == 3"
+_BATCHED = "input_layout not in ('TND', 'TND_NTD', 'NTD_TND')"
+_LINES = "the kernel reads whole numbers from pages in lines of NZ alone"
+_ROWS = {
+    "(B, S, num_query_heads)": "input_layout in ('BSH', 'BSH_NBSD', 'BSH_BNSD')",
+    "(B, S, N)": "input_layout in ('BSND', 'BSND_NBSD', 'BSND_BNSD')",
+    "(B, N, S)": "input_layout in ('BNSD', 'BNSD_BSND', 'BNSD_NBSD')",
+    "(Tq, N)": "input_layout in ('TND', 'TND_NTD')",
+    "(N, Tq)": "input_layout == 'NTD_TND'",
+}
+"""The scales of all tokens and heads, and in which layouts."""
+
+INT8_HOST = (
+    Limit("query_quant_mode in (0, 3)", because="the other modes are for floats of 8 bits"),
+    Limit("key_quant_mode == 0 and value_quant_mode == 0", because="keys have one scale"),
+    *(Limit(f"given({name})", when=_INT8) for name in SCALES),
+    *(Limit(f"not given({name})", when="query_quant_mode == 0") for name in SCALES),
+    Limit("dtype(query) == 'int8' and dtype(key) == 'int8' and dtype(value) == 'int8'", when=_INT8),
+    Limit(FLOATS, when="query_quant_mode == 0"),
+    Limit("given(query_rope)", when=_INT8, because="only attention over a latent takes whole numbers"),
+    *(Limit(f"shape(dequant_scale_query) == {rows}", when=f"{_INT8} and {when}") for rows, when in _ROWS.items()),
+    Limit("shape(dequant_scale_key) == (1,)", when=_INT8),
+    Limit("shape(dequant_scale_value) == (1,)", when=_INT8),
+)
+INT8_KERNEL = (
+    Limit("input_layout in ('BSH', 'BSND', 'TND', 'BSH_NBSD', 'BSND_NBSD', 'TND_NTD')", when=_INT8),
+    Limit("dtype(query_rope) == 'bfloat16' and dtype(key_rope) == 'bfloat16'", when=_INT8),
+    Limit("given(block_table) and rank(key) == 5", when=_INT8, because=_LINES),
+    Limit("C * L == 512 and L == 32", when=f"{_INT8} and rank(key) == 5", because="a line holds 32 whole numbers"),
+    Limit("Cr * Lr == 64 and Lr == 16", when=f"{_INT8} and rank(key) == 5", because="a line holds 16 floats"),
+    Limit("block_size == 128", when=_INT8),
+    Limit("sparse_mode in (0, 3)", when=_INT8),
+    Limit("not return_softmax_lse", when=_INT8, because="of whole numbers no log-sum-exp is documented"),
+    Limit("not given(atten_mask)", when=f"{_INT8} and sparse_mode == 0"),
+    Limit("sparse_mode == 0", when=f"{_INT8} and {_BATCHED} and S == 1", because="one query sees all keys"),
+    Limit("sparse_mode == 3", when=f"{_INT8} and {_BATCHED} and S > 1", because="several queries are in line"),
+    Limit("S <= 16", when=f"{_INT8} and {_BATCHED}"),
+)
