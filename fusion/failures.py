@@ -58,8 +58,11 @@ def worded(error: Exception) -> str:
 
 
 def culprit(error: Exception) -> fx.Node | None:
-    """The node that was worked on: of the innermost call that has one among its names, or a value that a node holds."""
+    """The node that was worked on: what the innermost call that has one names so, or else a value that a node holds."""
     calls = _calls(error)
+    named = next((each for names in calls if isinstance(each := names.get("node"), fx.Node)), None)
+    if named is not None:
+        return named
     places: list[Mapping[Any, Any]] = [found for names in calls for each in names.values() if (found := _places(each))]
     for names in calls:
         for each in (names.get("node"), names.get("value"), *names.values()):

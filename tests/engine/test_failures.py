@@ -17,6 +17,7 @@ from fusion.backend import FusionBackend
 from fusion.errors import RuleError, StageError
 from fusion.library import installed
 from fusion.options import Options
+from fusion.stages.canonicalise import translate
 
 from .graphs import HOST, names, norm, numbers, traced
 from .rules import DoubleExp
@@ -133,6 +134,12 @@ def test_a_failure_names_the_node_its_module_its_line_and_its_text(monkeypatch):
     assert failure.source == "return x.cos()"
     assert f"node cos (1 at {failure.where}: return x.cos())" in str(failure)
     assert isinstance(StageError(failure), fusion.FusionError)
+
+
+def test_a_translator_that_fails_names_the_node_that_it_translates(monkeypatch):
+    monkeypatch.setitem(translate.TRANSLATORS, torch.ops.aten.sigmoid.default, planted)
+    _, (told,) = warned(lambda x, w: (norm(x, w), x.sigmoid()), X, W)
+    assert "stage canonicalise failed at node sigmoid" in told
 
 
 def test_a_reader_that_fails_names_a_node_that_holds_the_value_and_is_left_out(monkeypatch):
