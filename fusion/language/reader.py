@@ -12,7 +12,7 @@ it needs; what they give are words, as the names of rules are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from fusion.errors import RuleError
@@ -35,7 +35,7 @@ class Word:
 
     name: str
     meaning: str = ""
-    captures: Mapping[str, str] | None = None
+    captures: Mapping[str, str] | None = field(default=None, hash=False)
 
     def require(self, who: str, used: Iterable[str]) -> None:
         """Raise a RuleError where `who` names what this word is not applied to."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion.analysis.rounding import exact
 from patterns.cache.stores import Fresh, Int8ChannelPages, Int8TensorPages, PackedPages, Pages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
@@ -58,7 +59,8 @@ class Int8Queries(Group):
 
     def guard(self, storage: Int8TensorPages) -> None:
         """Refuse a latent that is read with another scale than it is written with."""
-        one = self.keys is storage.kv_scale and math.isclose(self.keys_by, storage.kv_by, rel_tol=1e-6)
+        keys, stored = (None if each is None else exact(each) for each in (self.keys, storage.kv_scale))
+        one = keys is stored and math.isclose(self.keys_by, storage.kv_by, rel_tol=1e-6)
         require(one, "the latent is read with another scale than it is written with")
 
     def restored(self, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:

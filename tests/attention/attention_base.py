@@ -29,7 +29,7 @@ class Entry:
 
     Attributes:
         form: the code, over (q, k, v, *more), each in `layout`.
-        told: what the operator is told: "full", "left", "right" or "mask", then "window n", "known n" or "length";
+        told: what the operator is told: its `mask_kind`, then "window n", "kv_len n" or "kv_lens";
             "" where nothing may be fused.
         reason: text of the refusal, where nothing may be fused.
         seen: whether query i of sequence b sees key j; None where every query sees every key.
@@ -44,7 +44,7 @@ class Entry:
     """
 
     form: Callable[..., Tensor]
-    told: str = "full"
+    told: str = "none"
     reason: str = ""
     seen: Seen | None = None
     heads: int = N

@@ -52,9 +52,9 @@ def told(t: Trial) -> str:
         if each.match.rule.name == "attention":
             seen = Visibility.bound("seen", each.match.captures)
             words = [seen.mask_kind]
-            known = (("window", seen.window), ("known", seen.kv_len))
+            known = (("window", seen.window), ("kv_len", seen.kv_len))
             words += [f"{name} {number}" for name, number in known if number is not None]
-            words += ["length"] if seen.kv_lens is not None else []
+            words += ["kv_lens"] if seen.kv_lens is not None else []
             said.append(" ".join(words))
     return ", ".join(said)
 

@@ -150,7 +150,7 @@ def infinite_by_overflow(q, k, v, padding):
 def test_a_query_that_sees_nothing_gives_what_the_code_gives(form, dtype):
     t = tried(form, Entry(form, more=tensors(padding)).inputs(dtype), "composite")
     unclear = form is infinite_by_overflow or (form is mean_by_addition and dtype is torch.float16)
-    assert told(t) == ("" if unclear else "mask"), t.outcome.refusals
+    assert told(t) == ("" if unclear else "dense"), t.outcome.refusals
     eager, actual = (gm(*t.captured.inputs)[0] for gm in (t.captured.graph, t.fused))
     empty = ~seen_by(padding, eager).any(-1).expand(2, 4, 6)
     assert empty.any()
@@ -203,7 +203,9 @@ def padded(s, there):
     return (i[:, None] < i) | ~there[:, None, None]
 
 
-@pytest.mark.parametrize(("mask", "words"), [(causal, "left"), (compared, "left"), (padded, "mask")])
+@pytest.mark.parametrize(
+    ("mask", "words"), [(causal, "causal_upper_left"), (compared, "causal_upper_left"), (padded, "dense")]
+)
 @pytest.mark.parametrize("level", LEVELS)
 def test_symbolic_sizes(mask, words, level):
     form = Layer(mask).eval()

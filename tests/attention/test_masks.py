@@ -502,7 +502,7 @@ def is_told_right(t: Twins, mask: Twin, shape: tuple[int, int, int], softmax: st
     assume(within(reading.captures, t, queries, keys))
     seen = broadcast(mask.tensor, (batch, 1, queries, keys))
     assert torch.equal(claimed(reading.captures, t, seen.shape), seen), reading.captures
-    if reading.captures["empty"] == "zero" and root.arg.attrs[1] == "nan":
+    if reading.captures["fully_masked_row"] == "zero" and root.arg.attrs[1] == "nan":
         assert seen.any(-1).all(), "a query that sees no key gives NaN"
     return reading.captures
 
@@ -584,7 +584,7 @@ def test_a_mask_that_words_are_not_made_for_is_shown(name: str, softmax: str):
     query = t.call(aten.reshape.default, t.call(aten.arange.default, 4), [4, 1])
     key = t.call(aten.reshape.default, t.call(aten.arange.default, 6), [1, 6])
     told = is_told_right(t, NO_WORDS[name](t, query, key), (2, 4, 6), softmax)
-    assert told["order"] == "mask"
+    assert told["mask_kind"] == "dense"
 
 
 def test_a_window_that_begins_behind_the_last_key_shows_nothing():
@@ -596,31 +596,31 @@ def test_a_window_that_begins_behind_the_last_key_shows_nothing():
     captured = capture(attend, (*(torch.randn(2, size, D) for size in sizes), torch.tensor(0)), "composite")
     graph = read_graph(captured.graph.graph, captured.facts)
     ((_, reading),) = graph.readings.all("softmax_attention")
-    assert reading.captures["empty"] == "nan"
+    assert reading.captures["fully_masked_row"] == "nan"
 
 
 def within(told: dict[str, Any], t: Twins, queries: int, keys: int) -> bool:
     """Whether positions read from tensors lie among the keys, as those of a cache do."""
-    if told.get("length") is None:
+    if told.get("kv_lens") is None:
         return True
-    length = tensor_of(told["length"].arg, t)
-    least = queries if told["order"] == "right" else 1 if told["empty"] == "zero" else 0
+    length = tensor_of(told["kv_lens"].arg, t)
+    least = queries if told["mask_kind"] == "causal_lower_right" else 1 if told["fully_masked_row"] == "zero" else 0
     return bool((length >= least).all() and (length <= keys).all())
 
 
 def claimed(told: dict[str, Any], t: Twins, shape: tuple[int, ...]) -> Tensor:
     """What the words of a reading let through."""
     batch, _, queries, keys = shape
-    if told["order"] == "mask":
+    if told["mask_kind"] == "dense":
         return ~tensor_of(told["mask"], t).bool().expand(shape)
     i, j = torch.arange(queries)[:, None], torch.arange(keys)
-    length = torch.full((batch,), keys if told["known"] is None else told["known"])
-    if told.get("length") is not None:
-        length = tensor_of(told["length"].arg, t).clamp(max=keys)
+    length = torch.full((batch,), keys if told["kv_len"] is None else told["kv_len"])
+    if told.get("kv_lens") is not None:
+        length = tensor_of(told["kv_lens"].arg, t).clamp(max=keys)
     length = length.reshape(-1, 1, 1, 1)
-    last = i if told["order"] == "left" else i + length - queries
+    last = i if told["mask_kind"] == "causal_upper_left" else i + length - queries
     seen = (j < length).expand(shape)
-    if told["order"] == "full" or queries == 1:
+    if told["mask_kind"] == "none" or queries == 1:
         return seen
     seen = seen & (j <= last)
     return seen if told["window"] is None else seen & (j >= last - told["window"])
