@@ -188,6 +188,8 @@ def _reading(
         return "scores of more than five dims"
     batch, heads, queries = _bns(shape)
     q = _queries(a, scores)
+    if q.shape[:-1] != shape:
+        return "one row of scores is masked in several ways"
     k, v = _keys(a, scores), _values(a, product, weights)
     if (k is None or v is None) and len(shape) == 2:  # one query of each head, without a dim for it
         k, v = _keys(a, scores, ((),)), _values(a, product, weights, ((),))

@@ -160,7 +160,7 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
     if nope is None or absorbed is None or rotated is None:
         return "the queries cannot be cut into the parts of the keys"
     return {
-        q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed}),
+        q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed, "keys": k}),
         k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
         v: Reading("latent_values", {"latent": up.source, "up": up_value}),
         **query_sources(a, nope, up_key, absorbed, turned),
@@ -188,7 +188,7 @@ def _absorbed(
     if absorbed is None or rotated is None or rope is None:
         return None
     readings = {
-        q: Reading("latent_queries", {"rope": rotated, "absorbed": absorbed}),
+        q: Reading("latent_queries", {"rope": rotated, "absorbed": absorbed, "keys": k}),
         k: Reading("latent_keys", {"latent": latent, "rope": rope, "rows": rows}),
         v: Reading("latent_values", {"latent": latent}),
     }

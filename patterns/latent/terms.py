@@ -102,11 +102,9 @@ def operands(p, queries, keys, up, rows):
     for values; the model speaks of the first `rows` of them, None: of all.
     """
     (nope, rope, absorbed), (latent, k_rope), (up_key, up_value) = queries, keys, up
-    return (
-        p.latent_queries(nope=nope, rope=rope, absorbed=absorbed),
-        p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows),
-        p.latent_values(latent=latent, up=up_value),
-    )
+    k = p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows)
+    q = p.latent_queries(nope=nope, rope=rope, absorbed=absorbed, keys=k)
+    return q, k, p.latent_values(latent=latent, up=up_value)
 
 
 def _of_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:

@@ -13,9 +13,9 @@ _LANES = {"weight": "[N · width, K]", "width": "lanes of a head", "start": "the
 
 LATENT_QUERIES = word(
     "latent_queries",
-    "queries of all heads [B, N, S, D + Dr]",
+    "queries of all heads [B, N, S, D + Dr], cut as some keys are",
     nope="[B, N, S, D], where the model does not absorb W_UK itself", rope="[B, N, S, Dr]",
-    absorbed="nope W_UK [B, N, S, C]",
+    absorbed="nope W_UK [B, N, S, C]", keys="those keys: others may be cut or projected otherwise",
 )  # fmt: skip
 LATENT_KEYS = word(
     "latent_keys",

@@ -221,4 +221,44 @@ KEPT = (
             sizes=(("B", 1), ("S", 2)),
         ),
     ),
+    Kept(
+        "two attentions of the same queries over one latent",
+        "queries that one had absorbed into its projection were read by the other",
+        Program(
+            inputs=(
+                Input("q", ("B", 4, "S", 24)),
+                Input("latent", ("B", "S", 32)),
+                Input("rope", ("B", "S", 8)),
+                Input("up", (128, 32), values="matrix"),
+                Input("other", (128, 32), values="matrix"),
+            ),
+            lines=(
+                "a, b = F.linear(latent, up).unflatten(-1, (4, 32)).transpose(1, 2).split((16, 16), dim=-1)",
+                "c, d = F.linear(latent, other).unflatten(-1, (4, 32)).transpose(1, 2).split((16, 16), dim=-1)",
+                "turned = rope[:, None].expand(-1, 4, -1, -1)",
+                "y = F.scaled_dot_product_attention(q, torch.cat((a, turned), dim=-1), b, is_causal=True)",
+                "z = F.scaled_dot_product_attention(q, torch.cat((c, turned), dim=-1), d, is_causal=True)",
+            ),
+            results=("y", "z"),
+            sizes=(("B", 1), ("S", 2)),
+        ),
+    ),
+    Kept(
+        "one row of scores that a mask makes several",
+        "its queries were taken for as many as the mask has rows, and planning raised",
+        Program(
+            inputs=(
+                Input("q", ("T", 128)),
+                Input("k", ("B", 1, "S", 128)),
+                Input("v", ("B", 1, "S", 128)),
+            ),
+            lines=(
+                "seen = torch.arange(k.shape[2]) <= torch.arange(k.shape[2])[:, None]",
+                "scores = q @ k.mT * 0.125 + torch.zeros(seen.shape, dtype=k.dtype).masked_fill(~seen, -math.inf)",
+                "y = F.softmax(scores, -1) @ v",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2), ("T", 1)),
+        ),
+    ),
 )
