@@ -261,4 +261,18 @@ KEPT = (
             sizes=(("B", 1), ("S", 2), ("T", 1)),
         ),
     ),
+    Kept(
+        "grouped heads of which there are none",
+        "canonicalising divided by their number",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, "S", 128)),
+                Input("k", ("B", 1, "S", 128)),
+                Input("v", ("T", 1, 128)),
+            ),
+            lines=("y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)",),
+            results=("y",),
+            sizes=(("B", 1), ("S", 1), ("T", 0)),
+        ),
+    ),
 )

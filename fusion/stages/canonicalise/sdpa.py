@@ -53,9 +53,9 @@ def _masked(a: Algebra, scores: Value, mask: Value) -> Value | None:
 
 
 def _repeated(a: Algebra, kv: Value, q: Value) -> Value:
-    """Every head as often as there are query heads for it."""
-    heads, wanted = kv.shape[-3], q.shape[-3]
-    if heads == wanted or not isinstance(heads, int) or not isinstance(wanted, int):
+    """Every head as often as there are query heads for it; as they are where these are no multiple."""
+    heads, wanted = kv.shape[-3] if kv.rank > 2 else 0, q.shape[-3]
+    if heads == wanted or not isinstance(heads, int) or not isinstance(wanted, int) or not heads or wanted % heads:
         return kv
     lead, rest = kv.shape[:-2], kv.shape[-2:]
     opened = a.expand(a.reshape(kv, (*lead, 1, *rest)), (*lead, wanted // heads, *rest))
