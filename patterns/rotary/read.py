@@ -246,11 +246,11 @@ def _reading(
 
 
 def _compute_dtype(leaves: Leaves) -> torch.dtype | None:
-    """The dtype of the products; where they differ, the widest of what they are made of, which loses nothing."""
+    """The dtype of the products; where they differ, one that holds all of them and what they are made of."""
     if len(leaves.computed) == 1:
         return next(iter(leaves.computed))
-    dtypes = [leaf.dtype for leaf, _ in leaves.found if leaf.dtype is not None]
-    return reduce(torch.promote_types, dtypes) if dtypes else None
+    dtypes = [*leaves.computed, *(leaf.dtype for leaf, _ in leaves.found)]
+    return reduce(torch.promote_types, [each for each in dtypes if each is not None]) if any(dtypes) else None
 
 
 def _lanes_of(a: Algebra, leaf: Value, depth: int, start: int, count: int, step: int) -> Value | None:

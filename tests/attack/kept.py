@@ -275,4 +275,19 @@ KEPT = (
             sizes=(("B", 1), ("S", 1), ("T", 0)),
         ),
     ),
+    Kept(
+        "a rotation of which one product is in double",
+        "both were computed in the narrow dtype of what they are made of",
+        Program(
+            inputs=(
+                Input("q", ("B", "S", 2, 64)),
+                Input("cos", ("B", "S", 64)),
+                Input("sin", ("B", "S", 64)),
+            ),
+            lines=("y = torch.cat((-q[..., 32:], q[..., :32]), dim=-1) * sin.double() + cos * q",),
+            results=("y",),
+            sizes=(("B", 1), ("S", 1)),
+            dtype="float16",
+        ),
+    ),
 )
