@@ -217,7 +217,7 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
             leaves.computed.add(value.dtype)
             first, second = factor(left, leaves), factor(right, leaves)
             return [Term(first.coefficient * second.coefficient, first, second)]
-        case "cast":
+        case "cast" if all(each.dtype is not None and each.dtype.is_floating_point for each in (value, value.arg)):
             return terms(Rows(value.arg, at.depth, at.index), leaves, limit)
         case _:
             parts = descend(at)

@@ -290,4 +290,37 @@ KEPT = (
             dtype="float16",
         ),
     ),
+    Kept(
+        "a rotation of which one half is cut to whole numbers",
+        "casts were taken for roundings, those to integers too",
+        Program(
+            inputs=(
+                Input("x", ("B", 4, "S", 64)),
+                Input("cos", ("B", "S", 32)),
+                Input("sin", ("B", "S", 32)),
+            ),
+            lines=(
+                "a, b = x.unflatten(-1, (-1, 2)).unbind(-1)",
+                "y = torch.cat((a * cos - b * sin, (a * sin + b * cos).to(torch.int16)), dim=-1)",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 1)),
+        ),
+    ),
+    Kept(
+        "rows that a scatter casts",
+        "they were written in their own dtype, which no operator takes",
+        Program(
+            inputs=(
+                Input("cache", ("B", 2, 16, 128), dtype="float16"),
+                Input("rows", ("B", 2, "S", 128)),
+            ),
+            lines=(
+                "cache.copy_(torch.slice_scatter(cache, rows, 2, 0, rows.shape[2]))",
+                "other = torch.select_scatter(cache, rows[:, 0], 1, 1) if rows.shape[2] == 16 else cache + 1",
+            ),
+            results=("other",),
+            sizes=(("B", 1), ("S", 1)),
+        ),
+    ),
 )

@@ -207,6 +207,8 @@ def _slice_scatter(
     a: Algebra, out: Out, x: Value, source: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Translated:
     """A buffer filled slice by slice: values keep the slices; where they cover the buffer it is their join."""
+    if source.dtype != x.dtype:
+        return None  # what is written is cast on its way
     size = out.shape[dim]
     start, end = 0 if start is None else start, MAX_STOP if end is None else end
     if not all(isinstance(each, int) for each in (size, start, end)):

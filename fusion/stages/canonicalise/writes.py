@@ -183,7 +183,8 @@ def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Valu
 @translates("aten.select_scatter.default")
 def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, index: Any) -> Translated:
     axis = dim % x.rank
-    if not (isinstance(index, int) and isinstance(x.shape[axis], int) and x.shape[axis]):
+    counted = isinstance(index, int) and isinstance(x.shape[axis], int) and x.shape[axis]
+    if not counted or source.dtype != x.dtype:
         return None
     index %= int(x.shape[axis])
     rows = a.reshape(source, (*source.shape[:axis], 1, *source.shape[axis:]))
