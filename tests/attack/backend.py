@@ -32,8 +32,8 @@ TIES = 2e-2
 ROUNDINGS = 2
 """So many units of rounding are allowed beside 1.5 times the error of the graph itself."""
 SUMS = 5e-6
-"""At least this is: inputs hold few bits, so that a graph may sum up exactly in float32 what another order rounds, and a
-sharp softmax multiplies that."""
+"""At least this is: inputs hold few bits, so that float32 may sum up exactly what another order rounds; and a sharp
+softmax multiplies that."""
 
 FAINT = 1e-5
 """Numbers up to which a scale stands for a row of zeros, as `patterns.quant.quantise_dynamic` has it."""
