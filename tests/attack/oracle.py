@@ -40,7 +40,8 @@ class Verdict:
     """What one case came to.
 
     Attributes:
-        status: "right", "wrong", "raised", "invalid" (plain Python raises) or "untraced" (torch cannot capture it).
+        status: "right", "wrong", "raised", "invalid" (plain Python raises) or "untraced" (torch cannot capture it, or
+            compile it as it stands).
         detail: where and how it differs.
         fused: the rules applied, for each target.
         missed: of the parts built to be fused, those that were not, with the target.
@@ -80,7 +81,9 @@ def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = 
         try:
             _attacked(program, attack, function, wanted)
         except Exception as error:
-            return _failed(error, attack)
+            found = _failed(error, attack)
+            torn = found.status == "raised" and lowering == "inductor" and not _is_compiled(program)
+            return Verdict("untraced", found.detail) if torn else found
     fused = {name: tuple(each.rule for each in report.matches) for name, report in attack.reports.items()}
     parts = sum(len(_parts(program, target)) for target in attack.reports)
     return Verdict("right", "", fused, tuple(_missed(program, attack)), parts)
@@ -129,6 +132,16 @@ def _attacked(program: Program, attack: Attack, function: Callable[..., Any], wa
             different = different and differences(plain, have, loose)
             if different:
                 raise Wrong(f"{target}: {different[0]}")
+
+
+def _is_compiled(program: Program) -> bool:
+    """Whether Inductor compiles the program as it stands."""
+    torch.compiler.reset()
+    try:
+        torch.compile(program.function(), dynamic=False)(*program.tensors())
+    except Exception:
+        return False
+    return True
 
 
 def _tolerance(program: Program) -> float:
