@@ -15,7 +15,7 @@ import torch
 
 from fusion.analysis.dtypes import is_integer
 from fusion.graph import Value
-from fusion.graph.dims import INTEGERS
+from fusion.graph.dims import INDEX_DTYPES
 
 _FAR = 2**48
 
@@ -45,7 +45,7 @@ def is_exact(x: Value) -> bool:
 
 def uncast(x: Value, *through: str) -> Value:
     """Whole numbers before casts that keep them, all of dtypes of positions; `through` are ops that are passed too."""
-    while x.op in through or (x.op == "cast" and {x.arg.dtype, x.dtype} <= INTEGERS and is_exact(x)):
+    while x.op in through or (x.op == "cast" and {x.arg.dtype, x.dtype} <= INDEX_DTYPES and is_exact(x)):
         x = x.arg
     return x
 

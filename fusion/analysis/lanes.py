@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fusion.analysis.dtypes import is_rounding
 from fusion.graph import Value
 from fusion.graph.algebra import widens
 
@@ -217,7 +218,7 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
             leaves.computed.add(value.dtype)
             first, second = factor(left, leaves), factor(right, leaves)
             return [Term(first.coefficient * second.coefficient, first, second)]
-        case "cast" if all(each.dtype is not None and each.dtype.is_floating_point for each in (value, value.arg)):
+        case "cast" if is_rounding(value):
             return terms(Rows(value.arg, at.depth, at.index), leaves, limit)
         case _:
             parts = descend(at)

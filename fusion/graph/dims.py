@@ -61,5 +61,5 @@ def lie_alike(x: torch.Tensor, y: torch.Tensor) -> bool:
     return 0 in sizes or all(size == 1 or one == other for size, (one, other) in zip(sizes, strides, strict=True))
 
 
-INTEGERS = frozenset({torch.int32, torch.int64})
+INDEX_DTYPES = frozenset({torch.int32, torch.int64})
 """Dtypes of positions."""

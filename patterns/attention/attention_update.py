@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, lowering, pattern, tensor
-from patterns.attention.read_lse_merge import PARTS
+from patterns.attention.words import PARTS
 
 OUTPUT = 0
 """The update type that gives the merged output, and no log-sum-exp."""

@@ -18,10 +18,8 @@ from fusion.analysis.logarithms import bare
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones
 from fusion.graph.algebra import widens
-from patterns.attention.words import LSE_MERGE
+from patterns.attention.words import LSE_MERGE, PARTS
 
-PARTS = 8
-"""As many as the rule names."""
 Outs = Mapping[Value, Share]
 _NAME = "attention_update"
 

@@ -2,8 +2,11 @@
 
 from fusion import word
 
+PARTS = 8
+"""So many parts of the keys can be merged at once."""
+
 _SEEN = {
-    "mask": "a dense mask [B, N, S, T] where one is kept, True or 0 for a key that is seen",
+    "mask": "a dense mask [B, N, S, T] where one is kept, True for a key that is hidden",
     "mask_kind": '"none", "causal_upper_left" (j ≤ i), "causal_lower_right" (the last query sees the last key '
     'there is) or "dense"',
     "window": "how many keys before its own a query sees, None for all",
@@ -34,5 +37,5 @@ KEY_LENGTHS = word(
 LSE_MERGE = word(
     "lse_merge",
     "Σᵢ exp(lseᵢ - lse) outᵢ with lse = log Σᵢ exp(lseᵢ): outputs of attention over parts of the keys",
-    **{f"{name}{number}": dims for number in range(8) for name, dims in (("out", "[*B, D]"), ("lse", "[*B]"))},
+    **{f"{name}{number}": dims for number in range(PARTS) for name, dims in (("out", "[*B, D]"), ("lse", "[*B]"))},
 )

@@ -9,7 +9,9 @@ from patterns.attention.words import SOFTMAX_ATTENTION
 _SEEN = {
     name: dims for name, dims in (SOFTMAX_ATTENTION.captures or {}).items() if name not in ("q", "k", "v", "scale")
 }
-_LANES = {"weight": "[N · width, K]", "width": "lanes of a head", "start": "the first of them"}
+_PLACE = {"width": "lanes of a head", "start": "the first of them"}
+_LANES = {"weight": "[N · width, K]", **_PLACE}
+_LAYER = {"layer": "a value that reads as int8_matmul [.., N · width]", **_PLACE}
 
 LATENT_QUERIES = word(
     "latent_queries",
@@ -38,14 +40,12 @@ HEAD_LANES = word(
 LAYER_QUERY = word(
     "layer_query",
     "lanes of every head of a layer times W_UK [B, N, S, C]",
-    layer="a value that reads as int8_matmul [.., N · width]", width="lanes of a head", start="the first of them",
-    up="W_UK [N, D, C]",
+    **_LAYER, up="W_UK [N, D, C]",
 )  # fmt: skip
 LAYER_LANES = word(
     "layer_lanes",
     "lanes of every head of a layer",
-    layer="a value that reads as int8_matmul [.., N · width]", width="lanes of a head", start="the first of them",
-    heads_first="whether heads stand before positions",
+    **_LAYER, heads_first="whether heads stand before positions",
 )  # fmt: skip
 HEAD_PRODUCT = word(
     "head_product",

@@ -14,7 +14,7 @@ import torch
 
 from fusion.analysis.intervals import uncast
 from fusion.graph import Algebra, Value, unviewed
-from fusion.graph.dims import INTEGERS
+from fusion.graph.dims import INDEX_DTYPES
 from fusion.graph.logic import constant, where
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
 
@@ -44,7 +44,7 @@ def _scatter_value(a: Algebra, out: Out, x: Value, dim: int, places: Value, numb
 
 def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Value | None:
     """`x`, which the graph computes, with another number (a value full of it) at the places that each row lists."""
-    rows = x.rank and places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and places.dtype in INTEGERS
+    rows = x.rank and places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and places.dtype in INDEX_DTYPES
     if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input":
         return None
     chosen = a.make("chosen", (uncast(places),), (), x.shape, torch.bool)

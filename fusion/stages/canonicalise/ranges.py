@@ -7,13 +7,13 @@ from typing import Any
 
 from fusion.analysis.intervals import of_dtype
 from fusion.graph import Algebra, Value
-from fusion.graph.dims import INTEGERS
+from fusion.graph.dims import INDEX_DTYPES
 from fusion.stages.canonicalise.arithmetic import relu
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
 
 
 def _is_integer(x: Any, out: Out) -> bool:
-    return isinstance(x, Value) and x.dtype in INTEGERS and out.dtype == x.dtype
+    return isinstance(x, Value) and x.dtype in INDEX_DTYPES and out.dtype == x.dtype
 
 
 @translates("aten.remainder.Scalar")
@@ -37,7 +37,7 @@ def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str 
 @translates("aten.clamp.default")
 def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) -> Translated:
     """Whole numbers between two others, infinite where there is no bound; "clip" for others."""
-    if low == 0 and high is None and x.dtype == out.dtype and x.dtype not in INTEGERS:
+    if low == 0 and high is None and x.dtype == out.dtype and x.dtype not in INDEX_DTYPES:
         return relu(a, out, x)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
     if not all(map(is_number, limits)) or x.dtype != out.dtype or x.dtype is None:

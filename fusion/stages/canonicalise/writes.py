@@ -17,7 +17,7 @@ from typing import Any
 from fusion.analysis.intervals import bounds
 from fusion.analysis.runs import Run, run, wrapped
 from fusion.graph import Algebra, Dim, Value, but_ones
-from fusion.graph.dims import INTEGERS, broadcast
+from fusion.graph.dims import INDEX_DTYPES, broadcast
 from fusion.stages.canonicalise import choices, shapes
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
@@ -38,7 +38,7 @@ def _index_put(
 ) -> Translated:
     given = [axis for axis, index in enumerate(indices) if index is not None]
     found = [index for index in indices if index is not None]
-    if accumulate or not found or given[-1] >= cache.rank or any(index.dtype not in INTEGERS for index in found):
+    if accumulate or not found or given[-1] >= cache.rank or any(index.dtype not in INDEX_DTYPES for index in found):
         return None
     if len(found) == 1:
         return _one_index(a, cache, found[0], rows, given[0])
@@ -134,7 +134,7 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
     if mask is not None:
         return mask
     axis = dim % max(cache.rank, 1)
-    if index.shape != rows.shape or index.dtype not in INTEGERS or index.rank != cache.rank:
+    if index.shape != rows.shape or index.dtype not in INDEX_DTYPES or index.rank != cache.rank:
         return None
     if any(
         have != want for place, (have, want) in enumerate(zip(rows.shape, cache.shape, strict=True)) if place != axis
@@ -165,7 +165,7 @@ def _embedding(a: Algebra, out: Out, rows: Value, index: Value, *args: Any) -> T
 
 
 def _indexed(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
-    return a.make("index", (x, index), (dim,), out.shape, out.dtype) if index.dtype in INTEGERS else None
+    return a.make("index", (x, index), (dim,), out.shape, out.dtype) if index.dtype in INDEX_DTYPES else None
 
 
 def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
