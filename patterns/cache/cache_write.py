@@ -22,21 +22,34 @@ from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require
 
 
 @dataclass(frozen=True)
-class Cache(Group):
-    """A cache whose rows are replaced along `axis`."""
+class SlidingCache(Group):
+    """A cache that keeps the last positions along `axis` only."""
 
     cache: Any = tensor("*C")
     rows: Any = tensor("*R")
     axis: Any = attribute()
 
-    def terms(self) -> dict[str, Any]:
-        """What every word for a write takes."""
-        return dict(cache=self.cache, rows=self.rows, axis=self.axis)
-
 
 @dataclass(frozen=True)
-class SlidingCache(Cache):
-    """One that keeps the last positions along `axis` only."""
+class Cache(SlidingCache):
+    """A cache whose rows are replaced along `axis`.
+
+    Attributes:
+        start: the first of consecutive positions, or that of every sequence; `number` where it is known.
+        index: any positions; with `inner` any places of pages.
+        position: that of one row of every sequence, chosen by comparing: nothing is written where none is equal.
+    """
+
+    start: Any = tensor("*S", optional=True)
+    number: Any = attribute()
+    index: Any = tensor("S", optional=True)
+    inner: Any = tensor("S", optional=True)
+    position: Any = tensor("*P", optional=True)
+
+    @property
+    def first(self) -> Any:
+        """The first of consecutive positions, None for others."""
+        return self.start if self.number is None else self.number
 
 
 @dataclass(frozen=True)
@@ -89,39 +102,15 @@ class CacheWrite(Rule):
 
     @pattern
     @variants(into=ONE)
-    def at_start(self, p, into, start=tensor("*S")):
-        """From a position that the graph computes."""
-        return p.write(**into.terms(), start=start)
-
-    @pattern
-    @variants(into=ONE)
-    def at_number(self, p, into, start=attribute()):
-        """From a position that is known."""
-        return p.write_slice(**into.terms(), start=start)
-
-    @pattern
-    @variants(into=ONE)
-    def at_rows(self, p, into, index=tensor("S")):
-        """At any positions."""
-        return p.write_rows(**into.terms(), index=index)
-
-    @pattern
-    @variants(into=ONE)
-    def at_places(self, p, into, index=tensor("S"), inner=tensor("S")):
-        """At any places of pages."""
-        return p.write_places(**into.terms(), index=index, inner=inner)
-
-    @pattern
-    @variants(into=ONE)
-    def chosen(self, p, into, position=tensor("*S")):
-        """One row of every sequence, chosen by comparing positions: nothing is written where none is equal."""
-        return p.write_inside(**into.terms(), position=position)
+    def written(self, p, into):
+        """To positions or places of one cache."""
+        return p.write(**vars(into))
 
     @pattern
     @variants(into=SLIDING)
     def slid(self, p, into):
         """A roll by S whose last S positions are overwritten: the canonicaliser proves which positions stay."""
-        return p.slide(**into.terms())
+        return p.slide(**vars(into))
 
     @lookalike("its rows are added to what the cache holds, or chosen by a mask: the operator replaces numbered rows")
     def accumulated(self, p, cache=tensor("*C"), index=tensor("*I"), rows=tensor("*R")):
@@ -135,19 +124,19 @@ class CacheWrite(Rule):
 
     @lowering
     @variants(into=ONE)
-    def run(self, into: Cache, start: Any):
+    def run(self, into: Cache):
         """Consecutive positions of every sequence."""
-        require(start is not None, "the positions are not proven to be consecutive")
+        require(into.first is not None, "the positions are not proven to be consecutive")
         require(into.axis != 0, "the positions count rows of the batch, which the operator takes one by one")
-        return torch.ops.npu.scatter_update(into.cache, _starts(into.rows, start), into.rows, into.axis)
+        return torch.ops.npu.scatter_update(into.cache, _starts(into.rows, into.first), into.rows, into.axis)
 
     @lowering
     @variants(into=ONE)
-    def kept_outside(self, into: Cache, position: Any):
+    def kept_outside(self, into: Cache):
         """One position of every sequence; where it lies outside, the row that is written is the one that was there."""
-        require(position is not None, "the positions are not chosen by a comparison")
+        require(into.position is not None, "the positions are not chosen by a comparison")
         require(into.axis != 0, "the positions count rows of the batch, which the operator takes one by one")
-        starts, size = _starts(into.rows, position), into.cache.shape[into.axis]
+        starts, size = _starts(into.rows, into.position), into.cache.shape[into.axis]
         places = starts.clamp(0, size - 1)
         wide = [-1] + [1] * (into.cache.dim() - 1)
         old = into.cache.gather(into.axis, places.long().reshape(wide).expand(into.rows.shape))
@@ -156,11 +145,12 @@ class CacheWrite(Rule):
 
     @lowering
     @variants(into=ONE)
-    def row_by_row(self, into: Cache, index: Any, inner: Any, start: Any):
+    def row_by_row(self, into: Cache):
         """Any positions, by coordinates."""
+        index, inner = into.index, into.inner
         if index is None:
-            require(start is not None and into.axis == 0, "the positions are given for every sequence")
-            index = _starts(into.rows, start)[:1] + torch.arange(into.rows.shape[0], device=into.cache.device)
+            require(into.first is not None and into.axis == 0, "the positions are given for every sequence")
+            index = _starts(into.rows, into.first)[:1] + torch.arange(into.rows.shape[0], device=into.cache.device)
         places = coordinates(into.cache, index, into.axis) if inner is None else torch.stack((index, inner), dim=-1)
         rows = into.rows.reshape(-1, *into.cache.shape[places.shape[-1] :])
         return torch.ops.npu.npu_scatter_nd_update(into.cache, places.reshape(-1, places.shape[-1]), rows)

@@ -7,7 +7,7 @@ into an input are told with their reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,15 @@ from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import bounds
 from fusion.analysis.predicates import Positions
 from fusion.analysis.runs import wrapped
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones, unviewed
-from patterns.cache.words import SLIDE, WRITE, WRITE_INSIDE, WRITE_PAGES, WRITE_PLACES, WRITE_ROWS, WRITE_SLICE
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast, but_ones, unviewed
+from patterns.cache.words import SLIDE, WRITE, WRITE_PAGES
 
 _UNREAD = (
     "aten.index_copy.default", "aten.index_put.default", "aten._unsafe_index_put.default", "aten.slice_scatter.default",
     "aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.index_add.default",
     "aten.masked_scatter.default",
 )  # fmt: skip
-READ = ("write", "write_rows", "write_lines", "slice_scatter", "cat", "reshape", "where", "add", *_UNREAD)
-"""Ops of values that may be writes, or look like one."""
+"""Ops without canonical form that change some elements of their first argument."""
 
 Outcome = Reading | str | None
 
@@ -37,73 +36,60 @@ _NO_FORM = "its rows are not proven to go, one by one, to places of their own al
 _SEVERAL = "it selects by something other than one position for every sequence: {why}"
 
 
-@reader(gives=(WRITE, WRITE_ROWS, WRITE_PLACES, WRITE_SLICE, WRITE_PAGES, WRITE_INSIDE, SLIDE))
+@reader(gives=(WRITE, WRITE_PAGES, SLIDE))
 def cache_writes(graph: Graph) -> Iterator[Found]:
     """The writes among the values of a graph, and why others are none."""
-    walk = _Writes(graph.algebra, graph.shared(Folder), graph.written)
-    for value in list(graph.places):
-        walk.visit(value)
-    yield from walk.readings.items()
-    yield from walk.also.items()
-    yield from ((value, Miss("cache_write", why)) for value, why in walk.misses.items())
+    writes = Writes(graph.algebra, graph.shared(Folder), graph.written)
+    return ((value, each) for value in list(graph.places) for each in writes.read(value))
 
 
-def _write(op: str, captures: Mapping[str, Any]) -> Reading:
-    return Reading(op, captures, over=captures["cache"])
-
-
-class _Writes:
-    """The state of one walk, in the order of the graph."""
+class Writes:
+    """The writes of one graph, read in its order: what is written once may be written again."""
 
     def __init__(self, a: Algebra, folder: Folder, written: Collection[Value]) -> None:
         """`written` are the inputs that the graph changes."""
-        self.readings: dict[Value, Reading] = {}
-        self.also: dict[Value, Reading] = {}  # places of pages, told once more as slots
-        self.misses: dict[Value, str] = {}
-        self._algebra, self._folder, self._written = a, folder, written
+        self._algebra, self._folder, self._caches = a, folder, set(written)
 
-    def visit(self, value: Value) -> None:
-        """Read a value, after those that it is computed from."""
-        outcome = self._read(value) if value.op in READ else None
-        if isinstance(outcome, Reading):
-            self.readings[value] = outcome
-        elif outcome is not None:
-            self.misses[value] = outcome
+    def read(self, value: Value) -> Iterator[Reading | Miss]:
+        """What a value writes, after those that it is computed from."""
+        for outcome in self._outcomes(value):
+            if isinstance(outcome, Reading) and outcome.over is not None:
+                self._caches.add(value)
+            if outcome is not None:
+                yield Miss("cache_write", outcome) if isinstance(outcome, str) else outcome
 
-    def _read(self, value: Value) -> Outcome:
+    def _outcomes(self, value: Value) -> Sequence[Outcome]:
         match value.op:
             case "write":
                 cache, rows, start = value.args
-                return _at_start(cache, rows, start, value.attrs[0])
+                return (_write(cache, rows, value.attrs[0], start=start),)
             case "write_rows":
-                return self._rows(value)
+                return self._rows(*value.args, axis=value.attrs[0])
             case "write_lines":
-                return self._lines(value)
+                return (self._lines(value),)
             case "slice_scatter":
-                return self._slice(value)
+                return (self._slice(value),)
             case "cat":
-                return _slide(value)
+                return (_slide(value),)
             case "reshape":
-                return self._pages(value)
+                return (self._pages(value),)
             case "where":
-                return self._chosen(value)
+                return (self._chosen(value),)
             case "add":
-                return self._blended(value)
-            case _:
-                return _NO_FORM if value.args and self._is_cache(value.args[0]) else None
+                return (self._blended(value),)
+            case op:
+                return (_NO_FORM,) if op in _UNREAD and value.args and self._is_cache(value.args[0]) else ()
 
     def _is_cache(self, value: Value) -> bool:
         """Whether a value is, whole, an input that the graph changes, as it was or after a write."""
-        source = unviewed(value)
-        return source in self._written or (source in self.readings and self.readings[source].op != "slide")
+        return unviewed(value) in self._caches
 
-    def _rows(self, value: Value) -> Reading:
-        cache, rows, index, *inner = value.args
-        captures: dict[str, Any] = {"cache": cache, "rows": rows, "index": index, "axis": value.attrs[0]}
+    def _rows(self, cache: Value, rows: Value, index: Value, *inner: Value, axis: int) -> Sequence[Reading]:
+        """Rows at positions of their own; places of pages are told once more as slots."""
         if not inner:
-            return _write("write_rows", captures)
-        self.also[value] = _to_pages(cache, rows, _slots(self._algebra, cache.shape[:2], index, inner[0]))
-        return _write("write_places", captures | {"inner": inner[0]})
+            return (_write(cache, rows, axis, index=index),)
+        slots = _slots(self._algebra, cache.shape[:2], index, *inner)
+        return _write(cache, rows, axis, index=index, inner=inner[0]), _to_pages(cache, rows, slots)
 
     def _lines(self, value: Value) -> Outcome:
         """Rows of pages [Block, .., A, Size, L], where each lies in A lines."""
@@ -120,7 +106,7 @@ class _Writes:
             return None  # a buffer that is filled part by part
         if step != 1:
             return _STEP.format(step=step) if self._is_cache(cache) else None
-        return _write("write_slice", {"cache": cache, "rows": rows, "start": start, "axis": axis})
+        return _write(cache, rows, axis, number=start)
 
     def _pages(self, value: Value) -> Reading | None:
         """cache.view(-1, N, D)[slots] = rows, viewed as [Block, Size, N, D] again; dims of size 1 come and go."""
@@ -143,15 +129,14 @@ class _Writes:
 
     def _chosen(self, value: Value) -> Outcome:
         """where(positions == position, rows, cache), or the other way round."""
-        condition, rows, cache = value.args
-        if not self._is_cache(cache) or cache.shape != value.shape:
-            condition, rows, cache = value.args[0], cache, rows
-            if not self._is_cache(cache) or cache.shape != value.shape:
-                return None
+        condition, *kept = value.args
+        cache = next((each for each in reversed(kept) if self._is_cache(each) and each.shape == value.shape), None)
+        if cache is None:
+            return None
         condition = _truth(self._algebra, condition) or condition
         places = Positions(value.shape, self._folder)
         formula = places.truth(condition, places.of(condition))
-        formula = formula if cache is value.args[2] else negation(formula)
+        rows, formula = (kept[0], formula) if cache is kept[1] else (kept[1], negation(formula))
         found = self._position(value, formula)
         if isinstance(found, str):
             return _SEVERAL.format(why=found)
@@ -159,17 +144,15 @@ class _Writes:
         size = value.shape[axis]
         rows = rows.arg if rows.op == "expand" else rows
         one = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
-        if rows.rank > value.rank or (1,) * (value.rank - rows.rank) + rows.shape != _limited(rows, value, one):
+        if broadcast(rows.shape, one) != one:
             return _SEVERAL.format(why="there are rows for every position")
         rows = self._algebra.expand(rows, one)
         if isinstance(position, int):
             inside = position >= 0 and isinstance(size, int) and position < size
-            captures = {"cache": cache, "rows": rows, "start": position, "axis": axis}
-            return _write("write_slice", captures) if inside else None
+            return _write(cache, rows, axis, number=position) if inside else None
         low, high = bounds(position)
-        if low >= 0 and isinstance(size, int) and high < size:
-            return _at_start(cache, rows, position, axis)
-        return _write("write_inside", {"cache": cache, "rows": rows, "position": position, "axis": axis})
+        inside = low >= 0 and isinstance(size, int) and high < size
+        return _write(cache, rows, axis, **{"start" if inside else "position": position})
 
     def _position(self, value: Value, formula: Formula) -> tuple[Value | int, int] | str:
         """Where `formula` says "this axis is at this position", or what else it says."""
@@ -217,9 +200,7 @@ def _truth(a: Algebra, x: Value) -> Value | None:
     below = _truth(a, x.arg)
     if below is None or x.op == "cast":
         return below
-    if x.op == "not":
-        return a.make("not", (below,), (), x.shape, torch.bool)
-    return a.reshape(below, x.shape) if x.op == "reshape" else a.expand(below, x.shape)
+    return a.make("not", (below,), (), x.shape, torch.bool) if x.op == "not" else a.seen_as(below, x)
 
 
 def _is_mask(a: Algebra, x: Value) -> bool:
@@ -228,19 +209,13 @@ def _is_mask(a: Algebra, x: Value) -> bool:
     return below.op == "cast" and _truth(a, below) is not None
 
 
-def _limited(rows: Value, value: Value, one: Sequence[Any]) -> tuple[Any, ...]:
-    """The shape that `rows` has if it broadcasts to `one`, dims of size 1 where it has them."""
-    shape = (1,) * (value.rank - rows.rank) + rows.shape
-    return tuple(1 if have == 1 else want for have, want in zip(shape, one, strict=True))
-
-
-def _at_start(cache: Value, rows: Value, start: Value, axis: int) -> Reading:
-    return _write("write", {"cache": cache, "rows": rows, "start": start, "axis": axis})
+def _write(cache: Value, rows: Value, axis: int, **place: Any) -> Reading:
+    return Reading("write", {"cache": cache, "rows": rows, "axis": axis, **place}, over=cache)
 
 
 def _to_pages(cache: Value, rows: Value, slots: Value | None, nz_block: Any = None) -> Reading:
     known = {} if slots is None else {"slots": slots}
-    return _write("write_pages", {"cache": cache, "rows": rows, **known, "nz_block": nz_block})
+    return Reading("write_pages", {"cache": cache, "rows": rows, **known, "nz_block": nz_block}, over=cache)
 
 
 def _slots(a: Algebra, sizes: Sequence[Any], block: Value, place: Value) -> Value | None:

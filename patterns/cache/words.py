@@ -4,13 +4,14 @@ from fusion import word
 
 _WRITE = {"cache": "as it was", "rows": "what is written", "axis": "of positions"}
 
-WRITE = word("write", "rows from one position on, or from one of each sequence", **_WRITE, start="[] or [B]")
-WRITE_ROWS = word("write_rows", "each row at a position of its own", **_WRITE, index="[S]")
-WRITE_PLACES = word(
-    "write_places", "each row at two positions", **_WRITE, index="of `axis`", inner="of the axis behind"
-)
-WRITE_SLICE = word("write_slice", "rows from a position that is known", **_WRITE, start="a number")
-WRITE_INSIDE = word("write_inside", "a row at a position, nothing where it is outside", **_WRITE, position="[] or [B]")
+WRITE = word(
+    "write",
+    "rows along an axis, where one of these says",
+    **_WRITE,
+    start="[] or [B]: from one position on, or from one of each sequence", number="from this position on",
+    index="[S]: each at a position of its own", inner="[S]: with `index` of `axis`, each at two: of the axis behind",
+    position="[] or [B]: a row at a position, nothing where it is outside",
+)  # fmt: skip
 WRITE_PAGES = word(
     "write_pages",
     "rows at slots that count the rows of all pages",

@@ -14,7 +14,7 @@ from fusion.analysis.intervals import bounds, is_exact
 from fusion.graph import Algebra
 from fusion.testing import capture
 from patterns.cache.read_block_tables import gathers
-from patterns.cache.read_writes import _Writes
+from patterns.cache.read_writes import Writes
 
 from .graphs import fuse, numbers, read_graph, value
 
@@ -142,9 +142,8 @@ def test_slots_are_counted_in_a_dtype_that_holds_them():
         block = a.make("floor_divide", (a.shift(slots, 1),), (16,), (5,), torch.int32)
         place = a.make("remainder", (slots,), (16,), (5,), torch.int32)
         written = a.make("write_rows", (cache, rows, block, place), (0,), cache.shape, torch.float16)
-        found = _Writes(a, Folder(), {cache})
-        found.visit(written)
-        assert found.also[written].captures["slots"].dtype is wide
+        _, slot = Writes(a, Folder(), {cache}).read(written)
+        assert slot.captures["slots"].dtype is wide
 
 
 def test_places_that_a_row_lists_are_those_after_a_cast_that_changes_them():

@@ -23,7 +23,6 @@ OTHER_MEANINGS = {
     ("hf.py", "attention"),  # an argument of transformers
     ("shapes.py", "write"),  # canonical ops of values
     ("writes.py", "write"),
-    ("writes.py", "write_rows"),
 }
 ENGINE = Path(fusion.__file__).parent
 WORDS = {word for each in installed().readers for word in each.gives} | {rule.name for rule in installed().rules}
