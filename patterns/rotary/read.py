@@ -6,9 +6,11 @@ Tables become full-width values [.., D] that are read at the lane of the result.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import product
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,17 +34,22 @@ PARTIAL_ROTATION = word(
 ORDERS = ("half", "interleaved")
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """Lanes of the rotated part: own and partner's lane of x, and the table lane with each, by lane of the result."""
+class _Sum(NamedTuple):
+    """A value as a sum of two products, lane by lane, and the lanes that both make up."""
 
-    leaf: int
-    own: Index
-    partner: Index
-    sign: NDArray[np.float64]
-    gain: NDArray[np.float64]
-    cos: tuple[Index, Index]
-    sin: tuple[Index, Index]
+    value: Value
+    terms: list[Term]
+    leaves: Leaves
+    where: Index
+
+
+class _Side(NamedTuple):
+    """One product, by lane of the result: the lane of x, the table and its lane that it is multiplied by, a factor."""
+
+    lane: Index
+    table: Index
+    entry: Index
+    factor: NDArray[np.float64]
 
 
 _TURNING = ("add", "cat", "reshape", "slice_scatter", "cast")
@@ -109,24 +116,25 @@ def _turned(a: Algebra, root: Value, found: list[Term], leaves: Leaves) -> Readi
     where = np.nonzero(turned)[0]
     if len(where) < 2 or len(where) % 2 or where[-1] - where[0] + 1 != len(where):
         return None
-    reason: str | None = None
+    both, reason = _Sum(root, found, leaves, where), None
     for leaf in sorted({*found[0].first.leaf[where], *found[0].second.leaf[where]}):
-        outcome = _classify(a, root, found, leaves, int(leaf), where)
+        outcome = _classify(a, both, int(leaf))
         if isinstance(outcome, Reading):
             return outcome
         reason = reason or outcome
-    return reason or _apart(found, leaves, where)
+    return reason or _apart(both)
 
 
-def _apart(found: list[Term], leaves: Leaves, where: Index) -> str | None:
+def _apart(found: _Sum) -> str | None:
     """Why two products without a tensor in common look like a rotation all the same."""
-    numbers = {int(number) for term in found for side in (term.first, term.second) for number in side.leaf[where]}
-    values = [leaves.found[number][0] for number in sorted(numbers)]
+    factors = [side for term in found.terms for side in (term.first, term.second)]
+    numbers = {int(number) for side in factors for number in side.leaf[found.where]}
+    values = [found.leaves.found[number][0] for number in sorted(numbers)]
     for value in values:
         pieces = [each.arg if each.op == "scale" else each for each in value.args]
         if value.op == "cat" and any(each.op == "slice" and each.arg in values for each in pieces):
             return f"the rotation is along dim {value.attrs[0] - value.rank}, not along the last dim"
-    signs = [np.sign(term.coefficient[where]) for term in found]
+    signs = [np.sign(term.coefficient[found.where]) for term in found.terms]
     both = any((each > 0).any() and (each < 0).any() for each in signs)
     return "the term with the sine rotates another tensor than the one with the cosine" if both else None
 
@@ -139,29 +147,24 @@ def _multiplies(value: Value, depth: int = 5) -> bool:
     return depth > 0 and value.op in moving and any(_multiplies(each, depth - 1) for each in value.args)
 
 
-def _classify(
-    a: Algebra, root: Value, found: list[Term], leaves: Leaves, leaf: int, where: Index
-) -> Reading | str | None:
-    sides = [_split(term, leaf, where) for term in found]
-    if sides[0] is None or sides[1] is None:
+def _classify(a: Algebra, found: _Sum, leaf: int) -> Reading | str | None:
+    """The reading if it is this leaf whose lanes are turned."""
+    left, right = (_split(term, leaf, found.where) for term in found.terms)
+    if left is None or right is None:
         return None
     reason: str | None = None
-    for source in ORDERS:
-        for result in ORDERS:
-            seen = _align(sides[0], sides[1], leaf, source, result)
-            if seen is None:
-                continue
-            reason = _refusal(seen)
-            if reason is None:
-                return _reading(a, root, leaves, seen, where, (source, result), found)
-    return reason or _unpaired(sides[0], sides[1])
-
-
-_Side = tuple[Index, Index, Index, NDArray[np.float64]]
+    for source, result in product(ORDERS, ORDERS):
+        aligned = _align(left, right, source, result)
+        if aligned is None:
+            continue
+        reason = _refusal(*aligned)
+        if reason is None:
+            return _reading(a, found, leaf, aligned, {"source": source, "result": result})
+    return reason or _unpaired(left, right)
 
 
 def _split(term: Term, leaf: int, where: Index) -> _Side | None:
-    """(lane of x, leaf of the table, lane of the table, coefficient) of one term."""
+    """One term by the lanes of the leaf that is rotated."""
     first, second = term.first, term.second
     in_first, in_second = first.leaf[where] == leaf, second.leaf[where] == leaf
     if not (in_first ^ in_second).all():
@@ -169,7 +172,7 @@ def _split(term: Term, leaf: int, where: Index) -> _Side | None:
     lane = np.where(in_first, first.index[where], second.index[where])
     table = np.where(in_first, second.leaf[where], first.leaf[where])
     entry = np.where(in_first, second.index[where], first.index[where])
-    return lane, table, entry, term.coefficient[where]
+    return _Side(lane, table, entry, term.coefficient[where])
 
 
 def _place(order: str, size: int) -> tuple[Index, Index]:
@@ -182,64 +185,58 @@ def _lane(order: str, size: int, pair: Index, side: Index) -> Index:
     return pair + side * (size // 2) if order == "half" else 2 * pair + side
 
 
-def _align(left: _Side, right: _Side, leaf: int, source: str, result: str) -> _Seen | None:
-    size = len(left[0])
+def _align(left: _Side, right: _Side, source: str, result: str) -> tuple[_Side, _Side] | None:
+    """The products of each lane itself and of its partner, the latter with the sign that they have in a rotation."""
+    size = len(left.lane)
     pair, side = _place(result, size)
-    base = min(left[0].min(), right[0].min())
-    own, partner = base + _lane(source, size, pair, side), base + _lane(source, size, pair, 1 - side)
-    straight = (left[0] == own) & (right[0] == partner)
-    crossed = (right[0] == own) & (left[0] == partner)
+    base = min(left.lane.min(), right.lane.min())
+    own, partner = (base + _lane(source, size, pair, each) for each in (side, 1 - side))
+    straight = (left.lane == own) & (right.lane == partner)
+    crossed = (right.lane == own) & (left.lane == partner)
     if not (straight | crossed).all():
         return None
-
-    def pick(number: int) -> tuple[Index, Index]:
-        return np.where(straight, left[number], right[number]), np.where(straight, right[number], left[number])
-
-    (cos_leaf, sin_leaf), (cos_lane, sin_lane), (gain, cross) = pick(1), pick(2), pick(3)
-    sign = cross * np.where(side == 0, -1.0, 1.0)
-    return _Seen(leaf, own, partner, sign, gain, (cos_leaf, cos_lane), (sin_leaf, sin_lane))  # type: ignore[arg-type]
+    cos, sin = (
+        _Side(*(np.where(straight, *each) for each in zip(*both, strict=True)))
+        for both in ((left, right), (right, left))
+    )
+    return cos, sin._replace(factor=sin.factor * np.where(side == 0, -1.0, 1.0))
 
 
-def _refusal(seen: _Seen) -> str | None:
-    if not (seen.cos[0] == seen.cos[0][0]).all() or not (seen.sin[0] == seen.sin[0][0]).all():
+def _refusal(cos: _Side, sin: _Side) -> str | None:
+    if not all((each.table == each.table[0]).all() for each in (cos, sin)):
         return "the lanes take their cosines (or sines) from different tensors"
-    gain = seen.gain[0]
-    if gain <= 0 or not (seen.gain == gain).all():
+    gain = cos.factor[0]
+    if gain <= 0 or not (cos.factor == gain).all():
         return "the terms with the cosine do not all have the same positive factor"
-    if (seen.sign == -gain).all():
+    if (sin.factor == -gain).all():
         return "the sine has the opposite sign: this rotates by the negative angle"
-    if not (seen.sign == gain).all():
+    if not (sin.factor == gain).all():
         return "the signs of the sine terms are not those of a rotation (one plus and one minus in each pair)"
     return None
 
 
 def _unpaired(left: _Side, right: _Side) -> str | None:
-    if (left[0] == right[0]).all():
+    if (left.lane == right.lane).all():
         return "each lane is combined with itself, not with a partner"
     return "the lanes are not paired in half order (j, j + D/2) or interleaved order (2j, 2j + 1)"
 
 
-def _reading(
-    a: Algebra, root: Value, leaves: Leaves, seen: _Seen, where: Index, orders: tuple[str, str], found: list[Term]
-) -> Reading | str | None:
-    size = len(where)
-    compute = _compute_dtype(leaves)
-    x = _lanes_of(a, *leaves.found[seen.leaf], int(min(seen.own.min(), seen.partner.min())), size, 1)
+def _reading(a: Algebra, found: _Sum, leaf: int, sides: Sequence[_Side], orders: Mapping[str, str]) -> Reading | str:
+    """The rotation of lanes of a leaf by tables that are read at the lanes of the result."""
+    root, _, leaves, where = found
+    size, compute = len(where), _compute_dtype(leaves)
+    first = int(min(each.lane.min() for each in sides))
+    x = a.slice(_flat(a, *leaves.found[leaf]), -1, first, first + size)
     if x is None or x.shape != (*root.shape[:-1], size):
         return "the rotated tensor is broadcast along the tables"
-    tables: list[Value] = []
-    for leaf, index in (seen.cos, seen.sin):
-        table = _table(a, *leaves.found[int(leaf[0])], index)
-        if table is None:
-            return "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
-        tables.append(a.cast(a.scale(table, float(seen.gain[0])), compute))
-    captures: dict[str, object] = {
-        "x": a.cast(x, compute), "cos": tables[0], "sin": tables[1], "source": orders[0], "result": orders[1],
-        "dtype": root.dtype,
-    }  # fmt: skip
+    tables = [_table(a, _flat(a, *leaves.found[int(each.table[0])]), each.entry) for each in sides]
+    if tables[0] is None or tables[1] is None:
+        return "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
+    cos, sin = (a.cast(a.scale(each, float(sides[0].factor[0])), compute) for each in tables if each is not None)
+    captures = {"x": a.cast(x, compute), "cos": cos, "sin": sin, "dtype": root.dtype, **orders}
     if size == root.shape[-1]:
         return Reading("rotation", captures)
-    rest = _passing(a, root, leaves, found, where)
+    rest = _passing(a, found)
     if rest is None:
         return "the lanes that are not rotated do not pass through unchanged"
     return Reading("partial_rotation", captures | {"rest": rest, "rest_first": bool(where[0] != 0)})
@@ -253,45 +250,43 @@ def _compute_dtype(leaves: Leaves) -> torch.dtype | None:
     return reduce(torch.promote_types, [each for each in dtypes if each is not None]) if any(dtypes) else None
 
 
-def _lanes_of(a: Algebra, leaf: Value, depth: int, start: int, count: int, step: int) -> Value | None:
-    width = int(np.prod([int(size) for size in leaf.shape[leaf.rank - depth :]]))
-    flat = a.reshape(leaf, (*leaf.shape[: leaf.rank - depth], width))
-    return a.slice(flat, -1, start, start + (count - 1) * step + 1, step)
+def _flat(a: Algebra, leaf: Value, depth: int) -> Value:
+    """A tensor with its last dims as one run of lanes."""
+    lead = leaf.rank - depth
+    return a.reshape(leaf, (*leaf.shape[:lead], prod(leaf.shape[lead:])))
 
 
-def _passing(a: Algebra, root: Value, leaves: Leaves, found: list[Term], where: Index) -> Value | None:
+def _passing(a: Algebra, found: _Sum) -> Value | None:
     """The lanes beside the rotated ones, as one value."""
-    first = found[0] if (found[0].first.leaf != NONE).all() else found[1]
+    root, both, leaves, where = found
+    first = both[0] if (both[0].first.leaf != NONE).all() else both[1]
     others = np.setdiff1d(np.arange(len(first.coefficient)), where)
     leaf, lane = first.first.leaf[others], first.first.index[others]
     whole = (leaf == leaf[0]).all() and (np.diff(lane) == 1).all() and (first.coefficient[others] == 1).all()
     if not whole or leaf[0] == NONE or (np.diff(others) != 1).any() or (first.second.leaf[others] != NONE).any():
         return None
-    rest = _lanes_of(a, *leaves.found[int(leaf[0])], int(lane[0]), len(others), 1)
+    rest = a.slice(_flat(a, *leaves.found[int(leaf[0])]), -1, int(lane[0]), int(lane[-1]) + 1)
     return rest if rest is not None and rest.shape[:-1] == root.shape[:-1] and rest.dtype == root.dtype else None
 
 
-def _table(a: Algebra, leaf: Value, depth: int, index: Index) -> Value | None:
-    """A full-width value whose lane j is lane index[j] of the leaf."""
-    size, half = len(index), len(index) // 2
+def _table(a: Algebra, flat: Value, index: Index) -> Value | None:
+    """A full-width value whose lane j is lane index[j] of a table."""
+    size = len(index)
     for base, repeated in _readings_of(index):
         step = int(base[1] - base[0]) if len(base) > 1 else 1
         if step < 1 or not (np.diff(base) == step).all():
             continue
-        width = int(np.prod([int(each) for each in leaf.shape[leaf.rank - depth :]]))
         start = int(base[0])
-        flat = a.reshape(leaf, (*leaf.shape[: leaf.rank - depth], width))
-        if repeated != "no" and step == 1 and start + size <= width:
-            whole = np.arange(start, start + size)
-            if same_lanes(flat, whole, index):
-                return a.slice(flat, -1, start, start + size)
+        whole = np.arange(start, start + size)
+        if repeated != "no" and step == 1 and start + size <= flat.shape[-1] and same_lanes(flat, whole, index):
+            return a.slice(flat, -1, start, start + size)
         part = a.slice(flat, -1, start, int(base[-1]) + 1, step)
         if part is None or repeated == "no":
             return part
         if repeated == "halves":
             return a.cat([part, part], -1)
         opened = a.expand(a.reshape(part, (*part.shape, 1)), (*part.shape, 2))
-        return a.reshape(opened, (*part.shape[:-1], 2 * half))
+        return a.reshape(opened, (*part.shape[:-1], size))
     return None
 
 
