@@ -15,8 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, tensor
+from fusion import Group, Rule, attribute, lowering, pattern, tensor
 from patterns.attention.calls import laid
+
+
+@dataclass(frozen=True)
+class Pages(Group):
+    """The pages of two caches that a table names: which rows of them are kept, and the dims that these have."""
+
+    keys: Any = tensor("*K")
+    values: Any = tensor("*V")
+    table: Any = tensor("B M")
+    size: Any = attribute()
+    lengths: Any = attribute()
+    key_shape: Any = attribute()
+    value_shape: Any = attribute()
+
+    def terms(self, p):
+        """The rows of both."""
+        both = ((self.keys, self.key_shape), (self.values, self.value_shape))
+        how = dict(table=self.table, size=self.size, lengths=self.lengths)
+        return tuple(p.gathered_pages(pages=pages, shape=shape, **how) for pages, shape in both)
 
 
 @dataclass(frozen=True)
@@ -30,40 +49,19 @@ class PageGather(Rule):
         return tuple(torch.cat([pages[row].flatten(0, 1)[:length] for row, length in tokens]) for pages in caches)
 
     @pattern
-    def gathered(
-        self,
-        p,
-        key_pages=tensor("*K"),
-        value_pages=tensor("*V"),
-        table=tensor("B M"),
-        size=attribute(),
-        lengths=attribute(),
-        key_shape=attribute(),
-        value_shape=attribute(),
-    ):
+    def gathered(self, p, pages: Any = Pages):
         """What the canonicaliser has read."""
-        of = dict(table=table, size=size, lengths=lengths)
-        keys = p.gathered_pages(pages=key_pages, shape=key_shape, **of)
-        return keys, p.gathered_pages(pages=value_pages, shape=value_shape, **of)
+        return pages.terms(p)
 
     @lowering
-    def run(
-        self,
-        key_pages: Tensor,
-        value_pages: Tensor,
-        table: Tensor,
-        size: int,
-        lengths: Any,
-        key_shape: Any,
-        value_shape: Any,
-    ):
+    def run(self, pages: Pages):
         """One call for both, into memory of its own."""
-        caches = [laid(each, size).unsqueeze(2) for each in (key_pages, value_pages)]
-        told = _told(lengths, table)
+        caches = [laid(each, pages.size).unsqueeze(2) for each in (pages.keys, pages.values)]
+        table, lengths = pages.table, pages.lengths
         count = lengths * table.shape[0] if isinstance(lengths, int) else sum(lengths)
         rows = [torch.empty((count, 1, x.shape[3]), dtype=x.dtype, device=x.device) for x in caches]
-        found = torch.ops.npu.npu_gather_pa_kv_cache_functional(*caches, table.int(), told, *rows)
-        return tuple(_as(each, shape) for each, shape in zip(found, (key_shape, value_shape), strict=True))
+        found = torch.ops.npu.npu_gather_pa_kv_cache_functional(*caches, table.int(), _told(lengths, table), *rows)
+        return tuple(_as(*each) for each in zip(found, (pages.key_shape, pages.value_shape), strict=True))
 
 
 def _told(lengths: Any, table: Tensor) -> Tensor:

@@ -7,19 +7,25 @@ makes that explicit.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from fusion import reader
+from fusion import reader, word
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import uncast
 from fusion.analysis.runs import iota, wrapped
-from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
-from patterns.cache.words import PAGED_ROWS
+from fusion.graph import Algebra, Found, Graph, Reading, Value
 
+PAGED_ROWS = word(
+    "paged_rows",
+    "rows[b, p · Size + o] = pages[block_table[b, p], o]",
+    rows="the value, perhaps with other dims", pages="[Block, ..]", block_table="[B, P]", size="rows of a page",
+    layout='"BSND", "BNSD" or "NZ": how a page lies',
+)  # fmt: skip
+_ALL = ("BSND", "BNSD", "NZ")
 _INT8 = ("int8_latent_attention", "int8_probability_attention")
 
 
@@ -33,39 +39,38 @@ class Gather(NamedTuple):
 
 
 _OF_LATENTS = ("latent_keys", "latent_values")
+Sizes = tuple[Any, Any, Any, Any]
 
 
-@reader(
-    gives=(PAGED_ROWS,),
-    needs=("softmax_attention", *_INT8, "latent_keys", "latent_values", "lightning_indexer"),
-)
+@reader(gives=(PAGED_ROWS,), needs=("softmax_attention", *_INT8, *_OF_LATENTS, "lightning_indexer"))
 def block_tables(graph: Graph) -> Iterator[Found]:
     """Keys, values and latents of attention, and keys of indexers, that are gathered from pages."""
-    a, folder, held = graph.algebra, graph.shared(Folder), graph.places
-    for key in (each.captures["key"] for _, each in graph.readings.all("lightning_indexer")):
-        if (reading := _rows(a, folder, key, (key.shape[0], 1, *key.shape[1:]), held)) is not None:
-            yield key, reading
+    indexed = (each.captures["key"] for _, each in graph.readings.all("lightning_indexer"))
+    yield from _each(graph, ((key, (key.shape[0], 1, *key.shape[1:])) for key in indexed))
     for _, attention in graph.readings.all(*_INT8):
-        yield from _of_int8(a, folder, attention, held).items()
+        yield from _of_int8(graph, attention)
     for _, attention in graph.readings.all("softmax_attention"):
-        batch, _, keys, _ = attention.captures["k"].shape
-        names = (attention.captures["k"], attention.captures["v"])
-        parts = [part for each in names for part in _latents(graph.readings.one(each, *_OF_LATENTS))]
-        heads = [(each, each.shape[1], keys) for each in names]
-        for value, count, keys in (*heads, *((each, 1, _keys(each, batch)) for each in parts)):
-            reading = _rows(a, folder, value, (batch, count, keys, value.shape[-1]), held)
-            if reading is not None:
-                yield value, reading
+        both = (attention.captures["k"], attention.captures["v"])
+        batch, _, keys, _ = both[0].shape
+        yield from _each(graph, ((each, (batch, each.shape[1], keys, each.shape[-1])) for each in both))
+        parts = (part for each in both for part in _latents(graph.readings.one(each, *_OF_LATENTS)))
+        yield from _each(graph, ((each, (batch, 1, _keys(each, batch), each.shape[-1])) for each in parts))
 
 
-def _of_int8(a: Algebra, folder: Folder, attention: Reading, held: Container[Value]) -> dict[Value, Reading]:
+def _each(graph: Graph, wanted: Iterable[tuple[Value, Sizes]]) -> Iterator[Found]:
+    """The values, of so many sequences, heads, keys and lanes, that are rows of pages."""
+    found = ((value, _rows(graph, value, sizes)) for value, sizes in wanted)
+    return ((value, reading) for value, reading in found if reading is not None)
+
+
+def _of_int8(graph: Graph, attention: Reading) -> list[Found]:
     """The same of a latent in whole numbers and its rotated lanes, of which one line alone could be a row as well."""
     parts = [attention.captures[name] for name in ("latent", "k_rope")]
     both = [(each, (each.shape[0], 1, *each.shape[2:])) for each in parts]
-    found = [_rows(a, folder, value, sizes, held) for value, sizes in both]
+    found = [_rows(graph, *each) for each in both]
     if len({each and each.captures["layout"] for each in found}) > 1:
-        found = [_rows(a, folder, value, sizes, held, ("NZ",)) for value, sizes in both]
-    return {value: reading for (value, _), reading in zip(both, found, strict=True) if reading is not None}
+        found = [_rows(graph, *each, ("NZ",)) for each in both]
+    return [(value, reading) for (value, _), reading in zip(both, found, strict=True) if reading is not None]
 
 
 def _keys(latent: Value, batch: Any) -> Any:
@@ -81,27 +86,18 @@ def _latents(reading: Reading | None) -> list[Value]:
     return [each for each in shared if isinstance(each, Value)]
 
 
-def _rows(
-    a: Algebra,
-    folder: Folder,
-    value: Value,
-    sizes: tuple[Any, Any, Any, Any],
-    held: Container[Value],
-    among: Container[str] = ("BSND", "BNSD", "NZ"),
-) -> Reading | None:
+def _rows(graph: Graph, value: Value, sizes: Sizes, among: Container[str] = _ALL) -> Reading | None:
     """`value`, whose elements are [B, N, T, D], as rows of pages that lie in one of some ways."""
     if not all(isinstance(each, int) for each in sizes[1:]) or prod(value.shape) != prod(sizes):
         return None
-    wanted = _cut_last(a, value)
-    for gathered in _gathered(value):
-        for each in gathers(a, folder, gathered, sizes):
-            for layout, pages, rows in _forms(a, each, sizes):
-                if layout in among and _cut_last(a, a.reshape(rows, value.shape)) is wanted:
-                    table = wrapped(a, each.table, pages.shape[0])
-                    held_as = pages if layout == "NZ" else _as_held(a, pages, held)
-                    captures = {"rows": value, "pages": held_as, "block_table": table}
-                    captures |= {"size": each.size, "layout": layout}
-                    return Reading("paged_rows", captures)
+    a, below = graph.algebra, value.below("reshape", "permute", "slice")
+    for found in gathers(a, graph.shared(Folder), below, sizes[0], sizes[2]):
+        for layout, pages, rows in _forms(a, found, sizes):
+            if layout in among and a.reshape(rows, value.shape) is value:
+                table = wrapped(a, found.table, pages.shape[0])
+                pages = pages if layout == "NZ" else _as_held(a, pages, graph.places)
+                how = {"pages": pages, "block_table": table, "size": found.size, "layout": layout}
+                return Reading("paged_rows", {"rows": value, **how})
     return None
 
 
@@ -112,31 +108,14 @@ def _as_held(a: Algebra, pages: Value, held: Container[Value]) -> Value:
     return next((each for each in (pages, joined) if each in held), pages)
 
 
-def _cut_last(a: Algebra, value: Value) -> Value:
-    """`value`, cut after dims of size 1 have come or gone, not before."""
-    cut = value.arg if value.op == "reshape" else value
-    if value is cut or cut.op != "slice" or but_ones(value.shape) != but_ones(cut.shape):
-        return value
-    axis, *bounds = cut.attrs
-    place = [n for n, size in enumerate(value.shape) if size != 1][sum(size != 1 for size in cut.shape[:axis])]
-    whole = a.reshape(cut.arg, (*value.shape[:place], cut.arg.shape[axis], *value.shape[place + 1 :]))
-    return a.slice(whole, place, *bounds) or value
-
-
-def _gathered(value: Value) -> Iterator[Value]:
-    """What is gathered below views and cuts."""
-    below = value.below("reshape", "permute", "slice")
-    if below.op == "index" and below.attrs in ((0,), (0, 1)):
-        yield below
-
-
-def gathers(a: Algebra, folder: Folder, gathered: Value, sizes: tuple[Any, Any, Any, Any]) -> Iterator[Gather]:
-    """Pages of `sizes` [B, N, T, D] by their number in whole, or by the number of every row."""
+def gathers(a: Algebra, folder: Folder, gathered: Value, batch: Any, keys: Any) -> Iterator[Gather]:
+    """Pages of so many keys of each sequence by their number in whole, or by the number of every row."""
+    if gathered.op != "index" or gathered.attrs not in ((0,), (0, 1)):
+        return
     source, *index = gathered.args
-    batch, _, keys, _ = sizes
     by_block, count = len(index) == 2, source.shape[0]
     rows = _by_block(a, folder, source, index[0], index[1], batch) if by_block else _numbered(a, index[0], batch, count)
-    blocks = None if rows is None else count if by_block else _divided(count, rows[1])
+    blocks = count if by_block or rows is None else _divided(count, rows[1])
     if rows is not None and blocks is not None:
         table, size = rows
         yield Gather(gathered, a.reshape(source, (blocks, size, *source.shape[len(index) :])), table, size)
@@ -157,10 +136,9 @@ def _whole(a: Algebra, gathered: Value, source: Value, index: Value, batch: Any,
 
 def _per_sequence(a: Algebra, index: Value, batch: Any) -> Value | None:
     """Numbers of pages as [B, M]."""
-    if index.op == "reshape" and index.arg.rank == 2 and index.arg.shape[0] == batch:
-        return index.arg
-    if index.rank == 2 and index.shape[0] == batch:
-        return index
+    for each in (index.below("reshape"), index):
+        if each.rank == 2 and each.shape[0] == batch:
+            return each
     count = prod(index.shape)
     whole = isinstance(count, int) and isinstance(batch, int) and batch > 0 and count % batch == 0
     return a.reshape(index, (batch, count // batch)) if whole else None
@@ -171,8 +149,7 @@ def _numbered(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, i
 
     Where int32 counts all the rows, numbers that wrap round in it name no page.
     """
-    total = index.arg if index.op == "reshape" else index
-    total = uncast(total)
+    total = uncast(index.below("reshape"))
     if total.op != "add" or total.rank < 2:
         return None
     for first, inner in (total.args, total.args[::-1]):
@@ -243,7 +220,7 @@ def _divided(rows: Any, size: int) -> Any:
     return rows // size if isinstance(rows, int) and rows % size == 0 else None
 
 
-def _forms(a: Algebra, found: Gather, sizes: tuple[Any, Any, Any, Any]) -> Iterator[tuple[str, Value, Value]]:
+def _forms(a: Algebra, found: Gather, sizes: Sizes) -> Iterator[tuple[str, Value, Value]]:
     """How pages lie, the pages, and the rows [B, N, T, D] of them."""
     batch, heads, keys, width = sizes
     many, size = found.table.shape[1], found.size

@@ -13,18 +13,22 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from fusion import reader
+from fusion import reader, word
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.cache.read_block_tables import Gather, gathers
-from patterns.cache.words import GATHERED_PAGES
 
+GATHERED_PAGES = word(
+    "gathered_pages",
+    "the first rows of each sequence, one sequence behind the other",
+    pages="[Block, Size, ..]", table="[B, P]", size="rows of a page",
+    lengths="how many rows of every sequence are kept, one number or one for each", shape="of the value",
+)  # fmt: skip
 _ALONE = (
     "the pages of one cache are gathered by this table: the operator reads two caches at once, of pages of one size, "
     "up to the same lengths"
 )
-_FROM = ("reshape", "slice")
 
 
 class _Rows(NamedTuple):
@@ -51,8 +55,7 @@ def page_gathers(graph: Graph) -> Iterator[Found]:
 
 def _reading(a: Algebra, value: Value, rows: _Rows) -> Reading:
     table = wrapped(a, rows.table, rows.pages.shape[0])
-    captures = {"pages": rows.pages, "table": table, "size": rows.size, "lengths": rows.lengths}
-    return Reading("gathered_pages", {**captures, "shape": value.shape})
+    return Reading("gathered_pages", {**rows._asdict(), "table": table, "shape": value.shape})
 
 
 def _read(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
@@ -61,24 +64,19 @@ def _read(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
     if value.op == "slice":
         return _cut(a, folder, value)
     if value.op == "cat" and value.attrs == (0,):
-        return _joined(a, [_read(a, folder, _unreshaped(each)) for each in value.args], value)
+        return _joined(a, [_read(a, folder, each.below("reshape")) for each in value.args], value)
     return None
-
-
-def _unreshaped(value: Value) -> Value:
-    return value.arg if value.op == "reshape" else value
 
 
 def _whole(a: Algebra, folder: Folder, value: Value) -> Iterator[_Rows]:
     """Pages as they are gathered."""
-    if value.attrs not in ((0,), (0, 1)):
-        return
-    opened = _opened(value.arg)
+    opened, index = _opened(value.arg), value.args[1]
     lanes, count = prod(opened.shape[2:]), prod(value.shape)
-    for batch in _batches(value.args[1]):
+    sequences = [each.shape[0] for each in (index.below("reshape"), index) if each.rank > 1]
+    for batch in dict.fromkeys((*sequences, 1)):
         known = opened.rank > 2 and isinstance(batch, int) and isinstance(count, int) and lanes
         keys = count // lanes // max(batch, 1) if known else 0
-        for found in gathers(a, folder, value, (batch, None, keys, None)):
+        for found in gathers(a, folder, value, batch, keys):
             whole = found._replace(pages=opened) if found.pages is value.arg else found
             if _is_of_pages(whole):
                 yield _Rows(whole.pages, whole.table, whole.size, whole.table.shape[1] * whole.size)
@@ -86,17 +84,8 @@ def _whole(a: Algebra, folder: Folder, value: Value) -> Iterator[_Rows]:
 
 def _opened(pages: Value) -> Value:
     """Pages [Blocks, Size, ..] whose rows were made one."""
-    flat = pages.rank == 2 and pages.op == "reshape" and pages.arg.shape[0] == pages.shape[0]
-    return pages.arg if flat else pages
-
-
-def _batches(index: Value) -> Iterator[Any]:
-    """How many sequences there may be."""
-    if index.op == "reshape" and index.arg.rank > 1:
-        yield index.arg.shape[0]
-    if index.rank > 1:
-        yield index.shape[0]
-    yield 1
+    below = pages.below("reshape")
+    return below if pages.rank == 2 and below.shape[:1] == pages.shape[:1] else pages
 
 
 def _is_of_pages(found: Gather) -> bool:
@@ -104,15 +93,14 @@ def _is_of_pages(found: Gather) -> bool:
     pages, table, size = found.pages, found.table, found.size
     sizes = (*pages.shape[1:], table.shape[1])
     known = table.rank == 2 and pages.rank > 2 and all(isinstance(each, int) for each in sizes)
-    if not known or size == 1 or pages.shape[1] != size:
-        return False
-    return prod(found.gathered.shape) == prod((*table.shape, *pages.shape[1:]))
+    alike = known and pages.shape[1] == size != 1
+    return alike and prod(found.gathered.shape) == prod((*table.shape, *pages.shape[1:]))
 
 
 def _cut(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
     """The first rows of every sequence."""
     axis, start, stop, step = value.attrs
-    gathered = _unreshaped(value.arg)
+    gathered = value.arg.below("reshape")
     if (start, step) != (0, 1) or gathered.op != "index":
         return None
     for rows in _whole(a, folder, gathered):
@@ -136,7 +124,7 @@ def _joined(a: Algebra, pieces: Sequence[_Rows | None], value: Value) -> _Rows |
 
 def _one_table(a: Algebra, rows: Sequence[Value]) -> Value | None:
     """The table [B, M] of which these are the rows [1, m], perhaps with what no sequence reaches cut off."""
-    whole = rows[0].below(*_FROM)
+    whole = rows[0].below("reshape", "slice")
     if whole.rank == 2 and whole.shape[0] == len(rows):
         parts = [a.slice(whole, 0, number, number + 1) or whole for number in range(len(rows))]
         cuts = [a.slice(part, 1, 0, int(row.shape[1])) for part, row in zip(parts, rows, strict=True)]

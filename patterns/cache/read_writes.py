@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from fusion import reader
+from fusion import reader, word
 from fusion.analysis.affine import Affine, Formula, Leaf, negation
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.intervals import bounds
 from fusion.analysis.predicates import Positions
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast, but_ones, unviewed
-from patterns.cache.words import SLIDE, WRITE, WRITE_PAGES
 
 _UNREAD = (
     "aten.index_copy.default", "aten.index_put.default", "aten._unsafe_index_put.default", "aten.slice_scatter.default",
@@ -34,6 +33,24 @@ _STEP = "the rows go to every position in {step}; the operator replaces neighbou
 _MULTIPLIED = "what it replaces is multiplied by 0, which keeps infinities and NaN; select with torch.where"
 _NO_FORM = "its rows are not proven to go, one by one, to places of their own along one axis or in pages"
 _SEVERAL = "it selects by something other than one position for every sequence: {why}"
+
+_WRITE = {"cache": "as it was", "rows": "what is written", "axis": "of positions"}
+
+WRITE = word(
+    "write",
+    "rows along an axis, where one of these says",
+    **_WRITE,
+    start="[] or [B]: from one position on, or from one of each sequence", number="from this position on",
+    index="[S]: each at a position of its own", inner="[S]: with `index` of `axis`, each at two: of the axis behind",
+    position="[] or [B]: a row at a position, nothing where it is outside",
+)  # fmt: skip
+WRITE_PAGES = word(
+    "write_pages",
+    "rows at slots that count the rows of all pages",
+    cache="[Block, Size, ..], or in NZ [Block, .., A, Size, L] where a row is A blocks", rows="what is written",
+    slots="[Rows], missing where a place is not proven to lie in its page", nz_block="L, None for whole rows",
+)  # fmt: skip
+SLIDE = word("slide", "the last rows of a cache, and new ones behind them", **_WRITE)
 
 
 @reader(gives=(WRITE, WRITE_PAGES, SLIDE))
@@ -59,26 +76,18 @@ class Writes:
                 yield Miss("cache_write", outcome) if isinstance(outcome, str) else outcome
 
     def _outcomes(self, value: Value) -> Sequence[Outcome]:
-        match value.op:
-            case "write":
-                cache, rows, start = value.args
-                return (_write(cache, rows, value.attrs[0], start=start),)
-            case "write_rows":
-                return self._rows(*value.args, axis=value.attrs[0])
-            case "write_lines":
-                return (self._lines(value),)
-            case "slice_scatter":
-                return (self._slice(value),)
-            case "cat":
-                return (_slide(value),)
-            case "reshape":
-                return (self._pages(value),)
-            case "where":
-                return (self._chosen(value),)
-            case "add":
-                return (self._blended(value),)
-            case op:
-                return (_NO_FORM,) if op in _UNREAD and value.args and self._is_cache(value.args[0]) else ()
+        others = {
+            "write_lines": self._lines, "slice_scatter": self._slice, "cat": _slide, "reshape": self._pages,
+            "where": self._chosen, "add": self._blended,
+        }  # fmt: skip
+        if value.op == "write":
+            cache, rows, start = value.args
+            return (_write(cache, rows, value.attrs[0], start=start),)
+        if value.op == "write_rows":
+            return self._rows(*value.args, axis=value.attrs[0])
+        if value.op in others:
+            return (others[value.op](value),)
+        return (_NO_FORM,) if value.op in _UNREAD and value.args and self._is_cache(value.args[0]) else ()
 
     def _is_cache(self, value: Value) -> bool:
         """Whether a value is, whole, an input that the graph changes, as it was or after a write."""
@@ -119,9 +128,8 @@ class Writes:
         if inner:
             alike = cache.shape[:2] == value.shape[:2] and but_ones(cache.shape) == but_ones(value.shape)
             return _to_pages(cache.arg, rows, _slots(self._algebra, cache.shape[:2], index, *inner)) if alike else None
-        if but_ones(cache.shape[1:]) != but_ones(value.shape[2:]):
-            return None
-        if flat.op == "write" and rows.shape[0] != 1:
+        several = flat.op == "write" and rows.shape[0] != 1
+        if several or but_ones(cache.shape[1:]) != but_ones(value.shape[2:]):
             return None
         return _to_pages(cache.arg, rows, self._algebra.reshape(index, rows.shape[:1]))
 

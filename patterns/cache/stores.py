@@ -162,9 +162,7 @@ class Int8ChannelPages(Pages):
     def written(self, p, latent, rope):
         """Both writes of int8."""
         rows = ((latent, self.kv_scale, self.kv_by), (rope, self.kr_scale, self.kr_by))
-        return super().written(
-            p, *(p.quantise(x=p.reshaped(x), scale=s, by=by, shift=0, scheme="static") for x, s, by in rows)
-        )
+        return super().written(p, *(_quantised(p, *each) for each in rows))
 
     def factors(self, widths: tuple[Any, Any], device: torch.device) -> Both:
         """What both rows are multiplied by, [C] and [R]."""
@@ -187,13 +185,9 @@ class Int8TensorPages(Pages):
         """Those of each cache."""
         return self.nz_block, self.kr_block
 
-    def quantised(self, p, latent):
-        """A latent in int8."""
-        return p.quantise(x=p.reshaped(latent), scale=self.kv_scale, by=self.kv_by, shift=0, scheme="static")
-
     def written(self, p, latent, rope):
         """Both writes."""
-        return super().written(p, self.quantised(p, latent), rope)
+        return super().written(p, _quantised(p, latent, self.kv_scale, self.kv_by), rope)
 
     def guard(self, tokens: Any) -> None:
         """As for all pages, of both caches."""
@@ -234,3 +228,8 @@ class PackedPages(Slots):
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
         """The cache."""
         return (latent.reshape(self.kv_cache.shape),)
+
+
+def _quantised(p, x, scale, by):
+    """The term of rows in int8 by a static scale times a number."""
+    return p.quantise(x=p.reshaped(x), scale=scale, by=by, shift=0, scheme="static")

@@ -129,7 +129,7 @@ def test_rows_that_int32_cannot_count_name_no_pages():
         index = a.add(a.reshape(a.scale(table, 16), (2, 3, 1)), a.reshape(line, (1, 1, 16)))
         source = a.make("input", (), (f"rows{rows}", 0), (rows, 8), torch.float16)
         gathered = a.make("index", (source, index), (0,), (2, 3, 16, 8), torch.float16)
-        found = list(gathers(a, Folder(), gathered, (2, None, 48, None)))
+        found = list(gathers(a, Folder(), gathered, 2, 48))
         assert [each.size for each in found if each.table is table] == [16] * (dtype is torch.int64 or rows == 2**31)
 
 
