@@ -23,6 +23,7 @@ from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, t
 from fusion.analysis.rounding import exact
 from patterns.cache.stores import Fresh, Int8ChannelPages, Int8TensorPages, PackedPages, Pages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
+from patterns.quant.dynamic_quant import quantised_rows
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 
 PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers)
@@ -53,8 +54,7 @@ class Int8Queries(Group):
 
     def terms(self, p, rotated, absorbed):
         """Queries in int8, rotated ones divided by the scales of both sides, and their own."""
-        scale = p.token_scale(x=p.reshaped(absorbed), dtype=self.dtype)
-        query = p.quantise(x=p.reshaped(absorbed), scale=scale, dtype=self.dtype, scheme="dynamic")
+        query, scale = quantised_rows(p, p.reshaped(absorbed), self.dtype)
         return query, p.folded_query(rope=rotated, tokens=p.reshaped(scale), of_keys=self.keys, by=self.keys_by), scale
 
     def guard(self, storage: Int8TensorPages) -> None:

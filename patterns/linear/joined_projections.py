@@ -18,7 +18,7 @@ from fusion import Group, Rule, attribute, lowering, pattern, require, tensor
 
 @dataclass(frozen=True)
 class Layers(Group):
-    """Layers that stand beside each other in the order of the model; `rest` is the one behind them."""
+    """Layers that stand beside each other in the order of the model."""
 
     first: Any = tensor("N0 K")
     second: Any = tensor("N1 K")
@@ -28,7 +28,6 @@ class Layers(Group):
     second_bias: Any = tensor("N1", optional=True)
     third_bias: Any = tensor("N2", optional=True)
     fourth_bias: Any = tensor("N3", optional=True)
-    rest: Any = tensor("*R", optional=True)
     is_parameter_only: Any = attribute()
 
     def weights(self) -> list[Any]:
@@ -42,12 +41,14 @@ class Layers(Group):
 
     def terms(self, p, x, count: int):
         """The results of the first `count`."""
-        results: list[Any] = [self.rest]
-        for weight, bias in list(zip(self.weights(), self.biases(), strict=True))[count - 1 :: -1]:
-            results.insert(
-                0, p.linear(x=x, weight=weight, bias=bias, beside=results[0], is_parameter_only=self.is_parameter_only)
-            )
-        return tuple(results[:-1])
+        *before, last = [
+            dict(x=x, weight=weight, bias=bias, is_parameter_only=self.is_parameter_only)
+            for weight, bias in list(zip(self.weights(), self.biases(), strict=True))[:count]
+        ]
+        results = [p.linear(**last)]
+        for layer in reversed(before):
+            results.insert(0, p.linear_before(**layer, beside=results[0]))
+        return tuple(results)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from fusion import reader, word
 from fusion.analysis.nodes import is_handed_out
+from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 
@@ -19,33 +20,21 @@ Parts = tuple[Value, Value, "Value | None"]
 
 
 def linear(a: Algebra, places: Places, value: Value) -> Parts | None:
-    """x, weight and bias of which `value` is the linear layer."""
-    if value.dtype is None or not value.dtype.is_floating_point:
-        return None  # a product of whole numbers
-    match value.op:
-        case "matmul" if all(size == 1 for size in value.args[1].shape[:-2]) and value.rank == value.arg.rank:
-            x, y = value.args
-            return x, swapped(a, a.reshape(y, y.shape[-2:])), None
-        case "scale":
-            parts = linear(a, places, value.arg)
-            return None if parts is None else _scaled(a, places, parts, value.attrs[0])
-        case "reshape" if value.shape[-1:] == value.arg.shape[-1:]:
-            parts = linear(a, places, value.arg)
-            return None if parts is None else (_rows(a, parts[0], value), *parts[1:])
-        case "add":
-            return _biased(a, places, *value.args) or _biased(a, places, *value.args[::-1])
-        case _:
-            return None
-
-
-def _rows(a: Algebra, x: Value, value: Value) -> Value:
-    return a.reshape(x, (*value.shape[:-1], x.shape[-1]))
-
-
-def _scaled(a: Algebra, places: Places, parts: Parts, factor: float) -> Parts | None:
-    """A factor outside that the user's own weight has."""
+    """x, weight and bias of which `value` is the linear layer, of floats."""
+    if value.op == "matmul" and is_float(value):
+        x, y = value.args
+        plain = all(size == 1 for size in y.shape[:-2]) and value.rank == x.rank
+        return (x, swapped(a, a.reshape(y, y.shape[-2:])), None) if plain else None
+    if value.op == "add" and is_float(value):
+        return _biased(a, places, *value.args) or _biased(a, places, *value.args[::-1])
+    viewed = value.op == "reshape" and value.shape[-1:] == value.arg.shape[-1:]
+    parts = linear(a, places, value.arg) if viewed or value.op == "scale" else None
+    if parts is None:
+        return None
     x, weight, bias = parts
-    weight = a.scale(weight, factor)
+    if viewed:
+        return a.reshape(x, (*value.shape[:-1], x.shape[-1])), weight, bias
+    weight = a.scale(weight, value.attrs[0])  # a factor outside that the user's own weight has
     return (x, weight, None) if bias is None and weight in places else None
 
 
@@ -56,15 +45,17 @@ def _biased(a: Algebra, places: Places, product: Value, bias: Value) -> Parts | 
     return None if parts is None or parts[2] is not None else (*parts[:2], bias)
 
 
-LINEAR = word(
-    "linear",
-    "x weightᵀ (+ bias)",
-    x="[*B, K]", weight="[N, K]", bias="[N]", beside="the next layer of the same x that one call could compute as well",
-    is_parameter_only="whether weight and bias are computed from Parameters alone",
-)  # fmt: skip
+_LAYER = {
+    "x": "[*B, K]", "weight": "[N, K]", "bias": "[N]",
+    "is_parameter_only": "whether weight and bias are computed from Parameters alone",
+}  # fmt: skip
+LINEAR = word("linear", "x weightᵀ (+ bias)", **_LAYER)
+LINEAR_BEFORE = word(
+    "linear_before", "the same where one call could compute the next layer of x as well", **_LAYER, beside="that layer"
+)
 
 
-@reader(gives=(LINEAR,), needs=("softmax_attention",))
+@reader(gives=(LINEAR, LINEAR_BEFORE), needs=("softmax_attention",))
 def linears(graph: Graph) -> Iterator[Found]:
     """Every linear layer.
 
@@ -82,14 +73,12 @@ def linears(graph: Graph) -> Iterator[Found]:
             key = (x, weight.dtype, bias is None, graph.is_fixed(weight, bias), bisect(barriers, order[value]))
             groups.setdefault(key, []).append(value)
     beside = dict(pair for group in groups.values() for pair in pairwise(group))
-    for value, parts in found.items():
-        yield value, _reading(graph, parts, beside.get(value))
-
-
-def _reading(graph: Graph, parts: Parts, beside: Value | None) -> Reading:
-    x, weight, bias = parts
-    optional = {name: each for name, each in (("bias", bias), ("beside", beside)) if each is not None}
-    return Reading("linear", {"x": x, "weight": weight, "is_parameter_only": graph.is_fixed(weight, bias), **optional})
+    for value, (x, weight, bias) in found.items():
+        layer = {"x": x, "weight": weight, "is_parameter_only": graph.is_fixed(weight, bias)}
+        layer |= {} if bias is None else {"bias": bias}
+        yield value, Reading("linear", layer)
+        if value in beside:
+            yield value, Reading("linear_before", {**layer, "beside": beside[value]})
 
 
 def _whole(found: Mapping[Value, Parts], places: Places) -> list[Value]:
@@ -99,16 +88,14 @@ def _whole(found: Mapping[Value, Parts], places: Places) -> list[Value]:
     layers: dict[Value, Value] = {}
     for value in found:
         before = next((held[node] for node in places[value][0].all_input_nodes if node in held), None)
-        if before is None or found[before][1] is not found[value][1]:
-            layers[value] = value
-            chosen[value] = None
-            continue
-        layers[value] = layer = layers[before]
-        adds = found[value][2] is not None and found[layer][2] is None
-        if adds and _is_read_once(places[before]) and _is_read_once(places[layer]):
+        if before is not None and found[before][1] is found[value][1]:
+            layers[value] = layer = layers[before]
+            adds = found[value][2] is not None and found[layer][2] is None
+            if not (adds and _is_read_once(places[before]) and _is_read_once(places[layer])):
+                continue
             del chosen[layer]
-            layers[value] = value
-            chosen[value] = None
+        layers[value] = value
+        chosen[value] = None
     return list(chosen)
 
 

@@ -20,19 +20,15 @@ f32 = torch.float32
 
 @dataclass(frozen=True)
 class Gate(Group):
-    """A projection, and the one that stands beside it."""
+    """A projection."""
 
     weight: Any = tensor("H K")
     bias: Any = tensor("H", optional=True)
-    beside: Any = tensor("*G", optional=True)
     is_parameter_only: Any = attribute()
 
     def term(self, p, x):
         """What it gives, perhaps in float32."""
-        layer = p.linear(
-            x=x, weight=self.weight, bias=self.bias, beside=self.beside, is_parameter_only=self.is_parameter_only
-        )
-        return p.maybe_cast(layer, to=f32)
+        return p.maybe_cast(p.linear(x=x, **vars(self)), to=f32)
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,6 @@ class Up(Gate):
     """The same of an input that may be another."""
 
     weight: Any = tensor("H J")
-    beside: Any = tensor("*U", optional=True)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
 from patterns.norm.add_rms_norm import AddRMSNorm
-from patterns.quant.dynamic_quant import DynamicQuant
+from patterns.quant.dynamic_quant import DynamicQuant, quantised_rows
 
 f32 = torch.float32
 
@@ -27,22 +27,17 @@ class AddRMSNormDynamicQuant(Rule):
         norm, s = AddRMSNorm().reference(a, b, gamma, eps)
         return *DynamicQuant().reference(norm), s
 
-    def _rows(self, p, norm, dtype):
-        """Whole numbers and scales of a norm."""
-        scale = p.token_scale(x=norm, dtype=dtype)
-        return p.quantise(x=norm, scale=scale, dtype=dtype, scheme="dynamic"), scale
-
     @pattern
     def rounded_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar(), dtype=attribute()):
         """The norm of the sum as the next layer reads it."""
         s = a + b
-        return *self._rows(p, p.rms_norm(x=s, gamma=gamma, eps=eps), dtype), s
+        return *quantised_rows(p, p.rms_norm(x=s, gamma=gamma, eps=eps), dtype), s
 
     @pattern
     def float32_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar(), dtype=attribute()):
         """The norm of the sum in float32, before it is rounded for the next layer."""
         s = p.as_dtype(p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32), like=a)
-        return *self._rows(p, p.add_rms_norm(a=a, b=b, gamma=gamma, eps=eps), dtype), s
+        return *quantised_rows(p, p.add_rms_norm(a=a, b=b, gamma=gamma, eps=eps), dtype), s
 
     @lowering
     def npu(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float, dtype: torch.dtype):

@@ -15,6 +15,12 @@ from torch import Tensor
 from fusion import Rule, attribute, lowering, pattern, tensor
 
 
+def quantised_rows(p, x, dtype):
+    """The terms of rows in whole numbers, and of their scales in this dtype."""
+    scale = p.token_scale(x=x, dtype=dtype)
+    return p.quantise(x=x, scale=scale, dtype=dtype, scheme="dynamic"), scale
+
+
 @dataclass(frozen=True)
 class DynamicQuant(Rule):
     """Symmetric quantisation of each token to int8."""
@@ -27,8 +33,7 @@ class DynamicQuant(Rule):
     @pattern
     def per_token(self, p, x=tensor("*B D"), dtype=attribute()):
         """Whole numbers and their scale."""
-        scale = p.token_scale(x=x, dtype=dtype)
-        return p.quantise(x=x, scale=scale, dtype=dtype, scheme="dynamic"), scale
+        return quantised_rows(p, x, dtype)
 
     @lowering
     def npu(self, x: Tensor, dtype: torch.dtype):

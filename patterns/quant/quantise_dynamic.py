@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
+from fusion.analysis.rounding import Rounded, exact, is_float, unscaled
 from fusion.graph import Algebra, Reading, Value
 
 LARGEST = 127
+_NARROW = (torch.float16, torch.bfloat16)
 _SCALED = ("reshape", "expand", "cast", "scale", "clip", "shift")
 UNSCALED = "numbers are rounded to int8 without a scale that is the largest of their row"
 FAINT = 1e-5
@@ -44,13 +45,13 @@ def _scale(value: Value) -> _Scale | None:
     if value.op == "greatest" and value.arg.op == "abs":
         one = value.attrs == (-1,)
         odd = "" if one else "one scale is shared by several tokens: the operator gives each token its own"
-        return _Scale(exact(value.arg.arg), narrow=_is_narrow(value.arg.arg), odd=odd)
+        return _Scale(exact(value.arg.arg), narrow=value.dtype in _NARROW, odd=odd)
     if value.op == "where":
         return _without_zeros(value)
     found = _scale(value.arg) if value.op in _SCALED and is_float(value) else None
     if found is None:
         return None
-    found = replace(found, narrow=value.dtype in (torch.float16, torch.bfloat16))
+    found = replace(found, narrow=value.dtype in _NARROW)
     match value.op:
         case "scale":
             return found.times(value.attrs[0])
@@ -64,10 +65,6 @@ def _scale(value: Value) -> _Scale | None:
             return found
 
 
-def _is_narrow(value: Value) -> bool:
-    return value.dtype in (torch.float16, torch.bfloat16)
-
-
 def _without_zeros(value: Value) -> _Scale | None:
     """A scale in which another number stands where it is 0: such a row is quantised to zeros in any case."""
     condition, other, kept = value.args
@@ -77,9 +74,8 @@ def _without_zeros(value: Value) -> _Scale | None:
     return _scale(kept) if zero.op == "full" and zero.attrs == (0,) and _scale(x) is not None else None
 
 
-def dynamic(a: Algebra, value: Value) -> tuple[Reading, Value, Reading] | str | None:
-    """`value`, of int8, as rows in whole numbers, with their scale; why it is not; None if nothing is like it."""
-    below = rounded(value.arg)
+def dynamic(a: Algebra, below: Rounded) -> tuple[Reading, Value, Reading] | str | None:
+    """Rows in whole numbers, with their scale; why what is rounded is not that; None if nothing is like it."""
     if below.quotient.op in ("add", "shift") and any(each.op == "round" for each in below.quotient.args):
         return "a zero point is added to whole numbers, where those of the operator are symmetric"
     quotient, outside = unscaled(below.quotient)

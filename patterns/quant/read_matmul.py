@@ -12,18 +12,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion import reader
+from fusion import reader, word
 from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.nodes import are_read_by, is_computed
 from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
-from patterns.quant.words import INT8_MATMUL
 
 _SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
 """Dtypes in which sums of products of int8 are computed; float16 ends at 65504."""
 _RESULTS = frozenset({torch.float16, torch.bfloat16})
 _ENDS = frozenset({"mul", "cast", "add", "scale", "reshape"})
+
+INT8_MATMUL = word(
+    "int8_matmul",
+    "(x · weightᵀ) · scale · tokens (+ bias), sums in int32",
+    x="[*B, K]", weight="[N, K]", scale="[N]", tokens="[*B, 1]", bias="[N]", dtype="of the result",
+    is_parameter_only="whether the weight is computed from Parameters alone",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,37 +54,26 @@ def _int8(a: Algebra, value: Value) -> Value | None:
     """The whole numbers of 8 bits that `value` holds in another dtype."""
     if value.op == "cast" and value.arg.dtype == torch.int8:
         return value.arg
-    if value.op not in ("permute", "reshape"):
-        return None
-    below = _int8(a, value.arg)
-    if below is None:
-        return None
-    return a.permute(below, value.attrs) if value.op == "permute" else a.reshape(below, value.shape)
+    below = _int8(a, value.arg) if value.op in ("permute", "reshape") else None
+    return None if below is None else a.seen_as(below, value)
 
 
-class _Products:
-    """The products that values are, each looked at once."""
+Known = dict[Value, "_Product | str | None"]
 
-    def __init__(self, a: Algebra) -> None:
-        self._a = a
-        self._known: dict[Value, _Product | str | None] = {}
 
-    def of(self, value: Value) -> _Product | str | None:
-        """How `value` is a product of whole numbers; why it is none that the operator computes; None if neither."""
-        if value not in self._known:
-            self._known[value] = self._read(value)
-        return self._known[value]
+def _product(a: Algebra, value: Value, known: Known) -> _Product | str | None:
+    """How `value` is a product of whole numbers; why it is none that the operator computes; None if neither.
 
-    def _read(self, value: Value) -> _Product | str | None:
-        if value.op == "matmul":
-            return _bare(self._a, value)
-        if value.op not in _ENDS:
-            return None
-        for position, each in enumerate(value.args):
-            found = self.of(each)
-            if isinstance(found, _Product):
-                return _further(self._a, found, value, value.args[1 - position] if len(value.args) == 2 else None)
-        return None
+    Each value is looked at once; what is known of all of them is kept.
+    """
+    if value not in known:
+        of_args = (_product(a, each, known) for each in value.args) if value.op in _ENDS else ()
+        place, found = next(((n, each) for n, each in enumerate(of_args) if isinstance(each, _Product)), (0, None))
+        if found is not None:
+            known[value] = _further(a, found, value, value.args[1 - place] if len(value.args) == 2 else None)
+        else:
+            known[value] = _bare(a, value) if value.op == "matmul" else None
+    return known[value]
 
 
 def _further(a: Algebra, found: _Product, value: Value, other: Value | None) -> _Product | str | None:
@@ -160,11 +155,9 @@ def _reading(graph: Graph, found: _Product, value: Value) -> Reading | str:
         return found.odd
     if found.channels is None:
         return "there is no scale for each output channel"
-    tokens = found.tokens
-    if found.factor != 1 and tokens is None:
+    if found.factor != 1 and found.tokens is None:
         return "there is a scale of the whole tensor besides"
-    if tokens is not None and found.factor != 1:
-        tokens = graph.algebra.scale(tokens, found.factor)
+    tokens = None if found.tokens is None else graph.algebra.scale(found.tokens, found.factor)
     optional = {name: each for name, each in (("tokens", tokens), ("bias", found.bias)) if each is not None}
     how = {"x": found.x, "weight": found.weight, "scale": found.channels, "dtype": value.dtype}
     return Reading("int8_matmul", {**how, "is_parameter_only": graph.is_fixed(found.weight), **optional})
@@ -173,8 +166,8 @@ def _reading(graph: Graph, found: _Product, value: Value) -> Reading | str:
 @reader(gives=(INT8_MATMUL,))
 def int8_matmuls(graph: Graph) -> Iterator[Found]:
     """All scaled products of whole numbers, as far as each goes on; why others are none."""
-    known = _Products(graph.algebra)
-    products = {value: each for value in list(graph.places) if (each := known.of(value)) is not None}
+    known: Known = {}
+    products = {value: each for value in list(graph.places) if (each := _product(graph.algebra, value, known))}
     held = {node for value, each in products.items() if isinstance(each, _Product) for node in graph.places[value]}
     for value, each in products.items():
         if not is_computed(graph, value) or are_read_by(graph.places[value], held):
@@ -182,13 +175,7 @@ def int8_matmuls(graph: Graph) -> Iterator[Found]:
         made = each if isinstance(each, str) else _reading(graph, each, value)
         yield value, Miss("quant_matmul", made) if isinstance(made, str) else made
         below, _ = unscaled(value)  # what of it is rotated, or absorbed, may be read without the number
-        inner = products.get(below)
-        if (
-            isinstance(made, Reading)
-            and below is not value
-            and isinstance(inner, _Product)
-            and inner.channels is not None
-        ):
-            alone = _reading(graph, inner, below)
-            if isinstance(alone, Reading):
-                yield below, alone
+        inner = products.get(below) if isinstance(made, Reading) and below is not value else None
+        alone = _reading(graph, inner, below) if isinstance(inner, _Product) else None
+        if isinstance(alone, Reading):
+            yield below, alone

@@ -7,14 +7,25 @@ from math import prod
 
 import torch
 
-from fusion import reader
+from fusion import reader, word
 from fusion.analysis.nodes import is_computed
 from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value
-from patterns.quant.words import PACKED_KV_ROW
 
 _ORDER = "a line of bytes holds {what}; that of the operator int8, bfloat16, and float32 for the scales"
 _UNREAD = "whole numbers in a line of bytes are not those of runs of lanes by a scale that is the largest of each"
 _SCALES = "the scales in a line of bytes are not those that its whole numbers were divided by"
+
+PACKED_KV_ROW = word(
+    "packed_kv_row",
+    "[int8(latent / scale) | bits(rope) | bits(scale)]: a scale, in float32, is the largest of `tile` lanes over 127",
+    latent="[*B, C]", rope="[*B, Dr] in bfloat16", tile="lanes that share a scale",
+)  # fmt: skip
+INT8_MATMUL = word(
+    "int8_matmul",
+    "(x · weightᵀ) · scale · tokens (+ bias), sums in int32",
+    x="[*B, K]", weight="[N, K]", scale="[N]", tokens="[*B, 1]", bias="[N]", dtype="of the result",
+    is_parameter_only="whether the weight is computed from Parameters alone",
+)  # fmt: skip
 
 
 @reader(gives=(PACKED_KV_ROW,), needs=("quantise",))

@@ -1,19 +1,45 @@
-"""Numbers that are rounded to int8, by whatever scale."""
+"""Numbers that are rounded to int8: by a scale of their row, by one that the model holds, or by one of each head.
+
+    static      int8(clamp(round(n / s + z)))       head    int8(clamp(round(x · s))), x [B, N, S, C], s [N]
+
+n = x + bias [D], s = scale · by, z = zero_point [1] + shift: what is a number alone has no tensor. The scale is [1],
+or without a zero point one of each channel [C], as the model holds it where that is divided by. Of the rounding and
+its bounds it does not matter which stands first; with a zero point the sum is rounded, once, to the nearest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
+from typing import Any
 
 import torch
 
-from fusion import reader
+from fusion import reader, word
 from fusion.analysis.nodes import is_computed
-from fusion.analysis.rounding import is_float
-from fusion.graph import Found, Graph, Miss
-from patterns.quant.quantise_by_head import by_head
+from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.quant.quantise_dynamic import UNSCALED, dynamic
-from patterns.quant.quantise_static import static
-from patterns.quant.words import QUANTISE, TOKEN_SCALE
+
+_LEAST, _MOST = -128, 127
+_BEHIND = "the zero point is added to rounded numbers, where the operator rounds the sum"
+_CUT = "numbers are cut off toward zero, where the operator rounds to the nearest"
+_FLOAT = "the zero point is held in {dtype} and so not proven to be a whole number; the operator takes int8"
+_PART = "the zero point {zero:g} is no whole number of 8 bits"
+_BOUNDS = "whole {what} are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"
+_SEVERAL = "rows with a zero point are not divided by one scale of the whole tensor"
+_TIMES = "rows with a zero point are multiplied by a scale, where the operator divides"
+_DIVIDED = "queries are divided by a scale of each head, where the operator multiplies by one"
+
+QUANTISE = word(
+    "quantise",
+    "int8(clamp(round((x + bias) / (scale · by) + zero_point + shift))); of scheme head int8(clamp(round(x · scale)))",
+    x="[*B, D], of scheme head [B, N, S, C]",
+    scheme='"dynamic": max|x| / 127 of each token; "static": one that the model holds; "head": a factor of each',
+    scale="[*B, 1], [1], [D] or [N]", dtype="of a dynamic scale", by="a number", shift="a number", bias="[D]",
+    zero_point="[1] in int8",
+)  # fmt: skip
+TOKEN_SCALE = word("token_scale", "max|x| / 127 over the last dim [*B, 1]", x="[*B, D]", dtype="of the scale")
 
 
 @reader(gives=(QUANTISE, TOKEN_SCALE))
@@ -22,12 +48,13 @@ def quantised(graph: Graph) -> Iterator[Found]:
     for value in graph.places:
         if value.op != "cast" or value.dtype != torch.int8 or not is_float(value.arg):
             continue
-        heads = by_head(graph.algebra, value)
+        below = rounded(value.arg)
+        heads = _by_head(graph.algebra, below)
         if heads is not None:
-            yield value, Miss("quantise", heads) if isinstance(heads, str) else heads
+            yield value, _found("quantise", heads)
         if not is_computed(graph, value):
             continue
-        tokens = dynamic(graph.algebra, value)
+        tokens = dynamic(graph.algebra, below)
         if isinstance(tokens, tuple):
             int8, scale, multiplier = tokens
             yield value, int8
@@ -35,6 +62,127 @@ def quantised(graph: Graph) -> Iterator[Found]:
             continue
         if tokens is not None:
             yield value, Miss("dynamic_quant", tokens)
-        held = static(graph.algebra, value, dynamic=tokens not in (None, UNSCALED))
+        held = _static(graph.algebra, below, dynamic=tokens not in (None, UNSCALED))
         if held is not None:
-            yield value, Miss("quantise", held) if isinstance(held, str) else held
+            yield value, _found("quantise", held)
+
+
+def _found(rule: str, outcome: Reading | str) -> Reading | Miss:
+    return Miss(rule, outcome) if isinstance(outcome, str) else outcome
+
+
+def _unbounded(below: Rounded, what: str) -> str:
+    """Why the bounds of int8 are not those of the operator, "" if they are."""
+    alike = (below.low, below.high) == (_LEAST, _MOST)
+    return "" if alike else _BOUNDS.format(what=what, low=below.low, high=below.high)
+
+
+def _by_head(a: Algebra, below: Rounded) -> Reading | str | None:
+    """Queries by a factor of each head; why they are not; None if nothing is like it."""
+    product = below.quotient
+    for x, factor in (product.args, product.args[::-1]) if product.op == "mul" else ():
+        heads = x.shape[1] if x.rank == 4 else 1
+        if heads == 1 or (1,) * (4 - factor.rank) + factor.shape != (1, heads, 1, 1) or not below.rounded:
+            continue
+        scale = exact(a.reshape(factor, (heads,)))
+        reason = _DIVIDED if unscaled(scale)[0].op == "power" else _unbounded(below, "queries")
+        return reason or Reading("quantise", {"x": exact(x), "scale": scale, "scheme": "head"})
+    return None
+
+
+def _static(a: Algebra, outer: Rounded, dynamic: bool) -> Reading | str | None:
+    """Numbers by a scale that the model holds; why they are not; None if nothing is like it.
+
+    What is nearly `dynamic` needs no other reason, unless it has a zero point.
+    """
+    rest, zero = _zero(outer.quotient)
+    inner = outer if zero is None else rounded(rest)
+    how = _scaled(a, inner.quotient)
+    if zero is None:
+        reason = _unbounded(outer, "numbers")
+        if how is None or not outer.rounded or (reason and dynamic):
+            return None
+        return reason or Reading("quantise", {**how, "shift": 0.0, "scheme": "static"})
+    scale = None if how is None else how.get("scale")
+    if how is None or (scale is not None and scale.shape != (1,)):
+        return _SEVERAL if outer.rounded and _divided(inner.quotient) else None
+    reason = _unproven(zero, outer, inner) or (_TIMES if scale is not None and scale.op == "power" else "")
+    z = {"zero_point": zero, "shift": 0.0} if isinstance(zero, Value) else {"shift": zero}
+    return reason or Reading("quantise", {**how, **z, "scheme": "static"})
+
+
+def _unproven(zero: Value | float, outer: Rounded, inner: Rounded) -> str:
+    """Why a zero point, and what is done with it, is not what the operator does, "" if it is."""
+    if inner.rounded:
+        return _BEHIND
+    if not outer.rounded:
+        return _CUT
+    reason = _unbounded(outer, "numbers")
+    if reason:
+        return reason
+    if isinstance(zero, Value):
+        return "" if zero.dtype == torch.int8 else _FLOAT.format(dtype=zero.dtype)
+    whole = zero == round(zero) and _LEAST <= zero <= _MOST
+    return "" if whole else _PART.format(zero=zero)
+
+
+def _zero(value: Value) -> tuple[Value, Value | float | None]:
+    """What is left without the zero point, and that: a tensor [1], as it was before it was cast, or a number."""
+    if value.op == "shift":
+        return value.arg, value.attrs[0]
+    for rest, one in (value.args, value.args[::-1]) if value.op == "add" else ():
+        if prod(one.shape) == 1 and prod(rest.shape) != 1:
+            one = exact(one)
+            return rest, one.arg if one.op == "cast" and one.arg.dtype == torch.int8 else one
+    return value, None
+
+
+def _scaled(a: Algebra, value: Value) -> dict[str, Any] | None:
+    """x (+ bias) that one scale, or one of each channel, divides, times a number; None where there is no such scale."""
+    quotient, number = unscaled(value)
+    parts = _factored(quotient, number)
+    found: dict[str, Any] = {}
+    if parts is not None:
+        (quotient, more), (factor, outside) = (unscaled(each) for each in parts)
+        number *= more * outside
+        scale = exact(a.power(exact(factor), -1))
+        if scale.op == "power":
+            scale = a.power(a.cast(exact(factor), torch.float32), -1)
+        found["scale"] = a.reshape(scale, (prod(factor.shape),))
+    if quotient.dtype is None or (parts is None and number == 1) or not number:
+        return None
+    return {**found, **_biased(a, exact(quotient)), "by": 1 / number}
+
+
+def _factored(quotient: Value, number: float) -> tuple[Value, Value] | None:
+    """x and a factor of all of it; where nothing else scales it, one of each channel; None for x itself."""
+    pairs = (quotient.args, quotient.args[::-1]) if quotient.op == "mul" else ()
+    for x, factor in pairs:
+        if prod(factor.shape) == 1 and prod(x.shape) != 1:
+            return x, factor
+    for x, factor in sorted(pairs, key=lambda pair: not _is_held(pair[1])) if number == 1 else ():
+        if factor.rank and factor.shape[-1:] == x.shape[-1:] and prod(factor.shape) == factor.shape[-1]:
+            return x, factor
+    return None
+
+
+def _is_held(factor: Value) -> bool:
+    """Whether a factor is an input, or a part or a function of one: of a single token's channels x are as many."""
+    while len(factor.args) == 1:
+        factor = factor.arg
+    return not factor.args
+
+
+def _biased(a: Algebra, x: Value) -> dict[str, Value]:
+    """x without a bias of each channel, and that bias."""
+    for rest, line in (x.args, x.args[::-1]) if x.op == "add" else ():
+        channels = line.rank and line.shape[-1] == x.shape[-1] == prod(line.shape)
+        if channels and rest.shape == x.shape and prod(rest.shape) != prod(line.shape):
+            return {"x": exact(rest), "bias": a.reshape(exact(line), x.shape[-1:])}
+    return {"x": x}
+
+
+def _divided(value: Value) -> bool:
+    """Whether a value is a quotient."""
+    factors = [unscaled(each)[0] for each in value.args] if value.op == "mul" else []
+    return any(each.op == "power" and each.attrs == (-1.0,) for each in factors)

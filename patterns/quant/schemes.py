@@ -18,30 +18,24 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
+from patterns.quant.dynamic_quant import quantised_rows
 from patterns.quant.quant_matmul import prepared
 
 
-def int8_layer(p, x, weight, scale, tokens, dtype, is_parameter_only):
-    """The term of a W8A8 layer, each token with a scale of its own."""
-    return p.int8_matmul(
-        x=p.reshaped(x),
-        weight=weight,
-        scale=scale,
-        tokens=p.reshaped(tokens),
-        dtype=dtype,
-        is_parameter_only=is_parameter_only,
-    )
+def int8_layer(p, x, layers, name, **more):
+    """The term of the W8A8 layer of this name among others; `more` are scales of tokens, or a bias."""
+    weight, scale = getattr(layers, name), getattr(layers, f"{name}_scale")
+    how = dict(weight=weight, scale=scale, dtype=layers.layer_dtype, is_parameter_only=layers.is_parameter_only)
+    return p.int8_matmul(x=p.reshaped(x), **how, **more)
 
 
 @dataclass(frozen=True)
 class FloatLayers(Group):
-    """All three layers in floats; each of the layers of x may stand beside another one."""
+    """All three layers in floats."""
 
     dq: Any = tensor("Hcq He")
     uq: Any = tensor("Nq Hcq")
     dkv: Any = tensor("Nk He")
-    beside_q: Any = tensor("*E", optional=True)
-    beside_kv: Any = tensor("*F", optional=True)
     is_parameter_only: Any = attribute()
     factor_of_lanes: Any = scalar()
 
@@ -51,11 +45,7 @@ class FloatLayers(Group):
 
     def down(self, p, x):
         """x W_DQ and x W_DKV."""
-        both = ((self.dq, self.beside_q), (self.dkv, self.beside_kv))
-        return [
-            p.linear(x=x, weight=weight, is_parameter_only=self.is_parameter_only, beside=beside)
-            for weight, beside in both
-        ]
+        return [p.linear(x=x, weight=each, is_parameter_only=self.is_parameter_only) for each in (self.dq, self.dkv)]
 
     def queries(self, p, norm, of):
         """Lanes to rotate, absorbed queries, and their latent."""
@@ -101,9 +91,8 @@ class Int8QueryLayer(FloatLayers):
     def queries(self, p, norm, of):
         """As in floats, their latent in int8 with its scale."""
         latent = p.maybe_scaled(norm, of.factor)
-        scale = p.token_scale(x=p.reshaped(latent), dtype=self.scale_dtype)
-        int8 = p.quantise(x=p.reshaped(latent), scale=scale, dtype=self.scale_dtype, scheme="dynamic")
-        heads = int8_layer(p, int8, self.uq, self.uq_scale, scale, self.layer_dtype, self.is_parameter_only)
+        int8, scale = quantised_rows(p, p.reshaped(latent), self.scale_dtype)
+        heads = int8_layer(p, int8, self, "uq", tokens=p.reshaped(scale))
         turning, multiplied = (p.maybe_scaled(heads, by) for by in (self.factor_of_lanes, self.factor_of_heads))
         lanes = p.layer_lanes(layer=turning, width=of.width, start=of.first, heads_first=of.heads_first)
         absorbed = p.layer_query(layer=multiplied, width=of.width, start=of.begin, up=of.up)
@@ -137,9 +126,7 @@ class Int8Layers(Int8QueryLayer):
 
     def down(self, p, x):
         """x W_DQ and x W_DKV."""
-        how = (self.tokens, self.layer_dtype, self.is_parameter_only)
-        both = ((self.dq, self.dq_scale), (self.dkv, self.dkv_scale))
-        return [int8_layer(p, x, weight, scale, *how) for weight, scale in both]
+        return [int8_layer(p, x, self, name, tokens=p.reshaped(self.tokens)) for name in ("dq", "dkv")]
 
     def arguments(self) -> dict[str, Any]:
         """What `npu_mla_prolog_v3` is told of scales."""
@@ -172,12 +159,11 @@ class TokenInt8Layers(Group):
         return self._layer(p, self._quantised(p, norm, "_cq"), "uq")
 
     def _quantised(self, p, x, of=""):
-        scale = p.token_scale(x=p.reshaped(x), dtype=self.scale_dtype)
-        return p.quantise(x=p.reshaped(x), scale=scale, dtype=self.scale_dtype, scheme="dynamic"), scale
+        return quantised_rows(p, p.reshaped(x), self.scale_dtype)
 
     def _layer(self, p, x8, name):
-        how = (self.layer_dtype, self.is_parameter_only)
-        return int8_layer(p, x8[0], getattr(self, name), getattr(self, f"{name}_scale"), x8[1], *how)
+        int8, scale = x8
+        return int8_layer(p, int8, self, name, tokens=p.reshaped(scale))
 
     def guard(self) -> None:
         """Nothing speaks against them."""
@@ -207,9 +193,7 @@ class StaticInt8Layers(TokenInt8Layers):
         return p.quantise(x=p.reshaped(x), scheme="static", **how)
 
     def _layer(self, p, x8, name):
-        weight, scale, bias = (getattr(self, name + each) for each in ("", "_scale", "_bias"))
-        how = dict(dtype=self.layer_dtype, is_parameter_only=self.is_parameter_only)
-        return p.int8_matmul(x=p.reshaped(x8), weight=weight, scale=scale, bias=bias, **how)
+        return int8_layer(p, x8, self, name, bias=getattr(self, f"{name}_bias"))
 
     def guard(self) -> None:
         """Refuse biases that are not added to the int8 products."""
@@ -219,12 +203,8 @@ class StaticInt8Layers(TokenInt8Layers):
 
 
 def _alike(rotated: float, absorbed: float) -> None:
-    require(
-        math.isclose(rotated, absorbed, rel_tol=1e-6),
-        "rotated queries are multiplied by {rotated}, absorbed ones by {absorbed}",
-        rotated=rotated,
-        absorbed=absorbed,
-    )
+    said = "rotated queries are multiplied by {rotated}, absorbed ones by {absorbed}"
+    require(math.isclose(rotated, absorbed, rel_tol=1e-6), said, rotated=rotated, absorbed=absorbed)
 
 
 def _row(scale: Tensor) -> Tensor:
