@@ -1,8 +1,5 @@
 """Softmax attention for inference: out = softmax(scale · (q kᵀ + q_rope k_ropeᵀ), masked) v."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,5 @@
 """Multiplications and additions of fused calls, for sizes of the example where they are symbolic: what costs count."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """Softmax attention with the statistics that training needs: npu_fusion_attention."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Mapping

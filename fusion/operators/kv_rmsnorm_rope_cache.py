@@ -8,9 +8,6 @@ A slot is a position of its sequence ("Norm"), a token of all pages ("PA", "PA_B
 the page that a run of tokens fills ("PA_BLK_BNSD", "PA_BLK_NZ").
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -7,9 +7,6 @@ The latent k is its own value and serves all heads. What a page looks like depen
     int8_nzcache      ctkv [Blocks, C/32, Size, 32]     k_rope as before; q_nope and ctkv int8, with scales per head
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Mapping

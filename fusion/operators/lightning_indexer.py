@@ -3,9 +3,6 @@
 Neither a scale nor a softmax is part of it; a positive factor common to all weights changes no selection.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import math

@@ -8,9 +8,6 @@ RoPE is by halves, and the weights lie in lines of NZ: [out, in] as [1, in / 32,
 that allocates its results gives caches that hold nothing but the new rows; what runs is always the one that takes them.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -7,9 +7,6 @@ The kernel wants weight_dq, weight_uq_qr and weight_dkv_kr in the storage format
 weight_uk in ND.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import math

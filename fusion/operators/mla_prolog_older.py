@@ -4,9 +4,6 @@ Their schemas hide that they write both caches, so nothing would keep such a cal
 of ours instead: one whose schema declares the writes, which a device runs by the vendor's own, and a functional one.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Mapping

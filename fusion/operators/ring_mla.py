@@ -4,9 +4,6 @@ out, lse = softmax(qk_scale · (q_nope k_nopeᵀ + q_rope k_ropeᵀ)) value, log
 calc_type_default: lse' = log(exp(prev_lse) + exp(lse)), out' = exp(prev_lse - lse') pre_out + exp(lse - lse') out
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,8 +1,5 @@
 """Rotary position embedding: y = x · cos + rotate(x) · sin, with `rotate` the quarter turn of one pairing of x."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Callable

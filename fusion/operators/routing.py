@@ -1,8 +1,5 @@
 """Expert routing of mixture-of-experts models: softmax and top-k in one kernel."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import torch

@@ -6,9 +6,6 @@ read or skipped, as kernels do: what they give where they are not finite is not 
 whose keys are infinite.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import math

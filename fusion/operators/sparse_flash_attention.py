@@ -3,9 +3,6 @@
 Each row reads the keys that its list of indices names, and nothing else of the cache.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import math

@@ -1,8 +1,5 @@
 """Which keys a query of an attention operator sees: lengths, sparse modes and masks, without a mask per head."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
