@@ -5,16 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import silu
 
-from fusion.operators.contract import Operator
+from fusion.operators.contract import CHIPS, Operator
 from fusion.operators.dtypes import FLOATS, compute_dtype
 
 
-def _swiglu(input: Tensor, dim: int = -1) -> Tensor:
+def _swiglu(input: Tensor, dim: int) -> Tensor:
     gate, value = input.to(compute_dtype(input)).chunk(2, dim)
     return (silu(gate) * value).to(input.dtype).contiguous()
 
 
-def _swiglu_meta(input: Tensor, dim: int = -1) -> Tensor:
+def _halved(input: Tensor, dim: int) -> Tensor:
     shape = list(input.shape)
     shape[dim] = shape[dim] // 2
     return input.new_empty(shape)
@@ -22,17 +22,14 @@ def _swiglu_meta(input: Tensor, dim: int = -1) -> Tensor:
 
 SWIGLU = Operator(
     schema="npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor",
-    fallback=_swiglu,
-    meta=_swiglu_meta,
+    compute=_swiglu,
+    outputs=_halved,
     dims={"input": "*S"},
     dtypes={"input": FLOATS},
     limits={
         "host": ("-rank(input) <= dim and dim < rank(input)", "size(input, dim) % 2 == 0"),
-        "ascend910b": ("rank(input) <= 8",),
-        "ascend910_93": ("rank(input) <= 8",),
-        "ascend950": ("rank(input) <= 8",),
+        **dict.fromkeys(CHIPS, ("rank(input) <= 8",)),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source="op-plugin: torch_npu.npu_swiglu; CANN: aclnnSwiGlu",
     summary="a, b = halves of input along dim; out = round(a · sigmoid(a) · b), in float32",
 )

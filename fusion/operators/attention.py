@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion._torch import hint
 from fusion.operators import attention_limits as limits
-from fusion.operators.contract import Operator, by_schema
+from fusion.operators.contract import Operator
 from fusion.operators.dtypes import compute_dtype
 from fusion.operators.flops import causal, longest, number_of, scores
 from fusion.operators.layouts import (
@@ -216,8 +216,8 @@ def _declared(
 ) -> Operator:
     return Operator(
         schema=schema,
-        fallback=by_schema(schema, lambda given: computed(read(given))),
-        meta=by_schema(schema, lambda given: promised(read(given))),
+        compute=lambda given: computed(read(given)),
+        outputs=lambda given: promised(read(given)),
         dims=limits.dims(names),
         dtypes=limits.dtypes(names),
         limits=limits.limits(names, in_tensors=".tensor_lengths" in schema),

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Operator
+from fusion.operators.contract import CHIPS, Operator
 from fusion.operators.dtypes import FLOATS, compute_dtype
 
 
-def _attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int) -> tuple[Tensor, Tensor]:
+def _attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     sums = torch.stack([each.to(compute_dtype(each)) for each in lse])
     both = sums.logsumexp(0)
     out = sum(
@@ -25,9 +25,7 @@ def _attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor], update
     return out.to(local_out[0].dtype).contiguous(), both.to(lse[0].dtype)
 
 
-def _attention_update_meta(
-    lse: Sequence[Tensor], local_out: Sequence[Tensor], update_type: int
-) -> tuple[Tensor, Tensor]:
+def _outputs(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return local_out[0].new_empty(local_out[0].shape), lse[0].new_empty(lse[0].shape)
 
 
@@ -41,15 +39,14 @@ _KERNEL = (
 
 ATTENTION_UPDATE = Operator(
     schema="npu::npu_attention_update(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)",
-    fallback=_attention_update,
-    meta=_attention_update_meta,
+    compute=_attention_update,
+    outputs=_outputs,
     dims={"lse": "R", "local_out": "R D"},
     dtypes={"lse": frozenset({torch.float32}), "local_out": FLOATS},
     limits={
         "host": ("length(lse) >= 1", "length(lse) == length(local_out)", "update_type in (0, 1)"),
-        **dict.fromkeys(("ascend910b", "ascend910_93", "ascend950"), _KERNEL),
+        **dict.fromkeys(CHIPS, _KERNEL),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source="op-plugin: torch_npu.npu_attention_update, test_npu_attention_update.py; CANN: aclnnAttentionUpdate",
     summary=(
         "out = round(Σ exp(lse_i - lse') local_out_i), lse' = log Σ exp(lse_i), over tensors lse_i [R] and local_out_i "

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
-from inspect import Parameter, Signature
 from typing import Any
 
 import torch
 
 from fusion._torch import OpOverload
 from fusion.errors import OperatorError
+from fusion.operators import calling, predicates
 from fusion.operators import dims as named_dims
-from fusion.operators import predicates
 
 CHIPS = ("ascend910b", "ascend910_93", "ascend950")
 """Chips with limits: Atlas A2, Atlas A3, Ascend 950."""
+A2_A3 = CHIPS[:2]
 HOST = "host"
 """CPU or GPU, where the decomposition runs: no limits but those that every machine has."""
 LOWERINGS = ("eager", "torchair", "npugraph_ex")
@@ -63,22 +63,27 @@ class Operator:
 
     schema: str
     """As torch_npu 2.13.0 prints it."""
-    fallback: Callable[..., Any]
-    """The operator in plain aten, with the schema's argument names; rounds like the A2/A3 kernels."""
-    meta: Callable[..., Any]
-    """Empty outputs: shape, dtype and strides of torch_npu's Meta kernel."""
+    compute: Callable[..., Any]
+    """The operator in plain aten, of those arguments of the schema that it names; rounds like the A2/A3 kernels.
+
+    One that writes takes `put` too, and gives all its results, then every tensor that it puts rows into.
+    """
     dims: Mapping[str, str]
     """Argument -> named dims, in the notation of `fusion.operators.dims`."""
     dtypes: Mapping[str, frozenset[torch.dtype]]
     """Argument -> dtypes that some chip accepts."""
     limits: Mapping[str, tuple[Limit | str, ...]]
     """Chip -> predicates over dims and attributes, in the notation of `fusion.operators.predicates`."""
-    lowerings: frozenset[str]
-    """Which of `LOWERINGS` can take the operator (torchair: it has a GE converter)."""
     source: str
     """The CANN or op-plugin page, or the kernel source, that the contract was read from."""
     summary: str
     """The formula, in one line."""
+    outputs: Callable[..., Any] = lambda: ()
+    """Empty results, like torch_npu's Meta kernel: shape, dtype, strides; without arguments and what is `copied`."""
+    copied: tuple[str, ...] = ()
+    """Arguments whose copies, which the operator writes to, are its last results."""
+    lowerings: frozenset[str] = frozenset(LOWERINGS)
+    """Which of `LOWERINGS` can take the operator (torchair: it has a GE converter)."""
     overwrites: frozenset[str] = field(default_factory=frozenset[str])
     """Arguments that the eager kernel writes into although the schema does not say so: they must be dead afterwards."""
     in_place: str = ""
@@ -97,9 +102,8 @@ class Operator:
         known = frozenset(self.arguments)
         self._require(set(self.limits) - {HOST, *CHIPS}, "chips", (HOST, *CHIPS))
         self._require(self.lowerings - set(LOWERINGS), "lowerings", LOWERINGS)
-        self._require(
-            (set(self.dims) | set(self.dtypes) | self.overwrites | self.on_host) - known, "arguments", tuple(known)
-        )
+        named = calling.named(self.compute) | calling.named(self.outputs) | {*self.copied, *self.dims, *self.dtypes}
+        self._require((named | self.overwrites | self.on_host) - known, "arguments", tuple(known))
         sizes = frozenset[str]().union(*(named_dims.names(text) for text in self.dims.values()))
         for limit in (limit for chip in self.limits for limit in _limits(self, chip)):
             spoken = predicates.names(limit.text) | predicates.names(limit.when or "True")
@@ -115,7 +119,17 @@ class Operator:
 
     @cached_property
     def _parsed(self) -> Any:
-        return _parsed(self.schema)
+        return calling.parsed(self.schema)
+
+    @cached_property
+    def fallback(self) -> Callable[..., Any]:
+        """The operator in plain aten, with the arguments of the schema."""
+        return calling.fallback(self.schema, self.compute, self.copied)
+
+    @cached_property
+    def meta(self) -> Callable[..., Any]:
+        """Empty results, with the arguments of the schema."""
+        return calling.meta(self.schema, self.outputs, self.copied)
 
     @property
     def name(self) -> str:
@@ -165,30 +179,11 @@ class Operator:
         return values
 
 
-def by_schema(schema: str, compute: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
-    """A function that takes the arguments of `schema` and hands them to `compute` by name, defaults included.
-
-    For operators with so many arguments that a function that names them would name mostly what it does not use.
-    """
-    signature = Signature([_parameter(argument) for argument in _parsed(schema).arguments])
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return compute(bound.arguments)
-
-    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    return function
-
-
-def _parameter(argument: Any) -> Parameter:
-    kind = Parameter.KEYWORD_ONLY if argument.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD
-    default = argument.default_value if argument.has_default_value() else Parameter.empty
-    return Parameter(argument.name, kind, default=default)
-
-
-def _parsed(schema: str) -> Any:
-    return torch._C.parse_schema(schema)  # pyright: ignore[reportPrivateUsage]
+def functional(op: Operator, name: str, summary: str, lowerings: frozenset[str] = frozenset()) -> Operator:
+    """The operator `name`, which gives copies of what `op` writes, and runs as `op` wherever it can."""
+    schema = calling.functional_schema(op.schema, name)
+    made = {"copied": op.written, "in_place": op.name, "summary": summary, "lowerings": lowerings}
+    return replace(op, schema=schema, hides_writes=False, **made)
 
 
 def refusal(

@@ -5,24 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Operator
+from fusion.operators.contract import A2_A3, Operator
 from fusion.operators.dtypes import FLOATS
 
 ND = 2
 FRACTAL_NZ = 29
 
 
-def _format_cast(
-    input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
-) -> Tensor:
+def _format_cast(input: Tensor) -> Tensor:
     # Other devices know no such formats; a result must not share memory with what it was made of.
     return input.clone(memory_format=torch.contiguous_format)
-
-
-def _format_cast_meta(
-    input: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
-) -> Tensor:
-    return input.new_empty(input.shape)
 
 
 _LIMITS = ("rank(input) >= 2", "not given(customize_dtype)", "not given(input_dtype)")
@@ -32,14 +24,13 @@ FORMAT_CAST = Operator(
         "npu::npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) "
         "-> Tensor"
     ),
-    fallback=_format_cast,
-    meta=_format_cast_meta,
+    compute=_format_cast,
+    outputs=lambda input: input.new_empty(input.shape),
     dims={"input": "*D"},
     dtypes={"input": FLOATS | {torch.int8}},
     limits={
         "host": (f"acl_format in ({ND}, {FRACTAL_NZ})",),
-        "ascend910b": _LIMITS,
-        "ascend910_93": _LIMITS,
+        **dict.fromkeys(A2_A3, _LIMITS),
     },
     lowerings=frozenset({"eager"}),
     source="torch_npu.npu_format_cast; it has neither a Meta kernel nor a GE converter in 2.13.0",

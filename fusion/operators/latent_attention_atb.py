@@ -9,14 +9,14 @@ The latent k is its own value and serves all heads. What a page looks like depen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion._torch import count, hint, known_true
-from fusion.operators.contract import Limit, Operator, by_schema
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import HALVES, compute_dtype
 from fusion.operators.flops import longest, scores
 from fusion.operators.layouts import lying_as
@@ -24,7 +24,6 @@ from fusion.operators.pages import pages_of
 from fusion.operators.softmax import Visible, rounded_softmax
 from fusion.operators.visibility import counted
 
-Given = Mapping[str, Any]
 _SPECULATIVE = "calc_type == 'calc_type_spec'"
 _NZ = ("int8_nzcache", "nzcache")
 
@@ -91,22 +90,21 @@ def _attention(given: Given) -> tuple[Tensor, Tensor]:
     return lying_as(out.to(rope.dtype), given["q_nope"]), (top + total.log()).squeeze(2)
 
 
-def _fallback(given: Given) -> Tensor:
+def _computed(given: Given) -> Tensor:
     return _attention(given)[0]
 
 
-def _lse_fallback(given: Given) -> tuple[Tensor, Tensor]:
+def _computed_with_lse(given: Given) -> tuple[Tensor, Tensor]:
     out, lse = _attention(given)
     return out, lse.to(given["q_nope"].dtype)
 
 
-def _meta(given: Given) -> Tensor:
-    return torch.empty_like(given["q_nope"], dtype=given["q_rope"].dtype)
+def _outputs(q_nope: Tensor, q_rope: Tensor) -> Tensor:
+    return torch.empty_like(q_nope, dtype=q_rope.dtype)
 
 
-def _lse_meta(given: Given) -> tuple[Tensor, Tensor]:
-    query = given["q_nope"]
-    return _meta(given), query.new_empty([query.shape[0], query.shape[1], 1])
+def _outputs_with_lse(q_nope: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+    return _outputs(q_nope, q_rope), q_nope.new_empty([*q_nope.shape[:2], 1])
 
 
 def _flops(given: Given) -> float:
@@ -216,11 +214,11 @@ _SUMMARY = (
 def _operator(schema: str, *, in_tensors: bool) -> Operator:
     return Operator(
         schema=schema,
-        fallback=by_schema(schema, _fallback),
-        meta=by_schema(schema, _meta),
+        compute=_computed,
+        outputs=_outputs,
         dims=_DIMS,
         dtypes=_DTYPES | ({"context_lens": frozenset({torch.int64, torch.int32})} if in_tensors else {}),
-        limits={"host": (*_HOST, *_FEW_ROWS), "ascend910b": _KERNEL_OF_ROWS, "ascend910_93": _KERNEL_OF_ROWS},
+        limits={"host": (*_HOST, *_FEW_ROWS), **dict.fromkeys(A2_A3, _KERNEL_OF_ROWS)},
         lowerings=frozenset() if in_tensors else frozenset({"eager"}),
         source=_SOURCE,
         summary=_SUMMARY,
@@ -233,14 +231,13 @@ MULTI_HEAD_LATENT_ATTENTION = _operator(_SCHEMA, in_tensors=False)
 MULTI_HEAD_LATENT_ATTENTION_TENSOR_LENGTHS = _operator(_TENSOR_SCHEMA, in_tensors=True)
 MULTI_HEAD_LATENT_ATTENTION_LSE = Operator(
     schema=_LSE_SCHEMA,
-    fallback=by_schema(_LSE_SCHEMA, _lse_fallback),
-    meta=by_schema(_LSE_SCHEMA, _lse_meta),
+    compute=_computed_with_lse,
+    outputs=_outputs_with_lse,
     dims=_DIMS,
     dtypes=_DTYPES,
     limits={
         "host": (*_HOST, *_RING, Limit("not given(workspace)", because="the operator allocates its own")),
-        "ascend910b": _KERNEL,
-        "ascend910_93": _KERNEL,
+        **dict.fromkeys(A2_A3, _KERNEL),
     },
     lowerings=frozenset({"eager"}),
     source=_SOURCE,

@@ -6,7 +6,6 @@ Neither a scale nor a softmax is part of it; a positive factor common to all wei
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch.nn.functional import pad
 
 from fusion._torch import count, hint, known_true
 from fusion.operators import sparse_limits
-from fusion.operators.contract import Limit, Operator, by_schema
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import HALVES, compute_dtype
 from fusion.operators.flops import causal
 from fusion.operators.pages import pages_of
@@ -40,7 +40,7 @@ class _Groups:
     seen: Tensor
 
 
-def _lightning_indexer(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _lightning_indexer(given: Given) -> tuple[Tensor, Tensor]:
     query, count = given["query"], given["sparse_count"]
     groups = _groups(given)
     scores, column = _scores(groups), torch.arange(groups.keys.shape[1], device=query.device)
@@ -57,7 +57,7 @@ def _lightning_indexer(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return indices, pad(values, (0, count - kept), value=-math.inf).reshape(shape).to(query.dtype)
 
 
-def _groups(given: Mapping[str, Any]) -> _Groups:
+def _groups(given: Given) -> _Groups:
     query, key, weights, table = (given[name] for name in ("query", "key", "weights", "block_table"))
     layouts = given["layout_query"], given["layout_key"]
     lengths = given["actual_seq_lengths_query"], given["actual_seq_lengths_key"]
@@ -92,17 +92,17 @@ def _scores(groups: _Groups) -> Tensor:
     return (groups.weights.to(wide).unsqueeze(-2) @ each).squeeze(-2)
 
 
-def _shape(given: Mapping[str, Any]) -> tuple[int, ...]:
+def _shape(given: Given) -> tuple[int, ...]:
     return (*given["query"].shape[:-2], 1, given["sparse_count"])
 
 
-def _lightning_indexer_meta(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _outputs(given: Given) -> tuple[Tensor, Tensor]:
     query, shape = given["query"], _shape(given)
     values = query.new_empty(shape if given["return_value"] else [0])
     return query.new_empty(shape, dtype=torch.int32), values
 
 
-def _flops(given: Mapping[str, Any]) -> float:
+def _flops(given: Given) -> float:
     """Every key of every query; half of them where it is causal and there are as many queries."""
     query, key, table = given["query"], given["key"], given["block_table"]
     room = key.shape[0 if given["layout_key"] == "TND" else 1] * (1 if table is None else table.shape[1])
@@ -124,18 +124,17 @@ _A2 = (
     Limit("return_value == False", lowering="torchair", because="graphs return values on ascend950 only"),
     Limit("return_value == False", lowering="npugraph_ex", because="graphs return values on ascend950 only"),
 )
-_SCHEMA = (
-    "npu::npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
-    "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, "
-    'str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3, '
-    "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) "
-    "-> (Tensor, Tensor)"
-)
 
 LIGHTNING_INDEXER = Operator(
-    schema=_SCHEMA,
-    fallback=by_schema(_SCHEMA, _lightning_indexer),
-    meta=by_schema(_SCHEMA, _lightning_indexer_meta),
+    schema=(
+        "npu::npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, "
+        "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, "
+        'str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3, '
+        "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) "
+        "-> (Tensor, Tensor)"
+    ),
+    compute=_lightning_indexer,
+    outputs=_outputs,
     dims={
         "query": sparse_limits.by_layout("B S N D", "T N D"),
         "weights": sparse_limits.by_layout("B S N", "T N"),
@@ -144,11 +143,9 @@ LIGHTNING_INDEXER = Operator(
     dtypes={"query": HALVES, "key": HALVES, "weights": HALVES | {torch.float32}, **sparse_limits.dtypes(_NAMES)},
     limits={
         "host": (*sparse_limits.host(_NAMES), "sparse_count > 0"),
-        "ascend910b": _A2,
-        "ascend910_93": _A2,
+        **dict.fromkeys(A2_A3, _A2),
         "ascend950": (*_KERNEL, "N in (8, 16, 24, 32, 64)", "dtype(weights) == dtype(query)"),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     flops=_flops,
     source="op-plugin: torch_npu.npu_lightning_indexer; kernel: ops-transformer lightning_indexer (A2/A3: float32)",
     summary=(

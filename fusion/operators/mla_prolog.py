@@ -10,32 +10,18 @@ weight_uk in ND.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion._torch import count, hint
-from fusion.operators.contract import Limit, Operator, by_schema
+from fusion.operators.calling import Given
+from fusion.operators.contract import CHIPS, Limit, Operator, functional
 from fusion.operators.dtypes import compute_dtype
-from fusion.operators.mla_prolog_numbers import caches, queries
-
-Given = Mapping[str, Any]
+from fusion.operators.mla_prolog_numbers import computed
 
 
-def _in_place(given: Given) -> tuple[Tensor, ...]:
-    results = queries(given)
-    caches(given, in_place=True)
-    return results
-
-
-def _functional(given: Given) -> tuple[Tensor, ...]:
-    return *queries(given), *caches(given, in_place=False)
-
-
-def _meta(given: Given) -> tuple[Tensor, ...]:
+def _outputs(given: Given) -> tuple[Tensor, ...]:
     x, up, rope = given["token_x"], given["weight_uk"], given["rope_sin"].shape[-1]
     heads = [*x.shape[:-1], up.shape[0]]
     quantised, flag = bool(given["query_quant_mode"]), given["query_norm_flag"]
@@ -47,10 +33,6 @@ def _meta(given: Given) -> tuple[Tensor, ...]:
     real = flag and given["weight_quant_mode"]
     norm_scale = up.new_empty([tokens, 1] if real else [1], dtype=wide if real else torch.float32)
     return query, up.new_empty([*heads, rope]), scales, norm, norm_scale
-
-
-def _functional_meta(given: Given) -> tuple[Tensor, ...]:
-    return *_meta(given), torch.empty_like(given["kv_cache"]), torch.empty_like(given["kr_cache"])
 
 
 def _flops(given: Given) -> float:
@@ -76,20 +58,6 @@ def _dims(tokens: str, batch: str, pages: str) -> str:
 _INDEX = " / ".join(
     ["*I", "*I", *(f"cache_mode={mode}:{dims}" for mode in _PAGED for dims in ("T", "B S")), *["*I"] * 4]
 )
-_DIMS = {
-    "token_x": _dims("T He", "B S He", ""),
-    "weight_dq": "He Hcq",
-    "weight_uk": "N D Hckv",
-    "rope_sin": _dims("T Dr", "B S Dr", ""),
-    "rope_cos": _dims("T Dr", "B S Dr", ""),
-    "weight_uq_qr": "Hcq Huq",
-    "weight_dkv_kr": "He Hkv",
-    "rmsnorm_gamma_cq": "Hcq",
-    "rmsnorm_gamma_ckv": "Hckv",
-    "kv_cache": _dims("T 1 Line", "B S 1 Line", "Blocks Size 1 Line"),
-    "kr_cache": _dims("T 1 Kr", "B S 1 Kr", "Blocks Size 1 Kr"),
-    "cache_index": _INDEX,
-}
 _WHOLE_X = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
 _SCALES = {
     "dequant_scale_w_dq": "(1, Hcq)",
@@ -165,40 +133,7 @@ _KERNEL = (
     Limit("dtype(kv_cache) == 'bfloat16'", when=f"{_CACHE} == 0"),
     Limit("dtype(kr_cache) == 'bfloat16'", when=f"{_CACHE} != 2"),
 )
-_SCHEMA = (
-    "Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, Tensor weight_dkv_kr, "
-    "Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, {caches}, *, "
-    "Tensor? cache_index=None, Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, "
-    "Tensor? dequant_scale_w_uq_qr=None, Tensor? dequant_scale_w_dkv_kr=None, Tensor? quant_scale_ckv=None, "
-    "Tensor? quant_scale_ckr=None, Tensor? smooth_scales_cq=None, Tensor? actual_seq_len=None, "
-    "Tensor? k_nope_clip_alpha=None, float rmsnorm_epsilon_cq=1.0000000000000001e-05, "
-    'float rmsnorm_epsilon_ckv=1.0000000000000001e-05, str cache_mode="PA_BSND", bool query_norm_flag=False, '
-    "int weight_quant_mode=0, int kv_cache_quant_mode=0, int query_quant_mode=0, int ckvkr_repo_mode=0, "
-    "int quant_scale_repo_mode=0, int tile_size=128, float qc_qr_scale=1., float kc_scale=1., "
-    "int? token_x_dtype=None, int? weight_dq_dtype=None, int? weight_uq_qr_dtype=None, "
-    "int? weight_dkv_kr_dtype=None, int? kv_cache_dtype=None"
-)
-_RESULTS = ("Tensor",) * 5
-_IN_PLACE_SCHEMA = (
-    f"npu::npu_mla_prolog_v3({_SCHEMA.format(caches='Tensor(a!) kv_cache, Tensor(b!) kr_cache')}) "
-    f"-> ({', '.join(_RESULTS)})"
-)
-_FUNCTIONAL_SCHEMA = (
-    f"npu::npu_mla_prolog_v3_functional({_SCHEMA.format(caches='Tensor kv_cache, Tensor kr_cache')}) "
-    f"-> ({', '.join((*_RESULTS, 'Tensor', 'Tensor'))})"
-)
 _BF16, _EITHER = frozenset({torch.bfloat16}), frozenset({torch.bfloat16, torch.int8})
-_DTYPES = {
-    **dict.fromkeys(("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr", "kv_cache", "kr_cache"), _EITHER),
-    **dict.fromkeys(("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"), _BF16),
-    **dict.fromkeys(("dequant_scale_x", *_SCALES, "quant_scale_ckv"), frozenset({torch.float32})),
-    "cache_index": frozenset({torch.int64}),
-}
-_LIMITS = {"host": _HOST, "ascend910b": _KERNEL, "ascend910_93": _KERNEL, "ascend950": _KERNEL}
-_SOURCE = (
-    "op-plugin: torch_npu.npu_mla_prolog_v3; kernel: ops-transformer mla_prolog (a negative slot is skipped; every "
-    "product is rounded); weight_dq, weight_uq_qr, weight_dkv_kr in FRACTAL_NZ"
-)
 _SUMMARY = (
     "c = round(norm(x W_dq) · qc_qr_scale), [q ‖ qr] = c W_uq_qr, [k ‖ kr] = x W_dkv_kr; query = q W_uk, "
     "query_rope = rope(qr), query_norm = c; kv_cache[slot] = round(norm(k) · kc_scale), kr_cache[slot] = rope(kr); "
@@ -207,24 +142,54 @@ _SUMMARY = (
 )
 
 MLA_PROLOG_V3 = Operator(
-    schema=_IN_PLACE_SCHEMA,
-    fallback=by_schema(_IN_PLACE_SCHEMA, _in_place),
-    meta=by_schema(_IN_PLACE_SCHEMA, _meta),
-    dims=_DIMS,
-    dtypes=_DTYPES,
-    limits=_LIMITS,
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
+    schema=(
+        "npu::npu_mla_prolog_v3(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "
+        "Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, "
+        "Tensor(a!) kv_cache, Tensor(b!) kr_cache, *, Tensor? cache_index=None, Tensor? dequant_scale_x=None, "
+        "Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None, Tensor? dequant_scale_w_dkv_kr=None, "
+        "Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, Tensor? smooth_scales_cq=None, "
+        "Tensor? actual_seq_len=None, Tensor? k_nope_clip_alpha=None, "
+        "float rmsnorm_epsilon_cq=1.0000000000000001e-05, float rmsnorm_epsilon_ckv=1.0000000000000001e-05, "
+        'str cache_mode="PA_BSND", bool query_norm_flag=False, int weight_quant_mode=0, int kv_cache_quant_mode=0, '
+        "int query_quant_mode=0, int ckvkr_repo_mode=0, int quant_scale_repo_mode=0, int tile_size=128, "
+        "float qc_qr_scale=1., float kc_scale=1., int? token_x_dtype=None, int? weight_dq_dtype=None, "
+        "int? weight_uq_qr_dtype=None, int? weight_dkv_kr_dtype=None, int? kv_cache_dtype=None) -> (Tensor, Tensor, "
+        "Tensor, Tensor, Tensor)"
+    ),
+    compute=computed,
+    outputs=_outputs,
+    dims={
+        "token_x": _dims("T He", "B S He", ""),
+        "weight_dq": "He Hcq",
+        "weight_uk": "N D Hckv",
+        "rope_sin": _dims("T Dr", "B S Dr", ""),
+        "rope_cos": _dims("T Dr", "B S Dr", ""),
+        "weight_uq_qr": "Hcq Huq",
+        "weight_dkv_kr": "He Hkv",
+        "rmsnorm_gamma_cq": "Hcq",
+        "rmsnorm_gamma_ckv": "Hckv",
+        "kv_cache": _dims("T 1 Line", "B S 1 Line", "Blocks Size 1 Line"),
+        "kr_cache": _dims("T 1 Kr", "B S 1 Kr", "Blocks Size 1 Kr"),
+        "cache_index": _INDEX,
+    },
+    dtypes={
+        **dict.fromkeys(("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr", "kv_cache", "kr_cache"), _EITHER),
+        **dict.fromkeys(("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"), _BF16),
+        **dict.fromkeys(("dequant_scale_x", *_SCALES, "quant_scale_ckv"), frozenset({torch.float32})),
+        "cache_index": frozenset({torch.int64}),
+    },
+    limits={"host": _HOST, **dict.fromkeys(CHIPS, _KERNEL)},
     flops=_flops,
-    source=_SOURCE,
+    source=(
+        "op-plugin: torch_npu.npu_mla_prolog_v3; kernel: ops-transformer mla_prolog (a negative slot is skipped; every "
+        "product is rounded); weight_dq, weight_uq_qr, weight_dkv_kr in FRACTAL_NZ"
+    ),
     summary=_SUMMARY,
     empty=frozenset({"Kr"}),
 )
-MLA_PROLOG_V3_FUNCTIONAL = replace(
+MLA_PROLOG_V3_FUNCTIONAL = functional(
     MLA_PROLOG_V3,
-    schema=_FUNCTIONAL_SCHEMA,
-    fallback=by_schema(_FUNCTIONAL_SCHEMA, _functional),
-    meta=by_schema(_FUNCTIONAL_SCHEMA, _functional_meta),
-    lowerings=frozenset({"torchair"}),  # the in-place form runs in eager and captured graphs
-    summary=f"with copies of the caches as results 5 and 6: {_SUMMARY}",
-    in_place="npu::npu_mla_prolog_v3",
+    "npu::npu_mla_prolog_v3_functional",
+    f"with copies of the caches as results 5 and 6: {_SUMMARY}",
+    frozenset({"torchair"}),  # the in-place form runs in eager and captured graphs
 )

@@ -6,37 +6,27 @@ of ours instead: one whose schema declares the writes, which a device runs by th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Limit, Operator, by_schema
-from fusion.operators.mla_prolog import MLA_PROLOG_V3, MLA_PROLOG_V3_FUNCTIONAL
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator, functional
+from fusion.operators.mla_prolog import MLA_PROLOG_V3
+from fusion.operators.mla_prolog_numbers import computed
+from fusion.operators.pages import Put
 
-Given = Mapping[str, Any]
 _QUANTISED = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr",
               "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq")  # fmt: skip
 
 
-def _in_place(given: Given) -> tuple[Tensor, ...]:
-    query, rope, *_ = MLA_PROLOG_V3.fallback(**given)
-    return query, rope
-
-
-def _functional(given: Given) -> tuple[Tensor, ...]:
-    query, rope, _, _, _, *caches = MLA_PROLOG_V3_FUNCTIONAL.fallback(**given)
+def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
+    query, rope, _, _, _, *caches = computed(put, MLA_PROLOG_V3.bind((), given))
     return query, rope, *caches
 
 
-def _meta(given: Given) -> tuple[Tensor, ...]:
+def _outputs(given: Given) -> tuple[Tensor, ...]:
     query, rope, *_ = MLA_PROLOG_V3.meta(**given)
     return query, rope
-
-
-def _functional_meta(given: Given) -> tuple[Tensor, ...]:
-    return *_meta(given), torch.empty_like(given["kv_cache"]), torch.empty_like(given["kr_cache"])
 
 
 _DIMS = {
@@ -52,10 +42,6 @@ _DIMS = {
     "kv_cache": "Blocks Size 1 Hckv",
     "kr_cache": "Blocks Size 1 Dr",
     "cache_index": "T / B S",
-}
-_DTYPES = {
-    **dict.fromkeys((name for name in _DIMS if name != "cache_index"), frozenset({torch.bfloat16})),
-    "cache_index": frozenset({torch.int64}),
 }
 _HOST = (
     *(Limit(f"not given({name})", because="quantisation is not decomposed") for name in _QUANTISED),
@@ -76,57 +62,41 @@ _KERNEL = (
 )
 _FIRST = (*_KERNEL, "N in (32, 64, 128)", Limit("S <= 1", when="rank(token_x) == 3"))
 _SECOND = (*_KERNEL, "N in (1, 2, 4, 8, 16, 32, 64, 128)", Limit("S <= 16", when="rank(token_x) == 3"))
-_SCHEMA = (
-    "(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, Tensor weight_dkv_kr, "
-    "Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, Tensor cache_index, "
-    "{caches}, *, Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None, "
-    "Tensor? dequant_scale_w_dkv_kr=None, Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, "
-    "Tensor? smooth_scales_cq=None, float rmsnorm_epsilon_cq=1.0000000000000001e-05, "
-    'float rmsnorm_epsilon_ckv=1.0000000000000001e-05, str cache_mode="PA_BSND") -> ({results})'
-)
-_WRITING = _SCHEMA.format(caches="Tensor(a!) kv_cache, Tensor(b!) kr_cache", results="Tensor, Tensor")
-_COPYING = _SCHEMA.format(caches="Tensor kv_cache, Tensor kr_cache", results="Tensor, Tensor, Tensor, Tensor")
 _SUMMARY = (
     "query and query_rope of npu_mla_prolog_v3 without factors, its lines written to both caches; {what} of ours, "
     "because the vendor's schema hides the writes"
 )
 
 
-def _writing(name: str, source: str, kernel: tuple[Limit | str, ...]) -> Operator:
-    return Operator(
-        schema=f"npu::{name}.in_place{_WRITING}",
-        fallback=by_schema(f"npu::{name}.in_place{_WRITING}", _in_place),
-        meta=by_schema(f"npu::{name}.in_place{_WRITING}", _meta),
+def _both(name: str, source: str, kernel: tuple[Limit | str, ...]) -> tuple[Operator, Operator]:
+    writing = Operator(
+        schema=(
+            f"npu::{name}.in_place(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "
+            "Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, "
+            "Tensor rope_cos, Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, *, "
+            "Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None, "
+            "Tensor? dequant_scale_w_dkv_kr=None, Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, "
+            "Tensor? smooth_scales_cq=None, float rmsnorm_epsilon_cq=1.0000000000000001e-05, "
+            'float rmsnorm_epsilon_ckv=1.0000000000000001e-05, str cache_mode="PA_BSND") -> (Tensor, Tensor)'
+        ),
+        compute=_computed,
+        outputs=_outputs,
         dims=_DIMS,
-        dtypes=_DTYPES,
-        limits={"host": _HOST, "ascend910b": kernel, "ascend910_93": kernel},
+        dtypes=dict.fromkeys(_DIMS, frozenset({torch.bfloat16})) | {"cache_index": frozenset({torch.int64})},
+        limits={"host": _HOST, **dict.fromkeys(A2_A3, kernel)},
         lowerings=frozenset({"eager", "npugraph_ex"}),  # GE sees no order between such a call and what reads its caches
         flops=MLA_PROLOG_V3.flops,
         source=source,
         summary=_SUMMARY.format(what="an overload"),
         hides_writes=True,
     )
+    summary = _SUMMARY.format(what="copies of the caches are results 2 and 3; an overload")
+    return writing, functional(writing, f"npu::{name}.functional", summary)  # what runs is always the form in place
 
 
-def _copying(name: str, source: str, kernel: tuple[Limit | str, ...]) -> Operator:
-    return Operator(
-        schema=f"npu::{name}.functional{_COPYING}",
-        fallback=by_schema(f"npu::{name}.functional{_COPYING}", _functional),
-        meta=by_schema(f"npu::{name}.functional{_COPYING}", _functional_meta),
-        dims=_DIMS,
-        dtypes=_DTYPES,
-        limits={"host": _HOST, "ascend910b": kernel, "ascend910_93": kernel},
-        lowerings=frozenset(),  # what runs is always the form in place
-        flops=MLA_PROLOG_V3.flops,
-        source=source,
-        summary=_SUMMARY.format(what="copies of the caches are results 2 and 3; an overload"),
-        in_place=f"npu::{name}.in_place",
-    )
-
-
-_ARGUMENTS = (
-    ("npu_mla_prolog", "op-plugin: torch_npu.npu_mla_prolog, whose page allows 32, 64 or 128 heads, one token", _FIRST),
-    ("npu_mla_prolog_v2", "op-plugin: torch_npu.npu_mla_prolog_v2, whose page allows 16 tokens", _SECOND),
+MLA_PROLOG, MLA_PROLOG_FUNCTIONAL = _both(
+    "npu_mla_prolog", "op-plugin: torch_npu.npu_mla_prolog, whose page allows 32, 64 or 128 heads, one token", _FIRST
 )
-MLA_PROLOG, MLA_PROLOG_V2 = (_writing(*each) for each in _ARGUMENTS)
-MLA_PROLOG_FUNCTIONAL, MLA_PROLOG_V2_FUNCTIONAL = (_copying(*each) for each in _ARGUMENTS)
+MLA_PROLOG_V2, MLA_PROLOG_V2_FUNCTIONAL = _both(
+    "npu_mla_prolog_v2", "op-plugin: torch_npu.npu_mla_prolog_v2, whose page allows 16 tokens", _SECOND
+)

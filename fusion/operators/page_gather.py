@@ -5,13 +5,12 @@ token j of sequence i = cache[block_tables[i, seq_offset[i] // Size + j // Size]
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Limit, Operator
-from fusion.operators.layouts import lying_as
+from fusion.operators.contract import CHIPS, Limit, Operator, functional
+from fusion.operators.dtypes import HALVES
+from fusion.operators.pages import Put
 
 
 def _found(
@@ -34,42 +33,17 @@ def _found(
     return torch.where(there[:, None, None], found, 0), used
 
 
-def _functional(
-    key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor, value: Tensor,
-    seq_offset: Tensor | None = None, is_seq_lens_cumsum: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _gather(
+    put: Put, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor,
+    value: Tensor, seq_offset: Tensor | None, is_seq_lens_cumsum: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     def gathered(cache: Tensor, rows: Tensor) -> Tensor:
         found, used = _found(cache, rows, block_tables, seq_lens, seq_offset, is_seq_lens_cumsum)
-        return lying_as(torch.where(used[:, None, None], found, rows), rows)
+        return put(rows, None, torch.where(used[:, None, None], found, rows))
 
     return gathered(key_cache, key), gathered(value_cache, value)
 
 
-def _in_place(
-    key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor, value: Tensor,
-    seq_offset: Tensor | None = None, is_seq_lens_cumsum: bool = False,
-) -> None:  # fmt: skip
-    results = _functional(key_cache, value_cache, block_tables, seq_lens, key, value, seq_offset, is_seq_lens_cumsum)
-    for rows, found in zip((key, value), results, strict=True):
-        rows.copy_(found)
-
-
-def _functional_meta(
-    key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor, value: Tensor,
-    seq_offset: Tensor | None = None, is_seq_lens_cumsum: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(key), torch.empty_like(value)
-
-
-def _in_place_meta(
-    key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor, value: Tensor,
-    seq_offset: Tensor | None = None, is_seq_lens_cumsum: bool = False,
-) -> None:  # fmt: skip
-    return None
-
-
-_WHOLE = frozenset({torch.int32})
-_STORED = frozenset({torch.float16, torch.bfloat16, torch.int8})
 _HOST = (
     Limit("L == B", when="not is_seq_lens_cumsum", because="each sequence has a length"),
     Limit("L == B + 1", when="is_seq_lens_cumsum", because="each sequence has a start and an end"),
@@ -82,19 +56,17 @@ _KERNEL = (
     Limit("N * E * itemsize(value_cache) <= 151552", because="a row fits in the memory of a core"),
     Limit("T > 0", because="no argument may be empty"),
 )
-_SCHEMA = (
-    "Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, {rows}, *, "
-    "Tensor? seq_offset=None, bool is_seq_lens_cumsum=False"
-)
 _FORMULA = (
     "[token j of sequence i] = cache[block_tables[i, seq_offset[i] // Size + j // Size], j % Size], one sequence "
     "behind the other; 0 for a block that is none"
 )
 
 GATHER_PA_KV_CACHE = Operator(
-    schema=f"npu::npu_gather_pa_kv_cache({_SCHEMA.format(rows='Tensor(a!) key, Tensor(b!) value')}) -> ()",
-    fallback=_in_place,
-    meta=_in_place_meta,
+    schema=(
+        "npu::npu_gather_pa_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+        "Tensor(a!) key, Tensor(b!) value, *, Tensor? seq_offset=None, bool is_seq_lens_cumsum=False) -> ()"
+    ),
+    compute=_gather,
     dims={
         "key_cache": "Blocks Size N D",
         "value_cache": "Blocks Size N E",
@@ -105,10 +77,10 @@ GATHER_PA_KV_CACHE = Operator(
         "seq_offset": "B",
     },
     dtypes={
-        **dict.fromkeys(("key_cache", "value_cache", "key", "value"), _STORED),
-        **dict.fromkeys(("block_tables", "seq_lens", "seq_offset"), _WHOLE),
+        **dict.fromkeys(("key_cache", "value_cache", "key", "value"), HALVES | {torch.int8}),
+        **dict.fromkeys(("block_tables", "seq_lens", "seq_offset"), frozenset({torch.int32})),
     },
-    limits={"host": _HOST, "ascend910b": _KERNEL, "ascend910_93": _KERNEL, "ascend950": _KERNEL},
+    limits={"host": _HOST, **dict.fromkeys(CHIPS, _KERNEL)},
     lowerings=frozenset({"eager", "npugraph_ex"}),  # torchair has no converter
     source=(
         "op-plugin: test_npu_gather_pa_kv_cache.py (run on Ascend 950); CANN: aclnnGatherPaKvCache (A2, A3); kernel: "
@@ -117,14 +89,6 @@ GATHER_PA_KV_CACHE = Operator(
     ),
     summary=f"key, value{_FORMULA}",
 )
-GATHER_PA_KV_CACHE_FUNCTIONAL = replace(
-    GATHER_PA_KV_CACHE,
-    schema=(
-        f"npu::npu_gather_pa_kv_cache_functional({_SCHEMA.format(rows='Tensor key, Tensor value')}) -> (Tensor, Tensor)"
-    ),
-    fallback=_functional,
-    meta=_functional_meta,
-    lowerings=frozenset(),  # it copies both results first; the in-place form runs in eager and captured graphs
-    summary=f"copies of key and value with {_FORMULA}",
-    in_place="npu::npu_gather_pa_kv_cache",
+GATHER_PA_KV_CACHE_FUNCTIONAL = functional(  # it copies both first: what runs in eager and captured graphs writes
+    GATHER_PA_KV_CACHE, "npu::npu_gather_pa_kv_cache_functional", f"copies of key and value with {_FORMULA}"
 )

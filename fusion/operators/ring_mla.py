@@ -6,20 +6,17 @@ calc_type_default: lse' = log(exp(prev_lse) + exp(lse)), out' = exp(prev_lse - l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fusion._torch import count, hint
-from fusion.operators.contract import Limit, Operator, by_schema
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import HALVES, compute_dtype
 from fusion.operators.flops import scores
 from fusion.operators.softmax import rounded_softmax
 from fusion.operators.visibility import Band, visible
 
-Given = Mapping[str, Any]
 _MERGING = "calc_type == 'calc_type_default'"
 
 
@@ -50,7 +47,7 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
     return torch.promote_types(compute_dtype(query), torch.float32)
 
 
-def _ring_mla_meta(given: Given) -> tuple[Tensor, Tensor]:
+def _outputs(given: Given) -> tuple[Tensor, Tensor]:
     query = given["q_nope"]
     rows, heads, _ = query.shape
     out = query.new_empty([rows, heads, given["value"].shape[2]])
@@ -65,12 +62,6 @@ def _flops(given: Given) -> float:
     return scores(count(query) / hint(query.shape[-1]) * keys, width)
 
 
-_SCHEMA = (
-    "atb::npu_ring_mla(Tensor q_nope, Tensor q_rope, Tensor k_nope, Tensor k_rope, Tensor value, Tensor mask, "
-    "Tensor seqlen, int head_num, int kv_head_num, *, Tensor? pre_out=None, Tensor? prev_lse=None, "
-    "float qk_scale=1., str? kernel_type=None, str? mask_type=None, str? input_layout=None, str? calc_type=None) "
-    "-> (Tensor, Tensor)"
-)
 _ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "value", "mask", "pre_out")
 _KERNEL = (
     "D == 128",
@@ -86,9 +77,14 @@ _KERNEL = (
 )
 
 RING_MLA = Operator(
-    schema=_SCHEMA,
-    fallback=by_schema(_SCHEMA, _ring_mla),
-    meta=by_schema(_SCHEMA, _ring_mla_meta),
+    schema=(
+        "atb::npu_ring_mla(Tensor q_nope, Tensor q_rope, Tensor k_nope, Tensor k_rope, Tensor value, Tensor mask, "
+        "Tensor seqlen, int head_num, int kv_head_num, *, Tensor? pre_out=None, Tensor? prev_lse=None, "
+        "float qk_scale=1., str? kernel_type=None, str? mask_type=None, str? input_layout=None, str? calc_type=None) "
+        "-> (Tensor, Tensor)"
+    ),
+    compute=_ring_mla,
+    outputs=_outputs,
     dims={
         "q_nope": "T N D",
         "q_rope": "T N Dr",
@@ -124,8 +120,7 @@ RING_MLA = Operator(
                 because="where the diagonal of other sequences begins is not documented",
             ),
         ),
-        "ascend910b": _KERNEL,
-        "ascend910_93": _KERNEL,
+        **dict.fromkeys(A2_A3, _KERNEL),
     },
     lowerings=frozenset({"eager"}),
     flops=_flops,

@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Limit, Operator
+from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import FLOATS, compute_dtype
 
 
 def _gating_top_k_softmax(
-    x: Tensor,
-    *,
-    k: int = 1,
-    finished: Tensor | None = None,
-    renorm: int | None = 0,
-    output_softmax: bool | None = False,
+    x: Tensor, k: int, renorm: int | None, output_softmax: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = compute_dtype(x)
     shares = x if renorm else x.to(wide).softmax(-1)  # a wider dtype would not change what is largest
@@ -25,14 +20,7 @@ def _gating_top_k_softmax(
     return y.to(x.dtype), index.to(torch.int32), whole.contiguous()
 
 
-def _gating_top_k_softmax_meta(
-    x: Tensor,
-    *,
-    k: int = 1,
-    finished: Tensor | None = None,
-    renorm: int | None = 0,
-    output_softmax: bool | None = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(x: Tensor, k: int, renorm: int | None, output_softmax: bool | None) -> tuple[Tensor, Tensor, Tensor]:
     chosen = (*x.shape[:-1], k)
     whole = x.shape if output_softmax and not renorm else [0]
     return x.new_empty(chosen), x.new_empty(chosen, dtype=torch.int32), x.new_empty(whole, dtype=torch.float32)
@@ -43,8 +31,8 @@ MOE_GATING_TOP_K_SOFTMAX_V2 = Operator(
         "npu::npu_moe_gating_top_k_softmax_v2(Tensor x, *, int k=1, Tensor? finished=None, int? renorm=0, "
         "bool? output_softmax=False) -> (Tensor, Tensor, Tensor)"
     ),
-    fallback=_gating_top_k_softmax,
-    meta=_gating_top_k_softmax_meta,
+    compute=_gating_top_k_softmax,
+    outputs=_outputs,
     dims={"x": "*B E"},
     dtypes={"x": FLOATS},
     limits={
@@ -55,10 +43,8 @@ MOE_GATING_TOP_K_SOFTMAX_V2 = Operator(
             Limit("not given(finished)", because="what it gives for finished rows is not documented"),
             Limit("rank(x) == 2", when="output_softmax == True", because="its Meta kernel forgets a dim of three"),
         ),
-        "ascend910b": ("k <= 1024",),
-        "ascend910_93": ("k <= 1024",),
+        **dict.fromkeys(A2_A3, ("k <= 1024",)),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source="op-plugin: torch_npu.npu_moe_gating_top_k_softmax(_v2); CANN: aclnnMoeGatingTopKSoftmaxV2",
     summary="renorm 0: y, index = top-k of softmax(x); renorm 1: y = softmax of the k largest x; in float32",
 )

@@ -6,15 +6,14 @@ Each row reads the keys that its list of indices names, and nothing else of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion._torch import count, hint, known_true
 from fusion.operators import sparse_limits
-from fusion.operators.contract import Limit, Operator, by_schema
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import HALVES, compute_dtype
 from fusion.operators.flops import scores
 from fusion.operators.sequences import Rows, rows_of
@@ -24,7 +23,7 @@ _PART = 1 << 26
 """Elements of gathered keys (256 MiB in float32) beyond which a prefill is computed in parts."""
 
 
-def _sparse_flash_attention(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _sparse_flash_attention(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     query, rope = given["query"], given["query_rope"]
     layouts = given["layout_query"], given["layout_kv"]
     lengths = given["actual_seq_lengths_query"], given["actual_seq_lengths_kv"]
@@ -51,7 +50,7 @@ def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
     return torch.where(used, tokens.flatten(-2), 0), used
 
 
-def _places(given: Mapping[str, Any], rows: Rows, tokens: Tensor) -> list[Tensor]:
+def _places(given: Given, rows: Rows, tokens: Tensor) -> list[Tensor]:
     """Where the tokens stand in the leading dims of the keys."""
     sequence, layout, key = rows.sequence[..., None], given["layout_kv"], given["key"]
     if layout == "TND":
@@ -63,7 +62,7 @@ def _places(given: Mapping[str, Any], rows: Rows, tokens: Tensor) -> list[Tensor
     return [blocks.clamp(0, key.shape[0] - 1), tokens % size]  # the table of an empty sequence may hold anything
 
 
-def _part(tokens: Tensor, given: Mapping[str, Any]) -> int:
+def _part(tokens: Tensor, given: Given) -> int:
     """Rows that are computed at once: all of them where their number is a symbol."""
     count, width = math.prod(given["query"].shape[:-2]), given["key"].shape[-1]
     sizes = (count, tokens.shape[-1], width)
@@ -72,9 +71,7 @@ def _part(tokens: Tensor, given: Mapping[str, Any]) -> int:
     return min(max(_PART // max(tokens.shape[-1] * width, 1), 1), max(count, 1))
 
 
-def _attended(
-    given: Mapping[str, Any], lists: tuple[Tensor, ...], queries: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attended(given: Given, lists: tuple[Tensor, ...], queries: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Output [R, N, D], largest score and sum [R, N, 1] of some rows."""
     *places, used = lists
     key, value, key_rope = given["key"], given["value"], given["key_rope"]
@@ -101,7 +98,7 @@ def _taken(cache: Tensor, places: list[Tensor]) -> Tensor:
     return rows.index_select(0, place.flatten()).reshape(*place.shape, rows.shape[-1])  # index is slower on a CPU
 
 
-def _statistics(given: Mapping[str, Any], top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def _statistics(given: Given, top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Largest score and sum of every row, [B, 1, S, N] or [1, T, N], empty unless asked for."""
     if not given["return_softmax_lse"]:
         return _nothing(given), _nothing(given)
@@ -110,11 +107,11 @@ def _statistics(given: Mapping[str, Any], top: Tensor, total: Tensor) -> tuple[T
     return largest, sums
 
 
-def _nothing(given: Mapping[str, Any]) -> Tensor:
+def _nothing(given: Given) -> Tensor:
     return given["query"].new_empty([0], dtype=torch.float32)
 
 
-def _sparse_flash_attention_meta(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _outputs(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     query = given["query"]
     if not given["return_softmax_lse"]:
         return query.new_empty(query.shape), _nothing(given), _nothing(given)
@@ -123,7 +120,7 @@ def _sparse_flash_attention_meta(given: Mapping[str, Any]) -> tuple[Tensor, Tens
     return query.new_empty(query.shape), query.new_empty(sizes, dtype=wide), query.new_empty(sizes, dtype=wide)
 
 
-def _flops(given: Mapping[str, Any]) -> float:
+def _flops(given: Given) -> float:
     """Every listed key of every query."""
     query, listed, rope = given["query"], given["sparse_indices"].shape[-1], given["query_rope"]
     keys = hint(listed) * hint(given["sparse_block_size"])
@@ -132,14 +129,6 @@ def _flops(given: Mapping[str, Any]) -> float:
 
 
 _NAMES = sparse_limits.Names("layout_kv", "actual_seq_lengths_kv")
-_SCHEMA = (
-    "npu::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
-    "float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
-    "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
-    'str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3, int pre_tokens=9223372036854775807, '
-    "int next_tokens=9223372036854775807, int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) "
-    "-> (Tensor, Tensor, Tensor)"
-)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NO_GRAPH = "graphs return no statistics of the softmax"
 _KERNEL = (
@@ -161,9 +150,16 @@ _A2 = (
 )
 
 SPARSE_FLASH_ATTENTION = Operator(
-    schema=_SCHEMA,
-    fallback=by_schema(_SCHEMA, _sparse_flash_attention),
-    meta=by_schema(_SCHEMA, _sparse_flash_attention_meta),
+    schema=(
+        "npu::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
+        "float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
+        "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
+        'str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3, int pre_tokens=9223372036854775807, '
+        "int next_tokens=9223372036854775807, int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    compute=_sparse_flash_attention,
+    outputs=_outputs,
     dims={
         "query": sparse_limits.by_layout("B S N D", "T N D"),
         "query_rope": sparse_limits.by_layout("B S N Dr", "T N Dr"),
@@ -184,11 +180,9 @@ SPARSE_FLASH_ATTENTION = Operator(
             "given(query_rope) and given(key_rope) or not given(query_rope) and not given(key_rope)",
             Limit("return_softmax_lse == False", when="layout_kv == 'PA_BSND'", because="its Meta kernel is wrong"),
         ),
-        "ascend910b": _A2,
-        "ascend910_93": _A2,
+        **dict.fromkeys(A2_A3, _A2),
         "ascend950": (*_KERNEL, "N <= 128", "sparse_block_size == 1"),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     flops=_flops,
     source="op-plugin: torch_npu.npu_sparse_flash_attention; kernel: ops-transformer sparse_flash_attention",
     summary=(

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Limit, Operator
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import FLOATS
 from fusion.operators.flops import product
 
 
-def _transpose_batchmatmul(
-    input: Tensor, weight: Tensor, *, bias: Tensor | None = None, scale: Tensor | None = None,
-    perm_x1: Sequence[int] | None = None, perm_x2: Sequence[int] | None = None, perm_y: Sequence[int] | None = None,
-    batch_split_factor: int | None = 1,
-) -> Tensor:  # fmt: skip
-    x1, x2 = (x.permute(list(perm or (0, 1, 2))) for x, perm in ((input, perm_x1), (weight, perm_x2)))
+def _permuted(
+    input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None
+) -> tuple[Tensor, Tensor]:
+    return input.permute(list(perm_x1 or (0, 1, 2))), weight.permute(list(perm_x2 or (0, 1, 2)))
+
+
+def transpose_batchmatmul(
+    input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None = None, perm_x2: Sequence[int] | None = None
+) -> Tensor:
+    """y[m, b] = x1[b, m] · w[b], contiguous."""
+    x1, x2 = _permuted(input, weight, perm_x1, perm_x2)
     return torch.bmm(x1, x2).transpose(0, 1).contiguous()
 
 
-def _transpose_batchmatmul_meta(
-    input: Tensor, weight: Tensor, *, bias: Tensor | None = None, scale: Tensor | None = None,
-    perm_x1: Sequence[int] | None = None, perm_x2: Sequence[int] | None = None, perm_y: Sequence[int] | None = None,
-    batch_split_factor: int | None = 1,
-) -> Tensor:  # fmt: skip
-    x1, x2 = (x.permute(list(perm or (0, 1, 2))) for x, perm in ((input, perm_x1), (weight, perm_x2)))
+def _outputs(input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None) -> Tensor:
+    x1, x2 = _permuted(input, weight, perm_x1, perm_x2)
     return input.new_empty(x1.shape[1], x1.shape[0], x2.shape[2])
 
 
-def _flops(given: Mapping[str, Any]) -> float:
+def _flops(given: Given) -> float:
     columns = 1 if list(given["perm_x2"] or ()) == [0, 2, 1] else 2
     return product(given["input"], given["weight"].shape[columns])
 
@@ -51,8 +52,8 @@ TRANSPOSE_BATCHMATMUL = Operator(
         "npu::npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, "
         "int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor"
     ),
-    fallback=_transpose_batchmatmul,
-    meta=_transpose_batchmatmul_meta,
+    compute=transpose_batchmatmul,
+    outputs=_outputs,
     dims={"input": "I J K", "weight": "W U V"},
     dtypes={"input": FLOATS, "weight": FLOATS},
     limits={
@@ -68,10 +69,8 @@ TRANSPOSE_BATCHMATMUL = Operator(
             Limit("K == U", when=f"not {_TURNED_2}"),
             Limit("K == V", when=_TURNED_2),
         ),
-        "ascend910b": _A2,
-        "ascend910_93": _A2,
+        **dict.fromkeys(A2_A3, _A2),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     flops=_flops,
     source="op-plugin: torch_npu.npu_transpose_batchmatmul (A2 and A3; perm_x2 [0, 2, 1] from CANN 8.5)",
     summary="y[m, b] = round(x1[b, m] · w[b]), x1 = input.permute(perm_x1), w = weight.permute(perm_x2), in float32",
