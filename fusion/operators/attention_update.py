@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators.contract import CHIPS, Operator
-from fusion.operators.dtypes import FLOATS, compute_dtype
+from fusion.operators.dtypes import FLOAT32, FLOATS, compute_dtype
 
 
 def _attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ ATTENTION_UPDATE = Operator(
     compute=_attention_update,
     outputs=_outputs,
     dims={"lse": "R", "local_out": "R D"},
-    dtypes={"lse": frozenset({torch.float32}), "local_out": FLOATS},
+    dtypes={"lse": FLOAT32, "local_out": FLOATS},
     limits={
         "host": ("length(lse) >= 1", "length(lse) == length(local_out)", "update_type in (0, 1)"),
         **dict.fromkeys(CHIPS, _KERNEL),

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from fusion.operators.contract import CHIPS, LOWERINGS, Limit, Operator, functional
+from fusion.operators.dtypes import INT32, INT64
 from fusion.operators.pages import Put, inside, paged, stored
 
 _STORED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int64, torch.bool})
 _PAGED = frozenset({torch.float16, torch.bfloat16, torch.int8})
-_INDEX = frozenset({torch.int32, torch.int64})
+_INDEX = INT32 | INT64
 _SAME = dict.fromkeys(CHIPS, ("dtype(updates) == dtype(input)",))
 _EVERYWHERE = frozenset(LOWERINGS)
 _BOTH = ("dtype(key_cache) == dtype(key)", "dtype(value_cache) == dtype(value)")
@@ -155,10 +156,7 @@ RESHAPE_AND_CACHE = Operator(
         "key_cache": "Blocks Size N D",
         "value_cache": "Blocks Size N E",
     },
-    dtypes={
-        **dict.fromkeys(("key", "value", "key_cache", "value_cache"), _PAGED),
-        "slot_indices": frozenset({torch.int32}),
-    },
+    dtypes={"key value key_cache value_cache": _PAGED, "slot_indices": INT32},
     limits=dict.fromkeys(CHIPS, _BOTH),
     lowerings=frozenset({"eager", "npugraph_ex"}),
     source="op-plugin: test_atb_reshape_and_cache.py (ND golden), ops/atb/ReshapeAndCachAtb.cpp; no Meta in 2.13.0",

@@ -69,9 +69,9 @@ class Operator:
     One that writes takes `put` too, and gives all its results, then every tensor that it puts rows into.
     """
     dims: Mapping[str, str]
-    """Argument -> named dims, in the notation of `fusion.operators.dims`."""
+    """Argument, or several, `"cos sin"` -> named dims, in the notation of `fusion.operators.dims`."""
     dtypes: Mapping[str, frozenset[torch.dtype]]
-    """Argument -> dtypes that some chip accepts."""
+    """Argument, or several -> dtypes that some chip accepts."""
     limits: Mapping[str, tuple[Limit | str, ...]]
     """Chip -> predicates over dims and attributes, in the notation of `fusion.operators.predicates`."""
     source: str
@@ -98,7 +98,9 @@ class Operator:
     """Dims that may be 0: of a tensor that a mode of the operator leaves alone. All others have elements."""
 
     def __post_init__(self) -> None:
-        """Refuse a declaration that speaks of unknown chips, lowerings, arguments or dims."""
+        """Give each of several names of a row its own; refuse a declaration that speaks of what is not known."""
+        object.__setattr__(self, "dims", _by_name(self.dims))
+        object.__setattr__(self, "dtypes", _by_name(self.dtypes))
         known = frozenset(self.arguments)
         self._require(set(self.limits) - {HOST, *CHIPS}, "chips", (HOST, *CHIPS))
         self._require(self.lowerings - set(LOWERINGS), "lowerings", LOWERINGS)
@@ -177,6 +179,10 @@ class Operator:
             wrong = ", ".join([*missing, *sorted(surplus)]) or f"{len(args)} positional arguments"
             raise OperatorError(f"calling {self.schema}: {wrong} missing or not expected; pass what the schema names")
         return values
+
+
+def _by_name(rows: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row for several, row in rows.items() for name in several.split()}
 
 
 def functional(op: Operator, name: str, summary: str, lowerings: frozenset[str] = frozenset()) -> Operator:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators.contract import A2_A3, Operator
-from fusion.operators.dtypes import FLOATS
+from fusion.operators.dtypes import FLOATS, INT8
 
 ND = 2
 FRACTAL_NZ = 29
@@ -27,7 +27,7 @@ FORMAT_CAST = Operator(
     compute=_format_cast,
     outputs=lambda input: input.new_empty(input.shape),
     dims={"input": "*D"},
-    dtypes={"input": FLOATS | {torch.int8}},
+    dtypes={"input": FLOATS | INT8},
     limits={
         "host": (f"acl_format in ({ND}, {FRACTAL_NZ})",),
         **dict.fromkeys(A2_A3, _LIMITS),

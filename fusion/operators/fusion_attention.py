@@ -9,7 +9,7 @@ import torch
 from fusion.operators.attention import Attention, computed, flops_of, promised
 from fusion.operators.calling import Given
 from fusion.operators.contract import Limit, Operator
-from fusion.operators.dtypes import FLOATS
+from fusion.operators.dtypes import FLOAT32, FLOATS
 from fusion.operators.layouts import heads_first, is_packed, lse_shape
 from fusion.operators.softmax import softmax_statistics
 from fusion.operators.visibility import Band, visible
@@ -88,13 +88,7 @@ FUSION_ATTENTION = Operator(
     compute=_computed,
     outputs=_outputs,
     dims={"query": _QUERY, "key": _KEY, "value": _VALUE, "sink": "Ns"},
-    dtypes={
-        "query": FLOATS,
-        "key": FLOATS,
-        "value": FLOATS,
-        "atten_mask": frozenset({torch.bool, torch.uint8}),
-        "sink": frozenset({torch.float32}),
-    },
+    dtypes={"query key value": FLOATS, "atten_mask": frozenset({torch.bool, torch.uint8}), "sink": FLOAT32},
     limits={
         "host": (
             "not given(pse) and not given(padding_mask) and not given(prefix) and not given(dropout_mask)",

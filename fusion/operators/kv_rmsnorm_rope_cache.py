@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator, functional
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT64, compute_dtype
 from fusion.operators.norm import normalised
 from fusion.operators.pages import Put, by_lines, stored
 from fusion.operators.quantisation import int8
@@ -137,8 +137,7 @@ KV_RMSNORM_ROPE_CACHE_V2 = Operator(
     dims={
         "gamma": "Hckv",
         "kv": "B 1 S W",
-        "cos": "B 1 1|S Dr",
-        "sin": "B 1 1|S Dr",
+        "cos sin": "B 1 1|S Dr",
         "index": _dims("B S", "I", "I"),
         "k_cache": _dims("B 1 Length Dr", *["Blocks Size 1 Dr"] * 2),
         "ckv_cache": _dims("B 1 Length Hckv", *["Blocks Size 1 Hckv"] * 2),
@@ -146,10 +145,10 @@ KV_RMSNORM_ROPE_CACHE_V2 = Operator(
         "c_kv_scale": "Hckv",
     },
     dtypes={
-        **dict.fromkeys(("kv", "gamma", "cos", "sin"), HALVES),
-        **dict.fromkeys(("k_cache", "ckv_cache"), HALVES | {torch.int8}),
-        **dict.fromkeys(("k_rope_scale", "c_kv_scale"), frozenset({torch.float32})),
-        "index": frozenset({torch.int64}),
+        "kv gamma cos sin": HALVES,
+        "k_cache ckv_cache": HALVES | INT8,
+        "k_rope_scale c_kv_scale": FLOAT32,
+        "index": INT64,
     },
     limits={"host": _HOST, **dict.fromkeys(A2_A3, _A2), "ascend950": _KERNEL},
     source=(

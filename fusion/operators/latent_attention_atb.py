@@ -9,6 +9,7 @@ The latent k is its own value and serves all heads. What a page looks like depen
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor
 from fusion._torch import count, hint, known_true
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import longest, scores
 from fusion.operators.layouts import lying_as
 from fusion.operators.pages import pages_of
+from fusion.operators.sequences import packed
 from fusion.operators.softmax import Visible, rounded_softmax
 from fusion.operators.visibility import counted
 
@@ -32,13 +34,12 @@ def _rows(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     """Of every row [T]: its sequence, its place among the rows of that, and the length of the context [T]."""
     query = given["q_nope"]
     lengths = counted(given["context_lens"], query.device).long()
-    token = torch.arange(query.shape[0], device=query.device)
     if given["calc_type"] != "calc_type_spec":
+        token = torch.arange(query.shape[0], device=query.device)
         return token, torch.zeros_like(token), lengths
-    sizes = counted(given["qseqlen"], query.device).long()
-    ends = sizes.cumsum(0)
-    sequence = (token[:, None] >= ends).sum(-1).clamp(max=ends.shape[0] - 1)
-    return sequence, token - (ends - sizes)[sequence], lengths[sequence]
+    ends = counted(given["qseqlen"], query.device).long().cumsum(0)
+    sequence, place, _, _ = packed(query.shape[0], ends)
+    return sequence, place, lengths[sequence]
 
 
 def _by_pages(cache: Tensor, mode: str) -> Tensor:
@@ -122,15 +123,13 @@ _DIMS = {
     "k_rope": _CACHE.format("Dr", "Blocks R Size M"),
     "block_tables": "B P",
     "mask": "Rows Columns",
-    "qk_descale": "N",
-    "pv_descale": "N",
+    "qk_descale pv_descale": "N",
 }
 _DTYPES = {
-    "q_nope": HALVES | {torch.int8},
-    "ctkv": HALVES | {torch.int8},
-    **dict.fromkeys(("q_rope", "k_rope", "mask"), HALVES),
-    **dict.fromkeys(("qk_descale", "pv_descale"), frozenset({torch.float32})),
-    "block_tables": frozenset({torch.int32}),
+    "q_nope ctkv": HALVES | INT8,
+    "q_rope k_rope mask": HALVES,
+    "qk_descale pv_descale": FLOAT32,
+    "block_tables": INT32,
 }
 _LAID_OUT = f"cache_mode in {_NZ}"
 _INT8 = "cache_mode == 'int8_nzcache'"
@@ -211,36 +210,33 @@ _SUMMARY = (
 )
 
 
-def _operator(schema: str, *, in_tensors: bool) -> Operator:
-    return Operator(
-        schema=schema,
-        compute=_computed,
-        outputs=_outputs,
-        dims=_DIMS,
-        dtypes=_DTYPES | ({"context_lens": frozenset({torch.int64, torch.int32})} if in_tensors else {}),
-        limits={"host": (*_HOST, *_FEW_ROWS), **dict.fromkeys(A2_A3, _KERNEL_OF_ROWS)},
-        lowerings=frozenset() if in_tensors else frozenset({"eager"}),
-        source=_SOURCE,
-        summary=_SUMMARY,
-        flops=_flops,
-        on_host=frozenset({"context_lens"}) if in_tensors else frozenset(),
-    )
-
-
-MULTI_HEAD_LATENT_ATTENTION = _operator(_SCHEMA, in_tensors=False)
-MULTI_HEAD_LATENT_ATTENTION_TENSOR_LENGTHS = _operator(_TENSOR_SCHEMA, in_tensors=True)
-MULTI_HEAD_LATENT_ATTENTION_LSE = Operator(
+MULTI_HEAD_LATENT_ATTENTION = Operator(
+    schema=_SCHEMA,
+    compute=_computed,
+    outputs=_outputs,
+    dims=_DIMS,
+    dtypes=_DTYPES,
+    limits={"host": (*_HOST, *_FEW_ROWS), **dict.fromkeys(A2_A3, _KERNEL_OF_ROWS)},
+    lowerings=frozenset({"eager"}),
+    source=_SOURCE,
+    summary=_SUMMARY,
+    flops=_flops,
+)
+MULTI_HEAD_LATENT_ATTENTION_TENSOR_LENGTHS = replace(
+    MULTI_HEAD_LATENT_ATTENTION,
+    schema=_TENSOR_SCHEMA,
+    dtypes=_DTYPES | {"context_lens": INT64 | INT32},
+    lowerings=frozenset(),
+    on_host=frozenset({"context_lens"}),
+)
+MULTI_HEAD_LATENT_ATTENTION_LSE = replace(
+    MULTI_HEAD_LATENT_ATTENTION,
     schema=_LSE_SCHEMA,
     compute=_computed_with_lse,
     outputs=_outputs_with_lse,
-    dims=_DIMS,
-    dtypes=_DTYPES,
     limits={
         "host": (*_HOST, *_RING, Limit("not given(workspace)", because="the operator allocates its own")),
         **dict.fromkeys(A2_A3, _KERNEL),
     },
-    lowerings=frozenset({"eager"}),
-    source=_SOURCE,
-    flops=_flops,
     summary=f"with max s + log Σ p as the second result, in the dtype of q_nope: {_SUMMARY}",
 )

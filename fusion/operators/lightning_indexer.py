@@ -17,7 +17,7 @@ from fusion._torch import count, hint, known_true
 from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.dtypes import FLOAT32, HALVES, compute_dtype
 from fusion.operators.flops import causal
 from fusion.operators.pages import pages_of
 from fusion.operators.sequences import Rows, rows_of
@@ -140,7 +140,7 @@ LIGHTNING_INDEXER = Operator(
         "weights": sparse_limits.by_layout("B S N", "T N"),
         **sparse_limits.dims(_NAMES, ("key",)),
     },
-    dtypes={"query": HALVES, "key": HALVES, "weights": HALVES | {torch.float32}, **sparse_limits.dtypes(_NAMES)},
+    dtypes={"query": HALVES, "key": HALVES, "weights": HALVES | FLOAT32, **sparse_limits.dtypes(_NAMES)},
     limits={
         "host": (*sparse_limits.host(_NAMES), "sparse_count > 0"),
         **dict.fromkeys(A2_A3, _A2),

@@ -18,7 +18,7 @@ from torch import Tensor
 from fusion._torch import count, hint
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator, functional
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.norm import normalised
 from fusion.operators.pages import Put, stored
 from fusion.operators.quantisation import int8
@@ -161,19 +161,19 @@ MLA_PREPROCESS = Operator(
     compute=_put,
     dims={
         "input": "T He",
-        **dict.fromkeys(("gamma0", "beta0"), "He"),
+        "gamma0 beta0": "He",
         "descale0": "Nk",
         "wdqkv": "1 A Nk L",
-        **dict.fromkeys(("gamma1", "beta1"), "Hcq"),
+        "gamma1 beta1": "Hcq",
         "descale1": "Nq",
         "wuq": "1 Q Nq L",
         "gamma2": "Hckv",
-        **dict.fromkeys(("cos", "sin"), "T Dr"),
+        "cos sin": "T Dr",
         "wuk": "N D Hckv",
-        **dict.fromkeys(("kv_cache", "kv_cache_out0"), _LATENTS),
-        **dict.fromkeys(("kv_cache_rope", "kv_cache_out1"), _ROPES),
+        "kv_cache kv_cache_out0": _LATENTS,
+        "kv_cache_rope kv_cache_out1": _ROPES,
         "slotmapping": "T",
-        **dict.fromkeys(("quant_scale0", "quant_offset0", "quant_scale1", "quant_offset1", "ctkv_scale"), "1"),
+        "quant_scale0 quant_offset0 quant_scale1 quant_offset1 ctkv_scale": "1",
         "bias0": "Nk",
         "bias1": "Nq",
         "q_nope_scale": "N",
@@ -182,10 +182,10 @@ MLA_PREPROCESS = Operator(
     },
     dtypes={
         **dict.fromkeys(_ROWS, HALVES),
-        **dict.fromkeys(("wdqkv", "wuq", "quant_offset0", "quant_offset1"), frozenset({torch.int8})),
-        **dict.fromkeys(("descale0", "descale1"), frozenset({torch.float32, torch.int64})),
-        **dict.fromkeys(("bias0", "bias1", "slotmapping"), frozenset({torch.int32})),
-        **dict.fromkeys(("kv_cache", "kv_cache_out0", "q_out0"), HALVES | {torch.int8}),
+        "wdqkv wuq quant_offset0 quant_offset1": INT8,
+        "descale0 descale1": FLOAT32 | INT64,
+        "bias0 bias1 slotmapping": INT32,
+        "kv_cache kv_cache_out0 q_out0": HALVES | INT8,
     },
     limits={"host": _HOST, **dict.fromkeys(A2_A3, _KERNEL)},
     flops=_flops,

@@ -17,7 +17,7 @@ from torch import Tensor
 from fusion._torch import count, hint
 from fusion.operators.calling import Given
 from fusion.operators.contract import CHIPS, Limit, Operator, functional
-from fusion.operators.dtypes import compute_dtype
+from fusion.operators.dtypes import BFLOAT16, FLOAT32, INT8, INT64, compute_dtype
 from fusion.operators.mla_prolog_numbers import computed
 
 
@@ -133,7 +133,7 @@ _KERNEL = (
     Limit("dtype(kv_cache) == 'bfloat16'", when=f"{_CACHE} == 0"),
     Limit("dtype(kr_cache) == 'bfloat16'", when=f"{_CACHE} != 2"),
 )
-_BF16, _EITHER = frozenset({torch.bfloat16}), frozenset({torch.bfloat16, torch.int8})
+_BF16, _EITHER = BFLOAT16, BFLOAT16 | INT8
 _SUMMARY = (
     "c = round(norm(x W_dq) · qc_qr_scale), [q ‖ qr] = c W_uq_qr, [k ‖ kr] = x W_dkv_kr; query = q W_uk, "
     "query_rope = rope(qr), query_norm = c; kv_cache[slot] = round(norm(k) · kc_scale), kr_cache[slot] = rope(kr); "
@@ -162,8 +162,7 @@ MLA_PROLOG_V3 = Operator(
         "token_x": _dims("T He", "B S He", ""),
         "weight_dq": "He Hcq",
         "weight_uk": "N D Hckv",
-        "rope_sin": _dims("T Dr", "B S Dr", ""),
-        "rope_cos": _dims("T Dr", "B S Dr", ""),
+        "rope_sin rope_cos": _dims("T Dr", "B S Dr", ""),
         "weight_uq_qr": "Hcq Huq",
         "weight_dkv_kr": "He Hkv",
         "rmsnorm_gamma_cq": "Hcq",
@@ -173,10 +172,10 @@ MLA_PROLOG_V3 = Operator(
         "cache_index": _INDEX,
     },
     dtypes={
-        **dict.fromkeys(("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr", "kv_cache", "kr_cache"), _EITHER),
-        **dict.fromkeys(("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"), _BF16),
-        **dict.fromkeys(("dequant_scale_x", *_SCALES, "quant_scale_ckv"), frozenset({torch.float32})),
-        "cache_index": frozenset({torch.int64}),
+        "token_x weight_dq weight_uq_qr weight_dkv_kr kv_cache kr_cache": _EITHER,
+        "weight_uk rmsnorm_gamma_cq rmsnorm_gamma_ckv rope_sin rope_cos": _BF16,
+        **dict.fromkeys(("dequant_scale_x", *_SCALES, "quant_scale_ckv"), FLOAT32),
+        "cache_index": INT64,
     },
     limits={"host": _HOST, **dict.fromkeys(CHIPS, _KERNEL)},
     flops=_flops,

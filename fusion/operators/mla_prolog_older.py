@@ -6,11 +6,11 @@ of ours instead: one whose schema declares the writes, which a device runs by th
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator, functional
+from fusion.operators.dtypes import BFLOAT16, INT64
 from fusion.operators.mla_prolog import MLA_PROLOG_V3
 from fusion.operators.mla_prolog_numbers import computed
 from fusion.operators.pages import Put
@@ -33,8 +33,7 @@ _DIMS = {
     "token_x": "T He / B S He",
     "weight_dq": "He Hcq",
     "weight_uk": "N D Hckv",
-    "rope_sin": "T Dr / B S Dr",
-    "rope_cos": "T Dr / B S Dr",
+    "rope_sin rope_cos": "T Dr / B S Dr",
     "weight_uq_qr": "Hcq Huq",
     "weight_dkv_kr": "He Hkv",
     "rmsnorm_gamma_cq": "Hcq",
@@ -82,7 +81,7 @@ def _both(name: str, source: str, kernel: tuple[Limit | str, ...]) -> tuple[Oper
         compute=_computed,
         outputs=_outputs,
         dims=_DIMS,
-        dtypes=dict.fromkeys(_DIMS, frozenset({torch.bfloat16})) | {"cache_index": frozenset({torch.int64})},
+        dtypes=dict.fromkeys(_DIMS, BFLOAT16) | {"cache_index": INT64},
         limits={"host": _HOST, **dict.fromkeys(A2_A3, kernel)},
         lowerings=frozenset({"eager", "npugraph_ex"}),  # GE sees no order between such a call and what reads its caches
         flops=MLA_PROLOG_V3.flops,

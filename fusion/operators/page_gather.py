@@ -9,22 +9,18 @@ import torch
 from torch import Tensor
 
 from fusion.operators.contract import CHIPS, Limit, Operator, functional
-from fusion.operators.dtypes import HALVES
+from fusion.operators.dtypes import HALVES, INT8, INT32
 from fusion.operators.pages import Put
+from fusion.operators.sequences import packed
 
 
 def _found(
     cache: Tensor, rows: Tensor, tables: Tensor, lengths: Tensor, offset: Tensor | None, in_sums: bool
 ) -> tuple[Tensor, Tensor]:
     """The rows [T, N, D] of the pages of one cache, and which of them belong to a sequence [T]."""
-    size, (batch, most) = cache.shape[1], tables.shape
+    size, most = cache.shape[1], tables.shape[1]
     ends = lengths[1:] - lengths[:1] if in_sums else lengths.cumsum(0)
-    tokens = torch.arange(rows.shape[0], device=cache.device)
-    sequence = torch.searchsorted(ends.long(), tokens, right=True)
-    used = sequence < batch
-    sequence = sequence.clamp(max=batch - 1)
-    counts = lengths.diff() if in_sums else lengths
-    place = tokens - (ends - counts).long()[sequence]
+    sequence, place, _, used = packed(rows.shape[0], ends.long())
     first = 0 if offset is None else offset.long()[sequence] // size
     column = first + place // size
     block = tables.long()[sequence, column.clamp(max=most - 1)]
@@ -76,10 +72,7 @@ GATHER_PA_KV_CACHE = Operator(
         "value": "T N E",
         "seq_offset": "B",
     },
-    dtypes={
-        **dict.fromkeys(("key_cache", "value_cache", "key", "value"), HALVES | {torch.int8}),
-        **dict.fromkeys(("block_tables", "seq_lens", "seq_offset"), frozenset({torch.int32})),
-    },
+    dtypes={"key_cache value_cache key value": HALVES | INT8, "block_tables seq_lens seq_offset": INT32},
     limits={"host": _HOST, **dict.fromkeys(CHIPS, _KERNEL)},
     lowerings=frozenset({"eager", "npugraph_ex"}),  # torchair has no converter
     source=(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
 from fusion.operators.flops import product
 from fusion.operators.norm import added, rstd
 
@@ -133,13 +133,7 @@ QUANT_MATMUL = Operator(
     compute=_quant_matmul,
     outputs=_product_outputs,
     dims={"x2": "K N", "x1": "*B M K", "scale": "1|N", "pertoken_scale": "M", "bias": "N"},
-    dtypes={
-        "x1": frozenset({torch.int8}),
-        "x2": frozenset({torch.int8}),
-        "scale": frozenset({torch.float32, torch.bfloat16}),
-        "pertoken_scale": frozenset({torch.float32}),
-        "bias": frozenset({torch.int32, torch.bfloat16, torch.float32}),
-    },
+    dtypes={"x1 x2": INT8, "scale": FLOAT32 | BFLOAT16, "pertoken_scale": FLOAT32, "bias": INT32 | BFLOAT16 | FLOAT32},
     limits={
         "host": (
             Limit(f"output_dtype in {tuple(_CODES)}", because=f"results of whole numbers are {_NOT}"),
@@ -211,14 +205,7 @@ ADD_RMS_NORM_DYNAMIC_QUANT = Operator(
     ),
     compute=_norm_quant,
     outputs=_norm_quant_outputs,
-    dims={
-        "gamma": "D",
-        "x1": "*B D",
-        "x2": "*B D",
-        "smooth_scale1": "D",
-        "smooth_scale2": "D",
-        "beta": "D",
-    },
+    dims={"gamma": "D", "x1 x2": "*B D", "smooth_scale1 smooth_scale2 beta": "D"},
     dtypes=dict.fromkeys(("x1", *_SAME), HALVES),
     limits={
         "host": (

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusion._torch import count, hint
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.dtypes import FLOAT32, HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores
 from fusion.operators.softmax import rounded_softmax
 from fusion.operators.visibility import Band, visible
@@ -96,11 +96,7 @@ RING_MLA = Operator(
         "pre_out": "T N E",
         "prev_lse": "N T",
     },
-    dtypes={
-        **dict.fromkeys(_ROWS, HALVES),
-        "prev_lse": frozenset({torch.float32}),
-        "seqlen": frozenset({torch.int32}),
-    },
+    dtypes={**dict.fromkeys(_ROWS, HALVES), "prev_lse": FLOAT32, "seqlen": INT32},
     limits={
         "host": (
             "head_num == N",

@@ -140,12 +140,7 @@ ROTARY_MUL = Operator(
     ),
     compute=_rotary_mul,
     outputs=lambda input: input.new_empty(input.shape),
-    dims={
-        "input": "I J K D / T N D",
-        "r1": "1|I 1|J 1|K D / T 1|N D",
-        "r2": "1|I 1|J 1|K D / T 1|N D",
-        "rotate": "D D",
-    },
+    dims={"input": "I J K D / T N D", "r1 r2": "1|I 1|J 1|K D / T 1|N D", "rotate": "D D"},
     dtypes={"input": FLOATS, "r1": FLOATS, "r2": FLOATS, "rotate": FLOATS},
     limits={
         "host": (
@@ -200,8 +195,7 @@ APPLY_ROTARY_POS_EMB = Operator(
     dims={
         "query": "layout=BSND: B S N D / layout=SBND: S B N D / layout=BNSD: B N S D / layout=TND: T N D",
         "key": "layout=BSND: B S Nkv D / layout=SBND: S B Nkv D / layout=BNSD: B Nkv S D / layout=TND: T Nkv D",
-        "cos": _COS,
-        "sin": _COS,
+        "cos sin": _COS,
     },
     dtypes={"query": FLOATS, "key": FLOATS, "cos": FLOATS, "sin": FLOATS},
     limits={

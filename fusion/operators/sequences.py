@@ -38,31 +38,33 @@ def rows_of(
     key less than the next.
     """
     of_query, of_key = lengths
-    sequence, position, size = _packed(query, of_query) if layouts[0] == "TND" else _batched(query, of_query)
-    held = (position >= 0) & (position < size)
+    sequence, position, size, held = _packed(query, of_query) if layouts[0] == "TND" else _batched(query, of_query)
     length, first = _keys(key, layouts[1], of_key, sequence)
     seen = length - size + position + 1 if causal else length
     return Rows(sequence, torch.where(held, seen, 0).clamp(min=0), first)
 
 
-def _batched(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Sequence and position of every row [B, S], and the number of rows of its sequence."""
+def packed(tokens: int, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every token [T] of sequences that end at `ends`: sequence, place in it, its length; whether it is of one."""
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    token = torch.arange(tokens, device=ends.device)
+    passed = (token[:, None] >= ends).sum(-1)
+    sequence = passed.clamp_max(ends.shape[0] - 1)
+    return sequence, token - (ends - sizes)[sequence], sizes[sequence], passed < ends.shape[0]
+
+
+def _packed(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert given is not None
+    return packed(query.shape[0], given.long())
+
+
+def _batched(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of every row [B, S]."""
     batch, size = query.shape[:2]
     sequence = torch.arange(batch, device=query.device)[:, None].expand(batch, size)
     position = torch.arange(size, device=query.device).expand(batch, size)
-    return sequence, position, torch.full_like(sequence, size) if given is None else given.long()[sequence]
-
-
-def _packed(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of every row [T]; a row past all sequences gets a position before the first one."""
-    assert given is not None
-    ends = given.long()
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    token = torch.arange(query.shape[0], device=query.device)
-    passed = (token[:, None] >= ends).sum(-1)
-    sequence = passed.clamp(max=ends.shape[0] - 1)
-    position = torch.where(passed == sequence, token - (ends - sizes)[sequence], -1)
-    return sequence, position, sizes[sequence]
+    sizes = torch.full_like(sequence, size) if given is None else given.long()[sequence]
+    return sequence, position, sizes, position < sizes
 
 
 def _keys(key: Tensor, layout: str, given: Tensor | None, sequence: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from fusion._torch import count, hint, known_true
 from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.dtypes import HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores
 from fusion.operators.sequences import Rows, rows_of
 from fusion.operators.softmax import Visible, rounded_softmax
@@ -166,11 +166,7 @@ SPARSE_FLASH_ATTENTION = Operator(
         "sparse_indices": sparse_limits.by_layout("B S 1 K", "T 1 K"),
         **sparse_limits.dims(_NAMES, ("key", "value"), rope="key_rope"),
     },
-    dtypes={
-        **dict.fromkeys(("query", "key", "value", "query_rope", "key_rope"), HALVES),
-        "sparse_indices": frozenset({torch.int32}),
-        **sparse_limits.dtypes(_NAMES),
-    },
+    dtypes={"query key value query_rope key_rope": HALVES, "sparse_indices": INT32, **sparse_limits.dtypes(_NAMES)},
     limits={
         "host": (
             *sparse_limits.host(_NAMES),

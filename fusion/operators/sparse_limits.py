@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion.operators.contract import Limit
+from fusion.operators.dtypes import INT32
 
 _PAGED = "PA_BSND"
 _LAYOUTS = (("BSND", "BSND"), ("TND", "TND"), ("BSND", _PAGED), ("TND", _PAGED))
@@ -41,7 +42,7 @@ def dims(names: Names, keys: Sequence[str], rope: str = "") -> dict[str, str]:
 
 def dtypes(names: Names) -> dict[str, frozenset[torch.dtype]]:
     """The table and the lengths are int32."""
-    of_int = frozenset({torch.int32})
+    of_int = INT32
     return {"block_table": of_int, "actual_seq_lengths_query": of_int, names.lengths: of_int}
 
 

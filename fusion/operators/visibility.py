@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion._torch import known_true
+from fusion.operators.sequences import packed
 from fusion.operators.softmax import Visible
 
 UNLIMITED = 2147483647
@@ -98,14 +99,8 @@ def counted(given: Sequence[Size] | Tensor, device: torch.device) -> Tensor:
 def _packed(size: Size, given: Given, device: torch.device) -> _Places:
     """Sequences that stand one after the other, from the prefix sums of their lengths."""
     assert given is not None
-    ends = counted(given, device)
-    lengths = torch.diff(ends, prepend=ends.new_zeros(1))
-    token = torch.arange(size, device=device)
-    sequence = (token[:, None] >= ends).sum(-1)
-    held = sequence < ends.shape[0]
-    sequence = sequence.clamp_max(ends.shape[0] - 1)
-    position = token - (ends - lengths)[sequence]
-    return _Places(*(each.reshape(1, 1, 1, -1) for each in (position, lengths[sequence], held, sequence)))
+    sequence, position, length, held = packed(size, counted(given, device))
+    return _Places(*(each.reshape(1, 1, 1, -1) for each in (position, length, held, sequence)))
 
 
 def _paged(key: Tensor, given: Given, table: Tensor | None) -> _Places:
