@@ -209,10 +209,7 @@ def _pages(names: Names) -> tuple[Limit | str, ...]:
             "block_size % 128 == 0 and 0 < block_size and block_size <= 512",
             when=f"{paged} and {_BATCHED} and {_PLAIN} and S > 1",
         ),
-        Limit(
-            "block_size % 16 == 0 and block_size <= 1024",
-            when=f"{paged} and ({_PACKED} or given(query_rope))",
-        ),
+        Limit("block_size % 16 == 0 and block_size <= 1024", when=f"{paged} and ({_PACKED} or given(query_rope))"),
         Limit("rank(key) == 3", when=f"{paged} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
         Limit("rank(key) < 5", when=f"{paged} and {_PLAIN}", because="fractal NZ caches are for latent attention"),
         Limit("K <= 65535", when=f"{paged} and rank(key) == 3"),

@@ -25,10 +25,6 @@ def _attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tup
     return out.to(local_out[0].dtype).contiguous(), both.to(lse[0].dtype)
 
 
-def _outputs(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    return local_out[0].new_empty(local_out[0].shape), lse[0].new_empty(lse[0].shape)
-
-
 _KERNEL = (
     "length(lse) <= 16",
     "dtype(local_out) in ('float32', 'float16', 'bfloat16')",
@@ -40,7 +36,7 @@ _KERNEL = (
 ATTENTION_UPDATE = Operator(
     schema="npu::npu_attention_update(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)",
     compute=_attention_update,
-    outputs=_outputs,
+    outputs=lambda lse, local_out: tuple(each[0].new_empty(each[0].shape) for each in (local_out, lse)),
     dims={"lse": "R", "local_out": "R D"},
     dtypes={"lse": FLOAT32, "local_out": FLOATS},
     limits={

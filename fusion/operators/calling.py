@@ -28,8 +28,8 @@ def parsed(schema: str) -> Any:
 def fallback(schema: str, compute: Callable[..., Any], copied: Sequence[str]) -> Callable[..., Any]:
     """`compute` with the arguments of `schema`; it writes into them, or makes copies of those that are `copied`."""
     if "put" not in signature(compute).parameters:
-        return _by_schema(schema, _by_name(compute))
-    call, count = _by_name(compute), len(parsed(schema).returns)
+        return _by_schema(schema, by_name(compute))
+    call, count = by_name(compute), len(parsed(schema).returns)
 
     def computed(given: Given) -> Any:
         if not copied:
@@ -43,7 +43,7 @@ def fallback(schema: str, compute: Callable[..., Any], copied: Sequence[str]) ->
 
 def meta(schema: str, outputs: Callable[..., Any], copied: Sequence[str]) -> Callable[..., Any]:
     """Empty results: `outputs`, then the arguments that `schema` says are returned, and copies of those `copied`."""
-    call, returned = _by_name(outputs), _returned(schema)
+    call, returned = by_name(outputs), _returned(schema)
 
     def promised(given: Given) -> Any:
         made = call(given)
@@ -78,7 +78,7 @@ def _results(made: tuple[Any, ...]) -> Any:
     return made if len(made) > 1 else next(iter(made), None)
 
 
-def _by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, called with those of the arguments that it names; one that names `given` takes all of them."""
     names = list(signature(function).parameters)
 

@@ -90,8 +90,8 @@ class Operator:
     """Name of the operator that computes the same into the tensors that this one copies, "" where there is none."""
     hides_writes: bool = False
     """Whether this overload is ours, because the vendor's default one, which a device runs, hides what it writes."""
-    flops: Callable[[Mapping[str, Any]], float] | None = None
-    """Arguments by name -> multiplications and additions of a call; None where the bytes that it moves decide."""
+    flops: Callable[..., float] | None = None
+    """Multiplications and additions of a call, of what it names; None where the bytes that it moves decide."""
     on_host: frozenset[str] = field(default_factory=frozenset[str])
     """Tensors that a launch outside `lowerings` reads on the host: with those there, "eager" takes the operator too."""
     empty: frozenset[str] = field(default_factory=frozenset[str])
@@ -158,6 +158,10 @@ class Operator:
     def written(self) -> tuple[str, ...]:
         """Arguments that the schema says are written to, in its order."""
         return tuple(name for name, each in self.arguments.items() if each.alias_info and each.alias_info.is_write)
+
+    def work(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        """The `flops` of a call, 0 where there are none."""
+        return 0.0 if self.flops is None else calling.by_name(self.flops)(self.bind(args, kwargs))
 
     def overload(self) -> OpOverload:
         """The dispatcher's operator; `OperatorError` before `ensure()` has registered it."""

@@ -15,6 +15,11 @@ def product(x: Tensor, columns: Any) -> float:
     return 2.0 * count(x) * hint(columns)
 
 
+def products(rows: Any, *weights: Tensor) -> float:
+    """So many rows times each of the weights."""
+    return 2.0 * hint(rows) * sum(map(count, weights))
+
+
 def scores(pairs: float, width: Any) -> float:
     """So many pairs of a query and a key, each a score and its part of a sum, of so many lanes together."""
     return 2.0 * pairs * hint(width)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fusion.operators.contract import A2_A3, Operator
 from fusion.operators.dtypes import FLOATS, INT8
 
 ND = 2
 FRACTAL_NZ = 29
-
-
-def _format_cast(input: Tensor) -> Tensor:
-    # Other devices know no such formats; a result must not share memory with what it was made of.
-    return input.clone(memory_format=torch.contiguous_format)
 
 
 _LIMITS = ("rank(input) >= 2", "not given(customize_dtype)", "not given(input_dtype)")
@@ -24,7 +18,8 @@ FORMAT_CAST = Operator(
         "npu::npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) "
         "-> Tensor"
     ),
-    compute=_format_cast,
+    # Other devices know no such formats; a result must not share memory with what it was made of.
+    compute=lambda input: input.clone(memory_format=torch.contiguous_format),
     outputs=lambda input: input.new_empty(input.shape),
     dims={"input": "*D"},
     dtypes={"input": FLOATS | INT8},

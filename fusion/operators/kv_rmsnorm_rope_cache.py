@@ -36,11 +36,6 @@ def _rows(given: Given) -> tuple[Tensor, Tensor]:
     return turned, normalised(latent, gamma, given["epsilon"])
 
 
-def _kept(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows as a cache keeps them: rounded once, or as whole numbers."""
-    return rows.to(dtype) if scale is None else int8(rows * scale.to(rows.dtype))
-
-
 def _slots(given: Given) -> Tensor:
     """Where the tokens [B · S] go among all places of a cache; negative for those that are skipped."""
     index, mode, cache = given["index"], given["cache_mode"], given["k_cache"]
@@ -69,17 +64,13 @@ def _cached(put: Put, cache: Tensor, rows: Tensor, slots: Tensor, mode: str) -> 
 def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
     """Rotated keys and latents, zeros if nobody asked for them, and both caches."""
     rows, slots, dtype = _rows(given), _slots(given), given["kv"].dtype
-    caches = (
-        _cached(put, given[name], _kept(each, given[scale], dtype), slots, given["cache_mode"])
-        for (name, scale), each in zip(_STORED, rows, strict=True)
-    )
-    keys, latents = caches
-    rounded = (each.to(dtype).contiguous() for each in rows)
-    return *(each if given["is_output_kv"] else torch.zeros_like(each) for each in rounded), keys, latents
-
-
-def _outputs(kv: Tensor, cos: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:
-    return tuple(kv.new_empty([*kv.shape[:-1], each.shape[-1]]) for each in (cos, gamma))
+    results, caches = [], []
+    for (name, scale), each in zip(_STORED, rows, strict=True):
+        rounded, factor = each.to(dtype).contiguous(), given[scale]
+        kept = rounded if factor is None else int8(each * factor.to(each.dtype))
+        caches.append(_cached(put, given[name], kept, slots, given["cache_mode"]))
+        results.append(rounded if given["is_output_kv"] else torch.zeros_like(rounded))
+    return *results, *caches
 
 
 def _dims(norm: str, tokens: str, blocks: str) -> str:
@@ -133,7 +124,7 @@ KV_RMSNORM_ROPE_CACHE_V2 = Operator(
         "int? k_cache_dtype=None, int? ckv_cache_dtype=None) -> (Tensor, Tensor)"
     ),
     compute=_computed,
-    outputs=_outputs,
+    outputs=lambda kv, cos, gamma: tuple(kv.new_empty([*kv.shape[:-1], each.shape[-1]]) for each in (cos, gamma)),
     dims={
         "gamma": "Hckv",
         "kv": "B 1 S W",

@@ -21,13 +21,12 @@ from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import longest, scores
 from fusion.operators.layouts import lying_as
-from fusion.operators.pages import pages_of
+from fusion.operators.pages import ATB_NZ, in_pages, pages_of
 from fusion.operators.sequences import packed
 from fusion.operators.softmax import Visible, rounded_softmax
 from fusion.operators.visibility import counted
 
 _SPECULATIVE = "calc_type == 'calc_type_spec'"
-_NZ = ("int8_nzcache", "nzcache")
 
 
 def _rows(given: Given) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +43,7 @@ def _rows(given: Given) -> tuple[Tensor, Tensor, Tensor]:
 
 def _by_pages(cache: Tensor, mode: str) -> Tensor:
     """Any cache as pages [Blocks, Size, 1, D]."""
-    return cache.transpose(1, 2).flatten(2).unsqueeze(2) if mode in _NZ else cache
+    return cache.transpose(1, 2).flatten(2).unsqueeze(2) if mode in ATB_NZ else cache
 
 
 def _bias(given: Given, place: Tensor, length: Tensor, keys: Any, size: Any) -> Tensor | None:
@@ -82,7 +81,7 @@ def _attention(given: Given) -> tuple[Tensor, Tensor]:
         query = query.to(wide) * given["qk_descale"].to(wide)[:, None]
     seen = torch.arange(latent.shape[2], device=query.device) < length[:, None]
     pairs = [(query.unsqueeze(2), latent), (rope.to(wide).unsqueeze(2), turned)]
-    size = given["ctkv"].shape[2 if mode in _NZ else 1]
+    size = given["ctkv"].shape[2 if mode in ATB_NZ else 1]
     out, top, total = rounded_softmax(
         pairs, latent, Visible(seen[:, None, None]), given["qk_scale"], torch.int8 if narrow else rope.dtype,
         _bias(given, place, length, latent.shape[2], size),
@@ -91,47 +90,29 @@ def _attention(given: Given) -> tuple[Tensor, Tensor]:
     return lying_as(out.to(rope.dtype), given["q_nope"]), (top + total.log()).squeeze(2)
 
 
-def _computed(given: Given) -> Tensor:
-    return _attention(given)[0]
-
-
-def _computed_with_lse(given: Given) -> tuple[Tensor, Tensor]:
+def _with_lse(given: Given) -> tuple[Tensor, Tensor]:
     out, lse = _attention(given)
     return out, lse.to(given["q_nope"].dtype)
 
 
-def _outputs(q_nope: Tensor, q_rope: Tensor) -> Tensor:
+def _output(q_nope: Tensor, q_rope: Tensor) -> Tensor:
     return torch.empty_like(q_nope, dtype=q_rope.dtype)
-
-
-def _outputs_with_lse(q_nope: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
-    return _outputs(q_nope, q_rope), q_nope.new_empty([*q_nope.shape[:2], 1])
 
 
 def _flops(given: Given) -> float:
     """Every key of the context of every row."""
-    query, page = given["q_nope"], given["ctkv"].shape[2 if given["cache_mode"] in _NZ else 1]
+    query, page = given["q_nope"], given["ctkv"].shape[2 if given["cache_mode"] in ATB_NZ else 1]
     keys = longest(given["context_lens"], given["block_tables"].shape[1] * page)
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] + given["q_rope"].shape[-1])
 
 
-_CACHE = "cache_mode=krope_ctkv:Blocks Size 1 {0} / cache_mode=int8_nzcache:{1} / cache_mode=nzcache:{1}"
-_DIMS = {
-    "q_nope": "T N C",
-    "q_rope": "T N Dr",
-    "ctkv": _CACHE.format("C", "Blocks A Size L"),
-    "k_rope": _CACHE.format("Dr", "Blocks R Size M"),
-    "block_tables": "B P",
-    "mask": "Rows Columns",
-    "qk_descale pv_descale": "N",
-}
 _DTYPES = {
     "q_nope ctkv": HALVES | INT8,
     "q_rope k_rope mask": HALVES,
     "qk_descale pv_descale": FLOAT32,
     "block_tables": INT32,
 }
-_LAID_OUT = f"cache_mode in {_NZ}"
+_LAID_OUT = f"cache_mode in {ATB_NZ}"
 _INT8 = "cache_mode == 'int8_nzcache'"
 _MASKED = "mask_type in ('mask_type_spec', 'mask_type_free')"
 _ONE_ROW = "without speculative rows each sequence has one row"
@@ -197,10 +178,6 @@ _SCHEMA = f"{_NAME}({_PLAIN}) -> Tensor"
 _TENSOR_SCHEMA = f"{_NAME}.tensor_lengths({_PLAIN.replace('SymInt[] context_lens', 'Tensor context_lens')}) -> Tensor"
 _WITH_LSE = _ARGUMENTS.format(lengths="SymInt[]", lse="bool return_lse, ", workspace=", Tensor? workspace=None")
 _LSE_SCHEMA = f"{_NAME}.lse({_WITH_LSE}) -> (Tensor, Tensor)"
-_SOURCE = (
-    "ATB: MultiLatentAttentionOperation, its checks and kernel; op-plugin: ops/atb/MultiHeadLatentAttentionAtb.cpp, "
-    "test_atb_mla_*.py"
-)
 _SUMMARY = (
     "out = round(Σ round(p) k / Σ p), p = exp(s - max s), s = qk_scale · (q kᵀ + q_rope k_ropeᵀ) + mask, in float32, "
     "over the first context_lens[b] keys of a sequence; int8: q kᵀ times qk_descale, p in steps of 1/127, out times "
@@ -212,13 +189,24 @@ _SUMMARY = (
 
 MULTI_HEAD_LATENT_ATTENTION = Operator(
     schema=_SCHEMA,
-    compute=_computed,
-    outputs=_outputs,
-    dims=_DIMS,
+    compute=lambda given: _attention(given)[0],
+    outputs=_output,
+    dims={
+        "q_nope": "T N C",
+        "q_rope": "T N Dr",
+        "ctkv": in_pages("Blocks Size 1 C", "Blocks A Size L"),
+        "k_rope": in_pages("Blocks Size 1 Dr", "Blocks R Size M"),
+        "block_tables": "B P",
+        "mask": "Rows Columns",
+        "qk_descale pv_descale": "N",
+    },
     dtypes=_DTYPES,
     limits={"host": (*_HOST, *_FEW_ROWS), **dict.fromkeys(A2_A3, _KERNEL_OF_ROWS)},
     lowerings=frozenset({"eager"}),
-    source=_SOURCE,
+    source=(
+        "ATB: MultiLatentAttentionOperation, its checks and kernel; op-plugin: "
+        "ops/atb/MultiHeadLatentAttentionAtb.cpp, test_atb_mla_*.py"
+    ),
     summary=_SUMMARY,
     flops=_flops,
 )
@@ -232,8 +220,8 @@ MULTI_HEAD_LATENT_ATTENTION_TENSOR_LENGTHS = replace(
 MULTI_HEAD_LATENT_ATTENTION_LSE = replace(
     MULTI_HEAD_LATENT_ATTENTION,
     schema=_LSE_SCHEMA,
-    compute=_computed_with_lse,
-    outputs=_outputs_with_lse,
+    compute=_with_lse,
+    outputs=lambda q_nope, q_rope: (_output(q_nope, q_rope), q_nope.new_empty([*q_nope.shape[:2], 1])),
     limits={
         "host": (*_HOST, *_RING, Limit("not given(workspace)", because="the operator allocates its own")),
         **dict.fromkeys(A2_A3, _KERNEL),

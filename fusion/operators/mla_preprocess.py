@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion._torch import count, hint
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator, functional
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
+from fusion.operators.flops import products
 from fusion.operators.norm import normalised
-from fusion.operators.pages import Put, stored
+from fusion.operators.pages import ATB_NZ, Put, in_pages, stored
 from fusion.operators.quantisation import int8
 from fusion.operators.rope import half
 
 EPSILON = 1e-6
 """Of every norm: compiled into the kernel, whatever the binding passes."""
-_NZ = ("int8_nzcache", "nzcache")
 
 
 def _product(x: Tensor, given: Given, number: int, weight: str) -> Tensor:
@@ -75,7 +74,7 @@ def _computed(given: Given) -> tuple[Tensor, ...]:
 
 
 def _places(given: Given, cache: Tensor, rows: Tensor) -> Any:
-    mode = "PA_NZ" if given["cache_mode"] in _NZ else "Norm"
+    mode = "PA_NZ" if given["cache_mode"] in ATB_NZ else "Norm"
     return stored(cache, rows.unsqueeze(1), given["slotmapping"].long(), mode)
 
 
@@ -90,20 +89,6 @@ def _put(put: Put, given: Given) -> tuple[Tensor, ...]:
     )
 
 
-def _flops(given: Given) -> float:
-    """The three products."""
-    tokens = hint(given["input"].shape[0])
-    return 2.0 * tokens * sum(count(given[name]) for name in ("wdqkv", "wuq", "wuk"))
-
-
-_LATENTS = "cache_mode=krope_ctkv:Blocks Size 1 Hckv / cache_mode=int8_nzcache:{0} / cache_mode=nzcache:{0}".format(
-    "Blocks C Size Lc"
-)
-_ROPES = "cache_mode=krope_ctkv:Blocks Size 1 Dr / cache_mode=int8_nzcache:{0} / cache_mode=nzcache:{0}".format(
-    "Blocks R Size Lr"
-)
-_ROWS = ("input", "gamma0", "beta0", "gamma1", "beta1", "gamma2", "cos", "sin", "wuk", "kv_cache_rope", "q_out1",
-         "kv_cache_out1", "quant_scale0", "quant_scale1", "ctkv_scale", "q_nope_scale")  # fmt: skip
 _STATIC = ("quant_scale0", "quant_offset0", "bias0", "quant_scale1", "quant_offset1", "bias1")
 _ASYMMETRIC = "quant_mode == 'per_tensor_quant_asymm'"
 _SYMMETRIC = "quant_mode in (None, 'per_token_quant_symm')"
@@ -118,7 +103,7 @@ _HOST = (
     "Nk == Hckv + Dr + Hcq",
     "Nq == N * (D + Dr)",
     "Dr % 2 == 0",
-    Limit("C * Lc == Hckv and R * Lr == Dr", when=f"cache_mode in {_NZ}"),
+    Limit("C * Lc == Hckv and R * Lr == Dr", when=f"cache_mode in {ATB_NZ}"),
     "dtype(wdqkv) == 'int8' and dtype(wuq) == 'int8'",
     Limit("dtype(kv_cache) == 'int8' and dtype(q_out0) == 'int8'", when=_INT8),
     Limit("dtype(kv_cache) == dtype(input) and dtype(q_out0) == dtype(input)", when="cache_mode != 'int8_nzcache'"),
@@ -134,8 +119,8 @@ _KERNEL = (
     "N in (32, 64, 128)",
     "L == 32",
     Limit("Size <= 128 or Size == 256", when="cache_mode == 'krope_ctkv'"),
-    Limit("Size == 128", when=f"cache_mode in {_NZ}"),
-    Limit("Lc * itemsize(kv_cache) == 32 and Lr == 16", when=f"cache_mode in {_NZ}", because="so is a line of NZ"),
+    Limit("Size == 128", when=f"cache_mode in {ATB_NZ}"),
+    Limit("Lc * itemsize(kv_cache) == 32 and Lr == 16", when=f"cache_mode in {ATB_NZ}", because="so is a line of NZ"),
     *(Limit(f"dtype({name}) == dtype(input)") for name in ("gamma0", "cos", "wuk", "kv_cache_rope")),
     Limit("dtype(descale0) == 'float32' and dtype(descale1) == 'float32'", when="dtype(input) == 'bfloat16'"),
     Limit("dtype(descale0) == 'int64' and dtype(descale1) == 'int64'", when="dtype(input) == 'float16'"),
@@ -170,8 +155,8 @@ MLA_PREPROCESS = Operator(
         "gamma2": "Hckv",
         "cos sin": "T Dr",
         "wuk": "N D Hckv",
-        "kv_cache kv_cache_out0": _LATENTS,
-        "kv_cache_rope kv_cache_out1": _ROPES,
+        "kv_cache kv_cache_out0": in_pages("Blocks Size 1 Hckv", "Blocks C Size Lc"),
+        "kv_cache_rope kv_cache_out1": in_pages("Blocks Size 1 Dr", "Blocks R Size Lr"),
         "slotmapping": "T",
         "quant_scale0 quant_offset0 quant_scale1 quant_offset1 ctkv_scale": "1",
         "bias0": "Nk",
@@ -181,14 +166,15 @@ MLA_PREPROCESS = Operator(
         "q_out1": "T N Dr",
     },
     dtypes={
-        **dict.fromkeys(_ROWS, HALVES),
+        "input gamma0 beta0 gamma1 beta1 gamma2 cos sin wuk kv_cache_rope q_out1 kv_cache_out1": HALVES,
+        "quant_scale0 quant_scale1 ctkv_scale q_nope_scale": HALVES,
         "wdqkv wuq quant_offset0 quant_offset1": INT8,
         "descale0 descale1": FLOAT32 | INT64,
         "bias0 bias1 slotmapping": INT32,
         "kv_cache kv_cache_out0 q_out0": HALVES | INT8,
     },
     limits={"host": _HOST, **dict.fromkeys(A2_A3, _KERNEL)},
-    flops=_flops,
+    flops=lambda input, wdqkv, wuq, wuk: products(input.shape[0], wdqkv, wuq, wuk),
     lowerings=frozenset({"eager"}),
     source=(
         "ATB: MlaPreprocessOperation, its checks, kernel and test_mla_preprocess.py; op-plugin: "

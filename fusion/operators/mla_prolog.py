@@ -18,6 +18,7 @@ from fusion._torch import count, hint
 from fusion.operators.calling import Given
 from fusion.operators.contract import CHIPS, Limit, Operator, functional
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, INT8, INT64, compute_dtype
+from fusion.operators.flops import products
 from fusion.operators.mla_prolog_numbers import computed
 
 
@@ -33,14 +34,6 @@ def _outputs(given: Given) -> tuple[Tensor, ...]:
     real = flag and given["weight_quant_mode"]
     norm_scale = up.new_empty([tokens, 1] if real else [1], dtype=wide if real else torch.float32)
     return query, up.new_empty([*heads, rope]), scales, norm, norm_scale
-
-
-def _flops(given: Given) -> float:
-    """The four products."""
-    x = given["token_x"]
-    tokens = count(x) / hint(x.shape[-1])
-    weights = (count(given[name]) for name in ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"))
-    return 2.0 * tokens * sum(weights)
 
 
 _PAGED = ("PA_BSND", "PA_NZ")
@@ -178,7 +171,9 @@ MLA_PROLOG_V3 = Operator(
         "cache_index": INT64,
     },
     limits={"host": _HOST, **dict.fromkeys(CHIPS, _KERNEL)},
-    flops=_flops,
+    flops=lambda token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr: products(
+        count(token_x) / hint(token_x.shape[-1]), weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr
+    ),
     source=(
         "op-plugin: torch_npu.npu_mla_prolog_v3; kernel: ops-transformer mla_prolog (a negative slot is skipped; every "
         "product is rounded); weight_dq, weight_uq_qr, weight_dkv_kr in FRACTAL_NZ"

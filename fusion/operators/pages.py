@@ -14,6 +14,15 @@ Places = Sequence[Tensor | None]
 """Indices of the leading dims of a cache; None takes a whole dim."""
 
 
+ATB_NZ = ("int8_nzcache", "nzcache")
+"""Modes in which the operators of atb keep pages in lines of NZ."""
+
+
+def in_pages(rows: str, lines: str) -> str:
+    """Dims of a cache of atb: pages of rows, or in lines of NZ."""
+    return " / ".join([f"cache_mode=krope_ctkv:{rows}", *(f"cache_mode={mode}:{lines}" for mode in ATB_NZ)])
+
+
 def written(cache: Tensor, places: Places | None, rows: Tensor) -> Tensor:
     """A copy of `cache` with `rows` at `places`; without places, `rows` lying as a copy of the cache would."""
     if places is None:

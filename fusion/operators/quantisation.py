@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
 from fusion.operators.flops import product
@@ -51,18 +50,16 @@ def _dynamic_quant(input: Tensor, smooth_scales: Tensor | None) -> tuple[Tensor,
     return quantised(x if smooth_scales is None else x * smooth_scales.to(x.dtype))
 
 
-def _dynamic_quant_outputs(input: Tensor) -> tuple[Tensor, Tensor]:
-    scale = input.new_empty(input.shape[:-1], dtype=compute_dtype(input))
-    return torch.empty_like(input, dtype=torch.int8), scale
-
-
 DYNAMIC_QUANT = Operator(
     schema=(
         "npu::npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
         'int? dst_type=None, str quant_mode="pertoken", float dst_type_max=0.) -> (Tensor, Tensor)'
     ),
     compute=_dynamic_quant,
-    outputs=_dynamic_quant_outputs,
+    outputs=lambda input: (
+        torch.empty_like(input, dtype=torch.int8),
+        input.new_empty(input.shape[:-1], dtype=compute_dtype(input)),
+    ),
     dims={"input": "*B D", "smooth_scales": "D"},
     dtypes={"input": HALVES, "smooth_scales": HALVES},
     limits={
@@ -100,15 +97,7 @@ def _result(scale: Tensor, output_dtype: int | None) -> torch.dtype:
     return scale.dtype if scale.dtype == torch.float64 else _CODES.get(output_dtype or 0, torch.int8)
 
 
-def _product_outputs(x1: Tensor, x2: Tensor, scale: Tensor, output_dtype: int | None) -> Tensor:
-    return x1.new_empty((*x1.shape[:-1], x2.shape[-1]), dtype=_result(scale, output_dtype))
-
-
-def _flops(given: Given) -> float:
-    """Whole numbers of 8 bits are multiplied twice as fast as the 16-bit numbers that targets are rated in."""
-    return product(given["x1"], given["x2"].shape[-1]) / 2
-
-
+_UNUSED = ("offset", "group_sizes", "y_scale", "x1_dtype", "x2_dtype", "scale_dtype", "pertoken_scale_dtype")
 _NOT = "not decomposed"
 _KERNEL = (
     Limit("K <= 65535 and N <= 65535"),
@@ -131,7 +120,9 @@ QUANT_MATMUL = Operator(
         "Tensor? y_scale=None) -> Tensor"
     ),
     compute=_quant_matmul,
-    outputs=_product_outputs,
+    outputs=lambda x1, x2, scale, output_dtype: x1.new_empty(
+        (*x1.shape[:-1], x2.shape[-1]), dtype=_result(scale, output_dtype)
+    ),
     dims={"x2": "K N", "x1": "*B M K", "scale": "1|N", "pertoken_scale": "M", "bias": "N"},
     dtypes={"x1 x2": INT8, "scale": FLOAT32 | BFLOAT16, "pertoken_scale": FLOAT32, "bias": INT32 | BFLOAT16 | FLOAT32},
     limits={
@@ -139,21 +130,14 @@ QUANT_MATMUL = Operator(
             Limit(f"output_dtype in {tuple(_CODES)}", because=f"results of whole numbers are {_NOT}"),
             *(
                 Limit(f"not given({name})", because=f"offsets, groups, and other dtypes than int8 are {_NOT}")
-                for name in (
-                    "offset",
-                    "group_sizes",
-                    "y_scale",
-                    "x1_dtype",
-                    "x2_dtype",
-                    "scale_dtype",
-                    "pertoken_scale_dtype",
-                )
+                for name in _UNUSED
             ),
         ),
         **dict.fromkeys(A2_A3, _KERNEL),
     },
     source="op-plugin: torch_npu.npu_quant_matmul (A2 and A3; table of the dtypes that go together)",
-    flops=_flops,
+    # Whole numbers of 8 bits are multiplied twice as fast as the 16-bit numbers that targets are rated in.
+    flops=lambda x1, x2: product(x1, x2.shape[-1]) / 2,
     summary="out = round(int32(x1 · x2 + bias) · scale · pertoken_scale), or + bias at the end where it is floating",
 )
 

@@ -47,11 +47,10 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
     return torch.promote_types(compute_dtype(query), torch.float32)
 
 
-def _outputs(given: Given) -> tuple[Tensor, Tensor]:
-    query = given["q_nope"]
-    rows, heads, _ = query.shape
-    out = query.new_empty([rows, heads, given["value"].shape[2]])
-    return out, query.new_empty([heads, rows], dtype=_lse_dtype(query))
+def _outputs(q_nope: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    rows, heads, _ = q_nope.shape
+    lse = q_nope.new_empty([heads, rows], dtype=_lse_dtype(q_nope))
+    return q_nope.new_empty([rows, heads, value.shape[2]]), lse
 
 
 def _flops(given: Given) -> float:
@@ -62,7 +61,6 @@ def _flops(given: Given) -> float:
     return scores(count(query) / hint(query.shape[-1]) * keys, width)
 
 
-_ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "value", "mask", "pre_out")
 _KERNEL = (
     "D == 128",
     "Dr == 64",
@@ -96,7 +94,7 @@ RING_MLA = Operator(
         "pre_out": "T N E",
         "prev_lse": "N T",
     },
-    dtypes={**dict.fromkeys(_ROWS, HALVES), "prev_lse": FLOAT32, "seqlen": INT32},
+    dtypes={"q_nope q_rope k_nope k_rope value mask pre_out": HALVES, "prev_lse": FLOAT32, "seqlen": INT32},
     limits={
         "host": (
             "head_num == N",

@@ -45,11 +45,6 @@ def interleave_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1)
 
 
-def _by_matrix(rotate: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The pairing that a matrix [D, D] spells out."""
-    return lambda x, cos, sin: x * cos + (x @ rotate) * sin
-
-
 _MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "half": half,
     "interleave": _interleave,
@@ -72,8 +67,8 @@ def _rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rotate:
     x = input.to(compute)
     # op-plugin casts cos and sin to the dtype of the input first.
     cos, sin = r1.to(input.dtype).to(compute), r2.to(input.dtype).to(compute)
-    turn = _MODES[rotary_mode] if rotate is None else _by_matrix(rotate.to(compute))
-    return turn(x, cos, sin).to(input.dtype).contiguous()
+    turned = _MODES[rotary_mode](x, cos, sin) if rotate is None else x * cos + (x @ rotate.to(compute)) * sin
+    return turned.to(input.dtype).contiguous()
 
 
 _IS_HALF = "rotary_mode == 'half' and rank(input) == 4 and not given(rotate)"
@@ -97,11 +92,7 @@ _ROTARY_MUL_A2 = (
         because="its GE converter leaves rotary_mode out",
     ),
     Limit("N < 1000", when="rank(input) == 3"),
-    Limit(
-        "size(r1, 0) == I or size(r1, 1) == 1 or size(r1, 2) == 1",
-        when=_IS_HALF,
-        because=_UNKNOWN_LAYOUT,
-    ),
+    Limit("size(r1, 0) == I or size(r1, 1) == 1 or size(r1, 2) == 1", when=_IS_HALF, because=_UNKNOWN_LAYOUT),
     Limit(
         "I == 1 or J == 1 or K == 1",
         when=f"{_IS_HALF} and size(r1, 0) == 1 and size(r1, 1) == 1 and size(r1, 2) == 1",

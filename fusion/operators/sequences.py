@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fusion.operators.calling import Given
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -24,23 +26,19 @@ class Rows:
     first: Tensor
 
 
-def rows_of(
-    query: Tensor,
-    key: Tensor,
-    layouts: tuple[str, str],
-    lengths: tuple[Tensor | None, Tensor | None],
-    *,
-    causal: bool,
-) -> Rows:
-    """The rows of a query [B, S, N, D] or [T, N, D] against a key in the second of `layouts`.
+def rows_of(given: Given, keys: str) -> Rows:
+    """The rows of `query` [B, S, N, D] or [T, N, D] in `layout_query` against `key` in the layout of `keys`.
 
-    Each row sees the whole sequence of keys; if `causal`, the last row of a sequence does, and every row before it one
-    key less than the next.
+    Each row sees the whole sequence of keys; where it is causal (`sparse_mode` 3), the last row of a sequence does, and
+    every row before it one key less than the next.
     """
-    of_query, of_key = lengths
-    sequence, position, size, held = _packed(query, of_query) if layouts[0] == "TND" else _batched(query, of_query)
-    length, first = _keys(key, layouts[1], of_key, sequence)
-    seen = length - size + position + 1 if causal else length
+    query, of_query, of_key = (
+        given[name] for name in ("query", "actual_seq_lengths_query", f"actual_seq_lengths_{keys}")
+    )
+    rows = _packed(query, of_query) if given["layout_query"] == "TND" else _batched(query, of_query)
+    sequence, position, size, held = rows
+    length, first = _keys(given["key"], given[f"layout_{keys}"], of_key, sequence)
+    seen = length - size + position + 1 if given["sparse_mode"] == 3 else length
     return Rows(sequence, torch.where(held, seen, 0).clamp(min=0), first)
 
 

@@ -23,11 +23,9 @@ _PART = 1 << 26
 """Elements of gathered keys (256 MiB in float32) beyond which a prefill is computed in parts."""
 
 
-def _sparse_flash_attention(given: Given) -> tuple[Tensor, Tensor, Tensor]:
+def _sparse_flash_attention(given: Given) -> tuple[Tensor, ...]:
     query, rope = given["query"], given["query_rope"]
-    layouts = given["layout_query"], given["layout_kv"]
-    lengths = given["actual_seq_lengths_query"], given["actual_seq_lengths_kv"]
-    rows = rows_of(query, given["key"], layouts, lengths, causal=given["sparse_mode"] == 3)
+    rows = rows_of(given, "kv")
     tokens, used = _tokens(given["sparse_indices"].squeeze(-2), given["sparse_block_size"], rows)
     lists = [*_places(given, rows, tokens), used]
     queries = [each.flatten(0, -3) for each in (query, rope) if each is not None]
@@ -35,7 +33,10 @@ def _sparse_flash_attention(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     parts = zip(*(each.split(size) for each in (*(each.flatten(0, -2) for each in lists), *queries)), strict=True)
     found = [_attended(given, part[: len(lists)], part[len(lists) :]) for part in parts]
     out, top, total = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
-    return out.reshape(query.shape), *_statistics(given, top, total)
+    _, *statistics = _outputs(query, given["return_softmax_lse"])
+    if given["return_softmax_lse"]:
+        statistics = [each.reshape(query.shape[:-1]).unsqueeze(-3) for each in (top, total)]
+    return out.reshape(query.shape), *statistics
 
 
 def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -98,26 +99,12 @@ def _taken(cache: Tensor, places: list[Tensor]) -> Tensor:
     return rows.index_select(0, place.flatten()).reshape(*place.shape, rows.shape[-1])  # index is slower on a CPU
 
 
-def _statistics(given: Given, top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest score and sum of every row, [B, 1, S, N] or [1, T, N], empty unless asked for."""
-    if not given["return_softmax_lse"]:
-        return _nothing(given), _nothing(given)
-    lead = given["query"].shape[:-1]
-    largest, sums = (each.reshape(lead).unsqueeze(-3) for each in (top, total))
-    return largest, sums
-
-
-def _nothing(given: Given) -> Tensor:
-    return given["query"].new_empty([0], dtype=torch.float32)
-
-
-def _outputs(given: Given) -> tuple[Tensor, Tensor, Tensor]:
-    query = given["query"]
-    if not given["return_softmax_lse"]:
-        return query.new_empty(query.shape), _nothing(given), _nothing(given)
+def _outputs(query: Tensor, return_softmax_lse: bool) -> tuple[Tensor, ...]:
+    """The output, and largest score and sum of every row, [B, 1, S, N] or [1, T, N], empty unless asked for."""
     *batch, tokens, heads, _ = query.shape
-    sizes, wide = [*batch, 1, tokens, heads], torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(query.shape), query.new_empty(sizes, dtype=wide), query.new_empty(sizes, dtype=wide)
+    sizes = [*batch, 1, tokens, heads] if return_softmax_lse else [0]
+    wide = torch.promote_types(query.dtype, torch.float32) if return_softmax_lse else torch.float32
+    return query.new_empty(query.shape), *(query.new_empty(sizes, dtype=wide) for _ in range(2))
 
 
 def _flops(given: Given) -> float:
@@ -128,11 +115,10 @@ def _flops(given: Given) -> float:
     return scores(count(query) / hint(query.shape[-1]) * keys, width)
 
 
-_NAMES = sparse_limits.Names("layout_kv", "actual_seq_lengths_kv")
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NO_GRAPH = "graphs return no statistics of the softmax"
 _KERNEL = (
-    *sparse_limits.kernel(_NAMES),
+    *sparse_limits.kernel("kv"),
     Limit("given(value)", because="CANN takes calls without a value from 9.2 on; pass the key"),
     "dtype(value) == dtype(query)",
     "given(query_rope) and given(key_rope)",
@@ -164,12 +150,12 @@ SPARSE_FLASH_ATTENTION = Operator(
         "query": sparse_limits.by_layout("B S N D", "T N D"),
         "query_rope": sparse_limits.by_layout("B S N Dr", "T N Dr"),
         "sparse_indices": sparse_limits.by_layout("B S 1 K", "T 1 K"),
-        **sparse_limits.dims(_NAMES, ("key", "value"), rope="key_rope"),
+        **sparse_limits.dims("kv", {"key": "D", "value": "D", "key_rope": "Dr"}),
     },
-    dtypes={"query key value query_rope key_rope": HALVES, "sparse_indices": INT32, **sparse_limits.dtypes(_NAMES)},
+    dtypes={"query key value query_rope key_rope": HALVES, "sparse_indices": INT32, **sparse_limits.dtypes("kv")},
     limits={
         "host": (
-            *sparse_limits.host(_NAMES),
+            *sparse_limits.host("kv"),
             Limit("attention_mode == 2", because="there is no other mode, not even the default"),
             Limit("not given(sinks)", because="sinks are not decomposed"),
             "sparse_block_size >= 1",

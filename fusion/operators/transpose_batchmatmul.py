@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import FLOATS
 from fusion.operators.flops import product
@@ -30,11 +29,6 @@ def transpose_batchmatmul(
 def _outputs(input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None) -> Tensor:
     x1, x2 = _permuted(input, weight, perm_x1, perm_x2)
     return input.new_empty(x1.shape[1], x1.shape[0], x2.shape[2])
-
-
-def _flops(given: Given) -> float:
-    columns = 1 if list(given["perm_x2"] or ()) == [0, 2, 1] else 2
-    return product(given["input"], given["weight"].shape[columns])
 
 
 _TURNED_1 = "perm_x1 == (1, 0, 2)"
@@ -71,7 +65,7 @@ TRANSPOSE_BATCHMATMUL = Operator(
         ),
         **dict.fromkeys(A2_A3, _A2),
     },
-    flops=_flops,
+    flops=lambda input, weight, perm_x2: product(input, weight.shape[1 if list(perm_x2 or ()) == [0, 2, 1] else 2]),
     source="op-plugin: torch_npu.npu_transpose_batchmatmul (A2 and A3; perm_x2 [0, 2, 1] from CANN 8.5)",
     summary="y[m, b] = round(x1[b, m] · w[b]), x1 = input.permute(perm_x1), w = weight.permute(perm_x2), in float32",
 )
