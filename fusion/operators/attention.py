@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fusion._torch import hint
 from fusion.operators import attention_limits as limits
-from fusion.operators import calling
-from fusion.operators.contract import Operator
-from fusion.operators.dtypes import compute_dtype
+from fusion.operators.calling import Given
+from fusion.operators.contract import Operator, in_tensors
+from fusion.operators.dtypes import INT64, compute_dtype
 from fusion.operators.flops import causal, longest, number_of, scores
 from fusion.operators.layouts import heads_first, is_packed, laid_out, lse_shape, output_shape, paged_heads, value_width
 from fusion.operators.softmax import Visible, fused_softmax, written_softmax
-from fusion.operators.visibility import Band, Given, visible
+from fusion.operators.visibility import Band, Lengths, visible
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Attention:
     kv_heads: int
     scale: float
     band: Band
-    lengths: tuple[Given, Given]
+    lengths: tuple[Lengths, Lengths]
     table: Tensor | None = None
     query_rope: Tensor | None = None
     key_rope: Tensor | None = None
@@ -121,7 +121,7 @@ def flops_of(call: Attention) -> float:
     return scores(hint(batch) * hint(rows) * hint(heads) * seen, width + rope + values)
 
 
-def _read(given: calling.Given, names: limits.Names) -> Attention:
+def _read(given: Given, names: limits.Names) -> Attention:
     heads = given[names.heads]
     scales: Any = tuple(given[name] for name in limits.SCALES) if names.whole else (None,)
     return Attention(
@@ -193,13 +193,8 @@ def _declared(schema: str, names: limits.Names) -> tuple[Operator, Operator]:
         source=f"op-plugin: torch_npu.{page}; GE: FusedInferAttentionScore",
         summary=_SUMMARY,
     )
-    tensors = replace(
-        numbers,
-        schema=schema.replace("(", ".tensor_lengths(", 1).replace("SymInt[]? actual_seq", "Tensor? actual_seq"),
-        lowerings=frozenset({"torchair"}),
-        on_host=frozenset({names.query_lengths, names.key_lengths}),
-    )
-    return numbers, tensors
+    lengths = (names.query_lengths, names.key_lengths)
+    return numbers, in_tensors(numbers, lengths, INT64, lowerings=frozenset({"torchair"}))
 
 
 FUSED_INFER_ATTENTION_SCORE_V2, FUSED_INFER_ATTENTION_SCORE_V2_TENSOR_LENGTHS = _declared(_V2_SCHEMA, limits.V2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -48,9 +49,6 @@ class Limit:
             return True
         kept = predicates.holds(self.text, values, decide)
         return kept if applies or kept else None
-
-
-_NOT_EMPTY = Limit("size > 0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +190,18 @@ def _by_name(rows: Mapping[str, Any]) -> dict[str, Any]:
 def functional(op: Operator, name: str, summary: str, lowerings: frozenset[str] = frozenset()) -> Operator:
     """The operator `name`, which gives copies of what `op` writes, and runs as `op` wherever it can."""
     schema = calling.functional_schema(op.schema, name)
-    made = {"copied": op.written, "in_place": op.name, "summary": summary, "lowerings": lowerings}
-    return replace(op, schema=schema, hides_writes=False, **made)
+    said = {"schema": schema, "summary": summary, "lowerings": lowerings}
+    return replace(op, copied=op.written, in_place=op.name, hides_writes=False, **said)
+
+
+def in_tensors(
+    op: Operator, lengths: tuple[str, ...], dtypes: frozenset[torch.dtype], lowerings: frozenset[str]
+) -> Operator:
+    """An overload of ours that takes in tensors what `op` takes in `lengths`."""
+    schema = op.schema.replace("(", ".tensor_lengths(", 1)
+    schema = re.sub(rf"SymInt\[\](\??) ({'|'.join(lengths)})\b", r"Tensor\1 \2", schema)
+    accepted = {**op.dtypes, **dict.fromkeys(lengths, dtypes)}
+    return replace(op, schema=schema, dtypes=accepted, lowerings=lowerings, on_host=frozenset(lengths))
 
 
 def refusal(
@@ -261,7 +269,7 @@ def _empty_refusal(op: Operator, bound: named_dims.Bound) -> str | None:
     """No kernel is documented for empty tensors, and a softmax over no key is not decomposed."""
     for name, found in bound.items():
         sizes = () if name in op.empty else found if isinstance(found, tuple) else (found,)
-        if any(_NOT_EMPTY.verdict({"size": each}) is False for each in sizes):
+        if any(Limit("size > 0").verdict({"size": each}) is False for each in sizes):
             return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={found})"
     return None
 

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from fusion._torch import count, hint, known_true
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.contract import A2_A3, Limit, Operator, in_tensors
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import longest, scores
 from fusion.operators.layouts import lying_as
 from fusion.operators.pages import ATB_NZ, in_pages, pages_of
-from fusion.operators.sequences import packed
 from fusion.operators.softmax import Visible, rounded_softmax
-from fusion.operators.visibility import counted
+from fusion.operators.visibility import counted, packed
 
 _SPECULATIVE = "calc_type == 'calc_type_spec'"
 
@@ -106,12 +105,6 @@ def _flops(given: Given) -> float:
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] + given["q_rope"].shape[-1])
 
 
-_DTYPES = {
-    "q_nope ctkv": HALVES | INT8,
-    "q_rope k_rope mask": HALVES,
-    "qk_descale pv_descale": FLOAT32,
-    "block_tables": INT32,
-}
 _LAID_OUT = f"cache_mode in {ATB_NZ}"
 _INT8 = "cache_mode == 'int8_nzcache'"
 _MASKED = "mask_type in ('mask_type_spec', 'mask_type_free')"
@@ -166,18 +159,6 @@ _KERNEL_OF_ROWS = (
     Limit("cache_mode != 'int8_nzcache'", when=f"{_SPECULATIVE} and mask_type != 'mask_type_free'", because=_IMPLIED),
     Limit("Rows <= 133", when="mask_type == 'mask_type_free'", because="a sequence has at most 4 rows"),
 )
-_ARGUMENTS = (
-    "Tensor q_nope, Tensor q_rope, Tensor ctkv, Tensor k_rope, Tensor block_tables, {lengths} context_lens, "
-    "int q_headnum, float qk_scale, int kv_headnum, {lse}*, Tensor? mask=None, SymInt[]? qseqlen=None, "
-    "Tensor? qk_descale=None, Tensor? pv_descale=None, str? mask_type=None, str? calc_type=None, "
-    "str? cache_mode=None{workspace}"
-)
-_NAME = "atb::npu_multi_head_latent_attention"
-_PLAIN = _ARGUMENTS.format(lengths="SymInt[]", lse="", workspace="")
-_SCHEMA = f"{_NAME}({_PLAIN}) -> Tensor"
-_TENSOR_SCHEMA = f"{_NAME}.tensor_lengths({_PLAIN.replace('SymInt[] context_lens', 'Tensor context_lens')}) -> Tensor"
-_WITH_LSE = _ARGUMENTS.format(lengths="SymInt[]", lse="bool return_lse, ", workspace=", Tensor? workspace=None")
-_LSE_SCHEMA = f"{_NAME}.lse({_WITH_LSE}) -> (Tensor, Tensor)"
 _SUMMARY = (
     "out = round(Σ round(p) k / Σ p), p = exp(s - max s), s = qk_scale · (q kᵀ + q_rope k_ropeᵀ) + mask, in float32, "
     "over the first context_lens[b] keys of a sequence; int8: q kᵀ times qk_descale, p in steps of 1/127, out times "
@@ -188,7 +169,12 @@ _SUMMARY = (
 
 
 MULTI_HEAD_LATENT_ATTENTION = Operator(
-    schema=_SCHEMA,
+    schema=(
+        "atb::npu_multi_head_latent_attention(Tensor q_nope, Tensor q_rope, Tensor ctkv, Tensor k_rope, "
+        "Tensor block_tables, SymInt[] context_lens, int q_headnum, float qk_scale, int kv_headnum, *, "
+        "Tensor? mask=None, SymInt[]? qseqlen=None, Tensor? qk_descale=None, Tensor? pv_descale=None, "
+        "str? mask_type=None, str? calc_type=None, str? cache_mode=None) -> Tensor"
+    ),
     compute=lambda given: _attention(given)[0],
     outputs=_output,
     dims={
@@ -200,7 +186,12 @@ MULTI_HEAD_LATENT_ATTENTION = Operator(
         "mask": "Rows Columns",
         "qk_descale pv_descale": "N",
     },
-    dtypes=_DTYPES,
+    dtypes={
+        "q_nope ctkv": HALVES | INT8,
+        "q_rope k_rope mask": HALVES,
+        "qk_descale pv_descale": FLOAT32,
+        "block_tables": INT32,
+    },
     limits={"host": (*_HOST, *_FEW_ROWS), **dict.fromkeys(A2_A3, _KERNEL_OF_ROWS)},
     lowerings=frozenset({"eager"}),
     source=(
@@ -210,16 +201,16 @@ MULTI_HEAD_LATENT_ATTENTION = Operator(
     summary=_SUMMARY,
     flops=_flops,
 )
-MULTI_HEAD_LATENT_ATTENTION_TENSOR_LENGTHS = replace(
-    MULTI_HEAD_LATENT_ATTENTION,
-    schema=_TENSOR_SCHEMA,
-    dtypes=_DTYPES | {"context_lens": INT64 | INT32},
-    lowerings=frozenset(),
-    on_host=frozenset({"context_lens"}),
+MULTI_HEAD_LATENT_ATTENTION_TENSOR_LENGTHS = in_tensors(
+    MULTI_HEAD_LATENT_ATTENTION, ("context_lens",), INT64 | INT32, lowerings=frozenset()
 )
 MULTI_HEAD_LATENT_ATTENTION_LSE = replace(
     MULTI_HEAD_LATENT_ATTENTION,
-    schema=_LSE_SCHEMA,
+    schema=(
+        MULTI_HEAD_LATENT_ATTENTION.schema.replace("(", ".lse(", 1)
+        .replace("int kv_headnum", "int kv_headnum, bool return_lse")
+        .replace(") -> Tensor", ", Tensor? workspace=None) -> (Tensor, Tensor)")
+    ),
     compute=_with_lse,
     outputs=lambda q_nope, q_rope: (_output(q_nope, q_rope), q_nope.new_empty([*q_nope.shape[:2], 1])),
     limits={

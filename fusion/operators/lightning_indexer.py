@@ -20,7 +20,7 @@ from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import FLOAT32, HALVES, compute_dtype
 from fusion.operators.flops import causal
 from fusion.operators.pages import pages_of
-from fusion.operators.sequences import rows_of
+from fusion.operators.visibility import rows_of
 
 _FEW = 8
 """Rows per sequence up to which each row brings its own copy of its pages, instead of meeting everybody's."""

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fusion.operators.calling import Given
 from fusion.operators.dtypes import compute_dtype
+from fusion.operators.linear import transpose_batchmatmul
 from fusion.operators.norm import normalised
 from fusion.operators.pages import Put, by_lines, stored
 from fusion.operators.quantisation import LARGEST, int8, int8_product, quantised
 from fusion.operators.rope import interleave_half
-from fusion.operators.transpose_batchmatmul import transpose_batchmatmul
 
 FAINTEST = 1e-8
 """What the largest number of a run of 128 counts as at least."""

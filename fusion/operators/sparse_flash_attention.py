@@ -16,8 +16,8 @@ from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores
-from fusion.operators.sequences import Rows, rows_of
 from fusion.operators.softmax import Visible, rounded_softmax
+from fusion.operators.visibility import Rows, rows_of
 
 _PART = 1 << 26
 """Elements of gathered keys (256 MiB in float32) beyond which a prefill is computed in parts."""

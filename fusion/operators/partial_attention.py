@@ -1,21 +1,65 @@
-"""One step of attention over parts of the keys, of atb: rows of packed sequences, merged with what went before.
+"""Attention over parts of the keys: outputs merged by the log-sum-exps of their scores.
 
-out, lse = softmax(qk_scale · (q_nope k_nopeᵀ + q_rope k_ropeᵀ)) value, log-sum-exp
-calc_type_default: lse' = log(exp(prev_lse) + exp(lse)), out' = exp(prev_lse - lse') pre_out + exp(lse - lse') out
+    out = Σᵢ exp(lseᵢ - lse') local_outᵢ        lse' = m + log Σᵢ exp(lseᵢ - m), m = max lseᵢ
+
+One step of it, of atb, over rows of packed sequences, merged with what went before:
+
+    out, lse = softmax(qk_scale · (q_nope k_nopeᵀ + q_rope k_ropeᵀ)) value, log-sum-exp
+    calc_type_default: lse' = log(exp(prev_lse) + exp(lse)), out' = exp(prev_lse - lse') pre_out + exp(lse - lse') out
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fusion._torch import count, hint
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator
-from fusion.operators.dtypes import FLOAT32, HALVES, INT32, compute_dtype
+from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
+from fusion.operators.dtypes import FLOAT32, FLOATS, HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores
 from fusion.operators.softmax import rounded_softmax
 from fusion.operators.visibility import Band, visible
+
+
+def _attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    sums = torch.stack([each.to(compute_dtype(each)) for each in lse])
+    both = sums.logsumexp(0)
+    out = sum(
+        (part - both).exp().unsqueeze(-1) * each.to(compute_dtype(each))
+        for part, each in zip(sums, local_out, strict=True)
+    )
+    assert isinstance(out, Tensor)
+    return out.to(local_out[0].dtype).contiguous(), both.to(lse[0].dtype)
+
+
+_UPDATE = (
+    "length(lse) <= 16",
+    "dtype(local_out) in ('float32', 'float16', 'bfloat16')",
+    "D >= 8",
+    "D <= 512",
+    "D % 8 == 0",
+)
+
+ATTENTION_UPDATE = Operator(
+    schema="npu::npu_attention_update(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)",
+    compute=_attention_update,
+    outputs=lambda lse, local_out: tuple(each[0].new_empty(each[0].shape) for each in (local_out, lse)),
+    dims={"lse": "R", "local_out": "R D"},
+    dtypes={"lse": FLOAT32, "local_out": FLOATS},
+    limits={
+        "host": ("length(lse) >= 1", "length(lse) == length(local_out)", "update_type in (0, 1)"),
+        **dict.fromkeys(CHIPS, _UPDATE),
+    },
+    source="op-plugin: torch_npu.npu_attention_update, test_npu_attention_update.py; CANN: aclnnAttentionUpdate",
+    summary=(
+        "out = round(Σ exp(lse_i - lse') local_out_i), lse' = log Σ exp(lse_i), over tensors lse_i [R] and local_out_i "
+        "[R, D] in float32; lse' is told where update_type is 1, and means nothing on a device where it is 0"
+    ),
+)
+
 
 _MERGING = "calc_type == 'calc_type_default'"
 

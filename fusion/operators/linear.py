@@ -1,4 +1,4 @@
-"""One product per head with the heads turned back behind the tokens: y[m, b] = x1[b, m] · w[b]."""
+"""Products with weights: one per head with the heads turned back behind the tokens; and how a weight is stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators.contract import A2_A3, Limit, Operator
-from fusion.operators.dtypes import FLOATS
+from fusion.operators.dtypes import FLOATS, INT8
 from fusion.operators.flops import product
 
 
@@ -68,4 +68,30 @@ TRANSPOSE_BATCHMATMUL = Operator(
     flops=lambda input, weight, perm_x2: product(input, weight.shape[1 if list(perm_x2 or ()) == [0, 2, 1] else 2]),
     source="op-plugin: torch_npu.npu_transpose_batchmatmul (A2 and A3; perm_x2 [0, 2, 1] from CANN 8.5)",
     summary="y[m, b] = round(x1[b, m] · w[b]), x1 = input.permute(perm_x1), w = weight.permute(perm_x2), in float32",
+)
+
+
+ND = 2
+FRACTAL_NZ = 29
+
+
+_LIMITS = ("rank(input) >= 2", "not given(customize_dtype)", "not given(input_dtype)")
+
+FORMAT_CAST = Operator(
+    schema=(
+        "npu::npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) "
+        "-> Tensor"
+    ),
+    # Other devices know no such formats; a result must not share memory with what it was made of.
+    compute=lambda input: input.clone(memory_format=torch.contiguous_format),
+    outputs=lambda input: input.new_empty(input.shape),
+    dims={"input": "*D"},
+    dtypes={"input": FLOATS | INT8},
+    limits={
+        "host": (f"acl_format in ({ND}, {FRACTAL_NZ})",),
+        **dict.fromkeys(A2_A3, _LIMITS),
+    },
+    lowerings=frozenset({"eager"}),
+    source="torch_npu.npu_format_cast; it has neither a Meta kernel nor a GE converter in 2.13.0",
+    summary="the same values, stored as acl_format says: 2 row-major, 29 fractal NZ; elsewhere a copy",
 )
