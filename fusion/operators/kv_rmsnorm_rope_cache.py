@@ -73,10 +73,10 @@ def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
     return *results, *caches
 
 
-def _dims(norm: str, tokens: str, blocks: str) -> str:
+def _dims(norm: str, paged: str) -> str:
     """Dims in each mode."""
-    paged = (f"cache_mode={mode}:{tokens}" for mode in _TOKENS), (f"cache_mode={mode}:{blocks}" for mode in _BLOCKS)
-    return " / ".join((f"cache_mode=Norm:{norm}", *paged[0], *paged[1]))
+    modes = (f"cache_mode={mode}:{paged}" for mode in (*_TOKENS, *_BLOCKS))
+    return " / ".join((f"cache_mode=Norm:{norm}", *modes))
 
 
 _OTHERWISE = ("k_rope_offset", "c_kv_offset", "k_cache_dtype", "ckv_cache_dtype")
@@ -129,9 +129,9 @@ KV_RMSNORM_ROPE_CACHE_V2 = Operator(
         "gamma": "Hckv",
         "kv": "B 1 S W",
         "cos sin": "B 1 1|S Dr",
-        "index": _dims("B S", "I", "I"),
-        "k_cache": _dims("B 1 Length Dr", *["Blocks Size 1 Dr"] * 2),
-        "ckv_cache": _dims("B 1 Length Hckv", *["Blocks Size 1 Hckv"] * 2),
+        "index": _dims("B S", "I"),
+        "k_cache": _dims("B 1 Length Dr", "Blocks Size 1 Dr"),
+        "ckv_cache": _dims("B 1 Length Hckv", "Blocks Size 1 Hckv"),
         "k_rope_scale": "Dr",
         "c_kv_scale": "Hckv",
     },

@@ -6,6 +6,7 @@ scale = rowmax|x| / 127,  y = rint(x / scale)        out[m, n] = (Σ_k x1[m, k] 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -38,11 +39,7 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 def int8_product(x1: Tensor, x2: Tensor) -> Tensor:
     """x1 [.., M, K] · x2 [K, N] of int8, exactly, as int32: in floats, that every device multiplies fast."""
     parts = zip(x1.split(EXACT, -1), x2.split(EXACT, 0), strict=True)
-    sums = [torch.matmul(a.float(), b.float()).to(torch.int32) for a, b in parts]
-    total = sums[0]
-    for each in sums[1:]:
-        total = total + each
-    return total
+    return reduce(torch.add, [torch.matmul(a.float(), b.float()).to(torch.int32) for a, b in parts])
 
 
 def _dynamic_quant(input: Tensor, smooth_scales: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor
@@ -133,10 +135,7 @@ def _combined(rows: _Places, columns: _Places, band: Band, query: Tensor, key: T
         terms.append(columns.position >= rows.position + first)
     if band.mode in (0, 1) and band.mask is not None:
         terms.append(_open(band.mask, query, key))
-    keys: Tensor | None = None
-    for term in terms:
-        keys = term if keys is None else keys & term
-    return Visible(keys)
+    return Visible(reduce(and_, terms) if terms else None)
 
 
 def _limits(rows: _Places, columns: _Places, band: Band) -> tuple[Length | None, Length | None, bool]:
