@@ -1,11 +1,7 @@
 """Softmax attention for inference: out = softmax(scale · (q kᵀ + q_rope k_ropeᵀ), masked) v."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +10,13 @@ from torch import Tensor
 
 from fusion._torch import hint
 from fusion.operators import attention_limits as limits
-from fusion.operators.contract import Operator, by_schema
-from fusion.operators.dtypes import compute_dtype
+from fusion.operators.calling import Given
+from fusion.operators.contract import Operator, in_tensors
+from fusion.operators.dtypes import INT64, compute_dtype
 from fusion.operators.flops import causal, longest, number_of, scores
-from fusion.operators.layouts import (
-    heads_first,
-    is_packed,
-    laid_out,
-    lse_shape,
-    output_shape,
-    paged_heads,
-    value_width,
-)
+from fusion.operators.layouts import heads_first, is_packed, laid_out, lse_shape, output_shape, paged_heads, value_width
 from fusion.operators.softmax import Visible, fused_softmax, written_softmax
-from fusion.operators.visibility import Band, Given, visible
+from fusion.operators.visibility import Band, Lengths, visible
 
 
 @dataclass(frozen=True)
@@ -42,7 +31,7 @@ class Attention:
     kv_heads: int
     scale: float
     band: Band
-    lengths: tuple[Given, Given]
+    lengths: tuple[Lengths, Lengths]
     table: Tensor | None = None
     query_rope: Tensor | None = None
     key_rope: Tensor | None = None
@@ -132,41 +121,22 @@ def flops_of(call: Attention) -> float:
     return scores(hint(batch) * hint(rows) * hint(heads) * seen, width + rope + values)
 
 
-def _v1(given: Mapping[str, Any]) -> Attention:
+def _read(given: Given, names: limits.Names) -> Attention:
+    heads = given[names.heads]
+    scales: Any = tuple(given[name] for name in limits.SCALES) if names.whole else (None,)
     return Attention(
-        given["query"],
-        given["key"],
-        given["value"],
+        *(given[name] for name in ("query", "key", "value")),
         layout=given["input_layout"],
-        heads=given["num_heads"],
-        kv_heads=given["num_key_value_heads"] or given["num_heads"],
-        scale=given["scale"],
+        heads=heads,
+        kv_heads=given["num_key_value_heads"] or heads,
+        scale=given[names.scale],
         band=Band(given["sparse_mode"], given["atten_mask"], given["pre_tokens"], given["next_tokens"]),
-        lengths=(given["actual_seq_lengths"], given["actual_seq_lengths_kv"]),
+        lengths=(given[names.query_lengths], given[names.key_lengths]),
         table=given["block_table"],
         query_rope=given["query_rope"],
         key_rope=given["key_rope"],
-        lse=given["softmax_lse_flag"],
-    )
-
-
-def _v2(given: Mapping[str, Any]) -> Attention:
-    scales = (given["dequant_scale_query"], given["dequant_scale_key"], given["dequant_scale_value"])
-    return Attention(
-        given["query"],
-        given["key"],
-        given["value"],
-        layout=given["input_layout"],
-        heads=given["num_query_heads"],
-        kv_heads=given["num_key_value_heads"] or given["num_query_heads"],
-        scale=given["softmax_scale"],
-        band=Band(given["sparse_mode"], given["atten_mask"], given["pre_tokens"], given["next_tokens"]),
-        lengths=(given["actual_seq_qlen"], given["actual_seq_kvlen"]),
-        table=given["block_table"],
-        query_rope=given["query_rope"],
-        key_rope=given["key_rope"],
-        sink=given["learnable_sink"],
-        lse=given["return_softmax_lse"],
+        sink=given[names.sink] if names.sink else None,
+        lse=given[names.lse],
         scales=None if scales[0] is None else scales,
     )
 
@@ -209,35 +179,23 @@ _SUMMARY = (
 )
 
 
-def _tensor_lengths(schema: str) -> str:
-    """The same operator with its lengths in tensors, int64, as an overload of ours."""
-    return schema.replace("(", ".tensor_lengths(", 1).replace("SymInt[]? actual_seq", "Tensor? actual_seq")
-
-
-def _declared(
-    schema: str, read: Callable[[Mapping[str, Any]], Attention], names: limits.Names, page: str, lowerings: set[str]
-) -> Operator:
-    return Operator(
+def _declared(schema: str, names: limits.Names) -> tuple[Operator, Operator]:
+    """The operator, and an overload of ours with its lengths in tensors, int64."""
+    page = schema.partition("(")[0].removeprefix("npu::")
+    numbers = Operator(
         schema=schema,
-        fallback=by_schema(schema, lambda given: computed(read(given))),
-        meta=by_schema(schema, lambda given: promised(read(given))),
+        compute=lambda given: computed(_read(given, names)),
+        outputs=lambda given: promised(_read(given, names)),
         dims=limits.dims(names),
         dtypes=limits.dtypes(names),
-        limits=limits.limits(names, in_tensors=".tensor_lengths" in schema),
-        lowerings=frozenset(lowerings),
-        flops=lambda given: flops_of(read(given)),
-        on_host=frozenset({names.query_lengths, names.key_lengths}) if lowerings == {"torchair"} else frozenset(),
+        limits=limits.limits(names),
+        flops=lambda given: flops_of(_read(given, names)),
         source=f"op-plugin: torch_npu.{page}; GE: FusedInferAttentionScore",
         summary=_SUMMARY,
     )
+    lengths = (names.query_lengths, names.key_lengths)
+    return numbers, in_tensors(numbers, lengths, INT64, lowerings=frozenset({"torchair"}))
 
 
-_ALL = {"eager", "torchair", "npugraph_ex"}
-FUSED_INFER_ATTENTION_SCORE_V2 = _declared(_V2_SCHEMA, _v2, limits.V2, "npu_fused_infer_attention_score_v2", _ALL)
-FUSED_INFER_ATTENTION_SCORE_V2_TENSOR_LENGTHS = _declared(
-    _tensor_lengths(_V2_SCHEMA), _v2, limits.V2, "npu_fused_infer_attention_score_v2", {"torchair"}
-)
-FUSED_INFER_ATTENTION_SCORE = _declared(_V1_SCHEMA, _v1, limits.V1, "npu_fused_infer_attention_score", _ALL)
-FUSED_INFER_ATTENTION_SCORE_TENSOR_LENGTHS = _declared(
-    _tensor_lengths(_V1_SCHEMA), _v1, limits.V1, "npu_fused_infer_attention_score", {"torchair"}
-)
+FUSED_INFER_ATTENTION_SCORE_V2, FUSED_INFER_ATTENTION_SCORE_V2_TENSOR_LENGTHS = _declared(_V2_SCHEMA, limits.V2)
+FUSED_INFER_ATTENTION_SCORE, FUSED_INFER_ATTENTION_SCORE_TENSOR_LENGTHS = _declared(_V1_SCHEMA, limits.V1)

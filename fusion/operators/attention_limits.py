@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.operators.attention_int8_limits import FLOATS, INT8_HOST, INT8_KERNEL
-from fusion.operators.attention_int8_limits import SCALES as _SCALES
-from fusion.operators.contract import Limit
-from fusion.operators.dtypes import HALVES
+from fusion.operators.attention_int8_limits import FLOATS, INT8_HOST, INT8_KERNEL, SCALES
+from fusion.operators.contract import A2_A3, Limit
+from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
 
 _MASKS = frozenset({torch.bool, torch.int8, torch.uint8})
-_LENGTHS = frozenset({torch.int64})
+_LENGTHS = INT64
 _QUERY = {"BSH": "B S H", "BSND": "B S N D", "BNSD": "B N S D", "TND": "Tq N D", "NTD": "N Tq D"}
 _ROPE = {"BSH": "B S Hr", "BSND": "B S N Dr", "BNSD": "B N S Dr", "TND": "Tq N Dr", "NTD": "N Tq Dr"}
 _OUTPUTS = {
@@ -97,20 +96,20 @@ def dims(names: Names) -> Mapping[str, str]:
 
 def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
     """Argument -> dtypes; lengths count where they are tensors."""
-    found = dict.fromkeys(("query", "key", "value"), HALVES | {torch.int8} if names.whole else HALVES)
+    found = dict.fromkeys(("query", "key", "value"), HALVES | INT8 if names.whole else HALVES)
     found |= dict.fromkeys(("query_rope", "key_rope"), HALVES)
-    found |= dict.fromkeys(_SCALES if names.whole else (), frozenset({torch.float32}))
+    found |= dict.fromkeys(SCALES if names.whole else (), FLOAT32)
     lengths = dict.fromkeys((names.query_lengths, names.key_lengths), _LENGTHS)
-    sink = {names.sink: frozenset({torch.bfloat16})} if names.sink else {}
-    return found | lengths | sink | {"atten_mask": _MASKS, "block_table": frozenset({torch.int32})}
+    sink = {names.sink: BFLOAT16} if names.sink else {}
+    return found | lengths | sink | {"atten_mask": _MASKS, "block_table": INT32}
 
 
-def limits(names: Names, *, in_tensors: bool) -> Mapping[str, tuple[Limit | str, ...]]:
+def limits(names: Names) -> Mapping[str, tuple[Limit | str, ...]]:
     """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
     a2 = (*_kernel(names), *_one_query(names), *_pages(names), *_packed(names), *_latent(names))
     a2 = (*a2, *INT8_KERNEL) if names.whole else a2
     host = (*_host(names), *(INT8_HOST if names.whole else (Limit(FLOATS),)))
-    return {"host": host, "ascend910b": a2, "ascend910_93": a2}
+    return {"host": host, **dict.fromkeys(A2_A3, a2)}
 
 
 def _host(names: Names) -> tuple[Limit | str, ...]:
@@ -210,10 +209,7 @@ def _pages(names: Names) -> tuple[Limit | str, ...]:
             "block_size % 128 == 0 and 0 < block_size and block_size <= 512",
             when=f"{paged} and {_BATCHED} and {_PLAIN} and S > 1",
         ),
-        Limit(
-            "block_size % 16 == 0 and block_size <= 1024",
-            when=f"{paged} and ({_PACKED} or given(query_rope))",
-        ),
+        Limit("block_size % 16 == 0 and block_size <= 1024", when=f"{paged} and ({_PACKED} or given(query_rope))"),
         Limit("rank(key) == 3", when=f"{paged} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
         Limit("rank(key) < 5", when=f"{paged} and {_PLAIN}", because="fractal NZ caches are for latent attention"),
         Limit("K <= 65535", when=f"{paged} and rank(key) == 3"),

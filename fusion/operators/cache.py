@@ -1,4 +1,4 @@
-"""Writes into caches: cache[position] = rows, as a new tensor or in place.
+"""Writes into caches, cache[position] = rows, as a new tensor or in place; and rows from the pages of a block table.
 
 A position outside the cache is an error on the host, as it is in eager's index_copy; it never reaches another row. The
 in-place forms touch nothing but the rows that are written.
@@ -9,287 +9,139 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Limit, Operator
-from fusion.operators.pages import Places, inside, paged, stored, write, written
+from fusion.operators.contract import CHIPS, LOWERINGS, Limit, Operator, functional
+from fusion.operators.dtypes import HALVES, INT8, INT32, INT64
+from fusion.operators.pages import Put, inside, paged, stored
+from fusion.operators.visibility import packed
 
 _STORED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.int64, torch.bool})
 _PAGED = frozenset({torch.float16, torch.bfloat16, torch.int8})
-_INDEX = frozenset({torch.int32, torch.int64})
-_SAME = ("dtype(updates) == dtype(input)",)
-_EVERYWHERE = frozenset({"eager", "torchair", "npugraph_ex"})
-
-
-# coordinates -----------------------------------------------------------------------------------------------------
+_INDEX = INT32 | INT64
+_SAME = dict.fromkeys(CHIPS, ("dtype(updates) == dtype(input)",))
+_EVERYWHERE = frozenset(LOWERINGS)
+_BOTH = ("dtype(key_cache) == dtype(key)", "dtype(value_cache) == dtype(value)")
 
 
 def _coordinates(input: Tensor, indices: Tensor) -> list[Tensor]:
     return [inside(index, size) for index, size in zip(indices.unbind(-1), input.shape, strict=False)]
 
 
-def _scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return written(input, _coordinates(input, indices), updates)
+def _scatter_nd_update(put: Put, input: Tensor, indices: Tensor, updates: Tensor) -> tuple[Tensor]:
+    return (put(input, _coordinates(input, indices), updates),)
 
 
-def _scatter_nd_update_meta(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return torch.empty_like(input)
-
-
-def _scatter_nd_update_in_place(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return write(input, _coordinates(input, indices), updates)
-
-
-def _scatter_nd_update_in_place_meta(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    return input
-
-
-_ND_DIMS = {"input": "*D", "indices": "*I K", "updates": "*U"}
-_ND_DTYPES = {"input": _STORED, "indices": _INDEX, "updates": _STORED}
-_ND_LIMITS = {"host": ("K <= rank(input)",), "ascend910b": _SAME, "ascend910_93": _SAME, "ascend950": _SAME}
-_ND_SOURCE = "op-plugin: torch_npu.npu_scatter_nd_update_; CANN: aclnnScatterNd; GE: ScatterNdUpdate, in place"
-
-SCATTER_ND_UPDATE = Operator(
-    schema="npu::npu_scatter_nd_update(Tensor input, Tensor indices, Tensor updates) -> Tensor",
-    fallback=_scatter_nd_update,
-    meta=_scatter_nd_update_meta,
-    dims=_ND_DIMS,
-    dtypes=_ND_DTYPES,
-    limits=_ND_LIMITS,
-    lowerings=_EVERYWHERE,
-    source=_ND_SOURCE,
-    summary="out = input with out[indices[i, 0], …, indices[i, K-1]] = updates[i]; equal indices in no fixed order",
-    in_place="npu::npu_scatter_nd_update_",
-)
 SCATTER_ND_UPDATE_ = Operator(
     schema="npu::npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
-    fallback=_scatter_nd_update_in_place,
-    meta=_scatter_nd_update_in_place_meta,
-    dims=_ND_DIMS,
-    dtypes=_ND_DTYPES,
-    limits=_ND_LIMITS,
-    lowerings=_EVERYWHERE,
-    source=_ND_SOURCE,
+    compute=_scatter_nd_update,
+    dims={"input": "*D", "indices": "*I K", "updates": "*U"},
+    dtypes={"input": _STORED, "indices": _INDEX, "updates": _STORED},
+    limits={"host": ("K <= rank(input)",), **_SAME},
+    source="op-plugin: torch_npu.npu_scatter_nd_update_; CANN: aclnnScatterNd; GE: ScatterNdUpdate, in place",
     summary="input[indices[i, 0], …, indices[i, K-1]] = updates[i]; equal indices in no fixed order",
+)
+SCATTER_ND_UPDATE = functional(
+    SCATTER_ND_UPDATE_,
+    "npu::npu_scatter_nd_update",
+    "out = input with out[indices[i, 0], …, indices[i, K-1]] = updates[i]; equal indices in no fixed order",
+    _EVERYWHERE,
 )
 
 
-# consecutive positions ---------------------------------------------------------------------------------------------
-
-
-def _runs(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> tuple[Places, Tensor]:
-    """Where the rows of `updates` go, batch and position first, and those rows."""
+def _scatter_update(put: Put, input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> tuple[Tensor]:
+    """Consecutive positions: the places name batch and position, which come first in the rows too."""
     axis %= input.ndim
     batch, starts = torch.arange(updates.shape[0], device=input.device), indices
     if indices.ndim == 2:
-        batch, starts = (inside(column, size) for column, size in zip(indices.unbind(-1), input.shape, strict=False))
+        batch, starts = _coordinates(input, indices)
     positions = starts.long()[:, None] + torch.arange(updates.shape[axis], device=input.device)
     between = [None] * (axis - 1)
-    return [batch[:, None], *between, inside(positions, input.shape[axis])], updates.movedim(axis, 1)
+    places = [batch[:, None], *between, inside(positions, input.shape[axis])]
+    return (put(input, places, updates.movedim(axis, 1)),)
 
 
-def _scatter_update(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
-    return written(input, *_runs(input, indices, updates, axis))
-
-
-def _scatter_update_meta(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
-    return torch.empty_like(input)
-
-
-def _scatter_update_in_place(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
-    return write(input, *_runs(input, indices, updates, axis))
-
-
-def _scatter_update_in_place_meta(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
-    return input
-
-
-_RUN_DIMS = {"updates": "B *U", "input": "C *D", "indices": "B / B 2"}
-_RUN_DTYPES = {"input": _STORED, "indices": _INDEX, "updates": _STORED}
-_RUN_LIMITS = {
-    "host": (
-        "rank(input) == rank(updates)",
-        Limit("axis % rank(input) != 0", because="the first dim is the batch"),
-        "size(updates, axis) <= size(input, axis)",
-    ),
-    "ascend910b": _SAME,
-    "ascend910_93": _SAME,
-    "ascend950": _SAME,
-}
-_RUN_SOURCE = "op-plugin: torch_npu.scatter_update_; GE: Scatter, in place"
-
-SCATTER_UPDATE = Operator(
-    schema="npu::scatter_update(Tensor input, Tensor indices, Tensor updates, int axis) -> Tensor",
-    fallback=_scatter_update,
-    meta=_scatter_update_meta,
-    dims=_RUN_DIMS,
-    dtypes=_RUN_DTYPES,
-    limits=_RUN_LIMITS,
-    lowerings=_EVERYWHERE,
-    source=_RUN_SOURCE,
-    summary="out = input with out[b, …, indices[b] : indices[b] + size(updates, axis), …] = updates[b] along axis",
-    in_place="npu::scatter_update_",
-)
 SCATTER_UPDATE_ = Operator(
     schema="npu::scatter_update_(Tensor(a!) input, Tensor indices, Tensor updates, int axis) -> Tensor(a!)",
-    fallback=_scatter_update_in_place,
-    meta=_scatter_update_in_place_meta,
-    dims=_RUN_DIMS,
-    dtypes=_RUN_DTYPES,
-    limits=_RUN_LIMITS,
-    lowerings=_EVERYWHERE,
-    source=_RUN_SOURCE,
+    compute=_scatter_update,
+    dims={"updates": "B *U", "input": "C *D", "indices": "B / B 2"},
+    dtypes={"input": _STORED, "indices": _INDEX, "updates": _STORED},
+    limits={
+        "host": (
+            "rank(input) == rank(updates)",
+            Limit("axis % rank(input) != 0", because="the first dim is the batch"),
+            "size(updates, axis) <= size(input, axis)",
+        ),
+        **_SAME,
+    },
+    source="op-plugin: torch_npu.scatter_update_; GE: Scatter, in place",
     summary="input[b, …, indices[b] : indices[b] + size(updates, axis), …] = updates[b] along axis",
 )
-
-
-# pages -------------------------------------------------------------------------------------------------------------
-
-
-def _pa_functional(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
-    compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None, seq_lens: Tensor | None = None,
-    cache_mode: str | None = "PA_NZ",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    pairs = ((key_cache, key), (value_cache, value))
-    keys, values = (written(cache, *paged(cache, slot_mapping, rows, cache_mode)) for cache, rows in pairs)
-    return keys, values
-
-
-def _pa_functional_meta(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
-    compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None, seq_lens: Tensor | None = None,
-    cache_mode: str | None = "PA_NZ",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(key_cache), torch.empty_like(value_cache)
+SCATTER_UPDATE = functional(
+    SCATTER_UPDATE_,
+    "npu::scatter_update",
+    "out = input with out[b, …, indices[b] : indices[b] + size(updates, axis), …] = updates[b] along axis",
+    _EVERYWHERE,
+)
 
 
 def _pa(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
-    compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None, seq_lens: Tensor | None = None,
-    cache_mode: str | None = "PA_NZ",
-) -> None:  # fmt: skip
-    for cache, rows in ((key_cache, key), (value_cache, value)):
-        write(cache, *paged(cache, slot_mapping, rows, cache_mode))
+    put: Put, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, cache_mode: str
+) -> tuple[Tensor, ...]:
+    pairs = ((key_cache, key), (value_cache, value))
+    return tuple(put(cache, *paged(cache, slot_mapping, rows, cache_mode)) for cache, rows in pairs)
 
 
-def _pa_meta(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor,
-    compress_lens: Tensor | None = None, compress_seq_offsets: Tensor | None = None, seq_lens: Tensor | None = None,
-    cache_mode: str | None = "PA_NZ",
-) -> None:  # fmt: skip
-    return None
-
-
-_PA_DIMS = {
-    "slot_mapping": "T",
-    "key": "T N D",
-    "value": "T N E",
-    "key_cache": "cache_mode=Norm:Blocks Size N D / cache_mode=PA_NZ:Blocks A Size L",
-    "value_cache": "cache_mode=Norm:Blocks Size N E / cache_mode=PA_NZ:Blocks C Size M",
-}
-_PA_DTYPES = {
-    "key": _PAGED, "value": _PAGED, "key_cache": _PAGED, "value_cache": _PAGED, "slot_mapping": _INDEX,
-}  # fmt: skip
+_PA_FORMULA = "[slot // Size, slot % Size] = key[t], value[t]; PA_NZ: [slot // Size, :, slot % Size, :]"
 _PA_SAME = (
-    "dtype(key_cache) == dtype(key)",
-    "dtype(value_cache) == dtype(value)",
+    *_BOTH,
     Limit("L * itemsize(key_cache) == 32", when="cache_mode == 'PA_NZ'", because="a line of NZ holds 32 bytes"),
     Limit("M * itemsize(value_cache) == 32", when="cache_mode == 'PA_NZ'", because="a line of NZ holds 32 bytes"),
 )
-_PA_LIMITS = {
-    "host": (
-        Limit("not given(compress_lens)", because="compression is not decomposed"),
-        Limit("not given(compress_seq_offsets)", because="compression is not decomposed"),
-        Limit("not given(seq_lens)", because="compression is not decomposed"),
-        Limit("A * L == N * D and C * M == N * E", when="cache_mode == 'PA_NZ'"),
-    ),
-    "ascend910b": _PA_SAME,
-    "ascend910_93": _PA_SAME,
-    "ascend950": _PA_SAME,
-}
-_PA_SCHEMA = (
-    "Tensor slot_mapping, *, Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, Tensor? seq_lens=None, "
-    'str? cache_mode="PA_NZ"'
-)
-_PA_SOURCE = "op-plugin: torch_npu.npu_scatter_pa_kv_cache; a negative slot is not documented"
-_PA_FORMULA = "[slot // Size, slot % Size] = key[t], value[t]; PA_NZ: [slot // Size, :, slot % Size, :]"
 
-SCATTER_PA_KV_CACHE_FUNCTIONAL = Operator(
-    schema=(
-        "npu::npu_scatter_pa_kv_cache_functional(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, "
-        f"{_PA_SCHEMA}) -> (Tensor, Tensor)"
-    ),
-    fallback=_pa_functional,
-    meta=_pa_functional_meta,
-    dims=_PA_DIMS,
-    dtypes=_PA_DTYPES,
-    limits=_PA_LIMITS,
-    lowerings=frozenset({"torchair"}),  # the in-place form runs in eager and captured graphs
-    source=_PA_SOURCE,
-    summary=f"copies of the caches with {_PA_FORMULA}",
-    in_place="npu::npu_scatter_pa_kv_cache",
-)
 SCATTER_PA_KV_CACHE = Operator(
     schema=(
         "npu::npu_scatter_pa_kv_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-        f"{_PA_SCHEMA}) -> ()"
+        "Tensor slot_mapping, *, Tensor? compress_lens=None, Tensor? compress_seq_offsets=None, "
+        'Tensor? seq_lens=None, str? cache_mode="PA_NZ") -> ()'
     ),
-    fallback=_pa,
-    meta=_pa_meta,
-    dims=_PA_DIMS,
-    dtypes=_PA_DTYPES,
-    limits=_PA_LIMITS,
+    compute=_pa,
+    dims={
+        "slot_mapping": "T",
+        "key": "T N D",
+        "value": "T N E",
+        "key_cache": "cache_mode=Norm:Blocks Size N D / cache_mode=PA_NZ:Blocks A Size L",
+        "value_cache": "cache_mode=Norm:Blocks Size N E / cache_mode=PA_NZ:Blocks C Size M",
+    },
+    dtypes=dict.fromkeys(("key", "value", "key_cache", "value_cache"), _PAGED) | {"slot_mapping": _INDEX},
+    limits={
+        "host": (
+            *(
+                Limit(f"not given({name})", because="compression is not decomposed")
+                for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
+            ),
+            Limit("A * L == N * D and C * M == N * E", when="cache_mode == 'PA_NZ'"),
+        ),
+        **dict.fromkeys(CHIPS, _PA_SAME),
+    },
     lowerings=frozenset({"eager", "npugraph_ex"}),
-    source=_PA_SOURCE,
+    source="op-plugin: torch_npu.npu_scatter_pa_kv_cache; a negative slot is not documented",
     summary=f"both caches{_PA_FORMULA}",
+)
+SCATTER_PA_KV_CACHE_FUNCTIONAL = functional(
+    SCATTER_PA_KV_CACHE,
+    "npu::npu_scatter_pa_kv_cache_functional",
+    f"copies of the caches with {_PA_FORMULA}",
+    frozenset({"torchair"}),  # the in-place form runs in eager and captured graphs
 )
 
 
 def _reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
-) -> None:
-    for cache, rows in ((key_cache, key), (value_cache, value)):
-        write(cache, *stored(cache, rows, slot_indices))
+    put: Put, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
+) -> tuple[Tensor, ...]:
+    return tuple(
+        put(cache, *stored(cache, rows, slot_indices)) for cache, rows in ((key_cache, key), (value_cache, value))
+    )
 
 
-def _reshape_and_cache_meta(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
-) -> None:
-    return None
-
-
-def _reshape_and_cache_functional(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
-) -> tuple[Tensor, Tensor]:
-    pairs = ((key_cache, key), (value_cache, value))
-    keys, values = (written(cache, *stored(cache, rows, slot_indices)) for cache, rows in pairs)
-    return keys, values
-
-
-def _reshape_and_cache_functional_meta(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(key_cache), torch.empty_like(value_cache)
-
-
-_RESHAPE_DIMS = {
-    "slot_indices": "T",
-    "key": "T N D",
-    "value": "T N E",
-    "key_cache": "Blocks Size N D",
-    "value_cache": "Blocks Size N E",
-}
-_RESHAPE_DTYPES = {
-    "key": _PAGED,
-    "value": _PAGED,
-    "key_cache": _PAGED,
-    "value_cache": _PAGED,
-    "slot_indices": frozenset({torch.int32}),
-}
-_RESHAPE_SAME = ("dtype(key_cache) == dtype(key)", "dtype(value_cache) == dtype(value)")
-_RESHAPE_LIMITS = {"ascend910b": _RESHAPE_SAME, "ascend910_93": _RESHAPE_SAME, "ascend950": _RESHAPE_SAME}
-_RESHAPE_SOURCE = (
-    "op-plugin: test_atb_reshape_and_cache.py (ND golden), ops/atb/ReshapeAndCachAtb.cpp; no Meta in 2.13.0"
-)
 _RESHAPE_FORMULA = "[slot // Size, slot % Size] = key[t], value[t]; a negative slot is skipped"
 
 RESHAPE_AND_CACHE = Operator(
@@ -297,27 +149,93 @@ RESHAPE_AND_CACHE = Operator(
         "atb::_npu_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
         "Tensor slot_indices) -> ()"
     ),
-    fallback=_reshape_and_cache,
-    meta=_reshape_and_cache_meta,
-    dims=_RESHAPE_DIMS,
-    dtypes=_RESHAPE_DTYPES,
-    limits=_RESHAPE_LIMITS,
+    compute=_reshape_and_cache,
+    dims={
+        "slot_indices": "T",
+        "key": "T N D",
+        "value": "T N E",
+        "key_cache": "Blocks Size N D",
+        "value_cache": "Blocks Size N E",
+    },
+    dtypes={"key value key_cache value_cache": _PAGED, "slot_indices": INT32},
+    limits=dict.fromkeys(CHIPS, _BOTH),
     lowerings=frozenset({"eager", "npugraph_ex"}),
-    source=_RESHAPE_SOURCE,
+    source="op-plugin: test_atb_reshape_and_cache.py (ND golden), ops/atb/ReshapeAndCachAtb.cpp; no Meta in 2.13.0",
     summary=f"both caches{_RESHAPE_FORMULA}",
 )
-RESHAPE_AND_CACHE_FUNCTIONAL = Operator(
+RESHAPE_AND_CACHE_FUNCTIONAL = functional(  # an overload of ours: what runs is always the form in place
+    RESHAPE_AND_CACHE, "atb::_npu_reshape_and_cache.functional", f"copies of the caches with {_RESHAPE_FORMULA}"
+)
+
+
+def _found(
+    cache: Tensor, rows: Tensor, tables: Tensor, lengths: Tensor, offset: Tensor | None, in_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """The rows [T, N, D] of the pages of one cache, and which of them belong to a sequence [T]."""
+    size, most = cache.shape[1], tables.shape[1]
+    ends = lengths[1:] - lengths[:1] if in_sums else lengths.cumsum(0)
+    sequence, place, _, used = packed(rows.shape[0], ends.long())
+    first = 0 if offset is None else offset.long()[sequence] // size
+    column = first + place // size
+    block = tables.long()[sequence, column.clamp(max=most - 1)]
+    there = (column < most) & (block >= 0) & (block < cache.shape[0])
+    found = cache[block.clamp(0, cache.shape[0] - 1), place % size]
+    return torch.where(there[:, None, None], found, 0), used
+
+
+def _gather(
+    put: Put, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, key: Tensor,
+    value: Tensor, seq_offset: Tensor | None, is_seq_lens_cumsum: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    def gathered(cache: Tensor, rows: Tensor) -> Tensor:
+        found, used = _found(cache, rows, block_tables, seq_lens, seq_offset, is_seq_lens_cumsum)
+        return put(rows, None, torch.where(used[:, None, None], found, rows))
+
+    return gathered(key_cache, key), gathered(value_cache, value)
+
+
+_HOST = (
+    Limit("L == B", when="not is_seq_lens_cumsum", because="each sequence has a length"),
+    Limit("L == B + 1", when="is_seq_lens_cumsum", because="each sequence has a start and an end"),
+)
+_KERNEL = (
+    *(f"dtype({name}) == dtype(key_cache)" for name in ("value_cache", "key", "value")),
+    Limit("N * D * itemsize(key_cache) % 32 == 0", because="rows are copied in runs of 32 bytes"),
+    Limit("N * E * itemsize(value_cache) % 32 == 0", because="rows are copied in runs of 32 bytes"),
+    Limit("N * D * itemsize(key_cache) <= 151552", because="a row fits in the memory of a core"),
+    Limit("N * E * itemsize(value_cache) <= 151552", because="a row fits in the memory of a core"),
+    Limit("T > 0", because="no argument may be empty"),
+)
+_FORMULA = (
+    "[token j of sequence i] = cache[block_tables[i, seq_offset[i] // Size + j // Size], j % Size], one sequence "
+    "behind the other; 0 for a block that is none"
+)
+
+GATHER_PA_KV_CACHE = Operator(
     schema=(
-        "atb::_npu_reshape_and_cache.functional(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, "
-        "Tensor slot_indices) -> (Tensor, Tensor)"
+        "npu::npu_gather_pa_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+        "Tensor(a!) key, Tensor(b!) value, *, Tensor? seq_offset=None, bool is_seq_lens_cumsum=False) -> ()"
     ),
-    fallback=_reshape_and_cache_functional,
-    meta=_reshape_and_cache_functional_meta,
-    dims=_RESHAPE_DIMS,
-    dtypes=_RESHAPE_DTYPES,
-    limits=_RESHAPE_LIMITS,
-    lowerings=frozenset(),  # an overload of ours: what runs is always the form in place
-    source=_RESHAPE_SOURCE,
-    summary=f"copies of the caches with {_RESHAPE_FORMULA}",
-    in_place="atb::_npu_reshape_and_cache",
+    compute=_gather,
+    dims={
+        "key_cache": "Blocks Size N D",
+        "value_cache": "Blocks Size N E",
+        "block_tables": "B M",
+        "seq_lens": "L",
+        "key": "T N D",
+        "value": "T N E",
+        "seq_offset": "B",
+    },
+    dtypes={"key_cache value_cache key value": HALVES | INT8, "block_tables seq_lens seq_offset": INT32},
+    limits={"host": _HOST, **dict.fromkeys(CHIPS, _KERNEL)},
+    lowerings=frozenset({"eager", "npugraph_ex"}),  # torchair has no converter
+    source=(
+        "op-plugin: test_npu_gather_pa_kv_cache.py (run on Ascend 950); CANN: aclnnGatherPaKvCache (A2, A3); kernel: "
+        "ops-transformer gather_pa_kv_cache, which copies pages without looking whether a block is one; pages in the "
+        "storage format FRACTAL_NZ, which no shape shows, are not decomposed"
+    ),
+    summary=f"key, value{_FORMULA}",
+)
+GATHER_PA_KV_CACHE_FUNCTIONAL = functional(  # it copies both first: what runs in eager and captured graphs writes
+    GATHER_PA_KV_CACHE, "npu::npu_gather_pa_kv_cache_functional", f"copies of key and value with {_FORMULA}"
 )

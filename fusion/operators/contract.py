@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
-from inspect import Parameter, Signature
 from typing import Any
 
 import torch
 
 from fusion._torch import OpOverload
 from fusion.errors import OperatorError
+from fusion.operators import calling, predicates
 from fusion.operators import dims as named_dims
-from fusion.operators import predicates
 
 CHIPS = ("ascend910b", "ascend910_93", "ascend950")
 """Chips with limits: Atlas A2, Atlas A3, Ascend 950."""
+A2_A3 = CHIPS[:2]
 HOST = "host"
 """CPU or GPU, where the decomposition runs: no limits but those that every machine has."""
 LOWERINGS = ("eager", "torchair", "npugraph_ex")
@@ -50,9 +51,6 @@ class Limit:
         return kept if applies or kept else None
 
 
-_NOT_EMPTY = Limit("size > 0")
-
-
 @dataclass(frozen=True, eq=False)
 class Operator:
     """One operator that the pass can emit.
@@ -63,43 +61,49 @@ class Operator:
 
     schema: str
     """As torch_npu 2.13.0 prints it."""
-    fallback: Callable[..., Any]
-    """The operator in plain aten, with the schema's argument names; rounds like the A2/A3 kernels."""
-    meta: Callable[..., Any]
-    """Empty outputs: shape, dtype and strides of torch_npu's Meta kernel."""
+    compute: Callable[..., Any]
+    """The operator in plain aten, of those arguments of the schema that it names; rounds like the A2/A3 kernels.
+
+    One that writes takes `put` too, and gives all its results, then every tensor that it puts rows into.
+    """
     dims: Mapping[str, str]
-    """Argument -> named dims, in the notation of `fusion.operators.dims`."""
+    """Argument, or several, `"cos sin"` -> named dims, in the notation of `fusion.operators.dims`."""
     dtypes: Mapping[str, frozenset[torch.dtype]]
-    """Argument -> dtypes that some chip accepts."""
+    """Argument, or several -> dtypes that some chip accepts."""
     limits: Mapping[str, tuple[Limit | str, ...]]
     """Chip -> predicates over dims and attributes, in the notation of `fusion.operators.predicates`."""
-    lowerings: frozenset[str]
-    """Which of `LOWERINGS` can take the operator (torchair: it has a GE converter)."""
     source: str
     """The CANN or op-plugin page, or the kernel source, that the contract was read from."""
     summary: str
     """The formula, in one line."""
+    outputs: Callable[..., Any] = lambda: ()
+    """Empty results, like torch_npu's Meta kernel: shape, dtype, strides; without arguments and what is `copied`."""
+    copied: tuple[str, ...] = ()
+    """Arguments whose copies, which the operator writes to, are its last results."""
+    lowerings: frozenset[str] = frozenset(LOWERINGS)
+    """Which of `LOWERINGS` can take the operator (torchair: it has a GE converter)."""
     overwrites: frozenset[str] = field(default_factory=frozenset[str])
     """Arguments that the eager kernel writes into although the schema does not say so: they must be dead afterwards."""
     in_place: str = ""
     """Name of the operator that computes the same into the tensors that this one copies, "" where there is none."""
     hides_writes: bool = False
     """Whether this overload is ours, because the vendor's default one, which a device runs, hides what it writes."""
-    flops: Callable[[Mapping[str, Any]], float] | None = None
-    """Arguments by name -> multiplications and additions of a call; None where the bytes that it moves decide."""
+    flops: Callable[..., float] | None = None
+    """Multiplications and additions of a call, of what it names; None where the bytes that it moves decide."""
     on_host: frozenset[str] = field(default_factory=frozenset[str])
     """Tensors that a launch outside `lowerings` reads on the host: with those there, "eager" takes the operator too."""
     empty: frozenset[str] = field(default_factory=frozenset[str])
     """Dims that may be 0: of a tensor that a mode of the operator leaves alone. All others have elements."""
 
     def __post_init__(self) -> None:
-        """Refuse a declaration that speaks of unknown chips, lowerings, arguments or dims."""
+        """Give each of several names of a row its own; refuse a declaration that speaks of what is not known."""
+        object.__setattr__(self, "dims", _by_name(self.dims))
+        object.__setattr__(self, "dtypes", _by_name(self.dtypes))
         known = frozenset(self.arguments)
         self._require(set(self.limits) - {HOST, *CHIPS}, "chips", (HOST, *CHIPS))
         self._require(self.lowerings - set(LOWERINGS), "lowerings", LOWERINGS)
-        self._require(
-            (set(self.dims) | set(self.dtypes) | self.overwrites | self.on_host) - known, "arguments", tuple(known)
-        )
+        named = calling.named(self.compute) | calling.named(self.outputs) | {*self.copied, *self.dims, *self.dtypes}
+        self._require((named | self.overwrites | self.on_host) - known, "arguments", tuple(known))
         sizes = frozenset[str]().union(*(named_dims.names(text) for text in self.dims.values()))
         for limit in (limit for chip in self.limits for limit in _limits(self, chip)):
             spoken = predicates.names(limit.text) | predicates.names(limit.when or "True")
@@ -115,7 +119,17 @@ class Operator:
 
     @cached_property
     def _parsed(self) -> Any:
-        return _parsed(self.schema)
+        return calling.parsed(self.schema)
+
+    @cached_property
+    def fallback(self) -> Callable[..., Any]:
+        """The operator in plain aten, with the arguments of the schema."""
+        return calling.fallback(self.schema, self.compute, self.copied)
+
+    @cached_property
+    def meta(self) -> Callable[..., Any]:
+        """Empty results, with the arguments of the schema."""
+        return calling.meta(self.schema, self.outputs, self.copied)
 
     @property
     def name(self) -> str:
@@ -143,6 +157,10 @@ class Operator:
         """Arguments that the schema says are written to, in its order."""
         return tuple(name for name, each in self.arguments.items() if each.alias_info and each.alias_info.is_write)
 
+    def work(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        """The `flops` of a call, 0 where there are none."""
+        return 0.0 if self.flops is None else calling.by_name(self.flops)(self.bind(args, kwargs))
+
     def overload(self) -> OpOverload:
         """The dispatcher's operator; `OperatorError` before `ensure()` has registered it."""
         name, _, overload = self.short.partition(".")
@@ -165,30 +183,25 @@ class Operator:
         return values
 
 
-def by_schema(schema: str, compute: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
-    """A function that takes the arguments of `schema` and hands them to `compute` by name, defaults included.
-
-    For operators with so many arguments that a function that names them would name mostly what it does not use.
-    """
-    signature = Signature([_parameter(argument) for argument in _parsed(schema).arguments])
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return compute(bound.arguments)
-
-    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-    return function
+def _by_name(rows: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row for several, row in rows.items() for name in several.split()}
 
 
-def _parameter(argument: Any) -> Parameter:
-    kind = Parameter.KEYWORD_ONLY if argument.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD
-    default = argument.default_value if argument.has_default_value() else Parameter.empty
-    return Parameter(argument.name, kind, default=default)
+def functional(op: Operator, name: str, summary: str, lowerings: frozenset[str] = frozenset()) -> Operator:
+    """The operator `name`, which gives copies of what `op` writes, and runs as `op` wherever it can."""
+    schema = calling.functional_schema(op.schema, name)
+    said = {"schema": schema, "summary": summary, "lowerings": lowerings}
+    return replace(op, copied=op.written, in_place=op.name, hides_writes=False, **said)
 
 
-def _parsed(schema: str) -> Any:
-    return torch._C.parse_schema(schema)  # pyright: ignore[reportPrivateUsage]
+def in_tensors(
+    op: Operator, lengths: tuple[str, ...], dtypes: frozenset[torch.dtype], lowerings: frozenset[str]
+) -> Operator:
+    """An overload of ours that takes in tensors what `op` takes in `lengths`."""
+    schema = op.schema.replace("(", ".tensor_lengths(", 1)
+    schema = re.sub(rf"SymInt\[\](\??) ({'|'.join(lengths)})\b", r"Tensor\1 \2", schema)
+    accepted = {**op.dtypes, **dict.fromkeys(lengths, dtypes)}
+    return replace(op, schema=schema, dtypes=accepted, lowerings=lowerings, on_host=frozenset(lengths))
 
 
 def refusal(
@@ -256,7 +269,7 @@ def _empty_refusal(op: Operator, bound: named_dims.Bound) -> str | None:
     """No kernel is documented for empty tensors, and a softmax over no key is not decomposed."""
     for name, found in bound.items():
         sizes = () if name in op.empty else found if isinstance(found, tuple) else (found,)
-        if any(_NOT_EMPTY.verdict({"size": each}) is False for each in sizes):
+        if any(Limit("size > 0").verdict({"size": each}) is False for each in sizes):
             return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={found})"
     return None
 

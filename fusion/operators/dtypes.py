@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
-FLOATS = HALVES | {torch.float32}
+BFLOAT16 = frozenset({torch.bfloat16})
+FLOAT32 = frozenset({torch.float32})
+FLOATS = HALVES | FLOAT32
+INT8 = frozenset({torch.int8})
+INT32 = frozenset({torch.int32})
+INT64 = frozenset({torch.int64})
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:

@@ -1,8 +1,5 @@
 """Multiplications and additions of fused calls, for sizes of the example where they are symbolic: what costs count."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,6 +13,11 @@ from fusion._torch import count, hint
 def product(x: Tensor, columns: Any) -> float:
     """x [.., K] times a matrix [K, columns], or one of each head."""
     return 2.0 * count(x) * hint(columns)
+
+
+def products(rows: Any, *weights: Tensor) -> float:
+    """So many rows times each of the weights."""
+    return 2.0 * hint(rows) * sum(map(count, weights))
 
 
 def scores(pairs: float, width: Any) -> float:

@@ -1,18 +1,15 @@
 """Softmax attention with the statistics that training needs: npu_fusion_attention."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fusion.operators.attention import Attention, computed, flops_of, promised
-from fusion.operators.contract import Limit, Operator, by_schema
-from fusion.operators.dtypes import FLOATS
+from fusion.operators.calling import Given
+from fusion.operators.contract import Limit, Operator
+from fusion.operators.dtypes import FLOAT32, FLOATS
 from fusion.operators.layouts import heads_first, is_packed, lse_shape
 from fusion.operators.softmax import softmax_statistics
 from fusion.operators.visibility import Band, visible
@@ -30,7 +27,7 @@ _SCHEMA = (
 )
 
 
-def _read(given: Mapping[str, Any]) -> Attention:
+def _read(given: Given) -> Attention:
     query, key, mask = given["query"], given["key"], given["atten_mask"]
     heads, layout = given["head_num"], given["input_layout"]
     merged = layout in ("BSH", "SBH")
@@ -49,7 +46,7 @@ def _read(given: Mapping[str, Any]) -> Attention:
     )
 
 
-def _computed(given: Mapping[str, Any]) -> tuple[Any, ...]:
+def _computed(given: Given) -> tuple[Any, ...]:
     call = _read(given)
     out, _ = computed(call)
     query, key = heads_first(call.query, call.layout, call.heads), call.heads_of(call.key)
@@ -60,7 +57,7 @@ def _computed(given: Mapping[str, Any]) -> tuple[Any, ...]:
     return out, top.contiguous(), total.contiguous(), call.query.new_empty([0]), 0, 0, 0
 
 
-def _promised(given: Mapping[str, Any]) -> tuple[Any, ...]:
+def _outputs(given: Given) -> tuple[Any, ...]:
     call = _read(given)
     out, _ = promised(call)
     sizes = [*lse_shape(call.query, call.layout, call.heads)[:-1], _LANES]
@@ -88,16 +85,10 @@ _VALUE = "B U V / U B V / B U M Dv / B M U Dv / U M Dv"
 
 FUSION_ATTENTION = Operator(
     schema=_SCHEMA,
-    fallback=by_schema(_SCHEMA, _computed),
-    meta=by_schema(_SCHEMA, _promised),
+    compute=_computed,
+    outputs=_outputs,
     dims={"query": _QUERY, "key": _KEY, "value": _VALUE, "sink": "Ns"},
-    dtypes={
-        "query": FLOATS,
-        "key": FLOATS,
-        "value": FLOATS,
-        "atten_mask": frozenset({torch.bool, torch.uint8}),
-        "sink": frozenset({torch.float32}),
-    },
+    dtypes={"query key value": FLOATS, "atten_mask": frozenset({torch.bool, torch.uint8}), "sink": FLOAT32},
     limits={
         "host": (
             "not given(pse) and not given(padding_mask) and not given(prefix) and not given(dropout_mask)",

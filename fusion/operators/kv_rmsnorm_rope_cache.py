@@ -8,30 +8,23 @@ A slot is a position of its sequence ("Norm"), a token of all pages ("PA", "PA_B
 the page that a run of tokens fills ("PA_BLK_BNSD", "PA_BLK_NZ").
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
-
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Limit, Operator, by_schema
-from fusion.operators.dtypes import HALVES, compute_dtype
-from fusion.operators.pages import stored, write, written
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator, functional
+from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT64, compute_dtype
+from fusion.operators.norm import normalised
+from fusion.operators.pages import Put, by_lines, stored
+from fusion.operators.quantisation import int8
 from fusion.operators.rope import interleave_half
 
-_LINES = {torch.int8: 32}
-"""Elements of a line of NZ; 16 of numbers of two bytes."""
 _STORED = (("k_cache", "k_rope_scale"), ("ckv_cache", "c_kv_scale"))
 _TOKENS = ("PA", "PA_BNSD", "PA_NZ")
 _BLOCKS = ("PA_BLK_BNSD", "PA_BLK_NZ")
 _BY_LINES = ("PA_NZ", "PA_BLK_NZ")
-Given = Mapping[str, Any]
 
 
 def _rows(given: Given) -> tuple[Tensor, Tensor]:
@@ -39,16 +32,8 @@ def _rows(given: Given) -> tuple[Tensor, Tensor]:
     kv, gamma, cos, sin = (given[name] for name in ("kv", "gamma", "cos", "sin"))
     wide = compute_dtype(kv)
     latent, rope = kv.to(wide).split([gamma.shape[0], cos.shape[-1]], dim=-1)
-    root = (latent.square().mean(-1, keepdim=True) + given["epsilon"]).sqrt()
     turned = interleave_half(rope, cos.to(wide), sin.to(wide))
-    return turned, latent / root * gamma.to(wide)
-
-
-def _kept(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows as a cache keeps them: rounded once, or as whole numbers, halves to even."""
-    if scale is None:
-        return rows.to(dtype)
-    return (rows * scale.to(rows.dtype)).round().clamp(-128, 127).to(torch.int8)
+    return turned, normalised(latent, gamma, given["epsilon"])
 
 
 def _slots(given: Given) -> Tensor:
@@ -67,65 +52,33 @@ def _slots(given: Given) -> Tensor:
     return torch.where(index < 0, -1, inside).flatten()
 
 
-def _cached(cache: Tensor, rows: Tensor, slots: Tensor, mode: str, in_place: bool) -> Tensor:
+def _cached(put: Put, cache: Tensor, rows: Tensor, slots: Tensor, mode: str) -> Tensor:
     """The cache itself, or a copy, with `rows` [B, 1, S, D]."""
     pages = cache.transpose(1, 2) if mode == "Norm" else cache
     if mode in _BY_LINES:
-        line = _LINES.get(cache.dtype, 16)
-        pages = cache.view(cache.shape[0], cache.shape[3] // line, cache.shape[1], line)
-    form = "PA_NZ" if mode in _BY_LINES else "Norm"
+        pages = by_lines(cache)
     tokens = rows.reshape(-1, 1, rows.shape[-1])
-    filled = (write if in_place else written)(pages, *stored(pages, tokens, slots, form))
-    return filled.reshape(cache.shape)
+    return put(pages, *stored(pages, tokens, slots, "PA_NZ" if mode in _BY_LINES else "Norm")).reshape(cache.shape)
 
 
-def _computed(given: Given, *, in_place: bool) -> tuple[Tensor, ...]:
+def _computed(put: Put, given: Given) -> tuple[Tensor, ...]:
     """Rotated keys and latents, zeros if nobody asked for them, and both caches."""
     rows, slots, dtype = _rows(given), _slots(given), given["kv"].dtype
-    caches = (
-        _cached(given[name], _kept(each, given[scale], dtype), slots, given["cache_mode"], in_place)
-        for (name, scale), each in zip(_STORED, rows, strict=True)
-    )
-    keys, latents = caches
-    rounded = (each.to(dtype).contiguous() for each in rows)
-    return *(each if given["is_output_kv"] else torch.zeros_like(each) for each in rounded), keys, latents
+    results, caches = [], []
+    for (name, scale), each in zip(_STORED, rows, strict=True):
+        rounded, factor = each.to(dtype).contiguous(), given[scale]
+        kept = rounded if factor is None else int8(each * factor.to(each.dtype))
+        caches.append(_cached(put, given[name], kept, slots, given["cache_mode"]))
+        results.append(rounded if given["is_output_kv"] else torch.zeros_like(rounded))
+    return *results, *caches
 
 
-def _in_place(given: Given) -> tuple[Tensor, ...]:
-    return _computed(given, in_place=True)[:2]
-
-
-def _functional(given: Given) -> tuple[Tensor, ...]:
-    return _computed(given, in_place=False)
-
-
-def _meta(given: Given) -> tuple[Tensor, ...]:
-    kv = given["kv"]
-    return tuple(kv.new_empty([*kv.shape[:-1], given[name].shape[-1]]) for name in ("cos", "gamma"))
-
-
-def _functional_meta(given: Given) -> tuple[Tensor, ...]:
-    return *_meta(given), torch.empty_like(given["k_cache"]), torch.empty_like(given["ckv_cache"])
-
-
-def _dims(norm: str, tokens: str, blocks: str) -> str:
+def _dims(norm: str, paged: str) -> str:
     """Dims in each mode."""
-    paged = (f"cache_mode={mode}:{tokens}" for mode in _TOKENS), (f"cache_mode={mode}:{blocks}" for mode in _BLOCKS)
-    return " / ".join((f"cache_mode=Norm:{norm}", *paged[0], *paged[1]))
+    modes = (f"cache_mode={mode}:{paged}" for mode in (*_TOKENS, *_BLOCKS))
+    return " / ".join((f"cache_mode=Norm:{norm}", *modes))
 
 
-_DIMS = {
-    "gamma": "Hckv",
-    "kv": "B 1 S W",
-    "cos": "B 1 1|S Dr",
-    "sin": "B 1 1|S Dr",
-    "index": _dims("B S", "I", "I"),
-    "k_cache": _dims("B 1 Length Dr", *["Blocks Size 1 Dr"] * 2),
-    "ckv_cache": _dims("B 1 Length Hckv", *["Blocks Size 1 Hckv"] * 2),
-    "k_rope_scale": "Dr",
-    "c_kv_scale": "Hckv",
-}
-_CACHES = ("k_cache", "ckv_cache")
 _OTHERWISE = ("k_rope_offset", "c_kv_offset", "k_cache_dtype", "ckv_cache_dtype")
 _HOST = (
     *(Limit(f"not given({name})", because="other quantisation is not decomposed") for name in _OTHERWISE),
@@ -156,32 +109,6 @@ _KERNEL = (
     Limit("Blocks >= B * ((S + Size - 1) // Size)", when="cache_mode != 'Norm'"),
 )
 _A2 = (*_KERNEL, "Hckv == 512", "Dr == 64")
-_SCHEMA = (
-    "Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, {caches}, *, Tensor? k_rope_scale=None, "
-    "Tensor? c_kv_scale=None, Tensor? k_rope_offset=None, Tensor? c_kv_offset=None, Tensor? v=None, "
-    'float epsilon=1.0000000000000001e-05, str cache_mode="Norm", bool is_output_kv=False, int? k_cache_dtype=None, '
-    "int? ckv_cache_dtype=None"
-)
-_IN_PLACE_SCHEMA = (
-    f"npu::npu_kv_rmsnorm_rope_cache_v2({_SCHEMA.format(caches='Tensor(a!) k_cache, Tensor(b!) ckv_cache')}) "
-    "-> (Tensor, Tensor)"
-)
-_FUNCTIONAL_SCHEMA = (
-    f"npu::npu_kv_rmsnorm_rope_cache_v2_functional({_SCHEMA.format(caches='Tensor k_cache, Tensor ckv_cache')}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-_DTYPES = {
-    **dict.fromkeys(("kv", "gamma", "cos", "sin"), HALVES),
-    **dict.fromkeys(_CACHES, HALVES | {torch.int8}),
-    **dict.fromkeys(("k_rope_scale", "c_kv_scale"), frozenset({torch.float32})),
-    "index": frozenset({torch.int64}),
-}
-_LIMITS = {"host": _HOST, "ascend910b": _A2, "ascend910_93": _A2, "ascend950": _KERNEL}
-_SOURCE = (
-    "op-plugin: torch_npu.npu_kv_rmsnorm_rope_cache, of which this form declares its writes; kernel: ops-transformer "
-    "kv_rms_norm_rope_cache (one rounding; a negative index is skipped); the page of aclnnKvRmsNormRopeCache lists "
-    "Ascend 950 alone, op-plugin's A2 and A3 as well"
-)
 _SUMMARY = (
     "[c ‖ r] = kv; k_cache[slot] = round(rope(r)), by pairs, even components first; ckv_cache[slot] = "
     "round(c / sqrt(mean(c²) + epsilon) · gamma); both in float32; both rows are results if is_output_kv; "
@@ -189,22 +116,42 @@ _SUMMARY = (
 )
 
 KV_RMSNORM_ROPE_CACHE_V2 = Operator(
-    schema=_IN_PLACE_SCHEMA,
-    fallback=by_schema(_IN_PLACE_SCHEMA, _in_place),
-    meta=by_schema(_IN_PLACE_SCHEMA, _meta),
-    dims=_DIMS,
-    dtypes=_DTYPES,
-    limits=_LIMITS,
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),  # torchair's converter is of ours
-    source=_SOURCE,
+    schema=(
+        "npu::npu_kv_rmsnorm_rope_cache_v2(Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index, "
+        "Tensor(a!) k_cache, Tensor(b!) ckv_cache, *, Tensor? k_rope_scale=None, Tensor? c_kv_scale=None, "
+        "Tensor? k_rope_offset=None, Tensor? c_kv_offset=None, Tensor? v=None, "
+        'float epsilon=1.0000000000000001e-05, str cache_mode="Norm", bool is_output_kv=False, '
+        "int? k_cache_dtype=None, int? ckv_cache_dtype=None) -> (Tensor, Tensor)"
+    ),
+    compute=_computed,
+    outputs=lambda kv, cos, gamma: tuple(kv.new_empty([*kv.shape[:-1], each.shape[-1]]) for each in (cos, gamma)),
+    dims={
+        "gamma": "Hckv",
+        "kv": "B 1 S W",
+        "cos sin": "B 1 1|S Dr",
+        "index": _dims("B S", "I"),
+        "k_cache": _dims("B 1 Length Dr", "Blocks Size 1 Dr"),
+        "ckv_cache": _dims("B 1 Length Hckv", "Blocks Size 1 Hckv"),
+        "k_rope_scale": "Dr",
+        "c_kv_scale": "Hckv",
+    },
+    dtypes={
+        "kv gamma cos sin": HALVES,
+        "k_cache ckv_cache": HALVES | INT8,
+        "k_rope_scale c_kv_scale": FLOAT32,
+        "index": INT64,
+    },
+    limits={"host": _HOST, **dict.fromkeys(A2_A3, _A2), "ascend950": _KERNEL},
+    source=(
+        "op-plugin: torch_npu.npu_kv_rmsnorm_rope_cache, of which this form declares its writes; kernel: "
+        "ops-transformer kv_rms_norm_rope_cache (one rounding; a negative index is skipped); the page of "
+        "aclnnKvRmsNormRopeCache lists Ascend 950 alone, op-plugin's A2 and A3 as well"
+    ),
     summary=_SUMMARY,
-)
-KV_RMSNORM_ROPE_CACHE_V2_FUNCTIONAL = replace(
+)  # torchair's converter is of ours
+KV_RMSNORM_ROPE_CACHE_V2_FUNCTIONAL = functional(
     KV_RMSNORM_ROPE_CACHE_V2,
-    schema=_FUNCTIONAL_SCHEMA,
-    fallback=by_schema(_FUNCTIONAL_SCHEMA, _functional),
-    meta=by_schema(_FUNCTIONAL_SCHEMA, _functional_meta),
-    lowerings=frozenset({"torchair"}),  # its eager kernel writes the caches themselves and returns untouched copies
-    summary=f"with copies of the caches as results 2 and 3: {_SUMMARY}",
-    in_place="npu::npu_kv_rmsnorm_rope_cache_v2",
+    "npu::npu_kv_rmsnorm_rope_cache_v2_functional",
+    f"with copies of the caches as results 2 and 3: {_SUMMARY}",
+    frozenset({"torchair"}),  # its eager kernel writes the caches themselves and returns untouched copies
 )

@@ -7,47 +7,42 @@ The latent k is its own value and serves all heads. What a page looks like depen
     int8_nzcache      ctkv [Blocks, C/32, Size, 32]     k_rope as before; q_nope and ctkv int8, with scales per head
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion._torch import count, hint, known_true
-from fusion.operators.contract import Limit, Operator, by_schema
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator, in_tensors
+from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import longest, scores
 from fusion.operators.layouts import lying_as
-from fusion.operators.pages import pages_of
+from fusion.operators.pages import ATB_NZ, in_pages, pages_of
 from fusion.operators.softmax import Visible, rounded_softmax
-from fusion.operators.visibility import counted
+from fusion.operators.visibility import counted, packed
 
-Given = Mapping[str, Any]
 _SPECULATIVE = "calc_type == 'calc_type_spec'"
-_NZ = ("int8_nzcache", "nzcache")
 
 
 def _rows(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     """Of every row [T]: its sequence, its place among the rows of that, and the length of the context [T]."""
     query = given["q_nope"]
     lengths = counted(given["context_lens"], query.device).long()
-    token = torch.arange(query.shape[0], device=query.device)
     if given["calc_type"] != "calc_type_spec":
+        token = torch.arange(query.shape[0], device=query.device)
         return token, torch.zeros_like(token), lengths
-    sizes = counted(given["qseqlen"], query.device).long()
-    ends = sizes.cumsum(0)
-    sequence = (token[:, None] >= ends).sum(-1).clamp(max=ends.shape[0] - 1)
-    return sequence, token - (ends - sizes)[sequence], lengths[sequence]
+    ends = counted(given["qseqlen"], query.device).long().cumsum(0)
+    sequence, place, _, _ = packed(query.shape[0], ends)
+    return sequence, place, lengths[sequence]
 
 
 def _by_pages(cache: Tensor, mode: str) -> Tensor:
     """Any cache as pages [Blocks, Size, 1, D]."""
-    return cache.transpose(1, 2).flatten(2).unsqueeze(2) if mode in _NZ else cache
+    return cache.transpose(1, 2).flatten(2).unsqueeze(2) if mode in ATB_NZ else cache
 
 
 def _bias(given: Given, place: Tensor, length: Tensor, keys: Any, size: Any) -> Tensor | None:
@@ -85,7 +80,7 @@ def _attention(given: Given) -> tuple[Tensor, Tensor]:
         query = query.to(wide) * given["qk_descale"].to(wide)[:, None]
     seen = torch.arange(latent.shape[2], device=query.device) < length[:, None]
     pairs = [(query.unsqueeze(2), latent), (rope.to(wide).unsqueeze(2), turned)]
-    size = given["ctkv"].shape[2 if mode in _NZ else 1]
+    size = given["ctkv"].shape[2 if mode in ATB_NZ else 1]
     out, top, total = rounded_softmax(
         pairs, latent, Visible(seen[:, None, None]), given["qk_scale"], torch.int8 if narrow else rope.dtype,
         _bias(given, place, length, latent.shape[2], size),
@@ -94,50 +89,23 @@ def _attention(given: Given) -> tuple[Tensor, Tensor]:
     return lying_as(out.to(rope.dtype), given["q_nope"]), (top + total.log()).squeeze(2)
 
 
-def _fallback(given: Given) -> Tensor:
-    return _attention(given)[0]
-
-
-def _lse_fallback(given: Given) -> tuple[Tensor, Tensor]:
+def _with_lse(given: Given) -> tuple[Tensor, Tensor]:
     out, lse = _attention(given)
     return out, lse.to(given["q_nope"].dtype)
 
 
-def _meta(given: Given) -> Tensor:
-    return torch.empty_like(given["q_nope"], dtype=given["q_rope"].dtype)
-
-
-def _lse_meta(given: Given) -> tuple[Tensor, Tensor]:
-    query = given["q_nope"]
-    return _meta(given), query.new_empty([query.shape[0], query.shape[1], 1])
+def _output(q_nope: Tensor, q_rope: Tensor) -> Tensor:
+    return torch.empty_like(q_nope, dtype=q_rope.dtype)
 
 
 def _flops(given: Given) -> float:
     """Every key of the context of every row."""
-    query, page = given["q_nope"], given["ctkv"].shape[2 if given["cache_mode"] in _NZ else 1]
+    query, page = given["q_nope"], given["ctkv"].shape[2 if given["cache_mode"] in ATB_NZ else 1]
     keys = longest(given["context_lens"], given["block_tables"].shape[1] * page)
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] + given["q_rope"].shape[-1])
 
 
-_CACHE = "cache_mode=krope_ctkv:Blocks Size 1 {0} / cache_mode=int8_nzcache:{1} / cache_mode=nzcache:{1}"
-_DIMS = {
-    "q_nope": "T N C",
-    "q_rope": "T N Dr",
-    "ctkv": _CACHE.format("C", "Blocks A Size L"),
-    "k_rope": _CACHE.format("Dr", "Blocks R Size M"),
-    "block_tables": "B P",
-    "mask": "Rows Columns",
-    "qk_descale": "N",
-    "pv_descale": "N",
-}
-_DTYPES = {
-    "q_nope": HALVES | {torch.int8},
-    "ctkv": HALVES | {torch.int8},
-    **dict.fromkeys(("q_rope", "k_rope", "mask"), HALVES),
-    **dict.fromkeys(("qk_descale", "pv_descale"), frozenset({torch.float32})),
-    "block_tables": frozenset({torch.int32}),
-}
-_LAID_OUT = f"cache_mode in {_NZ}"
+_LAID_OUT = f"cache_mode in {ATB_NZ}"
 _INT8 = "cache_mode == 'int8_nzcache'"
 _MASKED = "mask_type in ('mask_type_spec', 'mask_type_free')"
 _ONE_ROW = "without speculative rows each sequence has one row"
@@ -191,22 +159,6 @@ _KERNEL_OF_ROWS = (
     Limit("cache_mode != 'int8_nzcache'", when=f"{_SPECULATIVE} and mask_type != 'mask_type_free'", because=_IMPLIED),
     Limit("Rows <= 133", when="mask_type == 'mask_type_free'", because="a sequence has at most 4 rows"),
 )
-_ARGUMENTS = (
-    "Tensor q_nope, Tensor q_rope, Tensor ctkv, Tensor k_rope, Tensor block_tables, {lengths} context_lens, "
-    "int q_headnum, float qk_scale, int kv_headnum, {lse}*, Tensor? mask=None, SymInt[]? qseqlen=None, "
-    "Tensor? qk_descale=None, Tensor? pv_descale=None, str? mask_type=None, str? calc_type=None, "
-    "str? cache_mode=None{workspace}"
-)
-_NAME = "atb::npu_multi_head_latent_attention"
-_PLAIN = _ARGUMENTS.format(lengths="SymInt[]", lse="", workspace="")
-_SCHEMA = f"{_NAME}({_PLAIN}) -> Tensor"
-_TENSOR_SCHEMA = f"{_NAME}.tensor_lengths({_PLAIN.replace('SymInt[] context_lens', 'Tensor context_lens')}) -> Tensor"
-_WITH_LSE = _ARGUMENTS.format(lengths="SymInt[]", lse="bool return_lse, ", workspace=", Tensor? workspace=None")
-_LSE_SCHEMA = f"{_NAME}.lse({_WITH_LSE}) -> (Tensor, Tensor)"
-_SOURCE = (
-    "ATB: MultiLatentAttentionOperation, its checks and kernel; op-plugin: ops/atb/MultiHeadLatentAttentionAtb.cpp, "
-    "test_atb_mla_*.py"
-)
 _SUMMARY = (
     "out = round(Σ round(p) k / Σ p), p = exp(s - max s), s = qk_scale · (q kᵀ + q_rope k_ropeᵀ) + mask, in float32, "
     "over the first context_lens[b] keys of a sequence; int8: q kᵀ times qk_descale, p in steps of 1/127, out times "
@@ -216,37 +168,54 @@ _SUMMARY = (
 )
 
 
-def _operator(schema: str, *, in_tensors: bool) -> Operator:
-    return Operator(
-        schema=schema,
-        fallback=by_schema(schema, _fallback),
-        meta=by_schema(schema, _meta),
-        dims=_DIMS,
-        dtypes=_DTYPES | ({"context_lens": frozenset({torch.int64, torch.int32})} if in_tensors else {}),
-        limits={"host": (*_HOST, *_FEW_ROWS), "ascend910b": _KERNEL_OF_ROWS, "ascend910_93": _KERNEL_OF_ROWS},
-        lowerings=frozenset() if in_tensors else frozenset({"eager"}),
-        source=_SOURCE,
-        summary=_SUMMARY,
-        flops=_flops,
-        on_host=frozenset({"context_lens"}) if in_tensors else frozenset(),
-    )
-
-
-MULTI_HEAD_LATENT_ATTENTION = _operator(_SCHEMA, in_tensors=False)
-MULTI_HEAD_LATENT_ATTENTION_TENSOR_LENGTHS = _operator(_TENSOR_SCHEMA, in_tensors=True)
-MULTI_HEAD_LATENT_ATTENTION_LSE = Operator(
-    schema=_LSE_SCHEMA,
-    fallback=by_schema(_LSE_SCHEMA, _lse_fallback),
-    meta=by_schema(_LSE_SCHEMA, _lse_meta),
-    dims=_DIMS,
-    dtypes=_DTYPES,
+MULTI_HEAD_LATENT_ATTENTION = Operator(
+    schema=(
+        "atb::npu_multi_head_latent_attention(Tensor q_nope, Tensor q_rope, Tensor ctkv, Tensor k_rope, "
+        "Tensor block_tables, SymInt[] context_lens, int q_headnum, float qk_scale, int kv_headnum, *, "
+        "Tensor? mask=None, SymInt[]? qseqlen=None, Tensor? qk_descale=None, Tensor? pv_descale=None, "
+        "str? mask_type=None, str? calc_type=None, str? cache_mode=None) -> Tensor"
+    ),
+    compute=lambda given: _attention(given)[0],
+    outputs=_output,
+    dims={
+        "q_nope": "T N C",
+        "q_rope": "T N Dr",
+        "ctkv": in_pages("Blocks Size 1 C", "Blocks A Size L"),
+        "k_rope": in_pages("Blocks Size 1 Dr", "Blocks R Size M"),
+        "block_tables": "B P",
+        "mask": "Rows Columns",
+        "qk_descale pv_descale": "N",
+    },
+    dtypes={
+        "q_nope ctkv": HALVES | INT8,
+        "q_rope k_rope mask": HALVES,
+        "qk_descale pv_descale": FLOAT32,
+        "block_tables": INT32,
+    },
+    limits={"host": (*_HOST, *_FEW_ROWS), **dict.fromkeys(A2_A3, _KERNEL_OF_ROWS)},
+    lowerings=frozenset({"eager"}),
+    source=(
+        "ATB: MultiLatentAttentionOperation, its checks and kernel; op-plugin: "
+        "ops/atb/MultiHeadLatentAttentionAtb.cpp, test_atb_mla_*.py"
+    ),
+    summary=_SUMMARY,
+    flops=_flops,
+)
+MULTI_HEAD_LATENT_ATTENTION_TENSOR_LENGTHS = in_tensors(
+    MULTI_HEAD_LATENT_ATTENTION, ("context_lens",), INT64 | INT32, lowerings=frozenset()
+)
+MULTI_HEAD_LATENT_ATTENTION_LSE = replace(
+    MULTI_HEAD_LATENT_ATTENTION,
+    schema=(
+        MULTI_HEAD_LATENT_ATTENTION.schema.replace("(", ".lse(", 1)
+        .replace("int kv_headnum", "int kv_headnum, bool return_lse")
+        .replace(") -> Tensor", ", Tensor? workspace=None) -> (Tensor, Tensor)")
+    ),
+    compute=_with_lse,
+    outputs=lambda q_nope, q_rope: (_output(q_nope, q_rope), q_nope.new_empty([*q_nope.shape[:2], 1])),
     limits={
         "host": (*_HOST, *_RING, Limit("not given(workspace)", because="the operator allocates its own")),
-        "ascend910b": _KERNEL,
-        "ascend910_93": _KERNEL,
+        **dict.fromkeys(A2_A3, _KERNEL),
     },
-    lowerings=frozenset({"eager"}),
-    source=_SOURCE,
-    flops=_flops,
     summary=f"with max s + log Σ p as the second result, in the dtype of q_nope: {_SUMMARY}",
 )

@@ -3,9 +3,6 @@
 Inside, everything is [B, N, S, D], and packed sequences (`TND`, `NTD`) are one batch: [1, N, T, D].
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -4,8 +4,8 @@ Two owners of one schema end the process in C++, beyond Python's reach. So ours 
 only when torch_npu does not import, and given back before a later import of torch_npu defines its own.
 """
 
-# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# PyTorch's library interface is untyped, and asking for kernels and taking definitions back are private in it.
+# pyright: reportPrivateUsage=false
+# Taking definitions back is private in PyTorch.
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec
+from pkgutil import iter_modules
 from threading import RLock
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
@@ -25,28 +26,6 @@ from torch.library import Library, register_fake
 
 from fusion._torch import OpOverload, has_kernel, schema_of
 from fusion.errors import OperatorError
-from fusion.operators import (
-    activation,
-    attention,
-    attention_update,
-    cache,
-    format,
-    fusion_attention,
-    kv_rmsnorm_rope_cache,
-    latent_attention_atb,
-    lightning_indexer,
-    mla_preprocess,
-    mla_prolog,
-    mla_prolog_older,
-    norm,
-    page_gather,
-    quantisation,
-    ring_mla,
-    rope,
-    routing,
-    sparse_flash_attention,
-    transpose_batchmatmul,
-)
 from fusion.operators.contract import Operator
 
 _VENDOR = "torch_npu"
@@ -54,34 +33,14 @@ _DEVICES = ("CPU", "CUDA")
 """Where a decomposition may serve as the kernel; PrivateUse1 is torch_npu's."""
 
 
-def _declared(*modules: ModuleType) -> Mapping[str, Operator]:
+def _declared(package: ModuleType) -> Mapping[str, Operator]:
+    modules = (importlib.import_module(f"{package.__name__}.{each.name}") for each in iter_modules(package.__path__))
     found = (value for module in modules for value in vars(module).values() if isinstance(value, Operator))
     return MappingProxyType({operator.name: operator for operator in sorted(found, key=lambda op: op.name)})
 
 
-OPERATORS: Mapping[str, Operator] = _declared(
-    activation,
-    attention,
-    attention_update,
-    cache,
-    format,
-    fusion_attention,
-    kv_rmsnorm_rope_cache,
-    latent_attention_atb,
-    lightning_indexer,
-    mla_preprocess,
-    mla_prolog,
-    mla_prolog_older,
-    norm,
-    page_gather,
-    quantisation,
-    ring_mla,
-    rope,
-    routing,
-    sparse_flash_attention,
-    transpose_batchmatmul,
-)
-"""Qualified name -> operator, for every `Operator` that the modules above declare."""
+OPERATORS: Mapping[str, Operator] = _declared(sys.modules[__package__ or ""])
+"""Qualified name -> operator, for every `Operator` that a module of this package declares."""
 
 
 def operator_of(target: OpOverload) -> Operator | None:
@@ -155,7 +114,6 @@ def _settle(origin: Origin) -> None:
         if not _exists(operator):
             _define(operator)
         _add_kernels(operator)
-        _add_meta(operator)
     if origin.source == "own":
         sys.meta_path.insert(0, _handover)
 
@@ -198,7 +156,7 @@ def _add_kernels(operator: Operator) -> None:
         library.impl(operator.short, partial(told_in_numbers, operator), "PrivateUse1")
     if operator.hides_writes and not has_kernel(operator.name, "PrivateUse1"):
         library.impl(operator.short, partial(run_by_default, operator), "PrivateUse1")
-    if not has_kernel(operator.name, "Meta"):
+    if not has_kernel(operator.name, "Meta"):  # torch_npu gives some no shapes for fake tensors
         register_fake(operator.name, operator.meta, lib=library)
 
 
@@ -211,14 +169,16 @@ def told_in_numbers(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     for name in operator.on_host:
         if isinstance(given[name], torch.Tensor):
             given[name] = _numbers(operator, name, given[name])
-    packet = getattr(getattr(torch.ops, operator.namespace), operator.short.partition(".")[0])
-    return packet.default(**given)
+    return _default(operator)(**given)
 
 
 def run_by_default(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     """What torch_npu's own overload of an operator gives, without the caches that it returns as well."""
-    packet = getattr(getattr(torch.ops, operator.namespace), operator.short.partition(".")[0])
-    return tuple(packet.default(*args, **kwargs)[: len(schema_of(operator.overload()).returns)])
+    return tuple(_default(operator)(*args, **kwargs)[: len(schema_of(operator.overload()).returns)])
+
+
+def _default(operator: Operator) -> OpOverload:
+    return getattr(getattr(torch.ops, operator.namespace), operator.short.partition(".")[0]).default
 
 
 def _numbers(operator: Operator, name: str, value: torch.Tensor) -> list[int]:
@@ -228,13 +188,6 @@ def _numbers(operator: Operator, name: str, value: torch.Tensor) -> list[int]:
             "Lower the graph to torchair, or plan it for eager with the option lengths='host'"
         )
     return value.tolist()
-
-
-def _add_meta(operator: Operator) -> None:
-    """Shapes for fake tensors where torch_npu gives none."""
-    if not has_kernel(operator.name, "Meta"):
-        library = _registration.kernels[operator.namespace]
-        register_fake(operator.name, operator.meta, lib=library)
 
 
 class _Handover:

@@ -3,13 +3,9 @@
 Neither a scale nor a softmax is part of it; a positive factor common to all weights changes no selection.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +15,12 @@ from torch.nn.functional import pad
 
 from fusion._torch import count, hint, known_true
 from fusion.operators import sparse_limits
-from fusion.operators.contract import Limit, Operator, by_schema
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.dtypes import FLOAT32, HALVES, compute_dtype
 from fusion.operators.flops import causal
 from fusion.operators.pages import pages_of
-from fusion.operators.sequences import Rows, rows_of
+from fusion.operators.visibility import rows_of
 
 _FEW = 8
 """Rows per sequence up to which each row brings its own copy of its pages, instead of meeting everybody's."""
@@ -43,7 +40,7 @@ class _Groups:
     seen: Tensor
 
 
-def _lightning_indexer(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _lightning_indexer(given: Given) -> tuple[Tensor, Tensor]:
     query, count = given["query"], given["sparse_count"]
     groups = _groups(given)
     scores, column = _scores(groups), torch.arange(groups.keys.shape[1], device=query.device)
@@ -53,38 +50,28 @@ def _lightning_indexer(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     values, best = scores.masked_fill(hidden, -math.inf).topk(kept, dim=-1)
     some = torch.arange(kept, device=query.device) < groups.seen[..., None]
     tokens = torch.where(some, best - groups.first[..., None], -1).to(torch.int32)
-    shape = _shape(given)
+    shape = _shape(query, count)
     indices = pad(tokens, (0, count - kept), value=-1).reshape(shape)
     if not given["return_value"]:
         return indices, query.new_empty([0])
     return indices, pad(values, (0, count - kept), value=-math.inf).reshape(shape).to(query.dtype)
 
 
-def _groups(given: Mapping[str, Any]) -> _Groups:
+def _groups(given: Given) -> _Groups:
     query, key, weights, table = (given[name] for name in ("query", "key", "weights", "block_table"))
-    layouts = given["layout_query"], given["layout_key"]
-    lengths = given["actual_seq_lengths_query"], given["actual_seq_lengths_key"]
-    rows = rows_of(query, key, layouts, lengths, causal=given["sparse_mode"] == 3)
-    if layouts[0] == "BSND":
+    rows = rows_of(given, "key")
+    if given["layout_query"] == "BSND":
         keys = pages_of(key, table) if table is not None else key.select(-2, 0)
         return _Groups(query, weights, keys, rows.first, rows.seen)
     if table is None:
-        return _together(query, weights, key.select(-2, 0), rows.first, rows.seen)
+        return _Groups(query[None], weights[None], key.select(-2, 0)[None], rows.first[None], rows.seen[None])
     batch = table.shape[0]
     if known_true(query.shape[0] <= _FEW * batch) and not known_true(batch == 1):
-        return _apart(query, weights, pages_of(key, table[rows.sequence]), rows)
+        keys = pages_of(key, table[rows.sequence])  # one group for each row [T], with the keys of its sequence
+        return _Groups(query[:, None], weights[:, None], keys, rows.first[:, None], rows.seen[:, None])
     pages = pages_of(key, table)
-    return _together(query, weights, pages.flatten(0, 1), rows.sequence * pages.shape[1], rows.seen)
-
-
-def _together(query: Tensor, weights: Tensor, keys: Tensor, first: Tensor, seen: Tensor) -> _Groups:
-    """One group: every row [T] meets all keys."""
-    return _Groups(query[None], weights[None], keys[None], first[None], seen[None])
-
-
-def _apart(query: Tensor, weights: Tensor, keys: Tensor, rows: Rows) -> _Groups:
-    """One group for each row [T], with the keys of its sequence."""
-    return _Groups(query[:, None], weights[:, None], keys, rows.first[:, None], rows.seen[:, None])
+    first = rows.sequence * pages.shape[1]
+    return _Groups(query[None], weights[None], pages.flatten(0, 1)[None], first[None], rows.seen[None])
 
 
 def _scores(groups: _Groups) -> Tensor:
@@ -95,17 +82,16 @@ def _scores(groups: _Groups) -> Tensor:
     return (groups.weights.to(wide).unsqueeze(-2) @ each).squeeze(-2)
 
 
-def _shape(given: Mapping[str, Any]) -> tuple[int, ...]:
-    return (*given["query"].shape[:-2], 1, given["sparse_count"])
+def _shape(query: Tensor, sparse_count: int) -> tuple[int, ...]:
+    return (*query.shape[:-2], 1, sparse_count)
 
 
-def _lightning_indexer_meta(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    query, shape = given["query"], _shape(given)
-    values = query.new_empty(shape if given["return_value"] else [0])
-    return query.new_empty(shape, dtype=torch.int32), values
+def _outputs(query: Tensor, sparse_count: int, return_value: bool) -> tuple[Tensor, Tensor]:
+    shape = _shape(query, sparse_count)
+    return query.new_empty(shape, dtype=torch.int32), query.new_empty(shape if return_value else [0])
 
 
-def _flops(given: Mapping[str, Any]) -> float:
+def _flops(given: Given) -> float:
     """Every key of every query; half of them where it is causal and there are as many queries."""
     query, key, table = given["query"], given["key"], given["block_table"]
     room = key.shape[0 if given["layout_key"] == "TND" else 1] * (1 if table is None else table.shape[1])
@@ -114,9 +100,8 @@ def _flops(given: Mapping[str, Any]) -> float:
     return 2.0 * count(query) * keys
 
 
-_NAMES = sparse_limits.Names("layout_key", "actual_seq_lengths_key")
 _KERNEL = (
-    *sparse_limits.kernel(_NAMES),
+    *sparse_limits.kernel("key"),
     "D == 128",
     Limit("sparse_count <= 2048 or sparse_count in (3072, 4096, 5120, 6144, 7168, 8192)"),
 )
@@ -127,31 +112,28 @@ _A2 = (
     Limit("return_value == False", lowering="torchair", because="graphs return values on ascend950 only"),
     Limit("return_value == False", lowering="npugraph_ex", because="graphs return values on ascend950 only"),
 )
-_SCHEMA = (
-    "npu::npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
-    "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, "
-    'str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3, '
-    "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) "
-    "-> (Tensor, Tensor)"
-)
 
 LIGHTNING_INDEXER = Operator(
-    schema=_SCHEMA,
-    fallback=by_schema(_SCHEMA, _lightning_indexer),
-    meta=by_schema(_SCHEMA, _lightning_indexer_meta),
+    schema=(
+        "npu::npu_lightning_indexer(Tensor query, Tensor key, Tensor weights, *, "
+        "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, "
+        'str layout_query="BSND", str layout_key="BSND", int sparse_count=2048, int sparse_mode=3, '
+        "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, bool return_value=False) "
+        "-> (Tensor, Tensor)"
+    ),
+    compute=_lightning_indexer,
+    outputs=_outputs,
     dims={
         "query": sparse_limits.by_layout("B S N D", "T N D"),
         "weights": sparse_limits.by_layout("B S N", "T N"),
-        **sparse_limits.dims(_NAMES, ("key",)),
+        **sparse_limits.dims("key", {"key": "D"}),
     },
-    dtypes={"query": HALVES, "key": HALVES, "weights": HALVES | {torch.float32}, **sparse_limits.dtypes(_NAMES)},
+    dtypes={"query": HALVES, "key": HALVES, "weights": HALVES | FLOAT32, **sparse_limits.dtypes("key")},
     limits={
-        "host": (*sparse_limits.host(_NAMES), "sparse_count > 0"),
-        "ascend910b": _A2,
-        "ascend910_93": _A2,
+        "host": (*sparse_limits.host("key"), "sparse_count > 0"),
+        **dict.fromkeys(A2_A3, _A2),
         "ascend950": (*_KERNEL, "N in (8, 16, 24, 32, 64)", "dtype(weights) == dtype(query)"),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     flops=_flops,
     source="op-plugin: torch_npu.npu_lightning_indexer; kernel: ops-transformer lightning_indexer (A2/A3: float32)",
     summary=(

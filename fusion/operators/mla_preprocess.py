@@ -8,34 +8,24 @@ RoPE is by halves, and the weights lie in lines of NZ: [out, in] as [1, in / 32,
 that allocates its results gives caches that hold nothing but the new rows; what runs is always the one that takes them.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion._torch import count, hint
-from fusion.operators.contract import Limit, Operator, by_schema
-from fusion.operators.dtypes import HALVES, compute_dtype
-from fusion.operators.layouts import lying_as
-from fusion.operators.pages import stored, write, written
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator, functional
+from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
+from fusion.operators.flops import products
+from fusion.operators.norm import normalised
+from fusion.operators.pages import ATB_NZ, Put, in_pages, stored
+from fusion.operators.quantisation import int8
 from fusion.operators.rope import half
 
-Given = Mapping[str, Any]
 EPSILON = 1e-6
 """Of every norm: compiled into the kernel, whatever the binding passes."""
-_NZ = ("int8_nzcache", "nzcache")
-
-
-def _norm(x: Tensor, gamma: Tensor, wide: torch.dtype) -> Tensor:
-    mean = x.to(wide).square().mean(-1, keepdim=True)
-    return x.to(wide) / (mean + EPSILON).sqrt() * gamma.to(wide)
 
 
 def _product(x: Tensor, given: Given, number: int, weight: str) -> Tensor:
@@ -44,7 +34,7 @@ def _product(x: Tensor, given: Given, number: int, weight: str) -> Tensor:
     gamma, beta, scale, offset, bias, descale = (
         given[f"{name}{number}"] for name in ("gamma", "beta", "quant_scale", "quant_offset", "bias", "descale")
     )
-    norm = _norm(x, gamma, wide) + beta.to(wide)
+    norm = normalised(x, gamma, EPSILON) + beta.to(wide)
     lines = given[weight][0].transpose(0, 1).flatten(1).double()  # float64 holds every sum of int8 products
     back = _float_scale(descale, wide)
     if given["quant_mode"] == "per_tensor_quant_asymm":
@@ -66,10 +56,6 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return half(x.to(wide), cos.to(wide), sin.to(wide)).to(x.dtype)
 
 
-def _int8(x: Tensor) -> Tensor:
-    return x.round().clamp(-128, 127).to(torch.int8)
-
-
 def _computed(given: Given) -> tuple[Tensor, ...]:
     """Queries [T, N, C] and [T, N, Dr], rows [T, C] and [T, Dr]."""
     x, up, cos, sin = (given[name] for name in ("input", "wuk", "cos", "sin"))
@@ -79,94 +65,30 @@ def _computed(given: Given) -> tuple[Tensor, ...]:
     heads = _product(lora, given, 1, "wuq").unflatten(-1, (up.shape[0], -1))
     nope, q_rope = heads.split([up.shape[1], turning], dim=-1)
     query = (nope.transpose(0, 1).to(wide) @ up.to(wide)).transpose(0, 1).to(x.dtype)
-    line = _norm(latent, given["gamma2"], wide).to(x.dtype)
+    line = normalised(latent, given["gamma2"], EPSILON).to(x.dtype)
     if narrow:
-        query = _int8(query.to(wide) * given["q_nope_scale"].to(wide)[:, None])
-        line = _int8(line.to(wide) / given["ctkv_scale"].to(wide))
+        query = int8(query.to(wide) * given["q_nope_scale"].to(wide)[:, None])
+        line = int8(line.to(wide) / given["ctkv_scale"].to(wide))
     q_turned = _turned(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
     return query.contiguous(), q_turned.contiguous(), line, _turned(k_rope, cos, sin)
 
 
 def _places(given: Given, cache: Tensor, rows: Tensor) -> Any:
-    mode = "PA_NZ" if given["cache_mode"] in _NZ else "Norm"
+    mode = "PA_NZ" if given["cache_mode"] in ATB_NZ else "Norm"
     return stored(cache, rows.unsqueeze(1), given["slotmapping"].long(), mode)
 
 
-def _functional(given: Given) -> tuple[Tensor, ...]:
+def _put(put: Put, given: Given) -> tuple[Tensor, ...]:
     query, q_rope, line, k_rope = _computed(given)
-    caches = given["kv_cache_out0"], given["kv_cache_out1"]
-    latents, ropes = (written(c, *_places(given, c, rows)) for c, rows in zip(caches, (line, k_rope), strict=True))
-    return lying_as(query, given["q_out0"]), latents, lying_as(q_rope, given["q_out1"]), ropes
+    latents, ropes = given["kv_cache_out0"], given["kv_cache_out1"]
+    return (
+        put(given["q_out0"], None, query),
+        put(latents, *_places(given, latents, line)),
+        put(given["q_out1"], None, q_rope),
+        put(ropes, *_places(given, ropes, k_rope)),
+    )
 
 
-def _out(given: Given) -> tuple[Tensor, ...]:
-    query, q_rope, line, k_rope = _computed(given)
-    results = given["q_out0"], given["kv_cache_out0"], given["q_out1"], given["kv_cache_out1"]
-    torch.ops.aten.copy_.default(results[0], query)
-    torch.ops.aten.copy_.default(results[2], q_rope)
-    for cache, rows in ((results[1], line), (results[3], k_rope)):
-        write(cache, *_places(given, cache, rows))
-    return results
-
-
-def _functional_meta(given: Given) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(each) for each in _out_meta(given))
-
-
-def _out_meta(given: Given) -> tuple[Tensor, ...]:
-    return given["q_out0"], given["kv_cache_out0"], given["q_out1"], given["kv_cache_out1"]
-
-
-def _flops(given: Given) -> float:
-    """The three products."""
-    tokens = hint(given["input"].shape[0])
-    return 2.0 * tokens * sum(count(given[name]) for name in ("wdqkv", "wuq", "wuk"))
-
-
-_INPUTS = (
-    "Tensor input, Tensor gamma0, Tensor beta0, Tensor wdqkv, Tensor descale0, Tensor gamma1, Tensor beta1, "
-    "Tensor wuq, Tensor descale1, Tensor gamma2, Tensor cos, Tensor sin, Tensor wuk, Tensor kv_cache, "
-    "Tensor kv_cache_rope, Tensor slotmapping, *, Tensor? quant_scale0=None, Tensor? quant_offset0=None, "
-    "Tensor? bias0=None, Tensor? quant_scale1=None, Tensor? quant_offset1=None, Tensor? bias1=None, "
-    "Tensor? ctkv_scale=None, Tensor? q_nope_scale=None, str? cache_mode=None, str? quant_mode=None, "
-)
-_OUT_SCHEMA = (
-    f"atb::npu_mla_preprocess.out({_INPUTS}Tensor(a!) q_out0, Tensor(b!) kv_cache_out0, Tensor(c!) q_out1, "
-    "Tensor(d!) kv_cache_out1) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))"
-)
-_FUNCTIONAL_SCHEMA = (
-    f"atb::npu_mla_preprocess.functional({_INPUTS}Tensor q_out0, Tensor kv_cache_out0, Tensor q_out1, "
-    "Tensor kv_cache_out1) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LATENTS = "cache_mode=krope_ctkv:Blocks Size 1 Hckv / cache_mode=int8_nzcache:{0} / cache_mode=nzcache:{0}".format(
-    "Blocks C Size Lc"
-)
-_ROPES = "cache_mode=krope_ctkv:Blocks Size 1 Dr / cache_mode=int8_nzcache:{0} / cache_mode=nzcache:{0}".format(
-    "Blocks R Size Lr"
-)
-_DIMS = {
-    "input": "T He",
-    **dict.fromkeys(("gamma0", "beta0"), "He"),
-    "descale0": "Nk",
-    "wdqkv": "1 A Nk L",
-    **dict.fromkeys(("gamma1", "beta1"), "Hcq"),
-    "descale1": "Nq",
-    "wuq": "1 Q Nq L",
-    "gamma2": "Hckv",
-    **dict.fromkeys(("cos", "sin"), "T Dr"),
-    "wuk": "N D Hckv",
-    **dict.fromkeys(("kv_cache", "kv_cache_out0"), _LATENTS),
-    **dict.fromkeys(("kv_cache_rope", "kv_cache_out1"), _ROPES),
-    "slotmapping": "T",
-    **dict.fromkeys(("quant_scale0", "quant_offset0", "quant_scale1", "quant_offset1", "ctkv_scale"), "1"),
-    "bias0": "Nk",
-    "bias1": "Nq",
-    "q_nope_scale": "N",
-    "q_out0": "T N Hckv",
-    "q_out1": "T N Dr",
-}
-_ROWS = ("input", "gamma0", "beta0", "gamma1", "beta1", "gamma2", "cos", "sin", "wuk", "kv_cache_rope", "q_out1",
-         "kv_cache_out1", "quant_scale0", "quant_scale1", "ctkv_scale", "q_nope_scale")  # fmt: skip
 _STATIC = ("quant_scale0", "quant_offset0", "bias0", "quant_scale1", "quant_offset1", "bias1")
 _ASYMMETRIC = "quant_mode == 'per_tensor_quant_asymm'"
 _SYMMETRIC = "quant_mode in (None, 'per_token_quant_symm')"
@@ -181,7 +103,7 @@ _HOST = (
     "Nk == Hckv + Dr + Hcq",
     "Nq == N * (D + Dr)",
     "Dr % 2 == 0",
-    Limit("C * Lc == Hckv and R * Lr == Dr", when=f"cache_mode in {_NZ}"),
+    Limit("C * Lc == Hckv and R * Lr == Dr", when=f"cache_mode in {ATB_NZ}"),
     "dtype(wdqkv) == 'int8' and dtype(wuq) == 'int8'",
     Limit("dtype(kv_cache) == 'int8' and dtype(q_out0) == 'int8'", when=_INT8),
     Limit("dtype(kv_cache) == dtype(input) and dtype(q_out0) == dtype(input)", when="cache_mode != 'int8_nzcache'"),
@@ -197,23 +119,11 @@ _KERNEL = (
     "N in (32, 64, 128)",
     "L == 32",
     Limit("Size <= 128 or Size == 256", when="cache_mode == 'krope_ctkv'"),
-    Limit("Size == 128", when=f"cache_mode in {_NZ}"),
-    Limit("Lc * itemsize(kv_cache) == 32 and Lr == 16", when=f"cache_mode in {_NZ}", because="so is a line of NZ"),
+    Limit("Size == 128", when=f"cache_mode in {ATB_NZ}"),
+    Limit("Lc * itemsize(kv_cache) == 32 and Lr == 16", when=f"cache_mode in {ATB_NZ}", because="so is a line of NZ"),
     *(Limit(f"dtype({name}) == dtype(input)") for name in ("gamma0", "cos", "wuk", "kv_cache_rope")),
     Limit("dtype(descale0) == 'float32' and dtype(descale1) == 'float32'", when="dtype(input) == 'bfloat16'"),
     Limit("dtype(descale0) == 'int64' and dtype(descale1) == 'int64'", when="dtype(input) == 'float16'"),
-)
-_DTYPES = {
-    **dict.fromkeys(_ROWS, HALVES),
-    **dict.fromkeys(("wdqkv", "wuq", "quant_offset0", "quant_offset1"), frozenset({torch.int8})),
-    **dict.fromkeys(("descale0", "descale1"), frozenset({torch.float32, torch.int64})),
-    **dict.fromkeys(("bias0", "bias1", "slotmapping"), frozenset({torch.int32})),
-    **dict.fromkeys(("kv_cache", "kv_cache_out0", "q_out0"), HALVES | {torch.int8}),
-}
-_LIMITS = {"host": _HOST, "ascend910b": _KERNEL, "ascend910_93": _KERNEL}
-_SOURCE = (
-    "ATB: MlaPreprocessOperation, its checks, kernel and test_mla_preprocess.py; op-plugin: "
-    "ops/atb/MLAPreprocessAtb.cpp, test_atb_mlapo.py; weights in FRACTAL_NZ"
 )
 _SUMMARY = (
     "[k ‖ kr ‖ c] = round(descale0 · (W_dqkv q0 + bias0)), q0 = rint((norm(x) γ0 + β0) / quant_scale0 + "
@@ -223,23 +133,55 @@ _SUMMARY = (
 )
 
 MLA_PREPROCESS = Operator(
-    schema=_OUT_SCHEMA,
-    fallback=by_schema(_OUT_SCHEMA, _out),
-    meta=by_schema(_OUT_SCHEMA, _out_meta),
-    dims=_DIMS,
-    dtypes=_DTYPES,
-    limits=_LIMITS,
-    flops=_flops,
+    schema=(
+        "atb::npu_mla_preprocess.out("
+        "Tensor input, Tensor gamma0, Tensor beta0, Tensor wdqkv, Tensor descale0, Tensor gamma1, Tensor beta1, "
+        "Tensor wuq, Tensor descale1, Tensor gamma2, Tensor cos, Tensor sin, Tensor wuk, Tensor kv_cache, "
+        "Tensor kv_cache_rope, Tensor slotmapping, *, Tensor? quant_scale0=None, Tensor? quant_offset0=None, "
+        "Tensor? bias0=None, Tensor? quant_scale1=None, Tensor? quant_offset1=None, Tensor? bias1=None, "
+        "Tensor? ctkv_scale=None, Tensor? q_nope_scale=None, str? cache_mode=None, str? quant_mode=None, "
+        "Tensor(a!) q_out0, Tensor(b!) kv_cache_out0, Tensor(c!) q_out1, Tensor(d!) kv_cache_out1) "
+        "-> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))"
+    ),
+    compute=_put,
+    dims={
+        "input": "T He",
+        "gamma0 beta0": "He",
+        "descale0": "Nk",
+        "wdqkv": "1 A Nk L",
+        "gamma1 beta1": "Hcq",
+        "descale1": "Nq",
+        "wuq": "1 Q Nq L",
+        "gamma2": "Hckv",
+        "cos sin": "T Dr",
+        "wuk": "N D Hckv",
+        "kv_cache kv_cache_out0": in_pages("Blocks Size 1 Hckv", "Blocks C Size Lc"),
+        "kv_cache_rope kv_cache_out1": in_pages("Blocks Size 1 Dr", "Blocks R Size Lr"),
+        "slotmapping": "T",
+        "quant_scale0 quant_offset0 quant_scale1 quant_offset1 ctkv_scale": "1",
+        "bias0": "Nk",
+        "bias1": "Nq",
+        "q_nope_scale": "N",
+        "q_out0": "T N Hckv",
+        "q_out1": "T N Dr",
+    },
+    dtypes={
+        "input gamma0 beta0 gamma1 beta1 gamma2 cos sin wuk kv_cache_rope q_out1 kv_cache_out1": HALVES,
+        "quant_scale0 quant_scale1 ctkv_scale q_nope_scale": HALVES,
+        "wdqkv wuq quant_offset0 quant_offset1": INT8,
+        "descale0 descale1": FLOAT32 | INT64,
+        "bias0 bias1 slotmapping": INT32,
+        "kv_cache kv_cache_out0 q_out0": HALVES | INT8,
+    },
+    limits={"host": _HOST, **dict.fromkeys(A2_A3, _KERNEL)},
+    flops=lambda input, wdqkv, wuq, wuk: products(input.shape[0], wdqkv, wuq, wuk),
     lowerings=frozenset({"eager"}),
-    source=_SOURCE,
+    source=(
+        "ATB: MlaPreprocessOperation, its checks, kernel and test_mla_preprocess.py; op-plugin: "
+        "ops/atb/MLAPreprocessAtb.cpp, test_atb_mlapo.py; weights in FRACTAL_NZ"
+    ),
     summary=f"{_SUMMARY}; the caches must be those that are read",
 )
-MLA_PREPROCESS_FUNCTIONAL = replace(
-    MLA_PREPROCESS,
-    schema=_FUNCTIONAL_SCHEMA,
-    fallback=by_schema(_FUNCTIONAL_SCHEMA, _functional),
-    meta=by_schema(_FUNCTIONAL_SCHEMA, _functional_meta),
-    lowerings=frozenset(),  # an overload of ours: what runs is always the form in place
-    summary=f"with copies of the caches: {_SUMMARY}",
-    in_place="atb::npu_mla_preprocess.out",
+MLA_PREPROCESS_FUNCTIONAL = functional(  # an overload of ours: what runs is always the form in place
+    MLA_PREPROCESS, "atb::npu_mla_preprocess.functional", f"with copies of the caches: {_SUMMARY}"
 )

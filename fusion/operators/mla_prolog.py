@@ -7,38 +7,23 @@ The kernel wants weight_dq, weight_uq_qr and weight_dkv_kr in the storage format
 weight_uk in ND.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion._torch import count, hint
-from fusion.operators.contract import Limit, Operator, by_schema
-from fusion.operators.dtypes import compute_dtype
-from fusion.operators.mla_prolog_numbers import caches, queries
-
-Given = Mapping[str, Any]
-
-
-def _in_place(given: Given) -> tuple[Tensor, ...]:
-    results = queries(given)
-    caches(given, in_place=True)
-    return results
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, functional
+from fusion.operators.dtypes import BFLOAT16, FLOAT32, INT8, INT64, compute_dtype
+from fusion.operators.flops import products
+from fusion.operators.mla_prolog_numbers import computed
+from fusion.operators.pages import Put
 
 
-def _functional(given: Given) -> tuple[Tensor, ...]:
-    return *queries(given), *caches(given, in_place=False)
-
-
-def _meta(given: Given) -> tuple[Tensor, ...]:
+def _outputs(given: Given) -> tuple[Tensor, ...]:
     x, up, rope = given["token_x"], given["weight_uk"], given["rope_sin"].shape[-1]
     heads = [*x.shape[:-1], up.shape[0]]
     quantised, flag = bool(given["query_quant_mode"]), given["query_norm_flag"]
@@ -50,18 +35,6 @@ def _meta(given: Given) -> tuple[Tensor, ...]:
     real = flag and given["weight_quant_mode"]
     norm_scale = up.new_empty([tokens, 1] if real else [1], dtype=wide if real else torch.float32)
     return query, up.new_empty([*heads, rope]), scales, norm, norm_scale
-
-
-def _functional_meta(given: Given) -> tuple[Tensor, ...]:
-    return *_meta(given), torch.empty_like(given["kv_cache"]), torch.empty_like(given["kr_cache"])
-
-
-def _flops(given: Given) -> float:
-    """The four products."""
-    x = given["token_x"]
-    tokens = count(x) / hint(x.shape[-1])
-    weights = (count(given[name]) for name in ("weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr"))
-    return 2.0 * tokens * sum(weights)
 
 
 _PAGED = ("PA_BSND", "PA_NZ")
@@ -79,20 +52,6 @@ def _dims(tokens: str, batch: str, pages: str) -> str:
 _INDEX = " / ".join(
     ["*I", "*I", *(f"cache_mode={mode}:{dims}" for mode in _PAGED for dims in ("T", "B S")), *["*I"] * 4]
 )
-_DIMS = {
-    "token_x": _dims("T He", "B S He", ""),
-    "weight_dq": "He Hcq",
-    "weight_uk": "N D Hckv",
-    "rope_sin": _dims("T Dr", "B S Dr", ""),
-    "rope_cos": _dims("T Dr", "B S Dr", ""),
-    "weight_uq_qr": "Hcq Huq",
-    "weight_dkv_kr": "He Hkv",
-    "rmsnorm_gamma_cq": "Hcq",
-    "rmsnorm_gamma_ckv": "Hckv",
-    "kv_cache": _dims("T 1 Line", "B S 1 Line", "Blocks Size 1 Line"),
-    "kr_cache": _dims("T 1 Kr", "B S 1 Kr", "Blocks Size 1 Kr"),
-    "cache_index": _INDEX,
-}
 _WHOLE_X = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_dkv_kr")
 _SCALES = {
     "dequant_scale_w_dq": "(1, Hcq)",
@@ -114,6 +73,12 @@ def _only(names: tuple[str, ...], when: str) -> tuple[Limit, ...]:
     return *there, *(Limit(f"not given({name})", when=f"not ({when})") for name in names)
 
 
+_FITTING = (
+    "Huq == N * (D + Dr)",
+    "Hkv == Hckv + Dr",
+    "Dr % 2 == 0",
+    Limit("Hckv % 16 == 0 and Dr % 16 == 0", when="cache_mode == 'PA_NZ'", because="a line of NZ holds 16 elements"),
+)
 _HOST = (
     Limit(f"{_CHOICE} in {_CHOICES}", because="other modes do not go together, or exist on Ascend 950 only"),
     *_only(_WHOLE_X, f"{_WEIGHT} == 2"),
@@ -143,10 +108,7 @@ _HOST = (
     Limit("not given(actual_seq_len)", because=f"indices of whole blocks are {_NOT}"),
     Limit("given(cache_index)", when=f"cache_mode in {_PAGED}"),
     Limit("not given(cache_index)", when=f"cache_mode in {_CONTIGUOUS}", because="the whole cache is written"),
-    "Huq == N * (D + Dr)",
-    "Hkv == Hckv + Dr",
-    "Dr % 2 == 0",
-    Limit("Hckv % 16 == 0 and Dr % 16 == 0", when="cache_mode == 'PA_NZ'", because="a line of NZ holds 16 elements"),
+    *_FITTING,
     Limit(
         "Hckv % 32 == 0",
         when=f"cache_mode == 'PA_NZ' and {_CACHE} in (1, 2)",
@@ -168,40 +130,7 @@ _KERNEL = (
     Limit("dtype(kv_cache) == 'bfloat16'", when=f"{_CACHE} == 0"),
     Limit("dtype(kr_cache) == 'bfloat16'", when=f"{_CACHE} != 2"),
 )
-_SCHEMA = (
-    "Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, Tensor weight_dkv_kr, "
-    "Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, {caches}, *, "
-    "Tensor? cache_index=None, Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, "
-    "Tensor? dequant_scale_w_uq_qr=None, Tensor? dequant_scale_w_dkv_kr=None, Tensor? quant_scale_ckv=None, "
-    "Tensor? quant_scale_ckr=None, Tensor? smooth_scales_cq=None, Tensor? actual_seq_len=None, "
-    "Tensor? k_nope_clip_alpha=None, float rmsnorm_epsilon_cq=1.0000000000000001e-05, "
-    'float rmsnorm_epsilon_ckv=1.0000000000000001e-05, str cache_mode="PA_BSND", bool query_norm_flag=False, '
-    "int weight_quant_mode=0, int kv_cache_quant_mode=0, int query_quant_mode=0, int ckvkr_repo_mode=0, "
-    "int quant_scale_repo_mode=0, int tile_size=128, float qc_qr_scale=1., float kc_scale=1., "
-    "int? token_x_dtype=None, int? weight_dq_dtype=None, int? weight_uq_qr_dtype=None, "
-    "int? weight_dkv_kr_dtype=None, int? kv_cache_dtype=None"
-)
-_RESULTS = ("Tensor",) * 5
-_IN_PLACE_SCHEMA = (
-    f"npu::npu_mla_prolog_v3({_SCHEMA.format(caches='Tensor(a!) kv_cache, Tensor(b!) kr_cache')}) "
-    f"-> ({', '.join(_RESULTS)})"
-)
-_FUNCTIONAL_SCHEMA = (
-    f"npu::npu_mla_prolog_v3_functional({_SCHEMA.format(caches='Tensor kv_cache, Tensor kr_cache')}) "
-    f"-> ({', '.join((*_RESULTS, 'Tensor', 'Tensor'))})"
-)
-_BF16, _EITHER = frozenset({torch.bfloat16}), frozenset({torch.bfloat16, torch.int8})
-_DTYPES = {
-    **dict.fromkeys(("token_x", "weight_dq", "weight_uq_qr", "weight_dkv_kr", "kv_cache", "kr_cache"), _EITHER),
-    **dict.fromkeys(("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"), _BF16),
-    **dict.fromkeys(("dequant_scale_x", *_SCALES, "quant_scale_ckv"), frozenset({torch.float32})),
-    "cache_index": frozenset({torch.int64}),
-}
-_LIMITS = {"host": _HOST, "ascend910b": _KERNEL, "ascend910_93": _KERNEL, "ascend950": _KERNEL}
-_SOURCE = (
-    "op-plugin: torch_npu.npu_mla_prolog_v3; kernel: ops-transformer mla_prolog (a negative slot is skipped; every "
-    "product is rounded); weight_dq, weight_uq_qr, weight_dkv_kr in FRACTAL_NZ"
-)
+_BF16, _EITHER = BFLOAT16, BFLOAT16 | INT8
 _SUMMARY = (
     "c = round(norm(x W_dq) · qc_qr_scale), [q ‖ qr] = c W_uq_qr, [k ‖ kr] = x W_dkv_kr; query = q W_uk, "
     "query_rope = rope(qr), query_norm = c; kv_cache[slot] = round(norm(k) · kc_scale), kr_cache[slot] = rope(kr); "
@@ -210,24 +139,138 @@ _SUMMARY = (
 )
 
 MLA_PROLOG_V3 = Operator(
-    schema=_IN_PLACE_SCHEMA,
-    fallback=by_schema(_IN_PLACE_SCHEMA, _in_place),
-    meta=by_schema(_IN_PLACE_SCHEMA, _meta),
-    dims=_DIMS,
-    dtypes=_DTYPES,
-    limits=_LIMITS,
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
-    flops=_flops,
-    source=_SOURCE,
+    schema=(
+        "npu::npu_mla_prolog_v3(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "
+        "Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, Tensor rope_cos, "
+        "Tensor(a!) kv_cache, Tensor(b!) kr_cache, *, Tensor? cache_index=None, Tensor? dequant_scale_x=None, "
+        "Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None, Tensor? dequant_scale_w_dkv_kr=None, "
+        "Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, Tensor? smooth_scales_cq=None, "
+        "Tensor? actual_seq_len=None, Tensor? k_nope_clip_alpha=None, "
+        "float rmsnorm_epsilon_cq=1.0000000000000001e-05, float rmsnorm_epsilon_ckv=1.0000000000000001e-05, "
+        'str cache_mode="PA_BSND", bool query_norm_flag=False, int weight_quant_mode=0, int kv_cache_quant_mode=0, '
+        "int query_quant_mode=0, int ckvkr_repo_mode=0, int quant_scale_repo_mode=0, int tile_size=128, "
+        "float qc_qr_scale=1., float kc_scale=1., int? token_x_dtype=None, int? weight_dq_dtype=None, "
+        "int? weight_uq_qr_dtype=None, int? weight_dkv_kr_dtype=None, int? kv_cache_dtype=None) -> (Tensor, Tensor, "
+        "Tensor, Tensor, Tensor)"
+    ),
+    compute=computed,
+    outputs=_outputs,
+    dims={
+        "token_x": _dims("T He", "B S He", ""),
+        "weight_dq": "He Hcq",
+        "weight_uk": "N D Hckv",
+        "rope_sin rope_cos": _dims("T Dr", "B S Dr", ""),
+        "weight_uq_qr": "Hcq Huq",
+        "weight_dkv_kr": "He Hkv",
+        "rmsnorm_gamma_cq": "Hcq",
+        "rmsnorm_gamma_ckv": "Hckv",
+        "kv_cache": _dims("T 1 Line", "B S 1 Line", "Blocks Size 1 Line"),
+        "kr_cache": _dims("T 1 Kr", "B S 1 Kr", "Blocks Size 1 Kr"),
+        "cache_index": _INDEX,
+    },
+    dtypes={
+        "token_x weight_dq weight_uq_qr weight_dkv_kr kv_cache kr_cache": _EITHER,
+        "weight_uk rmsnorm_gamma_cq rmsnorm_gamma_ckv rope_sin rope_cos": _BF16,
+        **dict.fromkeys(("dequant_scale_x", *_SCALES, "quant_scale_ckv"), FLOAT32),
+        "cache_index": INT64,
+    },
+    limits={"host": _HOST, **dict.fromkeys(CHIPS, _KERNEL)},
+    flops=lambda token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr: products(
+        count(token_x) / hint(token_x.shape[-1]), weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr
+    ),
+    source=(
+        "op-plugin: torch_npu.npu_mla_prolog_v3; kernel: ops-transformer mla_prolog (a negative slot is skipped; every "
+        "product is rounded); weight_dq, weight_uq_qr, weight_dkv_kr in FRACTAL_NZ"
+    ),
     summary=_SUMMARY,
     empty=frozenset({"Kr"}),
 )
-MLA_PROLOG_V3_FUNCTIONAL = replace(
+MLA_PROLOG_V3_FUNCTIONAL = functional(
     MLA_PROLOG_V3,
-    schema=_FUNCTIONAL_SCHEMA,
-    fallback=by_schema(_FUNCTIONAL_SCHEMA, _functional),
-    meta=by_schema(_FUNCTIONAL_SCHEMA, _functional_meta),
-    lowerings=frozenset({"torchair"}),  # the in-place form runs in eager and captured graphs
-    summary=f"with copies of the caches as results 5 and 6: {_SUMMARY}",
-    in_place="npu::npu_mla_prolog_v3",
+    "npu::npu_mla_prolog_v3_functional",
+    f"with copies of the caches as results 5 and 6: {_SUMMARY}",
+    frozenset({"torchair"}),  # the in-place form runs in eager and captured graphs
+)
+
+
+# The two older prologs have fewer sizes, and no latent of the queries among the results. Their schemas hide that they
+# write both caches, so nothing would keep such a call where it stands. Emitted are overloads of ours instead: one whose
+# schema declares the writes, which a device runs by the vendor's own, and a functional one.
+_QUANTISED = ("dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr",
+              "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq")  # fmt: skip
+
+
+def _older_computed(put: Put, given: Given) -> tuple[Tensor, ...]:
+    query, rope, _, _, _, *caches = computed(put, MLA_PROLOG_V3.bind((), given))
+    return query, rope, *caches
+
+
+def _older_outputs(given: Given) -> tuple[Tensor, ...]:
+    query, rope, *_ = MLA_PROLOG_V3.meta(**given)
+    return query, rope
+
+
+_DIMS = {
+    **MLA_PROLOG_V3.dims,
+    "token_x": "T He / B S He",
+    "rope_sin rope_cos": "T Dr / B S Dr",
+    "kv_cache": "Blocks Size 1 Hckv",
+    "kr_cache": "Blocks Size 1 Dr",
+    "cache_index": "T / B S",
+}
+_OLDER_HOST = (
+    *(Limit(f"not given({name})", because="quantisation is not decomposed") for name in _QUANTISED),
+    "cache_mode in ('PA_BSND', 'PA_NZ')",
+    *_FITTING,
+)
+_OLDER_KERNEL = (
+    "He == 7168",
+    "Hcq == 1536",
+    "Hckv == 512",
+    "D == 128",
+    "Dr == 64",
+    "Size in (16, 128)",
+    Limit("B <= 65536", when="rank(token_x) == 3"),
+)
+_ONE_TOKEN = (*_OLDER_KERNEL, "N in (32, 64, 128)", Limit("S <= 1", when="rank(token_x) == 3"))
+_FEW_TOKENS = (*_OLDER_KERNEL, "N in (1, 2, 4, 8, 16, 32, 64, 128)", Limit("S <= 16", when="rank(token_x) == 3"))
+_OLDER_SUMMARY = (
+    "query and query_rope of npu_mla_prolog_v3 without factors, its lines written to both caches; {what} of ours, "
+    "because the vendor's schema hides the writes"
+)
+
+
+def _both(name: str, source: str, kernel: tuple[Limit | str, ...]) -> tuple[Operator, Operator]:
+    writing = Operator(
+        schema=(
+            f"npu::{name}.in_place(Tensor token_x, Tensor weight_dq, Tensor weight_uq_qr, Tensor weight_uk, "
+            "Tensor weight_dkv_kr, Tensor rmsnorm_gamma_cq, Tensor rmsnorm_gamma_ckv, Tensor rope_sin, "
+            "Tensor rope_cos, Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, *, "
+            "Tensor? dequant_scale_x=None, Tensor? dequant_scale_w_dq=None, Tensor? dequant_scale_w_uq_qr=None, "
+            "Tensor? dequant_scale_w_dkv_kr=None, Tensor? quant_scale_ckv=None, Tensor? quant_scale_ckr=None, "
+            "Tensor? smooth_scales_cq=None, float rmsnorm_epsilon_cq=1.0000000000000001e-05, "
+            'float rmsnorm_epsilon_ckv=1.0000000000000001e-05, str cache_mode="PA_BSND") -> (Tensor, Tensor)'
+        ),
+        compute=_older_computed,
+        outputs=_older_outputs,
+        dims=_DIMS,
+        dtypes=dict.fromkeys(_DIMS, BFLOAT16) | {"cache_index": INT64},
+        limits={"host": _OLDER_HOST, **dict.fromkeys(A2_A3, kernel)},
+        lowerings=frozenset({"eager", "npugraph_ex"}),  # GE sees no order between such a call and what reads its caches
+        flops=MLA_PROLOG_V3.flops,
+        source=source,
+        summary=_OLDER_SUMMARY.format(what="an overload"),
+        hides_writes=True,
+    )
+    summary = _OLDER_SUMMARY.format(what="copies of the caches are results 2 and 3; an overload")
+    return writing, functional(writing, f"npu::{name}.functional", summary)  # what runs is always the form in place
+
+
+MLA_PROLOG, MLA_PROLOG_FUNCTIONAL = _both(
+    "npu_mla_prolog",
+    "op-plugin: torch_npu.npu_mla_prolog, whose page allows 32, 64 or 128 heads, one token",
+    _ONE_TOKEN,
+)
+MLA_PROLOG_V2, MLA_PROLOG_V2_FUNCTIONAL = _both(
+    "npu_mla_prolog_v2", "op-plugin: torch_npu.npu_mla_prolog_v2, whose page allows 16 tokens", _FEW_TOKENS
 )

@@ -10,30 +10,33 @@ Sums of whole numbers become float32 and are rounded only where a stored number 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from fusion.operators.calling import Given
 from fusion.operators.dtypes import compute_dtype
-from fusion.operators.pages import stored, write, written
-from fusion.operators.quantisation import LARGEST, int8_product, quantised
+from fusion.operators.linear import transpose_batchmatmul
+from fusion.operators.norm import normalised
+from fusion.operators.pages import Put, by_lines, stored
+from fusion.operators.quantisation import LARGEST, int8, int8_product, quantised
 from fusion.operators.rope import interleave_half
-from fusion.operators.transpose_batchmatmul import TRANSPOSE_BATCHMATMUL
 
 FAINTEST = 1e-8
 """What the largest number of a run of 128 counts as at least."""
-Given = Mapping[str, Any]
 
 
-def queries(given: Given) -> tuple[Tensor, ...]:
+def computed(put: Put, given: Given) -> tuple[Tensor, ...]:
+    """The five results that are no caches, then both caches."""
+    return *_queries(given), *_caches(put, given)
+
+
+def _queries(given: Given) -> tuple[Tensor, ...]:
     """The five results that are no caches."""
     up, sin, cos = (given[name] for name in ("weight_uk", "rope_sin", "rope_cos"))
     latent, norm, scale = _latent(given)
     heads = latent.unflatten(-1, (up.shape[0], -1))
     nope, rope = heads.split([up.shape[1], sin.shape[-1]], dim=-1)
-    query = TRANSPOSE_BATCHMATMUL.fallback(nope.to(up.dtype).flatten(0, -3), up, perm_x1=(1, 0, 2))
+    query = transpose_batchmatmul(nope.to(up.dtype).flatten(0, -3), up, perm_x1=(1, 0, 2))
     query_rope = _turned(rope, cos.unsqueeze(-2), sin.unsqueeze(-2)).to(up.dtype)
     query, none = query.reshape(*nope.shape[:-1], up.shape[-1]), _none(up)
     if given["query_quant_mode"]:
@@ -54,7 +57,7 @@ def _none(like: Tensor) -> Tensor:
 def _latent(given: Given) -> tuple[Tensor, Tensor, Tensor | None]:
     """Heads of the queries [.., N · (D + Dr)], and what they are computed from with its scale, if it is quantised."""
     scale, epsilon = given["qc_qr_scale"], given["rmsnorm_epsilon_cq"]
-    norm = _normalised(_projected(given, "weight_dq"), given["rmsnorm_gamma_cq"], epsilon, scale)
+    norm = normalised(_projected(given, "weight_dq"), given["rmsnorm_gamma_cq"], epsilon) * scale
     if not given["weight_quant_mode"]:
         norm = norm.to(given["token_x"].dtype)
         return norm @ given["weight_uq_qr"], norm, None
@@ -77,41 +80,29 @@ def _scaled(whole: Tensor, weight: Tensor, tokens: Tensor, channels: Tensor) -> 
     return int8_product(whole, weight).to(tokens.dtype) * tokens.unsqueeze(-1) * channels.to(tokens.dtype).flatten()
 
 
-def _normalised(x: Tensor, gamma: Tensor, epsilon: float, scale: float) -> Tensor:
-    """X / sqrt(mean(x²) + epsilon) · gamma · scale, not rounded."""
-    wide = compute_dtype(x)
-    mean = x.to(wide).square().mean(-1, keepdim=True)
-    return x.to(wide) / (mean + epsilon).sqrt() * gamma.to(wide) * scale
-
-
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [.., Dr] rotated by pairs, the even components first, not rounded."""
     wide = compute_dtype(x)
     return interleave_half(x.to(wide), cos.to(wide), sin.to(wide))
 
 
-def caches(given: Given, *, in_place: bool) -> tuple[Tensor, Tensor]:
+def _caches(put: Put, given: Given) -> tuple[Tensor, Tensor]:
     """Both caches with the new lines: themselves, or copies."""
     width, sin, cos = given["rmsnorm_gamma_ckv"].shape[0], given["rope_sin"], given["rope_cos"]
     latent, rope = _projected(given, "weight_dkv_kr").split([width, sin.shape[-1]], dim=-1)
-    norm = _normalised(latent, given["rmsnorm_gamma_ckv"], given["rmsnorm_epsilon_ckv"], given["kc_scale"])
+    norm = normalised(latent, given["rmsnorm_gamma_ckv"], given["rmsnorm_epsilon_ckv"]) * given["kc_scale"]
     turned = _turned(rope, cos, sin).to(given["weight_uk"].dtype)
     lines = {"kv_cache": norm.to(turned.dtype), "kr_cache": turned}
     mode = given["kv_cache_quant_mode"]
     if mode in (1, 2):
-        lines["kv_cache"] = _whole(norm * given["quant_scale_ckv"].to(norm.dtype).flatten())
+        lines["kv_cache"] = int8(norm * given["quant_scale_ckv"].to(norm.dtype).flatten())
     if mode == 2:
-        lines["kr_cache"] = _whole(turned.to(norm.dtype) * given["quant_scale_ckr"].to(norm.dtype).flatten())
+        lines["kr_cache"] = int8(turned.to(norm.dtype) * given["quant_scale_ckr"].to(norm.dtype).flatten())
     if mode == 3:
         lines = {"kv_cache": packed(norm, turned, given["k_nope_clip_alpha"], given["tile_size"])}
-    filled = {name: _cached(given[name], rows.unsqueeze(-2), given, in_place) for name, rows in lines.items()}
-    left: Tensor = given["kr_cache"] if in_place else given["kr_cache"].clone()
+    filled = {name: _cached(put, given[name], rows.unsqueeze(-2), given) for name, rows in lines.items()}
+    left: Tensor = given["kr_cache"]
     return filled["kv_cache"], filled.get("kr_cache", left)
-
-
-def _whole(x: Tensor) -> Tensor:
-    """The nearest whole numbers of 8 bits, halves to even; what is beyond is the last of them."""
-    return x.round().clamp(-128, 127).to(torch.int8)
 
 
 def packed(norm: Tensor, turned: Tensor, alpha: Tensor, tile: int) -> Tensor:
@@ -124,17 +115,9 @@ def packed(norm: Tensor, turned: Tensor, alpha: Tensor, tile: int) -> Tensor:
     return torch.cat((whole.flatten(-2), *(each.view(torch.int8) for each in parts)), dim=-1)
 
 
-def _cached(cache: Tensor, rows: Tensor, given: Given, in_place: bool) -> Tensor:
+def _cached(put: Put, cache: Tensor, rows: Tensor, given: Given) -> Tensor:
     mode, slots = given["cache_mode"], given["cache_index"]
     if slots is None:
-        return torch.ops.aten.copy_.default(cache, rows) if in_place else torch.ops.aten.copy.default(cache, rows)
-    pages = _by_lines(cache) if mode == "PA_NZ" else cache
-    filled = (write if in_place else written)(pages, *stored(pages, rows.flatten(0, -3), slots.flatten(), mode))
-    return filled.view(cache.shape)
-
-
-def _by_lines(cache: Tensor) -> Tensor:
-    """Pages [Blocks, Size, 1, D] as the NZ that they hold: [Blocks, D / L, Size, L], lines of 32 or 16 elements."""
-    blocks, size, _, width = cache.shape
-    line = 32 if cache.dtype == torch.int8 else 16
-    return cache.view(blocks, width // line, size, line)
+        return put(cache, None, rows)
+    pages = by_lines(cache) if mode == "PA_NZ" else cache
+    return put(pages, *stored(pages, rows.flatten(0, -3), slots.flatten(), mode)).view(cache.shape)

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fusion.operators.layouts import lying_as
+
 Places = Sequence[Tensor | None]
 """Indices of the leading dims of a cache; None takes a whole dim."""
 
 
-def written(cache: Tensor, places: Places, rows: Tensor) -> Tensor:
-    """A copy of `cache` with `rows` at `places`."""
+ATB_NZ = ("int8_nzcache", "nzcache")
+"""Modes in which the operators of atb keep pages in lines of NZ."""
+
+
+def in_pages(rows: str, lines: str) -> str:
+    """Dims of a cache of atb: pages of rows, or in lines of NZ."""
+    return " / ".join([f"cache_mode=krope_ctkv:{rows}", *(f"cache_mode={mode}:{lines}" for mode in ATB_NZ)])
+
+
+def written(cache: Tensor, places: Places | None, rows: Tensor) -> Tensor:
+    """A copy of `cache` with `rows` at `places`; without places, `rows` lying as a copy of the cache would."""
+    if places is None:
+        return lying_as(rows.to(cache.dtype), cache)
     return torch.ops.aten.index_put.default(cache, list(places), rows)
 
 
-def write(cache: Tensor, places: Places, rows: Tensor) -> Tensor:
-    """`cache` itself, with `rows` at `places`."""
+def write(cache: Tensor, places: Places | None, rows: Tensor) -> Tensor:
+    """`cache` itself, with `rows` at `places`, or everywhere."""
+    if places is None:
+        return torch.ops.aten.copy_.default(cache, rows)
     return torch.ops.aten.index_put_.default(cache, list(places), rows)
+
+
+Put = Callable[[Tensor, "Places | None", Tensor], Tensor]
+"""`write` or `written`."""
 
 
 def inside(positions: Tensor, size: int) -> Tensor:
@@ -36,6 +55,13 @@ def paged(cache: Tensor, slots: Tensor, rows: Tensor, mode: str | None) -> tuple
     if mode == "PA_NZ":
         return [block, None, slots % size], rows.reshape(-1, cache.shape[1], cache.shape[3])
     return [block, slots % size], rows
+
+
+def by_lines(cache: Tensor) -> Tensor:
+    """Pages [Blocks, Size, 1, D] as the NZ that they hold: [Blocks, D / L, Size, L], lines of 32 or 16 elements."""
+    blocks, size, _, width = cache.shape
+    line = 32 if cache.dtype == torch.int8 else 16
+    return cache.view(blocks, width // line, size, line)
 
 
 def stored(cache: Tensor, rows: Tensor, slots: Tensor, mode: str | None = "Norm") -> tuple[Places, Tensor]:

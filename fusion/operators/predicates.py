@@ -6,9 +6,6 @@ The grammar is a small part of Python's expressions: integers, strings, names, `
 the one that all have, or every one. `a // 0` is 0 and `a % 0` is a. Nothing else can be written, so a limit is data.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import ast

@@ -5,15 +5,16 @@ scale = rowmax|x| / 127,  y = rint(x / scale)        out[m, n] = (Σ_k x1[m, k] 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import Limit, Operator
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
+from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
 from fusion.operators.flops import product
+from fusion.operators.norm import added, rstd
 
 LARGEST = 127.0
 """The largest number of a symmetric quantisation: -128 is not used."""
@@ -21,6 +22,11 @@ EXACT = 1024
 """Products of two int8 of which float32 holds every sum exactly: 1024 · 128² = 2²⁴."""
 _CODES = {5: torch.float16, 15: torch.bfloat16}
 """torch's numbers of the dtypes of a result."""
+
+
+def int8(x: Tensor) -> Tensor:
+    """The nearest whole numbers of 8 bits, halves to even; what is beyond is the last of them."""
+    return x.round().clamp(-128, 127).to(torch.int8)
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,27 +39,12 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 def int8_product(x1: Tensor, x2: Tensor) -> Tensor:
     """x1 [.., M, K] · x2 [K, N] of int8, exactly, as int32: in floats, that every device multiplies fast."""
     parts = zip(x1.split(EXACT, -1), x2.split(EXACT, 0), strict=True)
-    sums = [torch.matmul(a.float(), b.float()).to(torch.int32) for a, b in parts]
-    total = sums[0]
-    for each in sums[1:]:
-        total = total + each
-    return total
+    return reduce(torch.add, [torch.matmul(a.float(), b.float()).to(torch.int32) for a, b in parts])
 
 
-def _dynamic_quant(
-    input: Tensor, *, smooth_scales: Tensor | None = None, group_index: Tensor | None = None,
-    dst_type: int | None = None, quant_mode: str = "pertoken", dst_type_max: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _dynamic_quant(input: Tensor, smooth_scales: Tensor | None) -> tuple[Tensor, Tensor]:
     x = input.to(compute_dtype(input))
     return quantised(x if smooth_scales is None else x * smooth_scales.to(x.dtype))
-
-
-def _dynamic_quant_meta(
-    input: Tensor, *, smooth_scales: Tensor | None = None, group_index: Tensor | None = None,
-    dst_type: int | None = None, quant_mode: str = "pertoken", dst_type_max: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scale = input.new_empty(input.shape[:-1], dtype=compute_dtype(input))
-    return torch.empty_like(input, dtype=torch.int8), scale
 
 
 DYNAMIC_QUANT = Operator(
@@ -61,8 +52,11 @@ DYNAMIC_QUANT = Operator(
         "npu::npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
         'int? dst_type=None, str quant_mode="pertoken", float dst_type_max=0.) -> (Tensor, Tensor)'
     ),
-    fallback=_dynamic_quant,
-    meta=_dynamic_quant_meta,
+    compute=_dynamic_quant,
+    outputs=lambda input: (
+        torch.empty_like(input, dtype=torch.int8),
+        input.new_empty(input.shape[:-1], dtype=compute_dtype(input)),
+    ),
     dims={"input": "*B D", "smooth_scales": "D"},
     dtypes={"input": HALVES, "smooth_scales": HALVES},
     limits={
@@ -73,22 +67,16 @@ DYNAMIC_QUANT = Operator(
             Limit("not given(dst_type)", because="other results than int8 are not decomposed"),
             Limit("dst_type_max == 0", because="other results than int8 are not decomposed"),
         ),
-        "ascend910b": (Limit("dtype(smooth_scales) == dtype(input)", when="given(smooth_scales)"),),
-        "ascend910_93": (Limit("dtype(smooth_scales) == dtype(input)", when="given(smooth_scales)"),),
-        "ascend950": (Limit("dtype(smooth_scales) == dtype(input)", when="given(smooth_scales)"),),
+        **dict.fromkeys(CHIPS, (Limit("dtype(smooth_scales) == dtype(input)", when="given(smooth_scales)"),)),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source="op-plugin: torch_npu.npu_dynamic_quant (no scale is defined for a row of zeros: 0, as rowmax / 127 is)",
     summary="v = x · smooth_scales in float32; scale = rowmax|v| / 127; y = rint(v / scale), halves to even",
 )
 
 
 def _quant_matmul(
-    x1: Tensor, x2: Tensor, scale: Tensor, *, offset: Tensor | None = None, pertoken_scale: Tensor | None = None,
-    bias: Tensor | None = None, output_dtype: int | None = None, x1_dtype: int | None = None,
-    x2_dtype: int | None = None, pertoken_scale_dtype: int | None = None, scale_dtype: int | None = None,
-    group_sizes: Sequence[int] | None = None, y_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x1: Tensor, x2: Tensor, scale: Tensor, pertoken_scale: Tensor | None, bias: Tensor | None, output_dtype: int | None
+) -> Tensor:
     total = int8_product(x1, x2)
     if bias is not None and not bias.is_floating_point():
         total = total + bias
@@ -106,20 +94,7 @@ def _result(scale: Tensor, output_dtype: int | None) -> torch.dtype:
     return scale.dtype if scale.dtype == torch.float64 else _CODES.get(output_dtype or 0, torch.int8)
 
 
-def _quant_matmul_meta(
-    x1: Tensor, x2: Tensor, scale: Tensor, *, offset: Tensor | None = None, pertoken_scale: Tensor | None = None,
-    bias: Tensor | None = None, output_dtype: int | None = None, x1_dtype: int | None = None,
-    x2_dtype: int | None = None, pertoken_scale_dtype: int | None = None, scale_dtype: int | None = None,
-    group_sizes: Sequence[int] | None = None, y_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return x1.new_empty((*x1.shape[:-1], x2.shape[-1]), dtype=_result(scale, output_dtype))
-
-
-def _flops(given: Mapping[str, Any]) -> float:
-    """Whole numbers of 8 bits are multiplied twice as fast as the 16-bit numbers that targets are rated in."""
-    return product(given["x1"], given["x2"].shape[-1]) / 2
-
-
+_UNUSED = ("offset", "group_sizes", "y_scale", "x1_dtype", "x2_dtype", "scale_dtype", "pertoken_scale_dtype")
 _NOT = "not decomposed"
 _KERNEL = (
     Limit("K <= 65535 and N <= 65535"),
@@ -141,56 +116,38 @@ QUANT_MATMUL = Operator(
         "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
         "Tensor? y_scale=None) -> Tensor"
     ),
-    fallback=_quant_matmul,
-    meta=_quant_matmul_meta,
+    compute=_quant_matmul,
+    outputs=lambda x1, x2, scale, output_dtype: x1.new_empty(
+        (*x1.shape[:-1], x2.shape[-1]), dtype=_result(scale, output_dtype)
+    ),
     dims={"x2": "K N", "x1": "*B M K", "scale": "1|N", "pertoken_scale": "M", "bias": "N"},
-    dtypes={
-        "x1": frozenset({torch.int8}),
-        "x2": frozenset({torch.int8}),
-        "scale": frozenset({torch.float32, torch.bfloat16}),
-        "pertoken_scale": frozenset({torch.float32}),
-        "bias": frozenset({torch.int32, torch.bfloat16, torch.float32}),
-    },
+    dtypes={"x1 x2": INT8, "scale": FLOAT32 | BFLOAT16, "pertoken_scale": FLOAT32, "bias": INT32 | BFLOAT16 | FLOAT32},
     limits={
         "host": (
             Limit(f"output_dtype in {tuple(_CODES)}", because=f"results of whole numbers are {_NOT}"),
             *(
                 Limit(f"not given({name})", because=f"offsets, groups, and other dtypes than int8 are {_NOT}")
-                for name in (
-                    "offset",
-                    "group_sizes",
-                    "y_scale",
-                    "x1_dtype",
-                    "x2_dtype",
-                    "scale_dtype",
-                    "pertoken_scale_dtype",
-                )
+                for name in _UNUSED
             ),
         ),
-        "ascend910b": _KERNEL,
-        "ascend910_93": _KERNEL,
+        **dict.fromkeys(A2_A3, _KERNEL),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source="op-plugin: torch_npu.npu_quant_matmul (A2 and A3; table of the dtypes that go together)",
-    flops=_flops,
+    # Whole numbers of 8 bits are multiplied twice as fast as the 16-bit numbers that targets are rated in.
+    flops=lambda x1, x2: product(x1, x2.shape[-1]) / 2,
     summary="out = round(int32(x1 · x2 + bias) · scale · pertoken_scale), or + bias at the end where it is floating",
 )
 
 
 def _norm_quant(
-    x1: Tensor, x2: Tensor, gamma: Tensor, *, smooth_scale1: Tensor | None = None, smooth_scale2: Tensor | None = None,
-    beta: Tensor | None = None, epsilon: float = 1e-6, output_mask: Sequence[bool] | None = None,
-    y_dtype: int | None = None,
+    x1: Tensor, x2: Tensor, gamma: Tensor, smooth_scale1: Tensor | None, smooth_scale2: Tensor | None,
+    beta: Tensor | None, epsilon: float, output_mask: Sequence[bool] | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    compute = compute_dtype(x1)
-    total = x1.to(compute) + x2.to(compute)
-    x = total.to(x1.dtype)
-    normalised = x.to(compute) if x1.dtype == torch.float16 else total  # as npu_add_rms_norm does
-    rstd = (normalised.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    y = normalised * rstd * gamma.to(compute)
-    y = (y if beta is None else y + beta.to(compute)).contiguous()
+    x, total = added(x1, x2)
+    y = total * rstd(total, gamma, epsilon) * gamma.to(total.dtype)
+    y = (y if beta is None else y + beta.to(y.dtype)).contiguous()
     made = [
-        quantised(y if smooth is None else y * smooth.to(compute)) if wanted else (_none(y, torch.int8), _none(y))
+        quantised(y if smooth is None else y * smooth.to(y.dtype)) if wanted else (_none(y, torch.int8), _none(y))
         for smooth, wanted in zip((smooth_scale1, smooth_scale2), _wanted(smooth_scale2, output_mask), strict=True)
     ]
     return made[0][0], made[1][0], x.contiguous(), made[0][1], made[1][1]
@@ -205,11 +162,9 @@ def _none(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return like.new_empty([0], dtype=dtype)
 
 
-def _norm_quant_meta(
-    x1: Tensor, x2: Tensor, gamma: Tensor, *, smooth_scale1: Tensor | None = None, smooth_scale2: Tensor | None = None,
-    beta: Tensor | None = None, epsilon: float = 1e-6, output_mask: Sequence[bool] | None = None,
-    y_dtype: int | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _norm_quant_outputs(
+    x1: Tensor, smooth_scale2: Tensor | None, output_mask: Sequence[bool] | None
+) -> tuple[Tensor, ...]:
     wanted = _wanted(smooth_scale2, output_mask)
     whole = [x1.new_empty(x1.shape if each else [0], dtype=torch.int8) for each in wanted]
     scales = [x1.new_empty(x1.shape[:-1] if each else [0], dtype=compute_dtype(x1)) for each in wanted]
@@ -229,16 +184,9 @@ ADD_RMS_NORM_DYNAMIC_QUANT = Operator(
         "Tensor? smooth_scale2=None, Tensor? beta=None, float epsilon=9.9999999999999995e-07, "
         "bool[2]? output_mask=None, int? y_dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
-    fallback=_norm_quant,
-    meta=_norm_quant_meta,
-    dims={
-        "gamma": "D",
-        "x1": "*B D",
-        "x2": "*B D",
-        "smooth_scale1": "D",
-        "smooth_scale2": "D",
-        "beta": "D",
-    },
+    compute=_norm_quant,
+    outputs=_norm_quant_outputs,
+    dims={"gamma": "D", "x1 x2": "*B D", "smooth_scale1 smooth_scale2 beta": "D"},
     dtypes=dict.fromkeys(("x1", *_SAME), HALVES),
     limits={
         "host": (
@@ -250,11 +198,8 @@ ADD_RMS_NORM_DYNAMIC_QUANT = Operator(
                 for factor, alone in (("smooth_scale1", (True, False)), ("smooth_scale2", (False, True)))
             ),
         ),
-        "ascend910b": _NORM,
-        "ascend910_93": _NORM,
-        "ascend950": _NORM,
+        **dict.fromkeys(CHIPS, _NORM),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source="op-plugin: torch_npu.npu_add_rms_norm_dynamic_quant; kernel: ops-nn norm/add_rms_norm_dynamic_quant",
     summary=(
         "x = round(x1 + x2); n = (x1 + x2) · rstd · gamma (+ beta) in float32 (float16: of x); "

@@ -1,8 +1,5 @@
 """Rotary position embedding: y = x · cos + rotate(x) · sin, with `rotate` the quarter turn of one pairing of x."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fusion._torch import memory_order
-from fusion.operators.contract import Limit, Operator
+from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import FLOATS, compute_dtype
 from fusion.operators.layouts import lying_as
 
@@ -48,11 +45,6 @@ def interleave_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1)
 
 
-def _by_matrix(rotate: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The pairing that a matrix [D, D] spells out."""
-    return lambda x, cos, sin: x * cos + (x @ rotate) * sin
-
-
 _MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "half": half,
     "interleave": _interleave,
@@ -70,21 +62,13 @@ def _like(x: Tensor, turn: Callable[[Tensor, Tensor, Tensor], Tensor], cos: Tens
     return lying_as(turn(x.permute(order), cos.permute(order), sin.permute(order)).permute(back), x)
 
 
-def _rotary_mul(
-    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
-) -> Tensor:
+def _rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rotate: Tensor | None) -> Tensor:
     compute = compute_dtype(input)
     x = input.to(compute)
     # op-plugin casts cos and sin to the dtype of the input first.
     cos, sin = r1.to(input.dtype).to(compute), r2.to(input.dtype).to(compute)
-    turn = _MODES[rotary_mode] if rotate is None else _by_matrix(rotate.to(compute))
-    return turn(x, cos, sin).to(input.dtype).contiguous()
-
-
-def _rotary_mul_meta(
-    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
-) -> Tensor:
-    return input.new_empty(input.shape)
+    turned = _MODES[rotary_mode](x, cos, sin) if rotate is None else x * cos + (x @ rotate.to(compute)) * sin
+    return turned.to(input.dtype).contiguous()
 
 
 _IS_HALF = "rotary_mode == 'half' and rank(input) == 4 and not given(rotate)"
@@ -108,11 +92,7 @@ _ROTARY_MUL_A2 = (
         because="its GE converter leaves rotary_mode out",
     ),
     Limit("N < 1000", when="rank(input) == 3"),
-    Limit(
-        "size(r1, 0) == I or size(r1, 1) == 1 or size(r1, 2) == 1",
-        when=_IS_HALF,
-        because=_UNKNOWN_LAYOUT,
-    ),
+    Limit("size(r1, 0) == I or size(r1, 1) == 1 or size(r1, 2) == 1", when=_IS_HALF, because=_UNKNOWN_LAYOUT),
     Limit(
         "I == 1 or J == 1 or K == 1",
         when=f"{_IS_HALF} and size(r1, 0) == 1 and size(r1, 1) == 1 and size(r1, 2) == 1",
@@ -149,14 +129,9 @@ ROTARY_MUL = Operator(
     schema=(
         'npu::npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) -> Tensor'
     ),
-    fallback=_rotary_mul,
-    meta=_rotary_mul_meta,
-    dims={
-        "input": "I J K D / T N D",
-        "r1": "1|I 1|J 1|K D / T 1|N D",
-        "r2": "1|I 1|J 1|K D / T 1|N D",
-        "rotate": "D D",
-    },
+    compute=_rotary_mul,
+    outputs=lambda input: input.new_empty(input.shape),
+    dims={"input": "I J K D / T N D", "r1 r2": "1|I 1|J 1|K D / T 1|N D", "rotate": "D D"},
     dtypes={"input": FLOATS, "r1": FLOATS, "r2": FLOATS, "rotate": FLOATS},
     limits={
         "host": (
@@ -164,18 +139,16 @@ ROTARY_MUL = Operator(
             "D % 2 == 0",
             Limit("D % 4 == 0", when="rotary_mode == 'quarter'"),
         ),
-        "ascend910b": _ROTARY_MUL_A2,
-        "ascend910_93": _ROTARY_MUL_A2,
+        **dict.fromkeys(A2_A3, _ROTARY_MUL_A2),
         "ascend950": (*_ROTARY_MUL, "D <= 1024", "not given(rotate)"),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source=_PAGES.format("npu_rotary_mul", "aclnnRotaryPositionEmbedding(V2)", "rotary_position_embedding"),
     summary="y = round(input · r1 + rotate(input) · r2), in float32; rotate by halves, by pairs, or by a matrix",
 )
 
 
 def _apply_rotary_pos_emb(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, rotary_mode: str
 ) -> tuple[Tensor, Tensor]:
     # This kernel computes float16 in float16; only bfloat16 is widened.
     compute = torch.float32 if query.dtype == torch.bfloat16 else query.dtype
@@ -183,12 +156,6 @@ def _apply_rotary_pos_emb(
     turn = _MODES[rotary_mode]
     q, k = (_like(x.to(compute), turn, cos, sin).to(x.dtype) for x in (query, key))
     return q, k
-
-
-def _apply_rotary_pos_emb_meta(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key)
 
 
 _COS = "layout=BSND: 1|B S 1 D / layout=SBND: S 1|B 1 D / layout=BNSD: 1|B 1 S D / layout=TND: T 1 D"
@@ -214,13 +181,12 @@ APPLY_ROTARY_POS_EMB = Operator(
         "npu::npu_apply_rotary_pos_emb(Tensor query, Tensor key, Tensor cos, Tensor sin, "
         'str layout="BSND", str rotary_mode="half") -> (Tensor, Tensor)'
     ),
-    fallback=_apply_rotary_pos_emb,
-    meta=_apply_rotary_pos_emb_meta,
+    compute=_apply_rotary_pos_emb,
+    outputs=lambda query, key: (torch.empty_like(query), torch.empty_like(key)),
     dims={
         "query": "layout=BSND: B S N D / layout=SBND: S B N D / layout=BNSD: B N S D / layout=TND: T N D",
         "key": "layout=BSND: B S Nkv D / layout=SBND: S B Nkv D / layout=BNSD: B Nkv S D / layout=TND: T Nkv D",
-        "cos": _COS,
-        "sin": _COS,
+        "cos sin": _COS,
     },
     dtypes={"query": FLOATS, "key": FLOATS, "cos": FLOATS, "sin": FLOATS},
     limits={
@@ -229,11 +195,9 @@ APPLY_ROTARY_POS_EMB = Operator(
             "D % 2 == 0",
             Limit("D % 4 == 0", when="rotary_mode == 'quarter'"),
         ),
-        "ascend910b": _APPLY_A2,
-        "ascend910_93": _APPLY_A2,
+        **dict.fromkeys(A2_A3, _APPLY_A2),
         "ascend950": (*_APPLY, "D <= 1024"),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source=_PAGES.format("npu_apply_rotary_pos_emb", "aclnnApplyRotaryPosEmbV2", "apply_rotary_pos_emb"),
     summary="q, k = round(x · cos + rotate(x) · sin) for x = query, key; bfloat16 in float32, float16 in itself",
     overwrites=frozenset({"query", "key"}),
@@ -243,10 +207,6 @@ APPLY_ROTARY_POS_EMB = Operator(
 def _interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     compute = compute_dtype(x)
     return _like(x.to(compute), interleave_half, cos.to(compute), sin.to(compute)).to(x.dtype)
-
-
-def _interleave_rope_meta(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 _INTERLEAVE = (
@@ -260,17 +220,15 @@ _INTERLEAVE_A2 = (*_INTERLEAVE, "dtype(x) != 'float32'", "size(cos, 0) == B", "B
 
 INTERLEAVE_ROPE = Operator(
     schema="npu::npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
-    fallback=_interleave_rope,
-    meta=_interleave_rope_meta,
+    compute=_interleave_rope,
+    outputs=lambda x: torch.empty_like(x),
     dims={"x": "B N S D", "cos": "1|B 1|N 1|S D", "sin": "1|B 1|N 1|S D"},
     dtypes={"x": FLOATS, "cos": FLOATS, "sin": FLOATS},
     limits={
         "host": ("D % 2 == 0",),
-        "ascend910b": _INTERLEAVE_A2,
-        "ascend910_93": _INTERLEAVE_A2,
+        **dict.fromkeys(A2_A3, _INTERLEAVE_A2),
         "ascend950": _INTERLEAVE,
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     source=_PAGES.format("npu_interleave_rope", "aclnnInterleaveRope", "interleave_rope"),
     summary="u = even components of x, then odd; y = round(u · cos + rotate_half(u) · sin), in float32",
 )

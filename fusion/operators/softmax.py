@@ -6,14 +6,12 @@ read or skipped, as kernels do: what they give where they are not finite is not 
 whose keys are infinite.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -101,8 +99,10 @@ def softmax_statistics(
 
 def _scores(pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float) -> Tensor:
     wide = compute_dtype(pairs[0][0])
-    scores = _total([shared_matmul(q.to(wide) * scale, k.to(wide).transpose(-2, -1)) for q, k in pairs])
-    seen = _mask(visible, scores)
+    scores = reduce(torch.add, [shared_matmul(q.to(wide) * scale, k.to(wide).transpose(-2, -1)) for q, k in pairs])
+    seen = visible.keys
+    if visible.causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores if seen is None else scores.masked_fill(~seen, -math.inf)
 
 
@@ -121,16 +121,3 @@ def _weighted(scores: Tensor, sink: Tensor | None, blind: Tensor | None) -> tupl
 def _blind(visible: Visible) -> Tensor | None:
     """Rows that the mask leaves no key, [B, N, S, 1]; None where there are none."""
     return None if visible.keys is None else ~visible.keys.any(-1, keepdim=True)
-
-
-def _total(parts: Sequence[Tensor]) -> Tensor:
-    first, *rest = parts
-    for part in rest:
-        first = first + part
-    return first
-
-
-def _mask(visible: Visible, scores: Tensor) -> Tensor | None:
-    if not visible.causal:
-        return visible.keys
-    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

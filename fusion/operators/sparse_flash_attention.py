@@ -3,35 +3,29 @@
 Each row reads the keys that its list of indices names, and nothing else of the cache.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
-
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion._torch import count, hint, known_true
 from fusion.operators import sparse_limits
-from fusion.operators.contract import Limit, Operator, by_schema
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.dtypes import HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores
-from fusion.operators.sequences import Rows, rows_of
 from fusion.operators.softmax import Visible, rounded_softmax
+from fusion.operators.visibility import Rows, rows_of
 
 _PART = 1 << 26
 """Elements of gathered keys (256 MiB in float32) beyond which a prefill is computed in parts."""
 
 
-def _sparse_flash_attention(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _sparse_flash_attention(given: Given) -> tuple[Tensor, ...]:
     query, rope = given["query"], given["query_rope"]
-    layouts = given["layout_query"], given["layout_kv"]
-    lengths = given["actual_seq_lengths_query"], given["actual_seq_lengths_kv"]
-    rows = rows_of(query, given["key"], layouts, lengths, causal=given["sparse_mode"] == 3)
+    rows = rows_of(given, "kv")
     tokens, used = _tokens(given["sparse_indices"].squeeze(-2), given["sparse_block_size"], rows)
     lists = [*_places(given, rows, tokens), used]
     queries = [each.flatten(0, -3) for each in (query, rope) if each is not None]
@@ -39,7 +33,10 @@ def _sparse_flash_attention(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, T
     parts = zip(*(each.split(size) for each in (*(each.flatten(0, -2) for each in lists), *queries)), strict=True)
     found = [_attended(given, part[: len(lists)], part[len(lists) :]) for part in parts]
     out, top, total = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
-    return out.reshape(query.shape), *_statistics(given, top, total)
+    _, *statistics = _outputs(query, given["return_softmax_lse"])
+    if given["return_softmax_lse"]:
+        statistics = [each.reshape(query.shape[:-1]).unsqueeze(-3) for each in (top, total)]
+    return out.reshape(query.shape), *statistics
 
 
 def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -54,7 +51,7 @@ def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
     return torch.where(used, tokens.flatten(-2), 0), used
 
 
-def _places(given: Mapping[str, Any], rows: Rows, tokens: Tensor) -> list[Tensor]:
+def _places(given: Given, rows: Rows, tokens: Tensor) -> list[Tensor]:
     """Where the tokens stand in the leading dims of the keys."""
     sequence, layout, key = rows.sequence[..., None], given["layout_kv"], given["key"]
     if layout == "TND":
@@ -66,7 +63,7 @@ def _places(given: Mapping[str, Any], rows: Rows, tokens: Tensor) -> list[Tensor
     return [blocks.clamp(0, key.shape[0] - 1), tokens % size]  # the table of an empty sequence may hold anything
 
 
-def _part(tokens: Tensor, given: Mapping[str, Any]) -> int:
+def _part(tokens: Tensor, given: Given) -> int:
     """Rows that are computed at once: all of them where their number is a symbol."""
     count, width = math.prod(given["query"].shape[:-2]), given["key"].shape[-1]
     sizes = (count, tokens.shape[-1], width)
@@ -75,9 +72,7 @@ def _part(tokens: Tensor, given: Mapping[str, Any]) -> int:
     return min(max(_PART // max(tokens.shape[-1] * width, 1), 1), max(count, 1))
 
 
-def _attended(
-    given: Mapping[str, Any], lists: tuple[Tensor, ...], queries: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attended(given: Given, lists: tuple[Tensor, ...], queries: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Output [R, N, D], largest score and sum [R, N, 1] of some rows."""
     *places, used = lists
     key, value, key_rope = given["key"], given["value"], given["key_rope"]
@@ -104,29 +99,15 @@ def _taken(cache: Tensor, places: list[Tensor]) -> Tensor:
     return rows.index_select(0, place.flatten()).reshape(*place.shape, rows.shape[-1])  # index is slower on a CPU
 
 
-def _statistics(given: Mapping[str, Any], top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest score and sum of every row, [B, 1, S, N] or [1, T, N], empty unless asked for."""
-    if not given["return_softmax_lse"]:
-        return _nothing(given), _nothing(given)
-    lead = given["query"].shape[:-1]
-    largest, sums = (each.reshape(lead).unsqueeze(-3) for each in (top, total))
-    return largest, sums
-
-
-def _nothing(given: Mapping[str, Any]) -> Tensor:
-    return given["query"].new_empty([0], dtype=torch.float32)
-
-
-def _sparse_flash_attention_meta(given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    query = given["query"]
-    if not given["return_softmax_lse"]:
-        return query.new_empty(query.shape), _nothing(given), _nothing(given)
+def _outputs(query: Tensor, return_softmax_lse: bool) -> tuple[Tensor, ...]:
+    """The output, and largest score and sum of every row, [B, 1, S, N] or [1, T, N], empty unless asked for."""
     *batch, tokens, heads, _ = query.shape
-    sizes, wide = [*batch, 1, tokens, heads], torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(query.shape), query.new_empty(sizes, dtype=wide), query.new_empty(sizes, dtype=wide)
+    sizes = [*batch, 1, tokens, heads] if return_softmax_lse else [0]
+    wide = torch.promote_types(query.dtype, torch.float32) if return_softmax_lse else torch.float32
+    return query.new_empty(query.shape), *(query.new_empty(sizes, dtype=wide) for _ in range(2))
 
 
-def _flops(given: Mapping[str, Any]) -> float:
+def _flops(given: Given) -> float:
     """Every listed key of every query."""
     query, listed, rope = given["query"], given["sparse_indices"].shape[-1], given["query_rope"]
     keys = hint(listed) * hint(given["sparse_block_size"])
@@ -134,19 +115,10 @@ def _flops(given: Mapping[str, Any]) -> float:
     return scores(count(query) / hint(query.shape[-1]) * keys, width)
 
 
-_NAMES = sparse_limits.Names("layout_kv", "actual_seq_lengths_kv")
-_SCHEMA = (
-    "npu::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
-    "float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
-    "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
-    'str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3, int pre_tokens=9223372036854775807, '
-    "int next_tokens=9223372036854775807, int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) "
-    "-> (Tensor, Tensor, Tensor)"
-)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 _NO_GRAPH = "graphs return no statistics of the softmax"
 _KERNEL = (
-    *sparse_limits.kernel(_NAMES),
+    *sparse_limits.kernel("kv"),
     Limit("given(value)", because="CANN takes calls without a value from 9.2 on; pass the key"),
     "dtype(value) == dtype(query)",
     "given(query_rope) and given(key_rope)",
@@ -164,34 +136,35 @@ _A2 = (
 )
 
 SPARSE_FLASH_ATTENTION = Operator(
-    schema=_SCHEMA,
-    fallback=by_schema(_SCHEMA, _sparse_flash_attention),
-    meta=by_schema(_SCHEMA, _sparse_flash_attention_meta),
+    schema=(
+        "npu::npu_sparse_flash_attention(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
+        "float scale_value, *, Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
+        "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
+        'str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3, int pre_tokens=9223372036854775807, '
+        "int next_tokens=9223372036854775807, int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    compute=_sparse_flash_attention,
+    outputs=_outputs,
     dims={
         "query": sparse_limits.by_layout("B S N D", "T N D"),
         "query_rope": sparse_limits.by_layout("B S N Dr", "T N Dr"),
         "sparse_indices": sparse_limits.by_layout("B S 1 K", "T 1 K"),
-        **sparse_limits.dims(_NAMES, ("key", "value"), rope="key_rope"),
+        **sparse_limits.dims("kv", {"key": "D", "value": "D", "key_rope": "Dr"}),
     },
-    dtypes={
-        **dict.fromkeys(("query", "key", "value", "query_rope", "key_rope"), HALVES),
-        "sparse_indices": frozenset({torch.int32}),
-        **sparse_limits.dtypes(_NAMES),
-    },
+    dtypes={"query key value query_rope key_rope": HALVES, "sparse_indices": INT32, **sparse_limits.dtypes("kv")},
     limits={
         "host": (
-            *sparse_limits.host(_NAMES),
+            *sparse_limits.host("kv"),
             Limit("attention_mode == 2", because="there is no other mode, not even the default"),
             Limit("not given(sinks)", because="sinks are not decomposed"),
             "sparse_block_size >= 1",
             "given(query_rope) and given(key_rope) or not given(query_rope) and not given(key_rope)",
             Limit("return_softmax_lse == False", when="layout_kv == 'PA_BSND'", because="its Meta kernel is wrong"),
         ),
-        "ascend910b": _A2,
-        "ascend910_93": _A2,
+        **dict.fromkeys(A2_A3, _A2),
         "ascend950": (*_KERNEL, "N <= 128", "sparse_block_size == 1"),
     },
-    lowerings=frozenset({"eager", "torchair", "npugraph_ex"}),
     flops=_flops,
     source="op-plugin: torch_npu.npu_sparse_flash_attention; kernel: ops-transformer sparse_flash_attention",
     summary=(

@@ -1,25 +1,20 @@
-"""What the operators of sparse attention take: layouts, lengths in tensors, and pages, under each operator's names."""
+"""What the operators of sparse attention take: layouts, lengths in tensors, and pages.
+
+`keys` is "key" or "kv", as in the operator's `layout_key` or `layout_kv`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
 from fusion.operators.contract import Limit
+from fusion.operators.dtypes import INT32
 
 _PAGED = "PA_BSND"
 _LAYOUTS = (("BSND", "BSND"), ("TND", "TND"), ("BSND", _PAGED), ("TND", _PAGED))
 _KEYS = {"BSND": "B U 1", "TND": "U 1", _PAGED: "Blocks Size 1"}
-
-
-@dataclass(frozen=True)
-class Names:
-    """What an operator calls the layout and the lengths of its keys."""
-
-    layout: str
-    lengths: str
 
 
 def by_layout(batched: str, packed: str) -> str:
@@ -28,26 +23,23 @@ def by_layout(batched: str, packed: str) -> str:
     return " / ".join(f"layout_query={query}:{kinds[query]}" for query, _ in _LAYOUTS)
 
 
-def dims(names: Names, keys: Sequence[str], rope: str = "") -> dict[str, str]:
-    """Dims of `keys` [.., D], of the keys `rope` [.., Dr], of the table, and of both lengths."""
-    widths = {**dict.fromkeys(keys, "D"), **({rope: "Dr"} if rope else {})}
+def dims(keys: str, widths: Mapping[str, str]) -> dict[str, str]:
+    """Dims of what lies like the keys, of so many lanes, of the table, and of both lengths."""
     of_keys = {
-        name: " / ".join(f"{names.layout}={layout}:{_KEYS[layout]} {width}" for _, layout in _LAYOUTS)
+        name: " / ".join(f"layout_{keys}={layout}:{_KEYS[layout]} {width}" for _, layout in _LAYOUTS)
         for name, width in widths.items()
     }
-    of_table = {"block_table": "B Pages", "actual_seq_lengths_query": "B", names.lengths: "B"}
-    return of_keys | of_table
+    return of_keys | {"block_table": "B Pages", f"actual_seq_lengths_query actual_seq_lengths_{keys}": "B"}
 
 
-def dtypes(names: Names) -> dict[str, frozenset[torch.dtype]]:
+def dtypes(keys: str) -> dict[str, frozenset[torch.dtype]]:
     """The table and the lengths are int32."""
-    of_int = frozenset({torch.int32})
-    return {"block_table": of_int, "actual_seq_lengths_query": of_int, names.lengths: of_int}
+    return {f"block_table actual_seq_lengths_query actual_seq_lengths_{keys}": INT32}
 
 
-def host(names: Names) -> tuple[Limit, ...]:
+def host(keys: str) -> tuple[Limit, ...]:
     """What every machine asks for."""
-    layout, lengths = names.layout, names.lengths
+    layout = f"layout_{keys}"
     everything = "no window is decomposed, and no kernel has one"
     return (
         Limit("sparse_mode in (0, 3)"),
@@ -56,13 +48,13 @@ def host(names: Names) -> tuple[Limit, ...]:
         Limit("given(block_table)", when=f"{layout} == '{_PAGED}'"),
         Limit("not given(block_table)", when=f"{layout} != '{_PAGED}'"),
         Limit("given(actual_seq_lengths_query)", when="layout_query == 'TND'"),
-        Limit(f"given({lengths})", when=f"{layout} != 'BSND'"),
+        Limit(f"given(actual_seq_lengths_{keys})", when=f"{layout} != 'BSND'"),
     )
 
 
-def kernel(names: Names) -> tuple[Limit, ...]:
+def kernel(keys: str) -> tuple[Limit, ...]:
     """What the kernels of every chip ask for."""
     return (
         Limit("dtype(key) == dtype(query)"),
-        Limit("Size % 16 == 0 and Size <= 1024", when=f"{names.layout} == '{_PAGED}'"),
+        Limit("Size % 16 == 0 and Size <= 1024", when=f"layout_{keys} == '{_PAGED}'"),
     )

@@ -1,17 +1,22 @@
-"""Which keys a query of an attention operator sees: lengths, sparse modes and masks, without a mask per head."""
+"""Which keys a query sees: from lengths, sparse modes and masks, without a mask per head.
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
+`visible` is for attention over whole sequences, `rows_of` for operators that read keys by lists: their `layout` "BSND"
+has a batch of sequences, one length for each; "TND" has them one after the other in one dim of tokens, told by the
+prefix sums of their lengths; "PA_BSND" (keys only) has pages, one length for each sequence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor
 
 from fusion._torch import known_true
+from fusion.operators.calling import Given
 from fusion.operators.softmax import Visible
 
 UNLIMITED = 2147483647
@@ -19,7 +24,7 @@ UNLIMITED = 2147483647
 
 Size = int  # or a torch.SymInt, which torch's own stubs call an int too
 Length = Size | Tensor
-Given = Sequence[Size] | Tensor | None
+Lengths = Sequence[Size] | Tensor | None
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class _Places:
 
 
 def visible(
-    query: Tensor, key: Tensor, lengths: tuple[Given, Given], band: Band, *, packed: bool, table: Tensor | None
+    query: Tensor, key: Tensor, lengths: tuple[Lengths, Lengths], band: Band, *, packed: bool, table: Tensor | None
 ) -> Visible:
     """query [B, N, S, D] and key [B, M, T, D] -> what each query sees.
 
@@ -72,7 +77,7 @@ def visible(
     return _combined(rows.as_rows(), columns, band, query, key)
 
 
-def _batched(size: Size, batch: Size, given: Given, device: torch.device) -> _Places:
+def _batched(size: Size, batch: Size, given: Lengths, device: torch.device) -> _Places:
     position = torch.arange(size, device=device).reshape(1, 1, 1, -1)
     if given is None:
         return _Places(position, size)
@@ -98,20 +103,14 @@ def counted(given: Sequence[Size] | Tensor, device: torch.device) -> Tensor:
     return torch.stack([torch.full((), each, dtype=torch.int64, device=device) for each in given])
 
 
-def _packed(size: Size, given: Given, device: torch.device) -> _Places:
+def _packed(size: Size, given: Lengths, device: torch.device) -> _Places:
     """Sequences that stand one after the other, from the prefix sums of their lengths."""
     assert given is not None
-    ends = counted(given, device)
-    lengths = torch.diff(ends, prepend=ends.new_zeros(1))
-    token = torch.arange(size, device=device)
-    sequence = (token[:, None] >= ends).sum(-1)
-    held = sequence < ends.shape[0]
-    sequence = sequence.clamp_max(ends.shape[0] - 1)
-    position = token - (ends - lengths)[sequence]
-    return _Places(*(each.reshape(1, 1, 1, -1) for each in (position, lengths[sequence], held, sequence)))
+    sequence, position, length, held = packed(size, counted(given, device))
+    return _Places(*(each.reshape(1, 1, 1, -1) for each in (position, length, held, sequence)))
 
 
-def _paged(key: Tensor, given: Given, table: Tensor | None) -> _Places:
+def _paged(key: Tensor, given: Lengths, table: Tensor | None) -> _Places:
     """Sequences that each fill the pages of one row of the table, from their lengths."""
     assert given is not None
     assert table is not None
@@ -136,10 +135,7 @@ def _combined(rows: _Places, columns: _Places, band: Band, query: Tensor, key: T
         terms.append(columns.position >= rows.position + first)
     if band.mode in (0, 1) and band.mask is not None:
         terms.append(_open(band.mask, query, key))
-    keys: Tensor | None = None
-    for term in terms:
-        keys = term if keys is None else keys & term
-    return Visible(keys)
+    return Visible(reduce(and_, terms) if terms else None)
 
 
 def _limits(rows: _Places, columns: _Places, band: Band) -> tuple[Length | None, Length | None, bool]:
@@ -167,3 +163,66 @@ def _open(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     elif mask.dim() == 3:
         mask = mask[:, None]
     return ~mask[..., :rows, :columns].bool()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of the rows [B, S] or [T] of a query, int64: number of the sequence; how many of its first keys are seen.
+
+    `first` is where packed keys of the sequence begin, 0 where they are not packed. A row past its sequence sees none.
+    """
+
+    sequence: Tensor
+    seen: Tensor
+    first: Tensor
+
+
+def rows_of(given: Given, keys: str) -> Rows:
+    """The rows of `query` [B, S, N, D] or [T, N, D] in `layout_query` against `key` in the layout of `keys`.
+
+    Each row sees the whole sequence of keys; where it is causal (`sparse_mode` 3), the last row of a sequence does, and
+    every row before it one key less than the next.
+    """
+    query, of_query, of_key = (
+        given[name] for name in ("query", "actual_seq_lengths_query", f"actual_seq_lengths_{keys}")
+    )
+    rows = _packed_rows(query, of_query) if given["layout_query"] == "TND" else _batched_rows(query, of_query)
+    sequence, position, size, held = rows
+    length, first = _keys(given["key"], given[f"layout_{keys}"], of_key, sequence)
+    seen = length - size + position + 1 if given["sparse_mode"] == 3 else length
+    return Rows(sequence, torch.where(held, seen, 0).clamp(min=0), first)
+
+
+def packed(tokens: int, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every token [T] of sequences that end at `ends`: sequence, place in it, its length; whether it is of one."""
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    token = torch.arange(tokens, device=ends.device)
+    passed = (token[:, None] >= ends).sum(-1)
+    sequence = passed.clamp_max(ends.shape[0] - 1)
+    return sequence, token - (ends - sizes)[sequence], sizes[sequence], passed < ends.shape[0]
+
+
+def _packed_rows(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert given is not None
+    return packed(query.shape[0], given.long())
+
+
+def _batched_rows(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of every row [B, S]."""
+    batch, size = query.shape[:2]
+    sequence = torch.arange(batch, device=query.device)[:, None].expand(batch, size)
+    position = torch.arange(size, device=query.device).expand(batch, size)
+    sizes = torch.full_like(sequence, size) if given is None else given.long()[sequence]
+    return sequence, position, sizes, position < sizes
+
+
+def _keys(key: Tensor, layout: str, given: Tensor | None, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """Length of the keys of each row's sequence, and where they begin."""
+    start = torch.zeros_like(sequence)
+    if given is None:
+        return torch.full_like(sequence, key.shape[1]), start
+    if layout != "TND":
+        return given.long()[sequence], start
+    ends = given.long()
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    return sizes[sequence], (ends - sizes)[sequence]

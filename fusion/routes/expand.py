@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from fusion._torch import FakeTensorMode, OpOverload, fake_mode_of, trace
 from fusion.errors import FusionError
+from fusion.operators.dtypes import compute_dtype
 from fusion.operators.softmax import shared_matmul
 
 aten = torch.ops.aten
@@ -137,7 +138,7 @@ def attention(
         return NotImplemented
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     multiply = shared_matmul if enable_gqa else torch.matmul
-    scores = multiply(query * scale, key.transpose(-2, -1)).to(_wide(query.dtype))
+    scores = multiply(query * scale, key.transpose(-2, -1)).to(compute_dtype(query))
     if is_causal:
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
         attn_mask = ones.tril()
@@ -156,15 +157,11 @@ def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dims, in float32, rounded once to the dtype of `x`."""
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(compute_dtype(x))
     dims = list(range(-len(normalized_shape), 0))
     floor = torch.finfo(wide.dtype).eps if eps is None else eps
     normed = wide * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + floor)
     return (normed if weight is None else normed * weight).to(x.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 _FORMS: dict[OpOverload, Callable[..., Any]] = {

@@ -49,7 +49,9 @@ def _replace(gm: fx.GraphModule, node: fx.Node, parts: fx.GraphModule) -> None:
     with gm.graph.inserting_before(node):
         for part in parts.graph.nodes:
             if part.op == "get_attr":
-                placed[part] = _constant(gm, f"{node.name}_{part.target}", getattr(parts, part.target))
+                name = f"{node.name}_{part.target}"
+                setattr(gm, name, getattr(parts, part.target))
+                placed[part] = gm.graph.create_node("get_attr", name)
             elif part.op == "call_function":
                 placed[part] = gm.graph.node_copy(part, placed.__getitem__)
     results: Any = fx.map_arg(parts.graph.output_node().args[0], placed.__getitem__)
@@ -66,8 +68,3 @@ def _replace_items(node: fx.Node, results: Any) -> None:
         index: Any = item.args[1]
         item.replace_all_uses_with(results[index])
         node.graph.erase_node(item)
-
-
-def _constant(gm: fx.GraphModule, name: str, value: Any) -> fx.Node:
-    setattr(gm, name, value)
-    return gm.graph.create_node("get_attr", name)

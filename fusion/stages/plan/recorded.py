@@ -221,9 +221,7 @@ def _flops(step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]
     if operator is not None and operator.flops is None:
         return 0.0
     args, kwargs = _arguments(step, steps, inputs)
-    if operator is None or operator.flops is None:
-        return aten_flops(step.target, args, step.result)
-    return operator.flops(operator.bind(args, kwargs))
+    return aten_flops(step.target, args, step.result) if operator is None else operator.work(args, kwargs)
 
 
 def _overwritten(step: Step) -> list[Any]:

@@ -1,28 +1,66 @@
-"""One step of attention over parts of the keys, of atb: rows of packed sequences, merged with what went before.
+"""Attention over parts of the keys: outputs merged by the log-sum-exps of their scores.
 
-out, lse = softmax(qk_scale · (q_nope k_nopeᵀ + q_rope k_ropeᵀ)) value, log-sum-exp
-calc_type_default: lse' = log(exp(prev_lse) + exp(lse)), out' = exp(prev_lse - lse') pre_out + exp(lse - lse') out
+    out = Σᵢ exp(lseᵢ - lse') local_outᵢ        lse' = m + log Σᵢ exp(lseᵢ - m), m = max lseᵢ
+
+One step of it, of atb, over rows of packed sequences, merged with what went before:
+
+    out, lse = softmax(qk_scale · (q_nope k_nopeᵀ + q_rope k_ropeᵀ)) value, log-sum-exp
+    calc_type_default: lse' = log(exp(prev_lse) + exp(lse)), out' = exp(prev_lse - lse') pre_out + exp(lse - lse') out
 """
-
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# Parts of PyTorch's Python are untyped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fusion._torch import count, hint
-from fusion.operators.contract import Limit, Operator, by_schema
-from fusion.operators.dtypes import HALVES, compute_dtype
+from fusion.operators.calling import Given
+from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
+from fusion.operators.dtypes import FLOAT32, FLOATS, HALVES, INT32, compute_dtype
 from fusion.operators.flops import scores
 from fusion.operators.softmax import rounded_softmax
 from fusion.operators.visibility import Band, visible
 
-Given = Mapping[str, Any]
+
+def _attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    sums = torch.stack([each.to(compute_dtype(each)) for each in lse])
+    both = sums.logsumexp(0)
+    out = sum(
+        (part - both).exp().unsqueeze(-1) * each.to(compute_dtype(each))
+        for part, each in zip(sums, local_out, strict=True)
+    )
+    assert isinstance(out, Tensor)
+    return out.to(local_out[0].dtype).contiguous(), both.to(lse[0].dtype)
+
+
+_UPDATE = (
+    "length(lse) <= 16",
+    "dtype(local_out) in ('float32', 'float16', 'bfloat16')",
+    "D >= 8",
+    "D <= 512",
+    "D % 8 == 0",
+)
+
+ATTENTION_UPDATE = Operator(
+    schema="npu::npu_attention_update(Tensor[] lse, Tensor[] local_out, int update_type) -> (Tensor, Tensor)",
+    compute=_attention_update,
+    outputs=lambda lse, local_out: tuple(each[0].new_empty(each[0].shape) for each in (local_out, lse)),
+    dims={"lse": "R", "local_out": "R D"},
+    dtypes={"lse": FLOAT32, "local_out": FLOATS},
+    limits={
+        "host": ("length(lse) >= 1", "length(lse) == length(local_out)", "update_type in (0, 1)"),
+        **dict.fromkeys(CHIPS, _UPDATE),
+    },
+    source="op-plugin: torch_npu.npu_attention_update, test_npu_attention_update.py; CANN: aclnnAttentionUpdate",
+    summary=(
+        "out = round(Σ exp(lse_i - lse') local_out_i), lse' = log Σ exp(lse_i), over tensors lse_i [R] and local_out_i "
+        "[R, D] in float32; lse' is told where update_type is 1, and means nothing on a device where it is 0"
+    ),
+)
+
+
 _MERGING = "calc_type == 'calc_type_default'"
 
 
@@ -53,11 +91,10 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
     return torch.promote_types(compute_dtype(query), torch.float32)
 
 
-def _ring_mla_meta(given: Given) -> tuple[Tensor, Tensor]:
-    query = given["q_nope"]
-    rows, heads, _ = query.shape
-    out = query.new_empty([rows, heads, given["value"].shape[2]])
-    return out, query.new_empty([heads, rows], dtype=_lse_dtype(query))
+def _outputs(q_nope: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    rows, heads, _ = q_nope.shape
+    lse = q_nope.new_empty([heads, rows], dtype=_lse_dtype(q_nope))
+    return q_nope.new_empty([rows, heads, value.shape[2]]), lse
 
 
 def _flops(given: Given) -> float:
@@ -68,13 +105,6 @@ def _flops(given: Given) -> float:
     return scores(count(query) / hint(query.shape[-1]) * keys, width)
 
 
-_SCHEMA = (
-    "atb::npu_ring_mla(Tensor q_nope, Tensor q_rope, Tensor k_nope, Tensor k_rope, Tensor value, Tensor mask, "
-    "Tensor seqlen, int head_num, int kv_head_num, *, Tensor? pre_out=None, Tensor? prev_lse=None, "
-    "float qk_scale=1., str? kernel_type=None, str? mask_type=None, str? input_layout=None, str? calc_type=None) "
-    "-> (Tensor, Tensor)"
-)
-_ROWS = ("q_nope", "q_rope", "k_nope", "k_rope", "value", "mask", "pre_out")
 _KERNEL = (
     "D == 128",
     "Dr == 64",
@@ -89,9 +119,14 @@ _KERNEL = (
 )
 
 RING_MLA = Operator(
-    schema=_SCHEMA,
-    fallback=by_schema(_SCHEMA, _ring_mla),
-    meta=by_schema(_SCHEMA, _ring_mla_meta),
+    schema=(
+        "atb::npu_ring_mla(Tensor q_nope, Tensor q_rope, Tensor k_nope, Tensor k_rope, Tensor value, Tensor mask, "
+        "Tensor seqlen, int head_num, int kv_head_num, *, Tensor? pre_out=None, Tensor? prev_lse=None, "
+        "float qk_scale=1., str? kernel_type=None, str? mask_type=None, str? input_layout=None, str? calc_type=None) "
+        "-> (Tensor, Tensor)"
+    ),
+    compute=_ring_mla,
+    outputs=_outputs,
     dims={
         "q_nope": "T N D",
         "q_rope": "T N Dr",
@@ -103,11 +138,7 @@ RING_MLA = Operator(
         "pre_out": "T N E",
         "prev_lse": "N T",
     },
-    dtypes={
-        **dict.fromkeys(_ROWS, HALVES),
-        "prev_lse": frozenset({torch.float32}),
-        "seqlen": frozenset({torch.int32}),
-    },
+    dtypes={"q_nope q_rope k_nope k_rope value mask pre_out": HALVES, "prev_lse": FLOAT32, "seqlen": INT32},
     limits={
         "host": (
             "head_num == N",
@@ -127,8 +158,7 @@ RING_MLA = Operator(
                 because="where the diagonal of other sequences begins is not documented",
             ),
         ),
-        "ascend910b": _KERNEL,
-        "ascend910_93": _KERNEL,
+        **dict.fromkeys(A2_A3, _KERNEL),
     },
     lowerings=frozenset({"eager"}),
     flops=_flops,

@@ -1,0 +1,97 @@
+"""Products with weights: one per head with the heads turned back behind the tokens; and how a weight is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusion.operators.contract import A2_A3, Limit, Operator
+from fusion.operators.dtypes import FLOATS, INT8
+from fusion.operators.flops import product
+
+
+def _permuted(
+    input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None
+) -> tuple[Tensor, Tensor]:
+    return input.permute(list(perm_x1 or (0, 1, 2))), weight.permute(list(perm_x2 or (0, 1, 2)))
+
+
+def transpose_batchmatmul(
+    input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None = None, perm_x2: Sequence[int] | None = None
+) -> Tensor:
+    """y[m, b] = x1[b, m] · w[b], contiguous."""
+    x1, x2 = _permuted(input, weight, perm_x1, perm_x2)
+    return torch.bmm(x1, x2).transpose(0, 1).contiguous()
+
+
+def _outputs(input: Tensor, weight: Tensor, perm_x1: Sequence[int] | None, perm_x2: Sequence[int] | None) -> Tensor:
+    x1, x2 = _permuted(input, weight, perm_x1, perm_x2)
+    return input.new_empty(x1.shape[1], x1.shape[0], x2.shape[2])
+
+
+_TURNED_1 = "perm_x1 == (1, 0, 2)"
+_TURNED_2 = "perm_x2 == (0, 2, 1)"
+_A2 = (
+    "dtype(weight) == dtype(input)",
+    "K % 16 == 0",
+    Limit("V % 16 == 0 and V < 65536", when=f"not {_TURNED_2}"),
+    Limit("U % 16 == 0 and U < 65536", when=_TURNED_2),
+    Limit("K * W < 65536", when=_TURNED_1, because="the kernel reads the heads of one token as one row"),
+)
+
+TRANSPOSE_BATCHMATMUL = Operator(
+    schema=(
+        "npu::npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None, Tensor? scale=None, "
+        "int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None, int? batch_split_factor=1) -> Tensor"
+    ),
+    compute=transpose_batchmatmul,
+    outputs=_outputs,
+    dims={"input": "I J K", "weight": "W U V"},
+    dtypes={"input": FLOATS, "weight": FLOATS},
+    limits={
+        "host": (
+            Limit("perm_x1 in ((0, 1, 2), (1, 0, 2))", when="given(perm_x1)"),
+            Limit("perm_x2 in ((0, 1, 2), (0, 2, 1))", when="given(perm_x2)"),
+            Limit("perm_y == (1, 0, 2)", when="given(perm_y)"),
+            Limit("not given(bias)", because="the operator has no bias"),
+            Limit("not given(scale)", because="quantised results are not decomposed"),
+            Limit("batch_split_factor == 1", because="split batches are not decomposed"),
+            Limit("I == W", when=f"not {_TURNED_1}", because="each matrix of the weight has its own rows of the input"),
+            Limit("J == W", when=_TURNED_1, because="each matrix of the weight has its own rows of the input"),
+            Limit("K == U", when=f"not {_TURNED_2}"),
+            Limit("K == V", when=_TURNED_2),
+        ),
+        **dict.fromkeys(A2_A3, _A2),
+    },
+    flops=lambda input, weight, perm_x2: product(input, weight.shape[1 if list(perm_x2 or ()) == [0, 2, 1] else 2]),
+    source="op-plugin: torch_npu.npu_transpose_batchmatmul (A2 and A3; perm_x2 [0, 2, 1] from CANN 8.5)",
+    summary="y[m, b] = round(x1[b, m] · w[b]), x1 = input.permute(perm_x1), w = weight.permute(perm_x2), in float32",
+)
+
+
+ND = 2
+FRACTAL_NZ = 29
+
+
+_LIMITS = ("rank(input) >= 2", "not given(customize_dtype)", "not given(input_dtype)")
+
+FORMAT_CAST = Operator(
+    schema=(
+        "npu::npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, int? input_dtype=None) "
+        "-> Tensor"
+    ),
+    # Other devices know no such formats; a result must not share memory with what it was made of.
+    compute=lambda input: input.clone(memory_format=torch.contiguous_format),
+    outputs=lambda input: input.new_empty(input.shape),
+    dims={"input": "*D"},
+    dtypes={"input": FLOATS | INT8},
+    limits={
+        "host": (f"acl_format in ({ND}, {FRACTAL_NZ})",),
+        **dict.fromkeys(A2_A3, _LIMITS),
+    },
+    lowerings=frozenset({"eager"}),
+    source="torch_npu.npu_format_cast; it has neither a Meta kernel nor a GE converter in 2.13.0",
+    summary="the same values, stored as acl_format says: 2 row-major, 29 fractal NZ; elsewhere a copy",
+)
