@@ -12,14 +12,14 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusion._torch import Boxed, boxed, dynamo_position, stamp
+from fusion._torch import Boxed, boxed, dynamo_position, stamps
 from fusion.facts import Facts, window
 
 ArgumentPath = tuple[str, ...]
@@ -162,9 +162,9 @@ def remembering(kind: str) -> Callable[[Tensor], bool]:
     known: Any = WeakTensorKeyDictionary()
 
     def check(mask: Tensor) -> bool:
-        now = stamp(mask)
-        if now is None:
+        if mask.is_inference():
             return holds(mask, kind)
+        now = stamps([mask]), mask.shape, mask.stride()
         before, held = known.get(mask, (None, False))
         if before != now:
             held = holds(mask, kind)
@@ -174,10 +174,10 @@ def remembering(kind: str) -> Callable[[Tensor], bool]:
     return check
 
 
-def checks_of(source: fx.Graph, facts: Facts, relied: Mapping[str, str]) -> dict[int, tuple[str, str]]:
-    """By position of the input: the name and the kind of what must be checked, of those in `relied` (name to kind)."""
-    named = [facts.arguments.get(node.name, "") for node in source.find_nodes(op="placeholder")]
-    return {position: (name, relied[name]) for position, name in enumerate(named) if name in relied}
+def checks_of(source: fx.Graph, facts: Facts, relied: Collection[str]) -> dict[int, tuple[str, str]]:
+    """By position of the input: the name and the kind of what must be checked, of the inputs in `relied`."""
+    placeholders = enumerate(source.find_nodes(op="placeholder"))
+    return {position: facts.assumption(node.name) for position, node in placeholders if node.name in relied}
 
 
 def assumed(run: Boxed, fallback: Callable[[], Boxed], checks: Mapping[int, tuple[str, str]]) -> Boxed:

@@ -136,9 +136,8 @@ def _fewer_layers(config: Any, layers: int) -> tuple[str, ...]:
     }
     sparse = per_layer.pop("mlp_layer_types", None) is not None
     kinds = [tuple(str(each[index]) for each in per_layer.values()) for index in range(total)]
-    firsts = [index for index, kind in enumerate(kinds) if kinds.index(kind) == index]
-    others = [index for index in range(total) if index not in firsts]
-    kept = sorted([*firsts, *others][:layers])
+    by_kind = sorted(range(total), key=lambda index: kinds.index(kinds[index]) != index)
+    kept = sorted(by_kind[:layers])
     config.num_hidden_layers = len(kept)
     for name, value in per_layer.items():
         setattr(config, name, [value[index] for index in kept])
