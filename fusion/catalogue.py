@@ -122,11 +122,10 @@ def _limit(limit: Limit | str) -> str:
 
 
 def _rule(rule: Rule) -> RuleEntry:
-    module = inspect.getdoc(inspect.getmodule(type(rule))) or ""
     return RuleEntry(
         rule.name,
         _first_line(type(rule)),
-        module.splitlines()[0] if module else "",
+        _first_line(inspect.getmodule(type(rule))),
         {each.method: _first_line(getattr(rule, each.method)) for each in rule.patterns()},
         {each.name: each.reason for each in rule.lookalikes()},
         {each.name: _first_line(getattr(rule, each.method)) for each in rule.lowerings()},
@@ -136,8 +135,7 @@ def _rule(rule: Rule) -> RuleEntry:
 
 
 def _first_line(described: object) -> str:
-    text = inspect.getdoc(described) or ""
-    return text.splitlines()[0] if text else ""
+    return (inspect.getdoc(described) or "").partition("\n")[0]
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -207,12 +208,8 @@ class SizeNodes:
             return self._computed[dim]
         if dim.func not in _joins():
             raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
-        terms: tuple[Any, ...] = dim.args
-        parts = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in terms]
-        whole: Any = parts[0]
-        for part in parts[1:]:
-            whole = self._call(_joins()[dim.func], (whole, part), given)
-        return whole
+        parts: Any = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in dim.args]
+        return reduce(lambda whole, part: self._call(_joins()[dim.func], (whole, part), given), parts)
 
     def _call(self, target: Any, args: tuple[Any, ...], given: bool) -> fx.Node:
         """Behind the inputs where they give it, else at the graph's insertion point."""
