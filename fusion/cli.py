@@ -263,7 +263,7 @@ def _described(title: str, rows: Iterable[tuple[str, str]]) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(name, escape(text))
+        table.add_row(escape(name), escape(text))
     return table
 
 
