@@ -98,6 +98,7 @@ outside_modes = _disable_current_modes
 """Inside, no dispatch mode is active: for compiling while a compiled graph is called.
 
 AOT autograd has a mode of its own around the first call of a graph, in which nothing can be traced.
+Private: `torch.utils._python_dispatch._disable_current_modes`.
 """
 
 
