@@ -1,6 +1,6 @@
 """cann-fusion: plain PyTorch graphs in, fused CANN operators out."""
 
-from fusion.decorator import fuse
+from fusion.backend import fuse
 from fusion.errors import FusionError
 from fusion.explain import explain
 from fusion.language import (

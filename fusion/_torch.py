@@ -9,24 +9,27 @@ import copy
 import math
 import os
 import sysconfig
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [  # types and functions of torch that are used as they are
+    "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
@@ -75,37 +78,44 @@ def preserve_composites() -> AbstractContextManager[None]:
     return _override_composite_implicit_decomp(dict.fromkeys(COMPOSITES, _special_op_to_preserve_cia))
 
 
+def tracing_apart(gm: fx.GraphModule) -> AbstractContextManager[Any]:
+    """A tracing context of its own in the mode of `gm`, so that a nested compilation leaves the outer one's alone.
+
+    Private: `torch._guards.TracingContext`, used the same way by `torch._inductor.standalone_compile`.
+    """
+    return tracing(TracingContext(fake_mode_of(gm)))
+
+
 def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
     """The fake mode in which `gm` was captured: that of the values that its placeholders carry.
 
     Private: `torch._guards.detect_fake_mode`.
     """
-    from torch._guards import detect_fake_mode
-
     return detect_fake_mode([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")])
 
 
-@contextmanager
-def tracing_apart(mode: FakeTensorMode | None) -> Generator[None, None, None]:
-    """A tracing context of its own under `mode`, so that a nested compilation leaves the outer one's records alone.
+outside_modes = _disable_current_modes
+"""Inside, no dispatch mode is active: for compiling while a compiled graph is called.
 
-    Private: `torch._guards.TracingContext`, used the same way by `torch._inductor.standalone_compile`.
+AOT autograd has a mode of its own around the first call of a graph, in which nothing can be traced.
+Private: `torch.utils._python_dispatch._disable_current_modes`.
+"""
+
+
+def inline_regions(gm: fx.GraphModule) -> None:
+    """Put what `torch.compiler.nested_compile_region` keeps apart where it is called, to be fused: in a Dynamo graph.
+
+        y = invoke_subgraph(body, name, x)   →   the nodes of body, with x for its input, regions inside it as well
+
+    Nodes keep their stack traces and modules: those of the call that Dynamo has traced.
+    Private: `torch._higher_order_ops.passes.inline_invoke_subgraph`.
     """
-    from torch._guards import TracingContext, tracing
+    from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
 
-    with tracing(TracingContext(mode)):
-        yield
-
-
-def outside_modes() -> AbstractContextManager[Any]:
-    """Inside, no dispatch mode is active: for compiling while a compiled graph is called.
-
-    AOT autograd has a mode of its own around the first call of a graph, in which nothing can be traced.
-    Private: `torch.utils._python_dispatch._disable_current_modes`.
-    """
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
+    if gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        inline_invoke_subgraph(gm)
+        gm.graph.lint()
+        gm.recompile()
 
 
 def higher_order(target: Any) -> str:
@@ -237,11 +247,6 @@ def inductor_can_build(device_type: str) -> bool:
     return os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
 
 
-def fake_mode_in(values: Sequence[Any]) -> FakeTensorMode | None:
-    """The fake mode of the first fake tensor among `values`."""
-    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-
-
 def fresh_fake_mode(kind: type[Mode] = FakeTensorMode) -> Mode:
     """A fake mode of its own, in which real tensors that a function closes over may appear."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -270,18 +275,6 @@ def compile_apart(function: Callable[..., Any], backend: Any, dynamic: bool | No
             return compiled(function, args, kwargs)
 
     return run
-
-
-@contextmanager
-def fake_copies(mode: FakeTensorMode) -> Generator[None, None, None]:
-    """Inside, `copy.deepcopy` copies tensors as fakes of `mode`: no memory, and nothing shared with the original.
-
-    Private: `torch._subclasses.fake_tensor.FakeCopyMode`.
-    """
-    from torch._subclasses.fake_tensor import FakeCopyMode
-
-    with FakeCopyMode(mode):
-        yield
 
 
 def keep_marks(tensors: Iterable[Any], copies: Mapping[int, Any]) -> None:
@@ -325,8 +318,6 @@ def results_before() -> int:
 
     Private: `torch._guards.TracingContext.fw_metadata`.
     """
-    from torch._guards import TracingContext
-
     context = TracingContext.try_get()
     known = None if context is None else context.fw_metadata
     return 0 if known is None else known.num_mutated_inp_runtime_indices
@@ -403,16 +394,6 @@ def dynamo_position(node: fx.Node) -> int | None:
     return described.idx if isinstance(described, PlainAOTInput) else None
 
 
-def stamp(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Changes when a tensor is written to, resized or given other memory; None where torch does not count writes.
-
-    Private: `torch.Tensor._version`, which inference tensors do not have; writes through `.data` are not counted.
-    """
-    if tensor.is_inference():
-        return None
-    return tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
 def refill(graph: fx.Graph, kept: fx.Graph) -> None:
     """Make a graph what a copy of it still is, node for node and name for name.
 
@@ -477,14 +458,6 @@ def has_kernel(operator: str, device: str) -> bool:
     Private: `torch._C._dispatch_has_kernel_for_dispatch_key`.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, device)
-
-
-def is_wrapper(value: Any) -> bool:
-    """Whether a value is a tensor made of other tensors, such as a DTensor.
-
-    Private: `torch.utils._python_dispatch.is_traceable_wrapper_subclass`.
-    """
-    return is_traceable_wrapper_subclass(value)
 
 
 def stamps(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:

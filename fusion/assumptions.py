@@ -12,17 +12,30 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusion._torch import Boxed, boxed, dynamo_position, stamp
+from fusion._torch import Boxed, boxed, dynamo_position, stamps
 from fusion.facts import Facts, window
 
 ArgumentPath = tuple[str, ...]
+
+_UNKNOWN = (
+    "a graph has no such tensor among its arguments ({}): nothing is assumed in this graph. Correct the name if no "
+    "other graph has it; a mask that is None needs no assumption."
+)
+_UNFIT = (
+    "that tensor cannot be one: nothing is assumed of it. A mask is a bool, int or float tensor [B, N, S, T] or "
+    "[N, S, T], where B and N may be 1; one of [B, T] can be a padding mask only."
+)
+_OTHER = (
+    "this call passes another one ({}, {}): such calls run the unfused graph, and are right but slow. Give what the "
+    "mask is in options={{'assume': ...}}, or leave it out."
+)
 
 
 def facts_of(source: fx.Graph, paths: Sequence[ArgumentPath], assume: Mapping[str, str]) -> Facts:
@@ -45,12 +58,18 @@ def facts_of(source: fx.Graph, paths: Sequence[ArgumentPath], assume: Mapping[st
     names = {node: max((n for n in assume if _starts(path, n)), key=len, default="") for node, path in found.items()}
     arguments = {node.name: _shown(path) for node, path in found.items()}
     for name in sorted(set(assume) - set(names.values())):
-        _warn_of_unknown(name, assume[name], list(arguments.values()))
+        near = difflib.get_close_matches(name, list(arguments.values()), n=3, cutoff=0)
+        known = f"the nearest are {', '.join(map(repr, near))}" if near else "it has none"
+        _warn(name, assume[name], _UNKNOWN.format(known))
     assumed = {node.name: assume[name] for node, name in names.items() if name}
     unfit = {node.name for node, name in names.items() if name and not can_be(node.meta["val"], assume[name])}
     for name in sorted(unfit):
-        _warn_of_unfit(arguments[name], assumed.pop(name))
+        _warn(arguments[name], assumed.pop(name), _UNFIT)
     return Facts(assumed=assumed, arguments=arguments)
+
+
+def _warn(name: str, kind: str, wrong: str) -> None:
+    warnings.warn(f"cann-fusion was told to assume that {name!r} is a {kind} mask, but {wrong}", stacklevel=2)
 
 
 def _starts(path: ArgumentPath, name: str) -> bool:
@@ -60,26 +79,6 @@ def _starts(path: ArgumentPath, name: str) -> bool:
 
 def _shown(path: ArgumentPath) -> str:
     return ".".join(path[1:] if path[0] == "kwargs" and len(path) > 1 else path)
-
-
-def _warn_of_unknown(name: str, kind: str, arguments: Sequence[str]) -> None:
-    near = difflib.get_close_matches(name, arguments, n=3, cutoff=0)
-    known = f"the nearest are {', '.join(map(repr, near))}" if near else "it has none"
-    warnings.warn(
-        f"cann-fusion was told to assume that {name!r} is a {kind} mask, but a graph has no such tensor among its "
-        f"arguments ({known}): nothing is assumed in this graph. Correct the name if no other graph has it; a mask "
-        "that is None needs no assumption.",
-        stacklevel=2,
-    )
-
-
-def _warn_of_unfit(name: str, kind: str) -> None:
-    warnings.warn(
-        f"cann-fusion was told to assume that {name!r} is a {kind} mask, but that tensor cannot be one: nothing is "
-        "assumed of it. A mask is a bool, int or float tensor [B, N, S, T] or [N, S, T], where B and N may be 1; one "
-        "of [B, T] can be a padding mask only.",
-        stacklevel=2,
-    )
 
 
 def can_be(mask: Tensor, kind: str) -> bool:
@@ -162,9 +161,9 @@ def remembering(kind: str) -> Callable[[Tensor], bool]:
     known: Any = WeakTensorKeyDictionary()
 
     def check(mask: Tensor) -> bool:
-        now = stamp(mask)
-        if now is None:
+        if mask.is_inference():
             return holds(mask, kind)
+        now = stamps([mask]), mask.shape, mask.stride()
         before, held = known.get(mask, (None, False))
         if before != now:
             held = holds(mask, kind)
@@ -174,10 +173,10 @@ def remembering(kind: str) -> Callable[[Tensor], bool]:
     return check
 
 
-def checks_of(source: fx.Graph, facts: Facts, relied: Mapping[str, str]) -> dict[int, tuple[str, str]]:
-    """By position of the input: the name and the kind of what must be checked, of those in `relied` (name to kind)."""
-    named = [facts.arguments.get(node.name, "") for node in source.find_nodes(op="placeholder")]
-    return {position: (name, relied[name]) for position, name in enumerate(named) if name in relied}
+def checks_of(source: fx.Graph, facts: Facts, relied: Collection[str]) -> dict[int, tuple[str, str]]:
+    """By position of the input: the name and the kind of what must be checked, of the inputs in `relied`."""
+    placeholders = enumerate(source.find_nodes(op="placeholder"))
+    return {position: facts.assumption(node.name) for position, node in placeholders if node.name in relied}
 
 
 def assumed(run: Boxed, fallback: Callable[[], Boxed], checks: Mapping[int, tuple[str, str]]) -> Boxed:
@@ -199,17 +198,9 @@ def assumed(run: Boxed, fallback: Callable[[], Boxed], checks: Mapping[int, tupl
         if not wrong:
             return run(list(inputs))
         if not compiled:
-            _warn_of_mismatch(*checks[wrong[0]], inputs[wrong[0]])
+            other = inputs[wrong[0]]
+            _warn(*checks[wrong[0]], _OTHER.format(list(other.shape), other.dtype))
             compiled.append(fallback())
         return compiled[0](list(inputs))
 
     return boxed(call)
-
-
-def _warn_of_mismatch(name: str, kind: str, mask: Tensor) -> None:
-    warnings.warn(
-        f"cann-fusion was told to assume that {name!r} is a {kind} mask, but this call passes another one "
-        f"({list(mask.shape)}, {mask.dtype}): such calls run the unfused graph, and are right but slow. Give what the "
-        "mask is in options={'assume': ...}, or leave it out.",
-        stacklevel=2,
-    )

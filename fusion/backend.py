@@ -1,41 +1,41 @@
-"""The `torch.compile` backend "cann_fusion": capture, fuse, lower."""
+"""The `torch.compile` backend "cann_fusion": capture, fuse, lower; and `fuse`, which compiles with it."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.fx as fx
 
-from fusion._torch import Boxed, aot_plain, argument_path, boxed, outside_modes, specialise_floats
-from fusion.assumptions import ArgumentPath, assumed, checks_of, facts_of
-from fusion.dump import write_graph
+from fusion._torch import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
+from fusion.assumptions import assumed, checks_of
 from fusion.errors import FusionError, StageError
 from fusion.facts import Facts
 from fusion.failures import stage, warn
+from fusion.known import Known
 from fusion.language import Library, Rule
 from fusion.library import library_for
 from fusion.options import Options
-from fusion.pipeline import Outcome, fuse_graph
+from fusion.origin import render
+from fusion.pipeline import fuse_graph
 from fusion.prepared import supply
-from fusion.regions import inline_regions
-from fusion.report import GraphReport, match_report, tally, unfused
-from fusion.results import returned, strides_of
+from fusion.report import GraphReport, match_report, tally
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.target import Target
 from fusion.verification import verified
-from fusion.weights import Mark, marks, parameter_inputs
 
 log = logging.getLogger("fusion")
 _numbers = count()
+Model = TypeVar("Model", bound=Callable[..., Any])
 
 
 def cann_fusion(
@@ -53,6 +53,44 @@ def cann_fusion(
         FusionError: the options, the rules or a vendor compiler cannot be used.
     """
     return FusionBackend(Options.of(options))(gm, example_inputs)
+
+
+@overload
+def fuse(model: Model, /) -> Model: ...
+@overload
+def fuse(
+    model: None = None,
+    /,
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **fields: Any,
+) -> Callable[[Model], Model]: ...
+def fuse(
+    model: Callable[..., Any] | None = None,
+    /,
+    *,
+    options: Options | Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **fields: Any,
+) -> Any:
+    """Compile what is decorated with the fusion backend, at its first call.
+
+    Works bare (`@fuse`) or with options (`@fuse(target="ascend910_93")`, `@fuse(options={...})`), on a function, on
+    `forward` inside a class body (all instances share the compiled code, each with its own weights), and on a module
+    instance (`model = fuse(model)`).
+
+    Raises:
+        OptionError: an option is not known.
+    """
+    backend = FusionBackend(Options.of(options, **fields))
+
+    def decorate(target: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(target, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+
+    return decorate if model is None else decorate(model)
 
 
 @dataclass(frozen=True)
@@ -78,26 +116,27 @@ class FusionBackend:
             )
             return aot_plain(gm, example_inputs)
         inline_regions(gm)
-        known = partial(known_facts, argument_paths(gm), marks(example_inputs), returned(gm), self.options)
-        return capture(gm, example_inputs, partial(self._compile, known))
+        return capture(gm, example_inputs, partial(self._compile, Known.of(gm, example_inputs)))
 
-    def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        original = fx.GraphModule(gm, _copy(gm.graph))
+    def _compile(self, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         try:
             with stage("capture"):
-                facts = known(gm.graph)
+                facts = known.facts(gm.graph, self.options.assume)
             report = self.fuse(gm, facts)
         except FusionError as error:  # whatever fails, the model runs as it came
             return self._as_it_came(original, example_inputs, error)
+        prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
         try:
-            run = self._lowered(gm, example_inputs)
+            with stage("lower"):
+                run = lower(gm, [*example_inputs, *prepared], route(self.options.lower))
         except StageError as error:
             return self._as_it_came(original, example_inputs, error)
         warn(report.failures)
         run = supply(run, gm.graph, report.prepared)
         if self.options.verify:
             run = verified(original, run)
-        checks = checks_of(gm.graph, facts, report.assumptions)
+        checks = checks_of(gm.graph, facts, report.assumed)
         return assumed(run, partial(self._unfused, original, example_inputs), checks) if checks else run
 
     def _as_it_came(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
@@ -109,11 +148,6 @@ class FusionBackend:
         else:
             warnings.warn(f"cann-fusion could not fuse a graph and runs it as it came: {error}", stacklevel=2)
         return run
-
-    def _lowered(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
-        prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
-        with stage("lower"):
-            return lower(gm, [*example_inputs, *prepared], route(self.options.lower))
 
     def _unfused(self, original: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         """The graph as it came, compiled after Dynamo has set its guards: with symbolic sizes only node by node,
@@ -136,25 +170,17 @@ class FusionBackend:
             gm.recompile()
         dump("fused", gm.graph)
         with stage("report"):
-            report = self._report(gm, outcome, facts)
+            machine = Target.resolve(self.options.target)
+            matches = tuple(match_report(each, machine) for each in outcome.chosen)
+            report = GraphReport(
+                **vars(outcome), graph=gm, matches=matches, after=tally(gm.graph), hand_on=self.hand_on
+            )
         log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
         return report
 
-    def _report(self, gm: fx.GraphModule, outcome: Outcome, facts: Facts) -> GraphReport:
-        machine = Target.resolve(self.options.target)
-        return GraphReport(
-            gm,
-            tuple(match_report(each, machine) for each in outcome.chosen),
-            outcome.refusals,
-            outcome.before,
-            tally(gm.graph),
-            partial(handed_on, by=route(self.options.lower)),
-            {facts.arguments.get(name, name): facts.assumed[name] for name in sorted(outcome.assumed)},
-            outcome.prepared,
-            outcome.host_reads,
-            outcome.result_copies,
-            outcome.failures,
-        )
+    def hand_on(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """The graph as it is handed to the compiler that runs it."""
+        return handed_on(gm, route(self.options.lower))
 
 
 @dataclass(frozen=True)
@@ -175,56 +201,26 @@ class Explainer:
         """Compile one graph to its report."""
         specialise_floats(gm)
         inline_regions(gm)
-        paths = [self._named(path) for path in argument_paths(gm)]
-        known = partial(known_facts, paths, marks(example_inputs), returned(gm), self.backend.options)
+        known = Known.of(gm, example_inputs, self.positional)
         return capture(gm, example_inputs, partial(self._compile, known))
 
-    def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
-        original = fx.GraphModule(gm, _copy(gm.graph))
+    def _compile(self, known: Known, gm: fx.GraphModule, example_inputs: Iterable[Any]) -> Boxed:
+        original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         try:
             with stage("capture"):
-                facts = known(gm.graph)
+                facts = known.facts(gm.graph, self.backend.options.assume)
             self.parts.append(self.backend.fuse(gm, facts=facts))
         except StageError as error:
-            hand_on = partial(handed_on, by=route(self.backend.options.lower))
-            self.parts.append(unfused(original, error.failure, hand_on))
+            counted = tally(original.graph)
+            report = GraphReport(
+                graph=original, before=counted, after=counted, hand_on=self.backend.hand_on, failures=(error.failure,)
+            )
+            self.parts.append(report)
         return boxed(fx.Interpreter(original).run)
-
-    def _named(self, path: ArgumentPath) -> ArgumentPath:
-        """The path from the name of a positional argument, which is called as item of a tuple here."""
-        if path[:1] != ("args",) or int(path[1]) >= len(self.positional):
-            return path
-        return self.positional[int(path[1])], *path[2:]
-
-
-def known_facts(
-    paths: Sequence[ArgumentPath],
-    marked: Sequence[Mark | None],
-    results: Sequence[Any],
-    options: Options,
-    source: fx.Graph,
-) -> Facts:
-    """What is known of a captured graph: which inputs hold Parameters, what the user says of them, how results lie.
-
-    `results` are those of the graph of Dynamo that it was captured from.
-    """
-    facts = facts_of(source, paths, options.assume)
-    return replace(facts, parameters=parameter_inputs(source, marked), strides=strides_of(results, source))
-
-
-def argument_paths(gm: fx.GraphModule) -> list[ArgumentPath]:
-    """For each input of a graph of Dynamo, where it is found in the arguments of the compiled function, if there."""
-    return [argument_path(node) for node in gm.graph.find_nodes(op="placeholder")]
-
-
-def _copy(source: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
-    result = copied.graph_copy(source, {})
-    copied.output(result)
-    return copied
 
 
 def _dump(folder: str, number: int, name: str, source: fx.Graph) -> None:
     if folder:
         with stage("dump"):
-            write_graph(Path(folder) / f"graph{number}_{name}.txt", source)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / f"graph{number}_{name}.txt").write_text(render(source))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 
-from fusion.errors import OptionError
 from fusion.language import Rule
 from fusion.library import GROUP, installed, provided_by
 from fusion.operators import CHIPS, HOST, Limit, Operator, operators
@@ -82,12 +81,10 @@ def operator_entry(name: str) -> OperatorEntry:
     Raises:
         OptionError: there is none; the message names the nearest.
     """
-    entries = operator_entries()
-    for each in entries:
-        if name in (each.name, each.name.split("::")[1]):
-            return each
-    check_names("operator", [name], [each.name.split("::")[1] for each in entries])
-    raise OptionError(f"looking up an operator: there is no {name!r}")
+    entries = {each.name.split("::")[1]: each for each in operator_entries()}
+    short = next((known for known, each in entries.items() if each.name == name), name)
+    check_names("operator", [short], entries)
+    return entries[short]
 
 
 def rule_entry(name: str) -> RuleEntry:
@@ -125,11 +122,10 @@ def _limit(limit: Limit | str) -> str:
 
 
 def _rule(rule: Rule) -> RuleEntry:
-    module = inspect.getdoc(inspect.getmodule(type(rule))) or ""
     return RuleEntry(
         rule.name,
         _first_line(type(rule)),
-        module.splitlines()[0] if module else "",
+        _first_line(inspect.getmodule(type(rule))),
         {each.method: _first_line(getattr(rule, each.method)) for each in rule.patterns()},
         {each.name: each.reason for each in rule.lookalikes()},
         {each.name: _first_line(getattr(rule, each.method)) for each in rule.lowerings()},
@@ -139,8 +135,7 @@ def _rule(rule: Rule) -> RuleEntry:
 
 
 def _first_line(described: object) -> str:
-    text = inspect.getdoc(described) or ""
-    return text.splitlines()[0] if text else ""
+    return (inspect.getdoc(described) or "").partition("\n")[0]
 
 
 @cache

@@ -7,7 +7,7 @@ import json
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -106,8 +106,7 @@ def explain(
     if as_json:
         typer.echo(report.to_json())
         return
-    for each in report.tables():
-        _console().print(each)
+    _console().print(*report.tables())
 
 
 @app.command()
@@ -163,7 +162,11 @@ def _reported(doing: str, full: bool = False) -> Generator[None, None, None]:
 
 
 def _complain(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, emoji=False, highlight=False).print(f"[red]error:[/red] {escape(text)}")
+    _tell(f"[red]error:[/red] {escape(text)}")
+
+
+def _tell(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, emoji=False, highlight=False).print(text)
 
 
 def _console() -> Console:
@@ -177,7 +180,7 @@ Traceable = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 def _hub(request: hf.Request) -> Traceable:
     call = hf.build(request)
     for notice in call.notices:
-        Console(stderr=True, soft_wrap=True, emoji=False, highlight=False).print(f"[dim]note: {escape(notice)}[/dim]")
+        _tell(f"[dim]note: {escape(notice)}[/dim]")
     return call.model, (), call.kwargs
 
 
@@ -206,9 +209,7 @@ def _checked(returned: Any, doing: str) -> Traceable:
         raise OptionError(
             f"{doing}: the factory returned a tuple of {len(parts)}; return (model, args, kwargs) at most"
         )
-    model: Any = parts[0]
-    args: Any = parts[1] if len(parts) > 1 else ()
-    kwargs: Any = parts[2] if len(parts) > 2 else {}
+    model, args, kwargs = parts + ((), {})[len(parts) - 1 :]
     kinds = (("model", model, callable(model)), ("args", args, isinstance(args, (tuple, list))))
     for what, given, right in (*kinds, ("kwargs", kwargs, isinstance(kwargs, Mapping))):
         if not right:
@@ -220,55 +221,49 @@ def _checked(returned: Any, doing: str) -> Traceable:
 
 
 def _operators(entries: list[catalogue.OperatorEntry]) -> Table:
-    table = Table(title="operators that can be emitted", title_justify="left", show_lines=True)
-    for column in ("operator", "what it computes", "targets", "lowered by"):
-        table.add_column(column, no_wrap=column == "operator")
-    for each in entries:
-        table.add_row(escape(each.name), escape(each.summary), "\n".join(each.targets), "\n".join(each.lowerings))
-    return table
+    rows = ((each.name, each.summary, "\n".join(each.targets), "\n".join(each.lowerings)) for each in entries)
+    return _listed("operators that can be emitted", ("operator", "what it computes", "targets", "lowered by"), rows)
 
 
 def _operator(entry: catalogue.OperatorEntry) -> Table:
-    table = _facts(entry.name)
-    table.add_row("computes", escape(entry.summary))
-    table.add_row("schema", escape(entry.schema))
-    table.add_row("lowered by", ", ".join(entry.lowerings))
-    for argument, dims in entry.dims.items():
-        dtypes = ", ".join(entry.dtypes.get(argument, ()))
-        table.add_row(argument, escape(f"[{dims}]  {dtypes}"))
-    for target, limits in entry.limits.items():
-        table.add_row(f"limits on {target}", escape("\n".join(limits)) or "none")
-    table.add_row("source", escape(entry.source))
-    return table
+    arguments = [(name, f"[{dims}]  {', '.join(entry.dtypes.get(name, ()))}") for name, dims in entry.dims.items()]
+    limits = [(f"limits on {target}", "\n".join(each) or "none") for target, each in entry.limits.items()]
+    first = ("computes", entry.summary), ("schema", entry.schema), ("lowered by", ", ".join(entry.lowerings))
+    return _described(entry.name, (*first, *arguments, *limits, ("source", entry.source)))
 
 
 def _rules(entries: list[catalogue.RuleEntry]) -> Table:
-    table = Table(title="installed rules", title_justify="left", show_lines=True)
-    for column in ("rule", "meaning", "written forms", "lowerings", "uses", "from"):
-        table.add_column(column, no_wrap=column == "rule")
-    for each in entries:
-        lists = (each.patterns, each.lowerings, each.uses)
-        table.add_row(each.name, escape(each.meaning), *("\n".join(names) for names in lists), each.package)
-    return table
+    rows = (
+        (each.name, each.meaning, *map("\n".join, (each.patterns, each.lowerings, each.uses)), each.package)
+        for each in entries
+    )
+    return _listed("installed rules", ("rule", "meaning", "written forms", "lowerings", "uses", "from"), rows)
 
 
 def _rule(entry: catalogue.RuleEntry) -> Table:
-    table = _facts(entry.name)
-    table.add_row("meaning", escape(entry.meaning))
-    table.add_row("formula", escape(entry.formula))
     groups = (("pattern", entry.patterns), ("refuses", entry.refuses), ("lowering", entry.lowerings))
-    for kind, described in groups:
-        for name, text in described.items():
-            table.add_row(f"{kind} {name}", escape(text))
-    table.add_row("uses", ", ".join(entry.uses) or "aten only")
-    table.add_row("from", entry.package)
+    parts = [(f"{kind} {name}", text) for kind, described in groups for name, text in described.items()]
+    last = ("uses", ", ".join(entry.uses) or "aten only"), ("from", entry.package)
+    return _described(entry.name, (("meaning", entry.meaning), ("formula", entry.formula), *parts, *last))
+
+
+def _listed(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """One row for each of several, by columns, the first with its name."""
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for number, column in enumerate(columns):
+        table.add_column(column, no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 
-def _facts(title: str) -> Table:
+def _described(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    """Everything of one, by name."""
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(escape(name), escape(text))
     return table
 
 

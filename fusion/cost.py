@@ -13,15 +13,15 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion._torch import OpOverload, count, hint, schema_of, tree_leaves
-from fusion.mutation import is_write
+from fusion.mutation import is_write, reserves
 from fusion.target import Target
 
 _VIEWS = {
     "view", "_unsafe_view", "reshape", "expand", "permute", "transpose", "t", "unsqueeze", "squeeze", "slice", "select",
     "split", "split_with_sizes", "unbind", "alias", "detach", "as_strided", "unfold", "diagonal", "chunk", "narrow",
     "view_as", "unflatten", "flatten", "expand_as", "swapaxes", "movedim", "_reshape_alias", "lift_fresh_copy",
-    "view_as_real", "view_as_complex", "real", "imag", "empty", "new_empty", "empty_like", "empty_strided",
-    "new_empty_strided", "sym_size", "sym_stride", "_assert_tensor_metadata", "_assert_scalar",
+    "view_as_real", "view_as_complex", "real", "imag", "sym_size", "sym_stride", "_assert_tensor_metadata",
+    "_assert_scalar",
 }  # fmt: skip
 # A composite operator is no kernel: what its decomposition launches on an NPU.
 _COMPOSITES = {
@@ -34,7 +34,7 @@ _COMPLEX = 6  # no complex arithmetic in the vector unit: four products and two 
 @cache
 def is_view(target: Any) -> bool:
     """Whether a call only gives another shape or name to memory that exists (or reserves memory)."""
-    if target is operator.getitem:
+    if target is operator.getitem or reserves(target):
         return True
     return isinstance(target, OpOverload) and schema_of(target).name.split("::")[-1].rstrip("_") in _VIEWS
 
@@ -46,12 +46,8 @@ def is_contiguous_copy(target: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def is_data(val: Any) -> bool:
     """Whether a result holds floating-point or quantised numbers (not positions, masks or counts)."""
-    for each in tree_leaves(val):
-        if isinstance(each, torch.Tensor) and (
-            each.is_floating_point() or each.is_complex() or each.dtype == torch.int8
-        ):
-            return True
-    return False
+    tensors = (each for each in tree_leaves(val) if isinstance(each, torch.Tensor))
+    return any(each.is_floating_point() or each.is_complex() or each.dtype == torch.int8 for each in tensors)
 
 
 def is_launch(node: fx.Node) -> bool:

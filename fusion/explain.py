@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusion._torch import compile_apart, fake_copies, fresh_fake_mode, keep_marks, unwrapped
+from fusion._torch import FakeCopyMode, compile_apart, fresh_fake_mode, keep_marks, unwrapped
 from fusion.backend import Explainer, FusionBackend
 from fusion.errors import FusionError
 from fusion.guesses import Guesses
@@ -46,7 +46,7 @@ def explain(
     explainer = Explainer(backend, parts, _positional(fn_or_module))
     mode = fresh_fake_mode(Guesses)
     copied: dict[int, Any] = {}
-    with fake_copies(mode):
+    with FakeCopyMode(mode):
         model, fake_args, fake_kwargs = copy.deepcopy((fn_or_module, args, kwargs), copied)
     keep_marks(tree_leaves((args, kwargs)), copied)
     for_inference = any(isinstance(each, torch.Tensor) and each.is_inference() for each in copied.values())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
+
+from torch.fx.immutable_collections import immutable_dict
 
 KINDS = ("causal", "padding", "window:n")
 """What can be assumed of an attention mask; n is a positive number of keys."""
@@ -27,9 +28,13 @@ class Facts:
     """
 
     parameters: frozenset[str] = frozenset()
-    assumed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    arguments: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    assumed: Mapping[str, str] = immutable_dict()
+    arguments: Mapping[str, str] = immutable_dict()
     strides: tuple[tuple[Any, ...] | None, ...] = ()
+
+    def assumption(self, name: str) -> tuple[str, str]:
+        """Where an input is found in the arguments, and what is assumed of it."""
+        return self.arguments.get(name, name), self.assumed[name]
 
 
 def window(kind: str) -> int | None:

@@ -6,6 +6,7 @@ import traceback
 import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch.fx as fx
@@ -38,11 +39,12 @@ def stage(name: str) -> Generator[None, None, None]:
 def failure(name: str, error: Exception, rule: str = "", node: fx.Node | None = None) -> Failure:
     """The record of what was raised in a stage; with a `rule`, only that one is lost."""
     node = node or culprit(error)
-    known = Failure(name, worded(error), rule or _maker(node) or _working(error), not rule)
-    if node is None:
-        return known
-    place = (node.name, location(node), source_text(node), module_path(node))
-    return Failure(known.stage, known.error, known.rule, known.whole, *place)
+    place = {} if node is None else _place(node)
+    return Failure(name, worded(error), rule or _maker(node) or _working(error), not rule, **place)
+
+
+def _place(node: fx.Node) -> dict[str, str]:
+    return {"node": node.name, "where": location(node), "source": source_text(node), "module": module_path(node)}
 
 
 def raised(part: str, error: Exception) -> Refused:
@@ -60,16 +62,10 @@ def worded(error: Exception) -> str:
 def culprit(error: Exception) -> fx.Node | None:
     """The node that was worked on: what the innermost call that has one names so, or else a value that a node holds."""
     calls = _calls(error)
-    named = next((each for names in calls if isinstance(each := names.get("node"), fx.Node)), None)
-    if named is not None:
-        return named
+    named = (each for names in calls if isinstance(each := names.get("node"), fx.Node))
     places: list[Mapping[Any, Any]] = [found for names in calls for each in names.values() if (found := _places(each))]
-    for names in calls:
-        for each in (names.get("node"), names.get("value"), *names.values()):
-            found = _node_of(each, places)
-            if found is not None:
-                return found
-    return None
+    worked_on = (each for names in calls for each in (names.get("node"), names.get("value"), *names.values()))
+    return next(chain(named, filter(None, (_node_of(each, places) for each in worked_on))), None)
 
 
 def _calls(error: Exception) -> list[dict[str, Any]]:
@@ -107,11 +103,9 @@ def _maker(node: fx.Node | None) -> str:
 
 def _working(error: Exception) -> str:
     """The rule of the match that was worked on, "" where there is none."""
-    for names in _calls(error):
-        for each in names.values():
-            if isinstance(each, Candidate | Match):
-                return (each.match if isinstance(each, Candidate) else each).rule.name
-    return ""
+    held = (each for names in _calls(error) for each in names.values() if isinstance(each, Candidate | Match))
+    matches = (each.match if isinstance(each, Candidate) else each for each in held)
+    return next((each.rule.name for each in matches), "")
 
 
 def warn(failures: Iterable[Failure]) -> None:

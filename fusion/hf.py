@@ -9,7 +9,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from fusion.errors import FusionError, OptionError
 from fusion.guesses import Guesses
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-ATTENTIONS = ("sdpa", "eager")
-MODES = ("prefill", "decode")
-CACHES = ("static", "dynamic", "none")
+_CHOICES = {
+    "mode": ("prefill", "decode"), "dtype": tuple(DTYPES), "attention": ("sdpa", "eager"),
+    "cache": ("static", "dynamic", "none"),
+}  # fmt: skip
 
 _FILL = 4  # tokens of the short prefill that gives every cache its shape
 _TINY = {
@@ -61,8 +62,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be built."""
-        named = (("mode", MODES), ("dtype", tuple(DTYPES)), ("attention", ATTENTIONS), ("cache", CACHES))
-        for name, known in named:
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionError(
                     f"building a model: {name} is {getattr(self, name)!r}; give one of {', '.join(known)}"
@@ -92,14 +92,13 @@ def build(request: Request) -> Call:
     """
     transformers = _transformers()
     config, notices = _config(transformers, request)
-    if request.tiny:
-        return _call(transformers, _shrunk(config), request, notices, nullcontext())
-    try:
-        return _call(transformers, config, request, notices, fresh_fake_mode(Guesses))
-    except Exception as error:  # a model's own code may fail under fake tensors in any way
-        told = f"{request.model_type} cannot be built of fake tensors ({_first_line(error)}): real tensors, small sizes"
-        small = replace(request, tiny=True)
-        return _call(transformers, _shrunk(config), small, (*notices, told), nullcontext())
+    if not request.tiny:
+        try:
+            return _call(transformers, config, request, notices, fresh_fake_mode(Guesses))
+        except Exception as error:  # a model's own code may fail under fake tensors in any way
+            told = _first_line(error)
+            notices += (f"{request.model_type} cannot be built of fake tensors ({told}): real tensors, small sizes",)
+    return _call(transformers, _shrunk(config), request, notices, nullcontext())
 
 
 def _transformers() -> Any:
@@ -136,9 +135,8 @@ def _fewer_layers(config: Any, layers: int) -> tuple[str, ...]:
     }
     sparse = per_layer.pop("mlp_layer_types", None) is not None
     kinds = [tuple(str(each[index]) for each in per_layer.values()) for index in range(total)]
-    firsts = [index for index, kind in enumerate(kinds) if kinds.index(kind) == index]
-    others = [index for index in range(total) if index not in firsts]
-    kept = sorted([*firsts, *others][:layers])
+    by_kind = sorted(range(total), key=lambda index: kinds.index(kinds[index]) != index)
+    kept = sorted(by_kind[:layers])
     config.num_hidden_layers = len(kept)
     for name, value in per_layer.items():
         setattr(config, name, [value[index] for index in kept])

@@ -61,28 +61,21 @@ def provided_by(provider: object) -> Library:
     return provided if isinstance(provided, Library) else Library(tuple(provided))
 
 
-def operator_names() -> frozenset[str]:
-    """What the operators that can be emitted are called, without their overloads."""
-    return frozenset(operator.short.partition(".")[0] for operator in OPERATORS.values())
-
-
 def library_for(options: Options, given: Library | Iterable[Rule] | None = None) -> Library:
     """The rules that these options leave, and all readers; rules that are given alone have the installed readers.
 
     Raises:
         OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator).
     """
-    library = installed() if given is None else _with_readers(given)
-    known = [rule.name for rule in library.rules]
-    for names in (options.rules, options.disable - operator_names(), options.unsafe):
+    if not isinstance(given, Library):
+        given = installed() if given is None else Library(tuple(given), installed().readers)
+    known = [rule.name for rule in given.rules]
+    operators = {operator.short.partition(".")[0] for operator in OPERATORS.values()}  # without their overloads
+    for names in (options.rules, options.disable - operators, options.unsafe):
         check_names("rule", names, known)
     kept = options.rules or frozenset(known)
-    left = (rule for rule in library.rules if rule.name in kept and rule.name not in options.disable)
-    return replace(library, rules=tuple(left))
-
-
-def _with_readers(given: Library | Iterable[Rule]) -> Library:
-    return given if isinstance(given, Library) else Library(tuple(given), installed().readers)
+    left = (rule for rule in given.rules if rule.name in kept and rule.name not in options.disable)
+    return replace(given, rules=tuple(left))
 
 
 def fingerprint(library: Library) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from dataclasses import dataclass, fields
 from typing import Any
+
+from torch.fx.immutable_collections import immutable_dict
 
 from fusion.errors import OptionError
 from fusion.facts import KINDS, window
@@ -46,7 +47,7 @@ class Options:
     rules: frozenset[str] = frozenset()
     disable: frozenset[str] = frozenset()
     unsafe: frozenset[str] = frozenset()
-    assume: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    assume: Mapping[str, str] = immutable_dict()
     lengths: str = "auto"
     fuel: int | None = None
     verify: bool = False
@@ -56,16 +57,16 @@ class Options:
     def __post_init__(self) -> None:
         """Normalise collections and check every value that can be checked here."""
         for name in ("rules", "disable", "unsafe"):
-            object.__setattr__(self, name, _names(name, getattr(self, name)))
-        object.__setattr__(self, "assume", MappingProxyType(dict(self.assume)))
+            given = getattr(self, name)
+            object.__setattr__(self, name, frozenset((given,)) if isinstance(given, str) else frozenset(given))
+        object.__setattr__(self, "assume", immutable_dict(self.assume))
         object.__setattr__(self, "dump_dir", str(self.dump_dir or ""))
         Target.resolve(self.target)
-        _one_of("lower", self.lower, LOWER)
-        _one_of("plan_lower", self.plan_lower or "auto", LOWER)
-        _one_of("lengths", self.lengths, LENGTHS)
+        launchers = ("lower", self.lower, LOWER), ("plan_lower", self.plan_lower or "auto", LOWER)
+        for name, value, known in (*launchers, ("lengths", self.lengths, LENGTHS), ("prepack", self.prepack, PREPACK)):
+            check_names(f"value of option {name}", [value], known)
         for name, kind in self.assume.items():
             _check_assumption(name, kind)
-        _one_of("prepack", self.prepack, PREPACK)
         if self.fuel is not None and self.fuel < 0:
             raise OptionError(f"setting option fuel: {self.fuel} is negative; give the number of rewrites allowed")
 
@@ -79,20 +80,8 @@ class Options:
         if isinstance(given, Options):
             return given
         values = {**dict(given or {}), **more}
-        known = [each.name for each in fields(Options)]
-        for name in values:
-            if name not in known:
-                _unknown("option", name, known)
+        check_names("option", values, [each.name for each in fields(Options)])
         return Options(**values)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copied and pickled by value: transformers copies what it hands to `torch.compile`."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Options.of, ({**values, "assume": dict(self.assume)},)
-
-    def __hash__(self) -> int:
-        """By value, for cache keys."""
-        return hash(self.key())
 
     def key(self) -> tuple[Any, ...]:
         """All values, hashable and in a fixed order."""
@@ -101,15 +90,6 @@ class Options:
             tuple(sorted(v.items())) if isinstance(v, Mapping) else tuple(sorted(v)) if isinstance(v, frozenset) else v
             for v in values
         )
-
-
-def _names(option: str, given: str | Iterable[str]) -> frozenset[str]:
-    return frozenset((given,)) if isinstance(given, str) else frozenset(given)
-
-
-def _one_of(option: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        _unknown(f"value of option {option}", value, known)
 
 
 def _check_assumption(name: str, kind: str) -> None:
@@ -122,16 +102,11 @@ def _check_assumption(name: str, kind: str) -> None:
     )
 
 
-def _unknown(what: str, name: str, known: Iterable[str]) -> None:
-    known = list(known)
-    near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise OptionError(f"reading options: {name!r} is not a known {what}; {hint}known: {', '.join(known)}")
-
-
 def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Raise `OptionError` for the first name that is not known, with the nearest ones."""
     known = list(known)
     for name in sorted(names):
         if name not in known:
-            _unknown(what, name, known)
+            near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            raise OptionError(f"reading options: {name!r} is not a known {what}; {hint}known: {', '.join(known)}")

@@ -1,10 +1,11 @@
-"""Where a node comes from: the user's own file and line, and the module that it belongs to."""
+"""Where a node comes from: the user's own file and line, its module, and a graph as text that says so of each node."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<text>[^\n]+))?')
@@ -48,3 +49,36 @@ def inherit(node: fx.Node, parent: fx.Node) -> None:
     for key in PROVENANCE:
         if key in parent.meta and key not in node.meta:
             node.meta[key] = parent.meta[key]
+
+
+def render(source: fx.Graph) -> str:
+    """A graph as text: one line per node with its result, its rule and the model's own line, a heading per module."""
+    lines: list[str] = []
+    module = None
+    for node in source.nodes:
+        path = module_path(node)
+        if node.op == "call_function" and path != module:
+            module = path
+            lines.append(f"# {path or '(no module)'}")
+        lines.append(_line(node))
+    return "\n".join(lines) + "\n"
+
+
+def _line(node: fx.Node) -> str:
+    made = node.meta.get("fusion")
+    notes = [f"by {made['rule']}"] if made else []
+    place = location(node)
+    notes += [place] if place else []
+    comment = f"  # {', '.join(notes)}" if notes else ""
+    if node.op == "placeholder":
+        return f"%{node.name}: {_shape(node.meta.get('val'))} = input{comment}"
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    args = ", ".join([*map(str, node.args), *(f"{name}={value}" for name, value in node.kwargs.items())])
+    return f"%{node.name}: {_shape(node.meta.get('val'))} = {node.target}({args}){comment}"
+
+
+def _shape(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
+    return f"({', '.join(_shape(each) for each in val)})" if isinstance(val, (tuple, list)) else type(val).__name__

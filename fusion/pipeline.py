@@ -6,8 +6,8 @@ canonicalise → read → match → plan → select → rewrite → prepare → 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.fx as fx
@@ -21,8 +21,8 @@ from fusion.graph import Graph
 from fusion.language import Library, Refused, Rule
 from fusion.options import Options
 from fusion.recording import Fakes
-from fusion.records import Candidate, Prepared, Refusal
-from fusion.report import Tally, tally
+from fusion.records import Candidate, Refusal
+from fusion.report import Outcome, tally
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.host_reads import read_on_host
 from fusion.stages.match import match
@@ -36,33 +36,6 @@ from fusion.stages.verify import contract, verify
 from fusion.target import Target
 
 REFERENCE = "ascend910_93"  # the chip whose refusals a host report lists as well
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the pass did to one graph.
-
-    Attributes:
-        chosen: the rewrites that were made, in the order of the graph.
-        refusals: what was not done, and why.
-        before: live calls per module before, with what was rewritten counted where its result belongs.
-        assumed: inputs whose assumption a rewrite relies on: without a check of each call, the graph must not run.
-        in_place: names of the `copy_` nodes that in-place writes have made needless.
-        prepared: the further inputs of the rewritten graph, computed from Parameters once.
-        host_reads: how often a call waits for the device, to read lengths on the host.
-        result_copies: how many copies a call makes so that its results lie in memory as those of the model do.
-        failures: what rules raised, which were left out for that, each once.
-    """
-
-    chosen: tuple[Candidate, ...] = field(default_factory=tuple)
-    refusals: tuple[Refusal, ...] = field(default_factory=tuple)
-    before: Mapping[str, Tally] = field(default_factory=dict)
-    assumed: frozenset[str] = frozenset()
-    in_place: tuple[str, ...] = ()
-    prepared: tuple[Prepared, ...] = ()
-    host_reads: int = 0
-    result_copies: int = 0
-    failures: tuple[Failure, ...] = ()
 
 
 def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Facts = Facts()) -> Outcome:
@@ -94,14 +67,13 @@ def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Fact
         refusals = _worth_telling([*found.refusals, *planner.refusals, *_useless(candidates)], chosen, found.sound)
         counted = tally(source, chosen)
     failures = _apart([*unread, *found.failures, *planner.failures])
-    outcome = Outcome(tuple(chosen), (*refusals, *_not_entered(source)), counted, failures=failures)
-    return _rewritten(graph, outcome, planner.fakes, (facts, options, target)) if chosen else outcome
+    outcome = Outcome(facts, tuple(chosen), (*refusals, *_not_entered(source)), counted, failures=failures)
+    return _rewritten(graph, outcome, planner.fakes, options, target) if chosen else outcome
 
 
-def _rewritten(graph: Graph, outcome: Outcome, fakes: Fakes, how: tuple[Facts, Options, Target]) -> Outcome:
+def _rewritten(graph: Graph, outcome: Outcome, fakes: Fakes, options: Options, target: Target) -> Outcome:
     """Put into the graph what was chosen; where that fails, the graph is again as it came."""
-    facts, options, target = how
-    source, lowering = graph.source, plan_lower(options, target)
+    source, facts, lowering = graph.source, outcome.facts, plan_lower(options, target)
     kept = copy.deepcopy(source)
     try:
         with stage("rewrite"):

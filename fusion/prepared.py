@@ -233,7 +233,5 @@ def _share_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
 
 
 def _move_into(whole: Tensor, parameters: Sequence[Tensor]) -> None:
-    start = 0
-    for each in parameters:
-        each.data = whole.narrow(0, start, each.shape[0])
-        start += each.shape[0]
+    for each, part in zip(parameters, whole.split([each.shape[0] for each in parameters]), strict=True):
+        each.data = part

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from fusion._torch import OpOverload, TorchDispatchMode, fake_like, fake_mode_in, schema_of, tree_leaves
+from fusion._torch import FakeTensor, OpOverload, TorchDispatchMode, fake_like, schema_of, tree_leaves, tree_map_only
 from fusion.cost import is_data, is_view
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
@@ -41,7 +42,7 @@ class Recorder(TorchDispatchMode):
         for item, tensor in enumerate(result if several else (result,)):
             if isinstance(tensor, torch.Tensor):
                 self._names.setdefault(id(tensor), Output(number, item if several else None))
-        args, named = substitute((_completed(func, args), named), torch.Tensor, self.name)
+        args, named = tree_map_only(torch.Tensor, self.name, (_completed(func, args), named))
         self.steps.append(Step(func, args, named, result))
         return result
 
@@ -54,19 +55,6 @@ class Recorder(TorchDispatchMode):
         if id(tensor) not in self._names:
             raise Refused("its lowering uses a tensor that is not one of its captures", {})
         return self._names[id(tensor)]
-
-
-def substitute(argument: Any, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
-    """`argument` with `change` applied to everything of these kinds, inside tuples, lists and dicts too."""
-    if isinstance(argument, kinds):
-        return change(argument)
-    if isinstance(argument, tuple):
-        return tuple(substitute(each, kinds, change) for each in argument)
-    if isinstance(argument, list):
-        return [substitute(each, kinds, change) for each in argument]
-    if isinstance(argument, dict):
-        return {name: substitute(each, kinds, change) for name, each in argument.items()}
-    return argument
 
 
 def frozen(argument: Any) -> Any:
@@ -100,7 +88,7 @@ class Fakes:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         vals = [node.meta.get("val") for node in graph.source.nodes]
-        self._mode = fake_mode_in(vals)
+        self._mode: Any = next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), nullcontext())
         self._known: dict[Value, torch.Tensor] = {}
         self._launches: dict[Value, int] = {}
         self._runs: dict[Any, tuple[Any, Exception | None]] = {}
@@ -151,13 +139,10 @@ class Fakes:
         self.of(value)
         return self._launches.get(value, 0)
 
-    def _faking(self) -> Any:
-        return self._mode if self._mode is not None else nullcontext()
-
     def record(self, function: Callable[[], Any], inputs: Mapping[str, torch.Tensor]) -> tuple[Recorder, Any]:
         """Run `function`, which uses `inputs`, on fakes; return what it called and its result."""
         recorder = Recorder(inputs)
-        with self._faking(), torch.no_grad(), recorder:
+        with self._mode, torch.no_grad(), recorder:
             return recorder, function()
 
     def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
@@ -165,7 +150,7 @@ class Fakes:
         key = (target, frozen(args), frozen(kwargs))
         if key not in self._runs:
             try:
-                with self._faking(), torch.no_grad():
+                with self._mode, torch.no_grad():
                     self._runs[key] = target(*args, **kwargs), None
             except (RuntimeError, ValueError) as error:
                 self._runs[key] = None, error
@@ -173,10 +158,7 @@ class Fakes:
 
     def like(self, val: Any) -> Any:
         """Fresh fakes with the metadata of `val`: nodes that shared a fake would look like aliases of each other."""
-
-        if isinstance(val, (tuple, list)):
-            return type(val)(self.like(each) for each in val)
-        return fake_like(val) if isinstance(val, torch.Tensor) else val
+        return tree_map_only(torch.Tensor, fake_like, val)
 
 
 class SizeNodes:
@@ -226,12 +208,8 @@ class SizeNodes:
             return self._computed[dim]
         if dim.func not in _joins():
             raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
-        terms: tuple[Any, ...] = dim.args
-        parts = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in terms]
-        whole: Any = parts[0]
-        for part in parts[1:]:
-            whole = self._call(_joins()[dim.func], (whole, part), given)
-        return whole
+        parts: Any = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in dim.args]
+        return reduce(lambda whole, part: self._call(_joins()[dim.func], (whole, part), given), parts)
 
     def _call(self, target: Any, args: tuple[Any, ...], given: bool) -> fx.Node:
         """Behind the inputs where they give it, else at the graph's insertion point."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch.fx as fx
@@ -66,7 +65,7 @@ class Match:
 
     Attributes:
         rule: the rule.
-        form: name of its pattern.
+        pattern: the form in which it was found.
         captures: what the pattern took, tensors as values.
         results: the values that it replaces.
         roots: for each result, the user's nodes that compute it; none for one that only other matches read.
@@ -74,31 +73,32 @@ class Match:
     """
 
     rule: Rule
-    form: str
+    pattern: Pattern
     captures: Mapping[str, Any]
     results: tuple[Value, ...]
     roots: tuple[tuple[fx.Node, ...], ...]
     relies: frozenset[str] = frozenset()
 
     @property
+    def form(self) -> str:
+        """The name of its form."""
+        return self.pattern.name
+
+    @property
     def optional(self) -> frozenset[str]:
         """Names of the captures that its pattern could do without."""
-        captures = {} if self._pattern is None else self._pattern.captures
-        return frozenset(name for name, each in captures.items() if isinstance(each, Capture) and each.optional)
+        captures = self.pattern.captures.items()
+        return frozenset(name for name, each in captures if isinstance(each, Capture) and each.optional)
 
     @property
     def variant(self) -> str:
         """The name of its form, where forms of the rule vary."""
-        return self.form if self._pattern is not None and self._pattern.varies else ""
+        return self.form if self.pattern.varies else ""
 
     @property
     def choices(self) -> Mapping[str, Any]:
         """What `variants` of its form chose."""
-        return {} if self._pattern is None else self._pattern.choices
-
-    @cached_property
-    def _pattern(self) -> Pattern | None:
-        return next((each for each in self.rule.patterns() if each.name == self.form), None)
+        return self.pattern.choices
 
     @property
     def node(self) -> fx.Node:

@@ -14,6 +14,7 @@ import torch.fx as fx
 from fusion._torch import OpOverload, schema_of
 from fusion.cost import is_bookkeeping, is_launch
 from fusion.errors import Failure
+from fusion.facts import Facts
 from fusion.failures import raised
 from fusion.language import Rule, call
 from fusion.operators import operator_of
@@ -68,34 +69,54 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
-class GraphReport:
-    """What happened to one graph.
+class Outcome:
+    """What the pass did to one graph.
 
     Attributes:
-        graph: the rewritten graph, with real operator names, before lowering.
-        matches: the rewrites.
-        refusals: what was refused.
-        before: calls per module path before.
-        after: calls per module path after.
-        hand_on: gives the graph as it is handed to the compiler that runs it.
-        assumptions: what the rewrites rely on: the kind of mask by the path of the argument.
-        prepared: the further inputs of the graph, computed from Parameters once.
+        facts: what was known of its inputs.
+        chosen: the rewrites that were made, in the order of the graph.
+        refusals: what was not done, and why.
+        before: live calls per module before, with what was rewritten counted where its result belongs.
+        assumed: inputs whose assumption a rewrite relies on: without a check of each call, the graph must not run.
+        in_place: names of the `copy_` nodes that in-place writes have made needless.
+        prepared: the further inputs of the rewritten graph, computed from Parameters once.
         host_reads: how often a call waits for the device, to read lengths on the host (option `lengths`).
         result_copies: how many copies a call makes so that its results lie in memory as those of the model do.
-        failures: what raised: a stage, for which the graph is as it came, or rules, which were left out.
+        failures: what raised: a stage, for which the graph is as it came, or rules, which were left out, each once.
     """
 
-    graph: fx.GraphModule
-    matches: tuple[MatchReport, ...]
-    refusals: tuple[Refusal, ...]
-    before: Mapping[str, Tally]
-    after: Mapping[str, Tally]
-    hand_on: Callable[[fx.GraphModule], fx.GraphModule]
-    assumptions: Mapping[str, str] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
+    chosen: tuple[Candidate, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    before: Mapping[str, Tally] = field(default_factory=dict)
+    assumed: frozenset[str] = frozenset()
+    in_place: tuple[str, ...] = ()
     prepared: tuple[Prepared, ...] = ()
     host_reads: int = 0
     result_copies: int = 0
     failures: tuple[Failure, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReport(Outcome):
+    """The outcome for one graph, with that graph.
+
+    Attributes:
+        graph: the rewritten graph, with real operator names, before lowering.
+        matches: the rewrites, as they are told.
+        after: live calls per module after.
+        hand_on: gives the graph as it is handed to the compiler that runs it.
+    """
+
+    graph: fx.GraphModule
+    matches: tuple[MatchReport, ...] = ()
+    after: Mapping[str, Tally]
+    hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+
+    @property
+    def assumptions(self) -> dict[str, str]:
+        """What the rewrites rely on: the kind of mask by the path of the argument."""
+        return dict(map(self.facts.assumption, sorted(self.assumed)))
 
     @property
     def prepared_bytes(self) -> int:
@@ -116,18 +137,11 @@ def tally(source: fx.Graph, chosen: Sequence[Candidate] = ()) -> dict[str, Tally
 
 
 def match_report(candidate: Candidate, machine: Target) -> MatchReport:
-    """The lasting part of a candidate, which otherwise holds nodes that are gone."""
+    """What is told of a candidate that was rewritten."""
     node, rule = candidate.match.node, candidate.match.rule
     told = {**candidate.match.captures, "lowering": candidate.lowering, "machine": machine}
-    return MatchReport(
-        candidate.match.rule.name,
-        candidate.lowering,
-        module_path(node),
-        location(node),
-        candidate.launches,
-        round(candidate.benefit, 3),
-        _remark(rule, told),
-    )
+    where, benefit, remark = location(node), round(candidate.benefit, 3), _remark(rule, told)
+    return MatchReport(rule.name, candidate.lowering, module_path(node), where, candidate.launches, benefit, remark)
 
 
 def _remark(rule: Rule, told: Mapping[str, Any]) -> str:
@@ -135,14 +149,6 @@ def _remark(rule: Rule, told: Mapping[str, Any]) -> str:
         return call(rule.remark, told)
     except Exception as error:
         return str(raised("remark", error))
-
-
-def unfused(
-    graph: fx.GraphModule, failure: Failure, hand_on: Callable[[fx.GraphModule], fx.GraphModule]
-) -> GraphReport:
-    """The report of a graph that runs as it came because a stage failed."""
-    counted = tally(graph.graph)
-    return GraphReport(graph, (), (), counted, counted, hand_on, failures=(failure,))
 
 
 @dataclass(frozen=True)
@@ -226,13 +232,7 @@ class Report:
 
     def to_json(self) -> str:
         """Everything but the graphs, as JSON."""
-        refusals = [
-            {
-                "rule": each.rule, "reason": each.reason, "where": each.where, "source": each.source,
-                "module": each.module, "target": each.target,
-            }
-            for each in self.refusals
-        ]  # fmt: skip
+        told = ("rule", "reason", "where", "source", "module", "target")
         content: dict[str, Any] = {
             "target": self.target,
             "graphs": len(self.parts),
@@ -248,10 +248,8 @@ class Report:
             "assumptions": self.assumptions,
             "guesses": dict(self.guesses),
             "matches": [asdict(each) for each in self.matches],
-            "refusals": refusals,
-            "failures": [
-                {"graph": number, **asdict(each)} for number, part in enumerate(self.parts) for each in part.failures
-            ],
+            "refusals": [{name: getattr(each, name) for name in told} for each in self.refusals],
+            "failures": [{"graph": number, **asdict(each)} for number, each in self._numbered_failures()],
         }
         return json.dumps(content, indent=2)
 
@@ -259,21 +257,15 @@ class Report:
         """A readable table, as plain text."""
         from rich.console import Console
 
-        console = Console(file=StringIO(), width=120, force_terminal=False)
-        for each in self.tables():
-            console.print(each)
-        assert isinstance(console.file, StringIO)
-        return console.file.getvalue()
+        text = StringIO()
+        Console(file=text, width=120, force_terminal=False).print(*self.tables())
+        return text.getvalue()
 
     def tables(self) -> list[Any]:
         """The report as `rich` renderables, for a terminal with colours."""
-        found: list[Any] = [self._operators(), self._modules()]
-        found += [self._failed()] if self.failures else []
-        found += [self._remarks()] if any(each.remark for each in self.matches) else []
-        found += [self._assumed()] if self.assumptions else []
-        found += [self._guessed()] if self.guesses else []
-        found += [self._prepared()] if self.prepared else []
-        return [*found, self._refused()] if self.refusals else found
+        always = [self._operators(), self._modules()]
+        others = (self._failed(), self._remarks(), self._assumed(), self._guessed(), self._prepared(), self._refused())
+        return always + [each for each in others if each.row_count]
 
     def _operators(self) -> Any:
         before, after = self.launches
@@ -294,11 +286,13 @@ class Report:
         columns = ("module", "of them:", "before:", "after:", "integer calls:")
         return _table("launches per module (layers alike are counted together)", columns, rows)
 
+    def _numbered_failures(self) -> list[tuple[int, Failure]]:
+        return [(number, each) for number, part in enumerate(self.parts) for each in part.failures]
+
     def _failed(self) -> Any:
         rows = [
             (number, each.stage, "as it came" if each.whole else f"without {each.rule}", each.error, each.place)
-            for number, part in enumerate(self.parts)
-            for each in part.failures
+            for number, each in self._numbered_failures()
         ]
         title = "failed in the pass: please report it, with the graph that options={'dump_dir': folder} writes"
         return _table(title, ("graph", "stage", "runs", "error", "at"), rows)

@@ -50,10 +50,7 @@ class Target:
     def detect() -> Target:
         """Return the target of this machine: its NPU's chip where torch_npu finds one, else the host."""
         soc = _soc_name()
-        for prefix, name in _CHIPS:
-            if soc.lower().startswith(prefix):
-                return TARGETS[name]
-        return TARGETS["host"]
+        return next((each for each in TARGETS.values() if soc.lower().startswith(each.name)), TARGETS["host"])
 
     @staticmethod
     def resolve(name: str) -> Target:
@@ -69,7 +66,6 @@ TARGETS = {
     "ascend950": Target("ascend950", 4.4, 1.4e6, 2.5e8, "no published fit; its HBM's bandwidth class, else as A3"),
     "host": Target("host", 5.0, 2.0e4, 6.0e4, "one core of a server: 20 GB/s, 60 GFLOP/s, 5 us for a call"),
 }
-_CHIPS = (("ascend910_93", "ascend910_93"), ("ascend910b", "ascend910b"), ("ascend950", "ascend950"))
 
 
 def _soc_name() -> str:

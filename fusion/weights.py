@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import OpOverload, is_wrapper, tree_leaves
+from fusion._torch import OpOverload, is_traceable_wrapper_subclass, tree_leaves
 from fusion.cost import is_view
 from fusion.graph import dims_of
 from fusion.mutation import is_write, is_written
@@ -23,7 +23,7 @@ def marks(inputs: Sequence[Any]) -> tuple[Mark | None, ...]:
 
     Empty where an input is a tensor that wraps others: AOT autograd passes on those inside it.
     """
-    if any(is_wrapper(each) for each in inputs):
+    if any(map(is_traceable_wrapper_subclass, inputs)):
         return ()
     return tuple(_mark(each) if isinstance(each, torch.nn.Parameter) else None for each in inputs)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion._torch import Boxed, boxed, fake_mode_of, inductor_can_build, inductor_compile, tracing_apart
+from fusion._torch import Boxed, boxed, inductor_can_build, inductor_compile, tracing_apart
 from fusion.routes.expand import Table
 from fusion.routes.inline import inline
 
@@ -26,7 +26,7 @@ def inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], table: Table) ->
     Made to be the inner compiler of another AOT autograd; `gm` is not changed.
     """
     inlined = inline(gm, table)
-    with tracing_apart(fake_mode_of(gm)):
+    with tracing_apart(gm):
         return boxed(inductor_compile(inlined, example_inputs))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fusion._torch import Boxed, OpOverload, boxed, fake_mode_of, tracing_apart
+from fusion._torch import Boxed, OpOverload, boxed, tracing_apart
 from fusion.errors import FusionError
 from fusion.operators import ensure
 from fusion.routes.expand import expand
@@ -30,7 +30,7 @@ def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any =
     expanded = expand(gm, _forms_with_converter())
     _mend_converters(vendor.register_fx_node_ge_converter)
     # The converter takes its fake mode from the tracing context, and would make another one outside of any.
-    with tracing_apart(fake_mode_of(gm)):
+    with tracing_apart(gm):
         return boxed(vendor.get_compiler(config or vendor.CompilerConfig())(expanded, list(example_inputs)))
 
 
@@ -43,7 +43,7 @@ def npugraph_ex(
     Raises `FusionError` when torch_npu or npugraph_ex cannot be imported.
     """
     vendor = _vendor("npugraph_ex", "capturing a fused graph as an NPU graph")
-    with tracing_apart(fake_mode_of(gm)):
+    with tracing_apart(gm):
         return boxed(vendor.compile_fx(gm, list(example_inputs), dict(options or {})))
 
 

@@ -169,7 +169,7 @@ class _Search:
                 self.found.failures.append(failure("match", error, rule.name, roots[0][0]))
                 refused = raised("guard", error)
                 continue
-            return Match(rule, form.name, captures, results, roots, relied(bound))
+            return Match(rule, form, captures, results, roots, relied(bound))
         if refused is not None:
             self._refuse(rule.name, refused, value, form.name if form.varies else "")
         return None

@@ -14,17 +14,15 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from fusion._torch import Boxed, specialise_floats
-from fusion.backend import FusionBackend, argument_paths, known_facts
-from fusion.facts import Facts
+from fusion.backend import FusionBackend
+from fusion.known import Known
 from fusion.options import Options
 from fusion.prepared import supply
 from fusion.report import GraphReport
-from fusion.results import returned
 from fusion.stages.capture import capture
 from fusion.stages.lower import lower
 from fusion.testing import WIDENED, widen, widened
 from fusion.verification import relative_error
-from fusion.weights import marks
 
 TIES = 2e-2
 """How far results may differ in float64 where numbers are rounded that may be halfway between two whole ones."""
@@ -68,10 +66,9 @@ class Attack:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What `torch.compile` calls."""
         specialise_floats(gm)
-        known = partial(known_facts, argument_paths(gm), marks(example_inputs), returned(gm), Options())
-        return capture(gm, example_inputs, partial(self._compile, known))
+        return capture(gm, example_inputs, partial(self._compile, Known.of(gm, example_inputs)))
 
-    def _compile(self, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+    def _compile(self, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         fused = {target: self._fused(target, known, gm, example_inputs) for target in self.targets}
         plain = fx.GraphModule(gm, _copied(gm))
         unfused = lower(fx.GraphModule(gm, _copied(gm)), example_inputs, self.lowering)
@@ -89,12 +86,12 @@ class Attack:
         return run
 
     def _fused(
-        self, target: str, known: Callable[[fx.Graph], Facts], gm: fx.GraphModule, example_inputs: Sequence[Any]
+        self, target: str, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> tuple[GraphReport, Boxed]:
         graph = fx.GraphModule(gm, _copied(gm))
         backend = FusionBackend(Options(target=target, lower=self.lowering))
         with blamed(f"{target}: fusing: "):
-            report = backend.fuse(graph, known(graph.graph))
+            report = backend.fuse(graph, known.facts(graph.graph, {}))
         if report.failures:
             raise Raised(f"{target}: fusing: {report.failures[0]}")
         self.reports.setdefault(target, report)

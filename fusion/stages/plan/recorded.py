@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusion._torch import tree_leaves
+from fusion._torch import tree_leaves, tree_map_only
 from fusion.cost import aten_flops, call_cost, is_data, is_view
 from fusion.errors import Failure
 from fusion.failures import failure, raised
@@ -15,7 +15,7 @@ from fusion.graph import Graph, Value, but_ones, dims_of, unviewed
 from fusion.language import Lowering, Refused
 from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.options import Options
-from fusion.recording import Fakes, frozen, substitute
+from fusion.recording import Fakes, frozen
 from fusion.records import Input, Match, Output, Plan, Step
 from fusion.target import Target
 
@@ -213,7 +213,7 @@ def _sources(steps: Sequence[Step]) -> list[frozenset[str]]:
 
 def _arguments(step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
     """What a step is called with."""
-    return substitute((step.args, dict(step.kwargs)), (Input, Output), lambda each: _lookup(each, steps, inputs))
+    return tree_map_only((Input, Output), lambda each: _lookup(each, steps, inputs), (step.args, dict(step.kwargs)))
 
 
 def _flops(step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> float:

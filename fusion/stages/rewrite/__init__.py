@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import tree_leaves
+from fusion._torch import tree_leaves, tree_map_only
 from fusion.cost import is_contiguous_copy
 from fusion.graph import Graph, Value
 from fusion.graph.recipe import build
 from fusion.mutation import is_written, memory_of, reserves
 from fusion.origin import inherit
-from fusion.recording import Fakes, SizeNodes, frozen, substitute
+from fusion.recording import Fakes, SizeNodes, frozen
 from fusion.records import Candidate, Input, Output, Step
 from fusion.stages.rewrite.layout import Layouts, same_strides
 from fusion.stages.rewrite.order import sort
@@ -126,14 +126,14 @@ class _Editor:
     ) -> list[fx.Node]:
         nodes: list[fx.Node] = []
         for step in steps:
-            args, kwargs = substitute(
-                (step.args, dict(step.kwargs)),
+            args, kwargs = tree_map_only(
                 (Input, Output, torch.SymInt),
                 lambda each: (
                     self._sizes.node(each)
                     if isinstance(each, torch.SymInt)
                     else self._at(each, nodes, inputs, anchor, added)
                 ),
+                (step.args, dict(step.kwargs)),
             )
             nodes.append(self._call(step.target, args, kwargs, step.result, anchor, added))
         return nodes

@@ -1,0 +1,69 @@
+"""What is known of a captured graph: what Dynamo's graph, its inputs and the user tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import starmap, zip_longest
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion._torch import argument_path, results_before
+from fusion.assumptions import ArgumentPath, facts_of
+from fusion.facts import Facts
+from fusion.graph import dims_of
+from fusion.mutation import outputs
+from fusion.weights import Mark, marks, parameter_inputs
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a graph of Dynamo tells of the functional graph that is captured from it.
+
+    Attributes:
+        paths: for each input, where it is found in the arguments of the compiled function; empty if not there.
+        marked: which inputs are Parameters.
+        results: what the graph returns: fake tensors as the model gives them when it runs without a compiler.
+    """
+
+    paths: Sequence[ArgumentPath]
+    marked: Sequence[Mark | None]
+    results: Sequence[Any]
+
+    @staticmethod
+    def of(gm: fx.GraphModule, example_inputs: Sequence[Any], positional: Sequence[str] = ()) -> Known:
+        """What this graph tells; items of the argument `args` go by their names in `positional`."""
+        paths = [_named(argument_path(node), positional) for node in gm.graph.find_nodes(op="placeholder")]
+        return Known(paths, marks(example_inputs), returned(gm))
+
+    def facts(self, source: fx.Graph, assume: Mapping[str, str]) -> Facts:
+        """Of the captured graph: which inputs hold Parameters, what the user says of them, how results lie."""
+        told = facts_of(source, self.paths, assume)
+        return replace(told, parameters=parameter_inputs(source, self.marked), strides=strides_of(self.results, source))
+
+
+def _named(path: ArgumentPath, positional: Sequence[str]) -> ArgumentPath:
+    if path[:1] != ("args",) or int(path[1]) >= len(positional):
+        return path
+    return positional[int(path[1])], *path[2:]
+
+
+def returned(gm: fx.GraphModule) -> list[Any]:
+    """What a graph of Dynamo returns: fake tensors as the model gives them when it runs without a compiler."""
+    return [node.meta.get("example_value") for node in outputs(gm.graph)]
+
+
+def strides_of(results: Sequence[Any], source: fx.Graph) -> tuple[tuple[Any, ...] | None, ...]:
+    """For each result of the captured graph, the strides that it has in `results`; it may return more around them."""
+    told = [*[None] * results_before(), *results]
+    return tuple(starmap(_strides, zip_longest(outputs(source), told[: len(outputs(source))])))
+
+
+def _strides(node: fx.Node, eager: Any) -> tuple[Any, ...] | None:
+    captured = node.meta.get("val")
+    if not isinstance(captured, torch.Tensor) or not isinstance(eager, torch.Tensor):
+        return None
+    same = dims_of(captured.shape) == dims_of(eager.shape) and captured.dtype == eager.dtype
+    return dims_of(eager.stride()) if same else None
