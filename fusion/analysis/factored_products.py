@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 from typing import Any
 
 import torch
 
 from fusion.analysis.rounding import is_float
+from fusion.analysis.row_layout import Step, arranged, row_step
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.contractions import matmul, swapped
 
@@ -89,45 +91,61 @@ def _viewed(a: Algebra, value: Value, found: ScaledInt8) -> ScaledInt8 | None:
 
 # scores ------------------------------------------------------------------------------------------------------------
 
-Steps = tuple[tuple[str, tuple[Any, ...]], ...]
-
 
 @dataclass(frozen=True)
-class _Product:
-    """number · factors · (x yᵀ), each factor one of rows or of all, arranged by steps."""
+class Peeled:
+    """number · factors · value with its rows arranged by steps, each factor one of rows [.., 1] or of all."""
 
-    x: Value
-    y: Value
+    value: Value
     factors: tuple[Value, ...] = ()
     number: float = 1.0
-    steps: Steps = ()
+    steps: tuple[Step, ...] = ()
 
 
-def _product(a: Algebra, z: Value, found: _Product | None = None) -> _Product | None:
-    """The product below `z`, with all factors that stand behind it."""
-    so = found or _Product(z, z)
+def peeled(a: Algebra, z: Value, to: str, above: Peeled | None = None) -> Peeled | None:
+    """The value of an op below casts, factors and arrangements of rows, with those `above` as they apply to it."""
+    so = replace(above, value=z) if above is not None else Peeled(z)
+    if z.op == to:
+        return so
+    if not is_float(z) and not _holds_rounded(z):
+        return None
     match z.op:
-        case "matmul":
-            return replace(so, x=z.arg, y=z.args[1])
-        case "cast" if is_float(z):
-            return _product(a, z.arg, so)
+        case "cast":
+            return peeled(a, z.arg, to, so)
         case "scale":
-            return _product(a, z.arg, replace(so, number=so.number * z.attrs[0]))
+            return peeled(a, z.arg, to, replace(so, number=so.number * z.attrs[0]))
         case "mul":
             factors = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
             inner = [each for each in z.args if each.shape == z.shape and each not in factors]
             if len(factors) != 1 or len(inner) != 1:
                 return None
-            return _product(a, inner[0], replace(so, factors=(*so.factors, factors[0])))
-        case "reshape" | "permute" if z.shape[-1:] == z.arg.shape[-1:]:
-            kept = tuple(below(a, z, each) for each in so.factors)
-            step = ("reshape", z.shape) if z.op == "reshape" else ("permute", z.attrs)
-            return _product(a, z.arg, replace(so, factors=kept, steps=(step, *so.steps)))
+            return peeled(a, inner[0], to, replace(so, factors=(*so.factors, factors[0])))
         case _:
-            return None
+            step = row_step(z)
+            kept = () if step is None else tuple(_below(a, z, each) for each in so.factors)
+            return step and peeled(a, z.arg, to, replace(so, factors=kept, steps=(step, *so.steps)))
 
 
-def below(a: Algebra, z: Value, factor: Value) -> Value:
+def _holds_rounded(z: Value) -> bool:
+    """Whether whole numbers hold what was rounded, and nothing else."""
+    return z.dtype is not torch.bool and z.below("cast", "reshape", "permute", "clip").op == "round"
+
+
+def factors_of(a: Algebra, x: Value) -> list[Value]:
+    """The factors of a product, those below the line one by one."""
+    if x.op == "mul":
+        return [factor for each in x.args for factor in factors_of(a, each)]
+    if x.op == "power" and x.attrs == (-1.0,) and x.arg.op == "mul":
+        return [a.power(factor, -1) for factor in factors_of(a, x.arg)]
+    return [x]
+
+
+def product_of(a: Algebra, factors: Sequence[Value]) -> Value | None:
+    """Their product; None without any, or where their shapes do not broadcast."""
+    return reduce(lambda x, y: None if x is None else a.mul(x, y), factors[1:], factors[0]) if factors else None
+
+
+def _below(a: Algebra, z: Value, factor: Value) -> Value:
     """A factor of what a view `z` shows, as one of what lies below."""
     if prod(factor.shape) == 1:
         return factor
@@ -139,19 +157,17 @@ def below(a: Algebra, z: Value, factor: Value) -> Value:
 
 def joined(a: Algebra, left: Value, right: Value) -> Value | None:
     """A sum of two products, one of whole numbers, as one product with all factors in the queries."""
-    first, second = (_product(a, each) for each in (left, right))
+    first, second = (peeled(a, each, "matmul") for each in (left, right))
     if first is None or second is None or first.steps != second.steps:
         return None
-    of_floats = [each for each in (first, second) if not _is_int8(a, each)]
+    of_floats = [each for each in (first, second) if not _is_int8(a, each.value)]
     if len(of_floats) != 1 or not of_floats[0].number:
         return None
     number = of_floats[0].number
     queries = [_with_factors(a, each, number) for each in (first, second)]
-    keys = [a.cast(swapped(a, each.y), WIDE) for each in (first, second)]
+    keys = [a.cast(swapped(a, each.value.args[1]), WIDE) for each in (first, second)]
     product = _beside(a, queries, keys)
-    for op, how in first.steps:
-        product = product and (a.reshape(product, how) if op == "reshape" else a.permute(product, how))
-    return None if product is None else a.scale(product, number)
+    return product and a.scale(arranged(a, product, first.steps), number)
 
 
 def _beside(a: Algebra, queries: Sequence[Value | None], keys: Sequence[Value]) -> Value | None:
@@ -165,12 +181,13 @@ def _beside(a: Algebra, queries: Sequence[Value | None], keys: Sequence[Value]) 
     return matmul(a, sides[0], swapped(a, sides[1]))
 
 
-def _is_int8(a: Algebra, found: _Product) -> bool:
-    return scaled_int8(a, found.x) is not None and scaled_int8(a, swapped(a, found.y)) is not None
+def _is_int8(a: Algebra, product: Value) -> bool:
+    x, y = product.args
+    return scaled_int8(a, x) is not None and scaled_int8(a, swapped(a, y)) is not None
 
 
-def _with_factors(a: Algebra, found: _Product, number: float) -> Value | None:
-    x: Value | None = a.cast(found.x, WIDE)
+def _with_factors(a: Algebra, found: Peeled, number: float) -> Value | None:
+    x: Value | None = a.cast(found.value.arg, WIDE)
     for factor in found.factors:
         x = None if x is None else a.mul(x, a.cast(_plain(factor), WIDE))
     return None if x is None else a.scale(x, found.number / number)

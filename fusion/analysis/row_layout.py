@@ -47,6 +47,20 @@ def named(steps: Sequence[Step], names: Mapping[Any, str]) -> tuple[Step, ...] |
     return None if any(op == "reshape" and how.count(-1) > 1 for op, how in found) else tuple(found)
 
 
+def row_step(x: Value) -> Step | None:
+    """What a reshape or a permute does to all dims but the last, if it leaves that alone."""
+    if x.op == "reshape" and x.rank and x.arg.rank and x.shape[-1] == x.arg.shape[-1]:
+        return "reshape", x.shape[:-1]
+    return ("permute", x.attrs[:-1]) if x.op == "permute" and x.attrs[-1] == x.rank - 1 else None
+
+
+def arranged(a: Algebra, x: Value, steps: Sequence[Step]) -> Value:
+    """`x` after such steps, whatever its last dim."""
+    for op, how in steps:
+        x = a.reshape(x, (*how, x.shape[-1])) if op == "reshape" else a.permute(x, (*how, x.rank - 1))
+    return x
+
+
 def arrangement(shape: Sequence[Any], steps: Sequence[Step]) -> Arrangement | None:
     """Follow `steps` (first one first) over rows of `shape`; None where a reshape breaks dims in other places."""
     found = Arrangement(tuple(shape), *(2 * (tuple((place,) for place in range(len(shape))),)))

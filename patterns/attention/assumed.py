@@ -1,7 +1,7 @@
-"""What the user says of a mask that is passed in, as a formula over its positions; `fusion.assumptions` checks it.
+"""What is known of masks: what the user says of one that is passed in, and which keys the model itself writes.
 
-Counted from the mask itself is only how many keys the first query of each sequence sees; where there are as many
-queries as keys, not even that.
+The former is a formula over its positions, which `fusion.assumptions` checks. Counted from the mask itself is only how
+many keys the first query of each sequence sees; where there are as many queries as keys, not even that.
 """
 
 from __future__ import annotations
@@ -13,18 +13,57 @@ from typing import Any
 
 import torch
 
-from fusion.analysis.affine import Affine, Formula, Leaf, conjunction
+from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, number
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.predicates import Positions
+from fusion.analysis.runs import run
 from fusion.facts import window
-from fusion.graph import Algebra, Value
-from patterns.attention.masks import hidden
+from fusion.graph import Algebra, Graph, Value
+from patterns.attention.masks import Masks, Sizes, Term, hidden
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """The assumptions about the inputs of one graph, by name: "causal", "window:n" or "padding"."""
+    """What is known of one graph.
+
+    Attributes:
+        algebra: its values.
+        folder: its constants.
+        kinds: the assumptions about its inputs, by name: "causal", "window:n" or "padding".
+        written: the writes of rows that it makes.
+    """
 
     algebra: Algebra
+    folder: Folder = field(default_factory=Folder)
     kinds: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    written: Sequence[Value] = ()
+
+    @classmethod
+    def of(cls, graph: Graph) -> Assumed:
+        """What is known of a graph."""
+        written = [value for value in graph.places if value.op in ("write", "write_rows")]
+        return cls(graph.algebra, graph.shared(Folder), graph.facts.assumed, written)
+
+    def masks(self, shape: Sequence[Any], terms: Sequence[Term], sizes: Sizes, keep_lists: bool = False) -> Masks:
+        """These masks of scores [*rows, T]; `keep_lists` as of `Positions`."""
+        positions = Positions(shape, self.folder, self.visible, keep_lists)
+        return Masks(self.algebra, positions, terms, sizes, self._begins(positions, *sizes[2:]))
+
+    def _begins(self, positions: Positions, queries: Any, keys: Any) -> frozenset[Affine]:
+        """Where the model writes as many rows as there are queries, into no more places than there are keys.
+
+        A write beyond the end is an error for the model: so these rows, and queries that stand where they do, are
+        inside.
+        """
+        if queries == 1 or not isinstance(keys, int):
+            return frozenset()
+        starts: dict[Value, list[Affine]] = {}
+        for write in self.written:
+            start, axis = _start(self.algebra, write, queries)
+            size = write.shape[axis]
+            if start is not None and isinstance(size, int) and size <= keys:
+                starts[start] = [number(0) if size == 1 else positions.axis(0) for size in start.shape]
+        return frozenset(positions.affine(start, at) for start, at in starts.items())
 
     def visible(self, mask: Value, at: Sequence[Affine]) -> Formula | None:
         """Where a mask [B | 1, N | 1, S, T] or [N | 1, S, T] shows a key; None where nothing is assumed of it."""
@@ -59,6 +98,19 @@ class Assumed:
         assert row is not None  # the first of at least one
         lead = mask.shape[:-3]
         return a.make("count", (_shown(a, a.reshape(row, (*lead, mask.shape[-1]))),), (), lead, torch.int64)
+
+
+def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
+    """Where so many consecutive rows of every sequence are written, and along which axis."""
+    _, source, index, *inner = write.args
+    axis = 1 if inner else write.attrs[0]
+    if write.op == "write":
+        return index if source.shape[axis] == rows else None, axis
+    places = inner[0] if inner else index
+    while places.op == "wrap" or (places.op in ("reshape", "expand") and places.shape[-1:] != (rows,)):
+        places = places.arg
+    found = run(a, places) if places.shape[-1:] == (rows,) else None
+    return None if found is None or found.start is None else a.shift(found.start, found.offset), axis
 
 
 def _is_added(mask: Value) -> bool:

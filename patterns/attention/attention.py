@@ -35,21 +35,6 @@ class Attention(Rule):
 
     @pattern
     @variants(source=SOURCES, result=RESULTS)
-    def counted(
-        self,
-        p,
-        source,
-        result,
-        q=tensor("B N S D"),
-        seen: Any = Visibility,
-        sink=tensor("N", optional=True),
-        scale=scalar(),
-    ):
-        """Behind a dense mask up to a length that may be 0."""
-        return _attended(p, source, result, q, scale=scale, sink=sink, **seen.counted(p))
-
-    @pattern
-    @variants(source=SOURCES, result=RESULTS)
     def written(
         self,
         p,
@@ -60,8 +45,10 @@ class Attention(Rule):
         sink=tensor("N", optional=True),
         scale=scalar(),
     ):
-        """Behind any other mask, or none."""
-        return _attended(p, source, result, q, scale=scale, sink=sink, **seen.said())
+        """Behind any mask, or none."""
+        k, v = source.terms(p)
+        said = dict(q=q, k=k, sink=sink, scale=scale, **seen.said())
+        return result.terms(partial(p.softmax_attention, v=v, **said), partial(p.softmax_lse, **said))
 
     def guard(self, source: Any, result: Any, seen: Any, sink: Any):
         """How pages hold their rows, and what the log-sum-exp of the operator is of."""
@@ -106,13 +93,6 @@ class Attention(Rule):
         require(q.shape[2] != 1, "not a whole sequence attends to itself")
         require(sink is None and not result.lse, "the operator for encoders takes no sink and gives no log-sum-exp")
         return calls.viewed(source.encoded(q, scale), result.view)
-
-
-def _attended(p, source, result, q, sink, **said):
-    """The results of a form."""
-    k, v = source.terms(p)
-    attended = partial(p.softmax_attention, q=q, k=k, v=v, sink=sink, **said)
-    return result.terms(attended, partial(p.softmax_lse, q=q, k=k, sink=sink, **said))
 
 
 def _beside(sink: Tensor | None, version: int) -> dict[str, Any]:

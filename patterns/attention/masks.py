@@ -46,6 +46,109 @@ class Term:
 
 
 @dataclass(frozen=True)
+class Masks:
+    """All masks of the scores of one attention, or of one choice of keys.
+
+    Attributes:
+        a: the values of the graph.
+        positions: those of the scores [*rows, T].
+        terms: the masks.
+        sizes: B, N, S and T.
+        begins: where the model writes as many keys as there are queries, all of them inside.
+    """
+
+    a: Algebra
+    positions: Positions
+    terms: Sequence[Term]
+    sizes: Sizes
+    begins: Collection[Affine] = ()
+
+    def visible(self) -> Formula | str:
+        """Where all of them let a score through, or why it cannot be said."""
+        return visible(self.positions, self.terms)
+
+    def limits(self, formula: Formula) -> Limits:
+        """The bounds on the key in such a formula."""
+        return limits(formula, len(self.positions.shape))
+
+    def bounded(self, bounds: Limits) -> dict[str, Any]:
+        """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers.
+
+        Several queries of which the last could stand beyond the keys are not told by a length: cut to the keys that
+        there are, it would move all of them.
+        """
+        batch, _, queries, keys = self.sizes
+        high, low, moving = bounds.high, bounds.low, bounds.moving
+        if bounds.rest or high is None or (low is not None and (queries == 1 or not moving)):
+            return {}
+        window: Any = None
+        if low is not None:
+            span = high + low.times(-1)
+            if span.terms or not isinstance(span.constant, int):
+                return {}
+            window = span.constant
+        found = {"mask_kind": "causal_lower_right" if moving and queries != 1 else "none", "window": window}
+        if moving and not high.terms and high.constant == 0 and window is None:
+            return {"mask_kind": "causal_upper_left"}
+        seen = high.plus(queries if moving or queries == 1 else 1)
+        if not seen.terms:
+            if seen.constant == keys:
+                return found
+            within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
+            return {**found, "kv_len": seen.constant} if within else {}
+        inside = queries == 1 or not moving or high in self.begins or all(map(_is_counted, high.terms))
+        length = per_sequence(self.a, seen, batch) if inside else None
+        if length is None or not isinstance(keys, int):
+            return {}
+        at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
+        return {**found, "kv_lens": at_most}
+
+    def told(self, empty: str, sunk: bool) -> dict[str, Any] | str:
+        """What an operator is told of them: a kind and a window, up to which key, and the mask as it is; or why not.
+
+        Args:
+            empty: what the softmax makes of a row of -inf.
+            sunk: whether there is a sink, which takes all of a query that sees no key.
+        """
+        found: dict[str, Any] = {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"}
+        formula = self.visible()
+        if isinstance(formula, str):
+            return formula
+        if formula is True:
+            return found | (self._explicit() if self.positions.lists_all else {})
+        bounds = self.limits(formula)
+        some = sees_some(bounds, *self.sizes[2:])
+        empty = "zero" if some or sunk else unseen(self.positions, self.terms, empty)
+        if not empty:
+            return (
+                "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"
+            )
+        mask, words = self._explicit(), self.bounded(bounds)
+        found |= {"mask_kind": "dense", "fully_masked_row": empty, **mask}
+        if words and (some or (empty == "zero" and not bounds.moving)):
+            return found | words
+        if not mask:
+            return "the mask differs from head to head"
+        counts = "kv_lens" in words and not bounds.moving and bounds.low is None
+        return found | {"count": words["kv_lens"]} if counts else found
+
+    def _explicit(self) -> dict[str, Value]:
+        """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads."""
+        joined: Value | None = None
+        for each in _hidden(self.a, self.terms):
+            joined = each if joined is None else either(self.a, joined, each)
+        if joined is None:
+            return {}
+        wide = joined.arg if joined.op == "expand" else joined
+        lead = (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)
+        batch, _, queries, keys = self.sizes
+        if any(size != 1 for size in lead[1:-2]):
+            return {}
+        flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
+        return {"mask": self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))}
+
+
+@dataclass(frozen=True)
 class Limits:
     """low(b) + i·moving ≤ j ≤ high(b) + i·moving, with `rest` of what the mask asks beside it.
 
@@ -200,117 +303,6 @@ def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
 def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
     """Where a mask that is added to scores, times a positive factor, hides a key: it holds 0 or at most `MASKED`."""
     return a.make("below", (mask,), (MASKED / 2 / factor,), mask.shape, torch.bool)
-
-
-def told(
-    a: Algebra,
-    positions: Positions,
-    terms: Sequence[Term],
-    empty: str,
-    shape: Sequence[Any],
-    sizes: Sizes,
-    begins: Collection[Affine],
-    sunk: bool,
-) -> dict[str, Any] | str:
-    """What the operator is told about the mask: `order` and `window`, up to which key, and the mask as it is.
-
-    Args:
-        a: the values of the graph.
-        positions: the positions of the scores [*shape, T].
-        terms: the masks.
-        empty: what the softmax makes of a row of -inf.
-        shape: the rows of the scores.
-        sizes: B, N, S and T.
-        begins: where the model writes as many keys as there are queries, all of them inside.
-        sunk: whether there is a sink, which takes all of a query that sees no key.
-    """
-    queries, keys = sizes[2:]
-    if not terms:
-        return {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"}
-    formula = visible(positions, terms)
-    if isinstance(formula, str):
-        return formula
-    if formula is True:
-        shown = _explicit(a, terms, shape, sizes) if positions.lists_all else None
-        return {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"} | _given(shown)
-    bounds = limits(formula, len(shape) + 1)
-    some = sees_some(bounds, queries, keys)
-    empty = "zero" if some or sunk else unseen(positions, terms, empty)
-    if not empty:
-        return "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"
-    found: dict[str, Any] = {"mask_kind": "dense", "window": None, "kv_len": None, "fully_masked_row": empty}
-    mask = _explicit(a, terms, shape, sizes)
-    found |= _given(mask)
-    words = bounded(a, bounds, sizes, begins) if some or (empty == "zero" and not bounds.moving) else {}
-    return found | words if mask is not None or words else "the mask differs from head to head"
-
-
-def _given(mask: Value | None) -> dict[str, Any]:
-    return {} if mask is None else {"mask": mask}
-
-
-def bounded(a: Algebra, bounds: Limits, sizes: Sizes, begins: Collection[Affine]) -> dict[str, Any]:
-    """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers.
-
-    Several queries of which the last could stand beyond the keys are not told by a length: cut to the keys that there
-    are, it would move all of them.
-    """
-    batch, _, queries, keys = sizes
-    high, low, moving = bounds.high, bounds.low, bounds.moving
-    if bounds.rest or high is None or (low is not None and (queries == 1 or not moving)):
-        return {}
-    window: Any = None
-    if low is not None:
-        span = high + low.times(-1)
-        if span.terms or not isinstance(span.constant, int):
-            return {}
-        window = span.constant
-    order = "causal_lower_right" if moving and queries != 1 else "none"
-    if moving and not high.terms and high.constant == 0 and window is None:
-        return {"mask_kind": "causal_upper_left"}
-    seen = high.plus(queries if moving or queries == 1 else 1)
-    if not seen.terms:
-        if seen.constant == keys:
-            return {"mask_kind": order, "window": window}
-        within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
-        return {"mask_kind": order, "window": window, "kv_len": seen.constant} if within else {}
-    inside = queries == 1 or not moving or high in begins or all(_is_counted(term) for term in high.terms)
-    length = per_sequence(a, seen, batch) if inside else None
-    if length is None or not isinstance(keys, int):
-        return {}
-    return {"mask_kind": order, "window": window, "kv_lens": _clamped(a, length, keys)}
-
-
-def counted(a: Algebra, positions: Positions, terms: Sequence[Term], sizes: Sizes) -> Value | None:
-    """How many keys every query of a sequence sees, from the first on, [B], where that may be none."""
-    formula = visible(positions, terms)
-    if isinstance(formula, (str, bool)):
-        return None
-    bounds = limits(formula, len(positions.shape))
-    if bounds.moving or bounds.low is not None:
-        return None
-    return bounded(a, bounds, sizes, ()).get("kv_lens")
-
-
-def _clamped(a: Algebra, length: Value, most: int) -> Value:
-    """At most as many keys as there are: the operator would read beyond them."""
-    return a.make("at_most", (length,), (most,), length.shape, length.dtype)
-
-
-def _explicit(a: Algebra, terms: Sequence[Term], shape: Sequence[Any], sizes: Sizes) -> Value | None:
-    """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; None where it differs between heads."""
-    joined: Value | None = None
-    for each in _hidden(a, terms):
-        joined = each if joined is None else either(a, joined, each)
-    if joined is None:
-        return None
-    wide = joined.arg if joined.op == "expand" else joined
-    lead = (*(1,) * (len(shape) + 1 - wide.rank), *wide.shape)
-    batch, _, queries, keys = sizes
-    if any(size != 1 for size in lead[1:-2]):
-        return None
-    flat = a.reshape(wide, (lead[0], 1, *lead[-2:]))
-    return a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
 
 
 def _hidden(a: Algebra, terms: Sequence[Term]) -> Iterator[Value]:

@@ -14,68 +14,43 @@ import torch.fx as fx
 
 from fusion import reader
 from fusion.analysis import factored_products
-from fusion.analysis.constant_folding import Folder
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.predicates import Positions
-from fusion.analysis.row_layout import Arrangement, Dims, Step, arrangement, carried, named, once, uncast
+from fusion.analysis.row_layout import Arrangement, Dims, Step, arranged, arrangement, carried, named, once, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import counted, told
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
-from patterns.attention.words import KEY_LENGTHS, SOFTMAX_ATTENTION
+from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
-from patterns.latent.int8_probabilities import NAME as ROUNDED
 from patterns.latent.int8_probabilities import int8_probability_attention
 from patterns.latent.words import FOLDED_QUERY, INT8_LATENT_ATTENTION, INT8_PROBABILITY_ATTENTION
-from patterns.sparse.read import begins, topk_mask
+from patterns.sparse.read import topk_mask
 from patterns.sparse.words import TOPK_MASK
 
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
 
 Finish = tuple[Step, ...]
-Outcome = dict[Value, Reading | str]
-"""Readings by value; for what only looks like one, the reason."""
+Outcome = dict[Value, Reading | Miss]
+"""What values mean, that of an attention last but for its mask."""
 
 
-@reader(
-    gives=(
-        SOFTMAX_ATTENTION, KEY_LENGTHS, TOPK_MASK, INT8_LATENT_ATTENTION, FOLDED_QUERY, INT8_PROBABILITY_ATTENTION,
-    )
-)  # fmt: skip
+@reader(gives=(SOFTMAX_ATTENTION, TOPK_MASK, INT8_LATENT_ATTENTION, FOLDED_QUERY, INT8_PROBABILITY_ATTENTION))
 def attentions(graph: Graph) -> Iterator[Found]:
-    """Every attention that nodes compute, its mask if that lists or counts keys; why what looks like one is none."""
-    a, folder, assumed = graph.algebra, graph.shared(Folder), Assumed(graph.algebra, graph.facts.assumed)
-    written = [value for value in graph.places if value.op in ("write", "write_rows")]
-    read = partial(attention, a, folder, assumed, written)
+    """Every attention that nodes compute, its mask if that lists keys; why what looks like one is none."""
+    read = partial(attention, Assumed.of(graph))
     for value in list(graph.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
             yield value, Miss("softmax_attention", _left_whole(graph.places[value][0]))
         if value.op not in _ATTENDING or _only_arranges(graph, value):
             continue
         outcome = read(value)
-        rounded = int8_probability_attention(a, value, read) if outcome is None else None
-        if isinstance(rounded, str):
-            if _ends(graph, value):
-                yield value, Miss(ROUNDED, rounded)
+        rounded = int8_probability_attention(graph.algebra, value, read) if outcome is None else None
+        if isinstance(rounded, Miss) and not _ends(graph, value):
             continue
-        outcome = rounded or outcome
-        if isinstance(outcome, str):
-            whole = outcome in int8_operands.REASONS
-            yield value, Miss("int8_latent_attention" if whole else "softmax_attention", outcome)
-        elif outcome is not None:
-            yield from _told(a, outcome)
-
-
-def _told(a: Algebra, outcome: Outcome) -> Iterator[Found]:
-    found = dict(outcome)
-    for root, each in outcome.items():
-        if isinstance(each, Reading) and each.op == "softmax_attention":
-            found |= told_apart(a, root, outcome)
-    for value, each in found.items():
-        yield value, Miss("sparse_attention", each) if isinstance(each, str) else each
+        outcome = rounded or outcome or {}
+        yield from ((value, outcome),) if isinstance(outcome, Miss) else outcome.items()
 
 
 def _left_whole(node: fx.Node) -> str:
@@ -99,13 +74,14 @@ def _ends(graph: Graph, value: Value) -> bool:
     return not any(isinstance(each, Value) and each.op in _ATTENDING for each in held)
 
 
-def attention(
-    a: Algebra, folder: Folder, assumed: Assumed, written: Sequence[Value], root: Value
-) -> Outcome | str | None:
-    """What `root` is if it is attention, and its mask if that lists keys; why it is none; None if it is not like it.
+def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
+    """What `root` is if it is attention, and its mask if that lists keys; why it is none; None if it is not like it."""
+    outcome = _attention(assumed, root)
+    return Miss("softmax_attention", outcome) if isinstance(outcome, str) else outcome
 
-    `written` are the writes of rows that the graph makes.
-    """
+
+def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
+    a = assumed.algebra
     value, finish = contraction(a, root)
     if value.op != "matmul":
         return None
@@ -121,7 +97,7 @@ def attention(
         return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
     if weights.cut != (scores.sink is not None):
         return "the weights are cut, but not from a sink that stands last"
-    return _reading(a, folder, assumed, written, root, value, weights, scores, finish)
+    return _reading(assumed, root, value, weights, scores, finish)
 
 
 def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:
@@ -173,26 +149,19 @@ def _replaced(a: Algebra, x: Value, old: Value, new: Value) -> Value:
 
 
 def _reading(
-    a: Algebra,
-    folder: Folder,
-    assumed: Assumed,
-    written: Sequence[Value],
-    root: Value,
-    product: Value,
-    weights: Weights,
-    scores: Scores,
-    finish: Finish,
-) -> Outcome | str | None:
-    shape = weights.softmax.shape[:-1]
+    assumed: Assumed, root: Value, product: Value, weights: Weights, scores: Scores, finish: Finish
+) -> Outcome | Miss | str | None:
+    a, shape = assumed.algebra, weights.softmax.shape[:-1]
     if not 2 <= len(shape) <= 4 or scores.product is None:
         return "scores of more than five dims"
-    batch, heads, queries = _bns(shape)
-    q = _queries(a, scores)
+    batch, heads, queries = shape[0], prod(shape[1:-1]), shape[-1]  # [X, S], [B, N, S] or [B, M, G, S]
+    x, rows = scores.product.arg, scores.product.shape[:-1]
+    q = arranged(a, a.expand(x, (*rows, x.shape[-1])), scores.steps)
     if q.shape[:-1] != shape:
         return "one row of scores is masked in several ways"
-    k, v = _keys(a, scores), _values(a, product, weights)
+    k, v = _keys_and_values(a, scores, product, weights)
     if (k is None or v is None) and len(shape) == 2:  # one query of each head, without a dim for it
-        k, v = _keys(a, scores, ((),)), _values(a, product, weights, ((),))
+        k, v = _keys_and_values(a, scores, product, weights, ((),))
         heads, queries = queries, 1
     if k is None or v is None:
         return "keys or values are not the same for the queries of one head"
@@ -202,13 +171,14 @@ def _reading(
         return "keys and values are shared by other groups of heads"
     k, v = (_spread(a, each, shared) for each in (k, v))
     whole = int8_operands.parts(a, q, k, v)
-    if isinstance(whole, str):
+    if isinstance(whole, Miss):
         return whole
     beside: Outcome = {}
     if whole is not None:
         operands, beside = whole
     else:
-        q, k, v = _narrow(a, root.dtype, q, k, v)
+        narrow = [uncast(a, each, root.dtype) for each in (q, k, v)]
+        q, k, v = narrow if all(each.dtype == root.dtype for each in narrow) else (q, k, v)
         operands = {"q": q, "k": k, "v": v}
         given = product.dtype if ("cast", (root.dtype,)) in finish else root.dtype
         if len({given, q.dtype, k.dtype, v.dtype}) != 1:
@@ -224,56 +194,32 @@ def _reading(
             return "the sink is not one number for each head"
         captures["sink"] = sink
     sizes = (batch, heads, queries, k.shape[2])
-    positions = Positions((*shape, k.shape[2]), folder, assumed.visible)
-    inside, sunk = begins(a, positions, written, queries, k.shape[2]), scores.sink is not None
-    mask = told(a, positions, scores.terms, weights.softmax.attrs[1], shape, sizes, inside, sunk)
+    of_scores = ((*shape, k.shape[2]), scores.terms, sizes)
+    masks = assumed.masks(*of_scores)
+    mask = masks.told(weights.softmax.attrs[1], sunk=scores.sink is not None)
     if isinstance(mask, str):
         return mask
     name = "softmax_attention" if whole is None else "int8_latent_attention"
-    found: Outcome = {**beside, root: Reading(name, captures | mask, positions.names())}
-    length = counted(a, positions, scores.terms, sizes) if mask["mask_kind"] == "dense" and "mask" in mask else None
-    if length is not None:
-        found[mask["mask"]] = Reading("key_lengths", {"mask": mask["mask"], "kv_lens": length}, positions.names())
-    if "mask" in mask:
-        lists = Positions(positions.shape, folder, assumed.visible, keep_lists=True)
-        found |= topk_mask(a, lists, scores.terms, sizes, inside, mask["mask"])
-    return found
+    reading = Reading(name, captures | mask, masks.positions.names())
+    listed = topk_mask(assumed.masks(*of_scores, keep_lists=True), mask["mask"]) if "mask" in mask else {}
+    return {**beside, root: reading if mask.get("mask") in listed or whole else told_apart(a, reading), **listed}
 
 
-def _bns(shape: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Batch, heads and queries of the rows of scores: [X, S], [B, N, S] or [B, M, G, S]."""
-    if len(shape) == 2:
-        return shape[0], 1, shape[1]
-    return shape[0], prod(shape[1:-1]), shape[-1]
-
-
-def _queries(a: Algebra, scores: Scores) -> Value:
-    """The queries [*rows, D], arranged as the scores are."""
+def _keys_and_values(
+    a: Algebra, scores: Scores, product: Value, weights: Weights, queries: Dims = ()
+) -> list[Value | None]:
+    """Keys [B, M, T, D] and values [B, M, T, E] for the batch dims that scores and weights have in the softmax."""
     assert scores.product is not None
-    x = scores.product.arg
-    q = a.expand(x, (*scores.product.shape[:-1], x.shape[-1]))
-    for op, how in scores.steps:
-        q = a.reshape(q, (*how, q.shape[-1])) if op == "reshape" else a.permute(q, (*how, q.rank - 1))
-    return q
-
-
-def _keys(a: Algebra, scores: Scores, queries: Dims = ()) -> Value | None:
-    """The keys [B, M, T, D] for the batch dims that the scores have in the softmax."""
-    assert scores.product is not None
-    rows = arrangement(scores.product.shape[:-1], scores.steps)
-    k = swapped(a, scores.product.args[1])
-    return None if rows is None else _heads(a, k, rows, rows.before, (*rows.after, *queries))
-
-
-def _values(a: Algebra, product: Value, weights: Weights, queries: Dims = ()) -> Value | None:
-    """The values [B, M, T, E] for the batch dims that the weights have in the softmax."""
-    rows = weights.rows
-    return _heads(a, product.args[1], rows, rows.after, (*rows.before, *queries))
+    to, of = arrangement(scores.product.shape[:-1], scores.steps), weights.rows
+    k, v = swapped(a, scores.product.args[1]), product.args[1]
+    keys = None if to is None else _heads(a, k, to, to.before, (*to.after, *queries))
+    return [keys, _heads(a, v, of, of.after, (*of.before, *queries))]
 
 
 def _heads(a: Algebra, kv: Value, rows: Arrangement, own: Dims, wanted: Dims) -> Value | None:
     """Keys or values with the batch dims `own` as [B, M, T, D], each of the M heads once, however often repeated."""
-    placed = carried(a, _opened(a, kv, len(own)), rows, own, wanted)
+    dims = (*(1,) * (len(own) + 1 - kv.rank), *kv.shape[:-2], 1, *kv.shape[-2:])  # one for rows, and what broadcasts
+    placed = carried(a, a.reshape(kv, dims), rows, own, wanted)
     if placed is None:
         return None
     ends = [len(wanted[0]), sum(map(len, wanted[:-1]))]
@@ -294,12 +240,6 @@ def _common(lead: Sequence[Any], full: Sequence[Any]) -> list[Any]:
     return [*full[: own + 1], *lead[own + 1 :]]
 
 
-def _opened(a: Algebra, kv: Value, rank: int) -> Value:
-    """With a dim of size 1 for the rows, and for batch dims that it broadcasts to: [*rank dims, T, E]."""
-    lead = kv.shape[:-2]
-    return a.reshape(kv, (*(1,) * (rank - 1 - len(lead)), *lead, 1, *kv.shape[-2:]))
-
-
 def _divides(part: Any, whole: Any) -> bool:
     return part == whole or (isinstance(part, int) and isinstance(whole, int) and part > 0 and whole % part == 0)
 
@@ -311,12 +251,6 @@ def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
         return kv
     opened = a.expand(a.reshape(kv, (batch, own, 1, *rows)), (batch, own, heads // own, *rows))
     return a.reshape(opened, (batch, heads, *rows))
-
-
-def _narrow(a: Algebra, dtype: Any, *tensors: Value) -> list[Value]:
-    """The operands before they were widened, if the result is as narrow."""
-    narrowed = [uncast(a, each, dtype) for each in tensors]
-    return narrowed if all(each.dtype == dtype for each in narrowed) else list(tensors)
 
 
 def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Value | None:

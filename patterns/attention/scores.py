@@ -12,7 +12,7 @@ from math import prod
 
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.row_layout import Arrangement, Step, arrangement
+from fusion.analysis.row_layout import Arrangement, Step, arrangement, row_step
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import matmul, swapped
@@ -55,7 +55,7 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
     """The softmax that `p`, which multiplies the values, is computed from; None where it is something else."""
     steps, cut = (), False
     while p.op != "softmax":
-        step = _step(p)
+        step = row_step(p)
         if step is not None:
             steps = (step, *steps)
         elif p.op == "slice" and p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
@@ -119,13 +119,6 @@ def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:
     return a.permute(z, order)
 
 
-def _step(x: Value) -> Step | None:
-    """What a reshape or a permute does to all dims but the last, if it leaves that alone."""
-    if x.op == "reshape" and x.rank and x.arg.rank and x.shape[-1] == x.arg.shape[-1]:
-        return "reshape", x.shape[:-1]
-    return ("permute", x.attrs[:-1]) if x.op == "permute" and x.attrs[-1] == x.rank - 1 else None
-
-
 # scores ------------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +132,7 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
         case "cast" if _product_in(z) is not None:
             return replace(found, odd=f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats")
         case "reshape" | "permute":
-            step = _step(z)
+            step = row_step(z)
             return found if step is None else scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
         case "scale":
             return scores_of(a, replace(found, scale=found.scale * z.attrs[0]), z.arg)

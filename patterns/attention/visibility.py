@@ -46,18 +46,9 @@ class Visibility(Group):
     kv_len: Any = attribute()
     fully_masked_row: Any = attribute()
 
-    def told(self) -> dict[str, Any]:
-        """As the readers say it where there is no dense mask."""
-        names = ("mask_kind", "window", "kv_len", "kv_lens", "fully_masked_row")
-        return {name: getattr(self, name) for name in names}
-
-    def said(self) -> dict[str, Any]:
-        """As the readers say it."""
-        return dict(mask=self.mask) | self.told()
-
-    def counted(self, p) -> dict[str, Any]:
-        """The same of a mask up to a length that may be 0: `count` keys are seen."""
-        return self.said() | dict(mask=p.key_lengths(mask=self.mask, kv_lens=self.count))
+    def said(self, *but: str) -> dict[str, Any]:
+        """As the readers say it, of everything or of what has other names."""
+        return {name: getattr(self, name) for name in Visibility.declared() if name not in but}
 
 
 @dataclass(frozen=True)

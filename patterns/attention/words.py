@@ -7,6 +7,7 @@ PARTS = 8
 
 _SEEN = {
     "mask": "a dense mask [B, N, S, T] where one is kept, True for a key that is hidden",
+    "count": "how many first keys, perhaps none, every query of a sequence sees [B], where a dense mask says no more",
     "mask_kind": '"none", "causal_upper_left" (j ≤ i), "causal_lower_right" (the last query sees the last key '
     'there is) or "dense"',
     "window": "how many keys before its own a query sees, None for all",
@@ -28,12 +29,6 @@ SOFTMAX_LSE = word(
     "log Σ exp of the scores of such an attention [B, N, S]",
     q="[B, N, S, D]", k="[B, M, T, D]", scale="a number", sink="[N]", **_SEEN,
 )  # fmt: skip
-KEY_LENGTHS = word(
-    "key_lengths",
-    "a mask by which every query of a sequence sees its first keys, perhaps none",
-    mask="the mask itself",
-    kv_lens="[B]",
-)
 LSE_MERGE = word(
     "lse_merge",
     "Σᵢ exp(lseᵢ - lse) outᵢ with lse = log Σᵢ exp(lseᵢ): outputs of attention over parts of the keys",

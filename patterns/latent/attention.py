@@ -41,30 +41,16 @@ class LatentAttention(Rule):
 
     @pattern
     @variants(source=SOURCES, result=RESULTS)
-    def counted(self, p, source, result, encoding: Any = Plain, seen: Any = Visibility, scale=scalar()):
-        """Behind a dense mask up to a length that may be 0."""
-        return encoding.terms(p, source, result, dict(scale=scale, **seen.counted(p)))
-
-    @pattern
-    @variants(source=SOURCES, result=RESULTS)
     def written(self, p, source, result, encoding: Any = Plain, seen: Any = Visibility, scale=scalar()):
-        """Behind any other mask, or none."""
+        """Behind any mask, or none."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
-
-    @pattern
-    @variants(source=SOURCES)
-    def counted_int8(
-        self, p, source, encoding: Any = Int8, result: Any = Output, seen: Any = Visibility, scale=scalar()
-    ):
-        """An int8 latent behind a dense mask up to a length that may be 0."""
-        return encoding.terms(p, source, result, dict(scale=scale, **seen.counted(p)))
 
     @pattern
     @variants(source=SOURCES)
     def written_int8(
         self, p, source, encoding: Any = Int8, result: Any = Output, seen: Any = Visibility, scale=scalar()
     ):
-        """An int8 latent behind any other mask, or none; of its scores the operator gives no log-sum-exp."""
+        """An int8 latent behind any mask, or none; of its scores the operator gives no log-sum-exp."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any):

@@ -46,7 +46,7 @@ class LatentAttentionAtb(Rule):
         self, p, source, encoding: Any = Plain, seen: Any = Structured, scale=scalar(), lse_output_view=attribute()
     ):
         """With the log-sum-exp of the scores, in the dtype of the queries."""
-        said = dict(scale=scale, **seen.told())
+        said = dict(scale=scale, **seen.said("mask", "count"))
         q, k, v = encoding.operands(p, source, None)
         y = p.softmax_attention(q=q, k=k, v=v, output_view=lse_output_view, **said)
         return y, p.as_dtype(p.softmax_lse(q=q, k=k, **said), encoding.q_rope)
@@ -59,14 +59,6 @@ class LatentAttentionAtb(Rule):
         """What the canonicaliser has read; masks as in `Attention.written`."""
         q, k, v = encoding.operands(p, source, None)
         return p.softmax_attention(q=q, k=k, v=v, scale=scale, output_view=output_view, **seen.said())
-
-    @pattern
-    @variants(source=(AnyPages, PagesInOrder))
-    def int8_counted(
-        self, p, source, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar(), output_view=attribute()
-    ):
-        """An int8 latent up to a length that may be 0."""
-        return encoding.terms(p, source, dict(scale=scale, output_view=output_view, **seen.counted(p)))
 
     @pattern
     @variants(source=(AnyPages, PagesInOrder))
@@ -89,7 +81,8 @@ class LatentAttentionAtb(Rule):
         """What is seen, told by lengths and an order of keys."""
         require(output_view is not None, "the log-sum-exp of the scores is used")
         call, keys = _call(encoding, source, scale)
-        proven = seen.window is None and (seen.mask_kind != "dense" or seen.count is not None)
+        counted = seen.count is not None and isinstance(encoding, Int8ByHead)  # in floats the mask is shown
+        proven = seen.window is None and (seen.mask_kind != "dense" or counted)
         require(proven, "what the mask lets through is not proven to be causal or a length")
         q, seen = seen.posed(encoding.queries(), keys)
         y = atb.structured(q, call, keys, seen.spec())

@@ -11,29 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import torch
 
-from fusion.analysis.factored_products import WIDE, ScaledInt8, scaled_int8
+from fusion.analysis.factored_products import WIDE, ScaledInt8, factors_of, product_of, scaled_int8
 from fusion.analysis.row_layout import once
-from fusion.graph import Algebra, Reading, Value
+from fusion.graph import Algebra, Miss, Reading, Value
 from fusion.graph.algebra import widens
 from patterns.latent.read import joined_parts
 
-FLOATS = "the latent lies in whole numbers and the queries do not: no operator multiplies both"
-SHARED = "whole queries have no scale for each token and head"
-BY_TOKEN = "the latent has a scale for each token, where the operator takes one for all"
-UNLIKE = "rotated queries and keys have different dtypes, or heads have keys of their own"
-REASONS = frozenset((FLOATS, SHARED, BY_TOKEN, UNLIKE))
-"""Why attention over whole numbers is not what the operator computes."""
 _NARROW = (torch.bfloat16, torch.float16)
 
-Parts = tuple[dict[str, Any], dict[Value, Reading | str]]
+Parts = tuple[dict[str, Any], dict[Value, Reading | Miss]]
 
 
-def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | str | None:
+def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
     """What attention over such a latent consists of, and what its queries are; why it is none; None if nothing is."""
     values = _once(a, scaled_int8(a, v))
     pieces = [(start, each, _once(a, scaled_int8(a, each))) for start, each in joined_parts(a, k)]
@@ -48,15 +41,15 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | str | None:
     rotated = _lanes(a, q, offset, offset + k_rope.shape[-1])
     query = None if nope is None else scaled_int8(a, nope)
     if query is None or rotated is None or keys is None:
-        return FLOATS
+        return _miss("the latent lies in whole numbers and the queries do not: no operator multiplies both")
     if query.rows is None:
-        return SHARED
+        return _miss("whole queries have no scale for each token and head")
     if keys.rows is not None or values.rows is not None:
-        return BY_TOKEN
-    narrow = _narrow(_cancelled(a, rotated), once(a, k_rope))
-    if narrow is None or narrow[1].shape[1] != 1:
-        return UNLIKE
-    (rotated, k_rope), tokens = narrow, query.rows
+        return _miss("the latent has a scale for each token, where the operator takes one for all")
+    rotated, k_rope = (_unwidened(each) for each in (_cancelled(a, rotated), once(a, k_rope)))
+    if rotated.dtype != k_rope.dtype or k_rope.shape[1] != 1:
+        return _miss("rotated queries and keys have different dtypes, or heads have keys of their own")
+    tokens = query.rows
     of_keys, by = _one(a, (*query.ones, *keys.ones)), query.number * keys.number
     folded = _folded(a, rotated, tokens, of_keys, by)
     of_values = _one(a, values.ones)
@@ -67,6 +60,10 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | str | None:
     found = {"query": query.base, "tokens": tokens, "rope": folded, "latent": values.base, "k_rope": k_rope}
     how = {"rope": rotated, "tokens": tokens, "by": by} | ({} if of_keys is None else {"of_keys": of_keys})
     return found | scales | {"keys_by": by, "values_by": values.number}, {folded: Reading("folded_query", how)}
+
+
+def _miss(reason: str) -> Miss:
+    return Miss("int8_latent_attention", reason)
 
 
 def _lanes(a: Algebra, x: Value, start: Any, stop: Any) -> Value | None:
@@ -86,19 +83,13 @@ def _once(a: Algebra, found: ScaledInt8 | None) -> ScaledInt8 | None:
     return None if found is None else replace(found, base=once(a, found.base))
 
 
-def _narrow(*tensors: Value) -> tuple[Value, Value] | None:
-    """Both rotated tensors before they were widened, in one dtype."""
-    q, k = (_unwidened(each) for each in tensors)
-    return (q, k) if q.dtype == k.dtype else None
-
-
 def _unwidened(x: Value) -> Value:
     return x.arg if x.op == "cast" and widens(x.arg.dtype, x.dtype) and x.arg.dtype in _NARROW else x
 
 
 def _cancelled(a: Algebra, x: Value) -> Value:
     """`x` without factors that it is multiplied by and divided by."""
-    factors = _factors(a, x)
+    factors = factors_of(a, x)
     inverses = [(each, a.power(each, -1)) for each in factors]
     left = list(factors)
     for each, inverse in inverses:
@@ -108,19 +99,9 @@ def _cancelled(a: Algebra, x: Value) -> Value:
     return left[0] if len(left) == 1 and left[0].shape == x.shape else x
 
 
-def _factors(a: Algebra, x: Value) -> list[Value]:
-    """The factors of a product, those below the line one by one."""
-    if x.op == "mul":
-        return [factor for each in x.args for factor in _factors(a, each)]
-    if x.op == "power" and x.attrs == (-1.0,) and x.arg.op == "mul":
-        return [a.power(factor, -1) for factor in _factors(a, x.arg)]
-    return [x]
-
-
 def _one(a: Algebra, ones: Sequence[Value]) -> Value | None:
     """The product of factors of a whole tensor, in float32 [1]; None without any."""
-    wide = [a.cast(each, WIDE) for each in ones]
-    return reduce(lambda x, y: a.mul(x, y) or x, wide) if wide else None
+    return product_of(a, [a.cast(each, WIDE) for each in ones])
 
 
 def _folded(a: Algebra, rotated: Value, tokens: Value, of_keys: Value | None, by: float) -> Value | None:

@@ -9,7 +9,7 @@ Every form is proven by building it: a value is a projection of heads if it is w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -25,6 +25,22 @@ Operands = dict[Value, Reading]
 
 
 @dataclass(frozen=True)
+class HeadLanes:
+    """Lanes start … start + d of each head of a layer [.., N · width]."""
+
+    layer: Value
+    width: int
+    start: int
+    heads_first: bool
+
+    words = ("layer_query", "layer_lanes")
+
+    def captures(self) -> dict[str, Any]:
+        """What a reading says of it."""
+        return {"layer": self.layer, "width": self.width, "start": self.start}
+
+
+@dataclass(frozen=True)
 class HeadProjection:
     """Lanes start … start + d of each head of x Wᵀ, for x [B, S, K], W [N · width, K]; `source` is x as it lies."""
 
@@ -35,6 +51,7 @@ class HeadProjection:
     width: Any
     start: int
     heads_first: bool
+    words = ("absorbed_query", "head_lanes")
 
     def lanes(self, a: Algebra, count: Any) -> Value:
         """The rows of the weight that make `count` lanes of each head [N, count, K]."""
@@ -49,22 +66,31 @@ class HeadProjection:
 def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
     """The linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head."""
     if value.rank == 3:
-        found = head_projection(a, a.reshape(value, (value.shape[0], 1, *value.shape[1:])), heads, 1)
+        found = head_projection(a, opened_tokens(a, value), heads, 1)
         return None if found is None else replace(found, heads_first=False)
-    count = value.shape[-1] if value.rank == 4 else None
-    if not isinstance(count, int) or not isinstance(heads, int):
-        return None
     for layer in sources(value):
         parts = _layer(a, layer)
-        if parts is None or not isinstance(layer.shape[-1], int) or layer.shape[-1] % heads:
-            continue
-        x, weight = parts
-        width = layer.shape[-1] // heads
-        place = placed(a, value, a.reshape(layer, (value.shape[0], rows, heads, width)))
-        if place is not None:
-            return HeadProjection(a.reshape(x, (value.shape[0], rows, x.shape[-1])), x, weight, heads, width, *place)
+        of = None if parts is None else lanes_of(a, value, layer, heads, rows)
+        if parts is not None and of is not None:
+            (x, weight), place = parts, (of.width, of.start, of.heads_first)
+            return HeadProjection(a.reshape(x, (value.shape[0], rows, x.shape[-1])), x, weight, heads, *place)
     by_heads = (_by_heads(a, value, each, heads, rows) for each in sources(value))
     return next((found for found in by_heads if found is not None), None)
+
+
+def opened_tokens(a: Algebra, value: Value) -> Value:
+    """Heads of tokens [T, N, D] as those of sequences of one token, [T, 1, N, D]."""
+    return a.reshape(value, (value.shape[0], 1, *value.shape[1:]))
+
+
+def lanes_of(a: Algebra, value: Value, layer: Value, heads: Any, rows: Any) -> HeadLanes | None:
+    """Which lanes of every head of a layer `value` [B, N, S, D] or [B, S, N, D] holds."""
+    size = layer.shape[-1]
+    known = value.rank == 4 and isinstance(value.shape[-1], int) and isinstance(heads, int)
+    if not known or not isinstance(size, int) or size % heads:
+        return None
+    place = placed(a, value, a.reshape(layer, (value.shape[0], rows, heads, size // heads)))
+    return place and HeadLanes(layer, size // heads, *place)
 
 
 def _by_heads(a: Algebra, value: Value, product: Value, heads: Any, rows: Any) -> HeadProjection | None:
@@ -163,7 +189,7 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
         q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed, "keys": k}),
         k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
         v: Reading("latent_values", {"latent": up.source, "up": up_value}),
-        **query_sources(a, nope, up_key, absorbed, turned),
+        **query_sources(a, (nope, up_key), absorbed, turned),
     }
 
 
@@ -195,7 +221,7 @@ def _absorbed(
     factors = absorption(a, absorbed)
     if factors is None:
         return readings
-    return readings | query_sources(a, *factors, absorbed, rotations(a, found, rotated))
+    return readings | query_sources(a, factors, absorbed, rotations(a, found, rotated))
 
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
@@ -270,33 +296,10 @@ def _are_packed(turned: Sequence[Reading]) -> bool:
     return bool(turned) and all(each.captures["x"].rank == 3 for each in turned)
 
 
-def as_turned(a: Algebra, heads: Value, turned: Sequence[Reading]) -> Value:
-    """Heads [B, N, S, D] as [T, N, D] where the model rotates those of packed tokens."""
-    return (packed(a, heads) if _are_packed(turned) else None) or heads
-
-
 def _opened(a: Algebra, flat: Value, like: Value) -> Value:
     """Heads of tokens [T, N, D] as [B, N, S, D], B and S those of `like`."""
     batch, count, rows, _ = like.shape
     return a.permute(a.reshape(flat, (batch, rows, count, flat.shape[-1])), (0, 2, 1, 3))
-
-
-def query_sources(a: Algebra, nope: Value, up: Value, absorbed: Value, turned: Sequence[Reading]) -> Operands:
-    """Where both parts of the queries come from, if one linear layer gives them."""
-    _, heads, rows, _ = nope.shape
-    sources: Operands = {}
-    layer = heads_projection(a, nope, heads, rows)
-    if layer is not None:
-        placed = as_turned(a, absorbed, turned)
-        sources[placed] = Reading("absorbed_query", {**layer.captures(), "up": up})
-        if a.reshape(absorbed, placed.shape) is placed:
-            sources[absorbed] = sources[placed]  # which a node may hold before the other
-    for rotation in turned:
-        x = uncast(a, rotation.captures["x"], nope.dtype)
-        lanes = scaled_projection(a, x, heads, rows)  # what a rotation is multiplied by is in the tables
-        if lanes is not None:
-            sources[x] = Reading("head_lanes", {**lanes.captures(), "heads_first": lanes.heads_first})
-    return sources
 
 
 def scaled_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
@@ -307,6 +310,30 @@ def scaled_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadPr
         return found
     source = a.scale(found.source, number)
     return replace(found, x=a.reshape(source, found.x.shape), source=source)
+
+
+Factors = tuple[Value, Value]
+Lanes = Callable[[Algebra, Value, Any, Any], HeadProjection | HeadLanes | None]
+
+
+def query_sources(
+    a: Algebra, factors: Factors, absorbed: Value, turned: Sequence[Reading], lanes_in: Lanes = scaled_projection
+) -> Operands:
+    """Where both parts of the queries come from, if one layer gives them."""
+    (nope, up), (_, heads, rows, _) = factors, absorbed.shape
+    sources: Operands = {}
+    layer = lanes_in(a, nope, heads, rows)
+    if layer is not None and (layer.heads_first or rows == 1):
+        placed = (packed(a, absorbed) if _are_packed(turned) else None) or absorbed
+        sources[placed] = Reading(layer.words[0], {**layer.captures(), "up": up})
+        if a.reshape(absorbed, placed.shape) is placed:
+            sources[absorbed] = sources[placed]  # which a node may hold before the other
+    for rotation in turned:
+        x = uncast(a, rotation.captures["x"], nope.dtype)
+        lanes = lanes_in(a, x, heads, rows)  # what a rotation is multiplied by is in the tables
+        if lanes is not None:
+            sources[x] = Reading(lanes.words[1], {**lanes.captures(), "heads_first": lanes.heads_first})
+    return sources
 
 
 def heads_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:

@@ -7,7 +7,7 @@ Positive factors that all scores have are left out: they change no order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -15,17 +15,14 @@ from typing import Any
 import torch
 
 from fusion import reader
-from fusion.analysis.affine import Affine, number
-from fusion.analysis.constant_folding import Folder
+from fusion.analysis.affine import number
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.predicates import Positions
-from fusion.analysis.row_layout import Arrangement, Dims, Step, arrangement
-from fusion.analysis.runs import run
+from fusion.analysis.row_layout import Arrangement, Dims, Step, arranged, arrangement, row_step
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import MASKED, Limits, Sizes, Term, bounded, limits, sees_some, visible
+from patterns.attention.masks import MASKED, Limits, Masks, Term, sees_some
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
@@ -33,28 +30,30 @@ _SUM = "what is chosen from is not the sum over heads of weight · relu(query ·
 _SIGN = "scores are multiplied by a number that is not positive, which changes their order"
 
 
-def topk_mask(
-    a: Algebra, positions: Positions, terms: Sequence[Term], sizes: Sizes, begins: frozenset[Affine], mask: Value
-) -> dict[Value, Reading | str]:
+def topk_mask(masks: Masks, mask: Value) -> dict[Value, Reading | Miss]:
     """A reading of `mask`, if it lets through what each row lists, within bounds; why it is none, by the list."""
-    formula = visible(positions, terms)
+    a, positions, formula = masks.a, masks.positions, masks.visible()
     rank = len(positions.shape)
-    bounds = limits(formula, rank) if not isinstance(formula, str) else Limits(None, None, False, ())
+    bounds = masks.limits(formula) if not isinstance(formula, str) else Limits(None, None, False, ())
     leaves = [part[1] for part in bounds.rest if not isinstance(part, bool) and part[0] == "is"]
     lists = [leaf for leaf in leaves if leaf.value.op == "chosen"]
     if not lists:
         return {}
     at, places = lists[0].index, lists[0].value.arg
     if len(bounds.rest) > 1:
-        return {places: "beside the keys that are listed, the mask asks for more than a causal order or a length"}
-    batch, _, queries, _ = sizes
+        return {
+            places: _miss("beside the keys that are listed, the mask asks for more than a causal order or a length")
+        }
+    batch, _, queries, _ = masks.sizes
     rows, lead = (positions.axis(rank - 2), positions.axis(rank - 1)), places.shape[:-2]
     own = (number(0) if size == 1 else positions.axis(0) for size in lead)
     if at != (*own, *rows) or prod(lead) not in (1, batch):
-        return {places: "the keys that are listed differ from head to head, or are those of another sequence"}
-    words = _words(a, replace(bounds, rest=()), sizes, begins)
+        return {places: _miss("the keys that are listed differ from head to head, or are those of another sequence")}
+    words = _words(masks, replace(bounds, rest=()))
     if words is None:
-        return {places: "beside the keys that are listed, the mask is not proven to be a causal order or a length"}
+        return {
+            places: _miss("beside the keys that are listed, the mask is not proven to be a causal order or a length")
+        }
     count = places.shape[-1]
     listed = a.expand(a.reshape(places, (prod(lead), queries, count)), (batch, queries, count))
     captures = {"places": listed, "distinct": _distinct(places), **words}
@@ -72,13 +71,17 @@ def _distinct(places: Value) -> bool:
     return places.op == "largest_index"
 
 
-def _words(a: Algebra, bounds: Limits, sizes: Sizes, begins: frozenset[Affine]) -> dict[str, Any] | None:
+def _miss(reason: str) -> Miss:
+    return Miss("sparse_attention", reason)
+
+
+def _words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
     """The bounds in words, and whether every query is known to see a key."""
     found = {"mask_kind": "none", "window": None, "kv_len": None}
     if bounds == Limits(None, None, False, ()):
         return {**found, "every_row_nonempty": True}
-    words = bounded(a, bounds, sizes, begins)
-    return {**found, **words, "every_row_nonempty": sees_some(bounds, *sizes[2:])} if words else None
+    words = masks.bounded(bounds)
+    return {**found, **words, "every_row_nonempty": sees_some(bounds, *masks.sizes[2:])} if words else None
 
 
 @dataclass(frozen=True)
@@ -93,18 +96,16 @@ class _Scores:
 @reader(gives=(LIGHTNING_INDEXER,), needs=("topk_mask",))
 def lightning_indexers(graph: Graph) -> Iterator[Found]:
     """What lists the keys that attention sees, if it is a lightning indexer; why it is none."""
-    assumed = Assumed(graph.algebra, graph.facts.assumed)
-    written = [value for value in graph.places if value.op in ("write", "write_rows")]
+    assumed = Assumed.of(graph)
     for _, each in graph.readings.all("topk_mask"):
         places = each.captures["places"]
-        found = lightning_indexer(graph.algebra, graph.shared(Folder), assumed, written, places.below("reshape"))
-        yield places, Miss("sparse_attention", found) if isinstance(found, str) else found
+        found = lightning_indexer(assumed, places.below("reshape"))
+        yield places, _miss(found) if isinstance(found, str) else found
 
 
-def lightning_indexer(
-    a: Algebra, folder: Folder, assumed: Assumed, written: Sequence[Value], places: Value
-) -> Reading | str:
+def lightning_indexer(assumed: Assumed, places: Value) -> Reading | str:
     """What lists the keys, if it is a lightning indexer; why it is none."""
+    a = assumed.algebra
     if places.op != "largest_index":
         return "the keys that are listed are not the largest of a row of scores"
     found = _unmasked(_Scores(places.arg, places.arg.shape, ()))
@@ -118,12 +119,11 @@ def lightning_indexer(
     keys = key.shape[1]
     if found.shape[-2:] != (queries, keys) or prod(found.shape[:-2]) != batch or places.shape[-2:-1] != (queries,):
         return _SUM
-    positions = Positions(found.shape, folder, assumed.visible)
-    formula = visible(positions, found.terms)
+    masks = assumed.masks(found.shape, found.terms, (batch, 1, queries, keys))
+    formula = masks.visible()
     if isinstance(formula, str):
         return formula
-    inside = begins(a, positions, written, queries, keys)
-    words = _words(a, limits(formula, len(found.shape)), (batch, 1, queries, keys), inside)
+    words = _words(masks, masks.limits(formula))
     if words is None:
         return _MASK
     count = _at_most(places.attrs[0])
@@ -131,7 +131,7 @@ def lightning_indexer(
         return "how many keys are listed is not known"
     listed = a.reshape(places, (batch, queries, places.attrs[0]))
     captures = {"query": query, "key": key, "weights": weights, "places": listed, "count": count}
-    return Reading("lightning_indexer", captures | words, positions.names())
+    return Reading("lightning_indexer", captures | words, masks.positions.names())
 
 
 def _at_most(count: Any) -> int | None:
@@ -140,35 +140,6 @@ def _at_most(count: Any) -> int | None:
         return count
     numbers = [int(each) for each in count.args if each.is_Integer] if count.func.__name__ == "Min" else []
     return numbers[0] if numbers else None
-
-
-def begins(a: Algebra, positions: Positions, written: Sequence[Value], queries: Any, keys: Any) -> frozenset[Affine]:
-    """Where the model writes as many rows as there are queries, into no more places than there are keys.
-
-    A write beyond the end is an error for the model: so these rows, and queries that stand where they do, are inside.
-    """
-    if queries == 1 or not isinstance(keys, int):
-        return frozenset()
-    starts: dict[Value, list[Affine]] = {}
-    for write in written:
-        start, axis = _start(a, write, queries)
-        size = write.shape[axis]
-        if start is not None and isinstance(size, int) and size <= keys:
-            starts[start] = [number(0) if size == 1 else positions.axis(0) for size in start.shape]
-    return frozenset(positions.affine(start, at) for start, at in starts.items())
-
-
-def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
-    """Where so many consecutive rows of every sequence are written, and along which axis."""
-    _, source, index, *inner = write.args
-    axis = 1 if inner else write.attrs[0]
-    if write.op == "write":
-        return index if source.shape[axis] == rows else None, axis
-    places = inner[0] if inner else index
-    while places.op == "wrap" or (places.op in ("reshape", "expand") and places.shape[-1:] != (rows,)):
-        places = places.arg
-    found = run(a, places) if places.shape[-1:] == (rows,) else None
-    return None if found is None or found.start is None else a.shift(found.start, found.offset), axis
 
 
 def _unmasked(found: _Scores) -> _Scores | str:
@@ -247,10 +218,8 @@ def _below_relu(value: Value) -> tuple[Value, tuple[Step, ...]] | None:
     while value.op != "matmul":
         if value.op == "relu":
             seen = True
-        elif value.op == "reshape" and value.shape[-1:] == value.arg.shape[-1:]:
-            steps.append(("reshape", value.shape[:-1]))
-        elif value.op == "permute" and value.attrs[-1] == value.rank - 1:
-            steps.append(("permute", value.attrs[:-1]))
+        elif (step := row_step(value)) is not None:
+            steps.append(step)
         elif not (is_rounding(value) or (value.op == "scale" and value.attrs[0] > 0)):
             return None
         value = value.arg
@@ -268,9 +237,7 @@ def _query_and_key(
     apart = rows is None or _sequence(rows, rows.before) != _sequence(rows, rows.after)
     if y.shape[0] != 1 and (apart or y.rank != product.rank):
         return None  # the keys do not differ from sequence to sequence, but from query to query
-    query = a.expand(x, (*product.shape[:-1], x.shape[-1]))
-    for op, how in steps:
-        query = a.reshape(query, (*how, x.shape[-1])) if op == "reshape" else a.permute(query, (*how, query.rank - 1))
+    query = arranged(a, a.expand(x, (*product.shape[:-1], x.shape[-1])), steps)
     query = a.permute(query, order) if query.rank == 4 else query
     key = a.reshape(swapped(a, y), (y.shape[0], y.shape[-1], y.shape[-2]))
     return (query, key) if query.rank == 4 and query.shape[0] == key.shape[0] else None
