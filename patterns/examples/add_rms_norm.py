@@ -1,59 +1,96 @@
-"""Residual adds with the norm that follows, and sums that the operator does not take."""
+"""Residual adds with the norm that follows, whose rows may be quantised, and sums that the operators do not take."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import normal, tensors
+from patterns.examples.inputs import Inputs, fixed, tensors
+from patterns.examples.quantisation import K, N, in_int32, quantised, scales, weights
+from patterns.examples.rms_norm import norm, unit
 
-EPS = 1e-6
 TWO_AND_WEIGHT = tensors((2, 3, 64), (2, 3, 64), (64,))
+Form = Callable[..., Any]
+Layer = Callable[..., Any]
 
 
-def _root(x: Tensor) -> Tensor:
-    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+def decoder(layer: Layer = lambda y: y) -> Form:
+    """The norm of a sum in the dtype of the model, with what reads it, and the sum."""
+
+    def forward(x: Tensor, residual: Tensor, gain: Tensor, *more: Tensor) -> Any:
+        residual = residual + x
+        return layer(norm(residual, gain), *more), residual
+
+    return forward
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    h = x.float()
-    return weight * (h * _root(h)).to(x.dtype)
+def wide(layer: Layer = lambda y: y) -> Form:
+    """The norm of the unrounded sum, with what reads it, and the sum."""
+
+    def forward(x: Tensor, residual: Tensor, gain: Tensor, *more: Tensor) -> Any:
+        s = x.float() + residual.float()
+        return layer((gain * unit(s)).to(x.dtype), *more), s.to(x.dtype)
+
+    return forward
 
 
-def _decoder(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    residual = residual + x
-    return _norm(residual, weight), residual
-
-
-def _float32_sum(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    s = x.float() + residual.float()
-    return (weight * (s * _root(s))).to(x.dtype), s.to(x.dtype)
-
-
-def _serving(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def serving(x: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, rounded before the gain."""
     s = x.float() + residual.float()
     residual = s.to(x.dtype)
-    return (s * _root(s)).to(x.dtype) * weight, residual
+    return unit(s).to(x.dtype) * gain, residual
 
 
-def _norm_alone(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    s = x.float() + residual.float()
-    return (weight * (s * _root(s))).to(x.dtype)
+def norm_alone(x: Tensor, residual: Tensor, gain: Tensor) -> Tensor:
+    """The sum is not read again."""
+    return wide()(x, residual, gain)[0]
 
 
-def _mixed(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
-    return normal(0, 2, 3, 64).to(dtype), normal(1, 2, 3, 64).to(other), normal(2, 64).to(dtype)
+def mixed(inputs: Inputs) -> Inputs:
+    """The second of these tensors in float32, all others in a narrow dtype."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        x, residual, *rest = inputs(torch.float16 if dtype == torch.float32 else dtype)
+        return x, residual.float(), *rest
+
+    return make
 
 
 EXAMPLES = (
-    Example("the next layer's norm", _decoder, TWO_AND_WEIGHT),
-    Example("norm of the unrounded sum", _float32_sum, TWO_AND_WEIGHT),
-    Example("the same, rounded before the weight", _serving, TWO_AND_WEIGHT),
-    Example("the sum is not read again", _norm_alone, TWO_AND_WEIGHT),
-    Example("addends of two dtypes, summed in float32", _norm_alone, _mixed),
+    Example("the next layer's norm", decoder(), TWO_AND_WEIGHT),
+    Example("norm of the unrounded sum", wide(), TWO_AND_WEIGHT),
+    Example("the same, rounded before the weight", serving, TWO_AND_WEIGHT),
+    Example("the sum is not read again", norm_alone, TWO_AND_WEIGHT),
+    Example("addends of two dtypes, summed in float32", norm_alone, mixed(TWO_AND_WEIGHT)),
 )
-REJECTS = (Example("bias", _decoder, tensors((2, 3, 64), (64,), (64,)), "one addend is broadcast"),)
+REJECTS = (Example("bias", decoder(), tensors((2, 3, 64), (64,), (64,)), "one addend is broadcast"),)
 
-TRIED = {"add_rms_norm": (*EXAMPLES, *REJECTS)}
+
+def quantised_layer(*rows: int) -> Inputs:
+    """Two addends [*rows, K], a gain, an int8 weight and its scale."""
+    return tensors((*rows, K), (*rows, K), (K,), fixed(weights(3, N, K)), fixed(scales(4, N)))
+
+
+def layer(y: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A quantised layer."""
+    return in_int32(*quantised(y), weight, scale)
+
+
+def two_layers(y: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    """Two that read the same rows."""
+    rows = quantised(y)
+    return tuple(in_int32(*rows, each, scale) for each in (weight, -weight))
+
+
+QUANTISED = (
+    Example("the next layer", decoder(layer), quantised_layer(5)),
+    Example("two layers", decoder(two_layers), quantised_layer(2, 3)),
+    Example("norm of the unrounded sum", wide(layer), quantised_layer(5)),
+    Example("addends of two dtypes", wide(layer), mixed(quantised_layer(5)), "the addends of the norm have different"),
+)
+
+TRIED = {"add_rms_norm": (*EXAMPLES, *REJECTS), "add_rms_norm_dynamic_quant": QUANTISED}

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, normal, tensors
 
 T, N, D = 5, 4, 16
+Merge = Callable[..., Tensor]
 
 
-def parts(count: int) -> Inputs:
-    """Outputs [T, N, D] and log-sum-exps [T, N] in float32, `count` of each."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        outs = (normal(seed, T, N, D).to(dtype) for seed in range(count))
-        return *outs, *(2 * normal(9 + seed, T, N).float() for seed in range(count))
-
-    return make
+def parts(count: int, turned: bool = False) -> Inputs:
+    """Outputs [T, N, D] and log-sum-exps [T, N] in float32, or [N, T], `count` of each."""
+    sums = (2 * normal(9 + seed, T, N).float() for seed in range(count))
+    return tensors(*count * ((T, N, D),), *(each.T.contiguous() if turned else each for each in sums))
 
 
-def stacked(x: Tensor, y: Tensor, z: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Three parts, through the log-sum-exp of all."""
-    sums = torch.stack((a, b, c))
-    weights = (sums - sums.logsumexp(0)).exp()
-    return (weights.unsqueeze(-1) * torch.stack((x, y, z)).float()).sum(0).to(x.dtype)
+def stacked(merge: Callable[[Tensor, Tensor], Tensor]) -> Merge:
+    """Three parts, merged from their sums [3, T, N] and outputs [3, T, N, D]."""
+    return lambda x, y, z, *sums: merge(torch.stack(sums), torch.stack((x, y, z))).to(x.dtype)
 
 
-def shares(x: Tensor, y: Tensor, z: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Three parts, through a softmax."""
-    weights = torch.stack((a, b, c)).softmax(0).unsqueeze(-1)
-    return (weights * torch.stack((x, y, z))).sum(0).to(x.dtype)
+def pair(total: Callable[[Tensor, Tensor], Tensor]) -> Merge:
+    """Two parts, weighed in float32 by exponentials of what their sums are below a total of both."""
 
+    def forward(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        both = total(a, b)
+        return (a - both).exp().unsqueeze(-1) * x.float() + (b - both).exp().unsqueeze(-1) * y.float()
 
-def pair(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Two parts, in float32."""
-    both = torch.logaddexp(a, b)
-    return (a - both).exp().unsqueeze(-1) * x.float() + (b - both).exp().unsqueeze(-1) * y.float()
+    return forward
 
 
 def below_maximum(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -69,29 +64,11 @@ def heads_first(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (x * old + y * new).to(x.dtype)
 
 
-def turned(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Two parts, their sums [N, T]."""
-    *outs, a, b = parts(2)(dtype)
-    return *outs, a.T.contiguous(), b.T.contiguous()
-
-
 def rounded(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Two parts, with weights in the dtype of the parts."""
     both = torch.logaddexp(a, b)
     old, new = ((each - both).exp().unsqueeze(-1).to(x.dtype) for each in (a, b))
     return x * old + y * new
-
-
-def contracted(x: Tensor, y: Tensor, z: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Three parts, by one product."""
-    weights = torch.stack((a, b, c)).softmax(0)
-    return torch.einsum("ptn,ptnd->tnd", weights, torch.stack((x, y, z)).float()).to(x.dtype)
-
-
-def undivided(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Weights that do not add up to one."""
-    top = torch.maximum(a, b)
-    return ((a - top).exp().unsqueeze(-1) * x.float() + (b - top).exp().unsqueeze(-1) * y.float()).to(x.dtype)
 
 
 def gated(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -100,21 +77,23 @@ def gated(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (share * x.float() + (1 - share) * y.float()).to(x.dtype)
 
 
+OF_ALL = stacked(lambda sums, outs: ((sums - sums.logsumexp(0)).exp().unsqueeze(-1) * outs.float()).sum(0))
+SOFTMAX = stacked(lambda sums, outs: (sums.softmax(0).unsqueeze(-1) * outs).sum(0))
+PRODUCT = stacked(lambda sums, outs: torch.einsum("ptn,ptnd->tnd", sums.softmax(0), outs.float()))
 EXAMPLES = (
-    Example("log-sum-exp of all", stacked, parts(3)),
-    Example("softmax", shares, parts(3)),
-    Example("two", pair, parts(2)),
+    Example("log-sum-exp of all", OF_ALL, parts(3)),
+    Example("softmax", SOFTMAX, parts(3)),
+    Example("two", pair(torch.logaddexp), parts(2)),
     Example("below a maximum", below_maximum, parts(2)),
     Example("sigmoid", sigmoid, parts(2)),
     Example("one by one", one_by_one, parts(3)),
-    Example("heads before tokens", heads_first, turned),
+    Example("heads before tokens", heads_first, parts(2, turned=True)),
     Example("rounded weights", rounded, parts(2)),
-    Example("one product", contracted, parts(3)),
+    Example("one product", PRODUCT, parts(3)),
 )
 REJECTS = (
-    Example("undivided", undivided, parts(2), "not shares of one"),
+    Example("undivided", lambda *of: pair(torch.maximum)(*of).to(of[0].dtype), parts(2), "not shares of one"),
     Example("a gate", gated, parts(2), "log-sum-exps of the parts are not in the graph"),
 )
 
 TRIED = {"attention_update": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs
+from patterns.examples.inputs import Inputs, tensors
 
 Routed = tuple[Tensor, Tensor]
 TOKENS, EXPERTS = 6, 16
 
 
 def _logits(*lead: int) -> Inputs:
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(5)
-        rows = [torch.randperm(EXPERTS, generator=generator) for _ in range(TOKENS)]
-        return ((torch.stack(rows).to(dtype) / 4 - 2).reshape(*lead, EXPERTS),)
-
-    return make
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.stack([torch.randperm(EXPERTS, generator=generator) for _ in range(TOKENS)])
+    return tensors((rows.double() / 4 - 2).reshape(*lead, EXPERTS))
 
 
 FLAT = _logits(TOKENS)
@@ -35,20 +34,30 @@ def _chosen_first_in_float(x: Tensor) -> Routed:
     return torch.softmax(values, dim=-1).type_as(x), experts
 
 
-def _divided(x: Tensor) -> Routed:
-    shares, experts = torch.topk(F.softmax(x.float(), dim=-1), 4, dim=-1)
+def largest(finish: Callable[[Tensor], Tensor] = lambda shares: shares) -> Callable[[Tensor], Routed]:
+    """The largest of a softmax in float32, and what is made of them."""
+
+    def forward(x: Tensor) -> Routed:
+        shares, experts = torch.topk(F.softmax(x.float(), dim=-1), 4, dim=-1)
+        return finish(shares).to(x.dtype), experts
+
+    return forward
+
+
+def scattered(finish: Callable[[Tensor], Tensor] = lambda shares: shares) -> Callable[[Tensor], Tensor]:
+    """The same, unsorted, among zeros for all others."""
+
+    def forward(x: Tensor) -> Tensor:
+        shares, experts = F.softmax(x, dim=-1, dtype=torch.float32).topk(4, sorted=False)
+        return torch.zeros_like(x).float().scatter(-1, experts, finish(shares))
+
+    return forward
+
+
+def divided(shares: Tensor) -> Tensor:
+    """By their sum, in place."""
     shares /= shares.sum(dim=-1, keepdim=True)
-    return shares.to(x.dtype), experts
-
-
-def _divided_in_batches(x: Tensor) -> Tensor:
-    shares, experts = F.softmax(x, dim=-1, dtype=torch.float32).topk(4, sorted=False)
-    return torch.zeros_like(x).float().scatter(-1, experts, shares / shares.sum(dim=-1, keepdim=True))
-
-
-def _divided_by_twice_their_sum(x: Tensor) -> Routed:
-    shares, experts = torch.topk(F.softmax(x.float(), dim=-1), 4, dim=-1)
-    return (shares / (2 * shares.sum(dim=-1, keepdim=True))).to(x.dtype), experts
+    return shares
 
 
 def _along_tokens(x: Tensor) -> Routed:
@@ -56,30 +65,22 @@ def _along_tokens(x: Tensor) -> Routed:
     return values.softmax(0), experts
 
 
-def _shares(x: Tensor) -> Routed:
-    shares, experts = F.softmax(x.float(), dim=-1).topk(4, dim=-1)
-    return shares.to(x.dtype), experts
-
-
-def _shares_in_float(x: Tensor) -> Tensor:
-    shares, experts = torch.topk(F.softmax(x, dim=-1, dtype=torch.float32), 4, sorted=False)
-    return torch.zeros_like(x).float().scatter(-1, experts, shares)
-
-
+TWICE = largest(lambda shares: shares / (2 * shares.sum(dim=-1, keepdim=True)))
+IN_BATCHES = scattered(lambda shares: shares / shares.sum(dim=-1, keepdim=True))
 EXAMPLES = (
     Example("softmax over the chosen", _chosen_first, FLAT),
     Example("the same in float32", _chosen_first_in_float, FLAT),
-    Example("divided by their sum", _divided, FLAT),
-    Example("in batches, unsorted", _divided_in_batches, _logits(2, 3)),
+    Example("divided by their sum", largest(divided), FLAT),
+    Example("in batches, unsorted", IN_BATCHES, _logits(2, 3)),
 )
 REJECTS = (
     Example("softmax over tokens", _along_tokens, FLAT, "runs along another dim"),
     Example("sigmoid scores", lambda x: x.sigmoid().topk(4, dim=-1), FLAT, "by their sigmoids"),
-    Example("divided by twice their sum", _divided_by_twice_their_sum, FLAT, "something else than their sum"),
+    Example("divided by twice their sum", TWICE, FLAT, "something else than their sum"),
 )
 SHARES = (
-    Example("largest of a softmax", _shares, FLAT),
-    Example("in float32, unsorted", _shares_in_float, FLAT),
+    Example("largest of a softmax", largest(), FLAT),
+    Example("in float32, unsorted", scattered(), FLAT),
     Example("softmax over tokens", lambda x: x.softmax(0).topk(4, dim=-1), FLAT, "along another dim than the choice"),
     Example("four dims", lambda x: x.softmax(-1).topk(4, dim=-1), _logits(1, 2, 3), "rank(x) in (2, 3)"),
 )

@@ -11,6 +11,8 @@ from torch import Tensor
 from fusion import Example
 
 Inputs = Callable[[torch.dtype], tuple[Tensor, ...]]
+Part = tuple[int, ...] | Tensor | Callable[[], Tensor]
+"""A shape, a tensor, or what makes one."""
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -19,31 +21,50 @@ def normal(seed: int, *shape: int) -> Tensor:
     return (torch.randn(*shape, generator=generator, dtype=torch.float64) * 32).round().clamp(-127, 127) / 32
 
 
-def tensors(*shapes: tuple[int, ...]) -> Inputs:
-    """One tensor of each shape."""
-    return lambda dtype: tuple(normal(seed, *shape).to(dtype) for seed, shape in enumerate(shapes))
+def fixed(x: Tensor) -> torch.nn.Parameter:
+    """A Parameter for inference."""
+    return torch.nn.Parameter(x, requires_grad=False)
+
+
+def weight(seed: int, *shape: int) -> Callable[[], Tensor]:
+    """Makes a Parameter, about normal / 8."""
+    return lambda: fixed(normal(seed, *shape) / 8)
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy, in the dtype if it is of float64."""
+    copy = x.detach().clone().to(dtype if x.dtype == torch.float64 else x.dtype)
+    return fixed(copy) if isinstance(x, torch.nn.Parameter) else copy
+
+
+def tensors(*parts: Part) -> Inputs:
+    """One tensor of each shape, whose place is its seed, and copies of other tensors, of which float64 is narrowed."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        made = (
+            normal(seed, *part) if isinstance(part, tuple) else part() if callable(part) else part
+            for seed, part in enumerate(parts)
+        )
+        return tuple(in_dtype(each, dtype) for each in made)
+
+    return make
+
+
+def tables(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [*shape], whose halves are equal."""
+    angles = normal(seed, *shape[:-1], shape[-1] // 2)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
 
 
 def rotated(*shapes: tuple[int, ...], table: tuple[int, ...]) -> Inputs:
-    """Tensors to rotate, then cos and sin of one shape whose halves are equal."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        angles = normal(len(shapes), *table[:-1], table[-1] // 2)
-        angles = torch.cat((angles, angles), dim=-1)
-        return *tensors(*shapes)(dtype), angles.cos().to(dtype), angles.sin().to(dtype)
-
-    return make
+    """Tensors to rotate, then cos and sin of one shape."""
+    return tensors(*shapes, *tables(len(shapes), *table))
 
 
 def with_parameters(*shapes: tuple[int, ...], leading: int = 1) -> Inputs:
     """One tensor of each shape; those behind the `leading` ones are Parameters."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        values = tensors(*shapes)(dtype)
-        weights = (torch.nn.Parameter(each / 8, requires_grad=False) for each in values[leading:])
-        return *values[:leading], *weights
-
-    return make
+    return tensors(*shapes[:leading], *(weight(seed, *shape) for seed, shape in enumerate(shapes[leading:], leading)))
 
 
 def under(name: str, examples: Iterable[Example]) -> tuple[Example, ...]:

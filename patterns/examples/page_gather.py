@@ -9,25 +9,21 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal, tensors
+from patterns.examples.inputs import Inputs, Part, normal, tensors
 
 B, N, D, E, C, R, BLOCKS, SIZE, PAGES = 2, 2, 16, 32, 32, 16, 7, 4, 3
 ROOM = PAGES * SIZE
+UP = normal(3, N * (D + E), C) / 8
+"""The weight by which keys and values of all heads come from a latent."""
 TABLE = torch.tensor([[3, 6, -1], [5, 3, 2]])
 WHOLE = torch.tensor([[3, 6, 0], [5, 3, 2]], dtype=torch.int32)
 
 
-def inputs(table: Tensor = TABLE, *more: Tensor, heads: bool = True, sizes: tuple[int, int] = (SIZE, SIZE)) -> Inputs:
+def inputs(table: Tensor = TABLE, *more: Part, heads: bool = True, sizes: tuple[int, int] = (SIZE, SIZE)) -> Inputs:
     """Pages of keys and values of heads, or of a latent and its rotated lanes; the block table, and more."""
-
     widths = ((N, D), (N, E)) if heads else ((C,), (R,))
-    given = tensors(*((BLOCKS, size, *width) for size, width in zip(sizes, widths, strict=True)))
-    return lambda dtype: (*given(dtype), table.clone(), *(each.clone() for each in more))
-
-
-def up(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The same of a latent, and the weight by which keys and values of all heads come from it."""
-    return *inputs(heads=False)(dtype), (normal(3, N * (D + E), C) / 8).to(dtype)
+    pages = ((BLOCKS, size, *width) for size, width in zip(sizes, widths, strict=True))
+    return tensors(*pages, table, *more)
 
 
 def whole(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +84,7 @@ EXAMPLES = (
     Example("one sequence", of_both(lambda pages, table: pages[table[1]].flatten(0, 1)[:7]), inputs()),
     Example("packed", of_both(packed((3, 5), (3, 11))), inputs()),
     Example("packed, fewer pages", of_both(packed((2, 6), (3, 12))), inputs()),
-    Example("a latent that is expanded", expanded, up),
+    Example("a latent that is expanded", expanded, inputs(TABLE, UP, heads=False)),
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import Inputs, fixed, normal, tensors
 
 K, N = 48, 24
 EPS = 1e-6
@@ -43,13 +43,8 @@ def int8_layer(seed: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 def layer(*rows: int, bias: bool = False, parameters: bool = True, k: int = K, n: int = N) -> Inputs:
     """x [*rows, K], weight [N, K] of int8, scale [N], a bias if asked for."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        given = [weights(1, n, k), scales(2, n), *([normal(3, n).float()] if bias else [])]
-        kept = [torch.nn.Parameter(each, requires_grad=False) if parameters else each for each in given]
-        return grid(0, *rows, k).to(dtype), *kept
-
-    return make
+    given = weights(1, n, k), scales(2, n), *([normal(3, n).float()] if bias else [])
+    return tensors(grid(0, *rows, k), *(fixed(each) if parameters else each for each in given))
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,15 +103,12 @@ ROWS = (
     Example("a bound, and the inverse", by(bounded), layer(2, 3)),
     Example("in the model's dtype", by(narrow), layer(5)),
 )
+OF_OTHERS = by(lambda x: divided(x, by_row(x.roll(1, 0))))
+FOUR_BITS = by(lambda x: divided(x, by_row(x, 7), -8, 7))
 OTHER_ROWS = (
     Example("a shifted scale", by(shifted), layer(5), "a number is added to the scale"),
-    Example(
-        "the scale of others",
-        by(lambda x: divided(x, by_row(x.roll(1, 0)))),
-        layer(5),
-        "divided by the scale of others",
-    ),
-    Example("four bits", by(lambda x: divided(x, by_row(x, 7), -8, 7)), layer(5), "becomes 7, by the operator 127"),
+    Example("the scale of others", OF_OTHERS, layer(5), "divided by the scale of others"),
+    Example("four bits", FOUR_BITS, layer(5), "becomes 7, by the operator 127"),
 )
 
 
@@ -140,22 +132,18 @@ def other_dim(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) ->
     return in_int32(numbers, tokens, weight, scale[: numbers.shape[-2]].view(-1, 1))
 
 
-def without_tokens(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """A scale of each channel alone."""
-    return (product(numbers, weight) * scale).bfloat16()
-
-
 def short(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Sums in float16."""
     return (linear(numbers.half(), weight.half()) * tokens.half() * scale.half()).half()
 
 
+CHANNELS = scaled(lambda numbers, tokens, weight, scale: (product(numbers, weight) * scale).bfloat16())
 PRODUCTS = (
     Example("sums in int32", scaled(in_int32), layer(5)),
     Example("a batch", scaled(in_int32), layer(2, 3, parameters=False)),
     Example("sums in float32, a bias", scaled(in_float32), layer(2, 3, bias=True)),
     Example("scales first", scaled(dequantised), layer(2, 3)),
-    Example("channels alone", scaled(without_tokens), layer(5)),
+    Example("channels alone", CHANNELS, layer(5)),
 )
 OTHER_PRODUCTS = (
     Example("a wide result", by(quantised), layer(5), "the result is of torch.float32"),

@@ -14,86 +14,84 @@ HEADS = rotated((2, 4, 3, 64), table=(2, 1, 3, 64))
 TOKENS = rotated((2, 3, 4, 64), table=(2, 3, 1, 64))
 PART = rotated((2, 4, 3, 192), table=(2, 1, 3, 64))
 PAIR = rotated((2, 4, 3, 64), (2, 2, 3, 64), table=(2, 1, 3, 64))
+SAME = rotated((2, 4, 3, 64), (2, 2, 3, 64), table=(1, 1, 3, 64))
 DEEP = rotated((2, 2, 4, 3, 64), table=(2, 1, 1, 3, 64))
+Halves = tuple[Tensor, Tensor]
 
 
-def _turned(x: Tensor) -> Tensor:
+def _swapped(x: Tensor, sign: int = -1) -> Tensor:
     x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((-x2, x1), dim=-1)
+    return torch.cat((-x2 if sign < 0 else x2, x1), dim=-1)
 
 
-def _half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos + _turned(x) * sin
+def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves rotated."""
+    return x * cos + _swapped(x) * sin
 
 
-def _products(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    half = x.shape[-1] // 2
-    even, odd, cos, sin = x[..., ::2], x[..., 1::2], cos[..., :half], sin[..., :half]
-    return even * cos - odd * sin, odd * cos + even * sin
+def _products(x1: Tensor, x2: Tensor, cos: Tensor, sin: Tensor) -> Halves:
+    cos, sin = cos[..., : x1.shape[-1]], sin[..., : x1.shape[-1]]
+    return x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+
+def _of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Halves:
+    return _products(x[..., ::2], x[..., 1::2], cos, sin)
+
+
+def _joined(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat(_of_pairs(x, cos, sin), dim=-1)
 
 
 def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.stack(_products(x, cos, sin), dim=-1).flatten(-2)
+    return torch.stack(_of_pairs(x, cos, sin), dim=-1).flatten(-2)
 
 
 def _halves_to_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2 = x.chunk(2, dim=-1)
-    cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
-    return torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)
+    return torch.stack(_products(x1, x2, cos, sin), dim=-1).flatten(-2)
 
 
-def _partial_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _first_lanes(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x1, x2, rest = x.split((32, 32, 128), dim=-1)
-    cos, sin = cos[..., :32], sin[..., :32]
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), dim=-1)
+    return torch.cat((*_products(x1, x2, cos, sin), rest), dim=-1)
 
 
-def _partial_to_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _last_lanes(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rest, turned = x.split((128, 64), dim=-1)
-    return torch.cat((rest, *_products(turned, cos, sin)), dim=-1)
+    return torch.cat((rest, *_of_pairs(turned, cos, sin)), dim=-1)
 
 
-def _no_sign(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2 = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((x2, x1), dim=-1) * sin
-
-
-def _both(rotate: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+def _both(rotate: Callable[..., Tensor]) -> Callable[..., Halves]:
     return lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
 
 
 EXAMPLES = (
-    Example("half order, heads first", _half, HEADS),
-    Example("half order, tokens first", _half, TOKENS),
+    Example("half order, heads first", half, HEADS),
+    Example("half order, tokens first", half, TOKENS),
     Example("interleaved order", _interleaved, HEADS),
-    Example("interleaved to half order", lambda *given: torch.cat(_products(*given), dim=-1), HEADS),
-    Example("interleaved to half order, tokens first", lambda *given: torch.cat(_products(*given), dim=-1), TOKENS),
+    Example("interleaved to half order", _joined, HEADS),
+    Example("interleaved to half order, tokens first", _joined, TOKENS),
     Example("half to interleaved order", _halves_to_pairs, HEADS),
 )
+NEGATIVE = "this rotates by the negative angle"
+THIRD = "a third term is added"
 REJECTS = (
-    Example(
-        "by the negative angle",
-        lambda x, cos, sin: x * cos - _turned(x) * sin,
-        HEADS,
-        "this rotates by the negative angle",
-    ),
-    Example("a reflection", _no_sign, HEADS, "are not those of a rotation"),
-    Example("with a residual", lambda x, cos, sin: x * cos + x + _turned(x) * sin, HEADS, "a third term is added"),
-    Example("five dims", _half, DEEP, "are more than the four that the operator reads"),
+    Example("by the negative angle", lambda x, cos, sin: x * cos - _swapped(x) * sin, HEADS, NEGATIVE),
+    Example("a reflection", lambda x, cos, sin: x * cos + _swapped(x, 1) * sin, HEADS, "are not those of a rotation"),
+    Example("with a residual", lambda x, cos, sin: x * cos + x + _swapped(x) * sin, HEADS, THIRD),
+    Example("five dims", half, DEEP, "are more than the four that the operator reads"),
 )
-PARTIAL_EXAMPLES = (
-    Example("first lanes, half order", _partial_half, PART),
-    Example("last lanes, interleaved to half order", _partial_to_halves, PART),
+PARTIAL = (
+    Example("first lanes, half order", _first_lanes, PART),
+    Example("last lanes, interleaved to half order", _last_lanes, PART),
 )
-HALVES = _both(_half)
-SAME = rotated((2, 4, 3, 64), (2, 2, 3, 64), table=(1, 1, 3, 64))
 PAIRS = (
-    Example("queries and keys", HALVES, PAIR),
-    Example("packed tokens", HALVES, rotated((6, 4, 64), (6, 2, 64), table=(6, 1, 64))),
-    Example("a batch at the same positions", HALVES, SAME),
+    Example("queries and keys", _both(half), PAIR),
+    Example("packed tokens", _both(half), rotated((6, 4, 64), (6, 2, 64), table=(6, 1, 64))),
+    Example("a batch at the same positions", _both(half), SAME),
     Example("interleaved order", _both(_interleaved), PAIR, "the lanes are interleaved"),
-    Example("two ranks", HALVES, rotated((2, 4, 3, 64), (4, 3, 64), table=(3, 64)), "their axes differ"),
-    Example("two dims", HALVES, rotated(*2 * ((3, 64),), table=(3, 64)), "not three or four"),
+    Example("two ranks", _both(half), rotated((2, 4, 3, 64), (4, 3, 64), table=(3, 64)), "their axes differ"),
+    Example("two dims", _both(half), rotated(*2 * ((3, 64),), table=(3, 64)), "not three or four"),
 )
 
-TRIED = {"rope_pair": PAIRS, "partial_rope": PARTIAL_EXAMPLES, "rope": (*EXAMPLES, *REJECTS)}
+TRIED = {"rope_pair": PAIRS, "partial_rope": PARTIAL, "rope": (*EXAMPLES, *REJECTS)}

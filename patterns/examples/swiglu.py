@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,53 +12,39 @@ from fusion import Example
 from patterns.examples.inputs import tensors
 
 X = tensors((2, 3, 128))
+Activation = Callable[[Tensor], Tensor]
 
 
-def _chunked(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def gated(activation: Activation, gate_first: bool = True) -> Callable[[Tensor], Tensor]:
+    """One half of the lanes times what is activated of the other."""
+
+    def forward(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1) if gate_first else reversed(x.chunk(2, dim=-1))
+        return activation(gate) * up
+
+    return forward
 
 
-def _in_float(x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, dim=-1)
-    return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
-
-
-def _viewed(x: Tensor) -> Tensor:
+def viewed(x: Tensor) -> Tensor:
+    """The halves as two rows, silu written out."""
     gate, up = x.view(*x.shape[:-1], 2, -1).unbind(dim=-2)
     return up * (torch.sigmoid(gate) * gate)
 
 
-def _swapped(x: Tensor) -> Tensor:
-    up, gate = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _two_tensors(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return torch.sigmoid(gate) * up
-
-
-def _gelu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate) * up
-
-
+written_out = gated(lambda gate: gate / (1 + torch.exp(-gate)))
 EXAMPLES = (
-    Example("two chunks", _chunked, X),
-    Example("cast as a whole, silu written out", _in_float, X),
-    Example("viewed as two rows", _viewed, X),
+    Example("two chunks", gated(F.silu), X),
+    Example("cast as a whole, silu written out", lambda x: written_out(x.float()).to(x.dtype), X),
+    Example("viewed as two rows", viewed, X),
 )
 REJECTS = (
-    Example("second half first", _swapped, X, "the halves are in the wrong order"),
-    Example("two tensors", _two_tensors, tensors((2, 3, 64), (2, 3, 64)), "are not the first and second halves"),
-    Example("sigmoid gate", _sigmoid, X, "the gate is a plain sigmoid"),
-    Example("gelu gate", _gelu, X, "the gate is gelu"),
-)
+    Example("second half first", gated(F.silu, gate_first=False), X, "the halves are in the wrong order"),
+    Example(
+        "two tensors", lambda gate, up: F.silu(gate) * up, tensors((2, 3, 64), (2, 3, 64)),
+        "are not the first and second halves",
+    ),
+    Example("sigmoid gate", gated(torch.sigmoid), X, "the gate is a plain sigmoid"),
+    Example("gelu gate", gated(F.gelu), X, "the gate is gelu"),
+)  # fmt: skip
 
 TRIED = {"swiglu": (*EXAMPLES, *REJECTS)}
-"""Rule -> its examples and rejects."""
