@@ -183,14 +183,14 @@ PAGED = (
     Example("slot // Size, slot % Size", BY_BLOCK, two(SLOTS)),
     Example("slot // Size, slot % Size, counted from the end", BY_BLOCK, FROM_THE_END),
     Example("a block table", BY_TABLE, two(TABLE, torch.tensor([5, 0, 7]))),
-    Example("pages that lie otherwise", BY_BLOCK, _turned, "the pages are not contiguous", "at_places"),
+    Example("pages that lie otherwise", BY_BLOCK, _turned, "the pages are not contiguous", "written[Cache]"),
     Example("lines of NZ", IN_NZ, NZ, "the pages hold rows in lines"),
     Example(
         "places of unknown range",
         ANYWHERE,
         two(SLOTS // SIZE, SLOTS % SIZE),
         "not proven to lie in its page",
-        "at_places",
+        "written[Cache]",
     ),
 )
 

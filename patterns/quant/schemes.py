@@ -203,8 +203,8 @@ class StaticInt8Layers(TokenInt8Layers):
 
 
 def _alike(rotated: float, absorbed: float) -> None:
-    said = "rotated queries are multiplied by {rotated}, absorbed ones by {absorbed}"
-    require(math.isclose(rotated, absorbed, rel_tol=1e-6), said, rotated=rotated, absorbed=absorbed)
+    alike, both = math.isclose(rotated, absorbed, rel_tol=1e-6), dict(rotated=rotated, absorbed=absorbed)
+    require(alike, "rotated queries are multiplied by {rotated}, absorbed ones by {absorbed}", **both)
 
 
 def _row(scale: Tensor) -> Tensor:

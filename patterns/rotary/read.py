@@ -175,22 +175,18 @@ def _split(term: Term, leaf: int, where: Index) -> _Side | None:
     return _Side(lane, table, entry, term.coefficient[where])
 
 
-def _place(order: str, size: int) -> tuple[Index, Index]:
-    """(pair, side) of each lane."""
-    lane = np.arange(size)
-    return (lane % (size // 2), lane // (size // 2)) if order == "half" else (lane // 2, lane % 2)
-
-
-def _lane(order: str, size: int, pair: Index, side: Index) -> Index:
-    return pair + side * (size // 2) if order == "half" else 2 * pair + side
+def _pairs(order: str, size: int) -> Index:
+    """The lanes of each pair [D / 2, 2]."""
+    lanes = np.arange(size)
+    return lanes.reshape(2, -1).T if order == "half" else lanes.reshape(-1, 2)
 
 
 def _align(left: _Side, right: _Side, source: str, result: str) -> tuple[_Side, _Side] | None:
     """The products of each lane itself and of its partner, the latter with the sign that they have in a rotation."""
-    size = len(left.lane)
-    pair, side = _place(result, size)
-    base = min(left.lane.min(), right.lane.min())
-    own, partner = (base + _lane(source, size, pair, each) for each in (side, 1 - side))
+    size, base = len(left.lane), min(left.lane.min(), right.lane.min())
+    of, to = _pairs(source, size), _pairs(result, size)
+    own, partner, sign = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size)
+    own[to], partner[to], sign[to] = base + of, base + of[:, ::-1], (-1.0, 1.0)
     straight = (left.lane == own) & (right.lane == partner)
     crossed = (right.lane == own) & (left.lane == partner)
     if not (straight | crossed).all():
@@ -199,7 +195,7 @@ def _align(left: _Side, right: _Side, source: str, result: str) -> tuple[_Side, 
         _Side(*(np.where(straight, *each) for each in zip(*both, strict=True)))
         for both in ((left, right), (right, left))
     )
-    return cos, sin._replace(factor=sin.factor * np.where(side == 0, -1.0, 1.0))
+    return cos, sin._replace(factor=sin.factor * sign)
 
 
 def _refusal(cos: _Side, sin: _Side) -> str | None:
