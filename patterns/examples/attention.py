@@ -4,59 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, softmax
 
 from fusion import Example
-from patterns.examples.inputs import Inputs
+from patterns.examples.inputs import Inputs, Part, normal, tensors
+from patterns.examples.masks import causal, lowest
 
-Attend = Callable[..., Tensor]
+Attend = Callable[..., Any]
 Mask = Callable[..., Tensor]
 B, N, M, S, T, D = 2, 4, 2, 5, 16, 16
+SINKS, POSITION = normal(4, N), torch.tensor(6)
+PADDING = torch.arange(S) >= torch.tensor([2, 0])[:, None]
+"""Which keys are there: the first sequence is padded on the left, so that its first queries see nothing."""
 
 
-def heads(number: int, size: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """A tensor [B, number, size, D]."""
-    return torch.randn(B, number, size, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def qkv(queries: int = S, keys: int = S, shared: int = M, *more: Callable[[torch.dtype], Tensor]) -> Inputs:
+def qkv(queries: int = S, keys: int = S, shared: int = M, *more: Part) -> Inputs:
     """Queries of N heads, keys and values of `shared` heads, and what else is asked for."""
-
-    sizes = (N, queries), (shared, keys), (shared, keys)
-    return lambda dtype: (
-        *(heads(*size, dtype, seed) for seed, size in enumerate(sizes, 1)),
-        *(each(dtype) for each in more),
-    )
-
-
-def padding(dtype: torch.dtype) -> Tensor:
-    """Which of T keys are there: the first sequence is padded on the left, so that its first queries see nothing."""
-    seen = torch.ones(B, S, dtype=torch.bool)
-    seen[0, :2] = False
-    return seen
-
-
-def sinks(dtype: torch.dtype) -> Tensor:
-    """One number for each head."""
-    return torch.randn(N, generator=torch.Generator().manual_seed(4)).to(dtype)
-
-
-def position(dtype: torch.dtype) -> Tensor:
-    """Where the next token goes."""
-    return torch.tensor(6)
+    return tensors((B, N, queries, D), (B, shared, keys, D), (B, shared, keys, D), *more)
 
 
 def repeated(x: Tensor) -> Tensor:
-    """Every key head for the query heads that share it."""
-    return x[:, :, None].expand(-1, -1, N // M, -1, -1).reshape(B, N, *x.shape[2:])
-
-
-def lowest(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a key is seen, the least number where it is hidden."""
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    """Every key head for the query heads that share it, unless there is one for each."""
+    return x if x.shape[1] == N else x[:, :, None].expand(-1, -1, N // M, -1, -1).reshape(B, N, *x.shape[2:])
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -64,6 +37,20 @@ def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
     scores = q @ repeated(k).transpose(-2, -1) / math.sqrt(D)
     scores = scores if mask is None else scores + mask
     return softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ repeated(v)
+
+
+def normalised(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights below a maximum, and their log-sum-exps [.., 1]."""
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    return weights / total, top + total.log()
+
+
+def summed(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What they give, and the log-sum-exps."""
+    weights, lse = normalised(scores)
+    return weights.to(v.dtype) @ v, lse
 
 
 def by_sdpa(seen: Mask | None = None, repeat: bool = False, **flags: bool) -> Attend:
@@ -89,6 +76,17 @@ def with_sink(hidden: Mask | None = None) -> Attend:
         scores = scores if hidden is None else scores + lowest(hidden(*more), q.dtype)
         joined = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
         return softmax(joined - joined.max(dim=-1, keepdim=True).values, dim=-1)[..., :-1] @ repeated(v)
+
+    return forward
+
+
+def filled(hidden: Mask, least: bool = False, dtype: torch.dtype | None = None) -> Attend:
+    """Filled in where a key is hidden; a query that sees nothing gives NaN, or by the least number the mean."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
+        scores = scores.masked_fill(hidden(*more), torch.finfo(q.dtype).min if least else -math.inf)
+        return softmax(scores, dim=-1, dtype=dtype).to(q.dtype) @ repeated(v)
 
     return forward
 
@@ -121,13 +119,6 @@ def written_chunk(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
     return by_hand(behind)(q, k.index_copy(2, places, fresh), v.index_copy(2, places, fresh), at)
 
 
-def padded_by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """With the least number, so that a query that sees nothing gets the mean."""
-    scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
-    scores = scores.masked_fill(~there(seen), torch.finfo(q.dtype).min)
-    return softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ repeated(v)
-
-
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Groups of heads by einsum, heads behind the positions."""
     q = q.transpose(1, 2).reshape(B, S, M, N // M, D)
@@ -138,7 +129,7 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def positions_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Tensors [B, S, N, D], as projections give them."""
     q, k, v = (each.reshape(B, S, -1, D).transpose(1, 2) for each in (q, k, v))
-    return causal(q, k, v).transpose(1, 2)
+    return CAUSAL(q, k, v).transpose(1, 2)
 
 
 def wide_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -146,28 +137,28 @@ def wide_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax(q[..., :8] @ repeated(k)[..., :8].transpose(-2, -1), dim=-1) @ repeated(v)
 
 
-causal = by_sdpa(is_causal=True, enable_gqa=True)
-STEP = by_sdpa(lambda at: (torch.arange(T)[None] <= (torch.arange(1) + at)[:, None])[None, None], enable_gqa=True)
+CAUSAL = by_sdpa(is_causal=True, enable_gqa=True)
+STEP = by_sdpa(lambda at: causal(1, T, at)[None, None], enable_gqa=True)
 CACHED = by_sdpa(lambda: torch.arange(T)[None] <= torch.arange(S)[:, None], enable_gqa=True)
-SUNK = qkv(S, S, M, sinks)
+SUNK, PADDED = qkv(S, S, M, SINKS), qkv(S, S, M, PADDING)
 EXAMPLES = (
     Example("an encoder", by_sdpa(), qkv(shared=N)),
-    Example("causal", causal, qkv()),
+    Example("causal", CAUSAL, qkv()),
     Example("causal by a mask", by_hand(later), qkv()),
-    Example("one step over a cache", STEP, qkv(1, T, M, position)),
-    Example("a chunk over a cache", by_hand(behind), qkv(S, T, M, position)),
-    Example("a chunk written into a cache", written_chunk, qkv(S, T, M, position)),
+    Example("one step over a cache", STEP, qkv(1, T, M, POSITION)),
+    Example("a chunk over a cache", by_hand(behind), qkv(S, T, M, POSITION)),
+    Example("a chunk written into a cache", written_chunk, qkv(S, T, M, POSITION)),
     Example("a prompt over a cache", CACHED, qkv(S, T)),
-    Example("padded", by_sdpa(there, repeat=True), qkv(S, S, M, padding)),
-    Example("padded with the least number", padded_by_hand, qkv(S, S, M, padding)),
+    Example("padded", by_sdpa(there, repeat=True), PADDED),
+    Example("padded with the least number", filled(lambda seen: ~there(seen), True, torch.float32), PADDED),
     Example("a window", by_hand(far), qkv()),
     Example("groups by einsum", grouped, qkv()),
     Example("positions before heads", positions_first, qkv()),
     Example("a sink", with_sink(later), SUNK),
     Example("a sink and every key", with_sink(), SUNK),
-    Example("a sink and padding", with_sink(lambda seen: ~there(seen)), qkv(S, S, M, sinks, padding)),
-    Example("a sink over a cache", with_sink(lambda at: torch.arange(T) > at), qkv(1, T, M, sinks, position)),
-    Example("values narrower than keys", lambda q, k, v: causal(q, k, v[..., :8]), qkv()),
+    Example("a sink and padding", with_sink(lambda seen: ~there(seen)), qkv(S, S, M, SINKS, PADDING)),
+    Example("a sink over a cache", with_sink(lambda at: torch.arange(T) > at), qkv(1, T, M, SINKS, POSITION)),
+    Example("values narrower than keys", lambda q, k, v: CAUSAL(q, k, v[..., :8]), qkv()),
     Example("values wider than keys", wide_values, qkv()),
 )
 
@@ -184,26 +175,15 @@ def sloped(scores: Tensor) -> Tensor:
     return scores + near * slopes[:, None, None]
 
 
-def bias(dtype: torch.dtype) -> Tensor:
-    """Anything."""
-    return torch.randn(S, S).to(dtype)
-
-
-def temperature(dtype: torch.dtype) -> Tensor:
-    """Of each query."""
-    return torch.rand(1, 1, S, 1).to(dtype)
-
-
 EQUAL = qkv(shared=N)
+LOWERED = weighed(lambda scores: scores.masked_fill(later(), -1.0))
 REJECTS = (
     Example("softmax over queries", weighed(lambda s: s, dim=-2), EQUAL, "taken over the queries"),
     Example("soft capping", weighed(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "capped softly"),
     Example("ALiBi", weighed(sloped), EQUAL, "not proven to be a mask"),
-    Example("any bias", by_sdpa(lambda given: given), qkv(S, S, N, bias), "not proven to be a mask"),
-    Example("a temperature", weighed(lambda s, by: s * by), qkv(S, S, N, temperature), "by a tensor"),
-    Example(
-        "lowered, not hidden", weighed(lambda s: s.masked_fill(later(), -1.0)), EQUAL, "something else than a number"
-    ),
+    Example("any bias", by_sdpa(lambda given: given), qkv(S, S, N, (S, S)), "not proven to be a mask"),
+    Example("a temperature", weighed(lambda s, by: s * by), qkv(S, S, N, (1, 1, S, 1)), "by a tensor"),
+    Example("lowered, not hidden", LOWERED, EQUAL, "something else than a number"),
 )
 
 TRIED = {"attention": (*EXAMPLES, *REJECTS)}

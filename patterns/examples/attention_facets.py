@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import normal
+from patterns.examples.inputs import normal, tensors
+from patterns.examples.masks import behind
 from patterns.examples.quantisation import grid, quantised, weights
 
 SOURCES = ("rows", "pages", "pages of heads", "NZ pages")
@@ -87,11 +88,11 @@ def hidden(visibility: str, q: Tensor, keys: int, lengths: Tensor, mask: Tensor)
     if visibility == "causal":
         return places > queries[:, None] + keys - q.shape[2]
     if visibility in ("count", LOWERED):
-        return (places >= lengths[:, None])[:, None, None]
+        return behind(lengths, keys)
     return mask if visibility == "dense" else None
 
 
-def given(s: Sizes, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def given(s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """The block table, lengths of which one is 0, and a mask that shows every query a key."""
     table = (torch.arange(s.batch * s.pages) * 5 + 2).reshape(s.batch, s.pages) % s.blocks
     mask = normal(9, s.batch, 1, s.queries, s.keys) > 0.5
@@ -105,13 +106,10 @@ def attention(source: str, visibility: str, result: str, s: Sizes) -> Example:
     def forward(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, mask: Tensor) -> Any:
         k, v = (read(source, each, table).repeat_interleave(s.heads // s.groups, 1) for each in (keys, values))
         scores = (q @ k.transpose(-2, -1)).float() * s.width**-0.5
-        lowest = torch.finfo(scores.dtype).min if visibility == LOWERED else -math.inf
-        return _attended(scores, v, hidden(visibility, q, s.keys, lengths, mask), result, lowest)
+        return _attended(scores, v, visibility, hidden(visibility, q, s.keys, lengths, mask), result)
 
-    def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        shapes = ((s.batch, s.heads, s.queries, s.width), *2 * (page(source, s, s.width),))
-        return *(normal(n, *shape).to(dtype) for n, shape in enumerate(shapes)), *given(s, dtype)
-
+    q = s.batch, s.heads, s.queries, s.width
+    inputs = tensors(q, *2 * (page(source, s, s.width),), *given(s))
     return Example(f"{source}, {visibility}, {result}", forward, inputs)
 
 
@@ -124,24 +122,20 @@ def latent(encoding: str, source: str, visibility: str, result: str, s: Sizes) -
         table, lengths, mask, scale = more
         rows, rope = (read(source, each, table) for each in (latents, ropes))
         scores, values, by = scores_of(q, turned, rows, rope, scale)
-        lowest = torch.finfo(scores.dtype).min if visibility == LOWERED else -math.inf
-        y = _attended(scores, values, hidden(visibility, q, s.keys, lengths, mask), result, lowest)
+        y = _attended(scores, values, visibility, hidden(visibility, q, s.keys, lengths, mask), result)
         out, *lse = y if isinstance(y, tuple) else (y,)
         return ((out * by).to(q.dtype), *lse)
 
-    def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        q = grid(0, s.batch, s.heads, s.queries, s.width).to(dtype)
-        line = 32 if s.width > 32 else 16
-        cache = weights(2, *page(source, s, s.width, line)) if encoding == "int8" else None
-        cache = normal(2, *page(source, s, s.width)).to(dtype) if cache is None else cache
-        floats = (normal(1, s.batch, s.heads, s.queries, s.rope), normal(3, *page(source, s, s.rope)))
-        turned, ropes = (each.to(dtype) for each in floats)
-        return q, turned, cache, ropes, *given(s, dtype), torch.tensor([1 / 64])
-
+    q, cache = (s.batch, s.heads, s.queries), page(source, s, s.width)
+    if encoding == "int8":
+        cache = weights(2, *page(source, s, s.width, 32 if s.width > 32 else 16))
+    ropes = page(source, s, s.rope)
+    inputs = tensors(grid(0, *q, s.width), (*q, s.rope), cache, ropes, *given(s), torch.tensor([1 / 64]))
     return Example(f"{encoding}, {source}, {visibility}, {result}", forward, inputs)
 
 
-def _attended(scores: Tensor, v: Tensor, unseen: Tensor | None, result: str, lowest: float) -> Any:
+def _attended(scores: Tensor, v: Tensor, visibility: str, unseen: Tensor | None, result: str) -> Any:
+    lowest = torch.finfo(scores.dtype).min if visibility == LOWERED else -math.inf
     scores = scores if unseen is None else scores.masked_fill(unseen, lowest)
     y = scores.softmax(-1).to(v.dtype) @ v
     return (y, scores.logsumexp(-1)) if result == "y and lse" else y

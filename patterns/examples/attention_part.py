@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fusion import Example
 from patterns.examples import sparse_attention
-from patterns.examples.attention import B, N, S, T, lowest, qkv, repeated, sinks
-from patterns.examples.latent_attention import given, over_latent
-from patterns.examples.sparse_attention import SCALE, D, causal
+from patterns.examples.attention import SINKS, B, N, S, T, normalised, qkv, repeated
+from patterns.examples.latent_attention import absorbed, given, over_latent
+from patterns.examples.masks import below, causal, lowest
+from patterns.examples.sparse_attention import SCALE
 
 Parts = tuple[Tensor, Tensor]
-Attend = Callable[..., Parts]
+Weigh = Callable[[Tensor], Parts]
 LATENT_S = sparse_attention.S
 
 
@@ -23,40 +25,39 @@ def scores_of(q: Tensor, k: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1)).float() * SCALE
 
 
-def named(hidden: Callable[..., Tensor] | None = None, empty: bool = False, keepdim: bool = False) -> Attend:
+def by_name(scores: Tensor, empty: bool = False, keepdim: bool = False) -> Parts:
     """The functions that PyTorch has for both; a query that sees no key may give nothing."""
+    weights = scores.softmax(-1)
+    return weights.nan_to_num(0.0) if empty else weights, scores.logsumexp(-1, keepdim=keepdim)
+
+
+def below_the_sum(scores: Tensor) -> Parts:
+    """Weights that are computed from the log-sum-exp."""
+    lse = scores.logsumexp(-1, keepdim=True)
+    return (scores - lse).exp(), lse
+
+
+def written_out(scores: Tensor) -> Parts:
+    """Below a maximum, without the dim of keys."""
+    top = scores.amax(-1)
+    weights = (scores - top.unsqueeze(-1)).exp()
+    total = weights.sum(-1)
+    return weights / total.unsqueeze(-1), top + total.log()
+
+
+def part(weigh: Weigh = by_name, change: Callable[..., Tensor] = lambda scores: scores) -> Callable[..., Parts]:
+    """Attention by the weights of scores, which further inputs may change first, and their log-sum-exps."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Parts:
-        scores = scores_of(q, k)
-        scores = scores if hidden is None else scores.masked_fill(hidden(*more), -torch.inf)
-        weights = scores.softmax(-1)
-        weights = weights.nan_to_num(0.0) if empty else weights
-        return weights.to(v.dtype) @ v, scores.logsumexp(-1, keepdim=keepdim)
+        weights, lse = weigh(change(scores_of(q, k), *more))
+        return weights.to(v.dtype) @ v, lse
 
     return forward
 
 
-def shared(q: Tensor, k: Tensor, v: Tensor) -> Parts:
-    """Heads that share keys."""
-    return named()(q, repeated(k), repeated(v))
-
-
-def below_the_sum(q: Tensor, k: Tensor, v: Tensor, *hidden: Tensor) -> Parts:
-    """Weights that are computed from the log-sum-exp."""
-    scores = scores_of(q, k)
-    for each in hidden:
-        scores = scores.masked_fill(each, -torch.inf)
-    lse = scores.logsumexp(-1, keepdim=True)
-    return (scores - lse).exp().to(v.dtype) @ v, lse
-
-
-def written_out(q: Tensor, k: Tensor, v: Tensor) -> Parts:
-    """Below a maximum, without the dim of keys."""
-    scores = scores_of(q, k)
-    top = scores.amax(-1)
-    weights = (scores - top.unsqueeze(-1)).exp()
-    total = weights.sum(-1)
-    return (weights / total.unsqueeze(-1)).to(v.dtype) @ v, top + total.log()
+def without(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Scores of which some keys are hidden."""
+    return lambda scores, *more: scores.masked_fill(hidden(*more), -torch.inf)
 
 
 def divided_late(q: Tensor, k: Tensor, v: Tensor) -> Parts:
@@ -68,42 +69,22 @@ def divided_late(q: Tensor, k: Tensor, v: Tensor) -> Parts:
     return ((weights.to(v.dtype) @ v).float() / total).to(v.dtype), (top + total.log()).squeeze(-1)
 
 
-def lowered(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Parts:
-    """Keys that are lowered by the least number, so that a query that sees none sees all."""
-    scores = scores_of(q, k) + lowest(~seen, torch.float32)
-    return scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
-
-
-def beside_a_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Parts:
-    """A sink, which counts."""
-    scores = scores_of(q, k)
-    both = torch.cat((scores, sink.float().view(1, N, 1, 1).expand(B, N, S, 1)), -1)
-    return both.softmax(-1)[..., :-1].to(v.dtype) @ v, both.logsumexp(-1)
-
-
-def behind(lengths: Tensor) -> Tensor:
-    """Keys that there are not, of each sequence."""
-    return ~(torch.arange(T) < lengths[:, None])[:, None, None]
+def with_sink(scores: Tensor, sink: Tensor) -> Tensor:
+    """A logit of each head behind those of the keys."""
+    return torch.cat((scores, sink.float().view(1, N, 1, 1).expand(B, N, S, 1)), -1)
 
 
 def last_tokens(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Parts:
     """The last tokens of a sequence over a latent, whose heads stand behind them."""
-    out, lse = over_latent(below_the_sum)(q, latent, rope, up, ~causal(LATENT_S, T, T - LATENT_S))
+    last = part(below_the_sum, without(lambda: ~causal(LATENT_S, T, T - LATENT_S)))
+    out, lse = over_latent(last)(q, latent, rope, up)
     return out.transpose(1, 2), lse
 
 
-def absorbed(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Parts:
-    """The model absorbs both projections itself, and adds two products."""
-    up_key, up_value = up.unflatten(0, (N, -1)).split((D, up.shape[0] // N - D), dim=1)
-    nope, rotated = q.split((D, q.shape[-1] - D), dim=-1)
-    query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
-    scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
-    scores = scores.float() * SCALE
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp()
-    total = weights.sum(-1, keepdim=True)
-    read = torch.einsum("bnst,btc->bnsc", (weights / total).to(q.dtype), latent)
-    return torch.einsum("bnsc,nec->bsne", read, up_value), (top + total.log()).squeeze(-1)
+def of_latent(scores: Tensor) -> Parts:
+    """Weights of products that are to be scaled, in the dtype of the model, and their log-sum-exps."""
+    weights, lse = normalised(scores.float() * SCALE)
+    return weights.to(scores.dtype), lse.squeeze(-1)
 
 
 def mask(queries: int) -> Tensor:
@@ -113,32 +94,41 @@ def mask(queries: int) -> Tensor:
     return seen
 
 
+def of_lengths(lengths: Tensor) -> Tensor:
+    """Keys that there are not, of each sequence."""
+    return ~below(lengths, T)
+
+
 PLAIN = qkv(S, T, N)
-MASKED = qkv(S, T, N, lambda dtype: mask(S))
-LAST = named(lambda: ~causal(S, T, T - S))
-MORE = named(lambda: ~causal(S, S - 2, -2), empty=True)
-LENGTHS = qkv(S, T, N, lambda dtype: torch.tensor([T - 3, 7]))
-POSITION = qkv(S, T, N, lambda dtype: torch.tensor(4))
+MASKED = qkv(S, T, N, mask(S))
+LAST = part(change=without(lambda: ~causal(S, T, T - S)))
+MORE = part(partial(by_name, empty=True), without(lambda: ~causal(S, S - 2, -2)))
+BY_MASK = part(partial(by_name, empty=True, keepdim=True), without(lambda seen: ~seen))
+LENGTHS = part(change=without(of_lengths))
+AT = part(change=without(lambda at: torch.arange(T) > at))
+LOWERED = part(change=lambda scores, seen: scores + lowest(~seen, torch.float32))
+"""Keys that are lowered by the least number, so that a query that sees none sees all."""
+SINK = part(lambda both: (both.softmax(-1)[..., :-1], both.logsumexp(-1)), with_sink)
 FINITE = "has a finite log-sum-exp"
 ATTENTION = (
-    Example("named", shared, qkv(S, T)),
-    Example("below the sum", below_the_sum, PLAIN),
-    Example("written out", written_out, PLAIN),
+    Example("named", lambda q, k, v: part()(q, repeated(k), repeated(v)), qkv(S, T)),
+    Example("below the sum", part(below_the_sum), PLAIN),
+    Example("written out", part(written_out), PLAIN),
     Example("divided late", divided_late, PLAIN),
     Example("the last tokens", LAST, PLAIN),
     Example("more queries than keys", MORE, qkv(S, S - 2, N)),
-    Example("by a mask", named(lambda seen: ~seen, empty=True, keepdim=True), MASKED),
-    Example("lengths", named(behind), LENGTHS),
-    Example("at a position", named(lambda at: torch.arange(T) > at), POSITION),
-    Example("a log-sum-exp of lowered keys", lowered, MASKED, FINITE),
-    Example("a sink beside the log-sum-exp", beside_a_sink, qkv(S, T, N, sinks), "does not count the sink"),
+    Example("by a mask", BY_MASK, MASKED),
+    Example("lengths", LENGTHS, qkv(S, T, N, torch.tensor([T - 3, 7]))),
+    Example("at a position", AT, qkv(S, T, N, torch.tensor(4))),
+    Example("a log-sum-exp of lowered keys", LOWERED, MASKED, FINITE),
+    Example("a sink beside the log-sum-exp", SINK, qkv(S, T, N, SINKS), "does not count the sink"),
 )
 LATENT = (
-    Example("a step with its log-sum-exp", over_latent(named()), given(1, T)),
+    Example("a step with its log-sum-exp", over_latent(part()), given(1, T)),
     Example("the last tokens", last_tokens, given(LATENT_S, T)),
-    Example("absorbed with its log-sum-exp", absorbed, given(1, T)),
-    Example("lengths", over_latent(named(behind)), given(1, T, lambda: torch.tensor([T - 3, 0]))),
-    Example("lowered", over_latent(lowered), given(LATENT_S, T, lambda: mask(LATENT_S)), FINITE),
+    Example("absorbed with its log-sum-exp", absorbed(of_latent), given(1, T)),
+    Example("lengths", over_latent(LENGTHS), given(1, T, torch.tensor([T - 3, 0]))),
+    Example("lowered", over_latent(LOWERED), given(LATENT_S, T, mask(LATENT_S)), FINITE),
 )
 
 TRIED = {"attention": ATTENTION, "latent_attention": LATENT}

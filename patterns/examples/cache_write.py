@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.caches import turned
+from patterns.examples.caches import turned, viewed
 from patterns.examples.inputs import Inputs, tensors, under
 
 ALL = slice(None)
@@ -17,94 +17,70 @@ BLOCKS, SIZE, HEADS, KEY, VALUE = 5, 4, 2, 8, 16
 SLOTS, TABLE = torch.tensor([6, 0, 19]), torch.tensor([[4, 1], [0, 2], [3, 1]])
 
 
-def given(*shapes: tuple[int, ...], index: tuple[Tensor, ...]) -> Inputs:
-    """Caches, rows for them, and positions."""
-    return lambda dtype: (*tensors(*shapes)(dtype), *(each.clone() for each in index))
-
-
 def one(rows: tuple[int, ...], cache: tuple[int, ...] = (2, 4, 9, 8), index: Any = 3) -> Inputs:
-    """One cache."""
-    return given(cache, rows, index=(torch.tensor(index),))
+    """One cache, rows for it, and positions."""
+    return tensors(cache, rows, torch.tensor(index))
 
 
 def two(*index: Tensor, tokens: int = 3) -> Inputs:
     """Pages of keys and values."""
     widths = (HEADS, KEY), (HEADS, VALUE)
-    return given(*((BLOCKS, SIZE, *each) for each in widths), *((tokens, *each) for each in widths), index=index)
+    return tensors(*((BLOCKS, SIZE, *each) for each in widths), *((tokens, *each) for each in widths), *index)
 
 
-def of_caches(write: Callable[..., None], count: int = 1) -> Callable[..., Any]:
-    """Writes to one cache or to two, and what they hold then."""
+def of_caches(
+    write: Callable[[Tensor, Tensor, Any], Any], count: int = 1, places: Callable[..., Any] = lambda at: at
+) -> Callable[..., Any]:
+    """Writes rows to one cache or to two, at places that both share, and what they hold then."""
 
     def forward(*given: Tensor) -> Any:
-        caches, rows, at = given[:count], given[count : 2 * count], given[2 * count :]
-        write(caches, rows, *at)
-        held = tuple(cache * 2 for cache in caches)
+        at = places(*given[2 * count :])
+        for cache, rows in zip(given[:count], given[count : 2 * count], strict=True):
+            write(cache, rows, at)
+        held = tuple(cache * 2 for cache in given[:count])
         return held if count > 1 else held[0]
 
     return forward
 
 
+def _assign(cache: Tensor, rows: Tensor, places: Any) -> None:
+    cache[places] = rows
+
+
 def put(index: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
     """By `cache[index] = rows`."""
-
-    def write(caches: tuple[Tensor, ...], rows: tuple[Tensor, ...], *at: Tensor) -> None:
-        places = index(*at)
-        for cache, new in zip(caches, rows, strict=True):
-            cache[places] = new
-
-    return of_caches(write, count)
+    return of_caches(_assign, count, index)
 
 
 def copy(dim: int, places: Callable[[Tensor, Tensor], Tensor], first: int = 0, count: int = 1) -> Callable[..., Any]:
     """By `index_copy_`, the first dims of the cache flattened."""
-
-    def write(caches: tuple[Tensor, ...], rows: tuple[Tensor, ...], at: Tensor) -> None:
-        for cache, new in zip(caches, rows, strict=True):
-            cache.flatten(0, first).index_copy_(dim, places(new, at), new)
-
-    return of_caches(write, count)
+    return of_caches(lambda cache, rows, at: cache.flatten(0, first).index_copy_(dim, places(rows, at), rows), count)
 
 
 def choose(here: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     """By `where`, of whose positions [T] some are to be written."""
-
-    def write(caches: tuple[Tensor, ...], rows: tuple[Tensor, ...], at: Tensor) -> None:
-        caches[0].copy_(torch.where(here(torch.arange(caches[0].shape[2]), at), rows[0], caches[0]))
-
-    return of_caches(write)
-
-
-def viewed(caches: tuple[Tensor, ...], rows: tuple[Tensor, ...], slots: Tensor) -> None:
-    """Rows of all pages by their number."""
-    for cache, new in zip(caches, rows, strict=True):
-        cache.view(-1, *cache.shape[2:])[slots] = new
+    return of_caches(
+        lambda cache, rows, at: cache.copy_(torch.where(here(torch.arange(cache.shape[2]), at), rows, cache))
+    )
 
 
 def _chosen_inside(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     positions = torch.arange(cache.shape[2])[:, None]
-    cache.copy_(torch.where(positions != start % cache.shape[2], cache, rows))
-    return cache * 2
+    return cache.copy_(torch.where(positions != start % cache.shape[2], cache, rows)) * 2
 
 
 def _one_hot(cache: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
     here = torch.nn.functional.one_hot(lengths, cache.shape[2]).bool()
-    cache.copy_(torch.where(here[:, None, :, None], rows, cache))
-    return cache * 2
+    return cache.copy_(torch.where(here[:, None, :, None], rows, cache)) * 2
 
 
 def _blended(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     here = (torch.arange(cache.shape[2]) == start).to(cache.dtype)[:, None]
-    cache.copy_(cache * (1 - here) + rows * here)
-    return cache * 2
+    return cache.copy_(cache * (1 - here) + rows * here) * 2
 
 
 def _accumulated(cache: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     return cache.transpose(0, 2).index_put((places,), rows.transpose(0, 2), accumulate=True)
-
-
-def _masked(cache: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    return cache.index_put((cache > 0,), rows[0, 0, 0, 0])
 
 
 def _rolled_slice(cache: Tensor, rows: Tensor) -> Tensor:
@@ -116,8 +92,7 @@ def _rolled_slice(cache: Tensor, rows: Tensor) -> Tensor:
 def _rolled_constant(cache: Tensor, rows: Tensor) -> Tensor:
     new = cache.roll(-1, dims=-2)
     new[:, :, torch.tensor([-1])] = rows
-    cache.copy_(new)
-    return cache * 2
+    return cache.copy_(new) * 2
 
 
 STEP, PROMPT = one((2, 4, 1, 8)), one((2, 4, 5, 8))
@@ -129,6 +104,8 @@ TOKENS = copy(1, lambda rows, at: at + torch.arange(rows.shape[1]))
 FIRST = copy(0, lambda rows, at: torch.arange(rows.shape[0]) + at, 1)
 BY_LENGTH = put(lambda lengths: (torch.arange(2), ALL, lengths))
 BY_SEQUENCE = choose(lambda positions, lengths: (positions == lengths[:, None])[:, None, :, None])
+WHERE_POSITIVE = lambda cache, rows, at: cache.index_put((cache > 0,), rows[0, 0, 0, 0])  # noqa: E731
+FROM_ON = choose(lambda positions, at: positions[:, None] >= at)
 EXAMPLES = (
     Example("index_copy of a prompt", RUN, PROMPT),
     Example("index_copy of a token", RUN, STEP),
@@ -147,15 +124,12 @@ EXAMPLES = (
     Example("slots of pages", of_caches(viewed), PAGES),
     Example("pages and places", put(lambda slots: (slots // 2, slots % 2)), PAGES),
     Example("accumulated", _accumulated, PLACES, "added to what the cache holds"),
-    Example("a mask", _masked, PLACES, "chosen by a mask"),
+    Example(
+        "a mask", lambda cache, rows, at: cache.index_put((cache > 0,), rows[0, 0, 0, 0]), PLACES, "chosen by a mask"
+    ),
     Example("every second position", put(lambda at: (ALL, ALL, slice(0, 5, 2))), PLACES, "replaces neighbours"),
     Example("blended", _blended, STEP, "multiplied by 0"),
-    Example(
-        "from a position on",
-        choose(lambda positions, at: positions[:, None] >= at),
-        STEP,
-        "something other than one position",
-    ),
+    Example("from a position on", FROM_ON, STEP, "something other than one position"),
 )
 SLIDING_EXAMPLES = (
     Example("a token", _rolled_constant, tensors((2, 4, 9, 8), (2, 4, 1, 8))),
@@ -169,12 +143,13 @@ def _turned(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 FROM_THE_END = two(torch.tensor([-1, 3, -20]))
-NZ = given(*2 * ((BLOCKS, SIZE, SIZE, 16),), *2 * ((3, SIZE, 16),), index=(SLOTS,))
+NZ = tensors(*2 * ((BLOCKS, SIZE, SIZE, 16),), *2 * ((3, SIZE, 16),), SLOTS)
 VIEWED = of_caches(viewed, 2)
 BY_BLOCK = put(lambda slots: (slots // SIZE, slots % SIZE), 2)
 BY_TABLE = put(lambda table, at: (table[torch.arange(3), at // SIZE], at % SIZE), 2)
 IN_NZ = put(lambda slots: (slots // SIZE, ALL, slots % SIZE), 2)
 ANYWHERE = put(lambda block, place: (block, place), 2)
+UNKNOWN = two(SLOTS // SIZE, SLOTS % SIZE)
 PAGED = (
     Example("through a view", VIEWED, two(SLOTS)),
     Example("counted from the end", VIEWED, FROM_THE_END),
@@ -185,13 +160,7 @@ PAGED = (
     Example("a block table", BY_TABLE, two(TABLE, torch.tensor([5, 0, 7]))),
     Example("pages that lie otherwise", BY_BLOCK, _turned, "the pages are not contiguous", "written[Cache]"),
     Example("lines of NZ", IN_NZ, NZ, "the pages hold rows in lines"),
-    Example(
-        "places of unknown range",
-        ANYWHERE,
-        two(SLOTS // SIZE, SLOTS % SIZE),
-        "not proven to lie in its page",
-        "written[Cache]",
-    ),
+    Example("places of unknown range", ANYWHERE, UNKNOWN, "not proven to lie in its page", "written[Cache]"),
 )
 
 TRIED = {"cache_write": (*EXAMPLES, *under("sliding", SLIDING_EXAMPLES), *under("pages", PAGED))}

@@ -107,12 +107,14 @@ def of_nz(pages: Tensor, table: Tensor) -> Tensor:
     return rows.reshape(table.shape[0], -1, pages.shape[-3] * pages.shape[-1])
 
 
-def shapes(c: int, dr: int, *nz: int, heads: tuple[int, ...] = ()) -> tuple[tuple[int, ...], ...]:
+def shapes(
+    c: int, dr: int, *nz: int, heads: tuple[int, ...] = (), size: int = SIZE, blocks: int = BLOCKS
+) -> tuple[tuple[int, ...], ...]:
     """Pages of both caches: whole rows, or NZ with so many lanes in the blocks of each."""
     if not nz:
-        return (BLOCKS, SIZE, *heads, c), (BLOCKS, SIZE, *heads, dr)
+        return (blocks, size, *heads, c), (blocks, size, *heads, dr)
     widths = zip((c, dr), nz * 2, strict=False)
-    return tuple((BLOCKS, *heads, width // lanes, SIZE, lanes) for width, lanes in widths)
+    return tuple((blocks, *heads, width // lanes, size, lanes) for width, lanes in widths)
 
 
 def turned(cache: Tensor, dims: tuple[int, ...] = (0, 1)) -> Tensor:

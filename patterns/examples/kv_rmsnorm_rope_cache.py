@@ -3,67 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fusion import Example
 from patterns.examples import caches
-from patterns.examples.caches import Write, by_block, copied, in_nz, viewed
-from patterns.examples.inputs import Inputs, normal, under
-from patterns.examples.latent_model import norm, tables, times, turned
+from patterns.examples.caches import Write, by_block, copied, in_nz, shapes, viewed
+from patterns.examples.inputs import Inputs, under
+from patterns.examples.latent_model import Setting, changed, norm, taken, times, turned
 from patterns.examples.mla_prolog_int8 import Quantise, by_inverse, by_number, divided, narrow
-from patterns.examples.quantisation import scales, weights
 
-B, S, T, BLOCKS, SIZE = 2, 3, 32, 3, 16
+B, S, T, SIZE = 2, 3, 32, 16
 SLOTS = (3, 40, 0, 17, 30, 2)
-PAGES = BLOCKS, SIZE
-Shapes = tuple[tuple[int, ...], ...]
+pages = partial(shapes, size=SIZE, blocks=3)
 
 
-@dataclass(frozen=True)
-class LatentRows:
-    """Makes rows [B, S, W], a gain, tables, positions or slots, both scales, and caches of these shapes."""
-
-    shapes: Shapes
-    index: Any = 5
-    tokens: int = S
-    c: int = 32
-    dr: int = 16
-    width: int = 0
-    table: tuple[int, ...] = ()
-    int8: tuple[bool, ...] = (False, False)
-    one_scale: bool = False
-
-    def __call__(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Fresh inputs."""
-        x, gain = normal(0, B, self.tokens, self.width or self.c + self.dr), 1 + normal(1, self.c) / 8
-        given = x, gain, *tables(self.table or (B, self.tokens), self.dr)
-        by = (scales(30 + width, 1 if self.one_scale else width) * 4 for width in (self.c, self.dr))
-        pairs = enumerate(zip(self.shapes, self.int8, strict=True), 3)
-        held = (weights(6 + n, *shape) if int8 else normal(n, *shape).to(dtype) for n, (shape, int8) in pairs)
-        parameters = (torch.nn.Parameter(each, requires_grad=False) for each in by)
-        return *(each.to(dtype) for each in given), torch.tensor(self.index), *parameters, *held
-
-
-def rows(*lead: int, c: int = 32, dr: int = 16) -> Shapes:
+def rows(*lead: int) -> tuple[tuple[int, ...], ...]:
     """Caches of whole rows."""
-    return (*lead, c), (*lead, dr)
+    return (*lead, 32), (*lead, 16)
 
 
-def nz(*lanes: int, heads: tuple[int, ...] = (), c: int = 32, dr: int = 16) -> Shapes:
-    """NZ pages with so many lanes in the blocks of each cache."""
-    return tuple((BLOCKS, *heads, x // each, SIZE, each) for x, each in zip((c, dr), lanes * 2, strict=False))
-
-
-CACHES = LatentRows(rows(B, T))
-TOKEN = replace(CACHES, tokens=1)
-PAGED = LatentRows(rows(*PAGES, 1), SLOTS)
-NZ = LatentRows(nz(16), SLOTS)
-
-
+CACHES = Setting(S, rows(B, T), fixed=("latent_scale", "rope_scale"), he=48, at=5)
+"""The projected rows are what stands for hidden states here."""
+TOKEN, FOUR = (replace(CACHES, queries=queries) for queries in (1, 4))
+PAGED = replace(CACHES, shapes=pages(32, 16, heads=(1,)), at=SLOTS)
+NZ = replace(PAGED, shapes=pages(32, 16, 16))
 Change = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -82,24 +49,14 @@ def at_rows(cache: Tensor, rows: Tensor, at: Tensor) -> Tensor:
     return cache.index_copy_(0, caches.run(rows.shape[1], at), rows.reshape(-1, *cache.shape[1:]))
 
 
+def cut(part: slice | int, of_cache: Callable[[Tensor], Tensor]) -> Inputs:
+    """A part of the sequences, and what `of_cache` gives of both caches."""
+    return changed(CACHES, of_cache, **dict.fromkeys(("x", "cos", "sin"), lambda x: x[part]))
+
+
 def one_sequence(*heads: int) -> Inputs:
     """One sequence whose caches [T, .., D] have no dim for it."""
-    return lambda dtype: _first(CACHES(dtype), slice(1), lambda cache: cache[0].unflatten(0, (T, *heads)))
-
-
-def packed(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The tokens of the first sequence alone, without a dim for it."""
-    return _first(CACHES(dtype), 0, lambda cache: cache[:1])
-
-
-def _first(given: tuple[Tensor, ...], part: Any, cut: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-    kv, gain, cos, sin, *rest, latents, ropes = given
-    return kv[part], gain, cos[part], sin[part], *rest, cut(latents), cut(ropes)
-
-
-def turned_caches(rows: LatentRows, *dims: int) -> Inputs:
-    """Caches two dims of which lie in memory in the other order."""
-    return lambda dtype: (*rows(dtype)[:-2], *(caches.turned(each, dims) for each in rows(dtype)[-2:]))
+    return cut(slice(1), lambda cache: cache[0].unflatten(0, (T, *heads)))
 
 
 def written(
@@ -113,12 +70,13 @@ def written(
 ) -> Example:
     """Writes rows that stand from lane `first` on, changed; where they are `kept`, it gives them beside the caches."""
 
-    def forward(kv: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, at: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        c, dr = gain.shape[-1], cos.shape[-1]
-        latent, rope = kv[..., first : first + c + dr].split((c, dr), dim=-1)
-        new = norm(latent, gain), turned(rope, cos, sin)
-        pairs = zip(rest[2:], change(*new, *rest[:2]), strict=True)
-        views = [(write(cache, rows, at), cache) for cache, rows in pairs]
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+        g, held = taken(tensors)
+        c, dr = g.gain_kv.shape[-1], g.cos.shape[-1]
+        latent, rope = g.x[..., first : first + c + dr].split((c, dr), dim=-1)
+        new = norm(latent, g.gain_kv), turned(rope, g.cos, g.sin)
+        pairs = zip(held, change(*new, g.latent_scale, g.rope_scale), strict=True)
+        views = [(write(cache, rows, g.slots), cache) for cache, rows in pairs]
         held = tuple(cache if view is None else view for view, cache in views)
         before = tuple(each * 2 for each in new) if kept else ()
         if held[0].dtype == torch.int8:
@@ -132,33 +90,34 @@ EXAMPLES = (
     written("a prompt", CACHES),
     written("a token", TOKEN),
     written("the same angles for all sequences", replace(CACHES, table=(1, S))),
-    written("caches of one head", LatentRows(rows(B, 1, T)), caches.single),
+    written("caches of one head", replace(CACHES, shapes=rows(B, 1, T)), caches.single),
     written("one sequence without a dim for it", one_sequence(), at_rows),
     written("one sequence and a head", one_sequence(1), at_rows),
-    written("any number of places", LatentRows(rows(B, 20))),
+    written("any number of places", replace(CACHES, shapes=rows(B, 20))),
     written("a position for each sequence", TOKEN, caches.by_sequence),
     written("a latent times a number", CACHES, change=lambda latent, rope, *by: (latent * 1.5, rope)),
-    written("behind other lanes", replace(CACHES, width=24 + 48 + 8), first=24),
+    written("behind other lanes", replace(CACHES, he=24 + 48 + 8), first=24),
     written("more sequences than tokens", replace(TOKEN, shapes=rows(B + 1, T)), caches.by_sequence),
     written("pages", PAGED, viewed),
     written("pages by a block and a place", PAGED, by_block),
-    written("pages without heads", replace(PAGED, shapes=rows(*PAGES)), caches.index_copied),
+    written("pages without heads", replace(PAGED, shapes=pages(32, 16)), caches.index_copied),
     written("pages in lines", NZ, in_nz),
-    written("pages of one head in lines", replace(NZ, shapes=nz(16, heads=(1,))), in_nz),
-    written("slots counted from the end", replace(PAGED, tokens=1, index=(-1, 5)), viewed),
-    written("packed tokens", packed, caches.of_one_sequence, "are packed"),
-    written("caches of two halves", LatentRows(rows(B, 2, T), tokens=4), caches.two_halves, "several heads"),
-    written("halves as sequences", LatentRows(rows(2 * B, T), tokens=4), caches.half_sequences, "other sequences than"),
-    written("a place beyond its page", replace(PAGED, index=(3, 4, 0, 7, 9, 2)), anywhere, "not proven to lie in"),
-    written("short lines", replace(NZ, shapes=nz(8)), in_nz, "in lines of 8 numbers"),
-    written("caches that lie otherwise", turned_caches(CACHES, 0, 1), copied, "is not contiguous"),
+    written("pages of one head in lines", replace(NZ, shapes=pages(32, 16, 16, heads=(1,))), in_nz),
+    written("slots counted from the end", replace(PAGED, queries=1, at=(-1, 5)), viewed),
+    written("packed tokens", cut(0, lambda cache: cache[:1]), caches.of_one_sequence, "are packed"),
+    written("caches of two halves", replace(FOUR, shapes=rows(B, 2, T)), caches.two_halves, "several heads"),
+    written("halves as sequences", replace(FOUR, shapes=rows(2 * B, T)), caches.half_sequences, "other sequences than"),
+    written("a place beyond its page", replace(PAGED, at=(3, 4, 0, 7, 9, 2)), anywhere, "not proven to lie in"),
+    written("short lines", replace(NZ, shapes=pages(32, 16, 8)), in_nz, "in lines of 8 numbers"),
+    written("caches that lie otherwise", changed(CACHES, caches.turned), copied, "is not contiguous"),
 )
+TURNED = changed(NZ, partial(caches.turned, dims=(1, 2)))
 WITH_ROWS = (
     written("consecutive positions", CACHES, kept=True),
     written("a prompt", PAGED, viewed, kept=True),
-    written("a token", replace(PAGED, tokens=1, index=(7, 33)), viewed, kept=True),
+    written("a token", replace(PAGED, queries=1, at=(7, 33)), viewed, kept=True),
     written("pages in lines", NZ, in_nz, kept=True),
-    written("lines that lie otherwise", turned_caches(NZ, 1, 2), in_nz, "the pages are not contiguous", kept=True),
+    written("lines that lie otherwise", TURNED, in_nz, "the pages are not contiguous", kept=True),
 )
 
 
@@ -169,35 +128,25 @@ def whole_keys(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 C, DR = 64, 32
-BOTH = LatentRows(rows(*PAGES, c=C, dr=DR), SLOTS, c=C, dr=DR, int8=(True, True))
-LATENT = replace(BOTH, int8=(True, False))
-LATENT_NZ = replace(LATENT, shapes=nz(32, 16, c=C, dr=DR))
+BOTH = replace(PAGED, shapes=pages(C, DR), he=C + DR, c=C, dr=DR, int8_caches=(True, True))
+LATENT = replace(BOTH, int8_caches=(True, False))
+LATENT_NZ = replace(LATENT, shapes=pages(C, DR, 32, 16))
 LATENT_ALONE = int8(keys=False)
+HEADS = replace(BOTH, shapes=pages(C, DR, heads=(1,)))
+SHORT = replace(BOTH, shapes=pages(C, DR, 16))
+MIXED = replace(LATENT, shapes=(LATENT_NZ.shapes[0], LATENT.shapes[1]))
 INT8 = (
     written("pages", BOTH, viewed, change=int8()),
-    written(
-        "pages of one head, times the inverse",
-        replace(BOTH, shapes=rows(*PAGES, 1, c=C, dr=DR)),
-        by_block,
-        change=int8(by_inverse),
-    ),
-    written("lines, a latent times a number", replace(BOTH, shapes=nz(32, c=C, dr=DR)), in_nz, change=int8(factor=1.5)),
+    written("pages of one head, times the inverse", HEADS, by_block, change=int8(by_inverse)),
+    written("lines, a latent times a number", replace(BOTH, shapes=pages(C, DR, 32)), in_nz, change=int8(factor=1.5)),
     written("a scale that is a number", BOTH, by_block, change=int8(by_number)),
     written("the latent alone by one scale", replace(LATENT, one_scale=True), viewed, change=LATENT_ALONE),
     written("both, and the rows", BOTH, viewed, change=int8(), kept=True),
     written("the latent alone, and the rows", LATENT, viewed, change=LATENT_ALONE, kept=True),
     written("the latent alone in lines", LATENT_NZ, in_nz, change=LATENT_ALONE),
     written("other bounds", BOTH, viewed, "bounded by -127 and 127", int8(narrow)),
-    written(
-        "short lines", replace(BOTH, shapes=nz(16, c=C, dr=DR)), in_nz, "in lines of 16 numbers, not of 32", int8()
-    ),
-    written(
-        "lines beside whole rows",
-        replace(LATENT, shapes=(LATENT_NZ.shapes[0], LATENT.shapes[1])),
-        whole_keys,
-        "the other whole ones",
-        LATENT_ALONE,
-    ),
+    written("short lines", SHORT, in_nz, "in lines of 16 numbers, not of 32", int8()),
+    written("lines beside whole rows", MIXED, whole_keys, "the other whole ones", LATENT_ALONE),
 )
 
 TRIED = {"kv_rmsnorm_rope_cache": (*EXAMPLES, *under("with its rows", WITH_ROWS), *under("int8", INT8))}

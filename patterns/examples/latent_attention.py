@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,28 +12,35 @@ from torch.nn.functional import linear, scaled_dot_product_attention, softmax
 
 from fusion import Example
 from patterns.examples import sparse_attention as sparse
-from patterns.examples.inputs import Inputs, normal
-from patterns.examples.sparse_attention import SCALE, B, D, N, S, T, causal, keys_values
+from patterns.examples.caches import Read, of_pages
+from patterns.examples.inputs import fixed, normal, tensors
+from patterns.examples.masks import added, causal
+from patterns.examples.sparse_attention import SCALE, B, D, E, Form, N, S, T, keys_values, over_latent
+
+C, DR, UP = sparse.C, sparse.DR, fixed(sparse.UP)
+given = partial(sparse.latents, up=UP)
+"""The inputs of attention over listed keys without lists; the projection is a Parameter."""
 
 
-def over_latent(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Over keys and values that are expanded from a latent."""
-    return lambda q, latent, rope, up, *more: attend(q, *keys_values(latent, rope, up), *more)
-
-
-def by_sdpa(seen: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+def by_sdpa(seen: Callable[..., Tensor | None] = lambda: None) -> Form:
     """By sdpa, the mask as booleans."""
+    return over_latent(lambda q, k, v, *more: scaled_dot_product_attention(q, k, v, attn_mask=seen(*more), scale=SCALE))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, None if seen is None else seen(*more), scale=SCALE)
 
-    return over_latent(attend)
+def by_table(form: Form, read: Read = of_pages, keys: int | None = None) -> Form:
+    """The same over the first keys in pages that a block table names."""
+
+    def forward(q: Tensor, latents: Tensor, ropes: Tensor, up: Tensor, table: Tensor, *more: Tensor) -> Any:
+        latent, rope = (read(pages, table)[:, :keys] for pages in (latents, ropes))
+        return form(q, latent, rope, up, *more)
+
+    return forward
 
 
 step = by_sdpa()
 chunk = by_sdpa(lambda: causal(S, T, T - S))
 at_position = by_sdpa(lambda at: (torch.arange(T) <= at)[None, None, None])
-prompt = over_latent(lambda q, k, v: sparse.eager(q, k, v, sparse.hidden(causal(S, S), q.dtype)))
+prompt = over_latent(lambda q, k, v: sparse.eager(q, k, v, added(~causal(S, S), q.dtype)))
 
 
 @over_latent
@@ -42,15 +50,24 @@ def few_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
 
 
-def absorbed(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
-    """The model absorbs both projections itself, and adds two products."""
-    heads = q.shape[1]
-    up_key, up_value = up.unflatten(0, (heads, -1)).split((D, up.shape[0] // heads - D), dim=1)
-    nope, rotated = q.split((D, q.shape[-1] - D), dim=-1)
-    query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
-    scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
-    weights = softmax(scores * SCALE, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.einsum("bnsc,nec->bsne", torch.einsum("bnst,btc->bnsc", weights, latent), up_value)
+def shares(scores: Tensor) -> tuple[Tensor]:
+    """A softmax in float32."""
+    return (softmax(scores * SCALE, dim=-1, dtype=torch.float32).to(scores.dtype),)
+
+
+def absorbed(weigh: Callable[..., tuple[Tensor, ...]] = shares, out: str = "bsne") -> Form:
+    """The model absorbs both projections itself, and adds two products; scores give weights, perhaps with sums."""
+
+    def form(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *more: Tensor) -> Any:
+        up_key, up_value = up.unflatten(0, (q.shape[1], -1)).split((D, E), dim=1)
+        nope, rotated = q.split((D, q.shape[-1] - D), dim=-1)
+        query = torch.einsum("bnsd,ndc->bnsc", nope, up_key)
+        scores = torch.einsum("bnsc,btc->bnst", query, latent) + torch.einsum("bnsr,btr->bnst", rotated, rope)
+        weights, *sums = weigh(scores, *more)
+        y = torch.einsum(f"bnsc,nec->{out}", torch.einsum("bnst,btc->bnsc", weights, latent), up_value)
+        return (y, *sums) if sums else y
+
+    return form
 
 
 def of_one_cache(q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
@@ -63,49 +80,20 @@ def of_one_cache(q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
     return torch.einsum("bnsc,nec->bsne", read, up_value)
 
 
-def there() -> Tensor:
-    """Which tokens are there: the last sequence is padded on the right."""
-    seen = torch.ones(B, S, dtype=torch.bool)
-    seen[-1, -2:] = False
-    return seen
-
-
-def given(queries: int = S, keys: int = S, *more: Callable[[], Tensor]) -> Inputs:
-    """The inputs of attention over listed keys without lists; the projection is a Parameter."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        *tensors, up = sparse.latents(queries, keys)(dtype)
-        return *tensors, torch.nn.Parameter(up, requires_grad=False), *(each() for each in more)
-
-    return make
-
-
-def given_heads(heads: int) -> Inputs:
-    """The same for one query of so many heads."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        q, latent, rope, up = given(1, T)(dtype)
-        return q[:, :heads], latent, rope, torch.nn.Parameter(up[: up.shape[0] // N * heads], requires_grad=False)
-
-    return make
-
-
-def given_together(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The same with both in one cache."""
-    q, latent, rope, up = given(1, T)(dtype)
-    return q, torch.cat((latent, rope), dim=-1), up
-
-
+PADDING = torch.arange(S) < torch.tensor([S, S - 2])[:, None]
+"""Which tokens are there: the last sequence is padded on the right."""
+HEADS = tensors((B, 3, 1, D + DR), (B, T, C), (B, T, DR), fixed(sparse.UP[: 3 * (D + E)]))
+TOGETHER = tensors((B, N, 1, D + DR), (B, T, C + DR), UP)
 EXAMPLES = (
     Example("step", step, given(1, T)),
     Example("prompt", prompt, given()),
     Example("chunk", chunk, given(S, T)),
     Example("more queries than keys", few_keys, given(S, sparse.FEW)),
-    Example("absorbed", absorbed, given(1, T)),
-    Example("absorbed, three heads", absorbed, given_heads(3)),
-    Example("of one cache", of_one_cache, given_together),
-    Example("at a position", at_position, given(1, T, sparse.position)),
-    Example("padded", by_sdpa(lambda there: causal(S, S) & there[:, None, None]), given(S, S, there)),
+    Example("absorbed", absorbed(), given(1, T)),
+    Example("absorbed, three heads", absorbed(), HEADS),
+    Example("of one cache", of_one_cache, TOGETHER),
+    Example("at a position", at_position, given(1, T, sparse.POSITION)),
+    Example("padded", by_sdpa(lambda there: causal(S, S) & there[:, None, None]), given(S, S, PADDING)),
 )
 
 
@@ -123,7 +111,7 @@ def rotated_twice(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor
 
 
 REJECTS = (
-    Example("another latent", other_latent, given(1, T, lambda: normal(9, B, T, 32)), "different latents"),
+    Example("another latent", other_latent, given(1, T, normal(9, B, T, C).float()), "different latents"),
     Example("rotated lanes of each head", rotated_twice, given(1, T), "one that all heads share"),
 )
 

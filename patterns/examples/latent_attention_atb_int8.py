@@ -10,38 +10,30 @@ import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal, under
+from patterns.examples import latent_attention_int8 as int8
+from patterns.examples.caches import of_nz
+from patterns.examples.inputs import Inputs, fixed, tensors, under
+from patterns.examples.latent_attention_int8 import Attend, over, up_to
 from patterns.examples.quantisation import weights
 
 B, N, C, R, BLOCKS, SIZE = 2, 4, 64, 32, 7, 8
 TABLE = torch.tensor([[3, 6, 1], [5, 0, 2]])
-KEYS = TABLE.shape[1] * SIZE
 LENGTHS, EMPTY = torch.tensor([6, 19]), torch.tensor([0, 20])
-SCALE = 0.125
-Attend = Callable[..., Tensor]
-Seen = Callable[[Tensor, int, int], Tensor]
 
 
 def inputs(queries: int, line: int = 32, blocks: int = BLOCKS, lengths: Tensor = LENGTHS) -> Inputs:
     """int8 and rotated queries, both caches in NZ, the block table, lengths, scales of heads."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        latents, ropes = (blocks, C // line, SIZE, line), (blocks, R // 16, SIZE, 16)
-        rope, k_rope = (normal(1 + n, *shape).to(dtype) for n, shape in enumerate(((B, N, queries, R), ropes)))
-        heads = ((weights(5 + n, N).float().abs() + 9) / 2**unit for n, unit in enumerate((20, 12)))
-        scales = (torch.nn.Parameter(each, requires_grad=False) for each in heads)
-        return weights(3, B, N, queries, C), rope, weights(4, *latents), k_rope, TABLE.clone(), lengths.clone(), *scales
-
-    return make
+    latents, ropes = (blocks, C // line, SIZE, line), (blocks, R // 16, SIZE, 16)
+    heads = (fixed((weights(5 + n, N).float().abs() + 9) / 2**unit) for n, unit in enumerate((20, 12)))
+    q = weights(3, B, N, queries, C)
+    return tensors(q, (B, N, queries, R), weights(4, *latents), ropes, TABLE, lengths, *heads)
 
 
 def scored(
     q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, of_scores: Tensor, fill: float = -math.inf
 ) -> Tensor:
     """Scores in float32, those of both parts added."""
-    scores = torch.einsum("bnsc,btc->bnst", q.float(), latent.float()) * of_scores[..., None, None]
-    scores = (scores + torch.einsum("bnsr,btr->bnst", rope.float(), k_rope.float())) * SCALE
-    return scores.masked_fill(~seen, fill)
+    return int8.scored(q, rope, latent, k_rope, of_scores[..., None, None]).masked_fill(~seen, fill)
 
 
 def of_shares(shares: Tensor, weights: Tensor) -> Tensor:
@@ -89,14 +81,9 @@ def of_sequences(q, rope, latent, k_rope, seen, of_scores, of_values):
     return written_out(q, rope, latent, k_rope, seen, of_scores * more, of_values)
 
 
-def single(lengths: Tensor, queries: int, keys: int) -> Tensor:
+def up_to_one(lengths: Tensor, queries: int, keys: int) -> Tensor:
     """Up to a length that is at least 1, [B, 1, 1, T]."""
     return (torch.arange(keys) <= lengths[:, None])[:, None, None]
-
-
-def counted(lengths: Tensor, queries: int, keys: int) -> Tensor:
-    """Up to a length that may be 0, [B, 1, 1, T]."""
-    return (torch.arange(keys) < lengths[:, None])[:, None, None]
 
 
 def in_line(lengths: Tensor, queries: int, keys: int) -> Tensor:
@@ -104,22 +91,12 @@ def in_line(lengths: Tensor, queries: int, keys: int) -> Tensor:
     return torch.arange(keys) <= torch.arange(queries)[:, None] + keys - queries
 
 
-def over(read: Callable[[Tensor, Tensor], Tensor], attend: Attend, seen: Seen = single) -> Attend:
-    """Over the rows that are read from pages [Block, C / 32, Size, 32]."""
-
-    def forward(q, rope, latents, ropes, table, lengths, of_scores, of_values):
-        latent, k_rope = (read(pages, table).reshape(B, KEYS, -1) for pages in (latents, ropes))
-        return attend(q, rope, latent, k_rope, seen(lengths, q.shape[2], KEYS), of_scores, of_values)
-
-    return forward
-
-
-by_table = partial(over, lambda pages, table: pages[table].permute(0, 1, 3, 2, 4))
-by_rows = partial(over, lambda pages, table: pages.view(BLOCKS, SIZE, -1)[table])
-in_order = partial(over, lambda pages, table: pages.permute(0, 2, 1, 3))
+by_table = partial(over, of_nz, seen=up_to_one)
+by_rows = partial(over, lambda pages, table: pages.view(BLOCKS, SIZE, -1)[table].flatten(1, 2), seen=up_to_one)
+in_order = partial(over, lambda pages, table: pages.permute(0, 2, 1, 3).reshape(B, -1, pages.shape[1] * pages.shape[3]))
 least = weighed(lambda shares: (shares * 127).round() / 127, fill=torch.finfo(torch.float32).min)
 """Hidden keys have the least number, by which a sequence without keys gives the mean."""
-everything = in_order(written_out, lambda lengths, queries, keys: torch.ones((), dtype=torch.bool))
+everything = in_order(written_out, seen=lambda lengths, queries, keys: torch.ones((), dtype=torch.bool))
 other_steps = weighed(lambda shares: (shares * 255).round(), 255)
 cut = weighed(lambda shares: (shares * 127).to(torch.int8), 127)
 rounded_total = weighed(
@@ -130,12 +107,12 @@ OWN = 2 * TABLE.shape[1]
 EXAMPLES = (
     Example("a query", by_table(written_out), ONE),
     Example("a query, in floats", by_table(in_floats), ONE),
-    Example("a sequence without keys", by_table(written_out, counted), EMPTIED),
-    Example("a sequence without keys, the least number", by_table(least, counted), EMPTIED),
-    Example("the last queries", by_table(written_out, in_line), inputs(3)),
+    Example("a sequence without keys", by_table(written_out, seen=up_to), EMPTIED),
+    Example("a sequence without keys, the least number", by_table(least, seen=up_to), EMPTIED),
+    Example("the last queries", by_table(written_out, seen=in_line), inputs(3)),
     Example("pages in their own order", everything, inputs(1, blocks=OWN)),
-    Example("own order, a sequence without keys", in_order(written_out, counted), inputs(1, blocks=OWN, lengths=EMPTY)),
-    Example("the last queries, own order", in_order(in_floats, in_line), inputs(2, blocks=OWN)),
+    Example("own order, a sequence without keys", in_order(written_out), inputs(1, blocks=OWN, lengths=EMPTY)),
+    Example("the last queries, own order", in_order(in_floats, seen=in_line), inputs(2, blocks=OWN)),
 )
 REJECTS = (
     Example("whole rows", by_rows(written_out), ONE, "do not hold rows in lines of NZ"),
@@ -145,8 +122,7 @@ REJECTS = (
     Example("rounded shares", by_table(rounded_shares), ONE, "shares of 1 are rounded"),
     Example("divided by the rounded sum", by_table(rounded_total), ONE, "as they were before they were rounded"),
     Example("other lines", by_table(written_out), inputs(1, 16), "in lines of 16 numbers, not of 32"),
-    Example("many queries", by_table(written_out, in_line), inputs(5), "more than four queries"),
+    Example("many queries", by_table(written_out, seen=in_line), inputs(5), "more than four queries"),
 )
 
 TRIED = {"latent_attention_atb": under("int8", (*EXAMPLES, *REJECTS))}
-"""Rule -> its examples and rejects."""

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.caches import Read, of_nz, of_pages, shapes
+from patterns.examples.inputs import Inputs, fixed, tensors
+from patterns.examples.masks import below, last
 from patterns.examples.quantisation import grid, quantised, weights
 
 B, N, C, R, BLOCKS, SIZE, LANES = 2, 4, 32, 16, 7, 4, 8
@@ -22,22 +24,13 @@ SCALE = 0.125
 STORED = 1 / 64
 """The scale of the latent, where the model holds it as a number."""
 Attend = Callable[..., Tensor]
-Read = Callable[[Tensor, Tensor], Tensor]
 
 
-def inputs(queries: int, pages: tuple[int, ...], lengths: Tensor, *more: Tensor, table: Tensor = TABLE) -> Inputs:
-    """Absorbed and rotated queries, both caches whose last dim is filled up, the block table, lengths, the scale."""
-
-    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        latents, ropes = (
-            (*pages[:1], width // LANES, *pages[2:]) if len(pages) == 4 else (*pages, width) for width in (C, R)
-        )
-        floats = grid(0, B, N, queries, C), normal(1, B, N, queries, R), normal(3, *ropes)
-        q, rope, k_rope = (each.to(dtype) for each in floats)
-        scale = torch.nn.Parameter(torch.tensor([STORED]), requires_grad=False)
-        return q, rope, weights(2, *latents), k_rope, table.clone(), lengths.clone(), scale, *more
-
-    return make
+def inputs(queries: int, caches: tuple[tuple[int, ...], ...], lengths: Tensor) -> Inputs:
+    """Absorbed and rotated queries, both caches of these dims, the block table, lengths, the scale."""
+    latents, ropes = caches
+    q, scale = grid(0, B, N, queries, C), fixed(torch.tensor([STORED]))
+    return tensors(q, (B, N, queries, R), weights(2, *latents), ropes, TABLE, lengths, scale)
 
 
 def scored(numbers: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, *by: Tensor) -> Tensor:
@@ -53,10 +46,19 @@ def read(scores: Tensor, latent: Tensor, seen: Tensor) -> Tensor:
     return torch.einsum("bnst,btc->bnsc", scores.masked_fill(~seen, -math.inf).softmax(-1), latent.float())
 
 
-def explicit(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
+def with_int8(quantise: Callable[[Tensor], tuple[Tensor, ...]]) -> Attend:
     """Products of int8, scales behind them."""
-    numbers, tokens = quantised(q)
-    return (read(scored(numbers, rope, latent, k_rope, tokens, scale), latent, seen) * scale).to(q.dtype)
+
+    def attend(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
+        numbers, *tokens = quantise(q)
+        return (read(scored(numbers, rope, latent, k_rope, *tokens, scale), latent, seen) * scale).to(q.dtype)
+
+    return attend
+
+
+explicit = with_int8(quantised)
+shared = with_int8(lambda q: ((q.float() * 32).round().clamp(-128, 127).to(torch.int8),))
+"""One scale for all queries."""
 
 
 def joined(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, scale: Tensor | float) -> tuple[Tensor, ...]:
@@ -93,15 +95,9 @@ def in_the_dtype(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: 
     return torch.einsum("bnst,btc->bnsc", shares, latent)
 
 
-def single(lengths: Tensor, queries: int, keys: int) -> Tensor:
+def up_to(lengths: Tensor, queries: int, keys: int) -> Tensor:
     """Up to a length, [B, 1, 1, T]."""
-    return (torch.arange(keys) < lengths[:, None])[:, None, None]
-
-
-def in_line(lengths: Tensor, queries: int, keys: int) -> Tensor:
-    """The last query sees the last key, [B, 1, S, T]."""
-    at = lengths[:, None, None, None] - queries + torch.arange(queries)[:, None]
-    return torch.arange(keys) <= at
+    return below(lengths, keys)
 
 
 def first_ones(lengths: Tensor, queries: int, keys: int) -> Tensor:
@@ -109,35 +105,26 @@ def first_ones(lengths: Tensor, queries: int, keys: int) -> Tensor:
     return torch.arange(keys) <= torch.arange(queries)[:, None]
 
 
-def of_pages(pages: Tensor, table: Tensor) -> Tensor:
-    """Rows that a block table gathers from pages [Block, Size, ..]."""
-    return pages[table].reshape(B, KEYS, -1)
-
-
-def of_nz(pages: Tensor, table: Tensor) -> Tensor:
-    """The same of NZ pages [Block, Lanes / L, Size, L]."""
-    return pages[table].permute(0, 1, 3, 2, 4).reshape(B, KEYS, -1)
-
-
-def over(read: Read, attend: Attend, seen: Callable[..., Tensor] = single) -> Attend:
+def over(read: Read, attend: Attend, seen: Callable[[Tensor, int, int], Tensor] = up_to) -> Attend:
     """Over the rows of both caches."""
 
-    def forward(q, rope, latents, ropes, table, lengths, scale):
+    def forward(q, rope, latents, ropes, table, lengths, *scales):
         latent, k_rope = (read(pages, table) for pages in (latents, ropes))
-        return attend(q, rope, latent, k_rope, seen(lengths, q.shape[2], latent.shape[1]), scale)
+        return attend(q, rope, latent, k_rope, seen(lengths, q.shape[2], latent.shape[1]), *scales)
 
     return forward
 
 
 in_pages, in_nz, in_rows = (partial(over, read) for read in (of_pages, of_nz, lambda cache, table: cache))
-PAGES, NZ, ROWS = (BLOCKS, SIZE), (BLOCKS, 0, SIZE, LANES), (B, KEYS)
+PAGES, NZ = (shapes(C, R, *nz, size=SIZE, blocks=BLOCKS) for nz in ((), (LANES,)))
+ROWS = (B, KEYS, C), (B, KEYS, R)
 EXAMPLES = (
     Example("pages", in_pages(explicit), inputs(1, PAGES, LENGTHS)),
     Example("pages, a sequence without keys", in_pages(restored), inputs(1, PAGES, EMPTY)),
-    Example("pages, several queries", in_pages(by_sdpa, in_line), inputs(3, PAGES, torch.tensor([6, 12]))),
+    Example("pages, several queries", in_pages(by_sdpa, last), inputs(3, PAGES, torch.tensor([6, 12]))),
     Example("lines", in_nz(restored), inputs(1, NZ, EMPTY)),
     Example("lines, in the model's dtype", in_nz(in_the_dtype), inputs(1, NZ, LENGTHS)),
-    Example("lines, several queries", in_nz(explicit, in_line), inputs(2, NZ, torch.tensor([6, 12]))),
+    Example("lines, several queries", in_nz(explicit, last), inputs(2, NZ, torch.tensor([6, 12]))),
     Example("rows", in_rows(by_sdpa), inputs(1, ROWS, LENGTHS)),
     Example("rows, several queries", in_rows(explicit, first_ones), inputs(2, ROWS, LENGTHS)),
 )
@@ -154,15 +141,9 @@ def by_token(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tens
     return restored(q, rope, latent, k_rope, seen, scale * torch.arange(1, latent.shape[1] + 1)[:, None])
 
 
-def shared(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
-    """One scale for all queries."""
-    numbers = (q.float() * 32).round().clamp(-128, 127).to(torch.int8)
-    return (read(scored(numbers, rope, latent, k_rope, scale), latent, seen) * scale).to(q.dtype)
-
-
 def strange(lengths: Tensor, queries: int, keys: int) -> Tensor:
     """Every second key."""
-    return single(lengths, queries, keys) & (torch.arange(keys) * lengths.sum() % 2 == 0)
+    return below(lengths, keys) & (torch.arange(keys) * lengths.sum() % 2 == 0)
 
 
 def apart(dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from patterns.examples.caches import LENGTHS, SIZE, TABLE, Read, Write, of_pages, viewed
-from patterns.examples.inputs import Inputs, normal
-from patterns.examples.latent_attention_int8 import Attend, explicit, in_line
+from patterns.examples.caches import LENGTHS, SIZE, TABLE, Write, in_nz, of_nz, of_pages, viewed
+from patterns.examples.inputs import Inputs, fixed, in_dtype, normal, tables
+from patterns.examples.latent_attention_int8 import Attend, explicit
+from patterns.examples.masks import last
 from patterns.examples.quantisation import int8_layer, product, quantised, scales, weights
 
-B, N, HE, HCQ, D, E, LISTED = 2, 4, 64, 48, 16, 16, 4
+B, LISTED = 2, 4
 LAYERS = ("dq", "uq", "dkv")
 Rows = tuple[Tensor, ...]
 
@@ -30,31 +31,47 @@ class Given(NamedTuple):
     x: Tensor
     cos: Tensor
     sin: Tensor
+    table: Tensor
+    seen: Tensor
+    slots: Tensor
     dq: Tensor
     uq: Tensor
     dkv: Tensor
     dq_scale: Tensor
     uq_scale: Tensor
     dkv_scale: Tensor
+    dq_bias: Tensor
+    uq_bias: Tensor
+    dkv_bias: Tensor
+    gain: Tensor
     gain_q: Tensor
     gain_kv: Tensor
+    beta: Tensor
+    beta_q: Tensor
     ukv: Tensor
+    up: Tensor
     latent_scale: Tensor
     rope_scale: Tensor
-    table: Tensor
-    seen: Tensor
-    slots: Tensor
+    scale: Tensor
+    scale_q: Tensor
+    zero: Tensor
+    zero_q: Tensor
+    of_queries: Tensor
+    of_latent: Tensor
+    of_scores: Tensor
+    of_values: Tensor
 
 
-FIXED = Given._fields[3:14]
-LAYERS_FIXED = Given._fields[3:9]
+FIXED = Given._fields[6:]
+LAYERS_FIXED = FIXED[:6]
 
 
 @dataclass(frozen=True)
 class Setting:
     """Makes inputs: sizes, layers in W8A8, Parameters, caches, and where rows go.
 
-    With a position `at`, rows go there instead of to pages; with `listed`, each query sees some of so many keys.
+    With a position `at`, or slots, rows go there instead; with `listed`, each query sees some of so many keys. Scales
+    of `static` layers are those of rows that are quantised by constants. Seeds of gains are counted from `gains`.
     """
 
     queries: int = 1
@@ -62,59 +79,82 @@ class Setting:
     int8: tuple[str, ...] = ()
     int8_caches: tuple[bool, ...] = (False, False)
     fixed: tuple[str, ...] = FIXED
+    he: int = 64
+    hcq: int = 48
     c: int = 32
     dr: int = 16
+    d: int = 16
+    e: int = 16
+    n: int = 4
+    size: int = SIZE
     batch: int = B
-    at: int | None = None
+    at: int | tuple[int, ...] | None = None
     listed: int = 0
     table: tuple[int, ...] = ()
     head: int = 0
     line: int = 0
     one_scale: bool = False
+    static: bool = False
+    gains: int = 3
     made: Callable[[], Tensor] | None = None
 
     def __call__(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Fresh inputs."""
-        given = {name: each.to(dtype) for name, each in self._floats().items()} | self._int8() | self._places()
-        tensors = (given[name] for name in Given._fields)
-        named = zip(Given._fields, tensors, strict=True)
-        held = (torch.nn.Parameter(x, requires_grad=False) if name in self.fixed else x for name, x in named)
-        return *held, *self._caches(dtype)
+        given = self._floats() | self._int8() | self._constants() | self._places()
+        named = ((name, given[name]) for name in Given._fields)
+        held = (fixed(x) if name in self.fixed else x for name, x in named)
+        return tuple(in_dtype(x, dtype) for x in (*held, *self._caches()))
 
     def _sizes(self) -> dict[str, tuple[int, int]]:
-        lanes = N * (D + self.dr + self.head), self.c + self.dr + self.line
-        return {"dq": (HCQ, HE), "uq": (lanes[0], HCQ), "dkv": (lanes[1], HE)}
+        lanes = self.n * (self.d + self.dr + self.head), self.c + self.dr + self.line
+        return {"dq": (self.hcq, self.he), "uq": (lanes[0], self.hcq), "dkv": (lanes[1], self.he)}
 
     def _floats(self) -> dict[str, Tensor]:
-        cos, sin = tables(self.table or (self.batch, self.queries), self.dr)
-        gains = {"gain_q": 1 + normal(4, HCQ) / 8, "gain_kv": 1 + normal(5, self.c) / 8}
-        layers = {name: normal(n, *size) / 8 for n, (name, size) in enumerate(self._sizes().items())}
-        up = normal(3, N * (D + E), self.c) / 8
-        return {"x": normal(8, self.batch, self.queries, HE), "cos": cos, "sin": sin, "ukv": up} | gains | layers
+        cos, sin = tables(6, *(self.table or (self.batch, self.queries)), self.dr)
+        found = {"x": normal(8, self.batch, self.queries, self.he), "cos": cos, "sin": sin}
+        for n, (name, size) in enumerate(self._sizes().items()):
+            found[name] = normal(n, *size) / 8
+        for n, (name, width) in enumerate({"gain": self.he, "gain_q": self.hcq, "gain_kv": self.c}.items(), self.gains):
+            found[name] = 1 + normal(n, width) / 8
+            found[name.replace("gain", "beta")] = normal(30 + n, width) / 8
+        ups = {"ukv": normal(3, self.n * (self.d + self.e), self.c), "up": normal(51, self.n, self.d, self.c)}
+        return found | {name: each / 8 for name, each in ups.items()}
 
     def _int8(self) -> dict[str, Tensor]:
         layers = {name: int8_layer(20 + 2 * n, *size) for n, (name, size) in enumerate(self._sizes().items())}
         made = {name: weight for name, (weight, _) in layers.items() if name in self.int8}
-        made |= {f"{name}_scale": scale for name, (_, scale) in layers.items()}
+        made |= {f"{name}_scale": scale / (32 if self.static else 1) for name, (_, scale) in layers.items()}
+        for n, (name, (width, _)) in enumerate(self._sizes().items(), 40):
+            made[f"{name}_bias"] = (normal(n, width) * 900).to(torch.int32)
         of_rows = {"latent_scale": self.c, "rope_scale": self.dr}
         return made | {name: scales(30 + x, 1 if self.one_scale else x) * 4 for name, x in of_rows.items()}
 
+    def _constants(self) -> dict[str, Tensor]:
+        """Scales and zero points of static rows, and the scales of each head of int8 attention."""
+        found = {
+            name: torch.tensor([x]).double() for name, x in dict(of_latent=1 / 32, scale=0.03, scale_q=0.025).items()
+        }
+        found |= {name: torch.tensor([x], dtype=torch.int8) for name, x in dict(zero=5, zero_q=-9).items()}
+        heads, of_values = torch.arange(10.0, 10 + self.n), torch.full((self.n,), 1 / 32)
+        return found | dict(of_queries=heads.double(), of_scores=of_values / heads, of_values=of_values)
+
     def _places(self) -> dict[str, Tensor]:
-        table, seen = TABLE[: self.batch].clone(), LENGTHS[: self.batch].clone()
+        table, seen = TABLE[: self.batch], LENGTHS[: self.batch]
         at = seen[:, None] - self.queries + torch.arange(self.queries)
-        slots = (table.gather(1, at // SIZE) * SIZE + at % SIZE).flatten()
+        slots = (table.gather(1, at // self.size) * self.size + at % self.size).flatten()
         if self.at is not None:
-            slots, seen = torch.tensor(self.at), torch.full((self.batch,), self.at + self.queries)
+            slots = torch.tensor(self.at)
+            seen = slots.expand(self.batch) + self.queries if slots.dim() == 0 else seen
         if self.listed:
             order = torch.rand(B, self.queries, self.listed, generator=torch.Generator().manual_seed(7)).argsort(-1)
             seen = order[..., :LISTED]
         return {"table": table, "seen": seen, "slots": slots}
 
-    def _caches(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def _caches(self) -> tuple[Tensor, ...]:
         if self.made is not None:
             return (self.made(),)
         pairs = enumerate(zip(self.shapes, self.int8_caches, strict=False), 9)
-        return tuple(weights(n, *shape) if int8 else normal(n, *shape).to(dtype) for n, (shape, int8) in pairs)
+        return tuple(weights(n, *shape) if int8 else normal(n, *shape) for n, (shape, int8) in pairs)
 
 
 def changed(
@@ -124,8 +164,10 @@ def changed(
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         given, held = taken(inputs(dtype))
-        given = given._replace(**{name: change(getattr(given, name)) for name, change in parts.items()})
-        return *given, *(held if caches is None else map(caches, held))
+        before = {name: getattr(given, name) for name in parts}
+        after = {name: change(before[name]) for name, change in parts.items()}
+        kept = {name: fixed(x) if isinstance(before[name], torch.nn.Parameter) else x for name, x in after.items()}
+        return *given._replace(**kept), *(held if caches is None else map(caches, held))
 
     return make
 
@@ -136,17 +178,13 @@ def taken(tensors: tuple[Tensor, ...]) -> tuple[Given, Rows]:
     return Given(*tensors[:count]), tensors[count:]
 
 
-def tables(tokens: tuple[int, ...], width: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [*tokens, width]; their halves are equal."""
-    angles = normal(6, *tokens, width // 2)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def norm(x: Tensor, gain: Tensor) -> Tensor:
+def norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
     """RMSNorm in float32."""
     wide = x.float()
-    return gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+    return gain * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -154,11 +192,6 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     even, odd, cos, sin = x[..., ::2], x[..., 1::2], cos[..., :half], sin[..., :half]
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-
-
-def multiplied(x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A layer in W8A8."""
-    return (product(x[0], weight).float() * x[1] * scale).to(dtype)
 
 
 def times(x: Tensor, factor: float) -> Tensor:
@@ -177,13 +210,13 @@ class Factors:
     row: float = 1.0
 
 
-NO_FACTORS = Factors()
-
-
-def rope_last(q: Tensor, cos: Tensor, sin: Tensor, factors: Factors = NO_FACTORS) -> tuple[Tensor, Tensor]:
+def rope_last(
+    q: Tensor, cos: Tensor, sin: Tensor, factors: Factors = Factors(), turn: Turn = turned
+) -> tuple[Tensor, Tensor]:
     """Both parts of queries [.., D + Dr] whose last lanes are rotated."""
-    nope, rope = (times(each, factors.parts) for each in q.split((D, cos.shape[-1]), dim=-1))
-    return times(nope, factors.nope), turned(rope, cos, sin)
+    width = cos.shape[-1]
+    nope, rope = (times(each, factors.parts) for each in q.split((q.shape[-1] - width, width), dim=-1))
+    return times(nope, factors.nope), turn(rope, cos, sin)
 
 
 @dataclass(frozen=True)
@@ -194,7 +227,6 @@ class Encoding:
     restore: Callable[[Rows, Given], Rows] = lambda rows, g: rows
 
 
-PLAIN = Encoding()
 Store = Callable[..., Rows]
 """`store(latent, rope, given, *caches)` gives the rows that queries attend to."""
 Attention = Callable[[Tensor, Tensor, Rows, Given], Tensor]
@@ -215,8 +247,9 @@ def in_rows(write: Write) -> Store:
     return store
 
 
-def paged(write: Write = viewed, read: Read = of_pages, encoding: Encoding = PLAIN) -> Store:
+def paged(write: Write = viewed, encoding: Encoding = Encoding()) -> Store:
     """Rows at slots of pages."""
+    read = of_nz if write is in_nz else of_pages
 
     def store(latent: Tensor, rope: Tensor, g: Given, *caches: Tensor) -> Rows:
         for cache, rows in zip(caches, encoding.keep(latent, rope, g), strict=True):
@@ -226,66 +259,91 @@ def paged(write: Write = viewed, read: Read = of_pages, encoding: Encoding = PLA
     return store
 
 
-def keys_values(latent: Tensor, rope: Tensor, ukv: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Keys [B, N, T, D + Dr] and values [B, N, T, E] of all heads."""
-    both = linear(latent, ukv).unflatten(-1, (heads, -1)).transpose(1, 2)
-    nope, values = both.split((width, both.shape[-1] - width), dim=-1)
-    return torch.cat((nope, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1), values
-
-
-def attended(q: Tensor, latent: Tensor, rope: Tensor, ukv: Tensor, lengths: Tensor) -> Tensor:
-    """The last queries [B, N, S, D + Dr] of sequences so long, over keys and values expanded from rows [B, T, ..]."""
-    keys, values = keys_values(latent, rope, ukv, q.shape[1], q.shape[-1] - rope.shape[-1])
-    at = lengths[:, None] - q.shape[2] + torch.arange(q.shape[2])
-    seen = torch.arange(latent.shape[1]) <= at[:, None, :, None]
-    return scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+def over_keys(nope: Tensor, rope: Tensor, rows: Rows, g: Given, seen: Tensor) -> Tensor:
+    """Over keys [B, N, T, D + Dr] and values [B, N, T, E] of all heads, expanded from rows [B, T, ..]."""
+    latent, k_rope = rows
+    heads, width, _ = g.up.shape
+    both = linear(latent, g.ukv).unflatten(-1, (heads, -1)).transpose(1, 2)
+    k, values = both.split((width, both.shape[-1] - width), dim=-1)
+    keys = torch.cat((k, k_rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
+    return scaled_dot_product_attention(torch.cat((nope, rope), dim=-1), keys, values, attn_mask=seen)
 
 
 def expanded(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
-    """The same; without a cache, all keys are those of the queries."""
-    latent, k_rope = rows
-    lengths = g.seen if latent.shape[1] > nope.shape[2] else torch.full_like(g.seen, nope.shape[2])
-    return attended(torch.cat((nope, rope), dim=-1), latent, k_rope, g.ukv, lengths)
+    """The last queries of sequences of their lengths; without a cache, all keys are those of the queries."""
+    queries, keys = nope.shape[2], rows[0].shape[1]
+    lengths = g.seen if keys > queries else torch.full_like(g.seen, queries)
+    return over_keys(nope, rope, rows, g, last(lengths, queries, keys))
 
 
 def listed(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
     """Over the keys that are listed."""
-    latent, k_rope = rows
-    keys, values = keys_values(latent, k_rope, g.ukv, N, D)
-    seen = torch.zeros(*g.seen.shape[:2], keys.shape[2], dtype=torch.bool).scatter(-1, g.seen, True)
-    return scaled_dot_product_attention(torch.cat((nope, rope), dim=-1), keys, values, attn_mask=seen.unsqueeze(1))
+    seen = torch.zeros(*g.seen.shape[:2], rows[0].shape[1], dtype=torch.bool).scatter(-1, g.seen, True)
+    return over_keys(nope, rope, rows, g, seen.unsqueeze(1))
+
+
+def w_uk(g: Given) -> Tensor:
+    """The part [N, D, C] of the up-projection that gives keys."""
+    heads, width, _ = g.up.shape
+    return g.ukv.unflatten(0, (heads, -1))[:, :width]
 
 
 def absorbed(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
     """W_UK absorbed, W_UV left to the model."""
     latent, k_rope = (each.unsqueeze(1) for each in rows)
-    scores = nope @ g.ukv.unflatten(0, (N, -1))[:, :D] @ latent.mT + rope @ k_rope.mT
-    seen = in_line(g.seen, nope.shape[2], latent.shape[2])
-    return (scores * (D + rope.shape[-1]) ** -0.5).masked_fill(~seen, -math.inf).softmax(-1) @ latent
+    scores = nope @ w_uk(g) @ latent.mT + rope @ k_rope.mT
+    seen = last(g.seen, nope.shape[2], latent.shape[2])
+    return (scores * (nope.shape[-1] + rope.shape[-1]) ** -0.5).masked_fill(~seen, -math.inf).softmax(-1) @ latent
 
 
 def by_int8(attend: Attend = explicit) -> Attention:
     """Int8 queries over an int8 latent."""
 
     def attention(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
-        seen = in_line(g.seen, nope.shape[2], rows[0].shape[1])
-        return attend(nope @ g.ukv.unflatten(0, (N, -1))[:, :D], rope, *rows, seen, g.latent_scale)
+        seen = last(g.seen, nope.shape[2], rows[0].shape[1])
+        return attend(nope @ w_uk(g), rope, *rows, seen, g.latent_scale)
 
     return attention
 
 
-def layer(x: Tensor | tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """In W8A8 if its weight is int8."""
-    if isinstance(x, Tensor) and weight.dtype != torch.int8:
-        return linear(x, weight)
-    return multiplied(quantised(x) if isinstance(x, Tensor) else x, weight, scale, dtype)
+def by_token(rows: Any, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """A layer of rows and their scales."""
+    return product(rows[0], weight).float() * rows[1] * scale
+
+
+QuantiseRows = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What stands before layers and in them: how rows are quantised, what a norm adds, and the product in W8A8.
+
+    With `eps`, a norm of the hidden states stands before all of them.
+    """
+
+    quantise: QuantiseRows = lambda x, scale, zero: quantised(x)
+    shift: Callable[[Tensor, Tensor], Tensor] = lambda x, beta: x
+    multiply: Callable[..., Tensor] = by_token
+    eps: float | None = None
+
+    def rows(self, x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Any:
+        """What a layer of this weight takes."""
+        return self.quantise(x, scale, zero) if weight.dtype == torch.int8 else x
+
+    def layer(self, rows: Any, weight: Tensor, scale: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
+        """In W8A8 if its weight is int8."""
+        if weight.dtype != torch.int8:
+            return linear(rows, weight)
+        return self.multiply(rows, weight, scale, bias).to(dtype)
 
 
 def model(
     store: Store,
     attend: Attention = expanded,
     rotate: Rotate = rope_last,
-    factors: Factors = NO_FACTORS,
+    factors: Factors = Factors(),
+    layers: Layers = Layers(),
+    turn: Turn = turned,
     tokens_first: bool = False,
     also: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Any]:
@@ -296,10 +354,13 @@ def model(
 
     def forward(*tensors: Tensor) -> Any:
         g, caches = taken(tensors)
-        x, dtype, tokens = g.x, g.x.dtype, g.seen.shape[:2] if g.seen.dim() == 3 else g.x.shape[:-1]
-        rows = quantised(x) if g.dq.dtype == torch.int8 else x
-        low = times(norm(layer(rows, g.dq, g.dq_scale, dtype), g.gain_q), factors.latent)
-        q = times(layer(low, g.uq, g.uq_scale, dtype), factors.heads).view(*tokens, N, -1)
+        dtype, tokens = g.x.dtype, g.seen.shape[:2] if g.seen.dim() == 3 else g.x.shape[:-1]
+        x = g.x if layers.eps is None else layers.shift(norm(g.x, g.gain, layers.eps), g.beta)
+        rows = layers.rows(x, g.dq, g.scale, g.zero)
+        low = norm(layers.layer(rows, g.dq, g.dq_scale, g.dq_bias, dtype), g.gain_q)
+        low = layers.shift(times(low, factors.latent), g.beta_q)
+        q = layers.layer(layers.rows(low, g.uq, g.scale_q, g.zero_q), g.uq, g.uq_scale, g.uq_bias, dtype)
+        q = times(q, factors.heads).view(*tokens, g.up.shape[0], -1)
         packed = q.dim() == 3
         before = packed or tokens_first
         q = q if before else q.transpose(1, 2)
@@ -307,8 +368,9 @@ def model(
         if before:
             nope, rope = (each.unsqueeze(2) if packed else each.transpose(1, 2) for each in (nope, rope))
         c, dr = g.gain_kv.shape[-1], g.cos.shape[-1]
-        latent, turning = layer(rows, g.dkv, g.dkv_scale, dtype)[..., : c + dr].split((c, dr), dim=-1)
-        kept = store(times(norm(latent, g.gain_kv), factors.row), turned(turning, g.cos, g.sin), g, *caches)
+        down = layers.layer(rows, g.dkv, g.dkv_scale, g.dkv_bias, dtype)
+        latent, turning = down[..., : c + dr].split((c, dr), dim=-1)
+        kept = store(times(norm(latent, g.gain_kv), factors.row), turn(turning, g.cos, g.sin), g, *caches)
         y = attend(nope, rope, kept, g)
         return y if also is None else (y, also(low))
 

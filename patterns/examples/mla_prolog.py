@@ -11,11 +11,11 @@ from torch import Tensor
 from fusion import Example
 from patterns.examples import caches
 from patterns.examples import latent_model as mla
-from patterns.examples.caches import Write, by_block, copied, in_nz, of_nz, of_pages, shapes, viewed
+from patterns.examples.caches import Write, by_block, copied, in_nz, shapes, viewed
 from patterns.examples.inputs import Inputs
-from patterns.examples.latent_model import LAYERS, B, D, Given, Rotate, Rows, Setting, changed, fresh, listed, model
+from patterns.examples.latent_model import LAYERS, B, Given, Rotate, Rows, Setting, changed, fresh, listed, model
 
-S, T, C, DR = 3, 32, 32, 16
+S, T, C, DR, D = 3, 32, 32, 16, 16
 ORDER = "do not follow those that are not"
 Parts = tuple[Tensor, Tensor]
 CACHES = (B, T, C), (B, T, DR)
@@ -57,7 +57,7 @@ def stepped(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
     """A step of packed tokens that absorbs both projections, by einsum."""
     nope, rope = torch.cat([each.squeeze(2) for each in (nope, rope)], -1).split((D, DR), dim=-1)
     latent, k_rope = rows
-    up, down = g.ukv.view(mla.N, -1, C).split((D, mla.E), dim=1)
+    up, down = g.ukv.view(g.up.shape[0], -1, C).split((D, D), dim=1)
     query = torch.einsum("tnd,ndc->tnc", nope, up)
     scores = torch.einsum("tnc,tkc->tnk", query, latent) + torch.einsum("tnr,tkr->tnk", rope, k_rope)
     hidden = torch.arange(latent.shape[1]) >= g.seen[:, None, None]
@@ -88,9 +88,8 @@ def in_pages(
     name: str, setting: Inputs, write: Write = viewed, refusal: str = "", attend: mla.Attention = mla.expanded
 ) -> Example:
     """Pages; tokens of W8A8 are rotated before their heads."""
-    read = of_nz if write is in_nz else of_pages
     first = isinstance(setting, Setting) and bool(setting.int8)
-    return Example(name, model(mla.paged(write, read), attend, tokens_first=first), setting, refusal)
+    return Example(name, model(mla.paged(write), attend, tokens_first=first), setting, refusal)
 
 
 def held(setting: Setting, *dims: tuple[int, ...], keys: int = T) -> Setting:

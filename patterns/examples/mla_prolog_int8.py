@@ -15,7 +15,7 @@ from torch import Tensor
 from fusion import Example
 from patterns.examples import caches
 from patterns.examples import latent_model as mla
-from patterns.examples.caches import BLOCKS, SIZE, Write, by_block, in_nz, of_nz, of_pages, shapes, viewed
+from patterns.examples.caches import BLOCKS, SIZE, Write, by_block, in_nz, shapes, viewed
 from patterns.examples.inputs import Inputs, normal
 from patterns.examples.latent_attention_int8 import SCALE, Attend, explicit, restored
 from patterns.examples.latent_model import LAYERS, Encoding, Given, Rows, Setting, absorbed, changed, model, paged
@@ -65,16 +65,14 @@ def by_channel(quantise: Quantise = divided, power: int = 1) -> Encoding:
     return Encoding(keep, restore)
 
 
-def by_tensor(quantise: Quantise = divided) -> Encoding:
+def by_tensor(quantise: Quantise = divided, scale: str = "latent_scale") -> Encoding:
     """The latent alone, by one scale; the attention takes it as it is."""
-    return Encoding(lambda latent, rope, g: (quantise(latent, g.latent_scale), rope))
+    return Encoding(lambda latent, rope, g: (quantise(latent, getattr(g, scale)), rope))
 
 
-def tiled(latent: Tensor, tile: int = TILE) -> tuple[Tensor, Tensor]:
-    """int8 [.., C] and a scale of each tile [.., C / tile]."""
-    tiles = latent.float().unflatten(-1, (-1, tile))
-    scale = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
-    return (tiles / scale).round().clamp(-128, 127).to(torch.int8).flatten(-2), scale.squeeze(-1)
+def by_scale(tiles: Tensor, scale: Tensor) -> Tensor:
+    """The nearest of int8."""
+    return (tiles / scale).round().clamp(-128, 127)
 
 
 def joined(*parts: Tensor) -> Tensor:
@@ -82,28 +80,28 @@ def joined(*parts: Tensor) -> Tensor:
     return torch.cat([each.view(torch.int8) for each in parts], dim=-1)
 
 
-def arranged(arrange: Callable[[Tensor, Tensor, Tensor], Tensor], tile: int = TILE) -> Pack:
-    """A row of `arrange(numbers, rope, scales)`."""
-
-    def pack(latent: Tensor, rope: Tensor) -> Tensor:
-        numbers, scale = tiled(latent, tile)
-        return arrange(numbers, rope, scale)
-
-    return pack
-
-
 def plain(numbers: Tensor, rope: Tensor, scale: Tensor) -> Tensor:
     """An int8 latent, the rotated key, scales of tiles."""
     return joined(numbers, rope.to(torch.bfloat16), scale)
 
 
+def arranged(
+    arrange: Callable[[Tensor, Tensor, Tensor], Tensor] = plain, tile: int = TILE, quantise: Quantise = by_scale
+) -> Pack:
+    """A row of `arrange(numbers, rope, scales)`: int8 [.., C], and a scale of each tile [.., C / tile]."""
+
+    def pack(latent: Tensor, rope: Tensor) -> Tensor:
+        tiles = latent.float().unflatten(-1, (-1, tile))
+        scale = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
+        return arrange(quantise(tiles, scale).to(torch.int8).flatten(-2), rope, scale.squeeze(-1))
+
+    return pack
+
+
 def int8_key(numbers: Tensor, rope: Tensor, scale: Tensor) -> Tensor:
     """The rotated key in int8 too."""
-    key, _ = tiled(rope, rope.shape[-1])
+    key = arranged(lambda key, *_: key, rope.shape[-1])(rope, rope)
     return joined(numbers, key, key, scale)
-
-
-packed = arranged(plain)
 
 
 def packed_by_inverse(latent: Tensor, rope: Tensor) -> Tensor:
@@ -115,20 +113,13 @@ def packed_by_inverse(latent: Tensor, rope: Tensor) -> Tensor:
     return joined(numbers, key, scale.flatten(1)).view(*latent.shape[:-1], -1)
 
 
-def cut_off(latent: Tensor, rope: Tensor) -> Tensor:
-    """Numbers that are cut off toward zero."""
-    tiles = latent.float().unflatten(-1, (-1, TILE))
-    scale = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
-    return plain((tiles / scale).to(torch.int8).flatten(-2), rope, scale.squeeze(-1))
-
-
 def one_scale(latent: Tensor, rope: Tensor) -> Tensor:
     """One scale, a number, for all."""
     scale = torch.full((*latent.shape[:-1], latent.shape[-1] // TILE), 1 / 32)
     return plain(divided(latent, 1 / 32), rope, scale)
 
 
-def by_tile(pack: Pack = packed) -> Encoding:
+def by_tile(pack: Pack = arranged()) -> Encoding:
     """Packed rows of both parts."""
 
     def restore(rows: Rows, g: Given) -> Rows:
@@ -143,17 +134,15 @@ def by_tile(pack: Pack = packed) -> Encoding:
 
 def rows_of_bytes(c: int, dr: int, tile: int = TILE, heads: tuple[int, ...] = ()) -> Callable[[], Tensor]:
     """A cache of packed rows."""
-    return lambda: arranged(plain, tile)(normal(9, BLOCKS, SIZE, c), normal(10, BLOCKS, SIZE, dr)).reshape(
-        BLOCKS, SIZE, *heads, -1
-    )
+    parts = normal(9, BLOCKS, SIZE, c), normal(10, BLOCKS, SIZE, dr)
+    return lambda: arranged(plain, tile)(*parts).reshape(BLOCKS, SIZE, *heads, -1)
 
 
 def in_pages(
     name: str, setting: Inputs, write: Write, encoding: Encoding, refusal: str = "", attend: mla.Attention = absorbed
 ) -> Example:
     """Rows in one of the encodings."""
-    store = paged(write, of_nz if write is in_nz else of_pages, encoding)
-    return Example(name, model(store, attend), setting, refusal)
+    return Example(name, model(paged(write, encoding), attend), setting, refusal)
 
 
 def numbered(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
@@ -177,8 +166,9 @@ HEADS = replace(ALL, int8=("uq",))
 ONE_HEAD = rows_of_bytes(256, 16, heads=HEAD)
 PAIRS = changed(TWO, lambda cache: torch.stack((cache, cache), dim=2))
 TILES = by_tile()
-SHORT_TILES = by_tile(arranged(plain, 64))
+SHORT_TILES = by_tile(arranged(tile=64))
 FLOAT16 = by_tile(arranged(lambda numbers, rope, scale: joined(numbers, rope.half(), scale)))
+CUT_OFF = arranged(quantise=torch.div)
 SCALES_FIRST = by_tile(arranged(lambda numbers, rope, scale: joined(numbers, scale, rope.to(torch.bfloat16))))
 OTHER_SCALES = by_tile(arranged(lambda numbers, rope, scale: plain(numbers, rope, scale * 2)))
 PACKED = (
@@ -192,7 +182,7 @@ PACKED = (
     in_pages("the scales first", ALL, viewed, SCALES_FIRST, "holds int8, float32, bfloat16"),
     in_pages("a key in whole numbers", ALL, viewed, by_tile(arranged(int8_key)), "holds int8, int8, int8, float32"),
     in_pages("scales of others", ALL, viewed, OTHER_SCALES, "that its whole numbers were divided by"),
-    in_pages("cut off", ALL, viewed, by_tile(cut_off), "cut off toward zero"),
+    in_pages("cut off", ALL, viewed, by_tile(CUT_OFF), "cut off toward zero"),
     in_pages("one scale for all", ALL, viewed, by_tile(one_scale), "a scale that is the largest of"),
     in_pages("pages that lie otherwise", changed(ALL, caches.turned), by_block, TILES, "the pages are not contiguous"),
     in_pages("two lines at a slot", PAIRS, caches.two_in_a_row, TILES, "hold several heads"),
@@ -201,6 +191,7 @@ PACKED = (
 CHANNEL = Setting(1, shapes(64, 32), ("uq",), (True, True), c=64, dr=32)
 TWO_TOKENS = replace(CHANNEL, queries=2)
 ONE_SCALE = replace(TWO_TOKENS, shapes=shapes(64, 32, heads=HEAD), one_scale=True)
+TWO_HEADS = replace(TWO_TOKENS, shapes=shapes(64, 32, heads=(2,)))
 CHANNELS = by_channel()
 BY_CHANNEL = (
     in_pages("a token", CHANNEL, viewed, CHANNELS),
@@ -212,13 +203,7 @@ BY_CHANNEL = (
     in_pages("read by other scales", CHANNEL, viewed, by_channel(divided, 2)),
     in_pages("short lines", replace(CHANNEL, shapes=shapes(64, 32, 16)), in_nz, CHANNELS, "in lines of 16 numbers"),
     in_pages("other bounds", CHANNEL, viewed, by_channel(narrow), "bounded by -127 and 127"),
-    in_pages(
-        "two tokens at a slot",
-        replace(TWO_TOKENS, shapes=shapes(64, 32, heads=(2,))),
-        caches.two_in_a_row,
-        CHANNELS,
-        "hold several heads",
-    ),
+    in_pages("two tokens at a slot", TWO_HEADS, caches.two_in_a_row, CHANNELS, "hold several heads"),
 )
 
 

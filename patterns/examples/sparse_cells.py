@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion import Example
-from patterns.examples.inputs import normal
-from patterns.examples.sparse_attention import B, D, E, H, N, by_matmul, by_sdpa, causal, chosen, keys_values
+from patterns.examples.inputs import normal, tensors
+from patterns.examples.masks import causal
+from patterns.examples.sparse_attention import B, D, E, H, N, by_matmul, by_sdpa, chosen, keys_values
 
 LISTINGS = ("indexer", "paged indexer", "NZ indexer", "list")
 SOURCES = ("rows", "pages", "NZ pages", "two tables", "two sizes")
@@ -81,25 +82,20 @@ def cell(listing: str, source: str, visibility: str, s: Sizes = SMALL, cut: int 
             scores = by_matmul(query, read(by, key, of_keys)[:, :keys], weights)
             listed = chosen(scores if seen is None else scores.masked_fill(~seen, -torch.inf), LISTED)
         listed = listed if seen is None else listed & seen
-        return by_sdpa(q, (k[:, :, :keys], v[:, :, :keys]), listed)
+        return by_sdpa(q, k[:, :, :keys], v[:, :, :keys], listed)
 
-    def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        other = OTHER if source == "two tables" else TABLE
-        pages, turned = (normal(n, BLOCKS, s.size, width) for n, width in ((1, s.latent), (2, s.rope)))
-        if source == "two sizes":
-            turned, other = turned.reshape(2 * BLOCKS, s.size // 2, s.rope), torch.arange(4 * PAGES).view(B, -1)
-        floats = (
-            normal(0, B, N, queries, D + s.rope),
-            stored(latents, pages, TABLE),
-            stored(latents, turned, other),
-            normal(3, N * (D + E), s.latent) * s.latent**-0.5,
-        )
-        query, slots, weights = scored(queries, s)
-        index = (each.to(dtype) for each in (query, stored(by, slots, OTHER), weights))
-        order = torch.rand(B, queries, keys, generator=torch.Generator().manual_seed(7)).argsort(-1)
-        tables = (each.clone() for each in (TABLE, other, OTHER, torch.tensor([s.keys - 3, 2])))
-        return *(each.to(dtype) for each in floats), *tables, *index, order[..., :LISTED]
-
+    other = OTHER if source == "two tables" else TABLE
+    pages, turned = (normal(n, BLOCKS, s.size, width) for n, width in ((1, s.latent), (2, s.rope)))
+    if source == "two sizes":
+        turned, other = turned.reshape(2 * BLOCKS, s.size // 2, s.rope), torch.arange(4 * PAGES).view(B, -1)
+    up = normal(3, N * (D + E), s.latent) * s.latent**-0.5
+    query, slots, weights = scored(queries, s)
+    order = torch.rand(B, queries, keys, generator=torch.Generator().manual_seed(7)).argsort(-1)
+    inputs = tensors(
+        (B, N, queries, D + s.rope), stored(latents, pages, TABLE), stored(latents, turned, other), up,
+        TABLE, other, OTHER, torch.tensor([s.keys - 3, 2]), query, stored(by, slots, OTHER), weights,
+        order[..., :LISTED],
+    )  # fmt: skip
     return Example(", ".join((listing, source, visibility, *(["cut"] if cut else []))), forward, inputs)
 
 
@@ -108,10 +104,10 @@ def scored(queries: int, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     count, shuffled = BLOCKS * s.size, torch.Generator().manual_seed(7)
     first = torch.rand(B, queries, 1, count, generator=shuffled).argsort(-1) + 1
     others = torch.randint(-3, 4, (B, queries, H - 1, count), generator=shuffled)
-    slots, query = torch.eye(count), torch.cat((first, others), dim=2).float()
-    slots, query = (pad(each, (0, s.index - count)) for each in (slots, query))
+    slots, query = torch.eye(count), torch.cat((first, others), dim=2)
+    slots, query = (pad(each.double(), (0, s.index - count)) for each in (slots, query))
     weights = torch.tensor([1, count, -count, 2 * count]).expand(B, queries, H)
-    return query, slots.view(BLOCKS, s.size, s.index), weights
+    return query, slots.view(BLOCKS, s.size, s.index), weights.double()
 
 
 def cells(s: Sizes) -> Iterator[Example]:

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 import fusion
-from patterns.examples.mla_preprocess import INT8, NZ, STATIC, TOKEN, Given, Setting, Sizes, model
+from patterns.examples.caches import in_nz, viewed
+from patterns.examples.latent_model import Given
+from patterns.examples.mla_preprocess import INT8, STATIC, TOKEN, setting, tried
 
 MLAPO = "atb::npu_mla_preprocess"
 PROLOGS = ("npu_mla_prolog_v3", "npu_mla_prolog_v2", "npu_mla_prolog")
 OPTIONS = {"target": "ascend910_93", "lower": "eager", "plan_lower": "eager", "disable": frozenset(PROLOGS)}
-KERNEL = Sizes(he=7168, hcq=1536, c=512, dr=64, d=128, e=128, n=32)
+KERNEL = dict(he=7168, hcq=1536, c=512, dr=64, d=128, e=128, n=32)
 """What the kernel takes: the sizes of DeepSeek-V3, with a quarter of its heads."""
-PAGES = replace(KERNEL, size=128)
+PAGES = KERNEL | dict(size=128)
 """The same with pages as it takes them in lines of NZ."""
 HALF = torch.bfloat16
-FORWARD = model(TOKEN)
-CACHES = slice(Given._fields.index("latents"), Given._fields.index("ropes") + 1)
+FORWARD = tried("a token").function
+CACHES = slice(len(Given._fields), None)
 
 
 @pytest.fixture(scope="module")
 def given() -> tuple[Tensor, ...]:
-    return Setting(sizes=KERNEL)(HALF)
+    return setting(**KERNEL)(HALF)
 
 
 def called(report: fusion.Report) -> Counter[str]:
@@ -49,9 +50,9 @@ def test_the_front_is_one_call_and_no_cache_is_copied(given: tuple[Tensor, ...])
 
 
 def test_pages_in_lines_of_nz_are_written_as_they_lie():
-    given = Setting(sizes=PAGES, nz=16)(HALF)
+    given = setting(1, 16, **PAGES)(HALF)
     with torch.no_grad():
-        report = fusion.explain(model(replace(TOKEN, **NZ)), *given, options=OPTIONS)
+        report = fusion.explain(tried("a token in lines", write=in_nz).function, *given, options=OPTIONS)
     (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
     assert call.kwargs["cache_mode"] == "nzcache"
     assert [list(call.args[place].meta["val"].shape) for place in (13, 14)] == [[9, 32, 128, 16], [9, 4, 128, 16]]
@@ -60,9 +61,10 @@ def test_pages_in_lines_of_nz_are_written_as_they_lie():
 
 @pytest.mark.parametrize("lined", [False, True], ids=["rows", "lines"])
 def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
-    given = Setting(sizes=PAGES, static=True, nz=16 if lined else 0)(HALF)
+    given = setting(1, *([16] if lined else []), static=True, **PAGES)(HALF)
+    function = tried("constants", STATIC, write=in_nz if lined else viewed).function
     with torch.no_grad():
-        report = fusion.explain(model(replace(STATIC, **NZ) if lined else STATIC), *given, options=OPTIONS)
+        report = fusion.explain(function, *given, options=OPTIONS)
     (call,) = [node for node in report.graphs[0].graph.nodes if "mla_preprocess" in str(node.target)]
     assert call.kwargs["quant_mode"] == "per_tensor_quant_asymm"
     assert call.kwargs["cache_mode"] == ("nzcache" if lined else "krope_ctkv")
@@ -74,10 +76,11 @@ def test_scales_and_zero_points_that_the_model_holds_are_told(lined: bool):
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["scales of tokens", "constants"])
 def test_whole_queries_and_a_whole_cache_come_from_one_call(fixed: bool):
-    given = Setting(sizes=PAGES, nz=16, int8=32, static=fixed)(HALF)
+    given = setting(1, 32, 16, static=fixed, int8_caches=(True, False), **PAGES)(HALF)
+    function = tried("int8", STATIC if fixed else TOKEN, **INT8).function
     options = OPTIONS | {"lengths": "host"}
     with torch.no_grad():
-        report = fusion.explain(model(replace(STATIC if fixed else TOKEN, **INT8)), *given, options=options)
+        report = fusion.explain(function, *given, options=options)
     assert report.ops == {MLAPO: 1, "atb::npu_multi_head_latent_attention": 1}
     front, attention = [node for node in report.graphs[0].graph.nodes if "atb" in str(node.target)]
     assert front.kwargs["cache_mode"] == attention.kwargs["cache_mode"] == "int8_nzcache"
