@@ -12,7 +12,6 @@ from fusion.operators.contract import A2_A3, Limit
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
 
 _MASKS = frozenset({torch.bool, torch.int8, torch.uint8})
-_LENGTHS = INT64
 _QUERY = {"BSH": "B S H", "BSND": "B S N D", "BNSD": "B N S D", "TND": "Tq N D", "NTD": "N Tq D"}
 _ROPE = {"BSH": "B S Hr", "BSND": "B S N Dr", "BNSD": "B N S Dr", "TND": "Tq N Dr", "NTD": "N Tq Dr"}
 _OUTPUTS = {
@@ -99,7 +98,7 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
     found = dict.fromkeys(("query", "key", "value"), HALVES | INT8 if names.whole else HALVES)
     found |= dict.fromkeys(("query_rope", "key_rope"), HALVES)
     found |= dict.fromkeys(SCALES if names.whole else (), FLOAT32)
-    lengths = dict.fromkeys((names.query_lengths, names.key_lengths), _LENGTHS)
+    lengths = dict.fromkeys((names.query_lengths, names.key_lengths), INT64)
     sink = {names.sink: BFLOAT16} if names.sink else {}
     return found | lengths | sink | {"atten_mask": _MASKS, "block_table": INT32}
 

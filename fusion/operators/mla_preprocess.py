@@ -22,7 +22,7 @@ from fusion.operators.flops import products
 from fusion.operators.norm import normalised
 from fusion.operators.pages import ATB_NZ, Put, in_pages, stored
 from fusion.operators.quantisation import int8
-from fusion.operators.rope import half
+from fusion.operators.rope import half, turned
 
 EPSILON = 1e-6
 """Of every norm: compiled into the kernel, whatever the binding passes."""
@@ -51,11 +51,6 @@ def _float_scale(scale: Tensor, wide: torch.dtype) -> Tensor:
     return (scale.to(torch.int32).view(torch.float32) if scale.dtype == torch.int64 else scale).to(wide)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = compute_dtype(x)
-    return half(x.to(wide), cos.to(wide), sin.to(wide)).to(x.dtype)
-
-
 def _computed(given: Given) -> tuple[Tensor, ...]:
     """Queries [T, N, C] and [T, N, Dr], rows [T, C] and [T, Dr]."""
     x, up, cos, sin = (given[name] for name in ("input", "wuk", "cos", "sin"))
@@ -69,8 +64,8 @@ def _computed(given: Given) -> tuple[Tensor, ...]:
     if narrow:
         query = int8(query.to(wide) * given["q_nope_scale"].to(wide)[:, None])
         line = int8(line.to(wide) / given["ctkv_scale"].to(wide))
-    q_turned = _turned(q_rope, cos.unsqueeze(1), sin.unsqueeze(1))
-    return query.contiguous(), q_turned.contiguous(), line, _turned(k_rope, cos, sin)
+    q_turned = turned(half, q_rope, cos.unsqueeze(1), sin.unsqueeze(1)).to(x.dtype)
+    return query.contiguous(), q_turned.contiguous(), line, turned(half, k_rope, cos, sin).to(x.dtype)
 
 
 def _places(given: Given, cache: Tensor, rows: Tensor) -> Any:

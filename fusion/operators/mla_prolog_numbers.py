@@ -19,7 +19,7 @@ from fusion.operators.linear import transpose_batchmatmul
 from fusion.operators.norm import normalised
 from fusion.operators.pages import Put, by_lines, stored
 from fusion.operators.quantisation import LARGEST, int8, int8_product, quantised
-from fusion.operators.rope import interleave_half
+from fusion.operators.rope import interleave_half, turned
 
 FAINTEST = 1e-8
 """What the largest number of a run of 128 counts as at least."""
@@ -37,7 +37,7 @@ def _queries(given: Given) -> tuple[Tensor, ...]:
     heads = latent.unflatten(-1, (up.shape[0], -1))
     nope, rope = heads.split([up.shape[1], sin.shape[-1]], dim=-1)
     query = transpose_batchmatmul(nope.to(up.dtype).flatten(0, -3), up, perm_x1=(1, 0, 2))
-    query_rope = _turned(rope, cos.unsqueeze(-2), sin.unsqueeze(-2)).to(up.dtype)
+    query_rope = turned(interleave_half, rope, cos.unsqueeze(-2), sin.unsqueeze(-2)).to(up.dtype)
     query, none = query.reshape(*nope.shape[:-1], up.shape[-1]), _none(up)
     if given["query_quant_mode"]:
         query, scales = quantised(query.to(compute_dtype(up)))
@@ -80,26 +80,20 @@ def _scaled(whole: Tensor, weight: Tensor, tokens: Tensor, channels: Tensor) -> 
     return int8_product(whole, weight).to(tokens.dtype) * tokens.unsqueeze(-1) * channels.to(tokens.dtype).flatten()
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [.., Dr] rotated by pairs, the even components first, not rounded."""
-    wide = compute_dtype(x)
-    return interleave_half(x.to(wide), cos.to(wide), sin.to(wide))
-
-
 def _caches(put: Put, given: Given) -> tuple[Tensor, Tensor]:
     """Both caches with the new lines: themselves, or copies."""
     width, sin, cos = given["rmsnorm_gamma_ckv"].shape[0], given["rope_sin"], given["rope_cos"]
     latent, rope = _projected(given, "weight_dkv_kr").split([width, sin.shape[-1]], dim=-1)
     norm = normalised(latent, given["rmsnorm_gamma_ckv"], given["rmsnorm_epsilon_ckv"]) * given["kc_scale"]
-    turned = _turned(rope, cos, sin).to(given["weight_uk"].dtype)
-    lines = {"kv_cache": norm.to(turned.dtype), "kr_cache": turned}
+    key_rope = turned(interleave_half, rope, cos, sin).to(given["weight_uk"].dtype)
+    lines = {"kv_cache": norm.to(key_rope.dtype), "kr_cache": key_rope}
     mode = given["kv_cache_quant_mode"]
     if mode in (1, 2):
         lines["kv_cache"] = int8(norm * given["quant_scale_ckv"].to(norm.dtype).flatten())
     if mode == 2:
-        lines["kr_cache"] = int8(turned.to(norm.dtype) * given["quant_scale_ckr"].to(norm.dtype).flatten())
+        lines["kr_cache"] = int8(key_rope.to(norm.dtype) * given["quant_scale_ckr"].to(norm.dtype).flatten())
     if mode == 3:
-        lines = {"kv_cache": packed(norm, turned, given["k_nope_clip_alpha"], given["tile_size"])}
+        lines = {"kv_cache": packed(norm, key_rope, given["k_nope_clip_alpha"], given["tile_size"])}
     filled = {name: _cached(put, given[name], rows.unsqueeze(-2), given) for name, rows in lines.items()}
     left: Tensor = given["kr_cache"]
     return filled["kv_cache"], filled.get("kr_cache", left)

@@ -135,13 +135,10 @@ def _truth(node: ast.expr, values: Mapping[str, Any], decide: Decide) -> bool | 
         case ast.UnaryOp(op=ast.Not()):
             return _negated(_truth(node.operand, values, decide))
         case ast.Compare():
-            return _every(_compared(left, op, right, values, decide) for left, op, right in _pairs(node))
+            pairs = zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
+            return _every(_compared(left, op, right, values, decide) for left, op, right in pairs)
         case _:
             return decide(_value(node, values))
-
-
-def _pairs(node: ast.Compare) -> Iterable[tuple[ast.expr, ast.cmpop, ast.expr]]:
-    return zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
 
 
 def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, values: Mapping[str, Any], decide: Decide) -> bool | None:

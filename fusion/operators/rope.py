@@ -45,6 +45,12 @@ def interleave_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos_a - b * sin_a, b * cos_b + a * sin_b), dim=-1)
 
 
+def turned(pairing: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [.., D] rotated in float32 at least, not rounded."""
+    wide = compute_dtype(x)
+    return pairing(x.to(wide), cos.to(wide), sin.to(wide))
+
+
 _MODES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "half": half,
     "interleave": _interleave,

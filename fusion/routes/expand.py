@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -73,15 +74,8 @@ def _value(node: fx.Node) -> Any:
 def _constants(gm: fx.GraphModule) -> dict[str, Tensor]:
     """Tensors that the graph reads by `get_attr`, by name: traced as inputs, they stay references."""
     names = dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
-    found = {name: _attribute(gm, name) for name in names}
+    found = {name: attrgetter(name)(gm) for name in names}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-def _attribute(gm: fx.GraphModule, name: str) -> Any:
-    value: Any = gm
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _renamed(gm: fx.GraphModule, traced: fx.GraphModule, constants: list[str]) -> fx.GraphModule:
@@ -109,13 +103,10 @@ def _renamed(gm: fx.GraphModule, traced: fx.GraphModule, constants: list[str]) -
 
 def _adopt(traced: fx.GraphModule, gm: fx.GraphModule, constants: list[str]) -> None:
     for name in constants:
-        *path, leaf = name.split(".")
-        owner: torch.nn.Module = traced
-        for part in path:
-            if not hasattr(owner, part):
-                owner.add_module(part, torch.nn.Module())
-            owner = getattr(owner, part)
-        setattr(owner, leaf, _attribute(gm, name))
+        path, _, leaf = name.rpartition(".")
+        if path not in dict(traced.named_modules()):
+            traced.add_submodule(path, torch.nn.Module())
+        setattr(traced.get_submodule(path), leaf, attrgetter(name)(gm))
 
 
 def attention(

@@ -620,6 +620,9 @@ def test_a_symbolic_size_that_is_not_proven_is_a_refusal_that_says_so():
         ({"limits": {A2: ("dim <",)}}, "write one Python expression"),
         ({"lowerings": frozenset({"tvm"})}, "tvm are not known lowerings"),
         ({"dims": {"x": "*S"}}, "x are not known arguments"),
+        ({"dims": {"input x": "*S"}}, "x are not known arguments"),
+        ({"compute": lambda put, given, x: x}, "x are not known arguments"),
+        ({"outputs": lambda input, x: x}, "x are not known arguments"),
     ],
 )
 def test_a_wrong_declaration_is_refused(change: dict, text: str):
