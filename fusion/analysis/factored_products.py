@@ -1,5 +1,6 @@
-"""Scores and sums of which one part multiplies whole numbers of 8 bits, with all factors put to one side.
+"""Products with factors: sums of two as one, of which one may be of whole numbers of 8 bits.
 
+    c · q kᵀ + c · q_r k_rᵀ                          =  c · [q, q_r] [k, k_r]ᵀ
     c · (q8 k8ᵀ) · tokens · ones + d · q_r k_rᵀ  =  d · [q8 · tokens · ones · c / d, q_r] [k8, k_r]ᵀ
 
 The model may multiply by scales before the products or behind them, in any order.
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, arranged, row_step
 from fusion.graph import Algebra, Value, broadcast
+from fusion.graph.algebra import widens
 from fusion.graph.contractions import matmul, swapped
 
 WIDE = torch.float32
@@ -105,12 +108,12 @@ class Peeled:
 def peeled(a: Algebra, z: Value, to: str, above: Peeled | None = None) -> Peeled | None:
     """The value of an op below casts, factors and arrangements of rows, with those `above` as they apply to it."""
     so = replace(above, value=z) if above is not None else Peeled(z)
-    if z.op == to:
-        return so
     if not is_float(z) and not _holds_rounded(z):
         return None
     match z.op:
-        case "cast":
+        case _ if z.op == to:
+            return so
+        case "cast" if is_rounding(z) or _holds_rounded(z):
             return peeled(a, z.arg, to, so)
         case "scale":
             return peeled(a, z.arg, to, replace(so, number=so.number * z.attrs[0]))
@@ -156,29 +159,36 @@ def _below(a: Algebra, z: Value, factor: Value) -> Value:
 
 
 def joined(a: Algebra, left: Value, right: Value) -> Value | None:
-    """A sum of two products, one of whole numbers, as one product with all factors in the queries."""
+    """A sum of two products as one; all factors in the queries, if one is of whole numbers. None for other sums."""
     first, second = (peeled(a, each, "matmul") for each in (left, right))
     if first is None or second is None or first.steps != second.steps:
         return None
     of_floats = [each for each in (first, second) if not _is_int8(a, each.value)]
-    if len(of_floats) != 1 or not of_floats[0].number:
+    number = of_floats[0].number if of_floats else 0.0
+    if len(of_floats) == 2:
+        alike = first.value.shape == second.value.shape and first.number == second.number
+        if not alike or first.factors or second.factors:
+            return None
+        sides = [(each.value.arg, swapped(a, each.value.args[1])) for each in (first, second)]
+    elif number:
+        wide = [a.cast(swapped(a, each.value.args[1]), WIDE) for each in (first, second)]
+        sides = [(_with_factors(a, each, number), keys) for each, keys in zip((first, second), wide, strict=True)]
+    else:
         return None
-    number = of_floats[0].number
-    queries = [_with_factors(a, each, number) for each in (first, second)]
-    keys = [a.cast(swapped(a, each.value.args[1]), WIDE) for each in (first, second)]
-    product = _beside(a, queries, keys)
+    queries, keys = (_side_by_side(a, *pair) for pair in zip(*sides, strict=True))
+    product = None if queries is None or keys is None else matmul(a, queries, swapped(a, keys))
     return product and a.scale(arranged(a, product, first.steps), number)
 
 
-def _beside(a: Algebra, queries: Sequence[Value | None], keys: Sequence[Value]) -> Value | None:
-    """[q, r] [k, s]ᵀ; what one has for all heads is repeated."""
-    sides: list[Value] = []
-    for pair in ([each for each in queries if each is not None], list(keys)):
-        lead = broadcast(pair[0].shape[:-1], pair[-1].shape[:-1])
-        if len(pair) != 2 or lead is None:
-            return None
-        sides.append(a.cat([a.expand(each, (*lead, each.shape[-1])) for each in pair], -1))
-    return matmul(a, sides[0], swapped(a, sides[1]))
+def _side_by_side(a: Algebra, left: Value | None, right: Value | None) -> Value | None:
+    """Two tensors joined along their last dim, below what widens both; what one has for all heads is repeated."""
+    lead = None if left is None or right is None else broadcast(left.shape[:-1], right.shape[:-1])
+    if left is None or right is None or lead is None or left.dtype != right.dtype:
+        return None
+    if left.op == right.op == "cast" and left.arg.dtype == right.arg.dtype and widens(left.arg.dtype, left.dtype):
+        inner = _side_by_side(a, left.arg, right.arg)
+        return None if inner is None else a.cast(inner, left.dtype)
+    return a.cat([a.expand(each, (*lead, each.shape[-1])) for each in (left, right)], -1)
 
 
 def _is_int8(a: Algebra, product: Value) -> bool:

@@ -147,10 +147,10 @@ def once(a: Algebra, kv: Value) -> Value:
     return a.reshape(kv.arg.arg, (*base[:2], *base[3:])) if grouped and base[0] == wide[0] else kv
 
 
-def uncast(a: Algebra, x: Value, dtype: Any) -> Value:
-    """`x` before it was widened from `dtype`."""
-    if x.op == "cast" and widens(x.arg.dtype, x.dtype) and x.arg.dtype == dtype:
+def uncast(a: Algebra, x: Value, dtype: Any = None) -> Value:
+    """`x` before it was widened from `dtype`, or from any."""
+    if x.op == "cast" and widens(x.arg.dtype, x.dtype) and dtype in (None, x.arg.dtype):
         return x.arg
-    if x.op in ("permute", "expand"):
+    if x.op in ("permute", "expand", "reshape"):
         return a.seen_as(uncast(a, x.arg, dtype), x)
     return x

@@ -15,23 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion import Rule, lowering, pattern, require, scalar, tensor, variants
+from fusion import lowering, pattern, require, scalar, tensor, variants
 from patterns.attention import calls
 from patterns.attention.calls import Call
-from patterns.attention.results import RESULTS
+from patterns.attention.results import RESULTS, SoftmaxAttention
 from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
 from patterns.cache import pages
 
 
 @dataclass(frozen=True)
-class Attention(Rule):
+class Attention(SoftmaxAttention):
     """Softmax attention of queries over keys and values, which several query heads may share."""
-
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], [B, N, S, 1]."""
-        scores = (q @ k.transpose(-2, -1)).float() * scale
-        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
     @pattern
     @variants(source=SOURCES, result=RESULTS)

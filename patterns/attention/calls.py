@@ -73,19 +73,11 @@ class MaskSpec:
         kind = "causal_lower_right" if self.kind == "causal_upper_left" else self.kind
         return replace(self, kind=kind, kv_len=kv_len)
 
-    def require_a_key(self, queries: Any, keys: Any) -> None:
-        """That every query sees a key, but those of a sequence that has none in `kv_lens`."""
+    def every_query_sees(self, queries: Any, keys: Any) -> bool:
+        """Whether every query is known to see a key, but those of a sequence that has none in `kv_lens`."""
         room = keys if self.kv_len is None else self.kv_len
         inside = isinstance(queries, int) and isinstance(room, int) and queries <= room
-        require(
-            self.kv_lens is not None or self.kind != "causal_lower_right" or inside,
-            "a query may see no key, of which the operator says +inf",
-        )
-
-
-def shown(mask: Tensor, queries: Any) -> dict[str, Any]:
-    """What the operator is given of a mask that it is shown: queries that see nothing give 0."""
-    return dict(atten_mask=mask) if queries == 1 else dict(atten_mask=mask, inner_precise=2)
+        return self.kv_lens is not None or self.kind != "causal_lower_right" or inside
 
 
 def viewed(y: Tensor, view: Any) -> Tensor:

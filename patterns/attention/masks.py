@@ -23,6 +23,8 @@ UNPROVEN = (
     "mask that is passed in, the option assume says it)"
 )
 
+REPLACED = "scores are replaced by something else than a number of at most -1e4"
+MOVED = "the scores are masked before they are arranged otherwise"
 UNDEFINED = (
     "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
 )
@@ -163,6 +165,17 @@ class Limits:
     low: Affine | None
     moving: bool
     rest: tuple[Formula, ...]
+
+
+def mask_on(z: Value, scores: Value, factor: float = 1.0) -> Term | str:
+    """The mask that an addition or a choice puts on scores, which are multiplied by a factor after it; or why none."""
+    if z.op == "add":
+        return Term("add", z.args[1] if z.args[0] is scores else z.args[0], factor)
+    condition, yes, no = z.args
+    how, fill = ("keep", no) if yes is scores else ("drop", yes)
+    if fill.op != "full" or not fill.attrs[0] * factor <= MASKED:  # NaN is not, either
+        return REPLACED
+    return Term(how, condition, fill=fill.attrs[0] * factor)
 
 
 def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:

@@ -8,10 +8,20 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion import Group, attribute, require
+from fusion import Group, Rule, attribute, require
 from patterns.attention.calls import viewed
 
 Term = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class SoftmaxAttention(Rule):
+    """What the rules of attention have in common."""
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], [B, N, S, 1]."""
+        scores = (q @ k.transpose(-2, -1)).float() * scale
+        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
 
 @dataclass(frozen=True)

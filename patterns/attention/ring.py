@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Group, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention.calls import Parts, viewed
+from patterns.attention.results import SoftmaxAttention
 from patterns.attention.visibility import Visibility
 
 TRIANGLE = 512
@@ -72,13 +73,8 @@ class Merged(Group):
 
 
 @dataclass(frozen=True)
-class RingMla(Rule):
+class RingMla(SoftmaxAttention):
     """Attention over some of the keys, with what other keys gave."""
-
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], [B, N, S, 1]."""
-        scores = (q @ k.transpose(-2, -1)).float() * scale
-        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
     @pattern
     @variants(others=(Alone, Merged))

@@ -13,10 +13,8 @@ from math import prod
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.row_layout import Arrangement, Step, arrangement, row_step
-from fusion.graph import Algebra, Value, broadcast
-from fusion.graph.algebra import widens
-from fusion.graph.contractions import matmul, swapped
-from patterns.attention.masks import MASKED, Term
+from fusion.graph import Algebra, Value
+from patterns.attention.masks import MOVED, REPLACED, Term, mask_on
 
 
 @dataclass(frozen=True)
@@ -140,10 +138,8 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             if found.scale != 1 or found.terms or found.steps or found.sink is not None:
                 return replace(found, odd="a sink is scaled or masked like a score")
             return scores_of(a, replace(found, sink=z.args[1]), z.arg)
-        case "add":
-            return _added(a, found, z)
-        case "where":
-            return _chosen(a, found, z)
+        case "add" | "where":
+            return _masked(a, found, z)
         case "tanh":
             return replace(found, odd="the scores are capped softly by tanh, which the operator does not do")
         case "mul" if _number(z.args[0]) or _number(z.args[1]):
@@ -166,67 +162,24 @@ def _number(x: Value) -> float:
     return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
 
 
-def _added(a: Algebra, found: Scores, z: Value) -> Scores:
-    whole = _joined(a, *z.args) or factored_products.joined(a, *z.args)
+def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
+    """Below a mask that is added or filled in, or a number of each row; or a sum of products, as one product."""
+    whole = factored_products.joined(a, *z.args) if z.op == "add" else None
     if whole is not None:
         return scores_of(a, found, whole)
-    for scores, other in (z.args, z.args[::-1]):
-        product = _product_in(scores)
-        if product is None:
-            continue
-        of_rows = other.shape[-1:] == (1,) and z.shape[-1] != 1
-        if of_rows and found.sink is None and not found.terms and computed_from(other, product):
+    scores, product = next(((each, _product_in(each)) for each in z.args[-2:] if _product_in(each)), (z, None))
+    if product is None:
+        return found
+    term = mask_on(z, scores, found.scale)
+    if isinstance(term, Term) and term.how == "add":
+        of_rows = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
+        if of_rows and found.sink is None and not found.terms and computed_from(term.mask, product):
             return scores_of(a, replace(found, shifted=True), scores)  # the same for a whole row, as its maximum
-        if found.steps:
-            return replace(found, odd="the scores are masked before they are arranged otherwise")
-        term = Term("add", other, found.scale)
-        return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
-    return found
-
-
-def _joined(a: Algebra, left: Value, right: Value) -> Value | None:
-    """A sum of two products of queries and keys as one: q kᵀ + r sᵀ = [q, r] [k, s]ᵀ; None for other sums."""
-    if (left.op, left.attrs, left.shape) != (right.op, right.attrs, right.shape):
-        return None
-    if left.op == "matmul":
-        (q, k), (r, s) = ((each.arg, swapped(a, each.args[1])) for each in (left, right))
-        whole = [_side_by_side(a, *pair) for pair in ((q, r), (k, s))]
-        return None if whole[0] is None or whole[1] is None else matmul(a, whole[0], swapped(a, whole[1]))
-    joins = left.op in ("scale", "reshape", "permute") or (is_rounding(left) and is_rounding(right))
-    inner = _joined(a, left.arg, right.arg) if joins else None
-    if inner is None:
-        return None
-    match left.op:
-        case "cast":
-            return a.cast(inner, left.dtype)
-        case "scale":
-            return a.scale(inner, left.attrs[0])
-        case "reshape":
-            return a.reshape(inner, left.shape)
-        case _:
-            return a.permute(inner, left.attrs)
-
-
-def _side_by_side(a: Algebra, left: Value, right: Value) -> Value | None:
-    """Two tensors joined along their last dim, below what widens both; what one has for all heads is repeated."""
-    lead = broadcast(left.shape[:-1], right.shape[:-1])
-    if lead is None or left.dtype != right.dtype:
-        return None
-    if left.op == right.op == "cast" and left.arg.dtype == right.arg.dtype and widens(left.arg.dtype, left.dtype):
-        inner = _side_by_side(a, left.arg, right.arg)
-        return None if inner is None else a.cast(inner, left.dtype)
-    return a.cat([a.expand(each, (*lead, each.shape[-1])) for each in (left, right)], -1)
-
-
-def _chosen(a: Algebra, found: Scores, z: Value) -> Scores:
-    condition, yes, no = z.args
-    for how, scores, fill in (("keep", yes, no), ("drop", no, yes)):
-        if _product_in(scores) is not None:
-            if found.steps or fill.op != "full" or not fill.attrs[0] * found.scale <= MASKED:  # NaN is not, either
-                return replace(found, odd="scores are replaced by something else than a number of at most -1e4")
-            term = Term(how, condition, fill=fill.attrs[0] * found.scale)
-            return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
-    return found
+    if found.steps:
+        term = MOVED if z.op == "add" else REPLACED
+    if isinstance(term, str):
+        return replace(found, odd=term)
+    return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
 
 
 def computed_from(x: Value, source: Value) -> bool:

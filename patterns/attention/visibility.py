@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
-from patterns.attention import calls
 from patterns.attention.calls import MaskSpec
 
 Queries = tuple[Tensor, ...]
@@ -100,7 +99,8 @@ class Structured(Visibility):
     def restored_lse(self, lse: Tensor, queries: Any, keys: Any) -> Tensor:
         """The log-sum-exp [B, N, S, 1] with -inf for a query without keys."""
         spec = self.spec()
-        spec.require_a_key(queries, keys)
+        sees = spec.every_query_sees(queries, keys)
+        require(sees, "a query may see no key, of which the operator says +inf")
         if spec.kv_lens is None or spec.kind == "causal_lower_right":  # of which every query is known to see a key
             return lse
         return lse.masked_fill((spec.kv_lens <= 0).reshape(-1, 1, 1, 1), -torch.inf)
@@ -137,7 +137,8 @@ class Dense(Visibility):
         mask = source.widened(self.shown(), q.shape[0], keys)
         spec = source.spec(MaskSpec(), q.shape[2], keys, latent)
         mode = {} if latent else dict(sparse_mode=1)
-        return source.lengths(spec, q), mode | calls.shown(mask, q.shape[2])
+        blind = {} if q.shape[2] == 1 else dict(inner_precise=2)  # queries that see nothing give 0
+        return source.lengths(spec, q), dict(**mode, atten_mask=mask, **blind)
 
     def restored(self, y: Tensor, last: bool = False, values: Tensor | None = None) -> Tensor:
         """As of `Structured`; `values` [B, M, T, E] have the mean that was not asked of the operator."""

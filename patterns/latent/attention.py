@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion import Rule, Target, lowering, pattern, require, scalar, variants
+from fusion import Target, lowering, pattern, require, scalar, variants
 from patterns.attention.calls import Call, Parts
-from patterns.attention.results import RESULTS, Output
+from patterns.attention.results import RESULTS, Output, SoftmaxAttention
 from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Visibility
 from patterns.latent import attention_call as calls
@@ -31,13 +31,8 @@ JOINED = {**SEVERAL, "values": ("transposed", "multiplied")}
 
 
 @dataclass(frozen=True)
-class LatentAttention(Rule):
+class LatentAttention(SoftmaxAttention):
     """Softmax attention over a latent that all heads share."""
-
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], [B, N, S, 1]."""
-        scores = (q @ k.transpose(-2, -1)).float() * scale
-        return scores.softmax(-1).to(q.dtype) @ v, scores.logsumexp(-1, keepdim=True)
 
     @pattern
     @variants(source=SOURCES, result=RESULTS)

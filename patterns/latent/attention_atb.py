@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, require, scalar, variants
+from fusion import attribute, lowering, pattern, require, scalar, variants
 from patterns.attention.calls import viewed
+from patterns.attention.results import Output, OutputAndLse, SoftmaxAttention
 from patterns.attention.sources import Rows
 from patterns.attention.visibility import Structured
 from patterns.latent import attention_atb_call as atb
 from patterns.latent.attention_atb_call import AnyPages, PagesInOrder
-from patterns.latent.encodings import Int8ByHead, Plain
+from patterns.latent.encodings import Floats, Int8ByHead
 
 VALUES = ("transposed", "multiplied")
 BLIND = {"zero": 0.0, "nan": torch.nan}
@@ -32,33 +32,27 @@ BLIND = {"zero": 0.0, "nan": torch.nan}
 
 
 @dataclass(frozen=True)
-class LatentAttentionAtb(Rule):
-    """Softmax attention of few queries over a latent that all heads share."""
-
-    def reference(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The meaning without a mask: q [B, N, S, D], k [B, N, T, D], v [B, N, T, E] → [B, N, S, E], S ≤ 4."""
-        scores = (q @ k.transpose(-2, -1)).float() * scale
-        return scores.softmax(-1).to(q.dtype) @ v
+class LatentAttentionAtb(SoftmaxAttention):
+    """Softmax attention of at most four queries of each sequence over a latent that all heads share."""
 
     @pattern
     @variants(source=(AnyPages, Rows))
     def with_lse(
-        self, p, source, encoding: Any = Plain, seen: Any = Structured, scale=scalar(), lse_output_view=attribute()
+        self, p, source, encoding: Any = Floats, seen: Any = Structured, scale=scalar(), lse_output_view=attribute()
     ):
         """With the log-sum-exp of the scores, in the dtype of the queries."""
-        said = dict(scale=scale, **seen.said("mask", "count"))
-        q, k, v = encoding.operands(p, source, None)
-        y = p.softmax_attention(q=q, k=k, v=v, output_view=lse_output_view, **said)
-        return y, p.as_dtype(p.softmax_lse(q=q, k=k, **said), encoding.q_rope)
+        y, lse = encoding.terms(
+            p, source, OutputAndLse(lse_output_view), dict(scale=scale, **seen.said("mask", "count"))
+        )
+        return y, p.as_dtype(lse, encoding.q_rope)
 
     @pattern
     @variants(source=(AnyPages, PagesInOrder, Rows))
     def written(
-        self, p, source, encoding: Any = Plain, seen: Any = Structured, scale=scalar(), output_view=attribute()
+        self, p, source, encoding: Any = Floats, seen: Any = Structured, scale=scalar(), output_view=attribute()
     ):
         """What the canonicaliser has read; masks as in `Attention.written`."""
-        q, k, v = encoding.operands(p, source, None)
-        return p.softmax_attention(q=q, k=k, v=v, scale=scale, output_view=output_view, **seen.said())
+        return encoding.terms(p, source, Output(output_view), dict(scale=scale, **seen.said()))
 
     @pattern
     @variants(source=(AnyPages, PagesInOrder))
@@ -66,9 +60,9 @@ class LatentAttentionAtb(Rule):
         self, p, source, encoding: Any = Int8ByHead, seen: Any = Structured, scale=scalar(), output_view=attribute()
     ):
         """An int8 latent."""
-        return encoding.terms(p, source, dict(scale=scale, output_view=output_view, **seen.said()))
+        return encoding.terms(p, source, Output(output_view), dict(scale=scale, **seen.said()))
 
-    def guard(self, encoding: Plain | Int8ByHead, source: Any):
+    def guard(self, encoding: Floats | Int8ByHead, source: Any):
         """How many queries there are, and how pages of an int8 latent lie."""
         queries: Any = encoding.queries()[0].shape[2]
         require(isinstance(queries, int) and queries <= atb.ROWS, "a sequence has more than four queries")
@@ -109,7 +103,7 @@ class LatentAttentionAtb(Rule):
         require(seen.mask is not None, "there is no mask")
         known = seen.fully_masked_row in BLIND
         require(known, "a query without keys gives the mean of all, the operator gives another one")
-        require(isinstance(encoding, Plain), "the kernel reads no mask of int8 queries")
+        require(isinstance(encoding, Floats), "the kernel reads no mask of int8 queries")
         y, blind = atb.dense(encoding.queries(), _call(encoding, source, scale)[0], seen.mask)
         y = y.masked_fill(blind[..., None, None], BLIND[seen.fully_masked_row])
         return viewed(encoding.expanded(y, values), output_view)

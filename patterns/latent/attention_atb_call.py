@@ -134,19 +134,6 @@ def attended(q: Parts, call: Call, context: Any, rows: dict[str, Any]) -> Any:
     run = operator.lse if "return_lse" in rows else operator.default
     run = operator.tensor_lengths if isinstance(context, Tensor) else run
     query, rope = (each.transpose(1, 2).flatten(0, 1) for each in q)
-    y = run(
-        query,
-        rope,
-        call.latents,
-        call.ropes,
-        call.table,
-        context,
-        heads,
-        call.scale,
-        1,
-        cache_mode=call.mode,
-        **rows,
-        **call.scales,
-    )
-    rows_of = (batch, queries)
+    how, rows_of = dict(cache_mode=call.mode, **rows, **call.scales), (batch, queries)
+    y = run(query, rope, call.latents, call.ropes, call.table, context, heads, call.scale, 1, **how)
     return tuple(each.unflatten(0, rows_of) for each in y) if isinstance(y, tuple) else y.unflatten(0, rows_of)

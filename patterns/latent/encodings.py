@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -13,20 +13,18 @@ from patterns.attention.calls import Parts
 from patterns.cache import pages
 from patterns.latent import head_projection
 from patterns.latent.absorption_cost import Sizes, break_even
-from patterns.latent.terms import operands
 from patterns.quant.scales import scale_of
 
 
 @dataclass(frozen=True)
-class Plain(Group):
-    """Floats.
+class Floats(Group):
+    """Floats, of a latent of which the model speaks as a whole.
 
     Attributes:
         nope, up_key: queries of heads and W_UK [N, D, C], where the model projects them in the graph.
         absorbed: the product of both.
         q_rope: the rotated lanes of the queries.
         up_value: W_UV [N, C, E], where the model expands the result in the graph.
-        first_rows: of how many rows of the latent the model speaks; None for all.
     """
 
     nope: Any = tensor("B N S D", optional=True)
@@ -34,16 +32,14 @@ class Plain(Group):
     absorbed: Any = tensor("B N S C")
     up_key: Any = tensor("N D C", optional=True)
     up_value: Any = tensor("N C E", optional=True)
-    first_rows: Any = attribute()
-
-    def operands(self, p, source, rows) -> tuple[Any, Any, Any]:
-        """The terms of queries, keys and values, of so many rows."""
-        queries, up = (self.nope, self.q_rope, self.absorbed), (self.up_key, self.up_value)
-        return operands(p, queries, source.latent_terms(p), up, rows)
+    first_rows = None
 
     def terms(self, p, source, result, said: dict[str, Any]) -> Any:
         """The results of a form."""
-        q, k, v = self.operands(p, source, self.first_rows)
+        latent, k_rope = source.latent_terms(p)
+        k = p.latent_keys(latent=latent, rope=k_rope, up=self.up_key, rows=self.first_rows)
+        q = p.latent_queries(nope=self.nope, rope=self.q_rope, absorbed=self.absorbed, keys=k)
+        v = p.latent_values(latent=latent, up=self.up_value)
         attended = partial(p.softmax_attention, q=q, k=k, v=v, **said)
         return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **said))
 
@@ -90,39 +86,57 @@ class Plain(Group):
 
 
 @dataclass(frozen=True)
-class Int8(Group):
-    """Queries quantised for each token and head, over a latent with one scale: out = softmax(...) k8 · c.
+class Plain(Floats):
+    """The same where the model may speak of the first rows of the latent alone; None for all."""
+
+    first_rows: Any = attribute()
+
+
+@dataclass(frozen=True)
+class _Int8(Group):
+    """int8 queries over an int8 latent, by the names of the word that reads them.
 
     Attributes:
-        query, tokens: queries q8 [B, N, S, C] and their scales s [B, N, S, 1].
-        rope: the rotated lanes of the queries, divided by s · c.
-        of_keys, keys_by: the scale c of the scores, a tensor [1] times a number.
-        of_values, values_by: the scale of the result, likewise.
+        query, rope: queries q8 and their rotated lanes.
+        of_values, values_by: the scale of the result, a tensor times a number.
     """
 
     query: Any = tensor("B N S C")
-    tokens: Any = tensor("B N S 1")
     rope: Any = tensor("B N S Dr")
-    of_keys: Any = tensor("1", optional=True)
-    of_values: Any = tensor("1", optional=True)
-    keys_by: Any = scalar()
+    of_values: Any = tensor("V", optional=True)
     values_by: Any = scalar()
     first_rows = None
+    word: ClassVar[str]
 
     def terms(self, p, source, result, said: dict[str, Any]) -> Any:
-        """The results of a form."""
+        """The result of a form."""
         latent, k_rope = source.latent_terms(p)
-        return p.int8_latent_attention(
-            query=self.query, tokens=self.tokens, rope=self.rope, latent=latent, k_rope=k_rope, of_keys=self.of_keys,
-            of_values=self.of_values, keys_by=self.keys_by, values_by=self.values_by, output_view=result.view, **said,
-        )  # fmt: skip
-
-    def refuse_blocks(self, source: Any) -> None:
-        """The operator says of pages in blocks of NZ which it reads."""
+        own = {name: getattr(self, name) for name in self.declared()}
+        return getattr(p, self.word)(latent=latent, k_rope=k_rope, output_view=result.view, **own, **said)
 
     def queries(self) -> Parts:
         """Queries over the latent, and their rotated lanes."""
         return self.query, self.rope
+
+
+@dataclass(frozen=True)
+class Int8(_Int8):
+    """Queries quantised for each token and head, over a latent with one scale: out = softmax(...) k8 · c.
+
+    Attributes:
+        tokens: the scales s of queries, whose rotated lanes are divided by s · c.
+        of_values: one of all.
+        of_keys, keys_by: the scale c of the scores, a tensor [1] times a number.
+    """
+
+    of_values: Any = tensor("1", optional=True)
+    tokens: Any = tensor("B N S 1")
+    of_keys: Any = tensor("1", optional=True)
+    keys_by: Any = scalar()
+    word = "int8_latent_attention"
+
+    def refuse_blocks(self, source: Any) -> None:
+        """The operator says of pages in blocks of NZ which it reads."""
 
     def queries_of_heads(self) -> Parts:
         """Only the model can quantise them."""
@@ -157,35 +171,20 @@ class Int8(Group):
 
 
 @dataclass(frozen=True)
-class Int8ByHead(Group):
-    """int8 queries [B, N, S, C] with a scale of the scores of each head, and probabilities in steps of 1 / 127."""
+class Int8ByHead(_Int8):
+    """int8 queries with a scale of the scores of each head, and probabilities in steps of 1 / 127."""
 
-    absorbed: Any = tensor("B N S C")
-    rope: Any = tensor("B N S Dr")
-    score_scale: Any = tensor("N")
-    value_scale: Any = tensor("V", optional=True)
-    value_factor: Any = scalar()
-
-    def terms(self, p, source, said: dict[str, Any]) -> Any:
-        """The result of a form."""
-        latent, k_rope = source.latent_terms(p)
-        return p.int8_probability_attention(
-            query=self.absorbed, rope=self.rope, latent=latent, k_rope=k_rope, of_scores=self.score_scale,
-            of_values=self.value_scale, values_by=self.value_factor, **said,
-        )  # fmt: skip
+    of_scores: Any = tensor("N")
+    word = "int8_probability_attention"
 
     def refuse_blocks(self, source: Any) -> None:
         """Refuse pages that hold no int8 latent as the operator reads it."""
         source.refuse_blocks(pages.NZ_INT8, pages.NZ)
 
-    def queries(self) -> Parts:
-        """Queries over the latent, and their rotated lanes."""
-        return self.absorbed, self.rope
-
     def scales_of_heads(self) -> dict[str, Any]:
         """What atb is told of scales."""
-        values = scale_of(self.value_scale, self.value_factor, self.rope.device)
-        return dict(qk_descale=self.score_scale.float(), pv_descale=values.expand(self.absorbed.shape[1]).contiguous())
+        values = scale_of(self.of_values, self.values_by, self.rope.device)
+        return dict(qk_descale=self.of_scores.float(), pv_descale=values.expand(self.query.shape[1]).contiguous())
 
     def expanded(self, y: Tensor, values: str) -> Tensor:
         """A result [B, S, N, C] as [B, N, S, C]: the model itself expands it."""

@@ -51,10 +51,11 @@ def _read(a: Algebra, root: Value, read: Callable[[Value], Outcome | Miss | None
     shares = a.make("softmax", (scores,), (-1, "nan"), scores.shape, scores.dtype)
     both = (arranged(a, shares, weights.steps), a.scale(outer.value.args[1], weights.number))
     stand_in = arranged(a, a.make("matmul", both, (), outer.value.shape, WIDE), outer.steps)
-    outcome = read(a.cast(stand_in, root.dtype))
+    plain = a.cast(stand_in, root.dtype)
+    outcome = read(plain)
     if isinstance(outcome, Miss):
         return outcome.reason
-    return outcome and _renamed(a, root, outcome, weights.factors)
+    return outcome and _renamed(a, root, plain, outcome, weights.factors)
 
 
 def _weights(a: Algebra, p: Value, outer: Peeled) -> Peeled | str | None:
@@ -121,18 +122,15 @@ def _without_total(a: Algebra, exps: Value, factors: Sequence[Value]) -> tuple[l
     return (rest, number) if divided == 1 else None
 
 
-def _renamed(a: Algebra, root: Value, outcome: Outcome, factors: Sequence[Value]) -> Outcome | str | None:
-    """The reading of attention whose weights are not rounded as that of `root`."""
-    made = {value: each for value, each in outcome.items() if _is(each, "int8_latent_attention")}
-    if len(made) != 1:
+def _renamed(a: Algebra, root: Value, plain: Value, outcome: Outcome, factors: Sequence[Value]) -> Outcome | str | None:
+    """The reading of the attention `plain`, whose weights are not rounded, as that of `root`."""
+    reading = outcome[plain]
+    if not isinstance(reading, Reading) or reading.op != "int8_latent_attention":
         return None
-    ((value, reading),) = made.items()
-    folded = {each: what for each, what in outcome.items() if _is(what, "folded_query")}
-    assert isinstance(reading, Reading)
     captures = dict(reading.captures)
-    rotated = folded[captures["rope"]]
-    assert isinstance(rotated, Reading)
-    rope = rotated.captures["rope"]
+    folded = outcome[captures["rope"]]
+    assert isinstance(folded, Reading)
+    rope = folded.captures["rope"]
     if rope.dtype != root.dtype:
         return _WIDTH.format(dtype=root.dtype, other=rope.dtype)
     heads = captures["query"].shape[1]
@@ -148,12 +146,8 @@ def _renamed(a: Algebra, root: Value, outcome: Outcome, factors: Sequence[Value]
         return _VALUES
     of_values = product_of(a, [each for each in values if each is not None])
     captures |= {"rope": rope, "of_scores": of_scores} | ({} if of_values is None else {"of_values": of_values})
-    rest = {each: what for each, what in outcome.items() if each is not value and each not in folded}
+    rest = {each: what for each, what in outcome.items() if what is not reading and what is not folded}
     return {**rest, root: Reading(_NAME, captures, reading.relies)}
-
-
-def _is(each: Reading | Miss, op: str) -> bool:
-    return isinstance(each, Reading) and each.op == op
 
 
 def _of_heads(a: Algebra, factor: Value, heads: Any) -> Value | None:

@@ -103,19 +103,9 @@ class MlaPreprocess(Rule):
         """The attention that reads absorbed queries."""
         return frozenset({"latent_attention_atb", "latent_attention"})
 
-    def reference(
-        self,
-        x: Tensor,
-        gamma: Tensor,
-        dq: Tensor,
-        uq: Tensor,
-        up: Tensor,
-        dkv: Tensor,
-        gamma_cq: Tensor,
-        gamma_ckv: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The meaning without rotation or quantisation: absorbed queries [B, N, S, C], their latent, rows [B, S, C]."""
-        return MlaProlog().reference(rms_norm(x, gamma.shape, gamma, EPSILON), dq, uq, up, dkv, gamma_cq, gamma_ckv)
+    def reference(self, x: Tensor, gamma: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The meaning without rotation or quantisation: that of `MlaProlog`, with its weights, of the norm of x."""
+        return MlaProlog().reference(rms_norm(x, gamma.shape, gamma, EPSILON), *weights)
 
     @pattern
     @variants(projection=(TokenInt8Layers, StaticInt8Layers), storage=(FloatPages, Int8Pages))

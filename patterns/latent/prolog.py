@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from fusion.analysis.rounding import exact
 from patterns.cache.stores import Fresh, Int8ChannelPages, Int8TensorPages, PackedPages, Pages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
@@ -27,7 +27,6 @@ from patterns.quant.dynamic_quant import quantised_rows
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 
 PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers)
-STORES = (Rows, Pages, Fresh, Int8ChannelPages, PackedPages)
 
 
 @dataclass(frozen=True)
@@ -45,28 +44,32 @@ class Queries(LatentQueries):
 
 
 @dataclass(frozen=True)
-class Int8Queries(Group):
-    """Absorbed queries in int8, a scale of each token and head, which rotated queries and that of the keys share."""
+class Int8QueryPages(Int8TensorPages):
+    """The same beside absorbed queries in int8, a scale of each token and head; rotated ones are divided by both."""
 
     keys: Any = tensor("1", optional=True)
     keys_by: Any = scalar()
     dtype: Any = attribute()
 
-    def terms(self, p, rotated, absorbed):
+    def queries(self, p, rotated, absorbed):
         """Queries in int8, rotated ones divided by the scales of both sides, and their own."""
         query, scale = quantised_rows(p, p.reshaped(absorbed), self.dtype)
         return query, p.folded_query(rope=rotated, tokens=p.reshaped(scale), of_keys=self.keys, by=self.keys_by), scale
 
-    def guard(self, storage: Int8TensorPages) -> None:
-        """Refuse a latent that is read with another scale than it is written with."""
-        keys, stored = (None if each is None else exact(each) for each in (self.keys, storage.kv_scale))
-        one = keys is stored and math.isclose(self.keys_by, storage.kv_by, rel_tol=1e-6)
+    def guard(self, tokens: Any) -> None:
+        """Refuse a latent that is read with another scale than it is written with, too."""
+        super().guard(tokens)
+        keys, stored = (None if each is None else exact(each) for each in (self.keys, self.kv_scale))
+        one = keys is stored and math.isclose(self.keys_by, self.kv_by, rel_tol=1e-6)
         require(one, "the latent is read with another scale than it is written with")
 
-    def restored(self, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    def restored_queries(self, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """Queries, rotated ones and scales, heads first."""
         scale = scale.reshape(*query.shape[:-1], 1)
         return query.transpose(1, 2), rope.transpose(1, 2), scale.transpose(1, 2).to(self.dtype)
+
+
+STORES = (Rows, Pages, Fresh, Int8ChannelPages, PackedPages, Int8QueryPages)
 
 
 @dataclass(frozen=True)
@@ -98,43 +101,24 @@ class MlaProlog(Rule):
         row: Any = LatentRow,
         tables: Any = Tables,
     ):
-        """Queries as they are."""
+        """Queries as they are, or, beside an int8 latent, as an attention reads them in int8."""
         low, both = projection.down(p, x)
         like = projection.like(x, queries.gamma)
         rotated, absorbed, latent = queries.terms(p, low, projection, tables, like)
-        return rotated, absorbed, *latent, *storage.written(p, *row.terms(p, both, tables, like))
+        int8 = isinstance(storage, Int8QueryPages)
+        found = storage.queries(p, rotated, absorbed) if int8 else (rotated, absorbed)
+        return *found, *latent, *storage.written(p, *row.terms(p, both, tables, like))
 
-    @pattern
-    @variants(projection=PROJECTIONS, storage=(Int8TensorPages,))
-    def with_int8_queries(
-        self,
-        p,
-        projection,
-        storage,
-        x=tensor("*B He"),
-        queries: Any = Queries,
-        int8: Any = Int8Queries,
-        row: Any = LatentRow,
-        tables: Any = Tables,
-    ):
-        """Queries that an attention reads in int8, as it does the latent."""
-        low, both = projection.down(p, x)
-        like = projection.like(x, queries.gamma)
-        rotated, absorbed, latent = queries.terms(p, low, projection, tables, like)
-        return *int8.terms(p, rotated, absorbed), *latent, *storage.written(p, *row.terms(p, both, tables, like))
-
-    def guard(self, x: Any, projection: FloatLayers, storage: Any, queries: Queries, row: LatentRow, int8: Any):
+    def guard(self, x: Any, projection: FloatLayers, storage: Any, queries: Queries, row: LatentRow):
         """How the tokens, the weights and the caches are laid out."""
         queries.guard(projection.dkv, row)
         projection.guard(queries)
         lowest = min(projection.factor(queries.factor), row.factor)
         require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
         storage.guard(x)
-        if int8 is not None:
-            int8.guard(storage)
 
     @lowering
-    def run(self, x, projection, storage, queries, row, tables, int8):
+    def run(self, x, projection, storage, queries, row, tables):
         """One call of the third version."""
         query, rope, scales, latent, scale, *caches = torch.ops.npu.npu_mla_prolog_v3_functional(
             *read(x, projection, queries, row, tables), *storage.caches(x, row.widths, queries.up),
@@ -142,7 +126,8 @@ class MlaProlog(Rule):
             qc_qr_scale=projection.factor(queries.factor), kc_scale=row.factor, cache_mode=storage.layout(x),
             cache_index=storage.index(x), **projection.arguments(), **encoded(storage, row.widths, x.device),
         )  # fmt: skip
-        found = queries.restored(query, rope) if int8 is None else int8.restored(query, rope, scales)
+        int8 = isinstance(storage, Int8QueryPages)
+        found = storage.restored_queries(query, rope, scales) if int8 else queries.restored(query, rope)
         return *found, *projection.restored(latent, scale), *storage.restored(*caches)
 
     @lowering

@@ -9,7 +9,7 @@ Every form is proven by building it: a value is a projection of heads if it is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -26,86 +26,83 @@ Operands = dict[Value, Reading]
 
 @dataclass(frozen=True)
 class HeadLanes:
-    """Lanes start … start + d of each head of a layer [.., N · width]."""
+    """Lanes start … start + d of each head of a layer, which is `of` by the names of the `words` for it."""
 
-    layer: Value
-    width: int
-    start: int
-    heads_first: bool
-
-    words = ("layer_query", "layer_lanes")
-
-    def captures(self) -> dict[str, Any]:
-        """What a reading says of it."""
-        return {"layer": self.layer, "width": self.width, "start": self.start}
-
-
-@dataclass(frozen=True)
-class HeadProjection:
-    """Lanes start … start + d of each head of x Wᵀ, for x [B, S, K], W [N · width, K]; `source` is x as it lies."""
-
-    x: Value
-    source: Value
-    weight: Value
-    heads: Any
+    of: Mapping[str, Value]
+    words: tuple[str, str]
     width: Any
     start: int
     heads_first: bool
-    words = ("absorbed_query", "head_lanes")
-
-    def lanes(self, a: Algebra, count: Any) -> Value:
-        """The rows of the weight that make `count` lanes of each head [N, count, K]."""
-        opened = a.reshape(self.weight, (self.heads, self.width, self.weight.shape[1]))
-        return a.slice(opened, 1, self.start, self.start + count) or opened
 
     def captures(self) -> dict[str, Any]:
         """What a reading says of it."""
-        return {"x": self.x, "weight": self.weight, "width": self.width, "start": self.start}
+        return {**self.of, "width": self.width, "start": self.start}
+
+
+@dataclass(frozen=True)
+class HeadProjection(HeadLanes):
+    """The same of x Wᵀ, for x [B, S, K], W [N · width, K]; `source` is x as it lies."""
+
+    source: Value
+
+    def lanes(self, a: Algebra, count: Any) -> Value:
+        """The rows of the weight that make `count` lanes of each head [N, count, K]."""
+        rows, inner = self.of["weight"].shape
+        opened = a.reshape(self.of["weight"], (rows // self.width, self.width, inner))
+        return a.slice(opened, 1, self.start, self.start + count) or opened
 
 
 def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """The linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head."""
-    if value.rank == 3:
-        found = head_projection(a, opened_tokens(a, value), heads, 1)
-        return None if found is None else replace(found, heads_first=False)
-    for layer in sources(value):
-        parts = _layer(a, layer)
-        of = None if parts is None else lanes_of(a, value, layer, heads, rows)
-        if parts is not None and of is not None:
-            (x, weight), place = parts, (of.width, of.start, of.heads_first)
-            return HeadProjection(a.reshape(x, (value.shape[0], rows, x.shape[-1])), x, weight, heads, *place)
-    by_heads = (_by_heads(a, value, each, heads, rows) for each in sources(value))
-    return next((found for found in by_heads if found is not None), None)
+    """The linear layer of which `value` [B, N, S, D] or [B, S, N, D] holds some lanes of every head."""
+    for layer in (_linear, _by_heads) if value.rank == 4 and isinstance(value.shape[-1], int) else ():
+        for each in sources(value):
+            parts = layer(a, each, value.shape[0], heads, rows) if isinstance(heads, int) else None
+            place = None if parts is None else placed(a, value, parts[2])
+            if parts is not None and place is not None:
+                x, weight, opened = parts
+                of = {"x": a.reshape(x, (value.shape[0], rows, x.shape[-1])), "weight": weight}
+                return HeadProjection(of, ("absorbed_query", "head_lanes"), opened.shape[-1], *place, x)
+    return None
 
 
-def opened_tokens(a: Algebra, value: Value) -> Value:
-    """Heads of tokens [T, N, D] as those of sequences of one token, [T, 1, N, D]."""
-    return a.reshape(value, (value.shape[0], 1, *value.shape[1:]))
+def opened_tokens(a: Algebra, value: Value, rows: Any) -> tuple[Value, Any]:
+    """Heads of tokens [T, N, D] as those of sequences of one row, [T, 1, N, D]; others as they are, with their rows."""
+    return (a.reshape(value, (value.shape[0], 1, *value.shape[1:])), 1) if value.rank == 3 else (value, rows)
 
 
-def lanes_of(a: Algebra, value: Value, layer: Value, heads: Any, rows: Any) -> HeadLanes | None:
-    """Which lanes of every head of a layer `value` [B, N, S, D] or [B, S, N, D] holds."""
+def opened_heads(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Value | None:
+    """A layer [.., N · width] as [B, S, N, width]."""
     size = layer.shape[-1]
-    known = value.rank == 4 and isinstance(value.shape[-1], int) and isinstance(heads, int)
-    if not known or not isinstance(size, int) or size % heads:
+    known = isinstance(size, int) and isinstance(heads, int) and size % heads == 0
+    return a.reshape(layer, (batch, rows, heads, size // heads)) if known else None
+
+
+Layer = tuple[Value, Value, Value]
+"""x, W [N · width, K] and the heads [B, S, N, width] of a linear layer."""
+
+
+def _linear(a: Algebra, layer: Value, batch: Any, heads: int, rows: Any) -> Layer | None:
+    """A linear layer, or some of its outputs."""
+    value, cut = layer, ()
+    if value.op == "slice" and value.attrs[0] == value.rank - 1 and value.attrs[3] == 1:
+        cut, value = value.attrs[1:3], value.arg
+    if value.op != "matmul" or prod(value.args[1].shape[:-2]) != 1:
         return None
-    place = placed(a, value, a.reshape(layer, (value.shape[0], rows, heads, size // heads)))
-    return place and HeadLanes(layer, size // heads, *place)
+    weight = swapped(a, a.reshape(value.args[1], value.args[1].shape[-2:]))
+    part, opened = a.slice(weight, 0, *cut) if cut else weight, opened_heads(a, layer, batch, heads, rows)
+    return None if part is None or opened is None else (value.arg, part, opened)
 
 
-def _by_heads(a: Algebra, value: Value, product: Value, heads: Any, rows: Any) -> HeadProjection | None:
+def _by_heads(a: Algebra, product: Value, batch: Any, heads: int, rows: Any) -> Layer | None:
     """The same where every head multiplies by a matrix of its own: x [B, 1, S, K] @ y [N, K, width]."""
     if product.op != "matmul" or product.args[1].shape[-3:-2] != (heads,) or prod(product.args[1].shape[:-3]) != 1:
         return None
     x, y = product.args
-    width, batch = y.shape[-1], value.shape[0]
+    width = y.shape[-1]
     if (*(1,) * (4 - x.rank), *x.shape[:-1]) != (batch, 1, rows) or not isinstance(width, int):
         return None
-    place = placed(a, value, a.permute(a.reshape(product, (batch, heads, rows, width)), (0, 2, 1, 3)))
-    if place is None:
-        return None
     weight = a.reshape(swapped(a, a.reshape(y, y.shape[-3:])), (heads * width, y.shape[-2]))
-    return HeadProjection(a.reshape(x, (batch, rows, x.shape[-1])), x, weight, heads, width, *place)
+    return x, weight, a.permute(a.reshape(product, (batch, heads, rows, width)), (0, 2, 1, 3))
 
 
 def sources(value: Value) -> Iterator[Value]:
@@ -114,18 +111,6 @@ def sources(value: Value) -> Iterator[Value]:
     while value.op in ("slice", "permute", "reshape"):
         value = value.arg
         yield value
-
-
-def _layer(a: Algebra, value: Value) -> tuple[Value, Value] | None:
-    """x and W of a linear layer, or of some of its outputs."""
-    cut: tuple[int, ...] = ()
-    if value.op == "slice" and value.attrs[0] == value.rank - 1 and value.attrs[3] == 1:
-        cut, value = value.attrs[1:3], value.arg
-    if value.op != "matmul" or prod(value.args[1].shape[:-2]) != 1:
-        return None
-    weight = swapped(a, a.reshape(value.args[1], value.args[1].shape[-2:]))
-    part = a.slice(weight, 0, *cut) if cut else weight
-    return None if part is None else (value.arg, part)
 
 
 def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
@@ -158,9 +143,9 @@ def latent_operands(graph: Graph) -> Iterator[Found]:
 def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str | None:
     """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it."""
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
-    whole, rows = _uncut(k, v)
     if v.shape[1] == k.shape[1] == 1:
-        return _absorbed(a, found, (q, k, v), whole, rows)
+        return _absorbed(a, found, attention)
+    whole, rows = _uncut(k, v)
     parts = joined_parts(a, whole[0])
     heads, keys = q.shape[1], whole[0].shape[2]
     values = heads_projection(a, whole[1], heads, keys)
@@ -175,7 +160,7 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
         return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
     (start, part, up), (offset, rope) = projected[0], shared[0]
     width, rest = part.shape[-1], rope.shape[-1]
-    if up.x is not values.x:
+    if up.of["x"] is not values.of["x"]:
         return "keys and values are projected from different latents"
     if not isinstance(width, int) or not isinstance(rest, int):
         return "the parts of the keys have symbolic widths"
@@ -185,23 +170,18 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
     absorbed = None if nope is None else _absorbing(a, nope, up_key, turned)
     if nope is None or absorbed is None or rotated is None:
         return "the queries cannot be cut into the parts of the keys"
-    return {
+    read: Operands = {
         q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed, "keys": k}),
         k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
         v: Reading("latent_values", {"latent": up.source, "up": up_value}),
-        **query_sources(a, (nope, up_key), absorbed, turned),
     }
+    return read | query_sources(a, (nope, up_key), absorbed, turned)
 
 
-def _absorbed(
-    a: Algebra,
-    found: Readings,
-    qkv: tuple[Value, Value, Value],
-    whole: tuple[Value, Value],
-    rows: int | None,
-) -> Operands | None:
+def _absorbed(a: Algebra, found: Readings, attention: Reading) -> Operands | None:
     """Readings where the model absorbs the projections itself: the values are the latent, the keys latent and rope."""
-    (q, k, v), (keys, latent) = qkv, whole
+    q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
+    (keys, latent), rows = _uncut(k, v)
     width, count = k.shape[-1], v.shape[-1]
     if not isinstance(width, int) or not isinstance(count, int) or count >= width:
         return None
@@ -304,16 +284,17 @@ def _opened(a: Algebra, flat: Value, like: Value) -> Value:
 
 def scaled_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
     """The linear layer of some lanes; where they are multiplied by a number, of what it takes times that number."""
+    value, rows = opened_tokens(a, value, rows)
     value, number = pulled(a, value)
     found = head_projection(a, value, heads, rows)
     if found is None or number == 1:
         return found
     source = a.scale(found.source, number)
-    return replace(found, x=a.reshape(source, found.x.shape), source=source)
+    return replace(found, of={**found.of, "x": a.reshape(source, found.of["x"].shape)}, source=source)
 
 
 Factors = tuple[Value, Value]
-Lanes = Callable[[Algebra, Value, Any, Any], HeadProjection | HeadLanes | None]
+Lanes = Callable[[Algebra, Value, Any, Any], HeadLanes | None]
 
 
 def query_sources(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,19 +12,13 @@ from fusion.graph import Algebra, Found, Graph, Reading, Readings, Value
 from patterns.latent import read as floats
 from patterns.latent.words import LAYER_LANES, LAYER_QUERY
 
+_QUERIES = ("latent_queries", "int8_latent_attention", "int8_probability_attention", "folded_query")
+
 
 @reader(
     gives=(LAYER_QUERY, LAYER_LANES),
     refines=("absorbed_query", "head_lanes"),
-    needs=(
-        "int8_matmul",
-        "latent_queries",
-        "int8_latent_attention",
-        "int8_probability_attention",
-        "folded_query",
-        "quantise",
-        "rotation",
-    ),
+    needs=(*_QUERIES, "int8_matmul", "quantise", "rotation"),
 )
 def int8_queries(graph: Graph) -> Iterator[Found]:
     """Where the parts of latent queries come from, of a W8A8 layer or of one in floats that is not read yet."""
@@ -65,13 +58,15 @@ def _quantised(found: Readings, query: Value, scheme: str) -> Reading | None:
 
 def _lanes(layers: Mapping[Value, Value], a: Algebra, value: Value, heads: Any, rows: Any) -> floats.HeadLanes | None:
     """The layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head."""
-    if value.rank == 3:
-        found = _lanes(layers, a, floats.opened_tokens(a, value), heads, 1)
-        return None if found is None else replace(found, heads_first=False)
+    value, rows = floats.opened_tokens(a, value, rows)
     value, number = floats.pulled(a, value)
     below = (each.below("cast", "reshape") for each in floats.sources(value))
     layer = next((layers[each] for each in below if each in layers), None)
-    if layer is None or prod(layer.shape[:-1]) != value.shape[0] * rows:
+    known = layer is not None and value.rank == 4 and isinstance(value.shape[-1], int)
+    if layer is None or not known or prod(layer.shape[:-1]) != value.shape[0] * rows:
         return None
-    of = floats.lanes_of(a, value, layer, heads, rows)
-    return of and replace(of, layer=a.scale(layer, number))
+    opened = floats.opened_heads(a, layer, value.shape[0], heads, rows)
+    place = None if opened is None else floats.placed(a, value, opened)
+    if opened is None or place is None:
+        return None
+    return floats.HeadLanes({"layer": a.scale(layer, number)}, ("layer_query", "layer_lanes"), opened.shape[-1], *place)

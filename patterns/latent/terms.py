@@ -95,18 +95,6 @@ def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None, factor=1.0, sou
     return p.as_dtype(p.rotation(x=wide, cos=cos, sin=sin, source=source, result="half", dtype=dtype), like)
 
 
-def operands(p, queries, keys, up, rows):
-    """The terms of queries, keys and values of attention over a latent.
-
-    They are made of queries (nope, rope, absorbed), of a latent and its rotated lanes, projected by `up` for keys and
-    for values; the model speaks of the first `rows` of them, None: of all.
-    """
-    (nope, rope, absorbed), (latent, k_rope), (up_key, up_value) = queries, keys, up
-    k = p.latent_keys(latent=latent, rope=k_rope, up=up_key, rows=rows)
-    q = p.latent_queries(nope=nope, rope=rope, absorbed=absorbed, keys=k)
-    return q, k, p.latent_values(latent=latent, up=up_value)
-
-
 def _of_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:
     """A table [B or 1, S or 1, D], of tokens that the caller may have packed otherwise, as [batch, rows, D]."""
     first, second = table.shape[:2]

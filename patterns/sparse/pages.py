@@ -24,11 +24,7 @@ class LatentPages(Pages):
     def terms(self, p) -> tuple[Any, Any]:
         """Both, by whatever tables."""
         of_rope = dict(block_table=self.rope_table, size=self.rope_size, layout=self.rope_layout)
-        rows = dict(block_table=self.block_table, size=self.size, layout=self.layout)
-        return (
-            p.paged_rows(rows=self.first, pages=self.first_pages, **rows),
-            p.paged_rows(rows=self.second, pages=self.second_pages, **of_rope),
-        )
+        return super().terms(p)[0], p.paged_rows(rows=self.second, pages=self.second_pages, **of_rope)
 
     def refuse_blocks(self, *widths: int) -> None:
         """Refuse pages that the operator cannot read."""

@@ -17,12 +17,12 @@ import torch
 from fusion import reader
 from fusion.analysis.affine import number
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.row_layout import Arrangement, Dims, Step, arranged, arrangement, row_step
+from fusion.analysis.row_layout import Arrangement, Dims, Step, arranged, arrangement, row_step, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import MASKED, Limits, Masks, Term, sees_some
+from patterns.attention.masks import MOVED, Limits, Masks, Term, mask_on, sees_some
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
@@ -153,16 +153,11 @@ def _unmasked(found: _Scores) -> _Scores | str:
         case "reshape":
             return _unmasked(replace(found, total=z.arg))
         case "add" | "where" if found.terms and z.shape != found.shape:
-            return "the scores are masked before they are arranged otherwise"
-        case "add":
-            scores, mask = z.args if _is_scores(z.arg) else z.args[::-1]
-            return _unmasked(_Scores(scores, z.shape, (*found.terms, Term("add", mask))))
-        case "where":
-            condition, yes, no = z.args
-            how, scores, fill = ("keep", yes, no) if _is_scores(yes) else ("drop", no, yes)
-            if fill.op != "full" or not fill.attrs[0] <= MASKED:  # NaN is not, either
-                return "scores are replaced by something else than a number of at most -1e4"
-            return _unmasked(_Scores(scores, z.shape, (*found.terms, Term(how, condition, fill=fill.attrs[0]))))
+            return MOVED
+        case "add" | "where":
+            scores = next(filter(_is_scores, z.args[-2:]), z.args[-1])
+            term = mask_on(z, scores)
+            return term if isinstance(term, str) else _unmasked(_Scores(scores, z.shape, (*found.terms, term)))
         case _:
             return found
 
@@ -230,7 +225,7 @@ def _query_and_key(
     a: Algebra, product: Value, steps: tuple[Step, ...], order: tuple[int, ...]
 ) -> tuple[Value, Value] | None:
     """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence."""
-    x, y = (_unwidened(a, each) for each in product.args)
+    x, y = (uncast(a, each) for each in product.args)
     if x.rank < 2 or y.rank < 3 or any(size != 1 for size in y.shape[1:-2]):
         return None
     rows = arrangement(product.shape[:-1], steps)
@@ -246,15 +241,6 @@ def _query_and_key(
 def _sequence(rows: Arrangement, dims: Dims) -> list[int]:
     """The first dim, without what is of size 1."""
     return [atom for atom in dims[0] if rows.sizes[atom] != 1]
-
-
-def _unwidened(a: Algebra, x: Value) -> Value:
-    """`x` before it was widened."""
-    if x.op == "cast" and widens(x.arg.dtype, x.dtype):
-        return x.arg
-    if x.op not in ("permute", "expand", "reshape"):
-        return x
-    return a.seen_as(_unwidened(a, x.arg), x)
 
 
 def _plain(a: Algebra, weights: Value) -> Value | str:
