@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.contractions import matmul, swapped
+from fusion.graph.proof import Unproven, must, proof, proven
 
 WIDE = torch.float32
 
@@ -31,45 +33,41 @@ class ScaledInt8:
     number: float = 1.0
 
 
+@proof
 def scaled_int8(a: Algebra, value: Value) -> ScaledInt8 | None:
     """The whole numbers of 8 bits that `value` is computed from, with all factors; None where it is something else."""
     if value.op == "cast" and value.arg.dtype == torch.int8:
         return ScaledInt8(value.arg) if is_float(value) else None
     if value.op == "mul":
         return _multiplied(a, value, *value.args) or _multiplied(a, value, *value.args[::-1])
-    if value.op not in ("cast", "scale", "reshape", "permute", "expand", "slice") or not is_float(value):
-        return None
-    found = scaled_int8(a, value.arg)
-    if found is None or value.op == "cast":
+    must(value.op in ("cast", "scale", "reshape", "permute", "expand", "slice") and is_float(value))
+    found = proven(scaled_int8(a, value.arg))
+    if value.op == "cast":
         return found
     if value.op == "scale":
         return replace(found, number=found.number * value.attrs[0])
     return _viewed(a, value, found)
 
 
+@proof
 def _multiplied(a: Algebra, value: Value, x: Value, factor: Value) -> ScaledInt8 | None:
     """One more factor, of rows or of the whole tensor."""
-    found = scaled_int8(a, x)
-    if found is None or x.shape != value.shape:
-        return None
+    found = proven(scaled_int8(a, x))
+    must(x.shape == value.shape)
     if prod(factor.shape) == 1:
         return replace(found, ones=(*found.ones, a.reshape(_plain(factor), (1,))))
-    if factor.shape[-1] != 1:
-        return None
+    must(factor.shape[-1] == 1)
     rows = a.expand(a.cast(_plain(factor), WIDE), (*x.shape[:-1], 1))
-    both = rows if found.rows is None else a.mul(found.rows, rows)
-    return None if both is None else replace(found, rows=both)
+    return replace(found, rows=rows if found.rows is None else proven(a.mul(found.rows, rows)))
 
 
-def _viewed(a: Algebra, value: Value, found: ScaledInt8) -> ScaledInt8 | None:
+def _viewed(a: Algebra, value: Value, found: ScaledInt8) -> ScaledInt8:
     """The same seen through a view that leaves the last dim alone."""
-    last, rank = value.rank - 1, value.rank
-    if value.shape[-1:] != value.arg.shape[-1:] or (value.op == "permute" and value.attrs[-1] != last):
-        return None
-    if value.op == "slice" and value.attrs[0] == last:
-        return None
+    last = value.rank - 1
+    must(value.shape[-1:] == value.arg.shape[-1:] and not (value.op == "permute" and value.attrs[-1] != last))
+    must(value.op != "slice" or value.attrs[0] != last)
 
-    def seen(x: Value) -> Value | None:
+    def seen(x: Value) -> Value:
         shape = (*value.shape[:-1], x.shape[-1])
         match value.op:
             case "reshape":
@@ -79,12 +77,9 @@ def _viewed(a: Algebra, value: Value, found: ScaledInt8) -> ScaledInt8 | None:
             case "expand":
                 return a.expand(x, shape)
             case _:
-                return a.slice(x, value.attrs[0] - rank, *value.attrs[1:])
+                return proven(a.slice(x, value.attrs[0] - value.rank, *value.attrs[1:]))
 
-    base = seen(found.base)
-    rows = None if found.rows is None else seen(found.rows)
-    lost = base is None or (rows is None and found.rows is not None)
-    return None if lost or base is None else replace(found, base=base, rows=rows)
+    return replace(found, base=seen(found.base), rows=None if found.rows is None else seen(found.rows))
 
 
 # scores ------------------------------------------------------------------------------------------------------------
@@ -103,7 +98,7 @@ class _Product:
     steps: Steps = ()
 
 
-def _product(a: Algebra, z: Value, found: _Product | None = None) -> _Product | None:
+def _product(a: Algebra, z: Value, found: _Product | None = None) -> _Product:
     """The product below `z`, with all factors that stand behind it."""
     so = found or _Product(z, z)
     match z.op:
@@ -116,15 +111,14 @@ def _product(a: Algebra, z: Value, found: _Product | None = None) -> _Product | 
         case "mul":
             factors = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
             inner = [each for each in z.args if each.shape == z.shape and each not in factors]
-            if len(factors) != 1 or len(inner) != 1:
-                return None
+            must(len(factors) == 1 and len(inner) == 1)
             return _product(a, inner[0], replace(so, factors=(*so.factors, factors[0])))
         case "reshape" | "permute" if z.shape[-1:] == z.arg.shape[-1:]:
             kept = tuple(below(a, z, each) for each in so.factors)
             step = ("reshape", z.shape) if z.op == "reshape" else ("permute", z.attrs)
             return _product(a, z.arg, replace(so, factors=kept, steps=(step, *so.steps)))
         case _:
-            return None
+            raise Unproven
 
 
 def below(a: Algebra, z: Value, factor: Value) -> Value:
@@ -137,43 +131,35 @@ def below(a: Algebra, z: Value, factor: Value) -> Value:
     return a.permute(rows, [z.attrs.index(axis) for axis in range(z.rank)])
 
 
-def joined(a: Algebra, left: Value, right: Value) -> Value | None:
+@proof
+def joined(a: Algebra, left: Value, right: Value) -> Value:
     """A sum of two products, one of whole numbers, as one product with all factors in the queries."""
-    first, second = (_product(a, each) for each in (left, right))
-    if first is None or second is None or first.steps != second.steps:
-        return None
-    of_floats = [each for each in (first, second) if not _is_int8(a, each)]
-    if len(of_floats) != 1 or not of_floats[0].number:
-        return None
+    both = [_product(a, each) for each in (left, right)]
+    of_floats = [each for each in both if not _is_int8(a, each)]
+    must(both[0].steps == both[1].steps and len(of_floats) == 1 and of_floats[0].number)
     number = of_floats[0].number
-    queries = [_with_factors(a, each, number) for each in (first, second)]
-    keys = [a.cast(swapped(a, each.y), WIDE) for each in (first, second)]
-    product = _beside(a, queries, keys)
-    for op, how in first.steps:
-        product = product and (a.reshape(product, how) if op == "reshape" else a.permute(product, how))
-    return None if product is None else a.scale(product, number)
+    queries = [_with_factors(a, each, number) for each in both]
+    keys = [a.cast(swapped(a, each.y), WIDE) for each in both]
+    product = proven(matmul(a, _beside(a, queries), swapped(a, _beside(a, keys))))
+    for op, how in both[0].steps:
+        product = a.reshape(product, how) if op == "reshape" else a.permute(product, how)
+    return a.scale(product, number)
 
 
-def _beside(a: Algebra, queries: Sequence[Value | None], keys: Sequence[Value]) -> Value | None:
-    """[q, r] [k, s]ᵀ; what one has for all heads is repeated."""
-    sides: list[Value] = []
-    for pair in ([each for each in queries if each is not None], list(keys)):
-        lead = broadcast(pair[0].shape[:-1], pair[-1].shape[:-1])
-        if len(pair) != 2 or lead is None:
-            return None
-        sides.append(a.cat([a.expand(each, (*lead, each.shape[-1])) for each in pair], -1))
-    return matmul(a, sides[0], swapped(a, sides[1]))
+def _beside(a: Algebra, pair: Sequence[Value]) -> Value:
+    """[q, r]; what one has for all heads is repeated."""
+    lead = proven(broadcast(pair[0].shape[:-1], pair[1].shape[:-1]))
+    return a.cat([a.expand(each, (*lead, each.shape[-1])) for each in pair], -1)
 
 
 def _is_int8(a: Algebra, found: _Product) -> bool:
     return scaled_int8(a, found.x) is not None and scaled_int8(a, swapped(a, found.y)) is not None
 
 
-def _with_factors(a: Algebra, found: _Product, number: float) -> Value | None:
-    x: Value | None = a.cast(found.x, WIDE)
-    for factor in found.factors:
-        x = None if x is None else a.mul(x, a.cast(_plain(factor), WIDE))
-    return None if x is None else a.scale(x, found.number / number)
+def _with_factors(a: Algebra, found: _Product, number: float) -> Value:
+    factors = (a.cast(_plain(each), WIDE) for each in found.factors)
+    x = reduce(lambda x, factor: proven(a.mul(x, factor)), factors, a.cast(found.x, WIDE))
+    return a.scale(x, found.number / number)
 
 
 def _plain(factor: Value) -> Value:
@@ -183,6 +169,7 @@ def _plain(factor: Value) -> Value:
     return factor
 
 
+@proof
 def scaled_sum(a: Algebra, z: Value) -> Value | None:
     """(products added) · factors, of rows or of all, as one product; None for others."""
     factors: list[Value] = []
@@ -190,22 +177,17 @@ def scaled_sum(a: Algebra, z: Value) -> Value | None:
     while z.op in ("mul", "scale", "cast") and is_float(z):
         if z.op == "mul":
             small = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
-            if len(small) != 1 or z.args[0] is z.args[1]:
-                return None
+            must(len(small) == 1 and z.args[0] is not z.args[1])
             factors.append(small[0])
             z = z.args[1] if z.args[0] is small[0] else z.args[0]
             continue
         number *= z.attrs[0] if z.op == "scale" else 1.0
         z = z.arg
-    if z.op != "add" or not factors:
-        return None
-    sides: list[Value | None] = list(z.args)
+    must(z.op == "add" and factors)
+    sides = z.args
     for factor in factors:
-        sides = [each and a.mul(each, a.cast(factor, each.dtype)) for each in sides]
-    if sides[0] is None or sides[1] is None:
-        return None
-    product = joined(a, sides[0], sides[1])
-    return None if product is None else a.scale(product, number)
+        sides = [proven(a.mul(each, a.cast(factor, each.dtype))) for each in sides]
+    return a.scale(proven(joined(a, *sides)), number)
 
 
 def weighted_sum(a: Algebra, value: Value) -> tuple[Value, tuple[tuple[str, tuple[Any, ...]], ...]] | None:
