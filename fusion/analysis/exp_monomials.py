@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from math import isfinite
 from typing import Any
 
 from fusion.graph import Value
+from fusion.graph.proof import must, proof, proven
 
 TERMS = 64  # beyond which a sum is not written out
 Generator = tuple[str, Value]
@@ -44,8 +46,7 @@ class Share:
     @property
     def is_weight(self) -> bool:
         """Whether there is an exponential in it."""
-        inside = (powers for terms, _ in self.sums for powers, _ in terms)
-        return any(kind == "exp" for powers in (self.powers, *inside) for (kind, _), _ in powers)
+        return any(kind == "exp" for kind, _ in self.generators)
 
     @property
     def generators(self) -> frozenset[Generator]:
@@ -53,13 +54,12 @@ class Share:
         inside = (powers for terms, _ in self.sums for powers, _ in terms)
         return frozenset(each for powers in (self.powers, *inside) for each, _ in powers)
 
+    @proof
     def moved(self, move: Callable[[Value], Value]) -> Share | None:
         """The same of other values."""
         share = Share(self.factor, moved(self.powers, move))
         for terms, count in self.sums:
-            whole = total([Share(factor, moved(powers, move)) for powers, factor in terms])
-            if whole is None:
-                return None
+            whole = proven(total([Share(factor, moved(powers, move)) for powers, factor in terms]))
             for _ in range(abs(count)):
                 share = share * (whole if count > 0 else whole.inverse())
         return share
@@ -83,40 +83,38 @@ def generator(kind: str, value: Value) -> Share:
     return Share(powers=frozenset({((kind, value), 1)}))
 
 
-def total(shares: Iterable[Share]) -> Share | None:
+@proof
+def total(shares: Iterable[Share]) -> Share:
     """The sum of shares; None where it is 0, or too long."""
-    return reduce(lambda x, y: None if x is None else _plus(x, y), list(shares))  # pyright: ignore
+    return reduce(_plus, shares)
 
 
-def _plus(x: Share, y: Share) -> Share | None:
+def _plus(x: Share, y: Share) -> Share:
     left, right = dict(x.sums), dict(y.sums)
     common = {each: min(left.get(each, 0), right.get(each, 0)) for each in left | right}
     shared = Share(sums=_powers(common))
-    terms: dict[Powers, float] = {}
-    for share in (x, y):
-        written = _written_out(share * shared.inverse())
-        for powers, factor in (written or {}).items():
-            terms[powers] = terms.get(powers, 0.0) + factor
-        if written is None:
-            return None
-    terms = {powers: factor for powers, factor in terms.items() if abs(factor) > 1e-12}
-    return None if not terms or len(terms) > TERMS else shared * _collected(terms)
+    written = _summed(each for share in (x, y) for each in _written_out(share * shared.inverse()).items())
+    terms = {powers: factor for powers, factor in written.items() if abs(factor) > 1e-12}
+    must(terms and len(terms) <= TERMS)
+    return shared * _collected(terms)
 
 
-def _written_out(share: Share) -> Mapping[Powers, float] | None:
+def _written_out(share: Share) -> Mapping[Powers, float]:
     """The terms of a share that has no sum below the line."""
-    terms: dict[Powers, float] = {share.powers: share.factor}
+    terms: Mapping[Powers, float] = {share.powers: share.factor}
     for factors, count in share.sums:
         for _ in range(count):
-            product: dict[Powers, float] = {}
-            for one, a in terms.items():
-                for other, b in factors:
-                    powers = _joined(one, other)
-                    product[powers] = product.get(powers, 0.0) + a * b
-            terms = product
-            if len(terms) > TERMS:
-                return None
+            terms = _summed((_joined(one, other), a * b) for one, a in terms.items() for other, b in factors)
+            must(len(terms) <= TERMS)
     return terms
+
+
+def _summed(terms: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Equal powers, or generators, once each."""
+    found: dict[Any, Any] = {}
+    for each, factor in terms:
+        found[each] = found.get(each, 0) + factor
+    return found
 
 
 def _collected(terms: Mapping[Powers, float]) -> Share:
@@ -134,10 +132,7 @@ def _rank(powers: Powers) -> list[Any]:
 
 
 def _joined(x: Powers, y: Powers) -> Powers:
-    counts = dict(x)
-    for each, count in y:
-        counts[each] = counts.get(each, 0) + count
-    return _powers(counts)
+    return _powers(_summed(chain(x, y)))
 
 
 def _powers(counts: Mapping[Any, int]) -> Powers:

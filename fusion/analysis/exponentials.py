@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from fusion.analysis.elements import Pick, arranged_pick, cut, pick_on, stacked, without
 from fusion.analysis.exp_monomials import ONE, Powers, Share, divides, generator, moved, total
@@ -11,6 +12,7 @@ from fusion.analysis.logarithms import decomposed
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Dim, Value, but_ones
 from fusion.graph.algebra import widens
+from fusion.graph.proof import must, proof, proven
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Exponentials:
     def logarithms(self, shares: Sequence[Share], shape: tuple[Dim, ...]) -> list[Value] | None:
         """Values of a shape whose exponentials are to each other as the shares are; the earliest there are."""
         best: list[Value] | None = None
-        for (factor, powers), _ in list(self.logs.items()):
+        for factor, powers in list(self.logs):
             shift = Share(factor, powers) * Share(shares[0].factor, shares[0].powers).inverse()
             found: list[Value] = []
             for share in shares:
@@ -60,63 +62,67 @@ class Exponentials:
             self.logs.setdefault((found.factor, found.powers), []).append(whole)
         return found
 
-    def _below(self, x: Value, pick: Pick) -> list[tuple[Value, Pick]] | None:
-        """The operands of a function of single elements; None where one is repeated for others."""
-        shape = but_ones(without(x, pick))
+    def _operands(self, kind: str, x: Value, pick: Pick) -> list[Share]:
+        """The operands of a function of single elements, none of which is repeated for others."""
         below = [(each, pick_on(each, pick)) for each in x.args]
-        return below if all(but_ones(without(*each)) == shape for each in below) else None
+        must(all(but_ones(without(*each)) == but_ones(without(x, pick)) for each in below))
+        return self._each(kind, below)
 
+    def _parts(self, kind: str, x: Value) -> list[Share]:
+        """The entries of the dim over which `x` is a reduction, or a softmax."""
+        return self._each(kind, [(x.arg, each) for each in proven(stacked(x))])
+
+    def _each(self, kind: str, below: Sequence[tuple[Value, Pick]]) -> list[Share]:
+        found = [self._kept(kind, *each) for each in below]
+        return [proven(each) for each in found]
+
+    @proof
     def _power(self, x: Value, pick: Pick) -> Share | None:
         match x.op:
             case "add":
-                terms = [self.power(*each) for each in self._below(x, pick) or ()]
-                return _product(terms)
+                return prod(self._operands("exp", x, pick), start=ONE)
             case "scale" if x.attrs[0] == -1:
-                inner = self.power(x.arg, pick)
-                return None if inner is None else inner.inverse()
+                return proven(self.power(x.arg, pick)).inverse()
             case "log":
                 return self.value(x.arg, pick)
             case "log_sum_exp":
-                parts = None if pick is not None else stacked(x)
-                return None if parts is None else _total([self.power(x.arg, each) for each in parts])
+                must(pick is None)
+                return total(self._parts("exp", x))
             case "aten.logaddexp.default":
-                return _total([self.power(*each) for each in self._below(x, pick) or ()])
+                return total(self._operands("exp", x, pick))
             case "where":
                 parts = decomposed(x)
-                shapes = {but_ones(each.shape) for each in parts}
-                return _total([self.power(each, pick_on(each, pick)) for each in parts]) if len(shapes) == 1 else None
+                must(len({but_ones(each.shape) for each in parts}) == 1)
+                return total(self._each("exp", [(each, pick_on(each, pick)) for each in parts]))
             case _:
                 return self._arranged("exp", x, pick)
 
+    @proof
     def _value(self, x: Value, pick: Pick) -> Share | None:
         match x.op:
             case "exp":
                 return self.power(x.arg, pick)
             case "mul":
-                return _product([self.value(*each) for each in self._below(x, pick) or ()])
+                return prod(self._operands("is", x, pick), start=ONE)
             case "add":
-                return _total([self.value(*each) for each in self._below(x, pick) or ()])
+                return total(self._operands("is", x, pick))
             case "scale" if divides(x.attrs[0]):
-                inner = self.value(x.arg, pick)
-                return None if inner is None else inner.scaled(x.attrs[0])
+                return proven(self.value(x.arg, pick)).scaled(x.attrs[0])
             case "shift":
-                return _total([self.value(x.arg, pick), ONE.scaled(x.attrs[0])]) if divides(x.attrs[0]) else None
+                must(divides(x.attrs[0]))
+                return total([proven(self.value(x.arg, pick)), ONE.scaled(x.attrs[0])])
             case "power" if x.attrs[0] == -1:
-                inner = self.value(x.arg, pick)
-                return None if inner is None else inner.inverse()
+                return proven(self.value(x.arg, pick)).inverse()
             case "sigmoid":
-                inner = self.power(x.arg, pick)
-                below = _total([ONE, inner])
-                return None if inner is None or below is None else inner * below.inverse()
+                inner = proven(self.power(x.arg, pick))
+                return inner * proven(total([ONE, inner])).inverse()
             case "softmax" if pick is not None and x.attrs[0] == pick[0]:
-                parts = stacked(x)
-                below = None if parts is None else _total([self.power(x.arg, each) for each in parts])
-                inner = self.power(x.arg, pick)
-                return None if inner is None or below is None else inner * below.inverse()
+                inner = proven(self.power(x.arg, pick))
+                return inner * proven(total(self._parts("exp", x))).inverse()
             case "mean":
-                parts = None if pick is not None else stacked(x)
-                added = None if parts is None else _total([self.value(x.arg, each) for each in parts])
-                return None if added is None or parts is None else added.scaled(1 / len(parts))
+                must(pick is None)
+                parts = self._parts("is", x)
+                return proven(total(parts)).scaled(1 / len(parts))
             case _:
                 return self._arranged("is", x, pick)
 
@@ -140,9 +146,7 @@ class Exponentials:
 
     def _permuted(self, kind: str, x: Value) -> Share | None:
         """The same of values of which the dims have changed places, and those that have its exponentials."""
-        inner = self._kept(kind, x.arg, None)
-        if inner is None:
-            return None
+        inner = proven(self._kept(kind, x.arg, None))
         kept = [axis for axis in x.attrs if x.arg.shape[axis] != 1]
         order = [sorted(kept).index(axis) for axis in kept]
 
@@ -155,20 +159,6 @@ class Exponentials:
                 known = self.logs.setdefault((factor, moved(powers, move)), [])
                 known.extend(each for each in map(move, values) if each not in known)
         return inner.moved(move)
-
-
-def _product(factors: Sequence[Share | None]) -> Share | None:
-    product = ONE
-    for each in factors:
-        if each is None:
-            return None
-        product = product * each
-    return product if factors else None
-
-
-def _total(terms: Sequence[Share | None]) -> Share | None:
-    whole = [each for each in terms if each is not None]
-    return total(whole) if whole and len(whole) == len(terms) else None
 
 
 def _age(values: Sequence[Value]) -> int:

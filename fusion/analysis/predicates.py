@@ -9,7 +9,7 @@ the formula of where it stands. What cannot be followed is a leaf: a tensor read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add, eq, le, lt, mul, ne
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from fusion.analysis.constant_folding import Folder, band
 from fusion.analysis.dtypes import held_number, is_integer
 from fusion.analysis.intervals import is_exact
 from fusion.graph import Value, but_ones
+from fusion.graph.proof import proof, proven
 
 MOST = 8  # different constants that a mask of floats may have
 
@@ -97,18 +98,10 @@ class Positions:
                 return left + right
             case "cast" if is_integer(x.arg):
                 return self.affine(x.arg, at)
-            case "cumsum":
-                return self._running_total(x, at)
+            case "cumsum" if not (each := self.affine(x.arg, at)).terms:  # of what is the same at every position
+                return at[x.attrs[0]].plus(1).times(each.constant)
             case _:
                 return Affine(MappingProxyType({Leaf(x, tuple(at)): 1}))
-
-    def _running_total(self, x: Value, at: Sequence[Affine]) -> Affine:
-        """Σ up to a position of what is the same at every position."""
-        place = x.attrs[0]
-        each = self.affine(x.arg, at)
-        if each.terms:
-            return Affine(MappingProxyType({Leaf(x, tuple(at)): 1}))
-        return at[place].plus(1).times(each.constant)
 
     def _view(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]] | None:
         """Where a value only passes on elements of another: that one, and the positions there."""
@@ -139,10 +132,7 @@ class Positions:
         if x.attrs != tuple(range(source.rank)):
             return None
         found = tuple(self.affine(each, _spread(each, x, at)) for each in indices)
-        return (source, found) if all(map(self._not_negative, found)) else None
-
-    def _not_negative(self, expression: Affine) -> bool:
-        return self.decided(("le", expression.times(-1))) is True
+        return (source, found) if all(self.decided(("le", each.times(-1))) is True for each in found) else None
 
     # truths ----------------------------------------------------------------------------------------------------
 
@@ -178,8 +168,8 @@ class Positions:
                 return self.truth(x.arg, at)
             case "cast" if is_integer(x.arg):
                 return negation(("eq", self.affine(x.arg, at)))
-            case "cast":
-                return self._nonzero(x, at)
+            case "cast" if (found := self.constants(x.arg, at)) is not None:
+                return disjunction(*(formula for value, formula in found.items() if value != 0))
             case _:
                 return ("is", Leaf(x, tuple(at)))
 
@@ -220,76 +210,66 @@ class Positions:
 
     def _compared_values(self, x: Value, at: Sequence[Affine]) -> Formula:
         """Whole numbers, or tensors of a few numbers each, as in `mask == 0`."""
-        left, right = (self.constants(each, _spread(each, x, at)) for each in x.args)
-        if left is not None and right is not None:
-            pairs = [(u, v, conjunction(f, g)) for u, f in left.items() for v, g in right.items()]
+        pairs = self._pairs(x, at)
+        if pairs is not None:
             return disjunction(*(formula for u, v, formula in pairs if _HOLDS[x.attrs[0]](u, v)))
         if not all(map(is_integer, x.args)):
             return ("is", Leaf(x, tuple(at)))
         below, above = (self.affine(each, _spread(each, x, at)) for each in x.args)
         return self._compared(x.attrs[0], below + above.times(-1))
 
-    def _nonzero(self, x: Value, at: Sequence[Affine]) -> Formula:
-        found = self.constants(x.arg, at)
-        if found is None:
-            return ("is", Leaf(x, tuple(at)))
-        return disjunction(*(formula for value, formula in found.items() if value != 0))
-
     # constants -------------------------------------------------------------------------------------------------
 
     def constants(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
         """The few numbers that a tensor consists of, each with where it stands; None where it has others, or many."""
         if x.dtype is torch.bool:
-            return self._of_truth(x.dtype, self.truth(x, at))
+            return _of_truth(x.dtype, self.truth(x, at))
         below = self._view(x, at)
         if below is not None:
             return self.constants(*below)
         said = self._said(x, at)
         if said is not None:
-            return self._of_truth(x.dtype, said) if is_integer(x) else {0.0: said, -math.inf: negation(said)}
+            return _of_truth(x.dtype, said) if is_integer(x) else {0.0: said, -math.inf: negation(said)}
         match x.op:
             case "full":
                 return _merged([(x.attrs[0], True)], x.dtype)
             case "cast" | "scale" | "shift":
                 return self._mapped(x, at)
             case "add" | "mul":
-                return self._paired(x, at)
+                pairs, how = self._pairs(x, at), add if x.op == "add" else mul
+                return None if pairs is None else _merged([(how(u, v), formula) for u, v, formula in pairs], x.dtype)
             case "where":
                 return self._chosen(x, at)
             case _:
                 return None
 
-    def _of_truth(self, dtype: torch.dtype | None, formula: Formula) -> dict[float, Formula] | None:
-        return _merged([(1, formula), (0, negation(formula))], dtype)
-
+    @proof
     def _mapped(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        inner = self.constants(x.arg, at)
-        if inner is None:
-            return None
-        change = x.attrs[0] if x.attrs and not is_integer(x) else int(x.attrs[0]) if x.attrs else 0
-        how: Mapping[str, Callable[[float], float]] = {
-            "cast": lambda u: u, "scale": lambda u: u * change, "shift": lambda u: u + change,
-        }  # fmt: skip
-        return _merged([(how[x.op](value), formula) for value, formula in inner.items()], x.dtype)
+        inner = proven(self.constants(x.arg, at)).items()
+        if x.op == "cast":
+            return _merged(inner, x.dtype)
+        change, how = int(x.attrs[0]) if is_integer(x) else x.attrs[0], mul if x.op == "scale" else add
+        return _merged([(how(value, change), formula) for value, formula in inner], x.dtype)
 
-    def _paired(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        left, right = (self.constants(each, _spread(each, x, at)) for each in x.args)
-        if left is None or right is None:
-            return None
-        how = add if x.op == "add" else mul
-        pairs = [(how(u, v), conjunction(f, g)) for u, f in left.items() for v, g in right.items()]
-        return _merged(pairs, x.dtype)
+    @proof
+    def _pairs(self, x: Value, at: Sequence[Affine]) -> list[tuple[float, float, Formula]] | None:
+        """The constants of both operands, two at a time, with where these two meet."""
+        left, right = [self.constants(each, _spread(each, x, at)) for each in x.args]
+        return [(u, v, conjunction(f, g)) for u, f in proven(left).items() for v, g in proven(right).items()]
 
+    @proof
     def _chosen(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
         condition = self.truth(x.args[0], _spread(x.args[0], x, at))
-        yes, no = (self.constants(each, _spread(each, x, at)) for each in x.args[1:])
-        if yes is None or no is None:
-            return None
-        pairs = [(value, conjunction(condition, f)) for value, f in yes.items()]
-        return _merged(pairs + [(value, conjunction(negation(condition), f)) for value, f in no.items()], x.dtype)
+        yes, no = [self.constants(each, _spread(each, x, at)) for each in x.args[1:]]
+        sides = ((condition, proven(yes)), (negation(condition), proven(no)))
+        return _merged([(value, conjunction(here, f)) for here, side in sides for value, f in side.items()], x.dtype)
 
 
-def _merged(pairs: Sequence[tuple[float, Formula]], dtype: torch.dtype | None) -> dict[float, Formula] | None:
+def _of_truth(dtype: torch.dtype | None, formula: Formula) -> dict[float, Formula] | None:
+    return _merged([(1, formula), (0, negation(formula))], dtype)
+
+
+def _merged(pairs: Iterable[tuple[float, Formula]], dtype: torch.dtype | None) -> dict[float, Formula] | None:
     """One formula for each number as the dtype holds it; NaN, as of 0 · ∞, is one of them."""
     found: dict[float, Formula] = {}
     for value, formula in pairs:

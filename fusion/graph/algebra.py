@@ -68,18 +68,10 @@ class Algebra:
             _, *bounds = x.attrs
             return self.slice(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds) or x
         if x.op == "slice":
-            cut = self._below_cut(x, shape)
-            if cut is not None:
-                return cut
-        if x.op == "cat":
-            joined = self._below_cat(x, shape)
-            if joined is not None:
-                return joined
-        if x.op == "slice" and x.arg.op == "reshape":
-            whole = self._rejoined_split(x, shape)
-            if whole is not None:
-                return whole
-        return self.make("reshape", (x,), (), shape, x.dtype)
+            found = self._below_cut(x, shape) or self._rejoined_split(x, shape)
+        else:
+            found = self._below_cat(x, shape) if x.op == "cat" else None
+        return found or self.make("reshape", (x,), (), shape, x.dtype)
 
     def _below_cut(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
         """Dims of size 1 come or go before others are cut; None where more changes, or one of size 1 is cut."""
@@ -108,6 +100,8 @@ class Algebra:
     def _rejoined_split(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
         """Entries of the outer part of a dim that was split in two, joined again: a slice of that dim itself."""
         axis, start, stop, _ = cut.attrs
+        if cut.arg.op != "reshape":
+            return None
         whole, inner = cut.arg.arg, cut.shape[axis + 1 : axis + 2]
         joined = (*cut.shape[:axis], *inner, *cut.shape[axis + 2 :])
         split = (*whole.shape[:axis], cut.arg.shape[axis], *inner, *whole.shape[axis + 1 :])
@@ -275,13 +269,13 @@ class Algebra:
         if x is y:
             return self.power(x, 2)
         x, y = _unexpanded(x, y)
-        share = self._softmax(x, y) or self._softmax(y, x)
-        if share is not None:
-            return share
+        return self._softmax(x, y) or self._softmax(y, x) or self._commuted("mul", x, y)
+
+    def _commuted(self, op: str, x: Value, y: Value) -> Value | None:
         if x.id > y.id:
             x, y = y, x
         shape = broadcast(x.shape, y.shape)
-        return None if shape is None else self.make("mul", (x, y), (), shape, x.dtype)
+        return None if shape is None else self.make(op, (x, y), (), shape, x.dtype)
 
     def _softmax(self, numerator: Value, inverse: Value) -> Value | None:
         """exp(x) / Σ exp(x) over one dim, which is NaN in a row of -inf."""
@@ -302,13 +296,7 @@ class Algebra:
         gain = self._gain(x, y) or self._gain(y, x)
         if gain is not None:
             return self.mul(*gain)
-        variance = self._variance(x, y) or self._variance(y, x)
-        if variance is not None:
-            return variance
-        if x.id > y.id:
-            x, y = y, x
-        shape = broadcast(x.shape, y.shape)
-        return None if shape is None else self.make("add", (x, y), (), shape, x.dtype)
+        return self._variance(x, y) or self._variance(y, x) or self._commuted("add", x, y)
 
     def _variance(self, squares: Value, other: Value) -> Value | None:
         """mean(x²) - mean(x)² is the mean of (x - mean(x))²."""
@@ -350,11 +338,15 @@ class Algebra:
 
     # reductions ------------------------------------------------------------------------------------------------
 
-    def mean(self, x: Value, axes: Sequence[int]) -> Value:
-        """Average over `axes`, which stay as dims of size 1. Attributes: the axes, counted from the end."""
+    def reduce(self, op: str, x: Value, axes: Sequence[int]) -> Value:
+        """A reduction over `axes`, which stay as dims of size 1. Attributes: the axes, counted from the end."""
         axes = tuple(sorted(axis % x.rank - x.rank for axis in axes))
         shape = tuple(1 if position - x.rank in axes else size for position, size in enumerate(x.shape))
-        return self.make("mean", (x,), axes, shape, x.dtype)
+        return self.make(op, (x,), axes, shape, x.dtype)
+
+    def mean(self, x: Value, axes: Sequence[int]) -> Value:
+        """Average over `axes`."""
+        return self.reduce("mean", x, axes)
 
     def sum(self, x: Value, axes: Sequence[int]) -> Value | None:
         """Total over `axes` as a scaled mean; None where a size is symbolic."""

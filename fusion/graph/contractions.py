@@ -7,14 +7,16 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Value, broadcast
+from fusion.graph.proof import must, proof, proven
 
 
-def matmul(a: Algebra, x: Value, y: Value) -> Value | None:
+@proof
+def matmul(a: Algebra, x: Value, y: Value) -> Value:
     """x [*A, M, K] · y [*B, K, N], batch dims broadcast; None where the shapes do not fit."""
     x, left = _unscaled(a, x)
     y, right = _unscaled(a, y)
     product = _of_rows(a, x, y) if y.rank == 2 else _of_batches(a, x, y)
-    return None if product is None else a.scale(product, left * right)
+    return a.scale(product, left * right)
 
 
 def swapped(a: Algebra, x: Value) -> Value:
@@ -34,22 +36,21 @@ def _unscaled(a: Algebra, x: Value) -> tuple[Value, float]:
     return a.seen_as(inner, x), factor
 
 
-def _of_rows(a: Algebra, x: Value, y: Value) -> Value | None:
+def _of_rows(a: Algebra, x: Value, y: Value) -> Value:
     """One matrix for all rows: rows that were flattened for it keep their dims."""
     if x.op == "reshape" and x.arg.rank and x.arg.shape[-1] == x.shape[-1]:
-        product = _product(a, x.arg, y)
-        return None if product is None else a.reshape(product, (*x.shape[:-1], y.shape[-1]))
+        return a.reshape(_product(a, x.arg, y), (*x.shape[:-1], y.shape[-1]))
     return _product(a, x, y)
 
 
-def _of_batches(a: Algebra, x: Value, y: Value) -> Value | None:
+def _of_batches(a: Algebra, x: Value, y: Value) -> Value:
     """Batch dims that were flattened for it come back."""
     for flat in (x, y):
         kept = flat.op == "reshape" and flat.arg.rank > flat.rank and flat.arg.shape[-2:] == flat.shape[-2:]
         if kept and x.shape[:-2] == y.shape[:-2]:
             batch = flat.arg.shape[:-2]
-            whole = matmul(a, *(a.reshape(each, (*batch, *each.shape[-2:])) for each in (x, y)))
-            return None if whole is None else a.reshape(whole, (*x.shape[:-2], *whole.shape[-2:]))
+            whole = proven(matmul(a, *(a.reshape(each, (*batch, *each.shape[-2:])) for each in (x, y))))
+            return a.reshape(whole, (*x.shape[:-2], *whole.shape[-2:]))
     lead = x.rank - len(_batch(y)) - 2
     if x.shape[-2] == 1 and len(_batch(y)) == 1 and lead > 0 and prod(x.shape[:lead]) != 1:
         return _of_heads(a, x, y, lead)
@@ -62,24 +63,23 @@ def _batch(y: Value) -> tuple[Any, ...]:
     return y.shape[own:-2]
 
 
-def _of_heads(a: Algebra, x: Value, y: Value, lead: int) -> Value | None:
+def _of_heads(a: Algebra, x: Value, y: Value, lead: int) -> Value:
     """A matrix for each head, of single rows [*lead, N, 1, K]: the rows of a head together."""
     heads, width = x.shape[lead], x.shape[-1]
     rows = a.permute(a.reshape(x, (prod(x.shape[:lead]), heads, width)), (1, 0, 2))
     product = _product(a, rows, a.reshape(y, y.shape[-3:]))
-    return None if product is None else a.reshape(a.permute(product, (1, 0, 2)), (*x.shape[:-1], y.shape[-1]))
+    return a.reshape(a.permute(product, (1, 0, 2)), (*x.shape[:-1], y.shape[-1]))
 
 
-def _product(a: Algebra, x: Value, y: Value) -> Value | None:
-    batch = broadcast(x.shape[:-2], y.shape[:-2])
+def _product(a: Algebra, x: Value, y: Value) -> Value:
+    batch = proven(broadcast(x.shape[:-2], y.shape[:-2]))
     x, y = _once(x, y.shape[:-2], batch), _once(y, x.shape[:-2], batch)
-    if batch is None or x.shape[-1:] != y.shape[-2:-1]:
-        return None
+    must(x.shape[-1:] == y.shape[-2:-1])
     rows = x.shape[-2:-1] if y.rank > 2 or x.rank > 1 else ()
     return a.make("matmul", (x, y), (), (*batch, *rows, y.shape[-1]), x.dtype)
 
 
-def _once(x: Value, other: Sequence[Any], batch: Sequence[Any] | None) -> Value:
+def _once(x: Value, other: Sequence[Any], batch: Sequence[Any]) -> Value:
     """An operand without the repetition of batch dims that a product does as well."""
     plain = x.op == "expand" and x.arg.rank == x.rank and x.arg.shape[-2:] == x.shape[-2:]
     return x.arg if plain and broadcast(x.arg.shape[:-2], other) == batch else x

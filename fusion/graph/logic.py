@@ -43,10 +43,9 @@ def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype |
 
 def _is_never(condition: Value) -> bool:
     """Whether it asks where a softmax is infinite."""
-    if condition.op != "compare" or condition.attrs != ("eq",):
+    if condition.op != "compare" or condition.attrs != ("eq",) or condition.arg.op != "softmax":
         return False
-    share, number = condition.args
-    return share.op == "softmax" and number.op == "full" and math.isinf(number.attrs[0])
+    return condition.args[1].op == "full" and math.isinf(condition.args[1].attrs[0])
 
 
 def either(a: Algebra, x: Value, y: Value) -> Value | None:
@@ -68,7 +67,7 @@ def pointwise(
 
 def _sees_nothing(condition: Value, scores: Value) -> bool:
     """Whether a condition says of each row that all its scores are -inf."""
-    if condition.op != "not" or condition.arg.op != "any" or condition.arg.attrs != (condition.rank - 1,):
+    if condition.op != "not" or condition.arg.op != "any" or condition.arg.attrs != (-1,):
         return False
     seen = condition.arg.arg
     lowest = seen.arg if seen.op == "not" else seen

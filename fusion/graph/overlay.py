@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -71,13 +71,8 @@ class Graph:
 
     def is_fixed(self, *values: Value | None) -> bool:
         """Whether values are, or are built from, Parameters alone."""
-        nodes = [node for each in values if each is not None for node in self._sources(each)]
+        nodes = [node for each in values if each is not None for node in self.reads(each)]
         return bool(nodes) and all(node in self.fixed for node in nodes)
-
-    def _sources(self, value: Value) -> list[fx.Node]:
-        if value in self.places:
-            return [self.places[value][0]]
-        return [node for arg in value.args for node in self._sources(arg)]
 
     def node(self, value: Value) -> fx.Node | None:
         """The first node that holds `value`, None where only a recipe can build it."""
@@ -106,9 +101,7 @@ class Graph:
     def reads(self, value: Value) -> tuple[fx.Node, ...]:
         """The nodes from which `value` is read or built."""
         node = self.node(value)
-        return (
-            (node,) if node is not None else tuple(each for arg in self.recipe(value).args for each in self.reads(arg))
-        )
+        return (node,) if node else tuple(each for arg in self.recipe(value).args for each in self.reads(arg))
 
     def recipe(self, value: Value) -> Value:
         """What builds `value`, which no node holds: an equal value, whose args are held or have a recipe.
@@ -153,10 +146,6 @@ class Graph:
         if len(users) != 1 or not isinstance(users[0], Value) or users[0].op != "reshape" or users[0].arg is not value:
             return None
         return users[0]
-
-    def values(self) -> Iterator[Value]:
-        """Every value that some node holds, in the order of the graph."""
-        return iter(self.places)
 
     @cached_property
     def owners(self) -> Mapping[Value, fx.Node]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import reduce
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from fusion.graph import Dim, Graph, Reading, Value
+from fusion.graph.proof import must, proof, proven
 
 Bindings = Mapping[Any, Any]  # term → value; "D" → size of a named dim; RELIES → names of inputs
 RELIES = "inputs of which something is assumed"
@@ -66,7 +68,7 @@ class Term:
         raise NotImplementedError
 
     def __mul__(self, other: Term | float) -> Term:
-        return Product((self, other)) if isinstance(other, Term) else Apply("scale", (self,), (other,))
+        return Product((self, other)) if isinstance(other, Term) else Apply((self,), ("scale",), (other,))
 
     def __rmul__(self, other: float) -> Term:
         return self * other
@@ -74,10 +76,10 @@ class Term:
     def __add__(self, other: Term | float) -> Term:
         if isinstance(other, Tensorial):
             return Sum((self, other))
-        return Apply("shift", (self,), (other,))
+        return Apply((self,), ("shift",), (other,))
 
     def __sub__(self, other: Term) -> Term:
-        return Sum((self, Apply("scale", (other,), (-1.0,))))
+        return Sum((self, Apply((other,), ("scale",), (-1.0,))))
 
 
 class Tensorial(Term):
@@ -142,34 +144,41 @@ class Parameter:
 
 
 @dataclass(frozen=True, eq=False)
-class Apply(Tensorial):
-    """A canonical op (one of several) with its attributes; one may be a `Parameter`; None for any attributes."""
+class Operation(Tensorial):
+    """What one of the canonical ops `ops` gives for its arguments."""
 
-    op: str | tuple[str, ...]
     args: tuple[Term, ...]
-    attrs: tuple[Any, ...] | None = ()
+    ops: tuple[str, ...]
 
     def below(self) -> tuple[Any, ...]:
-        """Its parts."""
+        """Its arguments."""
         return self.args
 
     def heads(self) -> frozenset[str]:
         """Its own ops."""
-        return frozenset((self.op,) if isinstance(self.op, str) else self.op)
+        return frozenset(self.ops)
+
+
+@dataclass(frozen=True, eq=False)
+class Apply(Operation):
+    """A canonical op with its attributes; one may be a `Parameter`; None for any attributes."""
+
+    attrs: tuple[Any, ...] | None = ()
 
     def follows(self, bound: Bindings) -> bool:
         """Whether an argument is bound already."""
         return any(arg in bound for arg in self.args)
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        if value.op not in self.heads() or len(value.args) != len(self.args):
+        if value.op not in self.ops or len(value.args) != len(self.args):
             return
-        known = bound if self.attrs is None else _attributes(self.attrs, value.attrs, bound)
+        known = bound if self.attrs is None else attributes(self.attrs, value.attrs, bound)
         if known is not None:
             yield from _each(self.args, value.args, known, cx)
 
 
-def _attributes(wanted: Sequence[Any], real: Sequence[Any], bound: Bindings) -> Bindings | None:
+def attributes(wanted: Sequence[Any], real: Sequence[Any], bound: Bindings) -> Bindings | None:
+    """What is bound where the attributes are as wanted, of which a `Parameter` takes one, or all; else None."""
     if len(wanted) == 1 and isinstance(wanted[0], Parameter) and len(real) != 1:
         wanted, real = wanted, (tuple(real),)
     if len(wanted) != len(real):
@@ -193,18 +202,10 @@ def _each(terms: Sequence[Term], values: Sequence[Value], bound: Bindings, cx: C
 
 
 @dataclass(frozen=True, eq=False)
-class Sum(Tensorial):
+class Sum(Operation):
     """x + y in either order."""
 
-    args: tuple[Term, Term]
-
-    def below(self) -> tuple[Any, ...]:
-        """Its parts."""
-        return self.args
-
-    def heads(self) -> frozenset[str]:
-        """An addition."""
-        return frozenset(("add",))
+    ops: tuple[str, ...] = ("add",)
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.op == "add":
@@ -213,7 +214,27 @@ class Sum(Tensorial):
 
 
 @dataclass(frozen=True, eq=False)
-class Cast(Tensorial):
+class Above(Tensorial):
+    """A term above which one step, of the canonical op `step`, may stand."""
+
+    inner: Term
+    step: ClassVar[str]
+
+    def below(self) -> tuple[Any, ...]:
+        """What is below the step."""
+        return (self.inner,)
+
+    def heads(self) -> frozenset[str]:
+        """The step, or what is below."""
+        inner = self.inner.heads()
+        return inner | {self.step} if inner else inner
+
+    def _inner_follows(self, bound: Bindings) -> bool:
+        return self.inner in bound or self.inner.follows(bound)
+
+
+@dataclass(frozen=True, eq=False)
+class Cast(Above):
     """A cast that may be there or not. Its dtype is pinned, so that a cast of the user's own is never swallowed.
 
     Attributes:
@@ -222,27 +243,16 @@ class Cast(Tensorial):
         always: whether the result must have that dtype, with or without a cast.
     """
 
-    inner: Term
     dtype: torch.dtype | Capture
     always: bool
-
-    def below(self) -> tuple[Any, ...]:
-        """What is cast."""
-        return (self.inner,)
+    step = "cast"
 
     @property
     def rank(self) -> int:  # type: ignore[override]
         """As much as what is cast."""
         return self.inner.rank
 
-    def heads(self) -> frozenset[str]:
-        """A cast, or what is cast."""
-        inner = self.inner.heads()
-        return inner | {"cast"} if inner else inner
-
-    def follows(self, bound: Bindings) -> bool:
-        """Whether what is cast is bound already, or follows."""
-        return self.inner in bound or self.inner.follows(bound)
+    follows = Above._inner_follows
 
     def pinned(self, bound: Bindings) -> torch.dtype | None:
         """The dtype, once known."""
@@ -259,18 +269,10 @@ class Cast(Tensorial):
 
 
 @dataclass(frozen=True, eq=False)
-class Product(Tensorial):
+class Product(Operation):
     """A product of any association and order; the last capture without a value takes all factors that are left."""
 
-    args: tuple[Term, Term]
-
-    def below(self) -> tuple[Any, ...]:
-        """Its parts."""
-        return self.args
-
-    def heads(self) -> frozenset[str]:
-        """A multiplication."""
-        return frozenset(("mul",))
+    ops: tuple[str, ...] = ("mul",)
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.op != "mul":
@@ -297,9 +299,9 @@ def _factors(value: Value) -> list[Value]:
 
 
 def _assign(terms: Sequence[Term], factors: list[Value], bound: Bindings, cx: Context) -> Iterator[Bindings]:
+    if not terms and not factors:
+        yield bound
     if not terms or not factors:
-        if not terms and not factors:
-            yield bound
         return
     term, rest = terms[0], terms[1:]
     if term in bound:
@@ -317,50 +319,18 @@ def _assign(terms: Sequence[Term], factors: list[Value], bound: Bindings, cx: Co
             yield from _assign(rest, factors[:position] + factors[position + 1 :], found, cx)
 
 
+@proof
 def _without(factors: list[Value], taken: Value) -> list[Value] | None:
     left = list(factors)
     for factor in [taken] if taken in factors else _factors(taken):
-        if factor not in left:
-            return None
+        must(factor in left)
         left.remove(factor)
     return left
 
 
-def _multiply(factors: Sequence[Value], cx: Context) -> Value | None:
-    whole = factors[0]
-    for factor in factors[1:]:
-        product = cx.graph.algebra.mul(whole, factor)
-        if product is None:
-            return None
-        whole = product
-    return whole
-
-
-@dataclass(frozen=True, eq=False)
-class Part(Tensorial):
-    """The `number`-th of `count` equal runs of the last dim."""
-
-    whole: Term
-    number: int
-    count: int
-
-    def below(self) -> tuple[Any, ...]:
-        """Its parts."""
-        return (self.whole,)
-
-    def heads(self) -> frozenset[str]:
-        """A slice."""
-        return frozenset(("slice",))
-
-    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        if value.op != "slice" or value.attrs[0] != value.rank - 1 or value.attrs[3] != 1:
-            return
-        size = value.arg.shape[-1]
-        if not isinstance(size, int) or size % self.count:
-            return
-        run = size // self.count
-        if value.attrs[1:3] == (self.number * run, (self.number + 1) * run):
-            yield from self.whole.match(value.arg, bound, cx)
+@proof
+def _multiply(factors: Sequence[Value], cx: Context) -> Value:
+    return reduce(lambda x, y: proven(cx.graph.algebra.mul(x, y)), factors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -404,7 +374,7 @@ class Meaning(Tensorial):
             for found in term.match(have, bound, cx):
                 yield from self._take(rest, reading, found, cx)
         elif not isinstance(term, Term):
-            known = _attributes((term,), (have,), bound)
+            known = attributes((term,), (have,), bound)
             if known is not None:
                 yield from self._take(rest, reading, known, cx)
 

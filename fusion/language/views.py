@@ -4,59 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import Any
 
 from fusion.graph import Value
-from fusion.language.terms import Bindings, Context, Parameter, Tensorial, Term
+from fusion.language.terms import Above, Bindings, Context, Operation, Parameter, Tensorial, Term, attributes
 
 
 @dataclass(frozen=True, eq=False)
-class Lanes(Tensorial):
-    """Lanes start … stop of the last dim; each bound is a number or a `Parameter`."""
+class Lanes(Operation):
+    """Lanes start … stop of the last dim; each bound is a number, a `Fraction` of the dim, or a `Parameter`."""
 
-    whole: Term
-    start: Any
-    stop: Any
-
-    def below(self) -> tuple[Any, ...]:
-        """What it is cut from."""
-        return (self.whole,)
-
-    def heads(self) -> frozenset[str]:
-        """A slice."""
-        return frozenset(("slice",))
+    ops: tuple[str, ...] = ("slice",)
+    start: Any = 0
+    stop: Any = None
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.op != "slice" or value.attrs[0] != value.rank - 1 or value.attrs[3] != 1:
             return
-        known = dict(bound)
-        for want, have in zip((self.start, self.stop), value.attrs[1:3], strict=True):
-            if not (want.takes(have, known) if isinstance(want, Parameter) else want == have):
-                return
-            known |= {want: have} if isinstance(want, Parameter) else {}
-        yield from self.whole.match(value.arg, known, cx)
+        size = value.arg.shape[-1]
+        wanted = [each * size if isinstance(each, Fraction) else each for each in (self.start, self.stop)]
+        known = attributes(wanted, value.attrs[1:3], bound)
+        if known is not None:
+            yield from self.args[0].match(value.arg, known, cx)
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(Tensorial):
+class Scaled(Above):
     """A value that is `inner` times a number, which the parameter takes; 1 where it is `inner` itself."""
 
-    inner: Term
     factor: Parameter
-
-    def below(self) -> tuple[Any, ...]:
-        """What is multiplied."""
-        return (self.inner,)
-
-    def heads(self) -> frozenset[str]:
-        """Those of what is multiplied, or a multiplication by a number."""
-        inner = self.inner.heads()
-        return inner | {"scale"} if inner else inner
-
-    def follows(self, bound: Bindings) -> bool:
-        """Whether what is multiplied follows."""
-        return self.inner in bound or self.inner.follows(bound)
+    step = "scale"
+    follows = Above._inner_follows
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         forms = ((value.arg, value.attrs[0]), (value, 1.0)) if value.op == "scale" else ((value, 1.0),)
@@ -66,19 +46,10 @@ class Scaled(Tensorial):
 
 
 @dataclass(frozen=True, eq=False)
-class Reshaped(Tensorial):
+class Reshaped(Above):
     """A value that is `inner`, or its elements in the same order with other dims."""
 
-    inner: Term
-
-    def below(self) -> tuple[Any, ...]:
-        """What it shows."""
-        return (self.inner,)
-
-    def heads(self) -> frozenset[str]:
-        """Those of what is reshaped, or a reshape."""
-        inner = self.inner.heads()
-        return inner | {"reshape"} if inner else inner
+    step = "reshape"
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         for each in _forms(value, cx):
@@ -130,13 +101,10 @@ def _sources(value: Value, cx: Context) -> Iterator[Value]:
     for node in cx.graph.places.get(value, ()):
         for source in node.all_input_nodes:
             below = cx.graph.held.get(source)
-            if isinstance(below, Value) and below is not value and _is_reshaped(below, value, cx):
+            if not isinstance(below, Value) or below is value or below.dtype != value.dtype:
+                continue
+            if prod(below.shape) == prod(value.shape) and cx.graph.algebra.reshape(below, value.shape) is value:
                 yield below
-
-
-def _is_reshaped(source: Value, value: Value, cx: Context) -> bool:
-    same = prod(source.shape) == prod(value.shape) and source.dtype == value.dtype
-    return same and cx.graph.algebra.reshape(source, value.shape) is value
 
 
 def _per_token(table: Value, rows: Sequence[Any], heads_first: bool | None, cx: Context) -> Value | None:

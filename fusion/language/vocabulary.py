@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import torch
 
-from fusion.language.terms import Apply, Capture, Cast, Meaning, Part, Term
+from fusion.language.terms import Apply, Capture, Cast, Meaning, Term
 from fusion.language.views import Lanes, PerToken, Reshaped, Scaled
 
 
@@ -17,15 +18,15 @@ class Vocabulary:
 
     def mean(self, x: Term, dim: int = -1) -> Term:
         """Average over one dim, which stays with size 1."""
-        return Apply("mean", (x,), (dim,))
+        return Apply((x,), ("mean",), (dim,))
 
     def mean_over(self, x: Term, dims: Any) -> Term:
         """Average over the dims that the parameter takes."""
-        return Apply("mean", (x,), (dims,))
+        return Apply((x,), ("mean",), (dims,))
 
     def power(self, x: Term, exponent: Any) -> Term:
         """x ** exponent."""
-        return Apply("power", (x,), (exponent,))
+        return Apply((x,), ("power",), (exponent,))
 
     def square(self, x: Term) -> Term:
         """x²."""
@@ -37,7 +38,7 @@ class Vocabulary:
 
     def sigmoid(self, x: Term) -> Term:
         """1 / (1 + exp(-x))."""
-        return Apply("sigmoid", (x,))
+        return Apply((x,), ("sigmoid",))
 
     def silu(self, x: Term) -> Term:
         """x · sigmoid(x)."""
@@ -45,19 +46,19 @@ class Vocabulary:
 
     def softmax(self, x: Term) -> Term:
         """exp(x) / Σ exp(x) over the last dim."""
-        return Apply("softmax", (x,), (-1, "nan"))
+        return Apply((x,), ("softmax",), (-1, "nan"))
 
     def largest(self, x: Term, count: Any) -> Term:
         """The largest of the last dim, as many as the parameter takes, in descending order."""
-        return Apply("largest", (x,), (count,))
+        return Apply((x,), ("largest",), (count,))
 
     def largest_index(self, x: Term, count: Any) -> Term:
         """Where they are."""
-        return Apply("largest_index", (x,), (count,))
+        return Apply((x,), ("largest_index",), (count,))
 
     def scale(self, x: Term, factor: Any) -> Term:
         """x · a number that the parameter takes."""
-        return Apply("scale", (x,), (factor,))
+        return Apply((x,), ("scale",), (factor,))
 
     def maybe_scaled(self, x: Term, factor: Any) -> Term:
         """`x`, or `x` times a number; the parameter takes the number, or 1."""
@@ -65,15 +66,15 @@ class Vocabulary:
 
     def shift(self, x: Term, offset: Any) -> Term:
         """x + a number that the parameter takes."""
-        return Apply("shift", (x,), (offset,))
+        return Apply((x,), ("shift",), (offset,))
 
     def part(self, x: Term, number: int, of: int) -> Term:
         """The `number`-th of `of` equal runs of the last dim."""
-        return Part(x, number, of)
+        return Lanes((x,), start=Fraction(number, of), stop=Fraction(number + 1, of))
 
     def lanes(self, x: Term, start: Any, stop: Any) -> Term:
         """Lanes start … stop of the last dim, numbers or parameters."""
-        return Lanes(x, start, stop)
+        return Lanes((x,), start=start, stop=stop)
 
     def reshaped(self, x: Term) -> Term:
         """`x`, or its elements in the same order with other dims."""
@@ -81,7 +82,7 @@ class Vocabulary:
 
     def permuted(self, x: Term, order: tuple[int, ...]) -> Term:
         """`x` with its dims in another order."""
-        return Apply("permute", (x,), order)
+        return Apply((x,), ("permute",), order)
 
     def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
         """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""
@@ -89,7 +90,7 @@ class Vocabulary:
 
     def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
         """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
-        return Apply(names, args, None)
+        return Apply(args, (names,) if isinstance(names, str) else names, None)
 
     def maybe_cast(self, x: Term, to: torch.dtype | Capture) -> Term:
         """`x`, or `x` cast to exactly this dtype (or the dtype of this capture)."""

@@ -15,7 +15,7 @@ import torch.fx as fx
 from fusion.errors import Failure, RuleError
 from fusion.failures import culprit, failure, raised
 from fusion.graph import Graph, Reading, Value
-from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, relied
+from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, relied, require
 from fusion.records import Match, Refusal
 
 
@@ -59,7 +59,7 @@ def levels(rules: Sequence[Rule]) -> list[list[Rule]]:
 def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozenset()) -> Found:
     """Match every rule everywhere. `unsafe` names rules whose guard is not asked."""
     search = _Search(graph, unsafe)
-    search.found.sound = [rule for rule in rules if search.attempt(_declared, rule)]
+    search.found.sound = [rule for rule in rules if search.attempt(lambda each: each.uses(), rule)]
     for level in levels(search.found.sound):
         for rule in level:
             search.attempt(search.apply, rule)
@@ -69,19 +69,11 @@ def match(graph: Graph, rules: Sequence[Rule], unsafe: frozenset[str] = frozense
     return search.found
 
 
-def _declared(rule: Rule) -> None:
-    """Everything of a rule that matching reads."""
-    rule.uses()
-
-
 def _require_elements(captures: Mapping[str, Any], results: Sequence[Value]) -> None:
     """Refuse what no kernel has to be launched for."""
     for name, value in (*captures.items(), *(("result", each) for each in results)):
-        if isinstance(value, Value) and 0 in value.shape:
-            raise Refused(
-                "{name} {shape} has no elements: there is nothing to compute",
-                {"name": name, "shape": list(value.shape)},
-            )
+        shape = list(value.shape) if isinstance(value, Value) else []
+        require(0 not in shape, "{name} {shape} has no elements: there is nothing to compute", name=name, shape=shape)
 
 
 class _Search:
@@ -95,7 +87,7 @@ class _Search:
         self._hidden: dict[str, list[Value]] = defaultdict(list)
         self._explained: set[tuple[str, Value]] = set()
         self._refused: set[tuple[str, Value, str]] = set()
-        for value in graph.values():
+        for value in graph.places:
             self._by_head[value.op].append(value)
         for value, reading in graph.readings:
             self._read(value, reading)
@@ -118,7 +110,7 @@ class _Search:
         node = self.graph.node(value)
         return (math.inf if node is None else self.graph.order[node]), value.id
 
-    def attempt(self, step: Callable[[Rule], None], rule: Rule) -> bool:
+    def attempt(self, step: Callable[[Rule], object], rule: Rule) -> bool:
         """Take a step with one rule; if it raises, that rule alone is lost, from there on."""
         try:
             step(rule)
@@ -136,7 +128,8 @@ class _Search:
         taken: set[Any] = set()
         for form in rule.patterns():
             chosen = frozenset(form.given.items())
-            for value in self._candidates(form.results[0]) if self._is_spoken(form) else ():
+            spoken = all(f"reading:{word}" in self._by_head for word in form.words)
+            for value in self._candidates(form.results[0]) if spoken else ():
                 if (value, chosen) in taken or not self.graph.makers(value):
                     continue
                 matched = self._try(rule, form, value)
@@ -144,10 +137,6 @@ class _Search:
                     taken.add((value, chosen))
                     self.found.matches.append(matched)
                     self._read(value, Reading(rule.name, matched.captures, matched.relies))
-
-    def _is_spoken(self, form: Pattern) -> bool:
-        """Whether every word of a form is a reading of some value."""
-        return all(f"reading:{word}" in self._by_head for word in form.words)
 
     def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
         refused: Refused | None = None

@@ -31,13 +31,14 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
         return ()
     found = derived(source, facts.parameters, constants=True)
     wanted = _frontier(source, found)
-    recipes = [_extract(node, prepack == "replace") for node in wanted]
     left = {each for node in wanted for each in _closure(node)}
     placed: dict[tuple[str, tuple[str, ...]], tuple[fx.Node, Prepared]] = {}
-    for node, recipe in zip(wanted, recipes, strict=True):
+    for node, recipe in [(node, _extract(node, prepack == "replace")) for node in wanted]:
         same = (recipe.key, recipe.sources)
         if same not in placed:
-            place = _placeholder(source, f"prepared_{len(placed)}", node)
+            with source.inserting_after(source.find_nodes(op="placeholder")[-1]):
+                place = source.placeholder(f"prepared_{len(placed)}")
+            place.meta["val"] = node.meta["val"]
             placed[same] = place, replace(recipe, name=place.name)
         node.replace_all_uses_with(placed[same][0])
     for node in reversed(source.nodes):
@@ -48,19 +49,16 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
 
 def _frontier(source: fx.Graph, found: Collection[fx.Node]) -> list[fx.Node]:
     """The new results of real work on Parameters that are read, directly or through views, by the rest of the graph."""
-    wanted: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    waiting = [each for node in source.nodes if node not in found for each in node.all_input_nodes if each in found]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
+    read = {each for node in source.nodes if node not in found for each in node.all_input_nodes if each in found}
+    wanted: list[fx.Node] = []
+    for node in reversed(source.nodes):
+        if node not in read:
             continue
-        seen.add(node)
         if "fusion" in node.meta and _is_work(node) and not (is_written(node) or is_returned(node)):
-            wanted.add(node)
+            wanted.insert(0, node)
         else:
-            waiting.extend(each for each in node.all_input_nodes if each in found)
-    return [node for node in source.nodes if node in wanted]
+            read.update(each for each in node.all_input_nodes if each in found)
+    return wanted
 
 
 def _is_work(node: fx.Node) -> bool:
@@ -137,11 +135,3 @@ def _layout(val: torch.Tensor) -> str:
 
 def _bytes(val: torch.Tensor) -> int:
     return math.prod(val.shape) * val.element_size()
-
-
-def _placeholder(source: fx.Graph, name: str, like: fx.Node) -> fx.Node:
-    last = source.find_nodes(op="placeholder")[-1]
-    with source.inserting_after(last):
-        place = source.placeholder(name)
-    place.meta["val"] = like.meta["val"]
-    return place

@@ -61,10 +61,10 @@ def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
         operator = _functional(node)
         if operator is None:
             continue
-        if _takes(operator, lowering) and all(_is_fresh(each, node) for each in _written(node, operator)):
+        if _takes(operator, lowering) and all(_is_fresh(each, node) for each in _written(node)):
             _put_in_place(node)
         elif lowering in LOWERINGS and lowering not in operator.lowerings:
-            _on_copies(node, operator)
+            _put_in_place(node, _copies(node))
     return tuple(chain.copy.name for chain in chains)
 
 
@@ -118,9 +118,7 @@ def _shorten(copy: fx.Node) -> None:
     while isinstance(value, fx.Node) and _fills(value):
         fills.append(value)
         value = value.args[1]
-    if not isinstance(value, fx.Node) or _functional(_call(value)) is None:
-        return
-    for node in fills:
+    for node in fills if isinstance(value, fx.Node) and _functional(_call(value)) else ():
         node.replace_all_uses_with(value)
         node.graph.erase_node(node)
 
@@ -149,7 +147,7 @@ def _link(result: fx.Node, lowering: str) -> Link | None:
     item = number - _beside(operator)
     if item < 0:
         return None
-    cache = _written(node, operator)[item]
+    cache = _written(node)[item]
     same = dims_of(result.meta["val"].stride()) == dims_of(cache.meta["val"].stride())
     return Link(node, item, cache, result) if same else None
 
@@ -161,14 +159,17 @@ def _beside(operator: Operator) -> int:
 
 def _is_fresh(cache: Any, reader: fx.Node) -> bool:
     """Whether a cache is, whole or as a view, memory that the graph makes and nothing but `reader` reads."""
-    base = _seen(cache)
+    base = _below_views(cache)[1]
     target: Any = base.target if isinstance(base, fx.Node) else None
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return False
     return list(_readers(base)) == [reader]
 
 
-def _written(node: fx.Node, operator: Operator) -> list[fx.Node]:
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What the in-place form of a call writes into."""
+    operator = _functional(node)
+    assert operator is not None
     values = operator.bind(node.args, node.kwargs)
     return [values[name] for name in OPERATORS[operator.in_place].written]
 
@@ -210,9 +211,7 @@ def _holds(chain: Chain, chains: Sequence[Chain]) -> bool:
     linked = {(link.node, link.item) for each in chains for link in each.links}
     olds = [chain.copy.args[0], *(link.result for link in chain.links[:-1])]
     for old, link in zip(olds, chain.links, strict=True):
-        operator = _functional(link.node)
-        places = _written(link.node, operator) if operator else []
-        others = [place for item, place in enumerate(places) if (link.node, item) not in linked]
+        others = [place for item, place in enumerate(_written(link.node)) if (link.node, item) not in linked]
         if not all(_is_fresh(place, link.node) for place in others):
             return False
         if not all(_stands_before(reader, link) for reader in _readers(old) if reader is not chain.copy):
@@ -223,16 +222,14 @@ def _holds(chain: Chain, chains: Sequence[Chain]) -> bool:
 def _readers(value: Any) -> Iterator[fx.Node]:
     """The nodes that read `value`, itself or through views."""
     for user in list(value.users):
-        if _is_alias(user):
-            yield from _readers(user)
-        else:
-            yield user
+        yield from _readers(user) if _is_alias(user) else (user,)
 
 
 def _stands_before(reader: fx.Node, link: Link) -> bool:
     """Whether `reader` sees the old cache: it stands before the write, or can be put there."""
     if reader is link.node:  # the write itself may read the cache as nothing but the cache
-        return sum(_seen(each) is _seen(link.cache) for each in reader.all_input_nodes) == 1
+        cache = _below_views(link.cache)[1]
+        return sum(_below_views(each)[1] is cache for each in reader.all_input_nodes) == 1
     if reader < link.node:
         return True
     movable = reader.op == "call_function" and not is_write(reader)
@@ -242,10 +239,6 @@ def _stands_before(reader: fx.Node, link: Link) -> bool:
     return True
 
 
-def _seen(value: fx.Node) -> Any:
-    return _below_views(value)[1]
-
-
 # changes -----------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +246,7 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
     """Put the in-place form in the place of `node`; its results are the caches (or these copies of them)."""
     operator = _functional(node)
     assert operator is not None
-    places = _written(node, operator)
+    places = _written(node)
     changed = dict(zip(places, caches, strict=True)) if caches else {}
     form = OPERATORS[operator.in_place]
     with node.graph.inserting_before(node):
@@ -278,17 +271,16 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
     node.graph.erase_node(node)
 
 
-def _on_copies(node: fx.Node, operator: Operator) -> None:
-    """The in-place form on copies of the caches, where the functional form cannot run; memory of its own stays."""
+def _copies(node: fx.Node) -> list[fx.Node]:
+    """Copies of the caches of a call that only the in-place form can make; memory of its own stays."""
     copies: list[fx.Node] = []
     with node.graph.inserting_before(node):
-        for cache in _written(node, operator):
-            if _is_fresh(cache, node):
-                copies.append(cache)
-                continue
-            copies.append(node.graph.call_function(aten.clone.default, (cache,)))
-            copies[-1].meta = {**node.meta, "val": fake_like(cache.meta["val"])}
-    _put_in_place(node, copies)
+        for cache in _written(node):
+            fresh = _is_fresh(cache, node)
+            copies.append(cache if fresh else node.graph.call_function(aten.clone.default, (cache,)))
+            if not fresh:
+                copies[-1].meta = {**node.meta, "val": fake_like(cache.meta["val"])}
+    return copies
 
 
 def _drop(copy: fx.Node) -> None:

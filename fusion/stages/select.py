@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import torch.fx as fx
@@ -30,14 +32,15 @@ class _Option:
 
 
 def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = None) -> list[Candidate]:
-    """Return the chosen candidates in the order of the graph; `fuel` limits how many."""
+    """Return the chosen candidates in the order of the graph; `fuel` limits how many, none without what it needs."""
     options = [_option(each) for each in candidates]
     useful = [each for each in options if all(member.benefit > LEAST for member in each.members)]
     chosen = _best(useful)
     while (waiting := _in_circle(chosen, graph)) is not None:
         useful = [each for each in useful if waiting not in each.members]
         chosen = _best(useful)
-    return chosen if fuel is None else _fuelled(chosen, fuel)
+    first = chosen[:fuel]
+    return [each for each in first if each.needs is None or each.needs in first]
 
 
 def _option(candidate: Candidate) -> _Option:
@@ -48,12 +51,6 @@ def _option(candidate: Candidate) -> _Option:
         frozenset[fx.Node]().union(*(each.dying for each in members)),
         sum(each.benefit for each in members),
     )
-
-
-def _fuelled(chosen: Sequence[Candidate], fuel: int) -> list[Candidate]:
-    """The first so many, none without what it needs."""
-    first = list(chosen[:fuel])
-    return [each for each in first if each.needs is None or each.needs in first]
 
 
 def _best(useful: Sequence[_Option]) -> list[Candidate]:
@@ -72,17 +69,13 @@ def _in_circle(chosen: Sequence[Candidate], graph: Graph) -> Candidate | None:
     import networkx as nx
 
     needs: nx.DiGraph[int] = nx.DiGraph()
-    for left, right in _interleaved(chosen, graph):
-        if _waits(chosen[left], chosen[right], graph):
-            needs.add_edge(left, right)
-        if _waits(chosen[right], chosen[left], graph):
-            needs.add_edge(right, left)
+    for pair in _interleaved(chosen, graph):
+        needs.add_edges_from(
+            (one, other) for one, other in permutations(pair) if _waits(chosen[one], chosen[other], graph)
+        )
     circles = [circle for circle in nx.strongly_connected_components(needs) if len(circle) > 1]
-    return min((chosen[number] for circle in circles for number in sorted(circle)), key=_benefit, default=None)
-
-
-def _benefit(candidate: Candidate) -> float:
-    return candidate.benefit
+    waiting = (chosen[number] for circle in circles for number in sorted(circle))
+    return min(waiting, key=lambda each: each.benefit, default=None)
 
 
 def _interleaved(chosen: Sequence[Candidate], graph: Graph) -> list[tuple[int, int]]:
@@ -108,15 +101,12 @@ def _waits(candidate: Candidate, other: Candidate, graph: Graph) -> bool:
 
 def _overlapping(options: Sequence[_Option]) -> list[tuple[int, int]]:
     """Pairs of which one replaces a node that the other replaces or needs no more."""
-    by_node: dict[object, list[int]] = {}
+    by_node: dict[object, list[int]] = defaultdict(list)
     for number, each in enumerate(options):
         for node in each.dying:
-            by_node.setdefault(node, []).append(number)
-    pairs: set[tuple[int, int]] = set()
-    for number, each in enumerate(options):
-        for node in each.roots:
-            pairs |= {(min(number, other), max(number, other)) for other in by_node[node] if other != number}
-    return sorted(pairs)
+            by_node[node].append(number)
+    pairs = ((number, other) for number, each in enumerate(options) for node in each.roots for other in by_node[node])
+    return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
 
 
 def _cover(group: set[int], options: Sequence[_Option], overlaps: nx.Graph[int]) -> list[int]:

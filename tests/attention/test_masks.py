@@ -18,6 +18,7 @@ from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Reading, Value
 from fusion.graph.contractions import matmul, swapped
 from fusion.graph.dims import dims_of
+from fusion.graph.proof import proof
 from fusion.graph.recipe import build
 from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out
@@ -62,7 +63,7 @@ class Twins:
         translator = TRANSLATORS.get(op)
         values = [_each(one, "value") for one in args]
         out = Out(dims_of(tensor.shape), tensor.dtype)
-        value = None if translator is None else translator(self.a, out, *values, **kwargs)
+        value = None if translator is None else proof(translator)(self.a, out, *values, **kwargs)
         right = isinstance(value, Value) and (value.shape, value.dtype) == (out.shape, out.dtype)
         return self._kept(value, tensor) if right else self.input(tensor)
 

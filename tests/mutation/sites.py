@@ -1,6 +1,7 @@
 """Guards in source code: where they stand, and the same code with a probe around each of them.
 
     require(a and b, "why not")     a must hold, b must hold           probe.every(7, lambda: a, lambda: b)
+    must(a and b)                   a must hold, b must hold           probe.every(8, lambda: a, lambda: b)
     if a or b: return None          a must not hold, b must not hold   probe.some(9, lambda: a, lambda: b)
 
 One mutant drops one of these steps: what must hold is taken for true, what must not hold for false.
@@ -53,7 +54,7 @@ def instrumented(source: str, file: str) -> tuple[ast.Module, list[Site]]:
 
 
 class _Probes(ast.NodeTransformer):
-    """Wraps the conditions of guards: `require`, refusing and proving branches, filters, and results of proofs."""
+    """Wraps the conditions of guards: `require`, `must`, refusing and proving branches, filters, results of proofs."""
 
     def __init__(self, file: str) -> None:
         self.file, self.sites = file, list[Site]()
@@ -72,7 +73,7 @@ class _Probes(ast.NodeTransformer):
     visit_ClassDef = visit_FunctionDef = _scope
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Name) and node.func.id == "require":
+        if isinstance(node.func, ast.Name) and node.func.id in ("require", "must"):
             node.args[0] = self._probed(node.args[0], must=True)
         return self.generic_visit(node)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,41 +17,16 @@ from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Value, dims_of
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
+from fusion.graph.proof import proof, proven
 from fusion.mutation import closing_writes, is_write, reserves
-from fusion.stages.canonicalise import (
-    arithmetic,
-    choices,
-    complex_numbers,
-    contractions,
-    logarithms,
-    logic,
-    ranges,
-    reductions,
-    rounding,
-    sdpa,
-    shapes,
-    writes,
-)
+from fusion.stages.canonicalise import arithmetic, complex_numbers, logic
 from fusion.stages.canonicalise.translate import OF_COMPLEX, Out, Translated, translator_of
 from fusion.weights import derived
 
 __all__ = ["canonicalise"]
 
-# Imported for their translators.
-_FAMILIES = (
-    arithmetic,
-    choices,
-    complex_numbers,
-    contractions,
-    logarithms,
-    logic,
-    ranges,
-    reductions,
-    rounding,
-    sdpa,
-    shapes,
-    writes,
-)
+for _family in ("contractions", "reductions", "sdpa", "shapes", "writes"):  # for their translators
+    import_module(f"{__name__}.{_family}")
 
 
 def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
@@ -150,6 +126,7 @@ class _Walk:
                 return translated
         return self._opaque(node, val)
 
+    @proof
     def _translate(
         self, translator: Callable[..., Translated], val: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Held | None:
@@ -173,12 +150,11 @@ class _Walk:
     def _both_parts(
         self, translator: Callable[..., Translated], out: Out, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Value | None:
-        assert out.dtype is not None
-        real = Out(out.shape, out.dtype.to_real())
-        both = [translator(self.algebra, real, part, *args[1:], **kwargs) for part in args[0].args]
-        if not (isinstance(both[0], Value) and isinstance(both[1], Value)):
-            return None
-        return complex_numbers.pair(self.algebra, both[0], both[1], out)
+        real = Out(out.shape, proven(out.dtype).to_real())
+        re, im = (translator(self.algebra, real, part, *args[1:], **kwargs) for part in args[0].args)
+        return (
+            complex_numbers.pair(self.algebra, re, im, out) if isinstance(re, Value) and isinstance(im, Value) else None
+        )
 
     def _opaque(self, node: fx.Node, val: Any) -> Value:
         """A value known only by its operator and arguments; equal calls are equal unless they have a state."""

@@ -1,23 +1,29 @@
-"""Arithmetic: sums, products, powers and functions of single elements."""
+"""Arithmetic: sums, products, powers, functions of single elements, and whole numbers within bounds."""
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from fusion.analysis.dtypes import INTEGERS, held_number, is_exact
+from fusion.analysis.intervals import of_dtype
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import LONGEST, of_constants
-from fusion.stages.canonicalise.translate import Out, Translated, is_number, promote, translates
+from fusion.graph.dims import INDEX_DTYPES
+from fusion.graph.proof import must, proven
+from fusion.stages.canonicalise.translate import Out, Translated, is_number, promote, translates, translations
 
 
 def _held(out: Out, number: Any) -> Any:
-    """A number as whole numbers of the result's dtype are computed with; None for those too long to be exact."""
+    """A number as whole numbers of the result's dtype are computed with; those too long are not exact."""
     if out.dtype not in INTEGERS:
         return number
-    kept = held_number(number, out.dtype)
-    return kept if kept is not None and abs(kept) < LONGEST else None
+    kept = proven(held_number(number, out.dtype))
+    must(abs(kept) < LONGEST)
+    return kept
 
 
 @translates("aten.mul.Tensor", "aten.mul.Scalar")
@@ -27,8 +33,7 @@ def mul(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     if is_number(x):
         x, y = y, x
     if is_number(y):
-        factor = _held(out, y)
-        return None if factor is None else a.scale(x, factor)
+        return a.scale(x, _held(out, y))
     return a.mul(x, y) if isinstance(x, Value) and isinstance(y, Value) else None
 
 
@@ -39,92 +44,106 @@ def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     if is_number(y):
         rounded = of_constants(x) and not is_exact(y, torch.float32)  # before it divides
         return a.scale(x, 1 / y) if y and not rounded else None
-    if not isinstance(y, Value):
-        return None
+    must(isinstance(y, Value))
     inverse = a.power(y, -1)
     return a.scale(inverse, x) if is_number(x) else a.mul(x, inverse)
 
 
 @translates("aten.add.Tensor", "aten.add.Scalar")
-def add(a: Algebra, out: Out, x: Any, y: Any, alpha: Any = 1) -> Translated:
-    """x + alpha · y."""
+def add(a: Algebra, out: Out, x: Any, y: Any, alpha: Any = 1, sign: int = 1) -> Translated:
+    """x + sign · alpha · y."""
     x, y = promote(a, out, x, y)
-    factor = _held(out, alpha) if is_number(alpha) else None
-    if factor is None:
-        return None
+    must(is_number(alpha))
+    factor = _held(out, sign * alpha)
     if is_number(x):
         x, y, factor = (a.scale(y, factor) if isinstance(y, Value) else y), x, 1
     if is_number(y):
-        offset = _held(out, factor * y)
-        return None if offset is None else a.shift(x, offset)
+        return a.shift(x, _held(out, factor * y))
     return a.add(x, a.scale(y, factor)) if isinstance(x, Value) and isinstance(y, Value) else None
 
 
-@translates("aten.sub.Tensor", "aten.sub.Scalar")
-def sub(a: Algebra, out: Out, x: Any, y: Any, alpha: Any = 1) -> Translated:
-    """x - alpha · y."""
-    return add(a, out, x, y, -alpha) if is_number(alpha) else None
-
-
-@translates("aten.rsub.Scalar", "aten.rsub.Tensor")
-def rsub(a: Algebra, out: Out, x: Any, y: Any, alpha: Any = 1) -> Translated:
-    """y - alpha · x."""
-    return add(a, out, y, x, -alpha) if is_number(alpha) else None
-
-
-@translates("aten.neg.default")
-def neg(a: Algebra, out: Out, x: Value) -> Translated:
-    """-x."""
-    return a.scale(x, -1)
-
-
-@translates("aten.addcmul.default")
-def addcmul(a: Algebra, out: Out, x: Value, y: Value, z: Value, value: float = 1) -> Translated:
-    """x + value · y · z."""
-    x, y, z = promote(a, out, x, y, z)
-    product = a.mul(y, z)
-    return None if product is None else a.add(x, a.scale(product, value))
-
-
-@translates("aten.pow.Tensor_Scalar")
-def power(a: Algebra, out: Out, x: Value, exponent: Any) -> Translated:
+def _power(a: Algebra, out: Out, x: Value, exponent: Any) -> Translated:
     """x ** exponent."""
     return a.power(a.cast(x, out.dtype), exponent) if is_number(exponent) else None
 
 
-def _power_of(exponent: float) -> Any:
-    def translate(a: Algebra, out: Out, x: Value) -> Translated:
-        return a.power(a.cast(x, out.dtype), exponent)
-
-    return translate
-
-
-translates("aten.square.default")(_power_of(2))
-translates("aten.sqrt.default")(_power_of(0.5))
-translates("aten.rsqrt.default")(_power_of(-0.5))
-translates("aten.reciprocal.default")(_power_of(-1))
-
-
-def _function(op: str) -> Any:
-    def translate(a: Algebra, out: Out, x: Value) -> Translated:
-        return a.unary(op, a.cast(x, out.dtype))
-
-    return translate
-
-
-for _name in ("sigmoid", "cos", "sin", "tanh", "log"):
-    translates(f"aten.{_name}.default")(_function(_name))
-
-
-@translates("aten.relu.default")
-def relu(a: Algebra, out: Out, x: Value) -> Translated:
+def _relu(a: Algebra, x: Value) -> Value:
     """max(x, 0), with a positive factor outside."""
     if x.op == "scale" and x.attrs[0] > 0:
         return a.scale(a.unary("relu", x.arg), x.attrs[0])
     return a.unary("relu", x)
 
 
-@translates("aten.silu.default")
-def silu(a: Algebra, out: Out, x: Value) -> Translated:
-    """x · sigmoid(x)."""
-    return a.mul(x, a.unary("sigmoid", x))
+def _addcmul(a: Algebra, out: Out, x: Value, y: Value, z: Value, value: float = 1) -> Translated:
+    """x + value · y · z."""
+    x, y, z = promote(a, out, x, y, z)
+    return a.add(x, a.scale(proven(a.mul(y, z)), value))
+
+
+def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
+    return a.unary(op, a.cast(x, out.dtype))
+
+
+def _is_integer(x: Value, out: Out) -> bool:
+    return x.dtype in INDEX_DTYPES and out.dtype == x.dtype
+
+
+def _by_divisor(op: str, a: Algebra, out: Out, x: Value, divisor: Any) -> Translated:
+    """x modulo a positive number, never negative itself; or x divided by it and rounded down."""
+    fits = _is_integer(x, out) and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
+    return a.make(op, (x,), (divisor,), x.shape, x.dtype) if fits else None
+
+
+_floor_divide = partial(_by_divisor, "floor_divide")
+
+
+@translates("aten.div.Tensor_mode", "aten.div.Scalar_mode")
+def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str | None = None) -> Translated:
+    return _floor_divide(a, out, x, divisor) if rounding_mode == "floor" else None
+
+
+@translates("aten.clamp.default", "aten.clamp_min.default")
+def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) -> Translated:
+    """Whole numbers between two others, infinite where there is no bound; "clip" for others."""
+    if low == 0 and high is None and x.dtype == out.dtype and x.dtype not in INDEX_DTYPES:
+        return _relu(a, x)
+    limits = (-math.inf if low is None else low, math.inf if high is None else high)
+    must(all(map(is_number, limits)) and x.dtype == out.dtype and x.dtype is not None)
+    if x.dtype and x.dtype.is_floating_point:
+        return a.make("clip", (x,), tuple(map(float, limits)), x.shape, x.dtype)
+    least, most = of_dtype(x.dtype)
+    inside = all(math.isinf(each) or least <= each <= most for each in limits)
+    return a.make("clamp", (x,), limits, x.shape, x.dtype) if _is_integer(x, out) and inside else None
+
+
+@translates("aten.maximum.default")
+def _maximum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
+    """The larger of a tensor and the same number everywhere."""
+    x, y = (y, x) if x.op == "full" else (x, y)
+    bound = y.arg if y.op == "expand" else y
+    return _clamp(a, out, x, bound.attrs[0]) if bound.op == "full" and x.shape == out.shape else None
+
+
+translations(
+    {
+        "aten.sub.Tensor aten.sub.Scalar": partial(add, sign=-1),
+        "aten.rsub.Scalar aten.rsub.Tensor": lambda a, out, x, y, alpha=1: add(a, out, y, x, alpha, sign=-1),
+        "aten.neg.default": lambda a, out, x: a.scale(x, -1),
+        "aten.addcmul.default": _addcmul,
+        "aten.pow.Tensor_Scalar": _power,
+        "aten.square.default": partial(_power, exponent=2),
+        "aten.sqrt.default": partial(_power, exponent=0.5),
+        "aten.rsqrt.default": partial(_power, exponent=-0.5),
+        "aten.reciprocal.default": partial(_power, exponent=-1),
+        "aten.relu.default": lambda a, out, x: _relu(a, x),
+        "aten.silu.default": lambda a, out, x: a.mul(x, a.unary("sigmoid", x)),
+        "aten.remainder.Scalar": partial(_by_divisor, "remainder"),
+        "aten.floor_divide.default": _floor_divide,
+        "aten.clamp_max.default": lambda a, out, x, high: _clamp(a, out, x, None, high),
+        "aten.fmod.Scalar": lambda a, out, x, divisor: a.make("fmod", (x,), (divisor,), out.shape, out.dtype),
+        **{
+            f"aten.{op}.default": partial(_function, op)
+            for op in ("sigmoid", "cos", "sin", "tanh", "log", "abs", "round")
+        },
+    }
+)

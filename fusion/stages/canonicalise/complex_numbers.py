@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from fusion.graph import Algebra, Value, broadcast
+from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
 
 of_complex = partial(translates, of_complex="whole")
@@ -31,8 +32,8 @@ def is_complex(value: object) -> bool:
 
 @of_complex("aten.view_as_complex.default")
 def _view_as_complex(a: Algebra, out: Out, x: Value) -> Translated:
-    re, im = a.slice(x, -1, 0, 1), a.slice(x, -1, 1, 2)
-    return None if re is None or im is None else pair(a, a.reshape(re, out.shape), a.reshape(im, out.shape), out)
+    re, im = (a.reshape(proven(a.slice(x, -1, lane, lane + 1)), out.shape) for lane in (0, 1))
+    return pair(a, re, im, out)
 
 
 @of_complex("aten.complex.default")
@@ -56,18 +57,12 @@ def product(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     if is_number(y) and is_complex(x):
         re, im = parts(a, x)
         return x if y == 1 else pair(a, a.scale(re, y), a.scale(im, y), out)
-    if not (isinstance(x, Value) and isinstance(y, Value)):
-        return None
-    if broadcast(x.shape, y.shape) != out.shape or out.dtype is None:
-        return None
+    must(isinstance(x, Value) and isinstance(y, Value) and broadcast(x.shape, y.shape) == out.shape)
     if not (is_complex(x) and is_complex(y)):
         real, z = (y, x) if is_complex(x) else (x, y)
-        real = a.cast(real, out.dtype.to_real())
-        scaled = [a.mul(part, real) for part in parts(a, z)]
-        return None if None in scaled else pair(a, scaled[0], scaled[1], out)  # pyright: ignore[reportArgumentType]
+        real = a.cast(real, proven(out.dtype).to_real())
+        re, im = (proven(a.mul(part, real)) for part in parts(a, z))
+        return pair(a, re, im, out)
     (xr, xi), (yr, yi) = parts(a, x), parts(a, y)
-    rr, ii, ri, ir = a.mul(xr, yr), a.mul(xi, yi), a.mul(xr, yi), a.mul(xi, yr)
-    if rr is None or ii is None or ri is None or ir is None:
-        return None
-    re, im = a.add(rr, a.scale(ii, -1)), a.add(ri, ir)
-    return None if re is None or im is None else pair(a, re, im, out)
+    rr, ii, ri, ir = (proven(a.mul(one, other)) for one, other in ((xr, yr), (xi, yi), (xr, yi), (xi, yr)))
+    return pair(a, proven(a.add(rr, a.scale(ii, -1))), proven(a.add(ri, ir)), out)

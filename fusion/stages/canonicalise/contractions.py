@@ -14,15 +14,17 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
+from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
 
 
 def _row_product(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
-    product = a.mul(a.cast(x, out.dtype), a.cast(y, out.dtype))
-    summed = None if product is None else a.sum(product, (-1,))
-    return None if summed is None else a.reshape(summed, out.shape)
+    product = proven(a.mul(a.cast(x, out.dtype), a.cast(y, out.dtype)))
+    return a.reshape(proven(a.sum(product, (-1,))), out.shape)
 
 
 @translates("aten.mm.default", "aten.bmm.default", "aten.matmul.default", "aten.mv.default")
@@ -31,42 +33,40 @@ def _matmul(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
     y = a.reshape(y, (*y.shape, 1)) if y.rank == 1 else y
     if x.shape[-2] == 1 and y.shape[-1] == 1:
         return _row_product(a, out, x, a.reshape(y, (*y.shape[:-2], 1, y.shape[-2])))
-    product = matmul(a, x, y)
-    return None if product is None else a.reshape(product, out.shape)
+    return a.reshape(proven(matmul(a, x, y)), out.shape)
+
+
+@translates("aten._int_mm.default")
+def _int_mm(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
+    return matmul(a, a.cast(x, torch.int32), a.cast(y, torch.int32))
 
 
 @translates("aten.linear.default")
 def _linear(a: Algebra, out: Out, x: Value, weight: Value, bias: Value | None = None) -> Translated:
-    if x.rank < 2 or weight.rank != 2:
-        return None
-    product = matmul(a, x, swapped(a, weight))
-    return product if product is None or bias is None else a.add(product, bias)
+    must(x.rank >= 2 and weight.rank == 2)
+    product = proven(matmul(a, x, swapped(a, weight)))
+    return product if bias is None else a.add(product, bias)
 
 
 @translates("aten.addmm.default", "aten.baddbmm.default")
 def _addmm(a: Algebra, out: Out, bias: Value, x: Value, y: Value, beta: Any = 1, alpha: Any = 1) -> Translated:
-    product = matmul(a, x, y)
-    if product is None or not is_number(beta) or not is_number(alpha):
-        return None
-    product = a.scale(product, alpha)
+    must(is_number(beta) and is_number(alpha))
+    product = a.scale(proven(matmul(a, x, y)), alpha)
     return product if beta == 0 else a.add(product, a.scale(bias, beta))
 
 
 @translates("aten.einsum.default")
 def _einsum(a: Algebra, out: Out, equation: str, operands: Sequence[Value]) -> Translated:
     """Two operands, each label once in an operand; others stay as they are."""
-    if len(operands) != 2 or "->" not in equation:
-        return None
+    must(len(operands) == 2 and "->" in equation)
     terms, result = equation.replace(" ", "").split("->")
     left, right = terms.split(",")
     if left and left == right and left[:-1] == result:
         return _row_product(a, out, *operands)
     left, right, result = _spelled_out((left, right, result), [each.rank for each in operands])
-    if any("." in labels or len(set(labels)) < len(labels) for labels in (left, right, result)):
-        return None
+    must(all("." not in labels and len(set(labels)) == len(labels) for labels in (left, right, result)))
     summed = [label for label in left if label in right and label not in result]
-    if len(summed) != 1 or set(left) ^ set(right) != set(result) - (set(left) & set(right)):
-        return None
+    must(len(summed) == 1 and set(left) ^ set(right) == set(result) - (set(left) & set(right)))
     return _contract(a, out, operands, (left, right, result), summed[0])
 
 
@@ -91,12 +91,9 @@ def _contract(a: Algebra, out: Out, operands: Sequence[Value], labels: tuple[str
     x = _arranged(a, operands[0], left, [*batch, row, summed])
     shared = batch if any(label in right for label in batch) else []
     y = _arranged(a, operands[1], right, [*shared, summed, column])
-    product = matmul(a, x, y)
-    if product is None:
-        return None
+    product = proven(matmul(a, x, y))
     made = [*batch, row, column]
-    kept = [position for position, label in enumerate(made) if label]
-    product = a.reshape(product, tuple(product.shape[position] for position in kept))
+    product = a.reshape(product, [size for size, label in zip(product.shape, made, strict=True) if label])
     present = [label for label in made if label]
     return a.permute(product, [present.index(label) for label in result])
 

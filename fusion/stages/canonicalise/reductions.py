@@ -1,33 +1,31 @@
-"""Reductions and the normalisations that aten already names, all written out in one form."""
+"""Reductions, the log Σ exp(x) among them, and the normalisations that aten already names, written out in one form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 
+from fusion.analysis.logarithms import differences, summed
 from fusion.graph import Algebra, Value
-from fusion.stages.canonicalise.translate import Out, Translated, translates
-
-
-def _keep(a: Algebra, out: Out, reduced: Value | None) -> Translated:
-    """Drop the reduced dims again where the user's result has not kept them."""
-    return None if reduced is None else a.reshape(reduced, out.shape)
+from fusion.graph.proof import must, proven
+from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 
 def _axes(x: Value, dim: Any) -> Sequence[int]:
-    if dim is None or dim == ():
+    if dim is None or dim in ((), []):
         return range(x.rank)
     return [dim] if isinstance(dim, int) else dim
 
 
-@translates("aten.mean.dim", "aten.mean.default")
-def mean(
-    a: Algebra, out: Out, x: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+def _reduction(
+    op: str, a: Algebra, out: Out, x: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Translated:
-    """Average over some dims."""
-    return _keep(a, out, a.mean(a.cast(x, out.dtype), _axes(x, dim)))
+    """Over some dims, which go again where the user's result has not kept them."""
+    return a.reshape(a.reduce(op, a.cast(x, out.dtype), _axes(x, dim)), out.shape)
 
 
 @translates("aten.sum.dim_IntList", "aten.sum.default")
@@ -35,103 +33,112 @@ def total(
     a: Algebra, out: Out, x: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Translated:
     """Sum over some dims."""
-    return _keep(a, out, a.sum(a.cast(x, out.dtype), _axes(x, dim)))
+    return a.reshape(proven(a.sum(a.cast(x, out.dtype), _axes(x, dim))), out.shape)
 
 
-def _variance(a: Algebra, x: Value, dim: Any, correction: Any) -> tuple[Value, Value] | None:
-    axes = _axes(x, dim)
+@translates("aten.max.dim")
+def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
+    found = a.reduce("greatest", x, [dim])
+    kept = [size for place, size in enumerate(found.shape) if keepdim or place != dim % x.rank]
+    return a.reshape(found, kept), None
+
+
+@translates("aten.any.dim")
+def _any(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
+    return a.reshape(a.reduce("any", a.cast(x, torch.bool), [dim]), out.shape)
+
+
+def _variance(a: Algebra, x: Value, dim: Any, correction: Any) -> tuple[Value, Value]:
+    """Variance about the mean, over (count - correction), and the mean."""
+    axes, less = _axes(x, dim), 1 if correction is None else correction
     average = a.mean(x, axes)
-    centred = a.add(x, a.scale(average, -1))
-    count = 1
-    for axis in axes:
-        size = x.shape[axis]
-        if not isinstance(size, int):
-            return None
-        count *= size
-    if centred is None or not isinstance(correction, (int, float)) or correction >= count:
-        return None
-    spread = a.scale(a.mean(a.power(centred, 2), axes), count / (count - correction))
-    return spread, average
-
-
-@translates("aten.var.correction")
-def var(a: Algebra, out: Out, x: Value, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Translated:
-    """Variance about the mean, over (count - correction)."""
-    both = _variance(a, x, dim, 1 if correction is None else correction)
-    return None if both is None else _keep(a, out, both[0])
-
-
-@translates("aten.std.correction")
-def std(a: Algebra, out: Out, x: Value, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Translated:
-    """Root of the variance."""
-    both = _variance(a, x, dim, 1 if correction is None else correction)
-    return None if both is None else _keep(a, out, a.power(both[0], 0.5))
+    centred = proven(a.add(x, a.scale(average, -1)))
+    count: Any = prod(x.shape[axis] for axis in axes)
+    must(isinstance(count, int) and isinstance(less, (int, float)) and less < count)
+    return a.scale(a.mean(a.power(centred, 2), axes), count / (count - less)), average
 
 
 @translates("aten.var_mean.correction")
-def var_mean(
+def _var_mean(
     a: Algebra, out: Out, x: Value, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
 ) -> Translated:
-    """Variance and mean."""
-    both = _variance(a, x, dim, 1 if correction is None else correction)
-    return None if both is None or not keepdim else both
+    return _variance(a, x, dim, correction) if keepdim else None
 
 
-@translates("aten.linalg_vector_norm.default")
-def vector_norm(
+def _deviation(
+    exponent: float, a: Algebra, out: Out, x: Value, dim: Any = None, *, correction: Any = 1, keepdim: bool = False
+) -> Translated:
+    """The variance, or its root."""
+    spread, _ = _variance(a, x, dim, correction)
+    return a.reshape(a.power(spread, exponent), out.shape)
+
+
+def _vector_norm(
     a: Algebra, out: Out, x: Value, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Translated:
     """sqrt(Σ x²) for order 2."""
-    if order != 2:
-        return None
-    squares = a.sum(a.power(a.cast(x, out.dtype), 2), _axes(x, dim))
-    return None if squares is None else _keep(a, out, a.power(squares, 0.5))
+    must(order == 2)
+    return a.reshape(a.power(proven(a.sum(a.power(a.cast(x, out.dtype), 2), _axes(x, dim))), 0.5), out.shape)
 
 
-@translates("aten.norm.ScalarOpt_dim")
-def norm(a: Algebra, out: Out, x: Value, order: Any, dim: Any, keepdim: bool = False) -> Translated:
-    """The older name of the vector norm."""
-    return vector_norm(a, out, x, 2 if order is None else order, dim, keepdim)
+@translates("aten.log_softmax.int", "aten._log_softmax.default")
+def log_softmax(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
+    """x - log Σ exp(x)."""
+    x = a.cast(x, out.dtype)
+    return a.add(x, a.scale(a.reduce("log_sum_exp", x, [dim]), -1)) if x.rank else None
 
 
-def _compute_dtype(x: Value) -> torch.dtype | None:
-    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+@translates("aten.exp.default")
+def exp(a: Algebra, out: Out, x: Value) -> Translated:
+    """exp(x), where exp(x - log Σ exp(x)) is a softmax."""
+    x = a.cast(x, out.dtype)
+    for z, less in differences(x):
+        if summed(less) is z:
+            return a.make("softmax", (z,), (-1, "nan"), x.shape, x.dtype)
+    return a.unary("exp", x)
 
 
-def _affine(a: Algebra, y: Value, weight: Value | None, bias: Value | None) -> Value | None:
-    if weight is not None:
-        scaled = a.mul(y, a.cast(weight, y.dtype))
-        if scaled is None:
-            return None
-        y = scaled
-    return y if bias is None else a.add(y, a.cast(bias, y.dtype))
+translations(
+    {
+        "aten.mean.dim aten.mean.default": partial(_reduction, "mean"),
+        "aten.amax.default aten.max.default": partial(_reduction, "greatest"),
+        "aten.logsumexp.default": partial(_reduction, "log_sum_exp"),
+        "aten.var.correction": partial(_deviation, 1),
+        "aten.std.correction": partial(_deviation, 0.5),
+        "aten.linalg_vector_norm.default": _vector_norm,
+        "aten.norm.ScalarOpt_dim": lambda a, out, x, order, *args, **how: _vector_norm(
+            a, out, x, 2 if order is None else order, *args, **how
+        ),
+    }
+)
 
 
-def _normalise(a: Algebra, h: Value, axes: Sequence[int], eps: float) -> Value | None:
-    spread = a.mean(a.power(h, 2), axes)
-    return a.mul(h, a.power(a.shift(spread, eps), -0.5))
+# normalisations ----------------------------------------------------------------------------------------------------
+
+
+def _normalise(
+    a: Algebra, h: Value, axes: Sequence[int], eps: float, weight: Value | None, bias: Value | None, out: Out
+) -> Value:
+    """h / sqrt(mean(h²) + eps) · weight + bias, rounded once at the end."""
+    y = proven(a.mul(h, a.power(a.shift(a.mean(a.power(h, 2), axes), eps), -0.5)))
+    y = y if weight is None else proven(a.mul(y, a.cast(weight, y.dtype)))
+    y = y if bias is None else proven(a.add(y, a.cast(bias, y.dtype)))
+    return a.cast(y, out.dtype)
+
+
+def _in_float32(a: Algebra, x: Value) -> Value:
+    return a.cast(x, torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype)
 
 
 @translates("aten.rms_norm.default")
 def rms_norm(
     a: Algebra, out: Out, x: Value, shape: Sequence[Any], weight: Value | None = None, eps: float | None = None
-) -> Translated:
+) -> Value:
     """The composite, written out as its decomposition does: float32 throughout, one rounding at the end."""
-    h = a.cast(x, _compute_dtype(x))
+    h = _in_float32(a, x)
     if eps is None and h.dtype is not None:
         eps = torch.finfo(h.dtype).eps
-    y = _normalise(a, h, range(-len(shape), 0), float(eps or 0))
-    y = None if y is None else _affine(a, y, weight, None)
-    return None if y is None else a.cast(y, out.dtype)
-
-
-@translates("aten._fused_rms_norm.default")
-def fused_rms_norm(
-    a: Algebra, out: Out, x: Value, shape: Sequence[Any], weight: Value | None, eps: float | None
-) -> Translated:
-    """The same with the reciprocal root as a second result."""
-    y = rms_norm(a, Out(x.shape, x.dtype), x, shape, weight, eps)
-    return (y, None) if isinstance(y, Value) else None
+    return _normalise(a, h, range(-len(shape), 0), float(eps or 0), weight, None, out)
 
 
 @translates("aten.layer_norm.default")
@@ -144,26 +151,21 @@ def layer_norm(
     bias: Value | None = None,
     eps: float = 1e-5,
     *args: Any,
-) -> Translated:
+) -> Value:
     """(x - mean) · rsqrt(var + eps) · weight + bias, in float32."""
-    h = a.cast(x, _compute_dtype(x))
-    axes = range(-len(shape), 0)
-    centred = a.add(h, a.scale(a.mean(h, axes), -1))
-    y = None if centred is None else _normalise(a, centred, axes, eps)
-    y = None if y is None else _affine(a, y, weight, bias)
-    return None if y is None else a.cast(y, out.dtype)
+    h, axes = _in_float32(a, x), range(-len(shape), 0)
+    centred = proven(a.add(h, a.scale(a.mean(h, axes), -1)))
+    return _normalise(a, centred, axes, eps, weight, bias, out)
 
 
-@translates("aten.native_layer_norm.default")
-def native_layer_norm(
-    a: Algebra,
-    out: Out,
-    x: Value,
-    shape: Sequence[Any],
-    weight: Value | None,
-    bias: Value | None,
-    eps: float,
-) -> Translated:
-    """The same with mean and reciprocal root as further results."""
-    y = layer_norm(a, Out(x.shape, x.dtype), x, shape, weight, bias, eps)
-    return (y, None, None) if isinstance(y, Value) else None
+def _with_more(normalisation: Any, more: int, a: Algebra, out: Out, x: Value, *args: Any, **how: Any) -> Translated:
+    """With results that have no canonical form: the mean, the reciprocal root."""
+    return (normalisation(a, Out(x.shape, x.dtype), x, *args, **how), *[None] * more)
+
+
+translations(
+    {
+        "aten._fused_rms_norm.default": partial(_with_more, rms_norm, 1),
+        "aten.native_layer_norm.default": partial(_with_more, layer_norm, 2),
+    }
+)

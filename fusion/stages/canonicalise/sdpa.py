@@ -9,6 +9,7 @@ import torch
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
 from fusion.graph.logic import compare, constant, positions, softmax, where
+from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 
@@ -27,20 +28,15 @@ def attention(
     enable_gqa: bool = False,
 ) -> Translated:
     """q [.., N, S, D], k [.., M, T, D], v [.., M, T, E]; rows that see nothing are 0."""
-    width = q.shape[-1] if q.rank else 0
-    if dropout or q.rank < 3 or not isinstance(width, int) or not width:
-        return None
+    must(not dropout and q.rank >= 3 and isinstance(q.shape[-1], int) and q.shape[-1])
     if enable_gqa:
         k, v = _repeated(a, k, q), _repeated(a, v, q)
-    scores = matmul(a, q, swapped(a, k))
-    scores = None if scores is None else a.scale(scores, 1 / math.sqrt(width) if scale is None else scale)
-    if scores is not None and is_causal:
+    scores = a.scale(proven(matmul(a, q, swapped(a, k))), 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
         rank = scores.rank
         mask = compare(a, "le", positions(a, scores.shape[-1], rank), positions(a, scores.shape[-2], rank, -2))
-    if scores is not None and mask is not None:
-        scores = _masked(a, scores, mask)
-    if scores is None:
-        return None
+    if mask is not None:
+        scores = proven(_masked(a, scores, mask))
     wide = torch.float64 if out.dtype is torch.float64 else torch.float32
     weights = softmax(a, a.cast(scores, wide), -1, "zero")
     return matmul(a, a.cast(weights, out.dtype), v)

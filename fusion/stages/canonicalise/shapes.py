@@ -5,43 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import MAX_STOP
-from fusion.stages.canonicalise.translate import Out, Translated, translates
+from fusion.graph.proof import must, proven
+from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 arranges = partial(translates, of_complex="parts")
 
 
-@arranges(
-    "aten.view.default",
-    "aten._unsafe_view.default",
-    "aten.reshape.default",
-    "aten.unsqueeze.default",
-    "aten.squeeze.default",
-    "aten.squeeze.dim",
-    "aten.squeeze.dims",
-    "aten._reshape_alias.default",
-    "aten.flatten.using_ints",
-    "aten.unflatten.int",
-    "aten.view_as.default",
-    any_rank=True,
-)
 def _reshape(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translated:
     return a.reshape(x, out.shape)
 
 
-@arranges(
-    "aten.alias.default",
-    "aten.detach.default",
-    "aten.clone.default",
-    "aten.contiguous.default",
-    "aten.lift_fresh_copy.default",
-    "aten.dropout.default",
-)
 def _same(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translated:
     dropping = len(args) == 2 and args[0] != 0 and args[1]  # dropout(x, p, train)
     return None if dropping else x
@@ -77,69 +57,55 @@ def _slice(
     a: Algebra, out: Out, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Translated:
     start, end = 0 if start is None else start, MAX_STOP if end is None else end
-    if not (isinstance(start, int) and isinstance(end, int)):
-        return None
+    must(isinstance(start, int) and isinstance(end, int))
     return a.slice(x, dim, start, end, step)
 
 
 @arranges("aten.narrow.default")
 def _narrow(a: Algebra, out: Out, x: Value, dim: int, start: Any, length: Any) -> Translated:
-    known = isinstance(start, int) and isinstance(length, int)
-    return a.slice(x, dim, start, start + length) if known else None
+    must(isinstance(start, int) and isinstance(length, int))
+    return a.slice(x, dim, start, start + length)
+
+
+def _entry(a: Algebra, x: Value, axis: int, index: int) -> Value:
+    """One entry of a dim, without the dim."""
+    taken = proven(a.slice(x, axis, index, index + 1))
+    return a.reshape(taken, [size for place, size in enumerate(x.shape) if place != axis % x.rank])
 
 
 @arranges("aten.select.int")
 def _select(a: Algebra, out: Out, x: Value, dim: int, index: Any) -> Translated:
-    size = x.shape[dim]
-    if not (isinstance(index, int) and isinstance(size, int) and size):
-        return None
-    taken = a.slice(x, dim, index % size, index % size + 1)
-    return None if taken is None else a.reshape(taken, out.shape)
+    return _entry(a, x, dim, index % _known(x.shape[dim])) if isinstance(index, int) else None
 
 
-def _cut(a: Algebra, x: Value, sizes: Sequence[Any], dim: int) -> Translated:
-    pieces: list[Value | None] = []
-    start = 0
-    for size in sizes:
-        if not isinstance(size, int):
-            return None
-        pieces.append(a.slice(x, dim, start, start + size))
-        start += size
-    return tuple(pieces)
+def _known(size: Any) -> int:
+    """A size that is not symbolic, nor 0."""
+    must(isinstance(size, int) and size)
+    return size
 
 
 @arranges("aten.split_with_sizes.default", "aten.split_with_sizes_copy.default", "aten.split.sizes")
-def _split_sizes(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], dim: int = 0) -> Translated:
-    return _cut(a, x, sizes, dim)
+def _cut(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], dim: int = 0) -> Translated:
+    must(all(isinstance(size, int) for size in sizes))
+    stops = list(accumulate(sizes))
+    return tuple(a.slice(x, dim, stop - size, stop) for size, stop in zip(sizes, stops, strict=True))
 
 
 @arranges("aten.split.Tensor")
 def _split(a: Algebra, out: Out, x: Value, size: Any, dim: int = 0) -> Translated:
-    total = x.shape[dim]
-    if not (isinstance(total, int) and isinstance(size, int) and total and size):
-        return None
-    return _cut(a, x, [min(size, total - start) for start in range(0, total, size)], dim)
+    total = _known(x.shape[dim])
+    return _cut(a, out, x, [min(size, total - start) for start in range(0, total, _known(size))], dim)
 
 
 @arranges("aten.chunk.default")
 def _chunk(a: Algebra, out: Out, x: Value, chunks: int, dim: int = 0) -> Translated:
-    total = x.shape[dim]
-    return _split(a, out, x, math.ceil(total / chunks), dim) if isinstance(total, int) else None
+    return _split(a, out, x, math.ceil(_known(x.shape[dim]) / chunks), dim)
 
 
 @arranges("aten.unbind.int")
 def _unbind(a: Algebra, out: Out, x: Value, dim: int = 0) -> Translated:
-    size = x.shape[dim]
-    if not isinstance(size, int):
-        return None
-    kept = tuple(each for axis, each in enumerate(x.shape) if axis != dim % x.rank)
-    pieces = [a.slice(x, dim, index, index + 1) for index in range(size)]
-    return tuple(None if piece is None else a.reshape(piece, kept) for piece in pieces)
-
-
-@arranges("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
-def _expand(a: Algebra, out: Out, x: Value, *args: Any, **kwargs: Any) -> Translated:
-    return a.expand(x, out.shape)
+    must(isinstance(x.shape[dim], int))
+    return tuple(_entry(a, x, dim, index) for index in range(int(x.shape[dim])))
 
 
 @arranges("aten.cat.default")
@@ -152,26 +118,27 @@ def _cat(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Transl
 @arranges("aten.stack.default", any_rank=True)
 def _stack(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Translated:
     dim %= len(out.shape)
-    opened = [a.reshape(each, (*each.shape[:dim], 1, *each.shape[dim:])) for each in tensors]
-    return a.cat(opened, dim)
+    return a.cat([_opened(a, each, dim) for each in tensors], dim)
 
 
 @arranges("aten.repeat_interleave.self_int")
 def _repeat_interleave(
     a: Algebra, out: Out, x: Value, repeats: Any, dim: int | None = None, **kwargs: Any
 ) -> Translated:
-    if dim is None or not isinstance(repeats, int):
-        return None
-    dim %= x.rank
-    opened = a.reshape(x, (*x.shape[: dim + 1], 1, *x.shape[dim + 1 :]))
-    wide = a.expand(opened, (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :]))
+    must(isinstance(repeats, int))
+    behind = proven(dim) % x.rank + 1
+    wide = a.expand(_opened(a, x, behind), (*x.shape[:behind], repeats, *x.shape[behind:]))
     return a.reshape(wide, out.shape)
+
+
+def _opened(a: Algebra, x: Value, place: int) -> Value:
+    """`x` with one more dim, of size 1."""
+    return a.reshape(x, (*x.shape[:place], 1, *x.shape[place:]))
 
 
 @arranges("aten.repeat.default")
 def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translated:
-    if not all(isinstance(count, int) for count in repeats):
-        return None
+    must(all(isinstance(count, int) for count in repeats))
     x = a.reshape(x, (1,) * (len(repeats) - x.rank) + x.shape)
     for axis, count in enumerate(repeats):
         if count > 1 and x.shape[axis] != 1:
@@ -181,8 +148,7 @@ def _repeat(a: Algebra, out: Out, x: Value, repeats: Sequence[Any]) -> Translate
 
 @arranges("aten.roll.default")
 def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Translated:
-    if len(dims) != 1 or not isinstance(x.shape[dims[0]], int) or not isinstance(shifts[0], int) or 0 in x.shape:
-        return None
+    must(len(dims) == 1 and isinstance(x.shape[dims[0]], int) and isinstance(shifts[0], int) and 0 not in x.shape)
     return rolled(a, x, dims[0], -shifts[0] % int(x.shape[dims[0]]))
 
 
@@ -197,9 +163,32 @@ def _flip(a: Algebra, out: Out, x: Value, dims: Sequence[int]) -> Translated:
     return a.make("flip", (x,), (dims[0] % x.rank,), x.shape, x.dtype) if len(dims) == 1 else None
 
 
-@arranges("aten.copy.default")
-def _copy(a: Algebra, out: Out, x: Value, source: Value, non_blocking: bool = False) -> Translated:
-    return a.expand(a.cast(source, out.dtype), out.shape)
+@translates("aten.view.dtype")
+def _bits(a: Algebra, out: Out, x: Value, dtype: torch.dtype) -> Translated:
+    x = x.below("bits")
+    return a.reshape(x, out.shape) if x.dtype == out.dtype else a.make("bits", (x,), (), out.shape, out.dtype)
+
+
+translations(
+    {
+        "aten.view.default aten._unsafe_view.default aten.reshape.default aten._reshape_alias.default": _reshape,
+        "aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim aten.squeeze.dims": _reshape,
+        "aten.flatten.using_ints aten.unflatten.int aten.view_as.default": _reshape,
+    },
+    any_rank=True,
+    of_complex="parts",
+)
+translations(
+    {
+        "aten.alias.default aten.detach.default aten.clone.default aten.contiguous.default": _same,
+        "aten.lift_fresh_copy.default aten.dropout.default": _same,
+        "aten.expand.default aten.broadcast_to.default aten.expand_as.default": lambda a, out, x, *args, **how: (
+            a.expand(x, out.shape)
+        ),
+        "aten.copy.default": lambda a, out, x, source, *args, **how: a.expand(a.cast(source, out.dtype), out.shape),
+    },
+    of_complex="parts",
+)
 
 
 @arranges("aten.slice_scatter.default")
@@ -207,8 +196,7 @@ def _slice_scatter(
     a: Algebra, out: Out, x: Value, source: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Translated:
     """A buffer filled slice by slice: values keep the slices; where they cover the buffer it is their join."""
-    if source.dtype != x.dtype:
-        return None  # what is written is cast on its way
+    must(source.dtype == x.dtype)  # else what is written is cast on its way
     size = out.shape[dim]
     start, end = 0 if start is None else start, MAX_STOP if end is None else end
     if not all(isinstance(each, int) for each in (size, start, end)):
@@ -248,10 +236,9 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     first = _first_sequences(a, x, source, stop) if axis == start == 0 else None
     if first is not None:
         return first
-    around = [a.slice(x, axis, *bounds) for bounds in ((0, start), (stop, size)) if bounds[0] < bounds[1]]
-    if x.op == "cat" and all(each is not None and not (each.op == "slice" and each.arg is x) for each in around):
-        before = [each for each in around[: 1 if start else 0] if each is not None]
-        after = [each for each in around[1 if start else 0 :] if each is not None]
+    before = [proven(a.slice(x, axis, 0, start))] if start else []
+    after = [proven(a.slice(x, axis, stop, size))] if stop < size else []
+    if x.op == "cat" and not any(each.op == "slice" and each.arg is x for each in (*before, *after)):
         return a.cat([*before, source, *after], axis)
     written = a.make("slice_scatter", (x, source), (axis, start, stop, 1), x.shape, x.dtype)
     return _covered(a, written) or written
@@ -290,5 +277,4 @@ def _covered(a: Algebra, last: Value) -> Value | None:
         return a.cat(pieces, axis)
     if size % stride or sorted(writes) != list(range(stride)):
         return None
-    opened = [a.reshape(each, (*each.shape[: axis + 1], 1, *each.shape[axis + 1 :])) for each in pieces]
-    return a.reshape(a.cat(opened, axis + 1), last.shape)
+    return a.reshape(a.cat([_opened(a, each, axis + 1) for each in pieces], axis + 1), last.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +32,10 @@ def translates(*names: str, any_rank: bool = False, of_complex: str = "") -> Cal
     """Register a translator for operators such as "aten.add.Tensor".
 
     A translator takes `(algebra, out, *args, **kwargs)` with the operator's own arguments, tensors as `Value`. It
-    returns the value (a tuple for several results), or None where this call has no canonical form. Of an operator that
-    names dims it is given tensors with dims only, unless it says that it takes `any_rank`: torch lets -1 and 0 stand
-    for the dim that a number has not. Of complex tensors it is given none, unless `of_complex` says that it takes them
-    "whole", or that it may be applied to real and imaginary "parts" alone.
+    returns the value (a tuple for several results); None, or a step that is not `proven`, says that this call has no
+    canonical form. Of an operator that names dims it is given tensors with dims only, unless it says that it takes
+    `any_rank`: torch lets -1 and 0 stand for the dim that a number has not. Of complex tensors it is given none, unless
+    `of_complex` says that it takes them "whole", or that it may be applied to real and imaginary "parts" alone.
     """
 
     def register(translator: Translator) -> Translator:
@@ -49,6 +49,12 @@ def translates(*names: str, any_rank: bool = False, of_complex: str = "") -> Cal
         return translator
 
     return register
+
+
+def translations(table: Mapping[str, Translator], any_rank: bool = False, of_complex: str = "") -> None:
+    """Register the translators of a table, each for all the operators that its key names."""
+    for names, translator in table.items():
+        translates(*names.split(), any_rank=any_rank, of_complex=of_complex)(translator)
 
 
 def translator_of(op: OpOverload, args: Sequence[Any]) -> Translator | None:

@@ -18,7 +18,8 @@ from fusion.analysis.intervals import bounds
 from fusion.analysis.runs import Run, run, wrapped
 from fusion.graph import Algebra, Dim, Value, but_ones
 from fusion.graph.dims import INDEX_DTYPES, broadcast
-from fusion.stages.canonicalise import choices, shapes
+from fusion.graph.proof import must, proof, proven
+from fusion.stages.canonicalise import logic, shapes
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 # translators -------------------------------------------------------------------------------------------------------
@@ -26,10 +27,8 @@ from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 @translates("aten.index_copy.default")
 def _index_copy(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: Value) -> Translated:
-    axis = dim % max(cache.rank, 1)
-    if cache.rank == 0 or index.rank != 1 or rows.rank != cache.rank:
-        return None
-    return _write(a, cache, rows, index, axis, wraps=False)
+    must(cache.rank and index.rank == 1 and rows.rank == cache.rank)
+    return _write(a, cache, rows, index, dim % cache.rank, wraps=False)
 
 
 @translates("aten.index_put.default", "aten._unsafe_index_put.default")
@@ -38,49 +37,38 @@ def _index_put(
 ) -> Translated:
     given = [axis for axis, index in enumerate(indices) if index is not None]
     found = [index for index in indices if index is not None]
-    if accumulate or not found or given[-1] >= cache.rank or any(index.dtype not in INDEX_DTYPES for index in found):
-        return None
+    must(not accumulate and found and given[-1] < cache.rank)
+    must(all(index.dtype in INDEX_DTYPES for index in found))
     if len(found) == 1:
         return _one_index(a, cache, found[0], rows, given[0])
-    if len(found) == 2 and given[0] == 0:
-        return (
-            _by_batch(a, cache, found, rows, given[1])
-            or _two_indices(a, cache, found, rows, given[1])
-            or _in_lines(a, cache, found, rows, given[1])
-        )
-    return None
+    must(len(found) == 2 and given[0] == 0)
+    return _by_batch(a, cache, found, rows, given[1]) or _by_page(a, cache, found, rows, given[1])
 
 
 def _one_index(a: Algebra, cache: Value, index: Value, rows: Value, axis: int) -> Value | None:
     lead, rest = cache.shape[:axis], cache.shape[axis + 1 :]
-    spread = _spread(a, rows, (*lead, *index.shape, *rest))
     count = math.prod(index.shape)
-    if spread is None:
-        return None
-    rows = a.reshape(spread, (*lead, count, *rest))
+    rows = a.reshape(_spread(a, rows, (*lead, *index.shape, *rest)), (*lead, count, *rest))
     return _write(a, cache, rows, a.reshape(index, (count,)), axis, wraps=True)
 
 
-def _spread(a: Algebra, rows: Value, shape: Sequence[Dim]) -> Value | None:
-    """Rows repeated to a shape; None where they do not broadcast to it."""
-    return a.expand(rows, shape) if broadcast(rows.shape, shape) == tuple(shape) else None
+def _spread(a: Algebra, rows: Value, shape: Sequence[Dim]) -> Value:
+    """Rows repeated to a shape."""
+    must(broadcast(rows.shape, shape) == tuple(shape))
+    return a.expand(rows, shape)
 
 
+@proof
 def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
     """cache[arange(b), .., positions] = rows [b, (S), ..], for all sequences or the first ones."""
     batch, positions = found[0], a.reshape(found[1], found[1].shape or (1,))
     count = batch.shape[0] if batch.rank else 1
-    shape = broadcast(batch.shape, positions.shape)
-    if shape is None or math.prod(batch.shape) != count or shape[:1] != (count,) or len(shape) > 2:
-        return None
-    if run(a, a.reshape(batch, (count,))) != Run(None, 0) or not _may_fit(count, cache.shape[0]):
-        return None
+    shape = proven(broadcast(batch.shape, positions.shape))
+    must(math.prod(batch.shape) == count and shape[:1] == (count,) and len(shape) <= 2)
+    must(run(a, a.reshape(batch, (count,))) == Run(None, 0) and _may_fit(count, cache.shape[0]))
     length = shape[1] if len(shape) == 2 else 1
     others = (*cache.shape[1:axis], *cache.shape[axis + 1 :])
-    spread = _spread(a, rows, (*shape, *others))
-    if spread is None:
-        return None
-    rows = a.reshape(spread, (count, length, *others))
+    rows = a.reshape(_spread(a, rows, (*shape, *others)), (count, length, *others))
     order = (0, *range(2, axis + 1), 1, *range(axis + 1, cache.rank))
     positions = a.reshape(positions, (positions.shape[0], 1)) if len(shape) == 1 else positions
     if positions.shape[:-1] == (1,) and count == cache.shape[0]:  # the same for all sequences
@@ -93,79 +81,47 @@ def _may_fit(count: Dim, size: Dim) -> bool:
     return count <= size if isinstance(count, int) and isinstance(size, int) else True
 
 
-def _two_indices(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
-    """cache[block, offset] = rows."""
-    shape = broadcast(*(index.shape for index in found))
-    rest = cache.shape[2:]
-    spread = None if axis != 1 or shape is None else _spread(a, rows, (*shape, *rest))
-    if spread is None or shape is None:
-        return None
-    count = math.prod(shape)
-    rows = a.reshape(spread, (count, *rest))
-    index = [
-        wrapped(a, a.reshape(a.expand(each, shape), (count,)), size)
-        for each, size in zip(found, cache.shape, strict=False)
-    ]
-    return a.make("write_rows", (cache, rows, *index), (0,), cache.shape, cache.dtype)
-
-
-def _in_lines(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
-    """cache[block, .., place] = rows, for pages [Block, .., A, Size, L] that hold a row in lines of L."""
-    shape = broadcast(*(index.shape for index in found))
-    if cache.rank < 4 or axis != cache.rank - 2 or shape is None:
-        return None
-    rest = (*cache.shape[1:axis], cache.shape[-1])
-    spread = _spread(a, rows, (*shape, *rest))
-    if spread is None:
-        return None
-    count = math.prod(shape)
-    rows = a.reshape(spread, (count, *rest))
+def _by_page(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis: int) -> Value | None:
+    """cache[block, offset] = rows; or cache[block, .., place] = rows, for pages [Block, .., A, Size, L] that hold a row
+    in lines of L.
+    """
+    must(axis == 1 or (cache.rank >= 4 and axis == cache.rank - 2))
+    shape = proven(broadcast(*(index.shape for index in found)))
+    count, rest = math.prod(shape), (*cache.shape[1:axis], *cache.shape[axis + 1 :])
+    rows = a.reshape(_spread(a, rows, (*shape, *rest)), (count, *rest))
     block, place = (
         wrapped(a, a.reshape(a.expand(each, shape), (count,)), cache.shape[where])
         for each, where in zip(found, (0, axis), strict=True)
     )
-    return a.make("write_lines", (cache, rows, block, place), (), cache.shape, cache.dtype)
+    op, attrs = ("write_rows", (0,)) if axis == 1 else ("write_lines", ())
+    return a.make(op, (cache, rows, block, place), attrs, cache.shape, cache.dtype)
 
 
 @translates("aten.scatter.src")
 def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: Value) -> Translated:
     """cache.scatter(dim, positions repeated over the other dims, rows)."""
-    mask = choices.marked(a, cache, dim, index, rows) if rows.op == "full" else None
+    mask = logic.marked(a, cache, dim, index, rows) if rows.op == "full" else None
     if mask is not None:
         return mask
     axis = dim % max(cache.rank, 1)
-    if index.shape != rows.shape or index.dtype not in INDEX_DTYPES or index.rank != cache.rank:
-        return None
-    if any(
-        have != want for place, (have, want) in enumerate(zip(rows.shape, cache.shape, strict=True)) if place != axis
-    ):
-        return None
+    must(index.shape == rows.shape and index.dtype in INDEX_DTYPES and index.rank == cache.rank)
+    must((*rows.shape[:axis], *rows.shape[axis + 1 :]) == (*cache.shape[:axis], *cache.shape[axis + 1 :]))
     source = index.arg if index.op == "expand" else index
     varying = [place for place, size in enumerate(source.shape) if size != 1 and place != axis]
-    if source.rank != cache.rank or varying not in ([], [0]) or (varying and axis == 0):
-        return None
+    must(source.rank == cache.rank and varying in ([], [0]) and not (varying and axis == 0))
     shape = (source.shape[0], source.shape[axis]) if varying else (source.shape[axis],)
     return _write(a, cache, rows, a.reshape(source, shape), axis, wraps=False)
-
-
-@translates("aten.fmod.Scalar")
-def _fmod(a: Algebra, out: Out, x: Value, divisor: Any) -> Translated:
-    return a.make("fmod", (x,), (divisor,), out.shape, out.dtype)
 
 
 @translates("aten.index_select.default")
 def _index_select(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Translated:
     """Consecutive positions are a slice; all of them, counted round the end, are a roll; others an index."""
-    return _consecutive(a, out, x, dim % x.rank, index) or _indexed(a, out, x, dim % x.rank, index)
+    return _consecutive(a, out, x, dim % x.rank, index) or logic.index(a, out, x, (*[None] * (dim % x.rank), index))
 
 
 @translates("aten.embedding.default")
 def _embedding(a: Algebra, out: Out, rows: Value, index: Value, *args: Any) -> Translated:
-    return _indexed(a, out, rows, 0, index)
-
-
-def _indexed(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
-    return a.make("index", (x, index), (dim,), out.shape, out.dtype) if index.dtype in INDEX_DTYPES else None
+    return logic.index(a, out, rows, (index,))
 
 
 def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
@@ -183,9 +139,7 @@ def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Valu
 @translates("aten.select_scatter.default")
 def _select_scatter(a: Algebra, out: Out, x: Value, source: Value, dim: int, index: Any) -> Translated:
     axis = dim % x.rank
-    counted = isinstance(index, int) and isinstance(x.shape[axis], int) and x.shape[axis]
-    if not counted or source.dtype != x.dtype:
-        return None
+    must(isinstance(index, int) and isinstance(x.shape[axis], int) and x.shape[axis] and source.dtype == x.dtype)
     index %= int(x.shape[axis])
     rows = a.reshape(source, (*source.shape[:axis], 1, *source.shape[axis:]))
     return shapes.sliced(a, x, rows, axis, index, index + 1)
@@ -199,8 +153,7 @@ def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, w
     length, size = positions.shape[-1], cache.shape[axis]
     batch = rows.shape[:1] if positions.rank == 2 and axis else cache.shape[:1]
     lead = (*batch, *cache.shape[1:axis]) if axis else ()
-    if rows.dtype != cache.dtype or rows.shape != (*lead, length, *cache.shape[axis + 1 :]):
-        return None
+    must(rows.dtype == cache.dtype and rows.shape == (*lead, length, *cache.shape[axis + 1 :]))
     start = _start(a, cache, positions, axis)
     if isinstance(start, int):
         known = _known(a, cache, rows, start, axis, wraps)
@@ -210,8 +163,7 @@ def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, w
     if start is not None and (not wraps or length == 1 or bounds(start)[0] >= 0):
         start = wrapped(a, start, size) if wraps else start
         return a.make("write", (cache, rows, start), (axis,), cache.shape, cache.dtype)
-    if positions.rank != 1:
-        return None
+    must(positions.rank == 1)
     index = wrapped(a, positions, size) if wraps else positions
     return a.make("write_rows", (cache, rows, index), (axis,), cache.shape, cache.dtype)
 

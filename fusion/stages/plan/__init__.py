@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import sub
 from typing import Any, TypeVar
 
 import torch.fx as fx
@@ -68,7 +69,7 @@ class Planner:
         plans = {match: self._attempt(match, partial(self._book.of, match), {}) for match in matches}
         shared = self._sharing(plans)
         offers = {
-            match: self._attempt(match, partial(self._offers, match, plans[match], shared), []) for match in matches
+            match: self._attempt(match, partial(self._offers, match, plans[match], shared), []) for match in plans
         }
         found: list[Candidate] = []
         for match in matches:
@@ -120,12 +121,8 @@ class Planner:
         shared: _Sharing,
     ) -> list[Candidate]:
         """Each offer with the best other match that reads one of the values `made`, which else it would build."""
-        waiting = [
-            each
-            for found in others.values()
-            for each in found
-            if made.intersection(each.built) and self._cause(each) is None
-        ]
+        readers = (each for found in others.values() for each in found if made.intersection(each.built))
+        waiting = [each for each in readers if self._cause(each) is None]
         pairs = [self._offer(one.match, one.lowering, one.plan, shared, each) for one in offers for each in waiting]
         best: dict[str, Candidate] = {}
         for each in sorted(pairs, key=_together, reverse=True):  # of those that save the same, the first
@@ -187,18 +184,15 @@ class Planner:
         alone, built_alone = (needs.dying, needs.built) if needs else (frozenset[fx.Node](), ())
         dying, built = self._dying([of for of, _ in members], read) | alone, self._to_build(read)
         beside = self._dying_together(match, lowering, plan, shared) - dying
-        building, kernels = (
-            new - old for new, old in zip(self._built(built, shared), self._built(built_alone, shared), strict=True)
-        )
+        building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
         each_call = [
-            (cost, _shared(match, lowering, number, names))
+            (cost, len(shared.calls[_shared(match, lowering, number, names)]))
             for number, (cost, names) in enumerate(plan.costs)
             if not self._are_prepared(names, match)
         ]
-        sharers = [len(shared.calls[call]) for _, call in each_call]
-        running = sum(cost / count for (cost, _), count in zip(each_call, sharers, strict=True))
+        running = sum(cost / sharers for cost, sharers in each_call)
         copying = self._copies.of(match, plan, dying)
-        saved = self._worth(dying - alone) + self._worth(beside) / max(sharers, default=1)
+        saved = self._worth(dying - alone) + self._worth(beside) / max((sharers for _, sharers in each_call), default=1)
         launches = sum(map(is_launch, dying - alone)) - int(kernels) - len(each_call)
         launches -= sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +30,6 @@ class _Kept(NamedTuple):
     owned: frozenset[str]
     prepared: frozenset[str]
 
-    def of(self, name: str) -> tuple[bool, bool]:
-        """What holds for one capture."""
-        return name in self.owned, name in self.prepared
-
 
 class PlanBook:
     """The plans of one graph for some targets, the first of which counts."""
@@ -52,9 +50,11 @@ class PlanBook:
             captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
         except Refused as refused:
             return {each.name: refused for each in _ways(match)}
-        kept = _Kept(self._written_back(match), self._prepared_in(match))
-        signature = tuple((name, frozen(each), *kept.of(name)) for name, each in captures.items())
-        key = (match.rule.name, tuple(each.shape for each in match.results), signature)
+        tensors = {name: each for name, each in match.captures.items() if isinstance(each, Value)}
+        prepared = frozenset(name for name, each in tensors.items() if self.is_prepared(each))
+        kept = _Kept(self._written_back(match, tensors), prepared)
+        signature = tuple((name, frozen(each)) for name, each in captures.items())
+        key = (match.rule.name, tuple(each.shape for each in match.results), signature, kept)
         if key not in self._plans:
             self._plans[key] = self._record_all(match, captures, kept)
         return self._plans[key]
@@ -73,18 +73,11 @@ class PlanBook:
 
     def is_prepared(self, value: Value) -> bool:
         """Whether a value is, or is built from, Parameters alone."""
-        nodes = self._graph.reads(value)
-        fixed = all(isinstance(size, int) for size in value.shape)
-        return bool(nodes) and fixed and self._graph.fixed >= set(nodes)
+        return all(isinstance(size, int) for size in value.shape) and self._graph.is_fixed(value)
 
-    def _prepared_in(self, match: Match) -> frozenset[str]:
-        tensors = {name: each for name, each in match.captures.items() if isinstance(each, Value)}
-        return frozenset(name for name, each in tensors.items() if self.is_prepared(each))
-
-    def _written_back(self, match: Match) -> frozenset[str]:
+    def _written_back(self, match: Match, tensors: Mapping[str, Value]) -> frozenset[str]:
         """The captures that a result of the match is copied back over, so that it can be written in place."""
         olds = {self._graph.overwritten[each] for each in match.results if each in self._graph.overwritten}
-        tensors = {name: each for name, each in match.captures.items() if isinstance(each, Value)}
         return frozenset(name for name, each in tensors.items() if unviewed(each) in olds)
 
     def _given(self, capture: Any, optional: bool) -> Any:
@@ -119,11 +112,9 @@ class PlanBook:
             named = tuple(recorder.name(each) for each in results)
         except Refused as refused:
             return refused
-        steps = tuple(recorder.steps)
-        sources = _sources(steps)
-        limits = self._limits(steps, inputs, sources, kept.prepared)
-        costs = self._costs(steps, inputs, sources, kept.owned)
-        return Plan(steps, named, results, limits, costs, _used(steps, named))
+        ran = _Run(tuple(recorder.steps), inputs)
+        used = ran.used | {each.name for each in named if isinstance(each, Input)}
+        return Plan(ran.steps, named, results, self._limits(ran, kept.prepared), self._costs(ran, kept.owned), used)
 
     def _fitted(self, result: torch.Tensor, value: Value) -> torch.Tensor:
         """A result with the dims of size 1 that the model's has."""
@@ -132,68 +123,46 @@ class PlanBook:
             return result
         return result.reshape([self._fakes.size(size) for size in value.shape])
 
-    def _costs(
-        self,
-        steps: Sequence[Step],
-        inputs: Mapping[str, torch.Tensor],
-        sources: Sequence[frozenset[str]],
-        owned: frozenset[str],
-    ) -> tuple[tuple[float, frozenset[str]], ...]:
+    def _costs(self, ran: _Run, owned: frozenset[str]) -> tuple[tuple[float, frozenset[str]], ...]:
         """What each kernel costs; writes into what is `owned` are priced without the copy: they will be in place."""
         costs: list[tuple[float, frozenset[str]]] = []
-        for step, names in zip(steps, sources, strict=True):
-            leaves = tree_leaves((step.args, dict(step.kwargs)))
-            read = list(dict.fromkeys(each for each in leaves if isinstance(each, Input | Output)))  # each once
-            operands = [_lookup(each, steps, inputs) for each in read]
+        for step, names in zip(ran.steps, ran.sources, strict=True):
+            read = list(dict.fromkeys(_references(step)))  # each once
+            operands = [ran.lookup(each) for each in read]
             if is_view(step.target) or not is_data((step.result, operands)):
                 continue
             moved, result = operands, step.result
-            written = _overwritten(step)
-            origins = [_origin(each, sources) for each in written]
-            caches = [each for each, origin in zip(written, origins, strict=True) if origin & owned]
-            if caches and all(origin & owned or not origin for origin in origins):  # memory of its own is moved once
+            written = {each: ran.origin(each) for each in _overwritten(step)}
+            caches = [each for each, origin in written.items() if origin & owned]
+            # memory of its own is moved once
+            if caches and all(origin & owned or not origin for origin in written.values()):
                 moved = [each for one, each in zip(read, operands, strict=True) if one not in caches]
                 result = None
-            flops = _flops(step, steps, inputs)
-            costs.append((call_cost(step.target, moved, result, self._targets[0], flops), names))
+            costs.append((call_cost(step.target, moved, result, self._targets[0], ran.flops(step)), names))
         return tuple(costs)
 
-    def _limits(
-        self,
-        steps: Sequence[Step],
-        inputs: Mapping[str, torch.Tensor],
-        sources: Sequence[frozenset[str]],
-        prepared: frozenset[str],
-    ) -> dict[str, str]:
+    def _limits(self, ran: _Run, prepared: frozenset[str]) -> dict[str, str]:
         """For each target, the first limit that forbids one of these calls; what is prepared runs eagerly."""
         found: dict[str, str] = {}
         for target in self._targets:
             planned = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
-            for step, names in zip(steps, sources, strict=True):
+            for step, names in zip(ran.steps, ran.sources, strict=True):
                 outside = planned is not None and bool(names) and names <= prepared
-                cause = self._limit(step, steps, inputs, target, "eager" if outside else planned)
+                cause = self._limit(step, ran, target, "eager" if outside else planned)
                 if cause is not None:
                     found.setdefault(target.name, cause)
         return found
 
-    def _limit(
-        self,
-        step: Step,
-        steps: Sequence[Step],
-        inputs: Mapping[str, torch.Tensor],
-        target: Target,
-        lowering: str | None,
-    ) -> str | None:
+    def _limit(self, step: Step, ran: _Run, target: Target, lowering: str | None) -> str | None:
         operator = operator_of(step.target)
         if operator is None:
             return None
-        args, kwargs = _arguments(step, steps, inputs)
         if operator.in_place and lowering is not None and lowering not in operator.lowerings:
             operator = OPERATORS[operator.in_place]  # which replaces it there
         forms = (operator.short, operator.in_place.partition("::")[2])  # whichever of them will run
         if any(form.partition(".")[0] in self._disabled for form in forms):
             return f"{operator.short} is left out by the option disable"
-        return refusal(operator, target.name, args, kwargs, lowering, self._host_reads)
+        return refusal(operator, target.name, *ran.arguments(step), lowering, self._host_reads)
 
 
 def _ways(match: Match) -> list[Lowering]:
@@ -201,27 +170,56 @@ def _ways(match: Match) -> list[Lowering]:
     return [each for each in match.rule.lowerings() if each.suits(match.choices)]
 
 
-def _sources(steps: Sequence[Step]) -> list[frozenset[str]]:
-    """For each step, the inputs that it depends on."""
-    found: list[frozenset[str]] = []
-    for step in steps:
-        leaves = tree_leaves((step.args, dict(step.kwargs)))
-        names = frozenset(each.name for each in leaves if isinstance(each, Input))
-        found.append(names.union(*(found[each.step] for each in leaves if isinstance(each, Output))))
-    return found
+@dataclass(frozen=True)
+class _Run:
+    """What a lowering ran on these inputs."""
+
+    steps: tuple[Step, ...]
+    inputs: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def sources(self) -> Sequence[frozenset[str]]:
+        """For each step, the inputs that it depends on."""
+        found: list[frozenset[str]] = []
+        for step in self.steps:
+            read = (_names(each, found) for each in _references(step))
+            found.append(frozenset[str]().union(*read))
+        return found
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The inputs that some step reads."""
+        return frozenset[str]().union(*self.sources)
+
+    def origin(self, reference: Input | Output) -> frozenset[str]:
+        """The inputs on which an argument depends."""
+        return _names(reference, self.sources)
+
+    def lookup(self, reference: Input | Output) -> Any:
+        """The fake tensor that an argument stands for."""
+        if isinstance(reference, Input):
+            return self.inputs[reference.name]
+        result = self.steps[reference.step].result
+        return result if reference.item is None else result[reference.item]
+
+    def arguments(self, step: Step) -> tuple[Any, Any]:
+        """What a step is called with."""
+        return tree_map_only((Input, Output), self.lookup, (step.args, dict(step.kwargs)))
+
+    def flops(self, step: Step) -> float:
+        """The arithmetic of a step."""
+        operator = operator_of(step.target)
+        if operator is None:
+            return aten_flops(step.target, self.arguments(step)[0], step.result)
+        return 0.0 if operator.flops is None else operator.work(*self.arguments(step))
 
 
-def _arguments(step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
-    """What a step is called with."""
-    return tree_map_only((Input, Output), lambda each: _lookup(each, steps, inputs), (step.args, dict(step.kwargs)))
+def _references(step: Step) -> list[Input | Output]:
+    return [each for each in tree_leaves((step.args, dict(step.kwargs))) if isinstance(each, Input | Output)]
 
 
-def _flops(step: Step, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> float:
-    operator = operator_of(step.target)
-    if operator is not None and operator.flops is None:
-        return 0.0
-    args, kwargs = _arguments(step, steps, inputs)
-    return aten_flops(step.target, args, step.result) if operator is None else operator.work(args, kwargs)
+def _names(reference: Input | Output, sources: Sequence[frozenset[str]]) -> frozenset[str]:
+    return frozenset((reference.name,)) if isinstance(reference, Input) else sources[reference.step]
 
 
 def _overwritten(step: Step) -> list[Any]:
@@ -231,21 +229,3 @@ def _overwritten(step: Step) -> list[Any]:
         return []
     values = operator.bind(step.args, step.kwargs)
     return [values[name] for name in OPERATORS[operator.in_place].written]
-
-
-def _origin(reference: Input | Output, sources: Sequence[frozenset[str]]) -> frozenset[str]:
-    return frozenset((reference.name,)) if isinstance(reference, Input) else sources[reference.step]
-
-
-def _used(steps: Sequence[Step], results: Sequence[Input | Output]) -> frozenset[str]:
-    leaves = [each for step in steps for each in tree_leaves((step.args, dict(step.kwargs)))]
-    return frozenset(each.name for each in (*leaves, *results) if isinstance(each, Input))
-
-
-def _lookup(reference: Any, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(reference, Input):
-        return inputs[reference.name]
-    if isinstance(reference, Output):
-        result = steps[reference.step].result
-        return result if reference.item is None else result[reference.item]
-    return reference

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,12 +15,11 @@ from fusion._torch import tree_leaves, tree_map_only
 from fusion.cost import is_contiguous_copy
 from fusion.graph import Graph, Value
 from fusion.graph.recipe import build
-from fusion.mutation import is_written, memory_of, reserves
+from fusion.mutation import is_write, is_written, memory_of, reserves
 from fusion.origin import inherit
 from fusion.recording import Fakes, SizeNodes, frozen
 from fusion.records import Candidate, Input, Output, Step
 from fusion.stages.rewrite.layout import Layouts, same_strides
-from fusion.stages.rewrite.order import sort
 
 _OPENED = torch.ops.aten.unsqueeze.default
 _SCATTER = torch.ops.aten.select_scatter.default
@@ -44,8 +44,19 @@ def rewrite(graph: Graph, chosen: Sequence[Candidate], fakes: Fakes) -> tuple[li
     return done, editor.finish()
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the nodes of one candidate go: before `anchor`; `added` are those that did so far."""
+
+    candidate: Candidate
+    anchor: fx.Node
+    added: list[fx.Node] = field(default_factory=list[fx.Node])
+
+
 class _Editor:
     """The state of one rewrite of one graph."""
+
+    _at: _Place
 
     def __init__(self, graph: Graph, fakes: Fakes, chosen: Sequence[Candidate]) -> None:
         self._graph, self._fakes = graph, fakes
@@ -55,7 +66,6 @@ class _Editor:
         self._sizes = SizeNodes(graph.source)
         self._order = dict(graph.order)
         self._unordered = False
-        self._origin: fx.Node | None = None  # whose module and line new nodes have
         self._layouts = Layouts(graph.source, fakes, self._sizes, graph.facts.strides)
         self._dying = {node for candidate in chosen for node in candidate.dying}
 
@@ -73,13 +83,13 @@ class _Editor:
 
     def apply(self, candidate: Candidate) -> Rewritten:
         """Insert the nodes of one candidate and move the users of its roots over to them."""
-        match, anchor = candidate.match, self._anchor(candidate)
-        self._origin = match.node
-        added: list[fx.Node] = []
-        with self._source.inserting_before(anchor):
-            tensors = candidate.plan.tensors(match)
-            inputs = {name: self._read(each, candidate, anchor, added) for name, each in tensors.items()}
-            results = self._replay(candidate, inputs, anchor, added)
+        match = candidate.match
+        self._at = _Place(candidate, self._anchor(candidate))
+        with self._source.inserting_before(self._at.anchor):
+            inputs = {name: self._read(each) for name, each in candidate.plan.tensors(match).items()}
+            results = self._replay(candidate.plan.steps, candidate.plan.results, inputs)
+        for node, makers in zip(results, match.roots, strict=True):
+            inherit(node, makers[0] if makers else match.node)
         for value, makers, new in zip(match.results, match.roots, results, strict=True):
             for old in makers:
                 self._layouts.hand_over(old, new, self._dying)
@@ -87,11 +97,11 @@ class _Editor:
                 self._layouts.planned(new, self._fakes.of(value))
             self._now[value] = new
         self._unordered |= len(match.roots) > 1
-        for node in added:
+        for node in self._at.added:
             node.meta["fusion"] = {"rule": match.rule.name, "lowering": candidate.lowering, "form": match.form}
-        return Rewritten(candidate, tuple(added))
+        return Rewritten(candidate, tuple(self._at.added))
 
-    def _read(self, value: Value, candidate: Candidate, anchor: fx.Node, added: list[fx.Node]) -> fx.Node:
+    def _read(self, value: Value) -> fx.Node:
         """The node that holds `value` now; built first where none does.
 
         Of several nodes it is the first, so that equal calls are made once. Of constants it is the one that what dies
@@ -101,86 +111,53 @@ class _Editor:
             return self._now[value]
         places = self._graph.places.get(value, ())
         if places:
-            read = (node for node in places if not candidate.dying.isdisjoint(node.users))
+            read = (node for node in places if not self._at.candidate.dying.isdisjoint(node.users))
             return places[0] if value.args else next(read, places[0])
         recipe = self._graph.recipe(value)
-        args = [self._read(arg, candidate, anchor, added) for arg in recipe.args]
-        fakes = {str(number): arg.meta["val"].detach() for number, arg in enumerate(args)}
+        inputs = {str(number): self._read(arg) for number, arg in enumerate(recipe.args)}
+        fakes = {name: arg.meta["val"].detach() for name, arg in inputs.items()}
         recorder, result = self._fakes.record(lambda: build(recipe, self._fakes.size, *fakes.values()), fakes)
-        nodes = self._emit(recorder.steps, dict(zip(fakes, args, strict=True)), anchor, added)
-        self._now[value] = self._at(recorder.name(result), nodes, dict(zip(fakes, args, strict=True)), anchor, added)
+        (self._now[value],) = self._replay(recorder.steps, [recorder.name(result)], inputs)
         self._layouts.planned(self._now[value], self._fakes.of(value))
         return self._now[value]
 
     def _replay(
-        self, candidate: Candidate, inputs: Mapping[str, fx.Node], anchor: fx.Node, added: list[fx.Node]
+        self, steps: Sequence[Step], results: Sequence[Input | Output], inputs: Mapping[str, fx.Node]
     ) -> list[fx.Node]:
-        nodes = self._emit(candidate.plan.steps, inputs, anchor, added)
-        results = [self._at(each, nodes, inputs, anchor, added) for each in candidate.plan.results]
-        for node, makers in zip(results, candidate.match.roots, strict=True):
-            inherit(node, makers[0] if makers else candidate.match.node)
-        return results
-
-    def _emit(
-        self, steps: Sequence[Step], inputs: Mapping[str, fx.Node], anchor: fx.Node, added: list[fx.Node]
-    ) -> list[fx.Node]:
+        """The calls of a plan on these inputs; the nodes of its results."""
         nodes: list[fx.Node] = []
+
+        def at(reference: Any) -> Any:
+            if isinstance(reference, torch.SymInt):
+                return self._sizes.node(reference)
+            if isinstance(reference, Input):
+                return inputs[reference.name]
+            node = nodes[reference.step]
+            if reference.item is None:
+                return node
+            return self._call(operator.getitem, (node, reference.item), {}, node.meta["val"][reference.item])
+
         for step in steps:
-            args, kwargs = tree_map_only(
-                (Input, Output, torch.SymInt),
-                lambda each: (
-                    self._sizes.node(each)
-                    if isinstance(each, torch.SymInt)
-                    else self._at(each, nodes, inputs, anchor, added)
-                ),
-                (step.args, dict(step.kwargs)),
-            )
-            nodes.append(self._call(step.target, args, kwargs, step.result, anchor, added))
-        return nodes
+            args, kwargs = tree_map_only((Input, Output, torch.SymInt), at, (step.args, dict(step.kwargs)))
+            nodes.append(self._call(step.target, args, kwargs, step.result))
+        return [at(each) for each in results]
 
-    def _at(
-        self,
-        reference: Input | Output,
-        nodes: Sequence[fx.Node],
-        inputs: Mapping[str, fx.Node],
-        anchor: fx.Node,
-        added: list[fx.Node],
-    ) -> fx.Node:
-        if isinstance(reference, Input):
-            return inputs[reference.name]
-        node = nodes[reference.step]
-        if reference.item is None:
-            return node
-        val = node.meta["val"][reference.item]
-        return self._call(operator.getitem, (node, reference.item), {}, val, anchor, added)
-
-    def _call(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        val: Any,
-        anchor: fx.Node,
-        added: list[fx.Node],
-    ) -> fx.Node:
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], val: Any) -> fx.Node:
         """One call; equal calls of pure operators are made once."""
-        undone = _undone(target, args, kwargs)
-        if undone is not None:
-            self._layouts.planned(undone, val)
-            return undone
         key = (target, frozen(args), frozen(kwargs))
-        if key in self._made and not reserves(target):
-            self._layouts.planned(self._made[key], val)
-            return self._made[key]
+        known = _undone(target, args, kwargs) or (None if reserves(target) else self._made.get(key))
+        if known is not None:
+            self._layouts.planned(known, val)
+            return known
         moved = any(each in self._layouts for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Node))
         args, now = self._layouts.run(target, args, kwargs) if moved else (args, val)
         node = self._source.call_function(target, args, kwargs)
         node.meta["val"] = self._fakes.like(now)
         self._layouts.planned(node, val)
-        inherit(node, self._origin or anchor)
-        self._order[node] = self._order[anchor]
+        inherit(node, self._at.candidate.match.node)
+        self._order[node] = self._order[self._at.anchor]
         self._made[key] = node
-        added.append(node)
+        self._at.added.append(node)
         return node
 
     def finish(self) -> int:
@@ -196,7 +173,7 @@ class _Editor:
         for node in self._source.find_nodes(op="call_function", target=_SCATTER):
             self._seen_through(node)
         if self._unordered:
-            sort(self._source)
+            _sort(self._source)
         return self._layouts.restore()
 
     def _seen_through(self, scatter: fx.Node) -> None:
@@ -218,6 +195,20 @@ class _Editor:
         inherit(view, scatter)
         scatter.replace_all_uses_with(view)
         self._source.erase_node(scatter)
+
+
+def _sort(source: fx.Graph) -> None:
+    """Move nodes behind what they read, as little as possible; writes to memory keep their order."""
+    import networkx as nx  # half a second to import: only where a model is fused
+
+    place = {node: position for position, node in enumerate(source.nodes)}
+    reads: nx.DiGraph[fx.Node] = nx.DiGraph()
+    reads.add_nodes_from(place)
+    reads.add_edges_from((node, user) for node in place for user in node.users)
+    reads.add_edges_from(pairwise(node for node in place if is_write(node)))
+    for previous, node in pairwise(nx.lexicographical_topological_sort(reads, place.__getitem__)):
+        if previous.next is not node:
+            previous.append(node)
 
 
 def _is_pure(node: fx.Node) -> bool:

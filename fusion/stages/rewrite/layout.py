@@ -98,12 +98,16 @@ class Layouts:
                 self._note(node, before)
                 waiting.extend(node.users)
 
+    def _fake(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What a call gives for its inputs as they lie now, and why it fails."""
+        return self._fakes.run(target, *map_arg((args, kwargs), lambda each: each.meta["val"]))
+
     def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What a call gives for its inputs as they lie now, and its arguments, with a copy where it needs one."""
-        val, failed = self._fakes.run(target, *map_arg((args, kwargs), lambda each: each.meta["val"]))
+        val, failed = self._fake(target, args, kwargs)
         if failed and target in _STRICT_VIEWS:
             args = (self._contiguous(args[0]), *args[1:])
-            val, failed = self._fakes.run(target, *map_arg((args, kwargs), lambda each: each.meta["val"]))
+            val, failed = self._fake(target, args, kwargs)
         if failed:
             raise VerificationError(f"following strides: {target}{args} does not accept its new inputs: {failed}")
         return args, val
@@ -225,7 +229,7 @@ class Layouts:
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: Any, parent: fx.Node) -> fx.Node:
         """A call at the graph's insertion point, as a part of the rewrite that `parent` is of."""
         node = self._source.call_function(target, args, dict(kwargs))
-        val, failed = self._fakes.run(target, *map_arg((args, kwargs), lambda each: each.meta["val"]))
+        val, failed = self._fake(target, args, kwargs)
         if failed:
             raise VerificationError(f"laying {parent.name} out as it lay: {target}{args} fails: {failed}")
         node.meta["val"] = self._fakes.like(val)
