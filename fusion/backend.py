@@ -27,7 +27,7 @@ from fusion.options import Options
 from fusion.origin import render
 from fusion.pipeline import fuse_graph
 from fusion.prepared import supply
-from fusion.report import GraphReport, match_report, tally
+from fusion.report import GraphReport, live_calls, match_report, tally
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.target import Target
@@ -173,7 +173,7 @@ class FusionBackend:
             machine = Target.resolve(self.options.target)
             matches = tuple(match_report(each, machine) for each in outcome.chosen)
             report = GraphReport(
-                **vars(outcome), graph=gm, matches=matches, after=tally(gm.graph), hand_on=self.hand_on
+                **vars(outcome), graph=gm, matches=matches, after=tally(live_calls(gm.graph)), hand_on=self.hand_on
             )
         log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
         return report
@@ -211,7 +211,7 @@ class Explainer:
                 facts = known.facts(gm.graph, self.backend.options.assume)
             self.parts.append(self.backend.fuse(gm, facts=facts))
         except StageError as error:
-            counted = tally(original.graph)
+            counted = tally(live_calls(original.graph))
             report = GraphReport(
                 graph=original, before=counted, after=counted, hand_on=self.backend.hand_on, failures=(error.failure,)
             )

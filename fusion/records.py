@@ -206,3 +206,11 @@ class Candidate:
     benefit: float
     launches: int
     needs: Candidate | None = None
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One rewrite that was made: the candidate and the nodes that it added, operators and views alike."""
+
+    candidate: Candidate
+    added: tuple[fx.Node, ...] = field(repr=False)

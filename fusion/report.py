@@ -124,15 +124,19 @@ class GraphReport(Outcome):
         return sum(each.bytes for each in self.prepared)
 
 
-def tally(source: fx.Graph, chosen: Sequence[Candidate] = ()) -> dict[str, Tally]:
-    """Count live calls per module path; what a rewrite will replace belongs to the module of its first result."""
+def live_calls(source: fx.Graph) -> dict[fx.Node, Tally]:
+    """Each call of a graph that counts."""
+    found = {node: Tally(int(is_launch(node)), int(is_bookkeeping(node))) for node in source.nodes}
+    return {node: each for node, each in found.items() if each != Tally()}
+
+
+def tally(calls: Mapping[fx.Node, Tally], chosen: Sequence[Candidate] = ()) -> dict[str, Tally]:
+    """Count live calls per module path; what a rewrite replaces belongs to the module of its first result."""
     owner = {node: module_path(each.match.node) for each in chosen for node in each.dying}
     counts: dict[str, Tally] = {}
-    for node in source.nodes:
-        call = Tally(int(is_launch(node)), int(is_bookkeeping(node)))
-        if call != Tally():
-            path = owner.get(node, module_path(node))
-            counts[path] = counts.get(path, Tally()) + call
+    for node, each in calls.items():
+        path = owner.get(node, module_path(node))
+        counts[path] = counts.get(path, Tally()) + each
     return counts
 
 

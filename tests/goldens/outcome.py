@@ -13,7 +13,7 @@ import torch.fx as fx
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
-from fusion.report import Tally, tally
+from fusion.report import live_calls
 from fusion.testing import Captured
 
 from .cases import Case
@@ -38,13 +38,13 @@ def _under(target: str, told: str) -> str:
 
 def _told(captured: Captured, target: str) -> str:
     graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    before = _launches(tally(graph.graph))
+    before = _launches(graph.graph)
     outcome = fuse_graph(graph.graph, installed(), Options(target=target, lower="eager"), captured.facts)
     return "\n".join(_lines(graph.graph, before, outcome))
 
 
 def _lines(source: fx.Graph, before: int, outcome: Outcome) -> Iterable[str]:
-    yield f"{before} -> {_launches(tally(source))} launches"
+    yield f"{before} -> {_launches(source)} launches"
     yield from _counted("", (_operator(node) for node in source.nodes if "fusion" in node.meta))
     yield from _counted("by ", (f"{each.match.rule.name} {each.lowering}" for each in outcome.chosen))
     yield from _counted("", (f"refused: {each.rule}: {each.reason}" for each in outcome.refusals))
@@ -69,8 +69,8 @@ def _counted(before: str, names: Iterable[str]) -> list[str]:
     return [f"{before}{name}{f' x{count}' if count > 1 else ''}" for name, count in sorted(counts.items())]
 
 
-def _launches(counts: Mapping[str, Tally]) -> int:
-    return sum(each.launches for each in counts.values())
+def _launches(source: fx.Graph) -> int:
+    return sum(each.launches for each in live_calls(source).values())
 
 
 def kept(file: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,29 +14,21 @@ from fusion._torch import tree_leaves, tree_map_only
 from fusion.cost import is_contiguous_copy
 from fusion.graph import Graph, Value
 from fusion.graph.recipe import build
-from fusion.mutation import is_write, is_written, memory_of, reserves
+from fusion.mutation import is_written, memory_of, reserves, sort
 from fusion.origin import inherit
 from fusion.recording import Fakes, SizeNodes, frozen
-from fusion.records import Candidate, Input, Output, Step
+from fusion.records import Candidate, Input, Output, Rewritten, Step
 from fusion.stages.rewrite.layout import Layouts, same_strides
 
 _OPENED = torch.ops.aten.unsqueeze.default
 _SCATTER = torch.ops.aten.select_scatter.default
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """One rewrite that was made: the candidate and the nodes that it added, operators and views alike."""
-
-    candidate: Candidate
-    added: tuple[fx.Node, ...] = field(repr=False)
-
-
-def rewrite(graph: Graph, chosen: Sequence[Candidate], fakes: Fakes) -> tuple[list[Rewritten], int]:
+def rewrite(graph: Graph, chosen: Sequence[Candidate], fakes: Fakes) -> tuple[list[Rewritten], list[fx.Node]]:
     """Apply `chosen` to the graph in place and drop what is dead.
 
     Returns:
-        What was done, and how many copies give results the strides and memory that they had.
+        What was done, and the copies that give results the strides and memory that they had.
     """
     editor = _Editor(graph, fakes, chosen)
     done = [editor.apply(candidate) for candidate in sorted(chosen, key=editor.position)]
@@ -160,10 +151,10 @@ class _Editor:
         self._at.added.append(node)
         return node
 
-    def finish(self) -> int:
+    def finish(self) -> list[fx.Node]:
         """Drop what one rewrite or several left without a user; restore the order where results were joined.
 
-        Returns how many copies give results the strides and memory that they had.
+        Returns the copies that give results the strides and memory that they had.
         """
         dead = set(self._dying)
         for node in sorted(self._order, key=self._order.__getitem__, reverse=True):
@@ -173,7 +164,7 @@ class _Editor:
         for node in self._source.find_nodes(op="call_function", target=_SCATTER):
             self._seen_through(node)
         if self._unordered:
-            _sort(self._source)
+            sort(self._source)
         return self._layouts.restore()
 
     def _seen_through(self, scatter: fx.Node) -> None:
@@ -195,20 +186,6 @@ class _Editor:
         inherit(view, scatter)
         scatter.replace_all_uses_with(view)
         self._source.erase_node(scatter)
-
-
-def _sort(source: fx.Graph) -> None:
-    """Move nodes behind what they read, as little as possible; writes to memory keep their order."""
-    import networkx as nx  # half a second to import: only where a model is fused
-
-    place = {node: position for position, node in enumerate(source.nodes)}
-    reads: nx.DiGraph[fx.Node] = nx.DiGraph()
-    reads.add_nodes_from(place)
-    reads.add_edges_from((node, user) for node in place for user in node.users)
-    reads.add_edges_from(pairwise(node for node in place if is_write(node)))
-    for previous, node in pairwise(nx.lexicographical_topological_sort(reads, place.__getitem__)):
-        if previous.next is not node:
-            previous.append(node)
 
 
 def _is_pure(node: fx.Node) -> bool:

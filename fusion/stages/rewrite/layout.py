@@ -33,7 +33,7 @@ class Layouts:
         self._source, self._fakes, self._sizes = source, fakes, sizes
         self._lay: dict[fx.Node, Any] = {}
         self._unplanned: set[fx.Node] = set()
-        self._copies = 0
+        self._copies: list[fx.Node] = []
         self._copied: dict[fx.Node, Any] = {}  # views of a copy -> what they were views of
         self._read_as: dict[fx.Node, Any] = {}  # users of a copy that went -> how it lay
         self._seen: dict[Any, fx.Node] = {}
@@ -114,13 +114,13 @@ class Layouts:
 
     # what is returned --------------------------------------------------------------------------------------------
 
-    def restore(self) -> int:
+    def restore(self) -> list[fx.Node]:
         """Give each result of the graph the strides, and the memory, that it had: a fresh tensor stays fresh.
 
         Returns:
-            How many copies that takes.
+            The copies that this takes.
         """
-        now, before_it = sharing(self._source), self._copies
+        now, before_it = sharing(self._source), len(self._copies)
         fresh: dict[str, tuple[fx.Node, fx.Node]] = {}
         for number, (before, memory) in enumerate(zip(self._returned, self._sharing, strict=True)):
             node = outputs(self._source)[number]
@@ -134,7 +134,7 @@ class Layouts:
                 self._return(number, self._over(node, *fresh[memory]))
             elif memory != now[number] or not self._lies_well(number, node.meta["val"], before):
                 self._return(number, self._as_it_lay(node, before))
-        return self._copies - before_it
+        return self._copies[before_it:]
 
     def _over(self, view: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
         """What `view` shows of `old`, of its copy `new`: for a result that shares the memory of one made fresh."""
@@ -202,10 +202,9 @@ class Layouts:
 
     def _copied_into_gaps(self, node: fx.Node, before: torch.Tensor) -> fx.Node:
         """A copy of `node` in memory of which nothing else reads the rest."""
-        self._copies += 1
         extent = ([self._size(each) for each in dims_of(dims)] for dims in (before.shape, before.stride()))
         empty = self._call(aten.new_empty_strided.default, (node, *extent), {}, node)
-        return self._call(aten.copy.default, (empty, node), {}, node)
+        return self._copied_by(aten.copy.default, (empty, node), {}, node)
 
     def _turned(self, node: fx.Node, order: list[int], parent: fx.Node) -> fx.Node:
         return node if order == sorted(order) else self._call(aten.permute.default, (node, order), {}, parent)
@@ -223,8 +222,11 @@ class Layouts:
         return size if isinstance(size, int) else self._sizes.node(size)
 
     def _contiguous(self, node: fx.Node) -> fx.Node:
-        self._copies += 1
-        return self._call(aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, node)
+        return self._copied_by(aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, node)
+
+    def _copied_by(self, target: Any, args: tuple[Any, ...], kwargs: Any, node: fx.Node) -> fx.Node:
+        self._copies.append(self._call(target, args, kwargs, node))
+        return self._copies[-1]
 
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: Any, parent: fx.Node) -> fx.Node:
         """A call at the graph's insertion point, as a part of the rewrite that `parent` is of."""
