@@ -1,13 +1,15 @@
 """The pipeline: the one place that knows the order of the stages.
 
-canonicalise → read → match → plan → select → rewrite → prepare → verify → reinplace → verify
+layers → canonicalise → read → match → plan → select → rewrite → prepare → verify → reinplace → verify
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 import torch.fx as fx
@@ -17,14 +19,15 @@ from fusion._torch import higher_order, refill
 from fusion.errors import Failure
 from fusion.facts import Facts
 from fusion.failures import stage
-from fusion.graph import Graph
+from fusion.graph.overlay import Held
 from fusion.language import Library, Refused, Rule
 from fusion.options import Options
 from fusion.recording import Fakes
-from fusion.records import Candidate, Refusal
-from fusion.report import Outcome, tally
+from fusion.records import Candidate, Refusal, Rewritten
+from fusion.report import Outcome, live_calls, tally
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.host_reads import read_on_host
+from fusion.stages.layers import NotRepeatedError, Origins, fold, unfold
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
 from fusion.stages.prepare import prepare
@@ -32,9 +35,10 @@ from fusion.stages.read import read
 from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
 from fusion.stages.select import TIE, select
-from fusion.stages.verify import contract, verify
+from fusion.stages.verify import Contract, contract, verify
 from fusion.target import Target
 
+log = logging.getLogger("fusion")
 REFERENCE = "ascend910_93"  # the chip whose refusals a host report lists as well
 
 
@@ -50,49 +54,117 @@ def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Fact
     with stage("operators"):
         operators.ensure()
         target = Target.resolve(options.target)
-    elsewhere = [] if target.is_npu else [Target.named(REFERENCE)]
-    with stage("canonicalise"):
-        graph = canonicalise(source, facts)
-    with stage("read"):
-        graph, unread = read(graph, library.readers)
-    with stage("match"):
-        found = match(graph, library.rules, options.unsafe)
-    lowering = plan_lower(options, target)
-    with stage("plan"):
-        planner = Planner(graph, Fakes(graph), target, lowering, elsewhere, options)
-        candidates = planner.candidates(found.matches)
-    with stage("select"):
-        chosen = select(candidates, graph, options.fuel)
-    with stage("report"):
-        refusals = _worth_telling([*found.refusals, *planner.refusals, *_useless(candidates)], chosen, found.sound)
-        counted = tally(source, chosen)
-    failures = _apart([*unread, *found.failures, *planner.failures])
-    outcome = Outcome(facts, tuple(chosen), (*refusals, *_not_entered(source)), counted, failures=failures)
-    return _rewritten(graph, outcome, planner.fakes, options, target) if chosen else outcome
-
-
-def _rewritten(graph: Graph, outcome: Outcome, fakes: Fakes, options: Options, target: Target) -> Outcome:
-    """Put into the graph what was chosen; where that fails, the graph is again as it came."""
-    source, facts, lowering = graph.source, outcome.facts, plan_lower(options, target)
     kept = copy.deepcopy(source)
     try:
-        with stage("rewrite"):
+        with stage("verify"):
             before = contract(source, facts.strides)
-            done, copies = rewrite(graph, outcome.chosen, fakes)
-        with stage("prepare"):
-            prepared = prepare(source, facts, options.prepack)
-        names = [each.name for each in prepared]
-        with stage("verify"):
-            verify(source, before, [node for each in done for node in each.added], names)
-        with stage("reinplace"):
-            in_place = reinplace(source, lowering)
-            waits = read_on_host(source, lowering) if target.is_npu else 0
-        with stage("verify"):
-            verify(source, before, [], names)
+        calls = live_calls(source)
+        made = _Search(library, options, target).rewritten(source, facts)
+        with stage("report"):
+            counted = tally(calls, made.chosen)
+        refusals = (*made.refusals, *_not_entered(source))
+        outcome = Outcome(facts, made.chosen, refusals, counted, failures=_apart(made.failures))
+        return _finished(source, options, target, before, made, outcome) if made.chosen else outcome
     except BaseException:
         refill(source, kept)
         raise
-    relied = frozenset(name for each in outcome.chosen for name in each.match.relies)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What was rewritten in one graph, or refused there.
+
+    Attributes:
+        chosen: the rewrites that were made, in the order of the graph.
+        refusals: what was not done.
+        failures: what rules raised.
+        done: the rewrites, with what they added.
+        copies: the copies that give results the strides and memory that they had.
+        held: what the nodes held before.
+    """
+
+    chosen: tuple[Candidate, ...]
+    refusals: tuple[Refusal, ...]
+    failures: tuple[Failure, ...]
+    done: tuple[Rewritten, ...]
+    copies: tuple[fx.Node, ...]
+    held: Mapping[fx.Node, Held]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """How graphs are searched: with which rules, for which target."""
+
+    library: Library
+    options: Options
+    target: Target
+
+    def rewritten(self, source: fx.Graph, facts: Facts, times: Mapping[fx.Node, int] = MappingProxyType({})) -> _Made:
+        """Rewrite one graph in place; of equal layers three are searched. `times`: for how many nodes one stands."""
+        with stage("layers"):
+            folded = fold(source, facts) if self.options.fuel is None else None
+        if folded is not None:
+            try:
+                return self._layer_by_layer(Origins(folded), times)
+            except NotRepeatedError as error:
+                log.debug("every layer is searched: %s", error)
+        return self._searched(source, facts, times)
+
+    def _layer_by_layer(self, origins: Origins, times: Mapping[fx.Node, int]) -> _Made:
+        folded = origins.folded
+        order = {node: place for place, node in enumerate(folded.whole.nodes)}
+        made = self.rewritten(folded.graph, folded.facts, origins.times(times))
+        with stage("layers"):
+            done, copies = unfold(origins, made.held, made.done, made.copies)
+            chosen = sorted((each for one in made.chosen for each in origins.candidates(one)), key=_place_in(order))
+            refusals = tuple(each for one in made.refusals for each in origins.refusals(one))
+            held = {folded.origin[node]: each for node, each in made.held.items()}
+        return _Made(tuple(chosen), refusals, made.failures, tuple(done), tuple(copies), held)
+
+    def _searched(self, source: fx.Graph, facts: Facts, times: Mapping[fx.Node, int]) -> _Made:
+        elsewhere = [] if self.target.is_npu else [Target.named(REFERENCE)]
+        with stage("canonicalise"):
+            graph = canonicalise(source, facts)
+        with stage("read"):
+            graph, unread = read(graph, self.library.readers)
+        with stage("match"):
+            found = match(graph, self.library.rules, self.options.unsafe)
+        lowering = plan_lower(self.options, self.target)
+        with stage("plan"):
+            planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, times)
+            candidates = planner.candidates(found.matches)
+        with stage("select"):
+            chosen = sorted(select(candidates, graph, self.options.fuel), key=_place_in(graph.order))
+        with stage("report"):
+            refused = [*found.refusals, *planner.refusals, *_useless(candidates)]
+            refusals = _worth_telling(refused, chosen, found.sound)
+        with stage("rewrite"):
+            done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])
+        failures = (*unread, *found.failures, *planner.failures)
+        return _Made(tuple(chosen), tuple(refusals), failures, tuple(done), tuple(copies), graph.held)
+
+
+def _place_in(order: Mapping[fx.Node, int]) -> Callable[[Candidate], int]:
+    return lambda candidate: order[candidate.match.node]
+
+
+def _finished(
+    source: fx.Graph, options: Options, target: Target, before: Contract, made: _Made, outcome: Outcome
+) -> Outcome:
+    """Prepare what comes from Parameters, write in place, and check the graph."""
+    lowering = plan_lower(options, target)
+    with stage("prepare"):
+        prepared = prepare(source, outcome.facts, options.prepack)
+    names = [each.name for each in prepared]
+    with stage("verify"):
+        verify(source, before, [node for each in made.done for node in each.added], names)
+    with stage("reinplace"):
+        in_place = reinplace(source, lowering)
+        waits = read_on_host(source, lowering) if target.is_npu else 0
+    with stage("verify"):
+        verify(source, before, [], names)
+    relied = frozenset(name for each in made.chosen for name in each.match.relies)
+    copies = len(made.copies)
     return replace(
         outcome, assumed=relied, in_place=in_place, prepared=prepared, host_reads=waits, result_copies=copies
     )

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import sub
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch.fx as fx
 
@@ -38,7 +39,7 @@ class _Sharing:
     """How many matches would read a value that must be built; and which would make the same call, with their plans."""
 
     readers: Mapping[Value, int]
-    calls: Mapping[Any, Sequence[tuple[Match, Plan]]]
+    calls: Mapping[_Call, Sequence[tuple[Match, Plan]]]
 
 
 class Planner:
@@ -52,8 +53,9 @@ class Planner:
         plan_lower: str,
         elsewhere: Sequence[Target] = (),
         options: Options = Options(),
+        times: Mapping[fx.Node, int] = MappingProxyType({}),
     ) -> None:
-        self.graph, self.fakes, self.target = graph, fakes, target
+        self.graph, self.fakes, self.target, self._times = graph, fakes, target, times
         self.refusals: list[Refusal] = []
         self._elsewhere = elsewhere
         self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options)
@@ -96,8 +98,8 @@ class Planner:
 
     def _sharing(self, plans: Mapping[Match, Plans]) -> _Sharing:
         """What several matches would build or call together."""
-        building: set[tuple[fx.Node, Any]] = set()
-        calling: dict[Any, dict[fx.Node, tuple[Match, Plan]]] = {}
+        building: set[tuple[fx.Node, Value]] = set()
+        calling: dict[_Call, dict[fx.Node, tuple[Match, Plan]]] = {}
         for match, found in plans.items():
             for name, plan in found.items():
                 if not isinstance(plan, Plan):
@@ -105,7 +107,9 @@ class Planner:
                 building.update((match.node, value) for value in self._to_build(plan.tensors(match).values()))
                 for number, (_, names) in enumerate(plan.costs):
                     calling.setdefault(_shared(match, name, number, names), {})[match.node] = match, plan
-        readers = Counter(what for _, what in building)
+        readers = Counter[Value]()
+        for node, value in building:
+            readers[value] += self._times_of(node, [value])
         return _Sharing(readers, {call: tuple(sharers.values()) for call, sharers in calling.items()})
 
     def _offers(self, match: Match, plans: Plans, shared: _Sharing) -> list[Candidate]:
@@ -186,7 +190,7 @@ class Planner:
         beside = self._dying_together(match, lowering, plan, shared) - dying
         building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
         each_call = [
-            (cost, len(shared.calls[_shared(match, lowering, number, names)]))
+            (cost, self._count(shared, _shared(match, lowering, number, names)))
             for number, (cost, names) in enumerate(plan.costs)
             if not self._are_prepared(names, match)
         ]
@@ -197,6 +201,16 @@ class Planner:
         launches -= sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
         return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, needs)
+
+    def _count(self, shared: _Sharing, call: _Call) -> int:
+        """How many matches share a call."""
+        read = [value for _, value in call.read if isinstance(value, Value)]
+        return sum(self._times_of(match.node, read) for match, _ in shared.calls[call])
+
+    def _times_of(self, node: fx.Node, read: Iterable[Value]) -> int:
+        """How many of the nodes that `node` stands for read the same values."""
+        own = (self._times.get(each, 1) for value in read for each in self.graph.reads(value))
+        return max(self._times.get(node, 1) // max(own, default=1), 1)
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
         """What it costs to run nodes of the model."""
@@ -270,13 +284,22 @@ def _operators(plan: Plan) -> frozenset[str]:
     return frozenset(operator.name for operator in found if operator is not None)
 
 
-def _shared(match: Match, lowering: str, number: int, names: frozenset[str]) -> Any:
+class _Call(NamedTuple):
     """A step of a plan and what it depends on: matches for which that is the same share one call.
 
     The same step of another variant may be another call.
     """
+
+    rule: str
+    variant: str
+    lowering: str
+    number: int
+    read: frozenset[tuple[str, Any]]
+
+
+def _shared(match: Match, lowering: str, number: int, names: frozenset[str]) -> _Call:
     read = frozenset((name, match.captures[name]) for name in names)
-    return match.rule.name, match.variant, lowering, number, read
+    return _Call(match.rule.name, match.variant, lowering, number, read)
 
 
 def _mismatch(match: Match, plan: Plan) -> Refused | None:

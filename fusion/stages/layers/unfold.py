@@ -1,0 +1,358 @@
+"""Unfold: what came of a folded graph, written into the whole one; the second layer for all that it stands for.
+
+The first layer shows what the second reads of the layer before it. A node of the first that the second reads is, for
+each copy of the second, the corresponding node of the copy before; what all layers share is one node for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from fusion.errors import FusionError
+from fusion.graph import Value
+from fusion.graph.overlay import Held
+from fusion.mutation import outputs, reserves, sort
+from fusion.origin import PROVENANCE, inherit
+from fusion.records import Candidate, Refusal, Rewritten
+from fusion.stages.layers.fold import Folded
+from fusion.stages.layers.run import described
+
+_ONCE = 0
+"""The number under which a node stands that is not repeated: no layer that the second stands for has it."""
+
+
+class NotRepeatedError(FusionError):
+    """What came of the second layer cannot be said of those behind it: the whole graph has to be searched."""
+
+
+class _Part(IntEnum):
+    """Where a node of a folded graph belongs; a part reads those before it."""
+
+    BEFORE, FIRST, SECOND, LAST, BEHIND = range(5)
+
+
+class Origins:
+    """For the nodes of a folded graph, as it came, the nodes of the whole one that they stand for."""
+
+    def __init__(self, folded: Folded) -> None:
+        self.folded = folded
+        self.copies = {node: copy for copy, node in folded.origin.items()}
+        self._place = {node: place for layer in folded.layers for place, node in enumerate(layer.all)}
+        self.part = dict(self._parts())
+
+    def _parts(self) -> Iterator[tuple[fx.Node, _Part]]:
+        layers = self.folded.layers
+        of = dict.fromkeys(layers[0].all, _Part.FIRST) | dict.fromkeys(layers[1].all, _Part.SECOND)
+        of |= dict.fromkeys(layers[-1].all, _Part.LAST)
+        outside, last = _Part.BEFORE, layers[-1].nodes[-1]
+        for copy, node in self.folded.origin.items():
+            yield copy, of.get(node, outside)
+            outside = _Part.BEHIND if node is last else outside
+
+    def times(self, known: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+        """For how many nodes each one stands, where the nodes of the whole graph stand for so many."""
+        return {
+            copy: known.get(node, 1) * (len(self.folded.middle) if self.part[copy] == _Part.SECOND else 1)
+            for copy, node in self.folded.origin.items()
+        }
+
+    def three(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The nodes of the first layer and the second, which correspond."""
+        first, second, *_ = self.folded.layers
+        return [self.copies[each] for each in first.all], [self.copies[each] for each in second.all]
+
+    def at(self, node: fx.Node, layer: int) -> fx.Node:
+        """What a node is where the second layer stands for that one; `_ONCE` as what is not repeated sees it."""
+        layers, origin, part = self.folded.layers, self.folded.origin[node], self.part[node]
+        if layer == _ONCE:  # it may stand behind the second layer
+            layer, away = self.folded.middle[-1], {_Part.SECOND: 0}.get(part)
+        else:
+            away = {_Part.FIRST: -1, _Part.SECOND: 0, _Part.LAST: 1}.get(part)
+        return origin if away is None else layers[layer + away].all[self._place[origin]]
+
+    def numbers(self, *nodes: fx.Node) -> Sequence[int]:
+        """The layers that something of these nodes stands for, if the second layer holds the last of them."""
+        held = max(self.part[each] for each in nodes)
+        return self.folded.middle if held == _Part.SECOND else (_ONCE,)
+
+    def candidates(self, chosen: Candidate) -> Iterator[Candidate]:
+        """A candidate, in each layer that it was found for."""
+        return (self._candidate(chosen, number) for number in self.numbers(*chosen.match.firsts))
+
+    def _candidate(self, chosen: Candidate, number: int) -> Candidate:
+        roots = tuple(tuple(self.at(each, number) for each in makers) for makers in chosen.match.roots)
+        dying = frozenset(self.at(each, number) for each in chosen.dying)
+        needs = None if chosen.needs is None else self._candidate(chosen.needs, number)
+        return replace(chosen, match=replace(chosen.match, roots=roots), dying=dying, needs=needs)
+
+    def refusals(self, refusal: Refusal) -> Iterator[Refusal]:
+        """A refusal, in each layer that it holds for."""
+        return (replace(refusal, node=self.at(refusal.node, number)) for number in self.numbers(refusal.node))
+
+
+def unfold(
+    origins: Origins, held: Mapping[fx.Node, Held], done: Sequence[Rewritten], copies: Sequence[fx.Node]
+) -> tuple[list[Rewritten], list[fx.Node]]:
+    """Rewrite the whole graph as the folded one was rewritten.
+
+    Args:
+        origins: of the nodes of the folded graph.
+        held: what its nodes held before.
+        done: what was rewritten in it.
+        copies: nodes of it to be told of.
+
+    Returns:
+        What was rewritten in the whole graph, and what those nodes are there.
+
+    Raises:
+        NotRepeatedError: the first layer and the second do not correspond where they meet; the graph is as it came.
+    """
+    if not done:
+        return [], []
+    unfolding = _Unfolding(origins, held, done)
+    return unfolding.written(), unfolding.standing_for(copies)
+
+
+class _Unfolding:
+    """The state of one whole graph while it is written."""
+
+    def __init__(self, origins: Origins, held: Mapping[fx.Node, Held], done: Sequence[Rewritten]) -> None:
+        self._origins, self._folded, self._done = origins, origins.folded, done
+        self._whole, self._rewritten = origins.folded.whole, origins.folded.graph
+        self._owner = {node: each.candidate for each in done for node in each.added}
+        self._next = self._following()
+        self._places: dict[Held, list[fx.Node]] = {}
+        for node, value in held.items():
+            self._places.setdefault(value, []).append(node)
+        self._shared = self._same_for_all(held)
+        self._part, self._alive = dict(origins.part), set(self._rewritten.nodes)
+        for node in self._rewritten.nodes:
+            if node not in self._part:
+                self._part[node] = self._part_of(node)
+        self._correspond()
+        self._now: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    # what corresponds --------------------------------------------------------------------------------------------
+
+    def _following(self) -> dict[fx.Node, fx.Node]:
+        """For nodes of the first layer those of the second; for as many before the first layer those of the first."""
+        origins, first = self._origins, self._folded.layers[0].nodes
+        calls = [each for each in self._whole.nodes if each.op in ("call_function", "get_attr")]
+        begin = calls.index(first[0])
+        before = calls[max(begin - len(first), 0) : begin]
+        pairs = zip(reversed(before), reversed(first), strict=False)
+        known = {origins.copies[one]: origins.copies[other] for one, other in pairs}
+        return known | dict(zip(*origins.three(), strict=True))
+
+    def _same_for_all(self, held: Mapping[fx.Node, Held]) -> set[fx.Node]:
+        """What all layers read alike, what that is computed from, and nodes that hold the same in each layer."""
+        copies = self._origins.copies
+        first, second = (layer.nodes for layer in self._folded.layers[:2])
+        pairs = [
+            pair
+            for one, other in zip(first, second, strict=True)
+            for pair in zip(described(one)[1], described(other)[1], strict=True)
+        ]
+        alike = {one for one, other in pairs if one is other}
+        before = {one for one, other in pairs if one is not other}
+        if alike & before:
+            raise NotRepeatedError("a node is read by all layers, and by one of them as a result of the layer before")
+        found = self._below(copies[each] for each in alike)
+        three = (map(copies.__getitem__, layer.nodes) for layer in (*self._folded.layers[:2], self._folded.layers[-1]))
+        trios = zip(*three, strict=True)
+        equal = [one for one, other, last in trios if one in held and held[one] == held.get(other) == held.get(last)]
+        values = {held[each] for each in equal}
+        outer = (node for node, value in held.items() if value in values and self._origins.part[node] == _Part.BEFORE)
+        return found.union(equal, outer) - {copies[each] for each in before if each in copies}
+
+    def _below(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """These nodes and all that they are computed from, as the graph came."""
+        found: set[fx.Node] = set()
+        waiting = list(nodes)
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting += [self._origins.copies[each] for each in self._folded.origin[node].all_input_nodes]
+        return found
+
+    def _part_of(self, node: fx.Node) -> _Part:
+        """Where a new node belongs: to the layer whose rewrite added it, or to none if it reads what all share."""
+        if not reserves(node.target) and all(map(self._is_shared, node.all_input_nodes)):
+            self._shared.add(node)
+            return _Part.BEFORE
+        own = self._owner.get(node)
+        within = [self._part[each] for each in own.match.firsts] if own else []
+        return max((*within, *(self._part[each] for each in node.all_input_nodes)), default=_Part.BEFORE)
+
+    def _is_shared(self, node: fx.Node) -> bool:
+        """Whether a node is the same for every layer; a symbolic size is, whoever computes it."""
+        return node in self._shared or isinstance(node.meta.get("val"), torch.SymInt)
+
+    def _correspond(self) -> None:
+        """Note which nodes that the first layer's rewrites added correspond to which of the second's."""
+        of = {part: [each for each in self._done if self._layer(each) == part] for part in (_Part.FIRST, _Part.SECOND)}
+        for one in of[_Part.FIRST]:
+            for other in of[_Part.SECOND]:
+                if self._is_same(one.candidate, other.candidate):
+                    self._pair(one.added, other.added)
+
+    def _layer(self, made: Rewritten) -> _Part:
+        return max(self._part[each] for each in made.candidate.match.firsts)
+
+    def _is_same(self, one: Candidate, other: Candidate) -> bool:
+        """Whether two candidates run the same on what corresponds in their layers."""
+        if one.plan is not other.plan or one.match.rule is not other.match.rule or one.match.form != other.match.form:
+            return False
+        firsts = zip(one.match.firsts, other.match.firsts, strict=True)
+        taken = ((one.match.captures[name], other.match.captures[name]) for name in one.plan.uses)
+        return all(self._next.get(a) is b for a, b in firsts) and all(self._is_alike(a, b) for a, b in taken)
+
+    def _is_alike(self, one: Any, other: Any) -> bool:
+        """Whether captures correspond: shared by all layers, held by nodes that do, or built alike from such."""
+        if not (isinstance(one, Value) and isinstance(other, Value)):
+            return bool(one == other)
+        places, others = self._places.get(one, []), self._places.get(other, [])
+        if places and others:
+            return any(self._is_next(each, of) for each in places for of in others)
+        made = (one.op, one.attrs, one.shape, one.dtype) == (other.op, other.attrs, other.shape, other.dtype)
+        return not places and not others and made and all(map(self._is_alike, one.args, other.args))
+
+    def _pair(self, one: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
+        waiting = list(other)
+        for node in one:
+            found = next((each for each in waiting if self._does_same(node, each)), None)
+            if found is not None:
+                self._next[node] = found
+                waiting.remove(found)
+
+    def _does_same(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether nodes of corresponding rewrites do; what they read of the layer before is known to correspond."""
+        (does, reads), (does_too, reads_too) = described(one), described(other)
+        return does == does_too and all(map(self._is_next, reads, reads_too))
+
+    def _is_next(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether the second layer reads `other` where the first reads `one`; before the first may be anything."""
+        before = self._part[one], self._part[other]
+        corresponds = self._next.get(one) is other or before == (_Part.BEFORE, _Part.FIRST)
+        return corresponds or (one is other and self._is_shared(one))
+
+    # writing -----------------------------------------------------------------------------------------------------
+
+    def written(self) -> list[Rewritten]:
+        """Write the whole graph, once it is known that every copy finds what it reads."""
+        instances = list(self._instances())
+        read = {
+            (node, layer): {each: self._read(each, node, layer) for each in node.all_input_nodes}
+            for node, layer in instances
+        }
+        results = dict(self._results())
+        self._now = dict(self._inputs())
+        self._place(instances)
+        for (node, layer), found in read.items():
+            now = self._now[node, layer]
+            now.args, now.kwargs = map_arg((node.args, node.kwargs), lambda each, of=found: self._now[of[each]])
+        self._return({place: self._now[each] for place, each in results.items()})
+        self._drop()
+        sort(self._whole)
+        return [each for made in self._done for each in self._repeated(made)]
+
+    def standing_for(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """The nodes of the whole graph that these are there."""
+        return [self._now[node, number] for node in nodes for number in self._numbers(node)]
+
+    def _instances(self) -> Iterator[tuple[fx.Node, int]]:
+        """Each node, and each of the second layer for every layer that this stands for."""
+        for node in self._rewritten.nodes:
+            if node.op not in ("placeholder", "output"):
+                yield from ((node, number) for number in self._numbers(node))
+
+    def _numbers(self, node: fx.Node) -> Sequence[int]:
+        return self._folded.middle if self._part[node] == _Part.SECOND else (_ONCE,)
+
+    def _read(self, node: fx.Node, reader: fx.Node | None, layer: int) -> tuple[fx.Node, int]:
+        """What an instance of `reader` reads as `node`."""
+        part = self._part[node]
+        if layer == _ONCE:
+            return node, self._folded.middle[-1] if part == _Part.SECOND else _ONCE
+        if part == _Part.SECOND or self._is_shared(node) or (part == _Part.FIRST and layer == 1):
+            return node, layer if part == _Part.SECOND else _ONCE
+        following = self._next.get(node)
+        if (
+            following is None
+            or part != _Part.FIRST
+            or self._part.get(following) != _Part.SECOND
+            or following not in self._alive
+        ):
+            raise NotRepeatedError(f"{reader} reads {node} of another layer, to which nothing of its own corresponds")
+        return following, layer - 1
+
+    def _results(self) -> Iterator[tuple[int, tuple[fx.Node, int]]]:
+        """For each place among the results of the whole graph, what stands there."""
+        given = dict(zip(self._folded.results, outputs(self._rewritten), strict=True))
+        for number in self._folded.middle:
+            layer = self._folded.layers[number]
+            for place, of in zip(layer.results, self._folded.layers[1].results, strict=True):
+                yield place, self._read(given[of], None, number)
+        own = set(self._folded.layers[1].results)
+        yield from ((place, self._read(each, None, _ONCE)) for place, each in given.items() if place not in own)
+
+    def _inputs(self) -> Iterator[tuple[tuple[fx.Node, int], fx.Node]]:
+        for node in self._rewritten.find_nodes(op="placeholder"):
+            yield from (((node, number), self._origins.at(node, number)) for number in self._numbers(node))
+
+    def _place(self, instances: Sequence[tuple[fx.Node, int]]) -> None:
+        """Find or make the node of each instance, behind the one before it of the same layer."""
+        inputs = self._whole.find_nodes(op="placeholder")
+        behind = {number: self._folded.layers[number].nodes[0].prev for number in self._folded.middle}
+        behind[_ONCE] = inputs[-1] if inputs else next(iter(self._whole.nodes))
+        for node, layer in instances:
+            known = node in self._origins.part
+            now = self._origins.at(node, layer) if known else self._made(node, layer, behind[layer])
+            now.meta.update((key, each) for key, each in node.meta.items() if key not in PROVENANCE)
+            self._now[node, layer] = behind[layer] = now
+
+    def _made(self, node: fx.Node, layer: int, behind: fx.Node) -> fx.Node:
+        with self._whole.inserting_after(behind):
+            made = self._whole.create_node(node.op, node.target, name=node.name)
+        if layer == _ONCE:
+            made.meta.update(node.meta)
+        elif node in self._owner:
+            inherit(made, self._origins.at(self._owner[node].match.node, layer))
+        return made
+
+    def _return(self, results: Mapping[int, fx.Node]) -> None:
+        """Put the results into their places, between what the graph returns that is no node."""
+        returned = self._whole.output_node()
+        numbers = iter(range(len(results)))
+        returned.args = (map_arg(returned.args[0], lambda _: results[next(numbers)]),)
+
+    def _drop(self) -> None:
+        """Erase what nothing needs any more."""
+        kept = set(self._now.values())
+        copies = {now for (_, layer), now in self._now.items() if layer != _ONCE}
+        for node in reversed(self._whole.nodes):
+            is_dead = node not in kept or (node in copies and not node.users and not node.is_impure())
+            if is_dead and node.op not in ("placeholder", "output"):
+                self._whole.erase_node(node)
+
+    def _repeated(self, made: Rewritten) -> Iterator[Rewritten]:
+        for number, candidate in zip(self._numbers_of(made), self._origins.candidates(made.candidate), strict=True):
+            yield Rewritten(candidate, tuple(self._added(made, number)))
+
+    def _numbers_of(self, made: Rewritten) -> Sequence[int]:
+        return self._origins.numbers(*made.candidate.match.firsts)
+
+    def _added(self, made: Rewritten, number: int) -> Iterator[fx.Node]:
+        """The nodes that stand for those that were added, and still do."""
+        for node in made.added:
+            found = self._now.get((node, number)) or (self._now.get((node, _ONCE)) if number == 1 else None)
+            if found is not None and not found._erased:
+                yield found

@@ -1,0 +1,189 @@
+"""Equal layers: searched once, and fused as if each had been; layers that differ are not taken for equal."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from fusion import pipeline
+from fusion.facts import Facts
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import Outcome, fuse_graph
+from fusion.recording import Fakes
+from fusion.stages.layers import fold
+from fusion.testing import Captured, capture
+
+from .graphs import norm, rotate
+
+B, S, N, D, T = 2, 3, 2, 64, 8
+HIDDEN = N * D
+CHIP = Options(target="ascend910_93", lower="eager")
+
+
+class Block(torch.nn.Module):
+    """A decoder layer over a cache that it writes; `scale` tells it from others."""
+
+    def __init__(self, scale: float = 0.125) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.gate, self.up = (torch.nn.Linear(HIDDEN, 96, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(96, HIDDEN, bias=False)
+        self.before, self.after = (torch.nn.Parameter(torch.rand(HIDDEN)) for _ in range(2))
+        self.keys, self.values = (torch.nn.Buffer(torch.zeros(B, N, T, D)) for _ in range(2))
+        self.scale = scale
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(B, S, N, D).transpose(1, 2)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        h = norm(x, self.before)
+        q, k = (rotate(self.heads(of(h)), cos, sin) for of in (self.q, self.k))
+        self.keys.index_copy_(2, positions, k)
+        self.values.index_copy_(2, positions, self.heads(self.v(h)))
+        y = scaled_dot_product_attention(q, self.keys, self.values, mask, scale=self.scale)
+        x = x + self.o(y.transpose(1, 2).reshape(B, S, HIDDEN))
+        h = norm(x, self.after)
+        return x + self.down(silu(self.gate(h)) * self.up(h))
+
+
+class Model(torch.nn.Module):
+    """Layers between an embedding and a head, with a table of rotations that they share."""
+
+    def __init__(self, blocks: list[Block], states: bool = False) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, HIDDEN)
+        self.layers = torch.nn.ModuleList(blocks)
+        self.last = torch.nn.Parameter(torch.rand(HIDDEN))
+        self.states = states
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Any:
+        angles = positions[:, None] * torch.exp(-torch.arange(D // 2) / 8.0)
+        cos, sin = (
+            of(torch.cat((angles, angles), -1))[None, None].to(self.last.dtype) for of in (torch.cos, torch.sin)
+        )
+        mask = torch.arange(T)[None] <= positions[:, None]
+        x = self.embedding(ids)
+        found = [x := layer(x, cos, sin, positions, mask) for layer in self.layers]
+        return (norm(x, self.last), *(found if self.states else ()))
+
+
+def model(count: int, dtype: torch.dtype = torch.float32, **options: Any) -> Model:
+    torch.manual_seed(count)
+    return Model([Block() for _ in range(count)], **options).requires_grad_(False).to(dtype)
+
+
+def captured(of: torch.nn.Module) -> Captured:
+    ids = torch.arange(B * S).view(B, S) % 16
+    return capture(of, (ids, torch.arange(2, 2 + S)))
+
+
+def fused(of: Captured, whole: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[fx.Graph, Outcome]:
+    gm = fx.GraphModule(of.graph, copy.deepcopy(of.graph.graph))
+    with monkeypatch.context() as patched:
+        if whole:
+            patched.setattr(pipeline, "fold", lambda *_: None)
+        outcome = fuse_graph(gm.graph, installed(), CHIP, of.facts)
+    return gm.graph, outcome
+
+
+def calls(graph: fx.Graph) -> Counter[str]:
+    return Counter(str(node.target) for node in graph.nodes if node.op == "call_function")
+
+
+def told(outcome: Outcome) -> list[tuple[str, ...]]:
+    return [(each.match.rule.name, each.lowering, each.match.node.name) for each in outcome.chosen]
+
+
+def ran(of: Captured, graph: fx.Graph, outcome: Outcome) -> list[Any]:
+    """Results, and inputs as they are left."""
+    inputs = [each.clone() if isinstance(each, Tensor) else each for each in of.inputs]
+    names = {node.name: value for node, value in zip(of.graph.graph.find_nodes(op="placeholder"), inputs, strict=True)}
+    prepared = [each.module(*(names[name] for name in each.sources)) for each in outcome.prepared]
+    results = fx.Interpreter(fx.GraphModule(of.graph, graph)).run(*inputs, *prepared)
+    return [*results, *inputs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("count", "states"), [(4, True), (5, False), (9, True)])
+def test_equal_layers_become_what_each_would(
+    count: int, states: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    of = captured(model(count, dtype, states=states))
+    (graph, outcome), (plain, whole) = (fused(of, each, monkeypatch) for each in (False, True))
+    graph.lint()
+    assert told(outcome) == told(whole)
+    assert calls(graph) == calls(plain)
+    assert outcome.before == whole.before
+    assert Counter(map(str, outcome.refusals)) == Counter(map(str, whole.refusals))
+    assert (outcome.in_place, outcome.result_copies) == (whole.in_place, whole.result_copies)
+    torch.testing.assert_close(ran(of, graph, outcome), ran(of, plain, whole), rtol=0, atol=0)
+    if dtype == torch.float32:
+        expected = fx.Interpreter(of.graph).run(*(each.clone() for each in of.inputs))
+        torch.testing.assert_close(ran(of, graph, outcome)[: len(expected)], list(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_many_layers_cost_what_few_do(monkeypatch: pytest.MonkeyPatch):
+    record, asked = Fakes.record, Counter[int]()
+
+    def counted(*args: Any) -> Any:
+        asked[count] += 1
+        return record(*args)
+
+    monkeypatch.setattr(Fakes, "record", counted)
+    for count in (6, 20):
+        _, outcome = fused(captured(model(count)), False, monkeypatch)
+        assert sum(each.match.rule.name == "swiglu_projections" for each in outcome.chosen) == count
+    assert asked[20] == asked[6]
+
+
+def _other_scale(blocks: list[Block]) -> None:
+    for number, block in enumerate(blocks):
+        block.scale = 0.125 + number / 64
+
+
+def _one_gain(blocks: list[Block]) -> None:
+    for number, block in enumerate(blocks[1:]):
+        block.before = blocks[number].after
+
+
+def _other_widths(blocks: list[Block]) -> None:
+    for number, block in enumerate(blocks):
+        block.gate, block.up = (torch.nn.Linear(HIDDEN, 64 + 16 * number, bias=False) for _ in range(2))
+        block.down = torch.nn.Linear(64 + 16 * number, HIDDEN, bias=False)
+
+
+@pytest.mark.parametrize("change", [_other_scale, _one_gain, _other_widths])
+def test_layers_that_differ_are_not_equal(change: Callable[[list[Block]], None]):
+    different = model(6)
+    change(list(different.layers))  # type: ignore[arg-type]
+    of = captured(different.requires_grad_(False))
+    assert fold(of.graph.graph, of.facts) is None
+
+
+def test_a_layer_of_another_kind_ends_a_run():
+    mixed = model(9)
+    _other_scale(list(mixed.layers)[:1])  # type: ignore[arg-type]
+    mixed.layers[4].scale = 0.25  # type: ignore[assignment]
+    of = captured(mixed)
+    folded = fold(of.graph.graph, of.facts)
+    assert folded is not None
+    assert len(folded.layers) == 4
+
+
+def test_results_of_layers_are_told_apart():
+    """What the graph computes from every layer holds them all."""
+
+    def stacked(ids: Tensor, positions: Tensor) -> Tensor:
+        return torch.stack(several(ids, positions)[1:])
+
+    several = model(6, states=True)
+    of = capture(stacked, (torch.zeros(B, S, dtype=torch.long), torch.arange(S)))
+    assert fold(of.graph.graph, Facts()) is None
