@@ -169,25 +169,30 @@ def joined(a: Algebra, left: Value, right: Value) -> Value | None:
         alike = first.value.shape == second.value.shape and first.number == second.number
         if not alike or first.factors or second.factors:
             return None
-        sides = [(each.value.arg, swapped(a, each.value.args[1])) for each in (first, second)]
+        pairs = ((each.value.arg, swapped(a, each.value.args[1])) for each in (first, second))
+        queries, keys = (_below_widening(a, *pair) for pair in zip(*pairs, strict=True))
     elif number:
-        wide = [a.cast(swapped(a, each.value.args[1]), WIDE) for each in (first, second)]
-        sides = [(_with_factors(a, each, number), keys) for each, keys in zip((first, second), wide, strict=True)]
+        queries = _side_by_side(a, *(_with_factors(a, each, number) for each in (first, second)))
+        keys = _side_by_side(a, *(a.cast(swapped(a, each.value.args[1]), WIDE) for each in (first, second)))
     else:
         return None
-    queries, keys = (_side_by_side(a, *pair) for pair in zip(*sides, strict=True))
     product = None if queries is None or keys is None else matmul(a, queries, swapped(a, keys))
     return product and a.scale(arranged(a, product, first.steps), number)
 
 
-def _side_by_side(a: Algebra, left: Value | None, right: Value | None) -> Value | None:
-    """Two tensors joined along their last dim, below what widens both; what one has for all heads is repeated."""
-    lead = None if left is None or right is None else broadcast(left.shape[:-1], right.shape[:-1])
-    if left is None or right is None or lead is None or left.dtype != right.dtype:
-        return None
+def _below_widening(a: Algebra, left: Value, right: Value) -> Value | None:
+    """Two tensors joined along their last dim, before both are widened if they are."""
     if left.op == right.op == "cast" and left.arg.dtype == right.arg.dtype and widens(left.arg.dtype, left.dtype):
         inner = _side_by_side(a, left.arg, right.arg)
         return None if inner is None else a.cast(inner, left.dtype)
+    return _side_by_side(a, left, right)
+
+
+def _side_by_side(a: Algebra, left: Value | None, right: Value | None) -> Value | None:
+    """Two tensors joined along their last dim; what one has for all heads is repeated."""
+    lead = None if left is None or right is None else broadcast(left.shape[:-1], right.shape[:-1])
+    if left is None or right is None or lead is None or left.dtype != right.dtype:
+        return None
     return a.cat([a.expand(each, (*lead, each.shape[-1])) for each in (left, right)], -1)
 
 

@@ -185,9 +185,13 @@ class Int8TensorPages(Pages):
         """Those of each cache."""
         return self.nz_block, self.kr_block
 
+    def quantised(self, p, latent):
+        """A latent in int8."""
+        return _quantised(p, latent, self.kv_scale, self.kv_by)
+
     def written(self, p, latent, rope):
         """Both writes."""
-        return super().written(p, _quantised(p, latent, self.kv_scale, self.kv_by), rope)
+        return super().written(p, self.quantised(p, latent), rope)
 
     def guard(self, tokens: Any) -> None:
         """As for all pages, of both caches."""

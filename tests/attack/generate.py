@@ -1,12 +1,14 @@
-"""Programs out of blocks: two or three of them, composed, and most of them changed slightly afterwards."""
+"""Programs out of blocks: some composed, a few repeated as layers, and most of them changed slightly."""
 
 from __future__ import annotations
 
+import ast
 import random
+from collections.abc import Mapping, Sequence
 
 from .blocks import DOMAINS, Block
-from .mutate import mutated
-from .program import Program, changed
+from .mutate import assigned, mutated
+from .program import Input, Program, changed
 from .writer import Pick, Writer
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -24,6 +26,8 @@ def case(seed: int, number: int) -> Program:
 def generated(pick: Pick) -> Program:
     """A program, every choice made by `pick`."""
     built = composed(pick)
+    if pick((True, *[False] * 9)):
+        built = repeated(built, pick)
     count = pick(CHANGES)
     return mutated(built, count, pick) if count else built
 
@@ -43,6 +47,43 @@ def composed(pick: Pick) -> Program:
     built = built if all(sizes.values()) else changed(built, fusable=())
     built = built if not built.autocast or built.runs() else changed(built, autocast=False)
     return _laid_otherwise(built, pick) if w.maybe(5) else built
+
+
+def repeated(program: Program, pick: Pick) -> Program:
+    """A program as several layers: with inputs of their own or shared ones, each reading the one before if it can.
+
+    As it was where that does not run.
+    """
+    count = pick((4, 5, 6))
+    own = [each for each in program.inputs if pick((True, True, False))]
+    chained = pick((*(each.name for each in own), ""))
+    chains = [(chained, result) for result in program.results if chained]
+    found = (_layers(program, own, count, chain) for chain in (*chains, ("", "")))
+    made = next((each for each in found if each.runs()), program)
+    return made if pick((True, False)) or made is program else changed(made, results=made.results[-1:])
+
+
+def _layers(program: Program, own: Sequence[Input], count: int, chain: tuple[str, str]) -> Program:
+    """So many layers with inputs of their own, each reading a result of the one before as the input of that name."""
+    named = {each.name for each in own} | {name for line in program.lines for name in assigned(line)}
+    inputs, lines, results = [each for each in program.inputs if each not in own], list[str](), list[str]()
+    for number in range(count):
+        names = {name: f"{name}_{number}" for name in named}
+        if number and chain[0]:
+            names[chain[0]] = f"{chain[1]}_{number - 1}"
+        inputs += [changed(each, name=names[each.name]) for each in own if not (number and each.name == chain[0])]
+        lines += [_renamed(line, names) for line in program.lines]
+        results += [names[each] for each in program.results if each in names]
+    given = tuple(dict.fromkeys(results or program.results))
+    return changed(program, inputs=tuple(inputs), lines=tuple(lines), results=given, fusable=())
+
+
+def _renamed(line: str, names: Mapping[str, str]) -> str:
+    tree = ast.parse(line)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            node.id = names.get(node.id, node.id)
+    return ast.unparse(tree)
 
 
 def _laid_otherwise(program: Program, pick: Pick) -> Program:

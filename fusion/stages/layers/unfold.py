@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from fusion.errors import FusionError
 from fusion.graph import Value
 from fusion.graph.overlay import Held
-from fusion.mutation import outputs, reserves, sort
+from fusion.mutation import memory_of, outputs, reserves, sort
 from fusion.origin import PROVENANCE, inherit
 from fusion.records import Candidate, Refusal, Rewritten
 from fusion.stages.layers.fold import Folded
@@ -132,6 +132,7 @@ class _Unfolding:
         for node, value in held.items():
             self._places.setdefault(value, []).append(node)
         self._shared = self._same_for_all(held)
+        self._returned = dict(self._memory_of_results())
         self._part, self._alive = dict(origins.part), set(self._rewritten.nodes)
         for node in self._rewritten.nodes:
             if node not in self._part:
@@ -184,13 +185,27 @@ class _Unfolding:
         return found
 
     def _part_of(self, node: fx.Node) -> _Part:
-        """Where a new node belongs: to the layer whose rewrite added it, or to none if it reads what all share."""
-        if not reserves(node.target) and all(map(self._is_shared, node.all_input_nodes)):
+        """Where a new node belongs: to the layer that returns its memory, or whose rewrite added it.
+
+        What reads only what all layers share is shared itself, if nobody can tell its memory from another's.
+        """
+        returned = self._returned.get(node)
+        if not returned and not reserves(node.target) and all(map(self._is_shared, node.all_input_nodes)):
             self._shared.add(node)
             return _Part.BEFORE
         own = self._owner.get(node)
         within = [self._part[each] for each in own.match.firsts] if own else []
-        return max((*within, *(self._part[each] for each in node.all_input_nodes)), default=_Part.BEFORE)
+        return max(
+            returned or _Part.BEFORE, *within, *(self._part[each] for each in node.all_input_nodes), _Part.BEFORE
+        )
+
+    def _memory_of_results(self) -> Iterator[tuple[fx.Node, _Part]]:
+        """The nodes whose memory the layers return."""
+        layers = self._folded.layers
+        parts = ((layers[0], _Part.FIRST), (layers[1], _Part.SECOND), (layers[-1], _Part.LAST))
+        of = {place: part for layer, part in parts for place in layer.results}
+        given = zip(self._folded.results, outputs(self._rewritten), strict=True)
+        return ((memory_of(node), of[place]) for place, node in given if place in of)
 
     def _is_shared(self, node: fx.Node) -> bool:
         """Whether a node is the same for every layer; a symbolic size is, whoever computes it."""

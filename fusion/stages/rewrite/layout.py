@@ -122,6 +122,7 @@ class Layouts:
         """
         now, before_it = sharing(self._source), len(self._copies)
         fresh: dict[str, tuple[fx.Node, fx.Node]] = {}
+        moved: dict[str, tuple[fx.Node, fx.Node]] = {}
         for number, (before, memory) in enumerate(zip(self._returned, self._sharing, strict=True)):
             node = outputs(self._source)[number]
             if not isinstance(before, torch.Tensor):
@@ -132,8 +133,11 @@ class Layouts:
                     self._return(number, fresh[memory][1])
             elif memory in fresh:
                 self._return(number, self._over(node, *fresh[memory]))
+            elif memory in moved and _is_seen_in(node, moved[memory][0]):
+                self._return(number, self._over(node, *moved[memory]))
             elif memory != now[number] or not self._lies_well(number, node.meta["val"], before):
-                self._return(number, self._as_it_lay(node, before))
+                moved[memory] = node, self._as_it_lay(node, before)
+                self._return(number, moved[memory][1])
         return self._copies[before_it:]
 
     def _over(self, view: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
@@ -149,10 +153,13 @@ class Layouts:
         return same_strides(now, before) or dims_of(now.stride()) == self._eager.get(number)
 
     def _return(self, number: int, node: fx.Node) -> None:
-        """Return `node` as result `number`, and the other results as they are."""
+        """Return `node` as result `number`, and the other results as they are; views that only that one was go."""
         count = iter(range(len(self._returned)))
-        output = self._source.output_node()
+        output, gone = self._source.output_node(), outputs(self._source)[number]
         output.args = map_arg(output.args, lambda each: node if next(count) == number else each)
+        while not gone.users and (below := shown(gone)) is not None and gone.target is not operator.getitem:
+            self._source.erase_node(gone)
+            gone = below
 
     def _as_it_lay(self, node: fx.Node, before: torch.Tensor) -> fx.Node:
         """What `node` shows in a copy of its memory that lies as it did: for all results that share it, the same."""
@@ -238,6 +245,12 @@ class Layouts:
         node.meta.update({"fusion": parent.meta["fusion"]} if "fusion" in parent.meta else {})
         inherit(node, parent)
         return node
+
+
+def _is_seen_in(view: fx.Node, node: fx.Node) -> bool:
+    """Whether a tensor is another, or a view of it."""
+    below = shown(view)
+    return view is node or (below is not None and _is_seen_in(below, node))
 
 
 def same_strides(old: Any, new: Any) -> bool:
