@@ -323,4 +323,35 @@ KEPT = (
             sizes=(("B", 1), ("S", 1)),
         ),
     ),
+    Kept(
+        "a result in padded lanes, and a view of it",
+        "the first was copied into memory that lies as it did, the view stayed with what the operator gives",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, 1, 24)),
+                Input("k", ("B", 2, 5, 24)),
+                Input("v", ("B", 2, 5, 16)),
+                Input("seen", ("B", 1, 1, 5), values="bool"),
+            ),
+            lines=("o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)", "flat = o.reshape(-1)"),
+            results=("o", "flat"),
+            sizes=(("B", 1),),
+            dtype="bfloat16",
+        ),
+    ),
+    Kept(
+        "four layers that compute the same",
+        "the copies that keep their results apart were one for the layers in the middle",
+        Program(
+            inputs=(Input("q", ("B", 2, 3, 16)), Input("v", ("B", 2, 3, 16))),
+            lines=(
+                "a = (q @ q.mT * 0.25).softmax(-1) @ v",
+                "b = (q @ q.mT * 0.25).softmax(-1) @ v",
+                "c = (q @ q.mT * 0.25).softmax(-1) @ v",
+                "d = (q @ q.mT * 0.25).softmax(-1) @ v",
+            ),
+            results=("a", "b", "c", "d"),
+            sizes=(("B", 2),),
+        ),
+    ),
 )
