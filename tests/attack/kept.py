@@ -354,4 +354,29 @@ KEPT = (
             sizes=(("B", 2),),
         ),
     ),
+    Kept(
+        "four layers that write the same rows into pages of their own",
+        "two layers are written by one call, which was repeated as if each layer were written with the one before",
+        Program(
+            inputs=(
+                Input("rows", (2, 1, 128)),
+                Input("slots", (2,), values="distinct 32"),
+                Input("a", (8, 4, 1, 128)),
+                Input("b", (8, 4, 1, 128)),
+                Input("c", (8, 4, 1, 128)),
+                Input("d", (8, 4, 1, 128)),
+            ),
+            lines=(
+                "a[slots // 4, slots % 4] = rows",
+                "p = a[:, :1].contiguous()",
+                "b[slots // 4, slots % 4] = rows",
+                "q = b[:, :1].contiguous()",
+                "c[slots // 4, slots % 4] = rows",
+                "r = c[:, :1].contiguous()",
+                "d[slots // 4, slots % 4] = rows",
+                "s = d[:, :1].contiguous()",
+            ),
+            results=("p", "q", "r", "s"),
+        ),
+    ),
 )

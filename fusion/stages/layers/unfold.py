@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,10 +64,10 @@ class Origins:
             for copy, node in self.folded.origin.items()
         }
 
-    def three(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        """The nodes of the first layer and the second, which correspond."""
-        first, second, *_ = self.folded.layers
-        return [self.copies[each] for each in first.all], [self.copies[each] for each in second.all]
+    def three(self) -> list[list[fx.Node]]:
+        """The nodes of the first layer, the second and the last, which correspond."""
+        first, second, *_, last = self.folded.layers
+        return [[self.copies[each] for each in layer.all] for layer in (first, second, last)]
 
     def at(self, node: fx.Node, layer: int) -> fx.Node:
         """What a node is where the second layer stands for that one; `_ONCE` as what is not repeated sees it."""
@@ -143,14 +144,14 @@ class _Unfolding:
     # what corresponds --------------------------------------------------------------------------------------------
 
     def _following(self) -> dict[fx.Node, fx.Node]:
-        """For nodes of the first layer those of the second; for as many before the first layer those of the first."""
+        """For nodes of a layer those of the next; for as many before the first layer those of the first."""
         origins, first = self._origins, self._folded.layers[0].nodes
         calls = [each for each in self._whole.nodes if each.op in ("call_function", "get_attr")]
         begin = calls.index(first[0])
         before = calls[max(begin - len(first), 0) : begin]
         pairs = zip(reversed(before), reversed(first), strict=False)
         known = {origins.copies[one]: origins.copies[other] for one, other in pairs}
-        return known | dict(zip(*origins.three(), strict=True))
+        return known | {one: other for pair in pairwise(origins.three()) for one, other in zip(*pair, strict=True)}
 
     def _same_for_all(self, held: Mapping[fx.Node, Held]) -> set[fx.Node]:
         """What all layers read alike, what that is computed from, and nodes that hold the same in each layer."""
@@ -212,8 +213,15 @@ class _Unfolding:
         return node in self._shared or isinstance(node.meta.get("val"), torch.SymInt)
 
     def _correspond(self) -> None:
-        """Note which nodes that the first layer's rewrites added correspond to which of the second's."""
-        of = {part: [each for each in self._done if self._layer(each) == part] for part in (_Part.FIRST, _Part.SECOND)}
+        """Note which nodes that the first layer's rewrites added correspond to which of the second's.
+
+        Raises:
+            NotRepeatedError: a rewrite of the second layer is none of the last.
+        """
+        of = {part: [each for each in self._done if self._layer(each) == part] for part in _Part}
+        for one in of[_Part.SECOND]:
+            if not any(self._is_made_as(one.candidate, each.candidate) for each in of[_Part.LAST]):
+                raise NotRepeatedError(f"{one.candidate.match.rule.name} is applied otherwise in the last layer")
         for one in of[_Part.FIRST]:
             for other in of[_Part.SECOND]:
                 if self._is_same(one.candidate, other.candidate):
@@ -224,11 +232,14 @@ class _Unfolding:
 
     def _is_same(self, one: Candidate, other: Candidate) -> bool:
         """Whether two candidates run the same on what corresponds in their layers."""
+        taken = ((one.match.captures[name], other.match.captures[name]) for name in one.plan.uses & other.plan.uses)
+        return self._is_made_as(one, other) and all(self._is_alike(a, b) for a, b in taken)
+
+    def _is_made_as(self, one: Candidate, other: Candidate) -> bool:
+        """Whether two candidates do the same in places that correspond."""
         if one.plan is not other.plan or one.match.rule is not other.match.rule or one.match.form != other.match.form:
             return False
-        firsts = zip(one.match.firsts, other.match.firsts, strict=True)
-        taken = ((one.match.captures[name], other.match.captures[name]) for name in one.plan.uses)
-        return all(self._next.get(a) is b for a, b in firsts) and all(self._is_alike(a, b) for a, b in taken)
+        return all(self._next.get(a) is b for a, b in zip(one.match.firsts, other.match.firsts, strict=True))
 
     def _is_alike(self, one: Any, other: Any) -> bool:
         """Whether captures correspond: shared by all layers, held by nodes that do, or built alike from such."""
@@ -265,7 +276,7 @@ class _Unfolding:
         """Write the whole graph, once it is known that every copy finds what it reads."""
         instances = list(self._instances())
         read = {
-            (node, layer): {each: self._read(each, node, layer) for each in node.all_input_nodes}
+            (node, layer): {each: self._read(each, self._part[node], layer) for each in node.all_input_nodes}
             for node, layer in instances
         }
         results = dict(self._results())
@@ -292,32 +303,35 @@ class _Unfolding:
     def _numbers(self, node: fx.Node) -> Sequence[int]:
         return self._folded.middle if self._part[node] == _Part.SECOND else (_ONCE,)
 
-    def _read(self, node: fx.Node, reader: fx.Node | None, layer: int) -> tuple[fx.Node, int]:
-        """What an instance of `reader` reads as `node`."""
+    def _read(self, node: fx.Node, reader: _Part, layer: int) -> tuple[fx.Node, int]:
+        """What something of the part `reader` reads as `node`, for the layer of that number if it is of the second.
+
+        Raises:
+            NotRepeatedError: what is behind it, or of another layer without anything that corresponds.
+        """
         part = self._part[node]
-        if layer == _ONCE:
-            return node, self._folded.middle[-1] if part == _Part.SECOND else _ONCE
-        if part == _Part.SECOND or self._is_shared(node) or (part == _Part.FIRST and layer == 1):
-            return node, layer if part == _Part.SECOND else _ONCE
+        if part > reader and _Part.SECOND in (part, reader):
+            raise NotRepeatedError(f"{node} is made by a layer behind the one that reads it")
+        if part == _Part.SECOND:
+            return node, self._folded.middle[-1] if layer == _ONCE else layer
+        if layer == _ONCE or self._is_shared(node) or (part == _Part.FIRST and layer == 1):
+            return node, _ONCE
         following = self._next.get(node)
-        if (
-            following is None
-            or part != _Part.FIRST
-            or self._part.get(following) != _Part.SECOND
-            or following not in self._alive
-        ):
-            raise NotRepeatedError(f"{reader} reads {node} of another layer, to which nothing of its own corresponds")
+        corresponds = following in self._alive and part == _Part.FIRST
+        if following is None or not corresponds or self._part[following] != _Part.SECOND:
+            raise NotRepeatedError(f"{node} of another layer is read, to which nothing corresponds")
         return following, layer - 1
 
     def _results(self) -> Iterator[tuple[int, tuple[fx.Node, int]]]:
         """For each place among the results of the whole graph, what stands there."""
+        layers = self._folded.layers
         given = dict(zip(self._folded.results, outputs(self._rewritten), strict=True))
+        of = dict.fromkeys(layers[0].results, _Part.FIRST) | dict.fromkeys(layers[-1].results, _Part.LAST)
         for number in self._folded.middle:
-            layer = self._folded.layers[number]
-            for place, of in zip(layer.results, self._folded.layers[1].results, strict=True):
-                yield place, self._read(given[of], None, number)
-        own = set(self._folded.layers[1].results)
-        yield from ((place, self._read(each, None, _ONCE)) for place, each in given.items() if place not in own)
+            for place, same in zip(layers[number].results, layers[1].results, strict=True):
+                yield place, self._read(given[same], _Part.SECOND, number)
+        for place in given.keys() - set(layers[1].results):
+            yield place, self._read(given[place], of.get(place, _Part.BEHIND), _ONCE)
 
     def _inputs(self) -> Iterator[tuple[tuple[fx.Node, int], fx.Node]]:
         for node in self._rewritten.find_nodes(op="placeholder"):
