@@ -145,8 +145,9 @@ class Layouts:
         below = shown(view)
         if view is old or below is None:
             return new if view is old else view
-        with self._source.inserting_before(self._source.output_node()):
-            return self._replayed(view, self._over(below, old, new))
+        over = self._over(below, old, new)
+        with self._source.inserting_before(view.next):
+            return self._replayed(view, over)
 
     def _lies_well(self, number: int, now: torch.Tensor, before: torch.Tensor) -> bool:
         """Whether a result lies as in the captured graph, or as when the model runs without a compiler."""
