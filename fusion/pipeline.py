@@ -35,7 +35,7 @@ from fusion.stages.read import read
 from fusion.stages.reinplace import reinplace
 from fusion.stages.rewrite import rewrite
 from fusion.stages.select import TIE, select
-from fusion.stages.verify import Contract, contract, verify
+from fusion.stages.verify import contract, verify
 from fusion.target import Target
 
 log = logging.getLogger("fusion")
@@ -56,15 +56,13 @@ def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Fact
         target = Target.resolve(options.target)
     kept = copy.deepcopy(source)
     try:
-        with stage("verify"):
-            before = contract(source, facts.strides)
         calls = live_calls(source)
         made = _Search(library, options, target).rewritten(source, facts)
         with stage("report"):
             counted = tally(calls, made.chosen)
         refusals = (*made.refusals, *_not_entered(source))
         outcome = Outcome(facts, made.chosen, refusals, counted, failures=_apart(made.failures))
-        return _finished(source, options, target, before, made, outcome) if made.chosen else outcome
+        return _finished(source, kept, options, target, made, outcome) if made.chosen else outcome
     except BaseException:
         refill(source, kept)
         raise
@@ -149,10 +147,12 @@ def _place_in(order: Mapping[fx.Node, int]) -> Callable[[Candidate], int]:
 
 
 def _finished(
-    source: fx.Graph, options: Options, target: Target, before: Contract, made: _Made, outcome: Outcome
+    source: fx.Graph, kept: fx.Graph, options: Options, target: Target, made: _Made, outcome: Outcome
 ) -> Outcome:
-    """Prepare what comes from Parameters, write in place, and check the graph."""
+    """Prepare what comes from Parameters, write in place, and check the graph against a copy of what it was."""
     lowering = plan_lower(options, target)
+    with stage("verify"):  # sizes that the search has found equal are, in the copy too
+        before = contract(kept, outcome.facts.strides)
     with stage("prepare"):
         prepared = prepare(source, outcome.facts, options.prepack)
     names = [each.name for each in prepared]

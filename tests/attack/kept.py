@@ -379,4 +379,14 @@ KEPT = (
             results=("p", "q", "r", "s"),
         ),
     ),
+    Kept(
+        "a number divided by whole numbers",
+        "the number was asked for its dtype",
+        Program(
+            inputs=(Input("x", ("B", 64)), Input("n", ("B",), values="below 12")),
+            lines=("y = x + (16 // (n + 1))[:, None]",),
+            results=("y",),
+            sizes=(("B", 2),),
+        ),
+    ),
 )

@@ -88,8 +88,9 @@ def _is_integer(x: Value, out: Out) -> bool:
     return x.dtype in INDEX_DTYPES and out.dtype == x.dtype
 
 
-def _by_divisor(op: str, a: Algebra, out: Out, x: Value, divisor: Any) -> Translated:
+def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translated:
     """x modulo a positive number, never negative itself; or x divided by it and rounded down."""
+    must(isinstance(x, Value))  # of a number by a tensor nothing is known
     fits = _is_integer(x, out) and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
     return a.make(op, (x,), (divisor,), x.shape, x.dtype) if fits else None
 
