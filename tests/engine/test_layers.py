@@ -187,3 +187,18 @@ def test_results_of_layers_are_told_apart():
     several = model(6, states=True)
     of = capture(stacked, (torch.zeros(B, S, dtype=torch.long), torch.arange(S)))
     assert fold(of.graph.graph, Facts()) is None
+
+
+def test_what_is_assumed_of_each_layers_input_is_relied_on_for_each():
+    def masked(x: Tensor, *masks: Tensor) -> Tensor:
+        for mask in masks:
+            x = x + scaled_dot_product_attention(x, x, x, mask)
+        return x
+
+    of = capture(masked, (torch.randn(B, N, S, D), *(torch.zeros(B, 1, S, S) for _ in range(5))))
+    _, *names = (node.name for node in of.graph.graph.find_nodes(op="placeholder"))
+    facts = Facts(assumed=dict.fromkeys(names, "causal"))
+    assert fold(of.graph.graph, facts) is not None
+    outcome = fuse_graph(of.graph.graph, installed(), Options(target="host", lower="eager"), facts)
+    assert [each.match.rule.name for each in outcome.chosen] == ["attention"] * 5
+    assert outcome.assumed == frozenset(names)

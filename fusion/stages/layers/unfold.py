@@ -46,6 +46,7 @@ class Origins:
         self.folded = folded
         self.copies = {node: copy for copy, node in folded.origin.items()}
         self._place = {node: place for layer in folded.layers for place, node in enumerate(layer.all)}
+        self._inputs = {node.name: node for node in folded.graph.find_nodes(op="placeholder")}
         self.part = dict(self._parts())
 
     def _parts(self) -> Iterator[tuple[fx.Node, _Part]]:
@@ -90,8 +91,10 @@ class Origins:
     def _candidate(self, chosen: Candidate, number: int) -> Candidate:
         roots = tuple(tuple(self.at(each, number) for each in makers) for makers in chosen.match.roots)
         dying = frozenset(self.at(each, number) for each in chosen.dying)
+        relies = frozenset(self.at(self._inputs[name], number).name for name in chosen.match.relies)
         needs = None if chosen.needs is None else self._candidate(chosen.needs, number)
-        return replace(chosen, match=replace(chosen.match, roots=roots), dying=dying, needs=needs)
+        match = replace(chosen.match, roots=roots, relies=relies)
+        return replace(chosen, match=match, dying=dying, needs=needs)
 
     def refusals(self, refusal: Refusal) -> Iterator[Refusal]:
         """A refusal, in each layer that it holds for."""
