@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+import fusion
 from fusion import pipeline
 from fusion.facts import Facts
 from fusion.library import installed
@@ -202,3 +203,20 @@ def test_what_is_assumed_of_each_layers_input_is_relied_on_for_each():
     outcome = fuse_graph(of.graph.graph, installed(), Options(target="host", lower="eager"), facts)
     assert [each.match.rule.name for each in outcome.chosen] == ["attention"] * 5
     assert outcome.assumed == frozenset(names)
+
+
+@pytest.mark.parametrize("explained", [False, True])
+def test_numbers_that_layers_write_down_are_compared(explained: bool):
+    def scaled(x: Tensor, w: Tensor, *, alike: bool) -> Tensor:
+        for number in range(5):
+            x = norm(x, w) * torch.tensor([1.5, 2.5 if alike else 2.5 + number]).repeat(32)
+        return x
+
+    x, w = torch.randn(4, 64), torch.rand(64)
+    if explained:
+        report = fusion.explain(scaled, x, w, alike=True, options={"target": "host", "lower": "eager"})
+        assert [each.rule for each in report.matches] == ["rms_norm"] * 5
+        return
+    alike, other = (capture(scaled, (x, w), alike=each) for each in (True, False))
+    assert fold(alike.graph.graph, Facts()) is not None
+    assert fold(other.graph.graph, Facts()) is None

@@ -229,6 +229,6 @@ def _constant(node: fx.Node) -> Hashable:
     found: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         found = getattr(found, name, None)
-    if isinstance(found, torch.Tensor) and found.numel() <= _SMALL and not found.is_meta:
+    if type(found) is torch.Tensor and not found.is_meta and found.numel() <= _SMALL:  # a fake one holds no numbers
         return found.dtype, tuple(found.shape), repr(found.tolist())
     return node.target
