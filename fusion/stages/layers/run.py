@@ -120,8 +120,8 @@ class _Sequence:
         """The layers of a stretch that begins behind everything that they share; none if they touch otherwise."""
         shared = self._shared(start, distance, count)
         behind = max((self._place[each] + 1 for each in shared if each in self._place), default=0)
-        count -= -(-max(behind - start, 0) // distance)
-        start += -(-max(behind - start, 0) // distance) * distance
+        passed = -(-max(behind - start, 0) // distance)  # layers that begin before
+        start, count = start + passed * distance, count - passed
         if count < FEWEST:
             return ()
         nodes = [self._nodes[start + number * distance :][:distance] for number in range(count)]
@@ -157,7 +157,7 @@ class _Sequence:
 
     def _inputs(self, layer: Layer) -> list[Hashable]:
         """Which input each argument is: by its number, if it is the layer's own."""
-        number = {each: place for place, each in enumerate(layer.inputs)}
+        number = _numbers(layer.inputs)
         read = (each for node in layer.nodes for each in self._reads[self._place[node]])
         return [number.get(each, each) for each in read if each.op == "placeholder"]
 
