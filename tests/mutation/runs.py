@@ -11,7 +11,8 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from hashlib import sha256
 
 import pytest
@@ -21,7 +22,9 @@ from rich.progress import track
 from tests.mutation import limits, probe, sites
 from tests.mutation.children import in_children
 
-CACHE = sites.ROOT / ".cache" / "mutation.json"
+CACHE = sites.ROOT / ".cache" / "mutation"
+"""A folder. `tests.json`: what decides in each test. `mutants.jsonl`: a verdict a line, so that hours of work that is
+cut off goes on where it was."""
 SOURCES = ("fusion", "patterns", "tests")
 BESIDE = re.compile(
     r"test_laws.py::test_rule_keeps_the_laws.*-composite-bfloat16\]"
@@ -130,11 +133,16 @@ class Runner:
         return found
 
     def _try(self, deciding: Mapping[str, list[str]]) -> None:
-        tasks = [(name, deciding.get(name, [])) for name in steps(self.only)]
+        known = _met()
+        wanted = steps(self.only)
+        tasks = [(name, deciding.get(name, [])) for name in wanted if name not in known]
+        self.verdicts += [known[name] for name in wanted if name in known]
         self.verdicts += [Verdict(name, "unseen") for name, tests in tasks if not tests]
         met = in_children(_groups(tasks), self._meet_each, self._longest, self.workers)
         for group, found in track(met, "dropping steps", len(_groups(tasks))):
-            self.verdicts += found or [Verdict(name, "timeout", of=len(tests)) for name, tests in group]
+            verdicts = found or [Verdict(name, "timeout", of=len(tests)) for name, tests in group]
+            self.verdicts += verdicts
+            _keep(verdicts)
 
     def _longest(self, group: Sequence[Task]) -> float:
         return (self.budget + STUCK) * len(group)
@@ -182,16 +190,32 @@ def _patience(chunk: Sequence[str]) -> float:
     return STUCK * len(chunk)
 
 
+@cache
 def _digest() -> str:
     """Of everything that decides what a test does."""
     files = sorted(path for place in SOURCES for path in (sites.ROOT / place).rglob("*.py"))
     return sha256(b"".join(path.read_bytes() for path in files if "mutation" not in path.parts)).hexdigest()
 
 
+def _met() -> dict[str, Verdict]:
+    """What fell on these sources before, but for survivors: they may have met too few tests."""
+    file = CACHE / "mutants.jsonl"
+    lines = [json.loads(each) for each in file.read_text().splitlines()] if file.exists() else []
+    verdicts = [Verdict(**each["verdict"]) for each in lines if each["digest"] == _digest()]
+    return {each.name: each for each in verdicts if each.outcome == "killed"}
+
+
+def _keep(verdicts: Sequence[Verdict]) -> None:
+    digest = _digest()
+    with (CACHE / "mutants.jsonl").open("a") as lines:
+        lines.writelines(json.dumps({"digest": digest, "verdict": asdict(each)}) + "\n" for each in verdicts)
+
+
 def _read(keep: bool) -> Decisions:
-    if not CACHE.exists():
+    file = CACHE / "tests.json"
+    if not file.exists():
         return {}
-    stored = json.loads(CACHE.read_text())
+    stored = json.loads(file.read_text())
     if stored["digest"] != _digest() and not keep:
         return {}
     return {
@@ -206,5 +230,5 @@ def _write(decisions: Decisions) -> None:
         nodeid: (seconds, [numbers.setdefault(name, len(numbers)) for name in names])
         for nodeid, (seconds, names) in decisions.items()
     }
-    CACHE.parent.mkdir(exist_ok=True)
-    CACHE.write_text(json.dumps({"digest": _digest(), "steps": list(numbers), "tests": tests}))
+    CACHE.mkdir(parents=True, exist_ok=True)
+    (CACHE / "tests.json").write_text(json.dumps({"digest": _digest(), "steps": list(numbers), "tests": tests}))

@@ -114,7 +114,7 @@ def test_a_step_decides_where_no_other_one_says_the_same(toy: ModuleType, monkey
 
 
 def test_what_no_test_needs_survives(toy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runs, "CACHE", tmp_path / "decisions.json")
+    monkeypatch.setattr(runs, "CACHE", tmp_path / "cache")
     runner = runs.Runner("toy.py", workers=2, budget=20.0, keep=False)
 
     def run(_: Any) -> list[runs.Verdict]:
