@@ -6,8 +6,10 @@ layers → canonicalise → read → match → plan → select → rewrite → p
 from __future__ import annotations
 
 import copy
+import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -56,16 +58,35 @@ def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Fact
         target = Target.resolve(options.target)
     kept = copy.deepcopy(source)
     try:
-        calls = live_calls(source)
-        made = _Search(library, options, target).rewritten(source, facts)
-        with stage("report"):
-            counted = tally(calls, made.chosen)
-        refusals = (*made.refusals, *_not_entered(source))
-        outcome = Outcome(facts, made.chosen, refusals, counted, failures=_apart(made.failures))
-        return _finished(source, kept, options, target, made, outcome) if made.chosen else outcome
+        with _uncollected():
+            return _fused(source, kept, library, options, facts, target)
     except BaseException:
         refill(source, kept)
         raise
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """Without garbage collection, which looks through all of a traced model each time and frees next to nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _fused(
+    source: fx.Graph, kept: fx.Graph, library: Library, options: Options, facts: Facts, target: Target
+) -> Outcome:
+    calls = live_calls(source)
+    made = _Search(library, options, target).rewritten(source, facts)
+    with stage("report"):
+        counted = tally(calls, made.chosen)
+    refusals = (*made.refusals, *_not_entered(source))
+    outcome = Outcome(facts, made.chosen, refusals, counted, failures=_apart(made.failures))
+    return _finished(source, kept, options, target, made, outcome) if made.chosen else outcome
 
 
 @dataclass(frozen=True)

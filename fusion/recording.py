@@ -11,7 +11,17 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import FakeTensor, OpOverload, TorchDispatchMode, fake_like, schema_of, tree_leaves, tree_map_only
+from fusion._torch import (
+    FakesMode,
+    FakeTensor,
+    OpOverload,
+    fake_like,
+    leaves,
+    run_on_fakes,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
 from fusion.cost import is_data, is_view
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
@@ -19,7 +29,7 @@ from fusion.language import Refused
 from fusion.records import Input, Output, Step
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(FakesMode):
     """Records every operator that runs inside it, with tensors as references."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -33,8 +43,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run the operator and record it."""
         named = dict(kwargs or {})
-        result = func(*args, **named)
-        if not any(isinstance(each, torch.Tensor) for each in tree_leaves(result)):
+        result = run_on_fakes(func, args, named)
+        if not any(isinstance(each, torch.Tensor) for each in leaves((result,))):
             return result  # a size or a device: known, nothing to replay
         number = len(self.steps)
         self._kept.append(result)
@@ -42,9 +52,14 @@ class Recorder(TorchDispatchMode):
         for item, tensor in enumerate(result if several else (result,)):
             if isinstance(tensor, torch.Tensor):
                 self._names.setdefault(id(tensor), Output(number, item if several else None))
-        args, named = tree_map_only(torch.Tensor, self.name, (_completed(func, args), named))
-        self.steps.append(Step(func, args, named, result))
+        named = {name: self._named(each) for name, each in named.items()}
+        self.steps.append(Step(func, tuple(map(self._named, _completed(func, args))), named, result))
         return result
+
+    def _named(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self.name(argument)
+        return type(argument)(map(self._named, argument)) if isinstance(argument, (list, tuple)) else argument
 
     def name(self, tensor: torch.Tensor) -> Input | Output:
         """The reference of a tensor that went in or came out.
@@ -129,8 +144,8 @@ class Fakes:
         recipe = self._graph.recipe(value)
         if not buildable(recipe):
             raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
-        args = {str(number): self.of(arg).detach() for number, arg in enumerate(recipe.args)}
-        recorder, result = self.record(lambda: build(recipe, self.size, *args.values()), args)
+        args = {str(number): self.of(arg) for number, arg in enumerate(recipe.args)}
+        recorder, result = self.record(lambda given: build(recipe, self.size, *given.values()), args)
         self._launches[value] = sum(not is_view(step.target) and touches_data(step, args) for step in recorder.steps)
         return result
 
@@ -139,11 +154,15 @@ class Fakes:
         self.of(value)
         return self._launches.get(value, 0)
 
-    def record(self, function: Callable[[], Any], inputs: Mapping[str, torch.Tensor]) -> tuple[Recorder, Any]:
-        """Run `function`, which uses `inputs`, on fakes; return what it called and its result."""
-        recorder = Recorder(inputs)
+    def record(
+        self, function: Callable[[Mapping[str, torch.Tensor]], Any], inputs: Mapping[str, torch.Tensor]
+    ) -> tuple[Recorder, Any]:
+        """Run `function` of `inputs` on fakes; return what it called and its result."""
+        firsts = {id(each): name for name, each in reversed([*inputs.items()])}
+        apart = {name: each if firsts[id(each)] == name else each.detach() for name, each in inputs.items()}
+        recorder = Recorder(apart)
         with self._mode, torch.no_grad(), recorder:
-            return recorder, function()
+            return recorder, function(apart)
 
     def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
         """The fake result of one call, or the error that it raises: the same for equal calls."""
@@ -151,7 +170,7 @@ class Fakes:
         if key not in self._runs:
             try:
                 with self._mode, torch.no_grad():
-                    self._runs[key] = target(*args, **kwargs), None
+                    self._runs[key] = run_on_fakes(target, args, kwargs), None
             except (RuntimeError, ValueError) as error:
                 self._runs[key] = None, error
         return self._runs[key]

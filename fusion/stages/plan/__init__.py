@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import sub
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -59,7 +59,9 @@ class Planner:
         self.refusals: list[Refusal] = []
         self._elsewhere = elsewhere
         self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options)
-        self._costs: dict[fx.Node, float] = {}
+        self._cost = cache(partial(node_cost, machine=target))
+        self._launches = cache(is_launch)
+        self._below = cache(self._needless)
         self._copies = Copies(graph, fakes, target, self._cost)
         self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
 
@@ -186,7 +188,7 @@ class Planner:
         given = {value for value, makers in zip(match.results, match.roots, strict=True) if not makers}
         read = {value for of, each in members for value in each.tensors(of).values()} - given
         alone, built_alone = (needs.dying, needs.built) if needs else (frozenset[fx.Node](), ())
-        dying, built = self._dying([of for of, _ in members], read) | alone, self._to_build(read)
+        dying, built = self._dying([of for of, _ in members], frozenset(read)) | alone, self._to_build(read)
         beside = self._dying_together(match, lowering, plan, shared) - dying
         building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
         each_call = [
@@ -197,7 +199,7 @@ class Planner:
         running = sum(cost / sharers for cost, sharers in each_call)
         copying = self._copies.of(match, plan, dying)
         saved = self._worth(dying - alone) + self._worth(beside) / max((sharers for _, sharers in each_call), default=1)
-        launches = sum(map(is_launch, dying - alone)) - int(kernels) - len(each_call)
+        launches = sum(self._launches(node) for node in dying - alone) - int(kernels) - len(each_call)
         launches -= sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
         return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, needs)
@@ -216,11 +218,6 @@ class Planner:
         """What it costs to run nodes of the model."""
         return math.fsum(map(self._cost, nodes))  # the same in whatever order
 
-    def _cost(self, node: fx.Node) -> float:
-        if node not in self._costs:
-            self._costs[node] = node_cost(node, self.target)
-        return self._costs[node]
-
     def _dying_together(self, match: Match, lowering: str, plan: Plan, shared: _Sharing) -> frozenset[fx.Node]:
         """What nothing needs any more once all matches that share a call of this one are rewritten like it."""
         every = (_shared(match, lowering, number, names) for number, (_, names) in enumerate(plan.costs))
@@ -231,8 +228,8 @@ class Planner:
 
     def _dying_of(self, sharers: Mapping[Match, Plan]) -> frozenset[fx.Node]:
         """What several matches make needless together, and none of them alone."""
-        read = {value for each, of in sharers.items() for value in of.tensors(each).values()}
-        alone = (self._dying([each], set(of.tensors(each).values())) for each, of in sharers.items())
+        read = frozenset(value for each, of in sharers.items() for value in of.tensors(each).values())
+        alone = (self._dying([each], frozenset(of.tensors(each).values())) for each, of in sharers.items())
         return self._dying(list(sharers), read) - frozenset[fx.Node]().union(*alone)
 
     def _built(self, built: Sequence[Value], shared: _Sharing) -> tuple[float, float]:
@@ -246,13 +243,15 @@ class Planner:
         """Whether a step that reads these captures alone is computed once, outside the graph; constants beside them."""
         return bool(self.graph.fixed) and all(self._book.is_prepared(match.captures[name]) for name in names)
 
-    def _dying(self, matches: Sequence[Match], read: Collection[Value]) -> frozenset[fx.Node]:
+    def _dying(self, matches: Sequence[Match], read: frozenset[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""
+        return self._below(tuple(node for match in matches for makers in match.roots for node in makers), read)
+
+    def _needless(self, roots: Sequence[fx.Node], read: Collection[Value]) -> frozenset[fx.Node]:
         kept = {node for value in read for node in self.graph.reads(value)}
         memory = {memory_of(node) for node in kept}
         views = (node for value in read for node in self.graph.places.get(value, ()) if memory_of(node) in memory)
         kept.update(views)  # another match may replace the value everywhere
-        roots = [node for match in matches for makers in match.roots for node in makers]
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]
         while waiting:

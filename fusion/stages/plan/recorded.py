@@ -100,9 +100,9 @@ class PlanBook:
             return raised(f"lowering {lowering.name}", error)
 
     def _record(self, match: Match, lowering: Lowering, captures: Mapping[str, Any], kept: _Kept) -> Plan | Refused:
-        inputs = {name: each.detach() for name, each in captures.items() if isinstance(each, torch.Tensor)}
+        inputs = {name: each for name, each in captures.items() if isinstance(each, torch.Tensor)}
 
-        def run() -> tuple[Any, ...]:
+        def run(inputs: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
             results = lowering.run(match.rule, {**captures, **inputs})
             several = results[: len(match.results)] if isinstance(results, tuple) else (results,)
             return tuple(self._fitted(each, value) for each, value in zip(several, match.results, strict=True))

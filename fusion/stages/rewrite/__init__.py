@@ -106,8 +106,8 @@ class _Editor:
             return places[0] if value.args else next(read, places[0])
         recipe = self._graph.recipe(value)
         inputs = {str(number): self._read(arg) for number, arg in enumerate(recipe.args)}
-        fakes = {name: arg.meta["val"].detach() for name, arg in inputs.items()}
-        recorder, result = self._fakes.record(lambda: build(recipe, self._fakes.size, *fakes.values()), fakes)
+        fakes = {name: arg.meta["val"] for name, arg in inputs.items()}
+        recorder, result = self._fakes.record(lambda given: build(recipe, self._fakes.size, *given.values()), fakes)
         (self._now[value],) = self._replay(recorder.steps, [recorder.name(result)], inputs)
         self._layouts.planned(self._now[value], self._fakes.of(value))
         return self._now[value]
