@@ -419,16 +419,23 @@ def refill(graph: fx.Graph, kept: fx.Graph) -> None:
 
 
 def fake_like(fake: Any) -> torch.Tensor:
-    """A fresh fake tensor with the shape, strides, dtype and device of `fake`.
+    """A fresh fake tensor with the shape, strides, dtype and device of `fake`."""
+    if not isinstance(fake, FakeTensor):
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return fake_tensor(fake.fake_mode, fake.shape, fake.stride(), fake.dtype, fake.device)
+
+
+def fake_tensor(
+    mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A fresh fake tensor.
 
     Built directly: running `empty_strided` under the fake mode costs twenty times as much.
     Private: `torch._subclasses.fake_tensor.FakeTensor`.
     """
-    if not isinstance(fake, FakeTensor):
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     with unset_fake_temporarily():
-        meta = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
-    return FakeTensor(fake.fake_mode, meta, fake.device)
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, device)
 
 
 class FakesMode(TorchDispatchMode):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from fusion.errors import NoRulesError, RuleError
@@ -76,26 +73,3 @@ def library_for(options: Options, given: Library | Iterable[Rule] | None = None)
     kept = options.rules or frozenset(known)
     left = (rule for rule in given.rules if rule.name in kept and rule.name not in options.disable)
     return replace(given, rules=tuple(left))
-
-
-def fingerprint(library: Library) -> str:
-    """What tells one state of the code from another: every file of this package and of those that a library is from.
-
-    With it goes the names of the rules and readers, which options may leave out.
-    """
-    kinds = [*map(type, library.rules), *(each.read for each in library.readers)]
-    packages = {kind.__module__.partition(".")[0] for kind in kinds} | {"fusion"}
-    names = [*(rule.name for rule in library.rules), *(each.name for each in library.readers)]
-    return " ".join((*sorted(names), *(f"{each} {_code(each)}" for each in sorted(packages))))
-
-
-def _code(package: str) -> str:
-    """A digest of the files of a package, or of a module alone."""
-    module = import_module(package)
-    folders = [Path(each) for each in getattr(module, "__path__", ())]
-    alone: Any = getattr(module, "__file__", None)
-    files = [each for folder in folders for each in sorted(folder.rglob("*.py"))] or [Path(alone)] * bool(alone)
-    digest = hashlib.sha256()
-    for each in files:
-        digest.update(each.read_bytes())
-    return digest.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,6 +17,8 @@ from fusion.target import Target
 PREPACK = ("copy", "replace")
 LOWER = ("auto", "eager", "inductor", "torchair", "npugraph_ex")
 LENGTHS = ("auto", "host")
+PLAN_CACHE = ("disk", "memory", "off")
+PLAN_CACHE_VARIABLE = "CANN_FUSION_PLAN_CACHE"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Options:
         verify: compare the first call of every fused graph with the original graph.
         prepack: what becomes of Parameters that were concatenated along dim 0: "copy" keeps them beside the joined
             tensor, "replace" makes them views of it.
+        plan_cache: where plans are kept for later graphs: "disk" (the user's cache folder, for later processes too),
+            "memory" or "off"; $CANN_FUSION_PLAN_CACHE, where that is set.
         dump_dir: folder for the graph after each stage, as text; "" for none.
     """
 
@@ -52,6 +57,7 @@ class Options:
     fuel: int | None = None
     verify: bool = False
     prepack: str = "copy"
+    plan_cache: str = ""
     dump_dir: str = ""
 
     def __post_init__(self) -> None:
@@ -61,9 +67,11 @@ class Options:
             object.__setattr__(self, name, frozenset((given,)) if isinstance(given, str) else frozenset(given))
         object.__setattr__(self, "assume", immutable_dict(self.assume))
         object.__setattr__(self, "dump_dir", str(self.dump_dir or ""))
+        object.__setattr__(self, "plan_cache", self.plan_cache or os.environ.get(PLAN_CACHE_VARIABLE, "disk"))
         Target.resolve(self.target)
         launchers = ("lower", self.lower, LOWER), ("plan_lower", self.plan_lower or "auto", LOWER)
-        for name, value, known in (*launchers, ("lengths", self.lengths, LENGTHS), ("prepack", self.prepack, PREPACK)):
+        others = ("lengths", LENGTHS), ("prepack", PREPACK), ("plan_cache", PLAN_CACHE)
+        for name, value, known in (*launchers, *((each, getattr(self, each), known) for each, known in others)):
             check_names(f"value of option {name}", [value], known)
         for name, kind in self.assume.items():
             _check_assumption(name, kind)

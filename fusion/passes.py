@@ -14,7 +14,8 @@ from fusion import operators
 from fusion.errors import StageError
 from fusion.failures import warn
 from fusion.language import Library, Rule
-from fusion.library import fingerprint, library_for
+from fusion.language.code import fingerprint
+from fusion.library import library_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.target import Target

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 
 import torch
@@ -23,6 +24,7 @@ from fusion.facts import Facts
 from fusion.failures import stage
 from fusion.graph.overlay import Held
 from fusion.language import Library, Refused, Rule
+from fusion.language.code import code_of
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Refusal, Rewritten
@@ -32,6 +34,7 @@ from fusion.stages.host_reads import read_on_host
 from fusion.stages.layers import NotRepeatedError, Origins, fold, unfold
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
+from fusion.stages.plan.kept import shelf
 from fusion.stages.prepare import prepare
 from fusion.stages.read import read
 from fusion.stages.reinplace import reinplace
@@ -41,6 +44,7 @@ from fusion.stages.verify import contract, verify
 from fusion.target import Target
 
 log = logging.getLogger("fusion")
+_loaded = cache(code_of)  # what runs is what was loaded, whatever becomes of the files
 REFERENCE = "ascend910_93"  # the chip whose refusals a host report lists as well
 
 
@@ -150,8 +154,11 @@ class _Search:
             found = match(graph, self.library.rules, self.options.unsafe)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
-            planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, times)
+            plans = shelf(f"{operators.ensure()} {_loaded(self.library)}", self.options)
+            planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, times, plans)
             candidates = planner.candidates(found.matches)
+            if plans is not None:
+                plans.save()
         with stage("select"):
             chosen = sorted(select(candidates, graph, self.options.fuel), key=_place_in(graph.order))
         with stage("report"):

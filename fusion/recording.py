@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any
@@ -14,8 +14,10 @@ import torch.fx as fx
 from fusion._torch import (
     FakesMode,
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
     fake_like,
+    fake_tensor,
     leaves,
     run_on_fakes,
     schema_of,
@@ -174,6 +176,14 @@ class Fakes:
             except (RuntimeError, ValueError) as error:
                 self._runs[key] = None, error
         return self._runs[key]
+
+    def made(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A fresh fake with this metadata."""
+        if isinstance(self._mode, FakeTensorMode):
+            return fake_tensor(self._mode, shape, stride, dtype, device)
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
     def like(self, val: Any) -> Any:
         """Fresh fakes with the metadata of `val`: nodes that shared a fake would look like aliases of each other."""

@@ -11,6 +11,7 @@ from zlib import crc32
 
 import pytest
 
+from fusion.options import PLAN_CACHE_VARIABLE
 from tests import changed
 
 SEED = "CANN_FUSION_SEED"
@@ -57,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the seed of what differs from run to run, unless it is given, and what to run; workers inherit both."""
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
+    os.environ[PLAN_CACHE_VARIABLE] = "off"  # what a test sees is worked out in it
     given = getattr(config, "workerinput", {}).get("decision")
     config.stash[DECISION] = changed.Decision(*given) if given else changed.decided(config.option.since)
 

@@ -12,7 +12,8 @@ from fusion import Library, Rule, lowering, pattern, reader, tensor, word
 from fusion.errors import RuleError
 from fusion.graph import Algebra, Miss, Reading, Readings
 from fusion.language import Reader, ordered
-from fusion.library import fingerprint, installed
+from fusion.language.code import fingerprint
+from fusion.library import installed
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read
 

@@ -28,7 +28,8 @@ from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Match, Plan, Refusal
 from fusion.stages.plan.copies import Copies
-from fusion.stages.plan.recorded import PlanBook, Plans
+from fusion.stages.plan.kept import Plans, Shelf
+from fusion.stages.plan.recorded import PlanBook
 from fusion.target import Target
 
 _T = TypeVar("_T")
@@ -54,11 +55,12 @@ class Planner:
         elsewhere: Sequence[Target] = (),
         options: Options = Options(),
         times: Mapping[fx.Node, int] = MappingProxyType({}),
+        shelf: Shelf | None = None,
     ) -> None:
         self.graph, self.fakes, self.target, self._times = graph, fakes, target, times
         self.refusals: list[Refusal] = []
         self._elsewhere = elsewhere
-        self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options)
+        self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, shelf)
         self._cost = cache(partial(node_cost, machine=target))
         self._launches = cache(is_launch)
         self._below = cache(self._needless)

@@ -19,9 +19,8 @@ from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.options import Options
 from fusion.recording import Fakes, frozen
 from fusion.records import Input, Match, Output, Plan, Step
+from fusion.stages.plan.kept import Plans, Shelf, digest, plans_of, text_of
 from fusion.target import Target
-
-Plans = Mapping[str, Plan | Refused]
 
 
 class _Kept(NamedTuple):
@@ -35,9 +34,15 @@ class PlanBook:
     """The plans of one graph for some targets, the first of which counts."""
 
     def __init__(
-        self, graph: Graph, fakes: Fakes, targets: Sequence[Target], plan_lower: str, options: Options
+        self,
+        graph: Graph,
+        fakes: Fakes,
+        targets: Sequence[Target],
+        plan_lower: str,
+        options: Options,
+        shelf: Shelf | None,
     ) -> None:
-        self._graph, self._fakes, self._targets = graph, fakes, targets
+        self._graph, self._fakes, self._targets, self._shelf = graph, fakes, targets, shelf
         self._plan_lower, self._disabled = plan_lower, options.disable
         self._host_reads = options.lengths == "host"
         self.failures: list[Failure] = []
@@ -56,8 +61,24 @@ class PlanBook:
         signature = tuple((name, frozen(each)) for name, each in captures.items())
         key = (match.rule.name, tuple(each.shape for each in match.results), signature, kept)
         if key not in self._plans:
-            self._plans[key] = self._record_all(match, captures, kept)
+            self._plans[key] = self._kept_or_recorded(key, match, captures, kept)
         return self._plans[key]
+
+    def _kept_or_recorded(self, key: Any, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
+        """Plans that an earlier graph has left; else what is recorded now, and left for later ones."""
+        ways = [each.name for each in _ways(match)]
+        depends = key, ways, self._targets, self._plan_lower, self._disabled, self._host_reads
+        name = digest(match.rule, *depends) if self._shelf else None
+        if self._shelf is None or name is None:
+            return self._record_all(match, captures, kept)
+        if name in self._shelf.texts:
+            return plans_of(self._shelf.texts[name], self._fakes)
+        raised = len(self.failures)
+        plans = self._record_all(match, captures, kept)
+        text = text_of(plans)
+        if text is not None and len(self.failures) == raised:
+            self._shelf.put(name, text)
+        return plans
 
     def _record_all(self, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
         """Each lowering; of its variants those up to the first that no target refuses."""

@@ -1,0 +1,163 @@
+"""Plans that are kept: equal to what is recorded, for later graphs and later processes, and never for what differs."""
+
+from __future__ import annotations
+
+import copy
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import silu
+
+from fusion import pipeline
+from fusion.language import Rule, pattern
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.recording import Fakes
+from fusion.stages.plan import kept
+from fusion.testing import capture
+
+from .graphs import norm
+
+HIDDEN = 32
+
+
+def block(x: Tensor, w: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    h = norm(x, w)
+    return silu(h @ gate) * (h @ up), h.amax(-1)
+
+
+def inputs(rows: int = 3) -> tuple[Tensor, ...]:
+    return torch.rand(rows, HIDDEN), torch.rand(HIDDEN), torch.rand(HIDDEN, 8), torch.rand(HIDDEN, 8)
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder with nothing in it, and nothing in memory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept._shelf.cache_clear()
+    return tmp_path / "cann-fusion"
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is recorded from now on."""
+    found: list[Any] = []
+    record = Fakes.record
+
+    def counted(self: Fakes, function: Callable[..., Any], given: Any) -> Any:
+        found.append(function)
+        return record(self, function, given)
+
+    monkeypatch.setattr(Fakes, "record", counted)
+    return found
+
+
+def fused(source: fx.Graph, where: str, target: str = "ascend910_93", **more: Any) -> str:
+    graph = copy.deepcopy(source)
+    outcome = fuse_graph(graph, installed(), Options(target=target, lower="eager", plan_cache=where, **more))
+    told = [f"{each.match.rule.name} {each.lowering} {each.benefit} {each.launches}" for each in outcome.chosen]
+    return "\n".join([str(graph), *told, *map(str, outcome.refusals)])
+
+
+def later() -> None:
+    """Forget what is in memory, as a process that ends does."""
+    kept._shelf.cache_clear()
+
+
+@pytest.mark.parametrize("target", ["host", "ascend910b", "ascend910_93"])
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_later_graph_is_planned_from_what_is_kept(where: str, target: str, recorded: list[Any]):
+    source = capture(block, inputs()).graph.graph
+    expected = fused(source, "off", target)
+    assert fused(source, where, target) == expected
+    recorded.clear()
+    if where == "disk":
+        later()
+    assert fused(source, where, target) == expected
+    assert not recorded
+
+
+def test_what_depends_on_something_else_is_recorded(recorded: list[Any]):
+    source = capture(block, inputs()).graph.graph
+    fused(source, "memory")
+    for other in (dict(target="host"), dict(disable={"npu_swiglu"}), dict(plan_lower="eager"), dict(lengths="host")):
+        recorded.clear()
+        assert fused(source, "memory", **other) == fused(source, "off", **other)
+        assert recorded
+    recorded.clear()
+    wider = capture(block, inputs(5)).graph.graph
+    assert fused(wider, "memory") == fused(wider, "off")
+    assert recorded
+
+
+def test_symbolic_sizes_are_planned_for_their_graph():
+    source = capture(block, inputs(), dynamic=True).graph.graph
+    expected = fused(source, "off")
+    assert [fused(source, "memory") for _ in range(2)] == [expected] * 2
+
+
+def test_a_rule_that_its_file_does_not_tell_is_never_kept():
+    class Local(Rule):
+        name = "local"
+
+        @pattern
+        def form(self, p: Any, x: Any) -> Any:
+            return p.exp(x)
+
+    known = next(rule for rule in installed().rules if rule.name == "rms_norm")
+    assert kept.digest(known, "x") is not None
+    assert kept.digest(Local(), "x") is None
+    assert kept.digest(known, object()) is None
+
+
+def test_what_is_written_tells_kinds_apart():
+    known = installed().rules[0]
+    same = [1, 1.0, True, "1", None, (1,), [1], {"1": 1}, torch.float32, "torch.float32", float("inf"), -0.0, 0.0, int]
+    assert len({kept.digest(known, each) for each in same}) == len(same)
+
+
+@pytest.mark.parametrize("broken", [b"no database", b""])
+def test_a_file_that_cannot_be_used_is_done_without(empty: Path, broken: bytes):
+    source = capture(block, inputs()).graph.graph
+    expected = fused(source, "disk")
+    (file,) = empty.glob("plans-*.sqlite")
+    file.write_bytes(broken)
+    later()
+    assert fused(source, "disk") == expected
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(empty: Path):
+    empty.write_text("a file where the folder should be")
+    source = capture(block, inputs()).graph.graph
+    assert fused(source, "disk") == fused(source, "off")
+
+
+def test_many_may_write_at_once(tmp_path: Path):
+    shelves = [kept.Shelf(tmp_path / "plans.sqlite") for _ in range(8)]
+
+    def write(number: int) -> None:
+        for row in range(20):
+            shelves[number].put(f"{row % 2 * number}-{row}", "{}")
+            shelves[number].save()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    expected = {f"{row % 2 * number}-{row}" for number in range(8) for row in range(20)}
+    assert kept.Shelf(tmp_path / "plans.sqlite").texts.keys() == expected
+    with sqlite3.connect(tmp_path / "plans.sqlite") as rows:
+        assert rows.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_another_state_of_the_code_has_a_file_of_its_own(empty: Path, monkeypatch: pytest.MonkeyPatch):
+    source = capture(block, inputs()).graph.graph
+    fused(source, "disk")
+    monkeypatch.setattr(pipeline, "_loaded", lambda library: "changed")
+    fused(source, "disk")
+    assert len(list(empty.glob("plans-*.sqlite"))) == 2
