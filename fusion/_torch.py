@@ -449,8 +449,8 @@ class FakesMode(TorchDispatchMode):
         return False
 
 
-def run_on_fakes(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator gives on fake tensors: by its Meta kernel at once where that is all that fake mode would run.
+def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function gives on fake tensors: an operator by its Meta kernel, if that is all that fake mode would run.
 
     Fake mode itself takes five times as long, the look into its cache included.
     Private: `torch._subclasses.fake_tensor`, `FakeTensor._find_common_device`.
@@ -475,7 +475,7 @@ def run_on_fakes(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
         return func(*args, **kwargs)
 
 
-def _common_device(func: OpOverload, given: Sequence[Any]) -> torch.device:
+def _common_device(func: Any, given: Sequence[Any]) -> torch.device:
     devices = {each.fake_device for each in given if isinstance(each, FakeTensor)}
     return devices.pop() if len(devices) == 1 else FakeTensor._find_common_device(func, given)[0]
 
@@ -493,11 +493,13 @@ _SPECIAL_FOR_SYMBOLS = (aten.view.default, aten._unsafe_view.default, aten.selec
 
 
 @cache
-def _is_meta_enough(func: OpOverload) -> bool:
+def _is_meta_enough(func: Callable[..., Any]) -> bool:
     """Whether fake mode runs the Meta kernel of an operator and nothing else, where all sizes are known."""
     from torch._decomp import decomposition_table, meta_table
 
-    if func.namespace in ("prim", "prims") or func._schema.is_mutable or not has_meta(func):
+    if not isinstance(func, OpOverload) or func.namespace in ("prim", "prims"):
+        return False
+    if func._schema.is_mutable or not has_meta(func):
         return False
     if func not in _SPECIAL_FOR_SYMBOLS and any(check(func) for check, _ in op_implementations_checks):
         return False

@@ -27,6 +27,7 @@ from fusion.options import Options
 from fusion.origin import render
 from fusion.pipeline import fuse_graph
 from fusion.prepared import supply
+from fusion.progress import watched
 from fusion.report import GraphReport, live_calls, match_report, tally
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
@@ -119,6 +120,10 @@ class FusionBackend:
         return capture(gm, example_inputs, partial(self._compile, Known.of(gm, example_inputs)))
 
     def _compile(self, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
+        with watched("capture", self.options.progress):
+            return self._compiled(known, gm, example_inputs)
+
+    def _compiled(self, known: Known, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boxed:
         original = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         try:
             with stage("capture"):

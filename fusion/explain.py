@@ -16,6 +16,7 @@ from fusion.errors import FusionError
 from fusion.guesses import Guesses
 from fusion.language import Rule
 from fusion.options import Options
+from fusion.progress import watched
 from fusion.report import GraphReport, Report
 from fusion.target import Target
 
@@ -51,7 +52,11 @@ def explain(
     keep_marks(tree_leaves((args, kwargs)), copied)
     for_inference = any(isinstance(each, torch.Tensor) and each.is_inference() for each in copied.values())
     try:
-        with torch.inference_mode() if for_inference else torch.no_grad(), mode:
+        with (
+            watched("trace", checked.progress),
+            torch.inference_mode() if for_inference else torch.no_grad(),
+            mode,
+        ):
             compile_apart(model, explainer, dynamic)(*fake_args, **fake_kwargs)
     except Exception as error:
         if isinstance(unwrapped(error), FusionError):

@@ -15,6 +15,7 @@ from fusion.errors import Failure, FusionError, OperatorError, StageError, Verif
 from fusion.graph import Graph, Value
 from fusion.language import Refused
 from fusion.origin import location, module_path, source_text
+from fusion.progress import at
 from fusion.records import Candidate, Match
 
 _LONGEST = 300  # characters of a message; those of torch hold whole stacks
@@ -28,6 +29,7 @@ def stage(name: str) -> Generator[None, None, None]:
         StageError: something was raised.
         FusionError: the graph, the options or a rule cannot be used.
     """
+    at(name)
     try:
         yield
     except Exception as error:

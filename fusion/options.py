@@ -43,6 +43,7 @@ class Options:
             tensor, "replace" makes them views of it.
         plan_cache: where plans are kept for later graphs: "disk" (the user's cache folder, for later processes too),
             "memory" or "off"; $CANN_FUSION_PLAN_CACHE, where that is set.
+        progress: show a line on the terminal where compiling takes more than five seconds; never in CI.
         dump_dir: folder for the graph after each stage, as text; "" for none.
     """
 
@@ -58,6 +59,7 @@ class Options:
     verify: bool = False
     prepack: str = "copy"
     plan_cache: str = ""
+    progress: bool = True
     dump_dir: str = ""
 
     def __post_init__(self) -> None:
