@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any
@@ -74,15 +74,23 @@ class Recorder(FakesMode):
         return self._names[id(tensor)]
 
 
-def frozen(argument: Any) -> Any:
-    """What a call depends on, to compare and to keep: of tensors how they look, of numbers their type as well."""
-    if isinstance(argument, torch.Tensor):
-        return dims_of(argument.shape), dims_of(argument.stride()), argument.dtype, argument.device
-    if isinstance(argument, (tuple, list)):
-        return tuple(map(frozen, argument))
-    if isinstance(argument, Mapping):
-        return tuple((name, frozen(each)) for name, each in sorted(argument.items()))
-    return dim_of(argument) if isinstance(argument, torch.SymInt) else (type(argument), argument)
+def frozen(argument: Any) -> Hashable:
+    """What a call depends on, to compare and to keep: of tensors how they look, of numbers their type and sign too."""
+    match argument:
+        case torch.Tensor():
+            return dims_of(argument.shape), dims_of(argument.stride()), argument.dtype, argument.device
+        case list() | tuple():
+            return tuple(map(frozen, argument))
+        case Mapping():
+            return tuple((name, frozen(each)) for name, each in sorted(argument.items()))
+        case slice():
+            return slice, frozen((argument.start, argument.stop, argument.step))
+        case torch.SymInt():
+            return dim_of(argument)
+        case float() | complex() | torch.SymFloat() | torch.SymBool():  # 0.0 equals -0.0
+            return type(argument), str(argument)
+        case _:
+            return type(argument), argument
 
 
 def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch.fx.node import map_arg
 
 from fusion.facts import Facts
-from fusion.graph import dims_of
 from fusion.mutation import closing_writes, outputs
+from fusion.recording import frozen
 
 FEWEST = 4
 """Layers from which on some can be left out: the first, one for those in the middle, and the last stay."""
@@ -75,7 +76,7 @@ class _Sequence:
         """What a node does, whatever it reads."""
         given, reads = described(node)
         self._reads.append(reads)
-        return given, _looks(node.meta.get("val"))
+        return given, frozen(node.meta.get("val"))
 
     def distances(self) -> list[int]:
         """How far nodes stand behind the last that does the same, most frequent first."""
@@ -114,7 +115,7 @@ class _Sequence:
 
     def _input(self, node: fx.Node) -> Hashable:
         facts = self._facts
-        return _looks(node.meta.get("val")), node.name in facts.parameters, facts.assumed.get(node.name)
+        return frozen(node.meta.get("val")), node.name in facts.parameters, facts.assumed.get(node.name)
 
     def layers(self, start: int, distance: int, count: int) -> tuple[Layer, ...]:
         """The layers of a stretch that begins behind everything that they share; none if they touch otherwise."""
@@ -192,36 +193,18 @@ class _Sequence:
 def described(node: fx.Node) -> tuple[Hashable, tuple[fx.Node, ...]]:
     """What a node does, whatever it reads; and what it reads, as often as it does."""
     reads: list[fx.Node] = []
-    given = _frozen((node.args, node.kwargs), reads)
+
+    def unnamed(read: fx.Node) -> Any:
+        reads.append(read)
+        return _NODE
+
+    given = frozen(map_arg((node.args, node.kwargs), unnamed))
     target = _constant(node) if node.op == "get_attr" else node.target
     return (node.op, target, given), tuple(reads)
 
 
 def _numbers(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     return {each: place for place, each in enumerate(nodes)}
-
-
-def _frozen(given: Any, reads: list[fx.Node]) -> Hashable:
-    """Arguments without the nodes among them, which are noted in `reads`; numbers with their type."""
-    if isinstance(given, fx.Node):
-        reads.append(given)
-        return _NODE
-    if isinstance(given, (tuple, list)):
-        return tuple(_frozen(each, reads) for each in given)
-    if isinstance(given, dict):
-        return tuple((name, _frozen(each, reads)) for name, each in given.items())
-    if isinstance(given, slice):
-        return slice, _frozen((given.start, given.stop, given.step), reads)
-    return (type(given), repr(given)) if isinstance(given, (float, complex)) else (type(given), given)
-
-
-def _looks(val: Any) -> Hashable:
-    """How a result looks: of tensors all but their numbers."""
-    if isinstance(val, torch.Tensor):
-        return dims_of(val.shape), dims_of(val.stride()), val.dtype, str(val.device)
-    if isinstance(val, (tuple, list)):
-        return tuple(map(_looks, val))
-    return dims_of([val]) if isinstance(val, torch.SymInt) else (type(val), str(val))
 
 
 def _constant(node: fx.Node) -> Hashable:
