@@ -28,7 +28,7 @@ from fusion.origin import render
 from fusion.pipeline import fuse_graph
 from fusion.prepared import supply
 from fusion.progress import watched
-from fusion.report import GraphReport, live_calls, match_report, tally
+from fusion.report import GraphReport, counted, match_report
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.target import Target
@@ -178,7 +178,7 @@ class FusionBackend:
             machine = Target.resolve(self.options.target)
             matches = tuple(match_report(each, machine) for each in outcome.chosen)
             report = GraphReport(
-                **vars(outcome), graph=gm, matches=matches, after=tally(live_calls(gm.graph)), hand_on=self.hand_on
+                **vars(outcome), graph=gm, matches=matches, after=counted(gm.graph), hand_on=self.hand_on
             )
         log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
         return report
@@ -216,9 +216,9 @@ class Explainer:
                 facts = known.facts(gm.graph, self.backend.options.assume)
             self.parts.append(self.backend.fuse(gm, facts=facts))
         except StageError as error:
-            counted = tally(live_calls(original.graph))
+            before = counted(original.graph)
             report = GraphReport(
-                graph=original, before=counted, after=counted, hand_on=self.backend.hand_on, failures=(error.failure,)
+                graph=original, before=before, after=before, hand_on=self.backend.hand_on, failures=(error.failure,)
             )
             self.parts.append(report)
         return boxed(fx.Interpreter(original).run)

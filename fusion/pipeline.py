@@ -1,6 +1,7 @@
 """The pipeline: the one place that knows the order of the stages.
 
-layers → canonicalise → read → match → plan → select → rewrite → prepare → verify → reinplace → verify
+layers → canonicalise → read → match → plan → select → rewrite → prepare → verify → reinplace → verify, and the same
+for the bodies of `cond`, `while_loop` and the like
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
+from typing import cast
 
-import torch
 import torch.fx as fx
 
 from fusion import operators
 from fusion._torch import higher_order, refill
-from fusion.errors import Failure
+from fusion.bodies import bodies
+from fusion.errors import Failure, StageError
 from fusion.facts import Facts
 from fusion.failures import stage
 from fusion.graph.overlay import Held
@@ -28,7 +30,7 @@ from fusion.language.code import code_of
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Refusal, Rewritten
-from fusion.report import Outcome, live_calls, tally
+from fusion.report import Outcome, counted, live_calls, tally, together
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.host_reads import read_on_host
 from fusion.stages.layers import NotRepeatedError, Origins, fold, unfold
@@ -45,11 +47,14 @@ from fusion.target import Target
 
 log = logging.getLogger("fusion")
 _loaded = cache(code_of)  # what runs is what was loaded, whatever becomes of the files
+NOT_ENTERED = "the code inside is not entered: it stays a graph of its own, as it came"
 REFERENCE = "ascend910_93"  # the chip whose refusals a host report lists as well
 
 
 def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Facts = Facts()) -> Outcome:
-    """Rewrite one functional aten graph in place; every node outside the chosen matches stays the same object.
+    """Rewrite one functional aten graph in place, with the bodies that its calls run.
+
+    Every node outside the chosen matches stays the same object; a body becomes another module.
 
     A rule that raises is refused where it does so; the others go on.
 
@@ -63,7 +68,8 @@ def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Fact
     kept = copy.deepcopy(source)
     try:
         with _uncollected():
-            return _fused(source, kept, library, options, facts, target)
+            outcome = _fused(source, kept, library, options, facts, target)
+            return _entered(source, library, options, outcome)
     except BaseException:
         refill(source, kept)
         raise
@@ -87,9 +93,8 @@ def _fused(
     calls = live_calls(source)
     made = _Search(library, options, target).rewritten(source, facts)
     with stage("report"):
-        counted = tally(calls, made.chosen)
-    refusals = (*made.refusals, *_not_entered(source))
-    outcome = Outcome(facts, made.chosen, refusals, counted, failures=_apart(made.failures))
+        before = tally(calls, made.chosen)
+    outcome = Outcome(facts, made.chosen, made.refusals, before, failures=_apart(made.failures))
     return _finished(source, kept, options, target, made, outcome) if made.chosen else outcome
 
 
@@ -203,15 +208,49 @@ def _apart(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     return tuple({(each.stage, each.rule, each.error): each for each in reversed(failures)}.values())[::-1]
 
 
-def _not_entered(source: fx.Graph) -> list[Refusal]:
-    """The calls that keep code as graphs of their own."""
-    reason = "the code inside is not entered: it stays a graph of its own, as it came"
-    return [Refusal(higher_order(node.target), reason, node) for node in source.nodes if _calls_graphs(node)]
+def _entered(source: fx.Graph, library: Library, options: Options, outcome: Outcome) -> Outcome:
+    """The outcome with that of the bodies that calls run: each is rewritten once, and counted at each call.
+
+    The modules that came keep theirs; a body in which a stage fails stays as it came.
+    """
+    rewritten: dict[fx.GraphModule, tuple[fx.GraphModule, Outcome]] = {}
+    names: dict[str, fx.GraphModule] = {}
+    for each in bodies(source):
+        if each.code is None or not each.is_entered:
+            continue
+        if each.code not in rewritten:
+            left = None if options.fuel is None else max(options.fuel - len(outcome.chosen), 0)
+            rewritten[each.code] = code, inner = _body(each.code, library, replace(options, fuel=left))
+            outcome = _beside(outcome, inner)
+        code, inner = rewritten[each.code]
+        names[each.name] = code
+        waits = outcome.host_reads + inner.host_reads
+        outcome = replace(outcome, before=together(outcome.before, inner.before), host_reads=waits)
+    left_alone = dict.fromkeys(each.call for each in bodies(source) if not each.is_entered)
+    refused = [Refusal(higher_order(call.target), NOT_ENTERED, call) for call in left_alone]
+    for name, code in names.items():
+        cast(fx.GraphModule, source.owning_module).add_submodule(name, code)
+    return replace(outcome, refusals=(*outcome.refusals, *refused))
 
 
-def _calls_graphs(node: fx.Node) -> bool:
-    held = (each for each in node.all_input_nodes if each.op == "get_attr")
-    return bool(higher_order(node.target)) and any(not isinstance(each.meta.get("val"), torch.Tensor) for each in held)
+def _body(code: fx.GraphModule, library: Library, options: Options) -> tuple[fx.GraphModule, Outcome]:
+    """A body rewritten, or as it came."""
+    fresh = fx.GraphModule(code, copy.deepcopy(code.graph))
+    try:
+        outcome = fuse_graph(fresh.graph, library, options)
+    except StageError as error:
+        return code, Outcome(before=counted(code.graph), failures=(error.failure,))
+    fresh.recompile()
+    return fresh, outcome
+
+
+def _beside(outcome: Outcome, inner: Outcome) -> Outcome:
+    """What was done in a graph and in one of its bodies."""
+    both = {
+        name: (*getattr(outcome, name), *getattr(inner, name))
+        for name in ("chosen", "refusals", "in_place", "failures")
+    }
+    return replace(outcome, result_copies=outcome.result_copies + inner.result_copies, **both)
 
 
 def plan_lower(options: Options, target: Target) -> str:

@@ -6,12 +6,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from io import StringIO
 from typing import Any
 
 import torch.fx as fx
 
 from fusion._torch import OpOverload, schema_of
+from fusion.bodies import bodies
 from fusion.cost import is_bookkeeping, is_launch
 from fusion.errors import Failure
 from fusion.facts import Facts
@@ -140,6 +142,17 @@ def tally(calls: Mapping[fx.Node, Tally], chosen: Sequence[Candidate] = ()) -> d
     return counts
 
 
+def counted(source: fx.Graph) -> dict[str, Tally]:
+    """Live calls per module path, with those of the bodies that are entered, once for each call that runs them."""
+    inside = (counted(each.code.graph) for each in bodies(source) if each.code is not None and each.is_entered)
+    return reduce(together, inside, tally(live_calls(source)))
+
+
+def together(some: Mapping[str, Tally], more: Mapping[str, Tally]) -> dict[str, Tally]:
+    """What both count, per module path."""
+    return {path: some.get(path, Tally()) + more.get(path, Tally()) for path in (*some, *more)}
+
+
 def match_report(candidate: Candidate, machine: Target) -> MatchReport:
     """What is told of a candidate that was rewritten."""
     node, rule = candidate.match.node, candidate.match.rule
@@ -202,8 +215,7 @@ class Report:
     @property
     def ops(self) -> Counter[str]:
         """Emitted operators by qualified name, as the NPU would run them."""
-        names = (emitted(node) for graph in self.graphs for node in graph.graph.nodes)
-        return Counter(name for name in names if name)
+        return sum((_emitted(graph.graph) for graph in self.graphs), Counter[str]())
 
     @property
     def launches(self) -> tuple[int, int]:
@@ -352,6 +364,12 @@ def _alike(layers: Mapping[str, LayerReport]) -> Counter[tuple[str, LayerReport]
     for path, layer in layers.items():
         kinds[".".join("*" if part.isdigit() else part for part in path.split(".")), layer] += 1
     return kinds
+
+
+def _emitted(source: fx.Graph) -> Counter[str]:
+    inside = (_emitted(each.code.graph) for each in bodies(source) if each.code is not None)
+    names = (emitted(node) for node in source.nodes)
+    return sum(inside, Counter(name for name in names if name))
 
 
 def emitted(node: fx.Node) -> str:

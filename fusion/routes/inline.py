@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fusion.bodies import with_bodies
 from fusion.routes.expand import Table, expand
 
 aten = torch.ops.aten
@@ -16,6 +17,7 @@ aten = torch.ops.aten
 def inline(gm: fx.GraphModule, table: Table) -> fx.GraphModule:
     """A copy of `gm` with the nodes of its decomposition in place of every call of an operator in `table`.
 
+    The same in the bodies that its calls run.
     Composite operators stay whole, for a compiler that has its own way with them; only the calls that are replaced are
     traced. Views become reshapes, because a decomposition's result may have other strides than the operator's.
     Raises `FusionError` when an input of a replaced call has no `meta["val"]`.
@@ -27,6 +29,7 @@ def inline(gm: fx.GraphModule, table: Table) -> fx.GraphModule:
         _replace(inlined, node, expand(_alone(gm, node), table))
     for view in inlined.graph.find_nodes(op="call_function", target=aten.view.default) if calls else []:
         view.target = aten.reshape.default
+    with_bodies(inlined, lambda body: inline(body, table))
     inlined.graph.lint()
     inlined.recompile()
     return inlined

@@ -1,13 +1,15 @@
-"""Regions that torch compiles apart are fused where they are called; other code that runs graphs is left as it came."""
+"""Regions that torch compiles apart are fused where they are called, and graphs that a call runs inside them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import fusion
+from fusion import pipeline
 
 from ..engine.graphs import norm, numbers
 
@@ -108,31 +110,99 @@ def test_layers_that_are_regions_have_their_own_weights():
 
 
 def of_cond(x, w):
-    return torch.cond(x.sum() > 0, lambda a, b: norm(a, b), lambda a, b: a * 2, (norm(x, w), w))
+    return torch.cond(x.sum() > 0, lambda a, b: norm(a, b), lambda a, b: norm(a.cos(), b), (norm(x, w), w))
+
+
+def of_cond_inside(x, w):
+    def either(a, b):
+        return torch.cond(a.sum() > 0, lambda c, d: norm(c, d).sin(), lambda c, d: c * 2, (a, b))
+
+    return torch.cond(x.sum() > 0, either, lambda a, b: a * 2, (norm(x, w), w))
 
 
 def of_while(x, w):
     start = (torch.tensor(0), norm(x, w))
-    return torch._higher_order_ops.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a * 1.5), start)[1]
+    return torch._higher_order_ops.while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, norm(a, w) * 1.5), start)[1]
 
 
 def of_map(x, w):
-    return torch._higher_order_ops.map(lambda row, by: norm(row, by), norm(x, w), w)
+    return torch._higher_order_ops.map(lambda row, by: norm(row[None], by)[0], norm(x, w), w)
 
 
 def of_scan(x, w):
-    return torch._higher_order_ops.scan(lambda c, row: (c + row, c * row), w, norm(x, w), dim=0)[1]
+    return torch._higher_order_ops.scan(lambda c, row: (c + row, norm(c * row, w)), w.cos(), norm(x, w), dim=0)[1]
 
 
-@pytest.mark.parametrize(
-    ("function", "name"), [(of_cond, "cond"), (of_while, "while_loop"), (of_map, "map_impl"), (of_scan, "scan")]
-)
-def test_code_that_runs_graphs_is_left_as_it_came_and_the_report_says_so(function, name):
-    close(compiled(function, X, W), function(X, W))
+BODIES = [(of_cond, 3), (of_cond_inside, 2), (of_while, 2), (of_map, 2), (of_scan, 2)]
+
+
+@pytest.mark.parametrize(("function", "count"), BODIES)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_bodies_of_calls_are_fused_and_counted(function, count, sign):
+    close(compiled(function, X * sign, W), function(X * sign, W))
     report = fusion.explain(function, X, W, options=OPTIONS)
+    assert report.ops == {NORM: count}
+    assert len(report.matches) == count
+    assert not report.failures
+    assert not [each for each in report.refusals if "not entered" in each.reason]
+    assert all(each.where for each in report.matches)
+    before, after = report.launches
+    assert before - after == sum(each.saved for each in report.matches) > 0
+
+
+@pytest.mark.parametrize("function", [of_cond, of_cond_inside, of_while, of_map])
+def test_bodies_of_calls_are_fused_for_inductor(function):
+    options = {"target": "host", "lower": "inductor"}
+    with torch.no_grad():
+        have = torch.compile(function, backend="cann_fusion", options=options, fullgraph=True)(X, W)
+    close(have, function(X, W))
+
+
+def test_what_a_body_is_given_is_not_written_to():
+    def put(x, cache, places):
+        def write(a, c, p):
+            return c.index_copy(0, p, norm(a, W))
+
+        return torch.cond(x.sum() > 0, write, lambda a, c, p: c * 2, (x, cache, places))
+
+    cache, places = numbers(8, 64, seed=2), torch.tensor([5, 1, 2, 7])
+    kept = cache.clone()
+    close(compiled(put, X.abs(), cache, places), put(X.abs(), kept, places))
+    assert torch.equal(cache, kept)
+
+
+def test_a_body_whose_stage_fails_stays_as_it_came(monkeypatch):
+    whole = pipeline.verify
+
+    def failing(source, *rest):
+        if len(source.find_nodes(op="get_attr")) == 0:
+            raise RuntimeError("no body is right")
+        whole(source, *rest)
+
+    monkeypatch.setattr(pipeline, "verify", failing)
+    with pytest.warns(UserWarning, match="no body is right"):
+        have = compiled(of_cond, X, W)
+    close(have, of_cond(X, W))
+    report = fusion.explain(of_cond, X, W, options=OPTIONS)
+    assert report.ops == {NORM: 1}
+    assert {(each.stage, each.whole) for each in report.failures} == {("verify", True)}
+
+
+def test_fuel_is_used_up_in_bodies_too():
+    counts = [fusion.explain(of_cond, X, W, options=OPTIONS | {"fuel": n}).ops[NORM] for n in range(5)]
+    assert counts == [0, 1, 2, 3, 3]
+
+
+def of_elements(x, w):
+    heads = norm(x, w).view(1, 2, 2, 64)
+    return flex_attention(heads, heads, heads, score_mod=lambda score, b, h, q, k: score * 2)
+
+
+def test_code_for_elements_is_left_as_it_came_and_the_report_says_so():
+    report = fusion.explain(of_elements, X, W, options=OPTIONS)
     assert report.ops == {NORM: 1}
     (told,) = [each for each in report.refusals if "not entered" in each.reason]
-    assert told.rule == name
+    assert told.rule == "flex_attention"
     assert told.where.startswith(f"{__file__}:")
     assert not report.failures
 
