@@ -1,36 +1,46 @@
-"""What the pass costs beside tracing, by model and number of layers: its seconds over those of Dynamo and AOT.
+"""What the pass costs beside tracing, by model, step and number of layers: CPU seconds over those of Dynamo and AOT.
 
-    python benchmarks/pass_cost.py [--models DeepseekV32 Qwen3] [--layers 4 16] [--modes decode] [--rounds 3]
-                                   [--limit 0.15] [--slope 1.05]
+    python -m benchmarks.pass_cost [--models DeepseekV32 Qwen3] [--layers 4 16] [--modes decode] [--rounds 3]
+                                   [--incumbents] [--never 100] [--json FILE] [limits]
 
-Prints a table, the share of each stage, how the cost grows with the layers, and one line of JSON. Exits with 1 where a
-median ratio at the largest number of layers, or the exponent by which the pass grows, is above its limit.
+A model is traced once a round, and everything is run on copies of that graph, one after the other: the whole pass without
+plans that were kept, the same with them, with rules that never match, and what others do at the same places. Prints a
+table of medians and one line of JSON; exits with 1 where a figure is above its limit.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import statistics
 import time
+import tracemalloc
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+import torch.fx as fx
 import transformers
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks import incumbents
+from benchmarks.never import never_matching
 from fusion import Options, pipeline
 from fusion.backend import FusionBackend
+from fusion.facts import Facts
+from fusion.language import Library
+from fusion.library import library_for
 from fusion.report import GraphReport
 
 _COMMON = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 192, "num_attention_heads": 4, "pad_token_id": 0}
@@ -48,65 +58,119 @@ MODELS = {
     "GptOss": lambda layers: _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 MODES = ("decode", "prefill")
+COMPARED = ("match", "plan", "select", "rewrite")
+"""The stages that do what others do."""
 
 
-class _Fused(Exception):  # noqa: N818 - ends a compilation behind the pass
-    """The pass is done: nothing is run."""
+class _Measured(Exception):  # noqa: N818 - ends a compilation behind the pass
+    """Everything is measured: nothing is run."""
 
 
 @dataclass
-class Measured:
-    """Seconds of one compilation: of Dynamo and AOT, of the pass, and of each of its stages."""
+class Figures:
+    """CPU seconds of one round; of the pass without plans that were kept (cold), and with them (warm).
+
+    Attributes:
+        tracing: Dynamo and AOT.
+        cold: the whole pass.
+        warm: the whole pass, with the plans of a run before it.
+        stages: each stage of the cold pass.
+        never: the cold pass with further rules, over that without them.
+        others: by name, what others take, and how many places they replace.
+        places: how many places the pass rewrites.
+        peak: bytes that the pass allocates at most.
+    """
 
     tracing: float = 0.0
-    own: float = 0.0
+    cold: float = 0.0
+    warm: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    never: float = 0.0
+    others: dict[str, tuple[float, int]] = field(default_factory=dict)
+    places: int = 0
+    peak: int = 0
+
+    @property
+    def compared(self) -> float:
+        """The stages that do what others do."""
+        return sum(self.stages[name] for name in COMPARED)
 
 
-class _Timed(FusionBackend):
-    """The backend, which stops behind its pass and tells how long that took."""
+@dataclass(frozen=True)
+class _Judge(FusionBackend):
+    """The backend, which in place of compiling measures the pass on copies of the graph that it is given."""
 
-    def fuse(self, *args: Any, **kwargs: Any) -> GraphReport:
-        """As the backend does, timed."""
+    never: int = 0
+    with_others: bool = False
+
+    def fuse(self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None) -> GraphReport:
+        """As the backend does, several times."""
+        entered = time.process_time()
+        found = Figures()
+        with _watched(found):
+            found.cold, report = self._run(gm, facts)
+        kept = replace(self.options, plan_cache="memory")
+        self._run(gm, facts, options=kept)
+        found.warm, _ = self._run(gm, facts, options=kept)
+        found.places = len(report.chosen)
+        if self.never:
+            known = library_for(self.options, self.rules)
+            more = Library((*known.rules, *never_matching(self.never)), known.readers)
+            found.never = self._run(gm, facts, rules=more)[0] - self._run(gm, facts, rules=known)[0]
+        if self.with_others:
+            gone = [[node.name for node in each.dying] for each in report.chosen]
+            kinds = incumbents.kinds(gm.graph, gone)
+            found.others["register_replacement"] = incumbents.by_register_replacement(gm, kinds)
+            found.others["subgraph_rewriter"] = incumbents.by_subgraph_rewriter(gm, kinds)
+        tracemalloc.start()
+        self._run(gm, facts)
+        found.peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        raise _Measured(entered, found)
+
+    def _run(self, gm: fx.GraphModule, facts: Facts, **changed: Any) -> tuple[float, GraphReport]:
+        """Seconds and outcome of the pass on a copy of the graph."""
+        own, original = (fx.GraphModule(gm, copy.deepcopy(gm.graph)) for _ in range(2))
+        backend = FusionBackend(**{"options": self.options, "rules": self.rules} | changed)
         start = time.process_time()
-        super().fuse(*args, **kwargs)
-        raise _Fused(start, time.process_time())
+        report = backend.fuse(own, facts, original.graph)
+        return time.process_time() - start, report
 
 
-def measure(family: str, layers: int, mode: str) -> Measured:
+def measure(family: str, layers: int, mode: str, never: int = 0, with_others: bool = False) -> Figures:
     """Compile one step of a small random model, up to the fused graph."""
     config = getattr(transformers, f"{family}Config")(num_hidden_layers=layers, **MODELS[family](layers))
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).eval().requires_grad_(False)
     call: dict[str, Any] = {"input_ids": torch.arange(8).view(1, 8), "use_cache": False}
-    found = Measured()
+    options = Options(target="ascend910_93", lower="eager", plan_cache="off")
     with torch.no_grad():
         if mode == "decode":
             cache = transformers.StaticCache(config=config, max_cache_len=32)
             model(input_ids=call["input_ids"], past_key_values=cache, use_cache=True)
             call = {"input_ids": torch.ones(1, 1, dtype=torch.long), "past_key_values": cache, "use_cache": True}
         torch.compiler.reset()
-        compiled = torch.compile(model, backend=_Timed(Options(target="ascend910_93", lower="eager")), fullgraph=True)
+        judge = _Judge(options, never=never, with_others=with_others)
+        compiled = torch.compile(model, backend=judge, fullgraph=True)
         start = time.process_time()
-        with _watched(found):
-            try:
-                compiled(**call)
-            except Exception as error:
-                begin, end = _moments(error)
-                found.tracing, found.own = begin - start, end - begin
-    return found
+        try:
+            compiled(**call)
+        except Exception as error:
+            return _figures(error, start)
+    raise SystemExit(f"pass_cost: {family} {mode} compiled without its graph having been fused; try another step")
 
 
-def _moments(error: BaseException | None) -> tuple[float, float]:
-    while error is not None and not isinstance(error, _Fused):
-        error = error.__cause__ or getattr(error, "inner_exception", None)
-    if error is None:
-        raise SystemExit("pass_cost: the model compiled without its graph having been fused; try another mode")
-    begin, end = error.args
-    return begin, end
+def _figures(error: BaseException, start: float) -> Figures:
+    reason: BaseException | None = error
+    while reason is not None and not isinstance(reason, _Measured):
+        reason = reason.__cause__ or getattr(reason, "inner_exception", None)
+    if reason is None:
+        raise error
+    entered, found = reason.args
+    return replace(found, tracing=entered - start)
 
 
 @contextmanager
-def _watched(found: Measured) -> Iterator[None]:
+def _watched(found: Figures) -> Iterator[None]:
     """Note the seconds that each stage takes, without those of stages inside it."""
     entered, inside = pipeline.stage, [0.0]
 
@@ -127,7 +191,7 @@ def _watched(found: Measured) -> Iterator[None]:
         pipeline.stage = entered
 
 
-def exponent(seconds: dict[int, float]) -> float:
+def exponent(seconds: Mapping[int, float]) -> float:
     """How the cost grows between the smallest and the largest number of layers: 1 in proportion, 0 not at all."""
     small, large = min(seconds), max(seconds)
     return math.log(seconds[large] / seconds[small]) / math.log(large / small) if large > small else 0.0
@@ -138,48 +202,96 @@ def main(
     layers: Annotated[list[int], typer.Option(help="numbers of layers")] = [4, 16],  # noqa: B006
     modes: Annotated[list[str], typer.Option(help=f"steps: {', '.join(MODES)}")] = ["decode"],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="repetitions, interleaved; medians count")] = 3,
-    limit: Annotated[float, typer.Option(help="largest ratio of the pass to tracing at the most layers")] = 0.15,
-    slope: Annotated[float, typer.Option(help="largest exponent of the pass over the layers")] = 1.05,
+    others: Annotated[bool, typer.Option("--incumbents", help="run what others do at the same places")] = False,
+    never: Annotated[int, typer.Option(help="further rules, which match nowhere")] = 0,
+    file: Annotated[Path | None, typer.Option("--json", help="where the figures go as JSON, too")] = None,
+    cold: Annotated[float, typer.Option(help="largest ratio of the pass to tracing, at the most layers")] = math.inf,
+    warm: Annotated[float, typer.Option(help="the same with plans that were kept")] = math.inf,
+    slope: Annotated[float, typer.Option(help="largest exponent of the pass over the layers")] = math.inf,
+    never_limit: Annotated[float, typer.Option(help="largest ratio of the further rules to tracing")] = math.inf,
+    faster: Annotated[float, typer.Option(help="how often faster than register_replacement, at least")] = 0.0,
 ) -> None:
     """Measure and print."""
     unknown = [each for each in models if each not in MODELS] + [each for each in modes if each not in MODES]
     if unknown:
         raise typer.BadParameter(f"not known: {', '.join(unknown)}; models are {', '.join(MODELS)}, modes {MODES}")
+    if faster and not others:
+        raise typer.BadParameter("--faster compares with --incumbents: give both")
     torch.set_num_threads(1)
-    cases = [(family, mode, count) for family in models for mode in modes for count in sorted(layers)]
-    measure(models[0], 2, modes[0])  # imports and caches
-    runs = defaultdict[tuple[str, str, int], list[Measured]](list)
+    cases = [(family, mode, count) for family in models for mode in modes for count in sorted(set(layers))]
+    measure(models[0], 2, modes[0], never)  # imports and caches
+    runs = defaultdict[tuple[str, str, int], list[Figures]](list)
     for case in track([case for _ in range(rounds) for case in cases], "compiling", console=Console(stderr=True)):
         family, mode, count = case
-        runs[case].append(measure(family, count, mode))
-    table = Table(
-        "model", "step", "layers", "pass, s", "tracing, s", "ratio", "stages", title="cost of the pass (medians)"
-    )
-    ratios = {case: statistics.median(each.own / each.tracing for each in found) for case, found in runs.items()}
-    owns = {case: statistics.median(each.own for each in found) for case, found in runs.items()}
-    for (family, mode, count), found in runs.items():
-        case = family, mode, count
-        tracing = statistics.median(each.tracing for each in found)
-        table.add_row(
-            family, mode, str(count), f"{owns[case]:.2f}", f"{tracing:.2f}", f"{ratios[case]:.1%}", _shares(found)
-        )
+        runs[case].append(measure(family, count, mode, never, others))
+    told = {" ".join(map(str, case)): _told(found) for case, found in runs.items()}
     slopes = {
-        f"{family} {mode}": exponent({count: owns[family, mode, count] for count in layers})
+        f"{family} {mode}": exponent({n: told[f"{family} {mode} {n}"]["cold_seconds"] for n in layers})
         for family in models
         for mode in modes
     }
-    Console(width=140).print(table)
-    told = {" ".join(map(str, case)): round(ratio, 4) for case, ratio in ratios.items()}
-    print(json.dumps({"pass_over_tracing": told, "exponent": {name: round(each, 2) for name, each in slopes.items()}}))
-    worst = max(ratio for (_, _, count), ratio in ratios.items() if count == max(layers))
-    raise typer.Exit(int(worst > limit or max(slopes.values()) > slope))
+    _show(runs, told)
+    text = json.dumps({"cases": told, "exponent": {name: round(each, 2) for name, each in slopes.items()}})
+    print(text)
+    if file is not None:
+        file.write_text(text + "\n")
+    largest = [each for name, each in told.items() if name.endswith(f" {max(layers)}")]
+    broken = [
+        *(f"cold {each['cold']:.1%}" for each in largest if each["cold"] > cold),
+        *(f"warm {each['warm']:.1%}" for each in largest if each["warm"] > warm),
+        *(f"further rules {each['never']:.2%}" for each in largest if each["never"] > never_limit),
+        *(
+            f"{each['register_replacement']:.1f}x"
+            for each in largest
+            if others and each["register_replacement"] < faster
+        ),
+        *(f"exponent {each:.2f}" for each in slopes.values() if each > slope),
+    ]
+    if broken:
+        Console(stderr=True).print(f"beyond the limits: {', '.join(broken)}")
+    raise typer.Exit(int(bool(broken)))
 
 
-def _shares(found: list[Measured]) -> str:
+def _told(found: Sequence[Figures]) -> dict[str, float]:
+    """Medians over the rounds; ratios of one round each."""
+
+    def median(*values: float) -> float:
+        return round(statistics.median(values), 4)
+
+    said = {
+        "tracing_seconds": median(*(each.tracing for each in found)),
+        "cold_seconds": median(*(each.cold for each in found)),
+        "cold": median(*(each.cold / each.tracing for each in found)),
+        "warm": median(*(each.warm / each.tracing for each in found)),
+        "never": median(*(each.never / each.tracing for each in found)),
+        "places": median(*(each.places for each in found)),
+        "peak_mib": median(*(each.peak / 2**20 for each in found)),
+    }
+    for name in found[0].others:
+        said[name] = median(*(each.others[name][0] / each.compared for each in found))
+        said[f"{name}_places"] = median(*(each.others[name][1] for each in found))
+    return said
+
+
+def _show(runs: Mapping[tuple[str, str, int], Sequence[Figures]], told: Mapping[str, Mapping[str, float]]) -> None:
+    titles = ("model", "step", "layers", "tracing, s", "cold, s", "cold", "warm", "further rules", "peak, MiB")
+    table = Table(*titles, "others", "stages of the cold pass", title="cost of the pass over Dynamo and AOT (medians)")
+    for case, found in runs.items():
+        each = told[" ".join(map(str, case))]
+        others = [f"{name} {each[name]:.1f}x, {each[f'{name}_places']:.0f} of {each['places']:.0f} places"
+                  for name in found[0].others]  # fmt: skip
+        table.add_row(
+            *map(str, case), f"{each['tracing_seconds']:.2f}", f"{each['cold_seconds']:.2f}", f"{each['cold']:.1%}",
+            f"{each['warm']:.1%}", f"{each['never']:.2%}", f"{each['peak_mib']:.0f}", "\n".join(others), _shares(found),
+        )  # fmt: skip
+    Console(width=180).print(table)
+
+
+def _shares(found: Sequence[Figures]) -> str:
     """The stages that take most of the pass."""
     names = {name for each in found for name in each.stages}
-    shares = {name: statistics.median(each.stages[name] / each.own for each in found) for name in names}
-    most = sorted(shares.items(), key=lambda each: -each[1])[:4]
+    shares = {name: statistics.median(each.stages[name] / each.cold for each in found) for name in names}
+    most = sorted(shares.items(), key=lambda each: -each[1])[:5]
     return ", ".join(f"{name} {share:.0%}" for name, share in most)
 
 

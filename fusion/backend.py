@@ -128,7 +128,7 @@ class FusionBackend:
         try:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.options.assume)
-            report = self.fuse(gm, facts)
+            report = self.fuse(gm, facts, original.graph)
         except FusionError as error:  # whatever fails, the model runs as it came
             return self._as_it_came(original, example_inputs, error)
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
@@ -161,8 +161,8 @@ class FusionBackend:
         with outside_modes():
             return lower(original, example_inputs, "eager" if symbolic else route(self.options.lower))
 
-    def fuse(self, gm: fx.GraphModule, facts: Facts = Facts()) -> GraphReport:
-        """Rewrite one functional aten graph in place and report.
+    def fuse(self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None) -> GraphReport:
+        """Rewrite one functional aten graph in place and report; `original` is a copy of it, where there is one.
 
         Raises:
             FusionError: the options or a rule cannot be used.
@@ -170,7 +170,7 @@ class FusionBackend:
         """
         dump = partial(_dump, self.options.dump_dir, next(_numbers))
         dump("captured", gm.graph)
-        outcome = fuse_graph(gm.graph, library_for(self.options, self.rules), self.options, facts)
+        outcome = fuse_graph(gm.graph, library_for(self.options, self.rules), self.options, facts, original)
         if outcome.chosen:
             gm.recompile()
         dump("fused", gm.graph)
@@ -214,7 +214,7 @@ class Explainer:
         try:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.backend.options.assume)
-            self.parts.append(self.backend.fuse(gm, facts=facts))
+            self.parts.append(self.backend.fuse(gm, facts, original.graph))
         except StageError as error:
             before = counted(original.graph)
             report = GraphReport(

@@ -51,10 +51,13 @@ NOT_ENTERED = "the code inside is not entered: it stays a graph of its own, as i
 REFERENCE = "ascend910_93"  # the chip whose refusals a host report lists as well
 
 
-def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Facts = Facts()) -> Outcome:
+def fuse_graph(
+    source: fx.Graph, library: Library, options: Options, facts: Facts = Facts(), original: fx.Graph | None = None
+) -> Outcome:
     """Rewrite one functional aten graph in place, with the bodies that its calls run.
 
-    Every node outside the chosen matches stays the same object; a body becomes another module.
+    Every node outside the chosen matches stays the same object; a body becomes another module. `original` is a copy of
+    the graph, where the caller has one.
 
     A rule that raises is refused where it does so; the others go on.
 
@@ -65,7 +68,7 @@ def fuse_graph(source: fx.Graph, library: Library, options: Options, facts: Fact
     with stage("operators"):
         operators.ensure()
         target = Target.resolve(options.target)
-    kept = copy.deepcopy(source)
+    kept = copy.deepcopy(source) if original is None else original
     try:
         with _uncollected():
             outcome = _fused(source, kept, library, options, facts, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,8 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
     wanted = _frontier(source, found)
     left = {each for node in wanted for each in _closure(node)}
     placed: dict[tuple[str, tuple[str, ...]], tuple[fx.Node, Prepared]] = {}
-    for node, recipe in [(node, _extract(node, prepack == "replace")) for node in wanted]:
+    modules: dict[str, fx.GraphModule] = {}
+    for node, recipe in [(node, _extract(node, prepack == "replace", modules)) for node in wanted]:
         same = (recipe.key, recipe.sources)
         if same not in placed:
             with source.inserting_after(source.find_nodes(op="placeholder")[-1]):
@@ -82,26 +83,40 @@ def _closure(node: fx.Node) -> list[fx.Node]:
     return list(done)
 
 
-def _extract(node: fx.Node, may_join: bool) -> Prepared:
-    """How to compute `node` from Parameters, without the name of the input that will hold it."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    made: dict[str, fx.Node] = {}
-    parameters = [each for each in _closure(node) if each.op == "placeholder"]
-    for number, each in enumerate(parameters):
-        copies[each] = graph.placeholder(f"p{number}")
-    for each in _closure(node):
-        if each not in copies:
-            target: Any = each.target
-            args, kwargs = map_arg((each.args, each.kwargs), copies.__getitem__)
-            call = repr((target, args, kwargs))
-            copies[each] = made.get(call) or made.setdefault(call, graph.call_function(target, args, kwargs))
-    graph.output(copies[node])
-    module = fx.GraphModule({}, graph)
+def _extract(node: fx.Node, may_join: bool, modules: dict[str, fx.GraphModule]) -> Prepared:
+    """How to compute `node` from Parameters, without the name of the input that will hold it.
+
+    What computes the same is one of `modules`, which grow: equal layers need one.
+    """
+    closure = _closure(node)
+    parameters = [each for each in closure if each.op == "placeholder"]
+    names = {each: f"%{number}" for number, each in enumerate(parameters)}
+    made: dict[str, fx.Node] = {}  # by what each call is
+    for each in closure:
+        if each not in names:
+            call = repr((each.target, *map_arg((each.args, each.kwargs), names.__getitem__)))
+            first = made.setdefault(call, each)
+            names[each] = names.get(first, f"%{len(parameters) + len(made)}")
     joined = may_join and _is_join(node)
-    key = "\n".join([module.code, *(_layout(each.meta["val"]) for each in (*parameters, node)), str(joined)])
+    key = "\n".join([*made, names[node], *(_layout(each.meta["val"]) for each in (*parameters, node)), str(joined)])
+    if key not in modules:
+        modules[key] = _module(parameters, list(made.values()), names, names[node])
     held = 0 if joined else _bytes(node.meta["val"])
-    return Prepared("", tuple(each.name for each in parameters), module, key, joined, held)
+    return Prepared("", tuple(each.name for each in parameters), modules[key], key, joined, held)
+
+
+def _module(
+    parameters: Sequence[fx.Node], calls: Sequence[fx.Node], names: Mapping[fx.Node, str], result: str
+) -> fx.GraphModule:
+    """Calls in their order as a module of the Parameters; nodes with one name are one value."""
+    graph = fx.Graph()
+    copies = {names[each]: graph.placeholder(f"p{number}") for number, each in enumerate(parameters)}
+    for each in calls:
+        target: Any = each.target
+        args, kwargs = map_arg((each.args, each.kwargs), lambda read: copies[names[read]])
+        copies[names[each]] = graph.call_function(target, args, kwargs)
+    graph.output(copies[result])
+    return fx.GraphModule({}, graph)
 
 
 def _is_join(node: fx.Node) -> bool:
