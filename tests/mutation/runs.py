@@ -152,11 +152,11 @@ class Runner:
 
     def _meet(self, name: str, tests: list[str]) -> Verdict:
         probe.dropped = name
-        start = time.monotonic()
+        start = time.process_time()  # what else runs here does not count
         for count, nodeid in enumerate(tests, 1):
             if not _passes(self.items[nodeid]):
                 return Verdict(name, "killed", count, len(tests), nodeid)
-            if time.monotonic() - start > self.budget:
+            if time.process_time() - start > self.budget:
                 return Verdict(name, "survived", count, len(tests))
         return Verdict(name, "survived", len(tests), len(tests))
 
