@@ -13,7 +13,7 @@ SYSTEM := $(shell uname -s)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test nightly mutate demo docs clean
+.PHONY: help setup check test nightly mutate demo bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-8s %s\n", $$1, $$2 }'
@@ -57,6 +57,9 @@ mutate: $(VENV)/.installed  ## drop one guard at a time: some test must fail (ho
 
 demo: $(VENV)/.installed  ## a Hugging Face model before and after, with its numbers checked
 	$(BIN)/python examples/demo.py
+
+bench: $(VENV)/.installed  ## what the pass costs beside tracing, and beside others (a quick set: minutes)
+	$(BIN)/python -m benchmarks.pass_cost --layers 2 --layers 4 --rounds 1 --incumbents --never 100
 
 docs: $(VENV)/.installed  ## write the generated pages of docs/
 	$(BIN)/python docs/build.py

@@ -1,0 +1,1 @@
+"""What the pass costs: scripts that print ratios."""

@@ -1,7 +1,7 @@
 """The same places by others: Inductor's `register_replacement` and `torch.fx.subgraph_rewriter`.
 
-What our pass rewrites in a graph is cut out of it, and each kind of place becomes one pattern of theirs, with its literals.
-So their patterns are as specific as any, and what they put in its place is one call per result: less than ours to make.
+What our pass rewrites in a graph is cut out of it, and each kind of place becomes one pattern of theirs, with its
+literals. So their patterns are as specific as any, and what they put there is one call per result, less than ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules that match nowhere, to see what each further rule costs: their first operator is everywhere, the rest is not."""
+"""Rules that match nowhere, to see what one more rule costs: their root is everywhere, the rest is not."""
 
 from __future__ import annotations
 

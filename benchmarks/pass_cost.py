@@ -1,11 +1,11 @@
 """What the pass costs beside tracing, by model, step and number of layers: CPU seconds over those of Dynamo and AOT.
 
-    python -m benchmarks.pass_cost [--models DeepseekV32 Qwen3] [--layers 4 16] [--modes decode] [--rounds 3]
-                                   [--incumbents] [--never 100] [--json FILE] [limits]
+    python -m benchmarks.pass_cost --models DeepseekV32 --models Qwen3 --layers 4 --layers 61 --modes decode
+                                   --incumbents --never 100 --json figures.json --cold 0.04
 
-A model is traced once a round, and everything is run on copies of that graph, one after the other: the whole pass without
-plans that were kept, the same with them, with rules that never match, and what others do at the same places. Prints a
-table of medians and one line of JSON; exits with 1 where a figure is above its limit.
+A model is traced once a round, and everything is run on copies of that graph, one after the other: the whole pass
+without plans that were kept, the same with them, with rules that never match, and what others do at the same places.
+Prints a table of medians and one line of JSON; exits with 1 where a figure is beyond a limit that is given.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def main(
     never_limit: Annotated[float, typer.Option(help="largest ratio of the further rules to tracing")] = math.inf,
     faster: Annotated[float, typer.Option(help="how often faster than register_replacement, at least")] = 0.0,
 ) -> None:
-    """Measure and print."""
+    """Measure what the pass costs beside tracing; each option that is a list is given once for each of its items."""
     unknown = [each for each in models if each not in MODELS] + [each for each in modes if each not in MODES]
     if unknown:
         raise typer.BadParameter(f"not known: {', '.join(unknown)}; models are {', '.join(MODELS)}, modes {MODES}")

@@ -28,7 +28,7 @@ from fusion.origin import render
 from fusion.pipeline import fuse_graph
 from fusion.prepared import supply
 from fusion.progress import watched
-from fusion.report import GraphReport, counted, match_report
+from fusion.report import GraphReport, Outcome, counted
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.target import Target
@@ -162,7 +162,9 @@ class FusionBackend:
             return lower(original, example_inputs, "eager" if symbolic else route(self.options.lower))
 
     def fuse(self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None) -> GraphReport:
-        """Rewrite one functional aten graph in place and report; `original` is a copy of it, where there is one.
+        """Rewrite one functional aten graph in place and report; its code is not made again.
+
+        `original` is a copy of the graph, where there is one.
 
         Raises:
             FusionError: the options or a rule cannot be used.
@@ -171,16 +173,10 @@ class FusionBackend:
         dump = partial(_dump, self.options.dump_dir, next(_numbers))
         dump("captured", gm.graph)
         outcome = fuse_graph(gm.graph, library_for(self.options, self.rules), self.options, facts, original)
-        if outcome.chosen:
-            gm.recompile()
         dump("fused", gm.graph)
-        with stage("report"):
-            machine = Target.resolve(self.options.target)
-            matches = tuple(match_report(each, machine) for each in outcome.chosen)
-            report = GraphReport(
-                **vars(outcome), graph=gm, matches=matches, after=counted(gm.graph), hand_on=self.hand_on
-            )
-        log.info("fused %d places, refused %d", len(report.matches), len(report.refusals))
+        machine = Target.resolve(self.options.target)
+        report = GraphReport(**vars(outcome), graph=gm, machine=machine, hand_on=self.hand_on)
+        log.info("fused %d places, refused %d", len(report.chosen), len(report.refusals))
         return report
 
     def hand_on(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -215,12 +211,13 @@ class Explainer:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.backend.options.assume)
             self.parts.append(self.backend.fuse(gm, facts, original.graph))
+            gm.recompile()
         except StageError as error:
-            before = counted(original.graph)
-            report = GraphReport(
-                graph=original, before=before, after=before, hand_on=self.backend.hand_on, failures=(error.failure,)
+            failed = Outcome(before=counted(original.graph), failures=(error.failure,))
+            machine = Target.resolve(self.backend.options.target)
+            self.parts.append(
+                GraphReport(**vars(failed), graph=original, machine=machine, hand_on=self.backend.hand_on)
             )
-            self.parts.append(report)
         return boxed(fx.Interpreter(original).run)
 
 

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from io import StringIO
 from typing import Any
 
@@ -101,19 +101,27 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphReport(Outcome):
-    """The outcome for one graph, with that graph.
+    """The outcome for one graph, with that graph; what is told of it is worked out when it is read.
 
     Attributes:
         graph: the rewritten graph, with real operator names, before lowering.
-        matches: the rewrites, as they are told.
-        after: live calls per module after.
+        machine: the target.
         hand_on: gives the graph as it is handed to the compiler that runs it.
     """
 
     graph: fx.GraphModule
-    matches: tuple[MatchReport, ...] = ()
-    after: Mapping[str, Tally]
+    machine: Target
     hand_on: Callable[[fx.GraphModule], fx.GraphModule]
+
+    @cached_property
+    def matches(self) -> tuple[MatchReport, ...]:
+        """The rewrites, as they are told."""
+        return tuple(match_report(each, self.machine) for each in self.chosen)
+
+    @cached_property
+    def after(self) -> Mapping[str, Tally]:
+        """Live calls per module after."""
+        return counted(self.graph.graph)
 
     @property
     def assumptions(self) -> dict[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -161,3 +163,14 @@ def test_another_state_of_the_code_has_a_file_of_its_own(empty: Path, monkeypatc
     monkeypatch.setattr(pipeline, "_loaded", lambda library: "changed")
     fused(source, "disk")
     assert len(list(empty.glob("plans-*.sqlite"))) == 2
+
+
+def test_files_that_none_has_read_for_a_month_are_removed(tmp_path: Path):
+    files = [tmp_path / name for name in ("plans-old.sqlite", "plans-new.sqlite", "notes.txt")]
+    for each, days in zip(files, (31, 29, 31), strict=True):
+        each.touch()
+        os.utime(each, (time.time() - days * 24 * 3600,) * 2)
+    own = tmp_path / "plans-own.sqlite"
+    kept.Shelf(own)
+    assert sorted(tmp_path.iterdir()) == sorted([*files[1:], own])
+    assert time.time() - own.stat().st_mtime < 3600

@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from hashlib import sha256
@@ -30,6 +31,9 @@ from fusion.records import Input, Output, Plan, Step
 log = logging.getLogger("fusion")
 
 Plans = Mapping[str, Plan | Refused]
+
+MONTH = 30 * 24 * 3600
+"""Seconds."""
 
 
 def folder() -> Path:
@@ -53,8 +57,12 @@ class Shelf:
     fresh: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
-        """Read what earlier processes have kept."""
+        """Read what earlier processes have kept; files that none has read for a month, of other versions, go."""
         self._on_file(lambda rows: self.texts.update(rows.execute("SELECT digest, plans FROM kept")))
+        with suppress(OSError):
+            if self.file is not None:
+                self.file.touch()
+                _clear(self.file.parent)
 
     def put(self, digest: str, text: str) -> None:
         """Keep a text, in the file from the next `save` on."""
@@ -78,6 +86,12 @@ class Shelf:
                 work(rows)
         except (OSError, sqlite3.Error) as error:
             log.debug("plans are not kept in %s: %s", self.file, error)
+
+
+def _clear(where: Path) -> None:
+    for each in where.glob("plans-*.sqlite"):
+        if each.stat().st_mtime < time.time() - MONTH:
+            each.unlink()
 
 
 def shelf(code: str, options: Options) -> Shelf | None:
