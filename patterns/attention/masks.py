@@ -306,7 +306,7 @@ def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
             if taken is None:
                 return None
             value = taken
-        elif index.terms == {0: 1} and index.constant == 0 and value.shape[axis] == batch:
+        elif index.terms == {0: 1} and value.shape[axis] == batch and size == 1:
             size = batch
         else:
             return None
