@@ -387,7 +387,7 @@ def scores_below_each_other(q, k, v):
 
 
 def in_two_dtypes(q, k, v):
-    return scores_of(q.half(), k.half()).softmax(-1).float() @ v
+    return scores_of(q.half(), k.half()).softmax(-1).to(v.dtype) @ v
 
 
 # exponentials that are divided by a sum after the product ------------------------------------------------------------
