@@ -417,6 +417,10 @@ def powers_divided_lane_by_lane(q, k, v):
     return (scores_of(q, k).exp() @ v) / q
 
 
+def powers_divided_number_by_number(q, k, v):
+    return (scores_of(q, k).exp() @ v) / q[..., :S]
+
+
 # rows, keys and values that do not belong together -------------------------------------------------------------------
 
 
@@ -678,6 +682,7 @@ LOOKALIKES = (
     refused(powers_divided_by_other_rows),
     refused(powers_divided_by_columns, values=S),
     refused(powers_divided_lane_by_lane),
+    refused(powers_divided_number_by_number, values=S),
     refused(scores_viewed, "not the same for the queries of one head"),
     refused(weights_viewed),
     refused(weights_of_one_sequence, "not the same for the queries of one head"),
