@@ -27,11 +27,6 @@ class Arrangement:
     before: Dims
     after: Dims
 
-    @property
-    def identity(self) -> bool:
-        """Whether nothing changes."""
-        return self.before == self.after
-
 
 def named(steps: Sequence[Step], names: Mapping[Any, str]) -> tuple[Step, ...] | None:
     """The steps with symbolic sizes by name, -1 for one of each; of reshapes in a row only the last.

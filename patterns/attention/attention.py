@@ -56,21 +56,21 @@ class Attention(SoftmaxAttention):
         """One sequence beside the other, what is seen told in words or shown by the mask."""
         require(sink is None, "with a sink the operator reads packed sequences")
         y, lse = source.batched(q, seen, Call(scale, version, result.lse))
-        return result.restored(y, lse, seen, q.shape[2], source.first.shape[2])
+        return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
     def packed(self, q, source, result, seen, sink, scale, version):
         """One sequence after the other."""
         y, lse = source.packed(q, seen, Call(scale, version, result.lse), **_beside(sink, version))
-        return result.restored(y, lse, seen, q.shape[2], source.first.shape[2])
+        return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
     def as_pages(self, q, source, result, seen, sink, scale, version):
         """The same with the keys of a sequence as one page of a paged cache, as they lie."""
         y, lse = source.as_pages(q, seen, Call(scale, version, result.lse), **_beside(sink, version))
-        return result.restored(y, lse, seen, q.shape[2], source.first.shape[2])
+        return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured, Dense), version=(2, 1))

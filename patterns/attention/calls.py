@@ -56,8 +56,8 @@ class MaskSpec:
     kv_lens: Tensor | None = None
 
     def arguments(self, device: torch.device, queries: Any) -> dict[str, Any]:
-        """Sparse mode with what belongs to it; a single query needs none."""
-        if self.kind == "none" or queries == 1:
+        """Sparse mode with what belongs to it; a single query has no causal order."""
+        if self.kind == "none":
             return {}
         triangle = torch.ones(BAND, BAND, dtype=torch.bool, device=device).triu(1)
         if self.window is not None:
@@ -72,12 +72,6 @@ class MaskSpec:
         require(kv_len <= keys, "there are fewer keys than queries, which stand in line from the first on")
         kind = "causal_lower_right" if self.kind == "causal_upper_left" else self.kind
         return replace(self, kind=kind, kv_len=kv_len)
-
-    def every_query_sees(self, queries: Any, keys: Any) -> bool:
-        """Whether every query is known to see a key, but those of a sequence that has none in `kv_lens`."""
-        room = keys if self.kv_len is None else self.kv_len
-        inside = isinstance(queries, int) and isinstance(room, int) and queries <= room
-        return self.kv_lens is not None or self.kind != "causal_lower_right" or inside
 
 
 def viewed(y: Tensor, view: Any) -> Tensor:

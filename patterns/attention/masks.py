@@ -136,11 +136,11 @@ class Masks:
 
     def _explicit(self) -> dict[str, Value]:
         """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads."""
-        joined: Value | None = None
-        for each in _hidden(self.a, self.terms):
-            joined = each if joined is None else either(self.a, joined, each)
-        if joined is None:
-            return {}
+        first, *others = _hidden(self.a, self.terms)
+        joined: Value | None = first
+        for each in others:
+            joined = joined and either(self.a, joined, each)
+        assert joined is not None  # masks of the same scores broadcast to each other
         wide = joined.arg if joined.op == "expand" else joined
         lead = (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)
         batch, _, queries, keys = self.sizes
@@ -277,8 +277,6 @@ def _bound(part: Formula, query: int, key: int) -> tuple[str, Affine, int] | Non
     others = difference.without(query, key)
     if sign not in (1, -1) or -sign * move not in (0, 1) or not others.axes() <= {0}:
         return None
-    if any(isinstance(term, int) for term in others.terms):
-        return None
     return ("high", others.times(-1), -move) if sign == 1 else ("low", others, move)
 
 
@@ -306,7 +304,7 @@ def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
             if taken is None:
                 return None
             value = taken
-        elif index.terms == {0: 1} and index.constant == 0 and value.shape[axis] == batch:
+        elif index.terms == {0: 1} and value.shape[axis] == batch and size == 1:
             size = batch
         else:
             return None

@@ -91,7 +91,7 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
     if weights.softmax.attrs[0] != -1:
         return "the softmax is taken over the queries, not over the keys"
     scores = scores_of(a, Scores(), weights.softmax.arg)
-    if scores.odd or scores.product is None:
+    if scores.product is None:
         return scores.odd or None
     if not scores.scale or not isfinite(scores.scale):
         return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
@@ -127,9 +127,8 @@ def _divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
         if share is not None and share.op == "softmax" and share.attrs[0] == -1:
             weights = _replaced(a, sum_of.arg, exp, share)
             whole = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
-            placed = () if whole.shape == product.shape else (("reshape", product.shape),)
-            widened = (("cast", (root.dtype,)),) if root is value and root.dtype != whole.dtype else ()
-            return whole, (*placed, *finish, *widened)
+            widened = (("cast", (root.dtype,)),) if root is value else ()
+            return whole, (("reshape", product.shape), *finish, *widened)
     return None
 
 
@@ -152,7 +151,8 @@ def _reading(
     assumed: Assumed, root: Value, product: Value, weights: Weights, scores: Scores, finish: Finish
 ) -> Outcome | Miss | str | None:
     a, shape = assumed.algebra, weights.softmax.shape[:-1]
-    if not 2 <= len(shape) <= 4 or scores.product is None:
+    assert scores.product is not None
+    if not 2 <= len(shape) <= 4:
         return "scores of more than five dims"
     batch, heads, queries = shape[0], prod(shape[1:-1]), shape[-1]  # [X, S], [B, N, S] or [B, M, G, S]
     x, rows = scores.product.arg, scores.product.shape[:-1]
@@ -263,18 +263,15 @@ def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Valu
 
 def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:
     """How [B, N, S, E] becomes the result; a symbolic size is "B", "S" or -1, and the dtype a cast."""
-    steps: list[Step] = []
-    placed = weights.rows
-    if not placed.identity:
-        order = [atom for run in placed.before for atom in run]
-        wanted = [atom for run in placed.after for atom in run]
-        wanted += [atom for atom in order if atom not in wanted]  # those of size 1
-        sizes = placed.sizes
-        steps.append(("reshape", (*(sizes[atom] for atom in order), width)))
-        steps.append(("permute", (*(order.index(atom) for atom in wanted), len(order))))
-        steps.append(("reshape", (*(prod(sizes[atom] for atom in run) for run in placed.after), width)))
-    elif weights.softmax.shape[:-1] != rows:
-        steps.append(("reshape", (*weights.softmax.shape[:-1], width)))
+    sizes, before, after = weights.rows.sizes, weights.rows.before, weights.rows.after
+    order = [atom for run in before for atom in run]
+    wanted = [atom for run in after for atom in run]
+    wanted += [atom for atom in order if atom not in wanted]  # those of size 1
+    steps: tuple[Step, ...] = (
+        ("reshape", (*(sizes[atom] for atom in order), width)),
+        ("permute", (*(order.index(atom) for atom in wanted), len(order))),
+        ("reshape", (*(prod(sizes[atom] for atom in run) for run in after), width)),
+    )
     moved = [(op, how) for op, how in (*steps, *finish) if op != "permute" or how != tuple(range(len(how)))]
     names = {rows[2]: "S", rows[0]: "B"}
     said = named(moved, names)

@@ -38,7 +38,7 @@ class Output(Group):
     def refuse(self, seen: Any, sink: Any = None) -> None:
         """Any mask and any sink will do."""
 
-    def restored(self, y: Tensor, lse: Tensor, seen: Any, queries: Any, keys: Any) -> Any:
+    def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:
         """What the rule gives of what the operator gives."""
         return viewed(y, self.view)
 
@@ -59,9 +59,9 @@ class OutputAndLse(Output):
         finite = seen.fully_masked_row == "mean"
         require(not finite, "a query without keys has a finite log-sum-exp, of which the operator says +inf")
 
-    def restored(self, y: Tensor, lse: Tensor, seen: Any, queries: Any, keys: Any) -> Any:
-        """Both, of so many queries and keys."""
-        return viewed(y, self.view), seen.restored_lse(lse, queries, keys)
+    def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:
+        """Both."""
+        return viewed(y, self.view), seen.restored_lse(lse)
 
 
 RESULTS: tuple[Any, ...] = (Output, OutputAndLse)

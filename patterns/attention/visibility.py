@@ -96,11 +96,9 @@ class Structured(Visibility):
             return y
         return y.masked_fill((self.count <= 0).reshape(-1, 1, 1, 1), torch.nan)
 
-    def restored_lse(self, lse: Tensor, queries: Any, keys: Any) -> Tensor:
+    def restored_lse(self, lse: Tensor) -> Tensor:
         """The log-sum-exp [B, N, S, 1] with -inf for a query without keys."""
         spec = self.spec()
-        sees = spec.every_query_sees(queries, keys)
-        require(sees, "a query may see no key, of which the operator says +inf")
         if spec.kv_lens is None or spec.kind == "causal_lower_right":  # of which every query is known to see a key
             return lse
         return lse.masked_fill((spec.kv_lens <= 0).reshape(-1, 1, 1, 1), -torch.inf)
@@ -151,7 +149,7 @@ class Dense(Visibility):
                 mean = _mean(values, y.shape[2 if last else 1])
                 return torch.where(self.blind(last), mean.transpose(1, 2) if last else mean, y)
 
-    def restored_lse(self, lse: Tensor, queries: Any, keys: Any) -> Tensor:
+    def restored_lse(self, lse: Tensor) -> Tensor:
         """As of `Structured`."""
         return lse.masked_fill(self.blind(), -torch.inf)
 

@@ -101,4 +101,4 @@ def _apart(encoding: Any, q: Parts, keys: Keys, result: Any, call: Call, values:
 
 def _restored(y: Tensor, lse: Tensor, keys: Keys, result: Any) -> Any:
     """What the rule gives of results [B, N, S, E] and log-sum-exps."""
-    return result.restored(y, lse, keys.seen, y.shape[2], keys.count(y.shape[0]))
+    return result.restored(y, lse, keys.seen)

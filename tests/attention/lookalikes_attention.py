@@ -198,6 +198,21 @@ def heads_apart(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=j <= i + head)
 
 
+def heads_compared(q, k, v, start):
+    i, j, head = torch.arange(S)[:, None], torch.arange(T), torch.arange(N)[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=(j <= i + start) & (head >= -j))
+
+
+def lengths_of_more(q, k, v, length):
+    seen = torch.arange(S)[None] < length[:B, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+
+
+def lengths_on_a_diagonal(q, k, v, length):
+    seen = torch.arange(S)[None] < length[torch.arange(B), torch.arange(B)][:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+
+
 def scaled_mask(q, k, v):
     hidden = torch.ones(S, S, dtype=q.dtype).triu(1) * -1e4
     return ((q @ k.mT * 1e3 + hidden) * 1e-4).softmax(-1) @ v
@@ -332,6 +347,133 @@ def scaled_by_argument(q, k, v, scale):
     return (q @ k.mT * scale).softmax(-1) @ v
 
 
+def times_nothing(q, k, v):
+    return (q @ k.mT * 0.0).softmax(-1) @ v
+
+
+def times_infinity(q, k, v):
+    return (q @ k.mT * math.inf).softmax(-1) @ v
+
+
+def dropped_gates(q, k, v):
+    return F.dropout(scores_of(q, k).sigmoid(), 0.5, training=True) @ v
+
+
+def softmax_of_an_input(q, k, v):
+    return q.softmax(-1) @ v.mT
+
+
+def softmax_of_whole_numbers(q, k, v):
+    return q.to(torch.int32).to(q.dtype).softmax(-1) @ v.mT
+
+
+def softmax_of_a_gated_input(q, k, v):
+    return (q * k).softmax(-1) @ v.mT
+
+
+def raised_by_themselves(q, k, v):
+    scores = scores_of(q, k)
+    return (scores + scores.relu()).softmax(-1) @ v
+
+
+def lowered_below_the_hidden(q, k, v):
+    scores = scores_of(q, k)
+    lowered = scores - 1e5 * scores.amax(-1, keepdim=True)
+    return lowered.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -1e4).softmax(-1) @ v
+
+
+def scores_below_each_other(q, k, v):
+    return torch.cat([scores_of(q, k), scores_of(q, k) * 2], 2).softmax(-1) @ v
+
+
+def in_two_dtypes(q, k, v):
+    return scores_of(q.half(), k.half()).softmax(-1).to(v.dtype) @ v
+
+
+# exponentials that are divided by a sum after the product ------------------------------------------------------------
+
+
+def powers_cut_off(q, k, v):
+    powers = scores_of(q, k).exp()
+    return (powers.to(torch.int32).to(q.dtype) @ v) / powers.sum(-1, keepdim=True)
+
+
+def powers_rounded_beside_their_sum(q, k, v):
+    powers = scores_of(q, k).exp()
+    return (powers.half() / powers.sum(-1, keepdim=True).half()) @ v.half()
+
+
+def powers_divided_by_other_rows(q, k, v):
+    powers = scores_of(q, k).exp()
+    return ((powers @ v).reshape(2, B, N, S, D // 2) / powers.sum(-1, keepdim=True)).reshape(B, N, S, D)
+
+
+def powers_divided_by_columns(q, k, v):
+    powers = scores_of(q, k).exp()
+    return (powers @ v) / powers.sum(-2, keepdim=True)
+
+
+def powers_divided_lane_by_lane(q, k, v):
+    return (scores_of(q, k).exp() @ v) / q
+
+
+def powers_divided_number_by_number(q, k, v):
+    return (scores_of(q, k).exp() @ v) / q[..., :S]
+
+
+# rows, keys and values that do not belong together -------------------------------------------------------------------
+
+
+def scores_viewed(q, k, v):
+    return scores_of(q, k).view(B, S, N, S).softmax(-1) @ v[:, :1]
+
+
+def weights_viewed(q, k, v):
+    return scores_of(q, k).softmax(-1).view(B, S, N, S) @ v[:, :1]
+
+
+def weights_of_one_sequence(q, k, v):
+    return scores_of(q[:1], k[:1]).softmax(-1) @ v
+
+
+def scores_of_one_sequence(q, k, v, padding):
+    return scores_of(q[:1], k[:1]).masked_fill(~padding[:, None, None], -math.inf).softmax(-1) @ v
+
+
+def keys_of_queries(q, k, v, keys):
+    return scores_of(q.unsqueeze(-2), keys).squeeze(-2).softmax(-1) @ v
+
+
+def values_of_queries(q, k, v, values):
+    return (scores_of(q, k).softmax(-1).unsqueeze(-2) @ values).squeeze(-2)
+
+
+def shared_by_twos_and_threes(q, k, v):
+    q = torch.cat((q, q[:, :2]), 1)
+    k, v = k[:, :2].repeat_interleave(3, 1), v[:, :3].repeat_interleave(2, 1)
+    return scores_of(q, k).softmax(-1) @ v
+
+
+def one_head_alone(q, k, v):
+    return scores_of(q[0, 0], k[0, 0]).softmax(-1) @ v[0, 0]
+
+
+def of_six_dims(q, k, v):
+    q, k, v = (each.view(B, 2, 2, S, 2, D // 2).transpose(3, 4) for each in (q, k, v))
+    return scores_of(q, k).softmax(-1) @ v
+
+
+def causal_with_matrices_of_queries(q, k, v, weights):
+    q = torch.einsum("xsd,sde->xse", q, weights)
+    return scores_of(q, k).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf).softmax(-1) @ v
+
+
+def blocks_with_matrices_of_queries(q, k, v, weights):
+    i = torch.arange(S)
+    q = torch.einsum("xsd,sde->xse", q, weights)
+    return scores_of(q, k).masked_fill(i[:, None] // 2 != i // 2, -math.inf).softmax(-1) @ v
+
+
 def sigmoid(q, k, v):
     return scores_of(q, k).sigmoid() @ v
 
@@ -380,6 +522,38 @@ def sink_that_is_masked(q, k, v, sink):
 def sink_cut_off(q, k, v, sink):
     wide = sink.to(torch.int8).to(q.dtype).reshape(1, -1, 1, 1).expand(B, -1, S, 1)
     return torch.cat([scores_of(q, k), wide], -1).softmax(-1)[..., :-1] @ v
+
+
+def wide(sink):
+    """A sink for every row of the scores."""
+    return sink.reshape(1, -1, 1, 1).expand(B, -1, S, 1)
+
+
+def sink_that_is_scaled(q, k, v, sink):
+    return (torch.cat([q @ k.mT, wide(sink)], -1) * SCALE).softmax(-1)[..., :-1] @ v
+
+
+def sink_that_is_turned(q, k, v, sink):
+    joined = torch.cat([scores_of(q, k), wide(sink)], -1).transpose(1, 2)
+    return joined.softmax(-1)[..., :-1].transpose(1, 2) @ v
+
+
+def sink_beside_lowered_scores(q, k, v, sink):
+    scores = scores_of(q, k)
+    return torch.cat([scores - scores.amax(-1, keepdim=True), wide(sink)], -1).softmax(-1)[..., :-1] @ v
+
+
+def two_sinks(q, k, v, sink):
+    return torch.cat([scores_of(q, k), wide(sink), wide(2 * sink)], -1).softmax(-1)[..., :-2] @ v
+
+
+def sink_in_a_sink(q, k, v, sink):
+    joined = torch.cat([scores_of(q.half(), k.half()), wide(sink).half()], -1).to(q.dtype)
+    return torch.cat([joined, wide(2 * sink)], -1).softmax(-1)[..., :-2] @ v
+
+
+def every_other_weight(q, k, v, sink):
+    return torch.cat([scores_of(q, k), wide(sink)], -1).softmax(-1)[..., :-1:2] @ v[:, :, ::2]
 
 
 def sink_in_front(q, k, v, sink):
@@ -462,6 +636,9 @@ LOOKALIKES = (
         more=tensors((5 * torch.arange(S)[None] + torch.arange(B)[:, None]) % 6),
     ),
     refused(heads_apart, "differs from head to head"),
+    refused(heads_compared, "differs from head to head", keys=T, more=tensors(torch.tensor(3))),
+    Entry(lengths_of_more, "dense", more=tensors(torch.tensor([4, 6, 5]))),
+    Entry(lengths_on_a_diagonal, "dense", more=tensors(torch.tensor([[4, 6], [5, 3]]))),
     refused(scaled_mask, "a bias of"),
     refused(turned_mask, "something else than a number"),
     Entry(hidden_queries, "dense", more=tensors(left_padded.bool())),
@@ -490,6 +667,35 @@ LOOKALIKES = (
     refused(sdpa_dropped, "dropped"),
     refused(heated, "by a tensor", more=tensors(activations(9, B, 1, S, 1))),
     refused(scaled_by_argument, "by a tensor", more=tensors(torch.tensor(0.25))),
+    refused(times_nothing, "multiplied by 0"),
+    refused(times_infinity, "multiplied by inf"),
+    refused(dropped_gates),
+    refused(softmax_of_an_input),
+    refused(softmax_of_whole_numbers),
+    refused(softmax_of_a_gated_input),
+    refused(raised_by_themselves, NOT_PROVEN),
+    refused(lowered_below_the_hidden, NOT_PROVEN),
+    refused(scores_below_each_other, keys=1),
+    refused(in_two_dtypes, "different dtypes"),
+    refused(powers_cut_off),
+    refused(powers_rounded_beside_their_sum),
+    refused(powers_divided_by_other_rows),
+    refused(powers_divided_by_columns, values=S),
+    refused(powers_divided_lane_by_lane),
+    refused(powers_divided_number_by_number, values=S),
+    refused(scores_viewed, "not the same for the queries of one head"),
+    refused(weights_viewed),
+    refused(weights_of_one_sequence, "not the same for the queries of one head"),
+    refused(scores_of_one_sequence, "masked in several ways", more=tensors(left_padded.bool())),
+    refused(keys_of_queries, "not the same for the queries of one head", more=tensors(activations(7, B, N, S, S, D))),
+    refused(values_of_queries, "not the same for the queries of one head", more=tensors(activations(7, B, N, S, S, D))),
+    refused(shared_by_twos_and_threes, "shared by other groups of heads"),
+    refused(one_head_alone),
+    refused(of_six_dims, "more than five dims"),
+    Entry(
+        causal_with_matrices_of_queries, "causal_upper_left", layout="XSD", more=tensors(activations(7, S, D, D)),
+    ),
+    Entry(blocks_with_matrices_of_queries, "dense", layout="XSD", more=tensors(activations(7, S, D, D))),
     refused(sigmoid),
     refused(relu),
     refused(lowered_by_one, "something else than a number"),
@@ -501,6 +707,12 @@ LOOKALIKES = (
     refused(softmax_plus_one),
     refused(sink_that_is_masked, "a sink is scaled or masked", more=tensors(activations(4, N))),
     Entry(sink_cut_off, more=tensors(2 * activations(4, N))),
+    refused(sink_that_is_scaled, "a sink is scaled or masked", more=tensors(activations(4, N))),
+    refused(sink_that_is_turned, "a sink is scaled or masked", more=tensors(activations(4, N))),
+    refused(sink_beside_lowered_scores, NOT_PROVEN, more=tensors(activations(4, N))),
+    refused(two_sinks, more=tensors(activations(4, N))),
+    refused(sink_in_a_sink, "a sink is scaled or masked", more=tensors(activations(4, N))),
+    refused(every_other_weight, more=tensors(activations(4, N))),
     refused(sink_in_front, "", more=tensors(activations(4, N))),
     refused(cut_too_early, "", more=tensors(activations(4, N))),
     refused(fewer_weights, "the weights are cut"),

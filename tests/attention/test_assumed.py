@@ -7,15 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from sympy import Symbol
 from torch import Tensor
 
 from fusion import testing
+from fusion.analysis.affine import Affine, Leaf
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.predicates import Positions
 from fusion.assumptions import holds
 from fusion.facts import Facts
+from fusion.graph import Algebra, Value
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.report import emitted
+from patterns.attention.assumed import Assumed
 
 HOST = Options(target="host", lower="eager")
 
@@ -95,6 +101,69 @@ def test_without_an_assumption_an_added_mask_is_any_bias():
     outcome = fuse_graph(graph.graph, installed(), HOST)
     assert not outcome.chosen
     assert any("not proven to be a mask" in each.reason for each in outcome.refusals)
+
+
+@pytest.mark.parametrize("added", [lambda mask: mask, lambda mask: (1.0 - mask) * -1e30], ids=["as it is", "turned"])
+def test_ones_of_keys_that_are_added_are_no_mask(added):
+    def padded(q: Tensor, mask: Tensor) -> Tensor:
+        return (q @ q.mT + added(mask)[:, None, None]).softmax(-1) @ q
+
+    inputs = (torch.randn(2, 2, 8, 64), (torch.arange(8) < torch.tensor([[5], [8]])).float())
+    graph = testing.capture(padded, inputs, "composite").graph
+    name = next(n.name for n in graph.graph.find_nodes(op="placeholder") if n.meta["val"].shape == (2, 8))
+    outcome = fuse_graph(graph.graph, installed(), HOST, Facts(assumed={name: "padding"}))
+    assert not outcome.chosen
+    assert not outcome.failures
+
+
+@pytest.mark.parametrize(
+    ("shape", "region", "known"),
+    [((2, 1, 4, 4), 0, True), ((1, 4, 4), 0, True), ((4, 4), 0, False), ((1, 4, 4), 1, False)],
+)
+def test_nothing_is_assumed_of_a_mask_of_other_dims_or_that_was_written_to(shape, region, known):
+    a = Algebra()
+    mask = a.make("input", (), ("mask", region), shape, torch.float32)
+    at = Positions((2, 3, 4, 4), Folder()).origin[-len(shape) :]
+    assert (Assumed(a, kinds={"mask": "causal"}).visible(mask, at) is not None) == known
+
+
+S, SIZE = 4, Symbol("size", integer=True)
+
+
+def write(a: Algebra, rows: int, size: Any) -> Value:
+    """As many rows from a position on."""
+    cache, source, start = (a.make("input", (), (name, 0), shape, dtype) for name, shape, dtype in (
+        ("cache", (2, size, 8), torch.float32), ("source", (2, rows, 8), torch.float32), ("start", (), torch.int64),
+    ))  # fmt: skip
+    return a.make("write", (cache, source, start), (1,), cache.shape, cache.dtype)
+
+
+def write_rows(a: Algebra, rows: int, size: Any) -> Value:
+    """The same at positions that count on from it."""
+    cache, source, start = write(a, rows, size).args
+    places = a.add(a.make("arange", (), (0, 1), (rows,), torch.int64), start)
+    assert places is not None
+    return a.make("write_rows", (cache, source, places), (1,), cache.shape, cache.dtype)
+
+
+@pytest.mark.parametrize("written", [write, write_rows])
+@pytest.mark.parametrize(
+    ("rows", "size", "keys", "inside"),
+    [(S, 16, 16, True), (1, 16, 16, False), (S, 16, 8, False), (S, SIZE, 16, False), (S, 16, SIZE, False)],
+)
+def test_queries_stand_inside_where_as_many_rows_are_written_among_as_many_keys(written, rows, size, keys, inside):
+    a = Algebra()
+    start = a.make("input", (), ("start", 0), (), torch.int64)
+    masks = Assumed(a, written=[written(a, rows, size)]).masks((2, 3, S, keys), (), (2, 3, S, keys))
+    assert (Affine({Leaf(start, ()): 1}) in masks.begins) == inside
+
+
+def test_rows_that_are_written_at_known_places_say_nothing():
+    a = Algebra()
+    cache, source, _ = write(a, S, 16).args
+    places = a.make("arange", (), (0, 1), (S,), torch.int64)
+    written = a.make("write_rows", (cache, source, places), (1,), cache.shape, cache.dtype)
+    assert not Assumed(a, written=[written]).masks((2, 3, S, 16), (), (2, 3, S, 16)).begins
 
 
 def test_half_of_what_hides_a_key_hides_it_too():

@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sympy import Symbol
 from torch import Tensor
 
 from fusion.analysis.affine import Affine, Leaf
+from fusion.analysis.affine import number as number_of
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Reading, Value
@@ -23,6 +25,7 @@ from fusion.graph.recipe import build
 from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out
 from fusion.testing import capture
+from patterns.attention import masks as attention_masks
 from patterns.attention.assumed import Assumed
 from patterns.attention.masks import Term, visible
 from patterns.attention.read import attention
@@ -573,6 +576,9 @@ NO_WORDS = {
     "behind the query, up to a number": lambda t, i, j: _both(
         t, _le(t, _plus(t, i, 1), j), t.call(aten.le.Scalar, j, 3)
     ),
+    "behind the number of the sequence": lambda t, i, j: _le(
+        t, j, _plus(t, i, t.call(aten.reshape.default, t.call(aten.arange.default, 2), [2, 1, 1, 1]))
+    ),
     "twice a number": lambda t, i, j: _le(t, j, _plus(t, i, _twice(t, _given(t, 1)))),
 }
 """Masks of 4 queries [4, 1] and 6 keys [1, 6] that words for bounds are not made for."""
@@ -598,6 +604,50 @@ def test_a_window_that_begins_behind_the_last_key_shows_nothing():
     graph = read_graph(captured.graph.graph, captured.facts)
     ((_, reading),) = graph.readings.all("softmax_attention")
     assert reading.captures["fully_masked_row"] == "nan"
+
+
+HIGH = Affine({Leaf(Algebra().make("input", (), ("last", 0), (), torch.int64), ()): 1})
+SIZE = Symbol("size", integer=True)
+
+
+@pytest.mark.parametrize(
+    ("low", "window"), [(HIGH.plus(-2), 2), (HIGH.plus(1).plus(-SIZE), None), (number_of(-2), None), (None, None)]
+)
+def test_a_window_is_a_number(low: Affine | None, window: int | None):
+    a = Algebra()
+    masks = attention_masks.Masks(a, Positions((2, 1, 4, 6), Folder()), (), (2, 1, 4, 6), begins={HIGH})
+    bounds = attention_masks.Limits(HIGH, low, True, ())
+    assert masks.bounded(bounds).get("window") == window
+    assert attention_masks.sees_some(bounds, 4, 6) == (low is None or window == 2)
+
+
+@pytest.mark.parametrize(("last", "some"), [(0, True), (-1, False), (SIZE, False)])
+def test_a_last_key_that_is_not_known_before_may_be_none(last: Any, some: bool):
+    assert attention_masks.sees_some(attention_masks.Limits(number_of(last), None, True, ()), 4, 6) == some
+
+
+def of_each(shape: tuple[Any, ...], *index: Affine, factor: Any = 1, more: Any = 0) -> Value | None:
+    """The tensor of two sequences of an element of an input."""
+    a = Algebra()
+    leaf = Leaf(a.make("input", (), ("lengths", 0), shape, torch.int64), index)
+    return attention_masks.per_sequence(a, Affine({leaf: factor}, more), 2)
+
+
+SEQUENCE, BACK = Affine({0: 1}), Affine({0: -1}, 1)
+
+
+def test_a_number_of_each_sequence_is_read_where_its_place_and_factor_are_known():
+    for found in (of_each((2,), SEQUENCE), of_each((3, 2), number_of(1), SEQUENCE), of_each((), factor=2, more=1)):
+        assert found is not None
+        assert found.shape == (2,)
+    assert of_each((2,), BACK) is None
+    assert of_each((3,), SEQUENCE) is None
+    assert of_each((2, 2), SEQUENCE, SEQUENCE) is None
+    assert of_each((SIZE,), number_of(1)) is None
+    assert of_each((SIZE,), number_of(SIZE - 1)) is None
+    assert of_each((3,), number_of(SIZE - 1)) is None
+    assert of_each((2,), SEQUENCE, factor=SIZE) is None
+    assert of_each((2,), SEQUENCE, more=SIZE) is None
 
 
 def within(told: dict[str, Any], t: Twins, queries: int, keys: int) -> bool:

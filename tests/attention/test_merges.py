@@ -37,6 +37,18 @@ def along_the_last(outs: Tensor, sums: Tensor) -> Tensor:
     return outs[0] * shares[..., :1] + outs[1] * shares[..., 1:]
 
 
+def twice(outs: Tensor, sums: Tensor) -> Tensor:
+    """A merge that is multiplied, which stands before the product."""
+    weights = sums.softmax(0).unsqueeze(-1)
+    return (weights[0] * outs[0] + weights[1] * outs[1]) * 2
+
+
+def raised(outs: Tensor, sums: Tensor) -> Tensor:
+    """Weights that are shares of an exponential."""
+    weights = sums.softmax(0).unsqueeze(-1)
+    return (weights[0] * outs[0] + weights[1] * outs[1]) * sums[0].exp().unsqueeze(-1)
+
+
 def of_another(outs: Tensor, sums: Tensor) -> Tensor:
     """Weights of three parts for two of them."""
     weights = sums.softmax(0).unsqueeze(-1)
@@ -71,6 +83,7 @@ def tried(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> testing.
         (gathered, ((4, S, N, D), (4, S, N))),
         (gathered, ((8, S, D), (8, S))),
         (along_the_last, ((2, S, D), (2, S))),
+        (twice, ((2, S, D), (2, S))),
     ],
 )
 def test_a_merge_is_one_operator(function: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...]):
@@ -84,6 +97,7 @@ def test_a_merge_is_one_operator(function: Callable[..., Tensor], shapes: tuple[
     ("function", "shapes", "reason"),
     [
         (gathered, ((9, S, D), (9, S)), "more than 8 parts"),
+        (raised, ((2, S, D), (2, S)), "not shares of one"),
         (of_another, ((3, S, D), (3, S)), "not shares of one"),
         (running, ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)), "not divided by their own sums"),
     ],

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.attention.attention_base import lowest
 
-from .sparse_attention_base import HEADS, UNFUSED, K, X, choose, entry, hide, score
+from .sparse_attention_base import HEADS, UNFUSED, B, K, X, choose, entry, hide, score
 from .sparse_attention_blocks import PagedApart, in_pages
 
 SEVERAL = ("prefill", "chunk")
@@ -107,6 +107,10 @@ def no_weights(q, k, w):
     return F.relu(q @ k.mT.unsqueeze(1)).sum(2)
 
 
+def of_the_first(q, k, w):
+    return score(q[:1], k[:1], w[:1])
+
+
 def whole_products(q, k, w):
     products = F.relu(q @ k.mT.unsqueeze(1)).to(torch.int32).to(q.dtype)
     return (products * w.unsqueeze(-1)).sum(2)
@@ -178,6 +182,25 @@ def masked_in_two_other_shapes(scores, seen):
     real = torch.arange(t) < (torch.arange(scores.shape[0]) * 2 + 3)[:, None, None]
     scores = scores.masked_fill(~real, -math.inf).unsqueeze(1)
     return scores.masked_fill(~seen, -math.inf).topk(min(K, t), -1).indices.squeeze(1)
+
+
+def masked_in_halves(scores, seen):
+    b, s, t = scores.shape
+    hidden = torch.ones(2 * s, t // 2, dtype=torch.bool).triu(1)
+    halves = scores.reshape(b, 2 * s, t // 2).masked_fill(hidden, -math.inf)
+    return halves.reshape(b, s, t).topk(min(K, t), -1).indices
+
+
+def chosen_in_halves(scores, seen):
+    b, s, t = scores.shape
+    halves = scores.masked_fill(~seen, -math.inf).reshape(b, 2 * s, t // 2)
+    return halves.topk(2, -1).indices.reshape(b, s, 4)
+
+
+def masked_for_each(scores, seen):
+    t = scores.shape[-1]
+    real = torch.arange(t) < (torch.arange(B) * 2 + 3)[:, None, None]
+    return scores.masked_fill(~(seen & real), -math.inf).topk(min(K, t), -1).indices
 
 
 # masks ---------------------------------------------------------------------------------------------------------------
@@ -258,6 +281,11 @@ def list_of_the_first(places, seen, x):
     return (only_listed(places, seen, x)[:1] & seen).expand(x.shape[0], -1, -1, -1)
 
 
+def lists_of_more(places, seen, x):
+    more = torch.cat((places, places[:1]))
+    return only_listed(more, seen, x)[: x.shape[0]] & seen
+
+
 def list_of_the_last(places, seen, x):
     return only_listed(places, seen, x)[-1:] & seen
 
@@ -317,4 +345,8 @@ LOOKALIKES = (
     entry("list_of_one_sequence", hide=list_of_one_sequence, indexer=0),
     entry("list_of_the_first", hide=list_of_the_first, **UNFUSED),
     entry("list_of_the_last", hide=list_of_the_last, **UNFUSED),
+    entry("lists_of_more", hide=lists_of_more, **UNFUSED, reason="are those of another sequence"),
+    entry("masked_in_halves", ("chunk",), choose=masked_in_halves, indexer=0, reason=SUM),
+    entry("chosen_in_halves", ("chunk",), choose=chosen_in_halves, indexer=0, reason=SUM),
+    entry("of_the_first", ("chunk",), score=of_the_first, choose=masked_for_each, indexer=0, reason=SUM),
 )  # fmt: skip

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from sympy import Max, Min, Symbol
 from torch import Tensor, fx
 
 from fusion import testing
+from fusion.graph import Algebra
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import LEVELS, Trial, capture
 from fusion.verification import relative_error
+from patterns.sparse import read
 from tests.latent import lookalikes_latent_attention
 
 from . import lookalikes_sparse_attention, sparse_attention, sparse_attention_blocks, sparse_attention_lists
@@ -28,6 +31,7 @@ SPELLINGS = (
     *sparse_attention_blocks.SPELLINGS,
 )
 LOOKALIKES = (*lookalikes_sparse_attention.LOOKALIKES, *lookalikes_latent_attention.LOOKALIKES)
+QUERIES, KEYS = Symbol("queries", integer=True), Symbol("keys", integer=True)
 NAMES = ("mla_prolog_v3", "lightning_indexer", "sparse_flash_attention")
 
 # Not recognised yet: the entry, or the entry at a level in a mode, and what it would take.
@@ -152,6 +156,26 @@ def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, mode: str, lev
     t = tried(entry.make(mode, torch.bfloat16), entry.inputs(mode, torch.bfloat16), level)
     # Dense attention over the latent may stand in its place, and the prolog beside it.
     assert called(t)[1:] == entry.expected(torch.bfloat16)[1:], "\n".join(map(str, t.outcome.refusals))
+    assert not t.outcome.failures
     reasons = [each.reason for each in t.outcome.refusals]
     assert not entry.reason or any(entry.reason in each for each in reasons), reasons
     means_the_same(t)
+
+
+@pytest.mark.parametrize(
+    ("count", "known"),
+    [(4, 4), (Min(4, KEYS), 4), (KEYS, None), (Min(KEYS, QUERIES), None), (Max(4, KEYS), None)],
+    ids=str,
+)
+def test_as_many_keys_are_listed_as_are_known_before(count: Any, known: int | None):
+    assert read._at_most(count) == known
+
+
+def test_places_of_one_row_are_distinct_only_while_it_stays_a_row():
+    a = Algebra()
+    scores = a.make("input", (), ("scores", 0), (2, 4, 8), torch.float32)
+    places = a.make("largest_index", (scores,), (4,), (2, 4, 4), torch.int64)
+    for same in (places, a.cast(places, torch.int32), a.reshape(places, (2, 1, 4, 4)), a.permute(places, (1, 0, 2))):
+        assert read._distinct(same)
+    for other in (a.cast(places, torch.int8), a.reshape(places, (2, 16)), a.permute(places, (0, 2, 1))):
+        assert not read._distinct(other)
