@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusion.graph import Algebra, Reading, Value
+from fusion.language import Refused
+from fusion.operators import ensure
 from patterns.rotary.read import rotation
+from patterns.rotary.rope import Rope
 from tests.analysis.test_lanes import SIZE, computed, leaf
 
 ORDERS = ("half", "interleaved")
@@ -208,3 +212,37 @@ def test_what_is_no_rotation(made: Made, reason: str | None):
 def test_whole_numbers_are_not_rotated():
     a, inputs = given(8, 8, 8, dtype=torch.int64)
     assert rotation(a, a.cat(of_half(a, *inputs), -1)) is None
+
+
+TAKES = {
+    "half": {("half", "half")},
+    "pairs": {("interleaved", "interleaved")},
+    "pairs_by_matrix": {("interleaved", "interleaved")},
+    "pairs_to_half": {("interleaved", "half")},
+    "pairs_to_half_by_batch": {("interleaved", "half")},
+    "through_half": {("interleaved", "half"), ("half", "interleaved"), ("interleaved", "interleaved")},
+}
+
+
+@pytest.mark.parametrize("way", TAKES)
+@pytest.mark.parametrize("orders", itertools.product(ORDERS, ORDERS))
+def test_a_way_takes_its_orders_of_lanes_alone(way: str, orders: tuple[str, str]):
+    ensure()
+    x, angles = torch.randn(2, 3, 4, 64), torch.randn(1, 1, 4, 32)
+    angles = torch.cat((angles, angles), -1) if orders[1] == "half" else angles.repeat_interleave(2, -1)
+    args = x, angles.cos(), angles.sin(), *orders, x.dtype
+    if orders in TAKES[way]:
+        torch.testing.assert_close(getattr(Rope(), way)(*args), reference(*args[:5]), rtol=1e-4, atol=1e-4)
+        return
+    with pytest.raises(Refused, match="order"):
+        getattr(Rope(), way)(*args)
+
+
+def test_a_way_stands_back_where_another_one_does_the_same():
+    x, table, rows = torch.randn(2, 3, 4, 64), torch.randn(2, 1, 4, 64), torch.randn(3, 1, 64)
+    with pytest.raises(Refused, match="for every sequence"):
+        Rope().pairs_to_half_by_batch(x, table, table, "interleaved", "half", x.dtype)
+    with pytest.raises(Refused, match="depend on the heads"):
+        Rope().rows_to_half(x, rows, rows, "interleaved", "half", x.dtype)
+    with pytest.raises(Refused, match="depend on the heads"):
+        Rope().rows_to_half(x[None], table[:, :, :1], table[:, :, :1], "interleaved", "half", x.dtype)
