@@ -9,7 +9,7 @@ import torch
 
 from fusion.graph import Algebra, Reading, Readings, Value
 from fusion.graph.contractions import matmul, swapped
-from patterns.latent.read import absorption, head_projection, joined_parts, latents
+from patterns.latent.read import absorption, head_projection, heads_projection, joined_parts, latents, query_sources
 
 B, N, S, K, WIDTH = 2, 3, 5, 16, 8
 
@@ -86,13 +86,61 @@ def test_only_the_first_rows_of_a_latent_are_read(
     assert [each.captures["rows"] for each in readings if each.op == "latent_keys"] == rows
 
 
+@pytest.mark.parametrize("more", ["projected", "own"])
+def test_keys_of_three_parts_are_none_of_a_latent(more: str):
+    a = Algebra()
+    heads = opened(a, projected(a))
+    part = cut(a, heads, -1, 6, WIDTH) if more == "projected" else given(a, "own", B, N, S, 2)
+    rope = a.expand(given(a, "rope", B, 1, S, 4), (B, N, S, 4))
+    k = a.cat([cut(a, heads, -1, 0, 4), rope, part], -1)
+    said = {"q": given(a, "q", B, N, 2, 10), "k": k, "v": cut(a, heads, -1, 4, WIDTH)}
+    told = latents(a, Readings(), Reading("softmax_attention", said))
+    assert isinstance(told, str)
+    assert "one part that is projected for each head, and one that all heads share" in told
+
+
+def of_tokens(a: Algebra, heads: Value) -> Value:
+    """Heads of tokens [N, B · S, K] as [B, N, S, K]."""
+    return a.permute(a.reshape(a.permute(heads, (1, 0, 2)), (B, S, N, K)), (0, 2, 1, 3))
+
+
 def test_what_is_absorbed_is_a_product_of_each_head():
     a = Algebra()
     nope, up = given(a, "q", B, N, S, WIDTH), given(a, "up", N, WIDTH, K)
+    tokens = given(a, "tokens", N, B * S, WIDTH)
     assert absorption(a, product(a, nope, up)) == (nope, up)
-    assert absorption(a, product(a, nope, given(a, "own", B, N, WIDTH, K))) is None
-    assert absorption(a, product(a, nope, given(a, "one", 1, WIDTH, K))) is None
-    assert absorption(a, product(a, given(a, "rows", N, S, WIDTH), up)) is None
+    found = absorption(a, of_tokens(a, product(a, tokens, up)))
+    assert found is not None
+    assert found[0].shape == (B, N, S, WIDTH)
+
+
+ROWS = ("rows", N, N, WIDTH)
+OTHER_PRODUCTS: list[Callable[[Algebra], Value]] = [
+    lambda a: product(a, given(a, "q", B, N, S, WIDTH), given(a, "own", B, N, WIDTH, K)),
+    lambda a: product(a, given(a, "q", B, N, S, WIDTH), given(a, "one", 1, WIDTH, K)),
+    lambda a: product(a, given(a, *ROWS), given(a, "up", N, WIDTH, K)),
+    lambda a: of_tokens(a, product(a, given(a, "tokens", B * S, WIDTH), given(a, "up", N, WIDTH, K))),
+    lambda a: product(a, given(a, *ROWS), given(a, "up", 1, N, WIDTH, K)),
+    lambda a: a.permute(product(a, given(a, *ROWS), given(a, "up", 1, N, WIDTH, K)), (0, 2, 1, 3)),
+    lambda a: a.permute(product(a, given(a, "q", B, N, N, WIDTH), given(a, "up", N, WIDTH, K)), (0, 2, 1, 3)),
+]
+
+
+@pytest.mark.parametrize("made", OTHER_PRODUCTS)
+def test_other_products_absorb_nothing(made: Callable[[Algebra], Value]):
+    a = Algebra()
+    assert absorption(a, made(a)) is None
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_as_many_heads_as_positions_are_told_apart(heads_first: bool):
+    a = Algebra()
+    layer = product(a, given(a, "x", B, N, K), swapped(a, given(a, "w", N * WIDTH, K)))
+    lanes = a.reshape(layer, (B, N, N, WIDTH))
+    lanes = a.permute(lanes, (0, 2, 1, 3)) if heads_first else lanes
+    assert (heads_projection(a, lanes, N, N) is not None) == heads_first
+    up = given(a, "up", N, WIDTH, K)
+    assert bool(query_sources(a, (lanes, up), product(a, lanes, up), ())) == heads_first
 
 
 def test_keys_that_are_joined_along_another_dim_are_one():
