@@ -1,6 +1,6 @@
 """out = softmax(scale · q kᵀ + mask) v over a latent, for one to four queries of each sequence, by atb.
 
-    int8:  p = exp(s - max s),  s = scale · (c[head] · (q8 k8ᵀ) + q_rope k_ropeᵀ),  out = (round(127 p) k8) · v / Σ p
+    int8:  p = exp(s - max s),  s = scale · (c[head] · (q8 k8ᵀ) + q_rope k_ropeᵀ),  out = (round(127 p) k8) v / 127 Σ p
 
 *Matches* what `LatentAttention` does where each sequence has at most four queries; and the same over an int8 latent
 with int8 queries of one scale for each head, where the model itself rounds its probabilities to steps of 1 / 127.

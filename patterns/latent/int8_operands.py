@@ -13,15 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fusion.analysis.factored_products import WIDE, ScaledInt8, factors_of, product_of, scaled_int8
-from fusion.analysis.row_layout import once
+from fusion.analysis.row_layout import arranged, once, row_step, uncast
 from fusion.graph import Algebra, Miss, Reading, Value
-from fusion.graph.algebra import widens
 from patterns.latent.read import joined_parts
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 Parts = tuple[dict[str, Any], dict[Value, Reading | Miss]]
 
@@ -46,7 +41,7 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
         return _miss("whole queries have no scale for each token and head")
     if keys.rows is not None or values.rows is not None:
         return _miss("the latent has a scale for each token, where the operator takes one for all")
-    rotated, k_rope = (_unwidened(each) for each in (_cancelled(a, rotated), once(a, k_rope)))
+    rotated, k_rope = (uncast(a, each) for each in (_cancelled(a, rotated), once(a, k_rope)))
     if rotated.dtype != k_rope.dtype or k_rope.shape[1] != 1:
         return _miss("rotated queries and keys have different dtypes, or heads have keys of their own")
     tokens = query.rows
@@ -55,11 +50,10 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
     of_values = _one(a, values.ones)
     if folded is None:
         return None
-    optional = {"of_keys": of_keys, "of_values": of_values}
-    scales = {name: each for name, each in optional.items() if each is not None}
     found = {"query": query.base, "tokens": tokens, "rope": folded, "latent": values.base, "k_rope": k_rope}
-    how = {"rope": rotated, "tokens": tokens, "by": by} | ({} if of_keys is None else {"of_keys": of_keys})
-    return found | scales | {"keys_by": by, "values_by": values.number}, {folded: Reading("folded_query", how)}
+    scales = {"of_keys": of_keys, "keys_by": by, "of_values": of_values, "values_by": values.number}
+    how = {"rope": rotated, "tokens": tokens, "of_keys": of_keys, "by": by}
+    return found | scales, {folded: Reading("folded_query", how)}
 
 
 def _miss(reason: str) -> Miss:
@@ -68,23 +62,16 @@ def _miss(reason: str) -> Miss:
 
 def _lanes(a: Algebra, x: Value, start: Any, stop: Any) -> Value | None:
     """Some lanes of what may be joined below views that leave lanes alone."""
-    keeps = x.op in ("reshape", "permute", "expand") and x.arg.shape[-1:] == x.shape[-1:]
-    if not keeps or (x.op == "permute" and x.attrs[-1] != x.rank - 1):
+    step = row_step(x)
+    if step is None:
         return a.slice(x, -1, start, stop)
     below = _lanes(a, x.arg, start, stop)
-    if below is None or x.op == "permute":
-        return below and a.permute(below, x.attrs)
-    shape = (*x.shape[:-1], below.shape[-1])
-    return a.reshape(below, shape) if x.op == "reshape" else a.expand(below, shape)
+    return None if below is None else arranged(a, below, [step])
 
 
 def _once(a: Algebra, found: ScaledInt8 | None) -> ScaledInt8 | None:
     """The same without the repetition of heads."""
     return None if found is None else replace(found, base=once(a, found.base))
-
-
-def _unwidened(x: Value) -> Value:
-    return x.arg if x.op == "cast" and widens(x.arg.dtype, x.dtype) and x.arg.dtype in _NARROW else x
 
 
 def _cancelled(a: Algebra, x: Value) -> Value:

@@ -1,4 +1,4 @@
-"""Attention over a latent in whole numbers whose weights are rounded too: out = (round(127 p) k8) · of_values / Σ p.
+"""Attention over a latent in int8 whose weights are rounded too: out = (round(127 p) k8) / 127 · of_values / Σ p.
 
     p = exp(s - max s), s = scale · (of_scores · (q8 k8ᵀ) + q_rope k_ropeᵀ)
 
@@ -61,7 +61,7 @@ def _read(a: Algebra, root: Value, read: Callable[[Value], Outcome | Miss | None
 def _weights(a: Algebra, p: Value, outer: Peeled) -> Peeled | str | None:
     """Scores, how the weights are arranged, factors but the sum of their exponentials, and the number that is left."""
     above = peeled(a, p, "round", outer)
-    clipped = peeled(a, p, "clip", outer) if above is None else None
+    clipped = peeled(a, p, "clip", outer)
     if clipped is not None and clipped.value.attrs[0] <= 0 and clipped.value.attrs[1] >= STEPS:
         above = peeled(a, clipped.value.arg, "round", clipped)
     if above is None:
@@ -89,7 +89,7 @@ def _is_cut(a: Algebra, p: Value) -> bool:
     """Whether weights are made whole numbers without being rounded."""
     while p.op in ("cast", "reshape", "permute", "scale") and is_float(p):
         p = p.arg
-    return p.op == "cast" and is_float(p.arg) and peeled(a, p.arg, "exp") is not None
+    return p.op == "cast" and peeled(a, p.arg, "exp") is not None
 
 
 def _scores(exps: Value) -> Value | None:
@@ -109,8 +109,6 @@ def _without_total(a: Algebra, exps: Value, factors: Sequence[Value]) -> tuple[l
     if total is None:
         return None
     inverse, share = unscaled(a.power(total, -1))
-    if not share:
-        return None
     number, rest, divided = 1 / share, list[Value](), 0
     for each in factors:
         factor, more = unscaled(each)
@@ -135,17 +133,17 @@ def _renamed(a: Algebra, root: Value, plain: Value, outcome: Outcome, factors: S
         return _WIDTH.format(dtype=root.dtype, other=rope.dtype)
     heads = captures["query"].shape[1]
     of_heads = _of_heads(a, captures.pop("tokens"), heads)
-    of_keys, by = captures.pop("of_keys", None), captures.pop("keys_by")
+    of_keys, by = captures.pop("of_keys"), captures.pop("keys_by")
     of_scores = None if of_heads is None else a.scale(of_heads, by)
     of_scores = of_scores if of_keys is None or of_scores is None else a.mul(of_scores, of_keys)
     if of_scores is None:
         return _HEADS
-    inside = [captures.pop("of_values")] if "of_values" in captures else []
+    inside = [each for each in (captures.pop("of_values"),) if each is not None]
     values = [_of_heads(a, each, heads) for each in (*factors, *inside)]
     if None in values:
         return _VALUES
     of_values = product_of(a, [each for each in values if each is not None])
-    captures |= {"rope": rope, "of_scores": of_scores} | ({} if of_values is None else {"of_values": of_values})
+    captures |= {"rope": rope, "of_scores": of_scores, "of_values": of_values}
     rest = {each: what for each, what in outcome.items() if what is not reading and what is not folded}
     return {**rest, root: Reading(_NAME, captures, reading.relies)}
 

@@ -118,7 +118,7 @@ def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
     count: Any = value.shape[-1]
     both = (opened, a.permute(opened, (0, 2, 1, 3)))
     for start in sorted({0, *(each.attrs[1] for each in sources(value) if each.op == "slice")}):
-        forms = [a.slice(each, -1, start, start + count) for each in both if start + count <= opened.shape[-1]]
+        forms = [a.slice(each, -1, start, start + count) for each in both]
         if value in forms:
             return start, value is not forms[0]
     return None
@@ -156,7 +156,7 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
     shared = [(start, each) for start, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
     if not projected or len(parts) == 1:
         return None
-    if len(projected) != 1 or len(shared) != 1 or len(parts) != 2:
+    if len(shared) != 1 or len(parts) != 2:
         return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
     (start, part, up), (offset, rope) = projected[0], shared[0]
     width, rest = part.shape[-1], rope.shape[-1]

@@ -66,7 +66,7 @@ FOLDED_QUERY = word(
 )  # fmt: skip
 INT8_PROBABILITY_ATTENTION = word(
     "int8_probability_attention",
-    "out = (round(127 p) latent) · of_values · values_by / Σ p, p = exp(s - max s), "
+    "out = (round(127 p) latent) / 127 · of_values · values_by / Σ p, p = exp(s - max s), "
     "s = scale · (of_scores · (query latentᵀ) + rope k_ropeᵀ)",
     query="[B, N, S, C] in int8", rope="[B, N, S, Dr]", latent="c in int8", k_rope="r", of_scores="[N]",
     of_values="[N] or [1]", values_by="a number", scale="a number", **_SEEN,

@@ -101,7 +101,7 @@ def rotation(a: Algebra, root: Value) -> Reading | str | None:
 def _summed(a: Algebra, root: Value, at: Rows, leaves: Leaves) -> Reading | str | None:
     """The reading of a sum of two products; why none where a third term is added."""
     found = terms(at, leaves)
-    if found is None or not leaves.computed:
+    if found is None:
         return None
     if len(found) == 3:
         pairs = ([found[0], found[1]], [found[0], found[2]], [found[1], found[2]])
@@ -243,7 +243,7 @@ def _compute_dtype(leaves: Leaves) -> torch.dtype | None:
     if len(leaves.computed) == 1:
         return next(iter(leaves.computed))
     dtypes = [*leaves.computed, *(leaf.dtype for leaf, _ in leaves.found)]
-    return reduce(torch.promote_types, [each for each in dtypes if each is not None]) if any(dtypes) else None
+    return reduce(torch.promote_types, [each for each in dtypes if each is not None])
 
 
 def _flat(a: Algebra, leaf: Value, depth: int) -> Value:
@@ -255,11 +255,11 @@ def _flat(a: Algebra, leaf: Value, depth: int) -> Value:
 def _passing(a: Algebra, found: _Sum) -> Value | None:
     """The lanes beside the rotated ones, as one value."""
     root, both, leaves, where = found
-    first = both[0] if (both[0].first.leaf != NONE).all() else both[1]
+    first = both[0]  # of lanes that are one term, that one
     others = np.setdiff1d(np.arange(len(first.coefficient)), where)
     leaf, lane = first.first.leaf[others], first.first.index[others]
     whole = (leaf == leaf[0]).all() and (np.diff(lane) == 1).all() and (first.coefficient[others] == 1).all()
-    if not whole or leaf[0] == NONE or (np.diff(others) != 1).any() or (first.second.leaf[others] != NONE).any():
+    if not whole or (np.diff(others) != 1).any() or (first.second.leaf[others] != NONE).any():
         return None
     rest = a.slice(_flat(a, *leaves.found[int(leaf[0])]), -1, int(lane[0]), int(lane[-1]) + 1)
     return rest if rest is not None and rest.shape[:-1] == root.shape[:-1] and rest.dtype == root.dtype else None
@@ -274,7 +274,7 @@ def _table(a: Algebra, flat: Value, index: Index) -> Value | None:
             continue
         start = int(base[0])
         whole = np.arange(start, start + size)
-        if repeated != "no" and step == 1 and start + size <= flat.shape[-1] and same_lanes(flat, whole, index):
+        if start + size <= flat.shape[-1] and same_lanes(flat, whole, index):
             return a.slice(flat, -1, start, start + size)
         part = a.slice(flat, -1, start, int(base[-1]) + 1, step)
         if part is None or repeated == "no":

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import fusion
+from fusion.language import Refused
 from patterns.examples import latent_attention_atb_int8 as whole
 from patterns.examples import ring_mla
+from patterns.latent.attention_atb_call import PagesInOrder
 
 MLA = "atb::npu_multi_head_latent_attention"
 OTHERS = (
@@ -228,6 +230,20 @@ def test_it_stands_back_where_the_other_attention_is_there():
 
 def test_converted_graphs_do_not_have_it():
     assert MLA not in report(model(none), *inputs(1), plan_lower="torchair").ops
+
+
+def test_pages_in_order_lie_together():
+    first, second = torch.zeros(4, 2, 8, 32), torch.zeros(4, 2, 8, 16)
+    apart = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in (first, second)]
+    assert len(PagesInOrder(first, second).read(2)) == 2
+    for pages in ((apart[0], second), (first, apart[1])):
+        with pytest.raises(Refused, match="do not lie together"):
+            PagesInOrder(*pages).read(2)
+
+
+def test_pages_in_order_are_as_many_for_each_sequence():
+    with pytest.raises(Refused, match="as many for each"):
+        PagesInOrder(torch.zeros(5, 2, 8, 32), torch.zeros(5, 2, 8, 16)).read(2)
 
 
 def test_what_runs_is_as_exact_as_the_model():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusion.graph import Algebra, Reading, Value
+from fusion.language import Refused
+from fusion.operators import ensure
 from patterns.rotary.read import rotation
+from patterns.rotary.rope import Rope
 from tests.analysis.test_lanes import SIZE, computed, leaf
 
 ORDERS = ("half", "interleaved")
@@ -91,3 +97,152 @@ def test_a_permuted_partner_is_a_rotation_only_if_it_is_paired(order):
     outcome = rotation(a, a.add(a.mul(x, cos), a.mul(partner, sin)))
     paired = list(order) == [*range(half, SIZE), *range(half)]
     assert isinstance(outcome, Reading) == paired
+
+
+def given(*widths: int, rows: int = 3, dtype: torch.dtype = torch.float64) -> tuple[Algebra, list[Value]]:
+    a = Algebra()
+    return a, [a.make("input", (), (str(n),), (rows, width), dtype) for n, width in enumerate(widths)]
+
+
+def of_half(a: Algebra, x: Value, cos: Value, sin: Value, low: float = 1.0, high: float = 1.0) -> list[Value]:
+    """Both halves of a rotation by tables of full width; the terms with the cosine have these factors."""
+    (x1, x2), (c1, c2), (s1, s2) = ([pair("half", side, a, each) for side in (0, 1)] for each in (x, cos, sin))
+    return [
+        a.add(a.scale(a.mul(x1, c1), low), a.scale(a.mul(x2, s1), -1)),
+        a.add(a.scale(a.mul(x2, c2), high), a.mul(x1, s2)),
+    ]
+
+
+def shuffled(a: Algebra, x: Value, *lanes: int) -> Value:
+    return a.cat([a.slice(x, -1, lane, lane + 1) for lane in lanes], -1)
+
+
+def backwards(a: Algebra, x: Value) -> Value:
+    return shuffled(a, x, *reversed(range(int(x.shape[-1]))))
+
+
+Change = Callable[[Algebra, Value, Value], Value]
+
+
+def with_rest(cut: int, change: Change = lambda a, rest, wide: rest) -> Reading | str | None:
+    """Four lanes are rotated, four others stand around them: so many before."""
+    a, (x, cos, sin, rest) = given(4, 4, 4, 4, dtype=torch.float32)
+    rest = change(a, rest, a.make("input", (), ("wide",), (3, 4), torch.float64))
+    pieces = [a.slice(rest, -1, 0, cut), *of_half(a, x, cos, sin), a.slice(rest, -1, cut, 4)]
+    return rotation(a, a.cat([each for each in pieces if each is not None and each.shape[-1]], -1))
+
+
+@pytest.mark.parametrize("cut", [0, 4])
+def test_other_lanes_stand_before_or_behind(cut: int):
+    reading = with_rest(cut)
+    assert isinstance(reading, Reading)
+    assert (reading.op, reading.captures["rest_first"]) == ("partial_rotation", cut == 4)
+
+
+@pytest.mark.parametrize(
+    ("cut", "change"),
+    [
+        (2, lambda a, rest, wide: rest),
+        (4, lambda a, rest, wide: a.cast(wide, torch.float32)),
+        (4, lambda a, rest, wide: a.expand(a.make("input", (), ("once",), (1, 4), torch.float32), (3, 4))),
+        (4, lambda a, rest, wide: shuffled(a, rest, 0, 1, 3, 2)),
+        (4, lambda a, rest, wide: a.mul(rest, a.unary("cos", rest))),
+    ],
+)
+def test_other_lanes_are_one_tensor_as_it_is(cut: int, change: Change):
+    assert with_rest(cut, change) == "the lanes that are not rotated do not pass through unchanged"
+
+
+def test_tables_of_full_width_are_read_whole():
+    a, (x, cos, sin) = given(8, 8, 8)
+    reading = rotation(a, a.cat(of_half(a, x, cos, sin), -1))
+    assert isinstance(reading, Reading)
+    assert (reading.captures["cos"], reading.captures["sin"]) == (cos, sin)
+
+
+def test_tables_that_are_computed_are_repeated():
+    a, (x, low, high) = given(8, 2, 2)
+    cos, sin = (a.unary(op, a.cat([low, high], -1)) for op in ("cos", "sin"))
+    reading = rotation(a, rotated(a, x, cos, sin, "half", "half"))
+    assert isinstance(reading, Reading)
+    assert reading.captures["cos"] is a.cat([cos, cos], -1)
+
+
+Made = Callable[[Algebra, Value, Value, Value], Value]
+ORDER = "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
+ITSELF = "each lane is combined with itself, not with a partner"
+PAIRS = "the lanes are not paired in half order (j, j + D/2) or interleaved order (2j, 2j + 1)"
+FACTORS = "the terms with the cosine do not all have the same positive factor"
+
+
+def around(a: Algebra, x: Value, cos: Value, sin: Value) -> Value:
+    """Other lanes stand between both halves."""
+    low, high = of_half(a, x, cos, sin)
+    return a.cat([low, a.slice(x, -1, 0, 4), high], -1)
+
+
+def three_lanes(a: Algebra, *inputs: Value) -> Value:
+    low, _ = of_half(a, *(a.slice(each, -1, 0, 6) for each in inputs))
+    return a.cat([low, a.slice(inputs[0], -1, 0, 5)], -1)
+
+
+LOOKALIKES: list[tuple[Made, str | None]] = [
+    (lambda a, x, cos, sin: a.cat(of_half(a, x, backwards(a, cos), sin), -1), ORDER),
+    (lambda a, x, cos, sin: a.cat(of_half(a, x, cos, backwards(a, sin)), -1), ORDER),
+    (lambda a, x, cos, sin: a.cat(of_half(a, x, shuffled(a, cos, 0, 1, 2, 3, 7, 6, 5, 4), sin), -1), ORDER),
+    (lambda a, x, cos, sin: a.cat(of_half(a, x, shuffled(a, cos, 0, 5, 1, 4, 2, 7, 3, 6), sin), -1), ORDER),
+    (lambda a, x, cos, sin: a.add(a.mul(x, cos), a.mul(x, sin)), ITSELF),
+    (lambda a, x, cos, sin: a.add(a.mul(x, cos), a.mul(backwards(a, x), sin)), PAIRS),
+    (lambda a, x, cos, sin: a.cat(of_half(a, x, cos, sin, high=2.0), -1), FACTORS),
+    (lambda a, x, cos, sin: a.cat(of_half(a, x, cos, a.scale(sin, -1), low=-1.0, high=-1.0), -1), FACTORS),
+    (around, None),
+    (three_lanes, None),
+    (lambda a, x, cos, sin: a.add(a.mul(x, backwards(a, x)), a.mul(x, sin)), None),
+    (lambda a, x, cos, sin: a.add(a.add(a.mul(x, cos), a.mul(cos, sin)), a.mul(x, sin)), None),
+    (lambda a, x, cos, sin: a.add(a.mul(x, cos), a.mul(backwards(a, sin), a.unary("exp", cos))), None),
+]
+
+
+@pytest.mark.parametrize(("made", "reason"), LOOKALIKES)
+def test_what_is_no_rotation(made: Made, reason: str | None):
+    a, inputs = given(8, 8, 8)
+    assert rotation(a, made(a, *inputs)) == reason
+
+
+def test_whole_numbers_are_not_rotated():
+    a, inputs = given(8, 8, 8, dtype=torch.int64)
+    assert rotation(a, a.cat(of_half(a, *inputs), -1)) is None
+
+
+TAKES = {
+    "half": {("half", "half")},
+    "pairs": {("interleaved", "interleaved")},
+    "pairs_by_matrix": {("interleaved", "interleaved")},
+    "pairs_to_half": {("interleaved", "half")},
+    "pairs_to_half_by_batch": {("interleaved", "half")},
+    "through_half": {("interleaved", "half"), ("half", "interleaved"), ("interleaved", "interleaved")},
+}
+
+
+@pytest.mark.parametrize("way", TAKES)
+@pytest.mark.parametrize("orders", itertools.product(ORDERS, ORDERS))
+def test_a_way_takes_its_orders_of_lanes_alone(way: str, orders: tuple[str, str]):
+    ensure()
+    x, angles = torch.randn(2, 3, 4, 64), torch.randn(1, 1, 4, 32)
+    angles = torch.cat((angles, angles), -1) if orders[1] == "half" else angles.repeat_interleave(2, -1)
+    args = x, angles.cos(), angles.sin(), *orders, x.dtype
+    if orders in TAKES[way]:
+        torch.testing.assert_close(getattr(Rope(), way)(*args), reference(*args[:5]), rtol=1e-4, atol=1e-4)
+        return
+    with pytest.raises(Refused, match="order"):
+        getattr(Rope(), way)(*args)
+
+
+def test_a_way_stands_back_where_another_one_does_the_same():
+    x, table, rows = torch.randn(2, 3, 4, 64), torch.randn(2, 1, 4, 64), torch.randn(3, 1, 64)
+    with pytest.raises(Refused, match="for every sequence"):
+        Rope().pairs_to_half_by_batch(x, table, table, "interleaved", "half", x.dtype)
+    with pytest.raises(Refused, match="depend on the heads"):
+        Rope().rows_to_half(x, rows, rows, "interleaved", "half", x.dtype)
+    with pytest.raises(Refused, match="depend on the heads"):
+        Rope().rows_to_half(x[None], table[:, :, :1], table[:, :, :1], "interleaved", "half", x.dtype)

@@ -1,0 +1,28 @@
+"""A way to lower a norm stands back where its operator computes something else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion.language import Refused
+from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.norm.rms_norm import RMSNorm
+
+X, GAIN = torch.randn(3, 64), torch.randn(64)
+
+
+@pytest.mark.parametrize("way", ["gemma", "shifted"])
+def test_a_gain_of_its_own_is_not_one_plus_a_weight(way: str):
+    with pytest.raises(Refused, match="the gain is not 1"):
+        getattr(RMSNorm(), way)(X, None, 1e-6)
+
+
+def test_one_plus_a_weight_is_no_gain_of_its_own():
+    with pytest.raises(Refused, match="the gain is 1"):
+        RMSNorm().npu(X, None, GAIN, 1e-6)
+
+
+def test_addends_of_two_dtypes_are_added_by_the_model():
+    with pytest.raises(Refused, match="different dtypes"):
+        AddRMSNorm().npu(X, X.bfloat16(), GAIN, 1e-6)
