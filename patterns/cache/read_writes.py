@@ -87,7 +87,7 @@ class Writes:
             return self._rows(*value.args, axis=value.attrs[0])
         if value.op in others:
             return (others[value.op](value),)
-        return (_NO_FORM,) if value.op in _UNREAD and value.args and self._is_cache(value.args[0]) else ()
+        return (_NO_FORM,) if value.op in _UNREAD and self._is_cache(value.arg) else ()
 
     def _is_cache(self, value: Value) -> bool:
         """Whether a value is, whole, an input that the graph changes, as it was or after a write."""
