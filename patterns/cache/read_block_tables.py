@@ -183,7 +183,7 @@ def _by_block(
         table = _per_sequence(a, a.reshape(block, block.shape[:-1]), batch)
         return None if table is None else (table, size)
     below = uncast(block, "reshape")
-    if below.op != "index" or below.attrs[-1:] != (1,) or below.arg.rank != 2 or below.arg.shape[0] != batch:
+    if (below.op, below.attrs[-1:]) != ("index", (1,)) or below.arg.rank != 2 or below.arg.shape[0] != batch:
         return None
     table, columns = below.arg, below.args[-1]
     if below.attrs == (0, 1) and not _is_batch(folder, below.args[1], batch):

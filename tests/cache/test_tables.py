@@ -43,13 +43,15 @@ class Named(NamedTuple):
     pages: tuple[Any, ...] = (BLOCKS, SIZE, WIDTH)
 
 
-def named(read: Read, pages: Tensor, table: Tensor, batch: Any = B, dynamic: bool | None = False) -> set[Named]:
+def named(
+    read: Read, pages: Tensor, table: Tensor, batch: Any = B, keys: int = 1, dynamic: bool | None = False
+) -> set[Named]:
     """The pages of several rows that are read of an index."""
     captured = capture(read, (pages, table), dynamic=dynamic)
     graph = canonicalise(captured.graph.graph, captured.facts)
     (output,) = graph.source.output_node().args[0]
     value = graph.held[output].below("reshape")
-    found = gathers(graph.algebra, graph.shared(Folder), value, value.shape[0] if dynamic is None else batch, 1)
+    found = gathers(graph.algebra, graph.shared(Folder), value, value.shape[0] if dynamic is None else batch, keys)
     return {Named(each.table.shape, each.size, each.pages.shape) for each in found if each.size > 1}
 
 
@@ -74,7 +76,7 @@ def test_tables_are_read(read: Read, pages: Tensor, table: Tensor, each: Named):
 FIVE = torch.tensor([3, 6, 1, 5, 0])
 COLUMNS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]])
 ODD: dict[str, tuple[Any, ...]] = {
-    "no index": (lambda x, t: torch.cat((x, t)), numbers(3, 4), numbers(2, 4)),
+    "no index": (lambda x, t: torch.cat((x, t)), numbers(24, 8), numbers(1, 8), 1, 25),
     "another dim": (lambda x, t: x[:, t], numbers(SIZE, BLOCKS, WIDTH), TABLE),
     "no number for each sequence": (lambda x, t: x[t], PAGES, FIVE),
     "rows of no number for each sequence": (lambda x, t: x[(t * SIZE)[:, None] + places()], FLAT, FIVE),
@@ -93,6 +95,14 @@ ODD: dict[str, tuple[Any, ...]] = {
     "sequences in another order": (lambda x, t: x[t[1 - sequences(), at() // SIZE], at() % SIZE], PAGES, TABLE),
     "some sequences": (lambda x, t: x[t[sequences(), at() // SIZE], at() % SIZE], PAGES, TABLE.repeat(2, 1)),
     "sequences of another table": (lambda x, t: x[t[:, at() // SIZE], at() % SIZE], PAGES, TABLE.repeat(2, 1)),
+    "sequences along the second dim": (
+        lambda x, t: x[t[torch.arange(4), (torch.arange(4) // 2)[:, None]], torch.arange(4) % 2],
+        numbers(BLOCKS, 2, WIDTH), TABLE.repeat(2, 1)[:, :2], 4,
+    ),
+    "a page of each sequence": (
+        lambda x, t: x[t[torch.arange(4)[None], (torch.arange(4) // 2)[None]], (torch.arange(4) % 2)[None]],
+        numbers(BLOCKS, 2, WIDTH), TABLE.repeat(2, 1)[:, :2], 4,
+    ),
     "a table of three dims": (lambda x, t: x[t[:, at() // SIZE].squeeze(-1), at() % SIZE], PAGES, TABLE[..., None]),
     "a joined table": (
         lambda x, t: x[torch.cat((t, torch.tensor([[0, 0], [1, 1]])), 1), torch.arange(4) % 2],
@@ -122,6 +132,7 @@ OPEN: dict[str, tuple[Read, dict[int, int], torch.dtype]] = {
 
 @pytest.mark.parametrize(("read", "symbolic", "dtype"), OPEN.values(), ids=OPEN)
 def test_what_sizes_leave_open_is_no_table(read: Read, symbolic: dict[int, int], dtype: torch.dtype):
+    torch.compiler.reset()
     given = PAGES.clone(), TABLE.to(dtype)
     for place, axis in symbolic.items():
         torch._dynamo.mark_dynamic(given[place], axis)

@@ -113,6 +113,7 @@ QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "multiplied by the largest but 1": (lambda x: x * 127 * (by_row(x, 1) - 1), UNSCALED),
     "another scale where it is 1": (lambda x: x / torch.where(by_row(x) == 1, 1.0, by_row(x)), UNSCALED),
     "a tensor where it is 0": (lambda x: x / torch.where(by_row(x) == 0, x.sum(-1, keepdim=True), by_row(x)), UNSCALED),
+    "a sum where the scale is 0": (lambda x: x / torch.where(by_row(x) == 0, 1.0, x.sum(-1, keepdim=True)), UNSCALED),
     "another scale where a sum is 0": (lambda x: x / torch.where(x.sum(-1, True) == 0, 1.0, by_row(x)), UNSCALED),
     "another scale where some lanes are 0": (
         lambda x: x / torch.where(by_row(x[:, :8]) == 0, 1.0, by_row(x)), UNSCALED,
