@@ -213,8 +213,7 @@ def _truth(a: Algebra, x: Value) -> Value | None:
 
 def _is_mask(a: Algebra, x: Value) -> bool:
     """Whether `x` holds booleans as numbers, or 1 without them."""
-    below = x.below("shift", "scale")
-    return below.op == "cast" and _truth(a, below) is not None
+    return _truth(a, x.below("shift", "scale")) is not None
 
 
 def _write(cache: Value, rows: Value, axis: int, **place: Any) -> Reading:

@@ -133,3 +133,7 @@ JOINED: dict[str, tuple[Read, Tensor]] = {
 def test_sequences_are_joined_as_they_are_named(read: Read, table: Tensor):
     t = tried("page_gather", of_both(read), lambda dtype: (*(each.to(dtype) for each in PAGES), table))
     assert applied(t)
+    graph, made = results(of_both(read), *PAGES, table)
+    found = [graph.readings.one(value, "gathered_pages") for value in made]
+    assert [each and each.captures["table"].shape[:1] for each in found] == [(2,), (2,)]
+    assert all(each and each.captures["table"].rank == 2 for each in found)

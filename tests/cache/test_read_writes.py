@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fusion.graph import Graph
+from fusion.language.rule import Refused
 from fusion.testing import capture
+from patterns.cache.pages import cut
 from tests.engine.graphs import numbers, read_graph
+
+from .layouts import applied, calls, tried
 
 B, T, D = 2, 8, 4
 CACHE, ROW = numbers(B, T, D), numbers(B, 1, D, seed=1)
@@ -55,6 +61,7 @@ EQUAL, ALONG, ONE, BATCH = (
 CHOICES: dict[str, tuple[Any, ...]] = {
     "behind the end": (EQUAL, lambda: (at() == 9)[:, None], CACHE, ROW),
     "everywhere": (EQUAL, lambda: (at() >= 0)[:, None], CACHE, ROW),
+    "where a number is 0": (EQUAL, lambda m: m.bool().logical_not()[:, None], CACHE, ROW, LINES.float()),
     "a sum of two axes": (ALONG, lambda p: at()[:, None] + torch.arange(D) == p, CACHE, ROW, POSITION),
     "twice the position": (ALONG, lambda p: (at() * 2 == p)[:, None], CACHE, ROW, POSITION),
     "a sum of two tensors": (ONE, lambda p, q: (at() == p + q)[:, None], CACHE, ROW, POSITION, OTHER),
@@ -79,6 +86,7 @@ def test_other_choices_are_told(case: tuple[Any, ...]):
 WRITES: dict[str, tuple[Any, ...]] = {
     "a number": (chosen(lambda: (at() == 3)[:, None]), CACHE, ROW),
     "one position": (chosen(lambda p: (at() == p)[:, None]), CACHE, ROW, POSITION),
+    "one of each sequence, with a dim": (chosen(lambda p: (at() == p)[..., None]), CACHE, ROW, EACH[:, None]),
     "one of each sequence": (chosen(lambda p: (at() == p[:, None])[..., None]), CACHE, ROW, EACH),
     "positions cast to numbers and back": (
         chosen(lambda p: (at() == p).float().logical_not().logical_not()[:, None]), CACHE, ROW, POSITION,
@@ -192,8 +200,8 @@ def places_of_heads(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
 
 
 def neighbours(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """Rows one behind the other, from one slot on."""
-    cache.view(-1, N * D).index_copy_(0, slots[0] % 4 + torch.arange(4), rows.view(4, -1))
+    """Rows of one head one behind the other, from one slot on."""
+    cache.view(-1, D).index_copy_(0, slots[0] % 4 + torch.arange(4), rows[:4])
     return cache * 2
 
 
@@ -211,8 +219,9 @@ def places_of_nothing_proven(cache: Tensor, rows: Tensor, slots: Tensor) -> Tens
 
 @pytest.mark.parametrize("function", [heads_apart, places_of_heads, neighbours, in_another_order])
 def test_rows_of_heads_are_no_rows_of_pages(function: Callable[..., Tensor]):
-    found = read(function, PAGES, NEW, SLOTS).readings.all("write_pages")
-    assert not [value for value, each in found if each.captures["cache"].shape == PAGES.shape]
+    pages = PAGES[:, :, :1].clone() if function is neighbours else PAGES
+    found = read(function, pages, NEW, SLOTS).readings.all("write_pages")
+    assert not [value for value, each in found if each.captures["cache"].shape == pages.shape]
 
 
 def test_pages_that_are_read_with_other_dims_are_written_once():
@@ -227,3 +236,30 @@ def test_pages_that_are_read_with_other_dims_are_written_once():
 def test_a_slot_that_is_put_together_of_two_is_their_sum():
     found = read(places_of_nothing_proven, PAGES, NEW, SLOTS).readings.all("write_pages")
     assert [each.captures["slots"].op for _, each in found] == ["add"]
+
+
+def along_the_first_axis(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    cache.index_copy_(0, start % 4 + torch.arange(2), rows)
+    return cache * 2
+
+
+def outside_of_the_first_axis(cache: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    cache.copy_(torch.where((at() == position)[:, None], rows, cache))
+    return cache * 2
+
+
+def test_positions_along_the_first_axis_are_written_one_by_one():
+    """There the operator of consecutive positions counts sequences."""
+    t = tried("cache_write", along_the_first_axis, lambda dtype: (CACHE[0].to(dtype), NEW[:2].to(dtype), POSITION))
+    assert applied(t)
+    assert not calls(t, "npu.scatter_update")
+    t = tried("cache_write", outside_of_the_first_axis, lambda dtype: (CACHE[0].to(dtype), NEW[:1].to(dtype), POSITION))
+    assert not applied(t)
+
+
+def test_a_length_that_changes_is_cut_into_no_pages():
+    sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    cache = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(2, 128, 8), symbolic_context=context)
+    with pytest.raises(Refused):
+        cut(cache, 1)
