@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fusion.graph import Graph
 from fusion.language.rule import Refused
+from fusion.options import Options
 from fusion.testing import capture
 from patterns.cache.pages import cut
 from tests.engine.graphs import numbers, read_graph
@@ -248,12 +249,16 @@ def outside_of_the_first_axis(cache: Tensor, rows: Tensor, position: Tensor) -> 
     return cache * 2
 
 
-def test_positions_along_the_first_axis_are_written_one_by_one():
+@pytest.mark.parametrize("target", ["host", "ascend910_93"])
+def test_positions_along_the_first_axis_are_written_one_by_one(target: str):
     """There the operator of consecutive positions counts sequences."""
-    t = tried("cache_write", along_the_first_axis, lambda dtype: (CACHE[0].to(dtype), NEW[:2].to(dtype), POSITION))
+    how = Options(target=target, lower="eager")
+    t = tried("cache_write", along_the_first_axis, lambda dtype: (CACHE[0].to(dtype), NEW[:2].to(dtype), POSITION), how)
     assert applied(t)
     assert not calls(t, "npu.scatter_update")
-    t = tried("cache_write", outside_of_the_first_axis, lambda dtype: (CACHE[0].to(dtype), NEW[:1].to(dtype), POSITION))
+    t = tried(
+        "cache_write", outside_of_the_first_axis, lambda dtype: (CACHE[0].to(dtype), NEW[:1].to(dtype), POSITION), how
+    )
     assert not applied(t)
 
 
