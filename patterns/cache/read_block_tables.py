@@ -130,7 +130,7 @@ def _whole(a: Algebra, gathered: Value, source: Value, index: Value, batch: Any,
         return
     places = [source.shape[place] for place in (1, 2, 3) if place < source.rank - 1]
     for size in dict.fromkeys((*places, keys // max(table.shape[1], 1))):
-        if isinstance(size, int) and size > 0:
+        if isinstance(size, int):
             yield Gather(gathered, source, table, size)
 
 
@@ -150,7 +150,7 @@ def _numbered(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, i
     Where int32 counts all the rows, numbers that wrap round in it name no page.
     """
     total = uncast(index.below("reshape"))
-    if total.op != "add" or total.rank < 2:
+    if total.op != "add" or not total.rank:
         return None
     for first, inner in (total.args, total.args[::-1]):
         size = _counted(inner, total.shape[-1])
@@ -158,7 +158,7 @@ def _numbered(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, i
         blocks = scaled.arg if scaled.op == "scale" and scaled.attrs[0] == size else None
         if blocks is not None and blocks.dtype is not torch.int64 and isinstance(rows, int) and rows > 2**31:
             return None
-        if size and blocks is not None and first.shape[-1:] == (1,) and prod(first.shape) * size == prod(total.shape):
+        if blocks is not None and prod(first.shape) * size == prod(total.shape):
             table = _per_sequence(a, blocks, batch)
             return None if table is None else (table, size)
     return None
@@ -166,7 +166,7 @@ def _numbered(a: Algebra, index: Value, batch: Any, rows: Any) -> tuple[Value, i
 
 def _counted(x: Value, last: Any) -> int:
     """How many there are of 0, 1, … along the last dim and along no other; 0 for other numbers."""
-    if not isinstance(last, int) or prod(x.shape) != last or x.shape[-1:] != (last,):
+    if prod(x.shape) != last or x.shape[-1:] != (last,):
         return 0
     row = uncast(x, "reshape")
     return last if row.rank == 1 and iota(row) == 0 else 0
@@ -183,7 +183,7 @@ def _by_block(
         table = _per_sequence(a, a.reshape(block, block.shape[:-1]), batch)
         return None if table is None else (table, size)
     below = uncast(block, "reshape")
-    if below.op != "index" or below.attrs[-1:] != (1,) or below.arg.rank != 2 or below.arg.shape[0] != batch:
+    if (below.op, below.attrs[-1:]) != ("index", (1,)) or below.arg.rank != 2 or below.arg.shape[0] != batch:
         return None
     table, columns = below.arg, below.args[-1]
     if below.attrs == (0, 1) and not _is_batch(folder, below.args[1], batch):
@@ -192,7 +192,7 @@ def _by_block(
     if not whole or not (_is_beside(place, block.shape) or place.shape == block.shape):
         return None
     steps, places = _folded(folder, columns), _folded(folder, place)
-    if not isinstance(table.shape[1], int) or steps is None or places is None:
+    if not isinstance(table.shape[1], int):
         return None
     count = table.shape[1] * size
     right = steps == [t // size for t in range(count)] and places == [t % size for t in range(count)]
@@ -225,9 +225,7 @@ def _forms(a: Algebra, found: Gather, sizes: Sizes) -> Iterator[tuple[str, Value
     batch, heads, keys, width = sizes
     many, size = found.table.shape[1], found.size
     blocks, room = found.pages.shape[0], many * size
-    if room < keys or prod(found.gathered.shape) != batch * room * heads * width:
-        return
-    if prod(found.pages.shape[1:]) != size * heads * width:
+    if prod(found.gathered.shape) != batch * room * heads * width:
         return
     behind = a.reshape(found.gathered, (batch, room, heads, width))
     behind = a.permute(behind, (0, 2, 1, 3))
@@ -239,7 +237,7 @@ def _forms(a: Algebra, found: Gather, sizes: Sizes) -> Iterator[tuple[str, Value
     if heads == 1 and turned is not None and turned.shape[-2] == size:
         forms.insert(0, ("NZ", turned, behind))
     line = found.pages.shape[-1]
-    if heads == 1 and found.pages.rank > 3 and found.pages.shape[-2] == size and width % line == 0:
+    if heads == 1 and found.pages.rank > 3 and found.pages.shape[-2] == size:
         lines = a.reshape(found.gathered, (batch, many, width // line, size, line))
         lines = a.reshape(a.permute(lines, (0, 1, 3, 2, 4)), (batch, 1, room, width))
         forms.append(("NZ", found.pages, lines))

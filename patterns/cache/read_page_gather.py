@@ -112,7 +112,7 @@ def _cut(a: Algebra, folder: Folder, value: Value) -> _Rows | None:
 def _joined(a: Algebra, pieces: Sequence[_Rows | None], value: Value) -> _Rows | None:
     """The sequences one after the other, each with a length of its own."""
     known = [each for each in pieces if each is not None and each.table.shape[0] == 1]
-    if len(known) != len(pieces) or len({(each.pages, each.size) for each in known}) != 1:
+    if len({(each.pages, each.size) for each in known}) != 1:
         return None
     rows = prod(value.shape[1:]) == prod(known[0].pages.shape[2:])
     if not rows or value.shape[0] != sum(each.lengths for each in known):

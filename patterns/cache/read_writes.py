@@ -87,7 +87,7 @@ class Writes:
             return self._rows(*value.args, axis=value.attrs[0])
         if value.op in others:
             return (others[value.op](value),)
-        return (_NO_FORM,) if value.op in _UNREAD and value.args and self._is_cache(value.args[0]) else ()
+        return (_NO_FORM,) if value.op in _UNREAD and self._is_cache(value.arg) else ()
 
     def _is_cache(self, value: Value) -> bool:
         """Whether a value is, whole, an input that the graph changes, as it was or after a write."""
@@ -213,8 +213,7 @@ def _truth(a: Algebra, x: Value) -> Value | None:
 
 def _is_mask(a: Algebra, x: Value) -> bool:
     """Whether `x` holds booleans as numbers, or 1 without them."""
-    below = x.below("shift", "scale")
-    return below.op == "cast" and _truth(a, below) is not None
+    return _truth(a, x.below("shift", "scale")) is not None
 
 
 def _write(cache: Value, rows: Value, axis: int, **place: Any) -> Reading:

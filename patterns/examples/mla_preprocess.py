@@ -160,6 +160,7 @@ STATICS = (
         quantise=lambda x, scale, zero: torch.clamp(x / scale + zero, -128, 127).round().to(torch.int8),
     ),
     static("a token by block", write=caches.by_block),
+    static("a token of one sequence", "", setting(batch=1, static=True)),
     static("numbers", quantise=rounded(lambda x, scale, zero: x / 2**-5 + 3)),
     static("no zero point", quantise=rounded(lambda x, scale, zero: x / scale)),
     static(

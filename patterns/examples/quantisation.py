@@ -127,6 +127,11 @@ def dequantised(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) 
     return linear((numbers.float() * tokens).bfloat16(), (weight.float() * scale.unsqueeze(-1)).bfloat16())
 
 
+def channels_first(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A linear layer of a weight that was multiplied by its scales before; rows by theirs behind it."""
+    return (linear(numbers.float(), weight.float() * scale.unsqueeze(-1)) * tokens).bfloat16()
+
+
 def other_dim(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """A scale for each row of the sequence."""
     return in_int32(numbers, tokens, weight, scale[: numbers.shape[-2]].view(-1, 1))
@@ -143,7 +148,10 @@ PRODUCTS = (
     Example("a batch", scaled(in_int32), layer(2, 3, parameters=False)),
     Example("sums in float32, a bias", scaled(in_float32), layer(2, 3, bias=True)),
     Example("scales first", scaled(dequantised), layer(2, 3)),
+    Example("scales of channels first", scaled(channels_first), layer(2, 3)),
+    Example("one channel", scaled(in_int32), layer(5, n=1)),
     Example("channels alone", CHANNELS, layer(5)),
+    Example("channels alone, and a number", lambda *given: CHANNELS(*given).float() * 0.3, layer(5)),
 )
 OTHER_PRODUCTS = (
     Example("a wide result", by(quantised), layer(5), "the result is of torch.float32"),

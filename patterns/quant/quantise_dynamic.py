@@ -55,7 +55,7 @@ def _scale(value: Value) -> _Scale | None:
     match value.op:
         case "scale":
             return found.times(value.attrs[0])
-        case "clip" if math.isinf(value.attrs[1]):
+        case "clip" if math.isinf(value.attrs[1]) and found.factor > 0:
             return replace(found, least=max(found.least, value.attrs[0]))
         case "clip":
             return replace(found, odd="the scale has an upper bound, which the operator does not keep")
@@ -68,10 +68,13 @@ def _scale(value: Value) -> _Scale | None:
 def _without_zeros(value: Value) -> _Scale | None:
     """A scale in which another number stands where it is 0: such a row is quantised to zeros in any case."""
     condition, other, kept = value.args
-    if condition.op != "compare" or condition.attrs != ("eq",) or other.op != "full":
+    if (condition.op, condition.attrs, other.op) != ("compare", ("eq",), "full"):
         return None
-    x, zero = condition.args
-    return _scale(kept) if zero.op == "full" and zero.attrs == (0,) and _scale(x) is not None else None
+    compared, zero = condition.args
+    asked, found = _scale(compared), _scale(kept)
+    if asked is None or found is None or (zero.op, zero.attrs) != ("full", (0,)):
+        return None
+    return found if (asked.x, asked.odd, asked.factor != 0) == (found.x, "", True) else None
 
 
 def dynamic(a: Algebra, below: Rounded) -> tuple[Reading, Value, Reading] | str | None:
@@ -92,7 +95,7 @@ def dynamic(a: Algebra, below: Rounded) -> tuple[Reading, Value, Reading] | str 
             return "the rows are multiplied by 0, or divided by 0"
         scale, x = scale.times(1 / times), exact(x)
         base, number = unscaled(scale.x)
-        if number > 0 and base is x:  # a number that stands behind the quotient here, and inside its scale
+        if number and base is x:  # a number that stands behind the quotient here, and inside its scale
             scale, x, times = scale.times(number), scale.x, _near(times / number)
         reason = _unproven(below, scale, x, inverse.below("expand").shape)
         if reason:

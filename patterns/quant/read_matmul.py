@@ -106,7 +106,7 @@ def _bare(a: Algebra, value: Value) -> _Product | None:
 def _dequantised(a: Algebra, x: Value, y: Value) -> _Product | None:
     """A product of whole numbers each of which was multiplied by its scale first: its sums end nowhere."""
     left, right = scaled_int8(a, x), scaled_int8(a, swapped(a, a.reshape(y, y.shape[-2:])))
-    if left is None or right is None or left.rows is None or right.rows is None or left.ones or right.ones:
+    if left is None or right is None or right.rows is None or left.ones or right.ones:
         return None
     channels = a.reshape(right.rows, right.rows.shape[:1])
     return _Product(left.base, right.base, left.rows, channels, factor=left.number * right.number)
@@ -133,11 +133,11 @@ def _taken(a: Algebra, found: _Product, factor: Value, value: Value) -> _Product
     rows, width = value.shape[:-1], value.shape[-1]
     factor, number = unscaled(factor)
     found = replace(found, factor=found.factor * number)
-    if shape == (*(1,) * len(rows), width) and width != 1:
+    if shape == (*(1,) * len(rows), width):
         more = a.reshape(factor, (width,))
         channels = more if found.channels is None else a.mul(found.channels, more)
         return replace(found, channels=channels)
-    if shape == (*rows, 1) and width != 1 and found.tokens is None:
+    if shape == (*rows, 1) and found.tokens is None:
         return replace(found, tokens=a.reshape(factor, (*rows, 1)))
     return "a scale is neither one for each token nor one for each output channel"
 
@@ -175,7 +175,7 @@ def int8_matmuls(graph: Graph) -> Iterator[Found]:
         made = each if isinstance(each, str) else _reading(graph, each, value)
         yield value, Miss("quant_matmul", made) if isinstance(made, str) else made
         below, _ = unscaled(value)  # what of it is rotated, or absorbed, may be read without the number
-        inner = products.get(below) if isinstance(made, Reading) and below is not value else None
+        inner = products.get(below) if below is not value else None
         alone = _reading(graph, inner, below) if isinstance(inner, _Product) else None
         if isinstance(alone, Reading):
             yield below, alone

@@ -131,7 +131,7 @@ def _zero(value: Value) -> tuple[Value, Value | float | None]:
     if value.op == "shift":
         return value.arg, value.attrs[0]
     for rest, one in (value.args, value.args[::-1]) if value.op == "add" else ():
-        if prod(one.shape) == 1 and prod(rest.shape) != 1:
+        if prod(one.shape) == 1:
             one = exact(one)
             return rest, one.arg if one.op == "cast" and one.arg.dtype == torch.int8 else one
     return value, None
@@ -149,7 +149,7 @@ def _scaled(a: Algebra, value: Value) -> dict[str, Any] | None:
         if scale.op == "power":
             scale = a.power(a.cast(exact(factor), torch.float32), -1)
         found["scale"] = a.reshape(scale, (prod(factor.shape),))
-    if quotient.dtype is None or (parts is None and number == 1) or not number:
+    if (parts is None and number == 1) or not number:
         return None
     return {**found, **_biased(a, exact(quotient)), "by": 1 / number}
 
@@ -158,10 +158,10 @@ def _factored(quotient: Value, number: float) -> tuple[Value, Value] | None:
     """x and a factor of all of it; where nothing else scales it, one of each channel; None for x itself."""
     pairs = (quotient.args, quotient.args[::-1]) if quotient.op == "mul" else ()
     for x, factor in pairs:
-        if prod(factor.shape) == 1 and prod(x.shape) != 1:
+        if prod(factor.shape) == 1:
             return x, factor
     for x, factor in sorted(pairs, key=lambda pair: not _is_held(pair[1])) if number == 1 else ():
-        if factor.rank and factor.shape[-1:] == x.shape[-1:] and prod(factor.shape) == factor.shape[-1]:
+        if factor.shape[-1:] == x.shape[-1:] == (prod(factor.shape),):
             return x, factor
     return None
 
@@ -176,8 +176,8 @@ def _is_held(factor: Value) -> bool:
 def _biased(a: Algebra, x: Value) -> dict[str, Value]:
     """x without a bias of each channel, and that bias."""
     for rest, line in (x.args, x.args[::-1]) if x.op == "add" else ():
-        channels = line.rank and line.shape[-1] == x.shape[-1] == prod(line.shape)
-        if channels and rest.shape == x.shape and prod(rest.shape) != prod(line.shape):
+        channels = line.shape[-1:] == x.shape[-1:] == (prod(line.shape),)
+        if channels and rest.shape == x.shape and (prod(rest.shape) != prod(line.shape) or _is_held(line)):
             return {"x": exact(rest), "bias": a.reshape(exact(line), x.shape[-1:])}
     return {"x": x}
 

@@ -178,6 +178,42 @@ def test_other_orders_are_no_lines(read: Callable[[Sizes], Read], name: str):
     assert not reads_pages(tried("attention", attended(s, read(s)), paged(s, lines(s)[0])))
 
 
+def heads_turned_before(s: Sizes) -> Read:
+    """Lines of several heads."""
+    return lambda x, table: (
+        x.transpose(1, 2).flatten(2)[table].flatten(1, 2).unflatten(-1, (s.heads, -1)).transpose(1, 2)
+    )
+
+
+def longer_pages(s: Sizes) -> Read:
+    """Pages of more rows than their lines hold."""
+    return lambda x, table: x.transpose(1, 2).flatten(2)[table].reshape(s.batch, 1, s.keys, s.width)
+
+
+def rows_seen_as_lines(s: Sizes) -> Read:
+    """Rows of lines, as if they lay line by line."""
+
+    def read(x: Tensor, table: Tensor) -> Tensor:
+        pages = x[table].reshape(s.batch, s.pages, s.lines, s.size, s.line)
+        return pages.transpose(2, 3).reshape(s.batch, 1, s.keys, s.width)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("read", "s", "page"),
+    [
+        (heads_turned_before, replace(ONE, heads=2, groups=1, width=32), (4, 8, 16)),
+        (longer_pages, replace(ONE, width=16), (2, 4, 16)),
+        (rows_seen_as_lines, ONE, (8, 5, 16)),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_lines_of_other_pages_are_not_told_as_such(read: Callable[[Sizes], Read], s: Sizes, page: Shape):
+    t = tried("attention", attended(s, read(s)), paged(s, page))
+    assert not reads_pages(t) or {call.args[1].meta["val"].dim() for call in calls(t, FIA)} == {3}
+
+
 def test_short_lines_are_not_those_of_the_operator():
     s = replace(ONE, line=8)
     t = tried("attention", attended(s, lines(s)[2]), paged(s, lines(s)[0]))

@@ -235,6 +235,12 @@ def groups_of_channels(x, weight, scale):
     return ((parts[0] * scale + parts[1] * scale.flip(0)) * tokens).to(x.dtype)
 
 
+def with_two_biases(x, weight, scale):
+    q, tokens = divided(x)
+    bias = torch.arange(N, device=x.device) / 8
+    return (int_mm(q, tokens, weight, scale) + bias + bias.flip(0)).to(x.dtype)
+
+
 def _inputs(B: int, S: int) -> tuple[Tensor, ...]:
     return rows(B, S), *parameters()
 
@@ -245,6 +251,15 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     look_alike(_ROWS, along_tokens, "shared by several tokens", (DYNAMIC_QUANT,), _inputs, None),
     look_alike(_ROWS, divided_by_128, "becomes 128, by the operator 127", (DYNAMIC_QUANT,), _inputs, _layer),
     look_alike(_PRODUCT, weights_alone, "", (QUANT_MATMUL,), _inputs, None, note="activations are no whole numbers"),
+    look_alike(
+        _PRODUCT,
+        with_two_biases,
+        "the result is of torch.float32",
+        (QUANT_MATMUL,),
+        _inputs,
+        _layer,
+        note="the operator adds one bias, and rounds behind it",
+    ),
     look_alike(
         _PRODUCT, groups_of_channels, "", (), _inputs, None, note="each group with a scale of its own is a product"
     ),

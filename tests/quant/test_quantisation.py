@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fusion.testing import capture
-from patterns.examples.quantisation import by, layer, product, quantised, scaled
-from tests.engine.graphs import read_graph
+from patterns.examples.quantisation import by, by_row, layer, product, quantised, scaled
+from patterns.quant.quantise_dynamic import UNSCALED
+from tests.engine.graphs import numbers, read_graph
 
 
 def whole_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,6 +82,11 @@ def cast_early(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> 
     return product(whole, weight).half() * tokens.half() * scale.half()
 
 
+def cut_between(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Cut to whole numbers between the scales."""
+    return (product(whole, weight).float() * tokens).int().float() * scale
+
+
 ROWS: tuple[tuple[Callable[..., Any], str], ...] = (
     (whole_tensor, "one scale is shared by several tokens"),
     (bounded_above, "the scale has an upper bound"),
@@ -96,7 +102,31 @@ PRODUCTS: tuple[tuple[Callable[..., Any], bool, str], ...] = (
     (early_bias, True, "before all scales are in the product"),
     (residual, True, "something else than one bias"),
     (cast_early, False, "cast to float16, which ends at 65504"),
+    (cut_between, False, "no scale for each output channel"),
 )
+
+
+OTHERS = "divided by the scale of others"
+ZERO = "multiplied by 0, or divided by 0"
+QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a scale cut to a whole number": (lambda x: x / by_row(x).int(), UNSCALED),
+    "multiplied by the largest but 1": (lambda x: x * 127 * (by_row(x, 1) - 1), UNSCALED),
+    "another scale where it is 1": (lambda x: x / torch.where(by_row(x) == 1, 1.0, by_row(x)), UNSCALED),
+    "a tensor where it is 0": (lambda x: x / torch.where(by_row(x) == 0, x.sum(-1, keepdim=True), by_row(x)), UNSCALED),
+    "a sum where the scale is 0": (lambda x: x / torch.where(by_row(x) == 0, 1.0, x.sum(-1, keepdim=True)), UNSCALED),
+    "another scale where a sum is 0": (lambda x: x / torch.where(x.sum(-1, True) == 0, 1.0, by_row(x)), UNSCALED),
+    "another scale where some lanes are 0": (
+        lambda x: x / torch.where(by_row(x[:, :8]) == 0, 1.0, by_row(x)), UNSCALED,
+    ),
+    "another scale where a difference is 0": (lambda x: x / torch.where(by_row(x) - 1 == 0, 1.0, by_row(x)), UNSCALED),
+    "an upper bound of the negative scale": (lambda x: x / -(-by_row(x)).clamp(min=-0.02), "has an upper bound"),
+    "times 0": (lambda x: x * 0.0 / by_row(x), ZERO),
+    "divided by 0": (lambda x: x / (by_row(x) * 0.0), ZERO),
+    "the scale of zeros": (lambda x: x / by_row(x * 0.0), OTHERS),
+    "one scale of two rows": (lambda x: x / by_row(x.view(-1, 96)).expand(-1, 2).reshape(-1, 1), OTHERS),
+    "a lower bound": (lambda x: (x / by_row(x)).clamp(min=-100), "bounded by -100 and 127"),
+    "an upper bound": (lambda x: (x / by_row(x)).clamp(max=100), "bounded by -127 and 100"),
+}  # fmt: skip
 
 
 def misses(function: Callable[..., Any], bias: bool = False) -> set[tuple[str, str]]:
@@ -109,20 +139,109 @@ def test_rows_that_are_none(quantise: Callable[..., Any], reason: str):
     assert any(name == "dynamic_quant" and reason in why for name, why in misses(by(quantise)))
 
 
+@pytest.mark.parametrize(("quotient", "reason"), QUOTIENTS.values(), ids=QUOTIENTS)
+def test_quotients_that_are_none(quotient: Callable[[Tensor], Tensor], reason: str):
+    def rows(x: Tensor) -> Tensor:
+        return quotient(x.float()).round().clamp(-127, 127).to(torch.int8)
+
+    graph = read_graph(capture(rows, layer(6)(torch.bfloat16)[:1]).graph.graph)
+    assert any(reason in each.reason for _, each in graph.readings.missed("dynamic_quant"))
+    assert not graph.readings.all("token_scale")
+
+
+def test_rows_and_their_scale_may_be_negated_alike():
+    def rows(x: Tensor) -> Tensor:
+        return (x * -2 / by_row(x * -2)).round().to(torch.int8)
+
+    graph = read_graph(capture(rows, layer(6)(torch.float32)[:1]).graph.graph)
+    [(_, found)] = graph.readings.all("quantise")
+    assert (found.captures["scheme"], found.captures["x"].attrs) == ("dynamic", (-2.0,))
+
+
 @pytest.mark.parametrize(("finish", "bias", "reason"), PRODUCTS, ids=lambda each: getattr(each, "__name__", ""))
 def test_products_that_are_none(finish: Callable[..., Any], bias: bool, reason: str):
     assert any(name == "quant_matmul" and reason in why for name, why in misses(scaled(finish), bias))
 
 
-def test_what_is_added_to_a_whole_product_or_gates_it_leaves_it_one():
-    def gated(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        y = (product(whole, weight).float() * tokens * scale).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "a bias"])
+def test_what_is_added_to_a_whole_product_or_gates_it_leaves_it_one(bias: bool, dtype: torch.dtype):
+    def gated(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, *biases: Tensor) -> Tensor:
+        y = product(whole, weight).float() * tokens * scale
+        y = sum(biases, y).to(dtype)
         return y + torch.sigmoid(y) * y
 
-    graph = read_graph(capture(scaled(gated), layer(5)(torch.bfloat16)).graph.graph)
-    found = [value for value, _ in graph.readings.all("int8_matmul")]
-    assert [value.dtype for value in found] == [torch.bfloat16]
+    graph = read_graph(capture(scaled(gated), layer(5, bias=bias)(torch.bfloat16)).graph.graph)
+    [(value, found)] = graph.readings.all("int8_matmul")
+    assert (value.dtype, "bias" in found.captures) == (dtype, bias)
     assert not graph.readings.missed("quant_matmul")
+
+
+UNDER_SCALES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "a weight in floats": (lambda x, t, s: x * t, lambda w, s: w.exp()),
+    "rows without a scale, by a weight in floats": (lambda x, t, s: x, lambda w, s: w.exp()),
+    "a weight without a scale": (lambda x, t, s: x * t, lambda w, s: w),
+    "a scale of all rows besides": (lambda x, t, s: x * t * s[:1], lambda w, s: w * s[:, None]),
+    "a scale of the whole weight besides": (lambda x, t, s: x * t, lambda w, s: w * s[:, None] * s[:1]),
+}
+
+
+@pytest.mark.parametrize(("left", "right"), UNDER_SCALES.values(), ids=UNDER_SCALES)
+def test_operands_by_other_scales_are_left_alone(left: Callable[..., Tensor], right: Callable[..., Tensor]):
+    def finish(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return left(whole.float(), tokens, scale) @ right(weight.float(), scale).t()
+
+    graph = read_graph(capture(scaled(finish), layer(5)(torch.float32)).graph.graph)
+    assert not graph.readings.all("int8_matmul")
+
+
+def static_rows(quotient: Callable[..., Tensor], *inputs: Tensor) -> list[dict[str, Any]]:
+    """What is read of static rows, and the reasons why they are none."""
+
+    def rows(*given: Tensor) -> Tensor:
+        return quotient(*given).clamp(-128, 127).to(torch.int8)
+
+    graph = read_graph(capture(rows, inputs).graph.graph)
+    assert not graph.readings.missed("quantise")
+    return [each.captures for _, each in graph.readings.all("quantise")]
+
+
+X, LINE, COLUMN, ONE = numbers(6, 8), numbers(8, seed=1), numbers(6, 1, seed=2), numbers(1, seed=3)
+UNREAD: dict[str, tuple[Any, ...]] = {
+    "a number is added alone": (lambda x: (x + 3).round(), X),
+    "rows of scales of their own, cut": (lambda x, s: x / s + 3, X, COLUMN),
+    "rows of factors of their own": (lambda x, s: (x * s + 3).round(), X, COLUMN),
+    "a sum with a quotient": (lambda x, s: (x + 1 / s + 3).round(), X, COLUMN),
+    "times 0": (lambda x: (x * 0.0).round(), X),
+    "an outer product": (lambda x, line: (x * line).round(), COLUMN, LINE),
+    "heads by factors, cut": (lambda x, s: x * s, X.view(1, 3, 2, 8), numbers(3, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD.values(), ids=UNREAD)
+def test_rows_that_no_constant_divides_are_left_alone(case: tuple[Any, ...]):
+    assert not static_rows(*case)
+
+
+UNBIASED: dict[str, tuple[Any, ...]] = {
+    "a number for each token": (lambda x, more, s: ((x + more) / s).round(), X, COLUMN),
+    "an outer sum": (lambda x, more, s: ((x + more) / s).round(), COLUMN, LINE),
+    "a rotated token": (lambda x, more, s: ((x * more + x.flip(-1) * more.sin()) / s).round(), X[:1], LINE),
+}
+
+
+@pytest.mark.parametrize("case", UNBIASED.values(), ids=UNBIASED)
+def test_what_is_no_number_of_each_channel_is_no_bias(case: tuple[Any, ...]):
+    [found] = static_rows(*case, ONE)
+    assert "bias" not in found
+    assert found["x"].op == "add"
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_numbers_of_each_channel_are_a_bias_of_any_tokens(tokens: int):
+    [found] = static_rows(lambda x, line, s: ((x * 2 + line) / s).round(), X[:tokens], LINE, ONE)
+    assert found["x"].shape == (tokens, 8)
+    assert found["bias"].op == "input"
 
 
 def test_products_of_whole_numbers_are_no_linear_layers():

@@ -1,0 +1,270 @@
+"""Which values are a cache with new rows: choices by position, pages, and what is no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fusion.graph import Graph
+from fusion.language.rule import Refused
+from fusion.options import Options
+from fusion.testing import capture
+from patterns.cache.pages import cut
+from tests.engine.graphs import numbers, read_graph
+
+from .layouts import applied, calls, tried
+
+B, T, D = 2, 8, 4
+CACHE, ROW = numbers(B, T, D), numbers(B, 1, D, seed=1)
+SQUARE, LINE = numbers(T, T, D), numbers(1, T, D, seed=1)
+POSITION, OTHER, EACH = torch.tensor(3), torch.tensor(1), torch.tensor([3, 5])
+LINES = torch.tensor([1, 2, 3, 4, 5, 6, 7, 0])
+MASK, SHARES = LINES[:, None] > 4, numbers(T, 1, seed=2)
+
+
+def read(function: Callable[..., Any], *inputs: Tensor, dynamic: bool | None = False) -> Graph:
+    captured = capture(function, inputs, dynamic=dynamic)
+    return read_graph(captured.graph.graph, captured.facts)
+
+
+def told(graph: Graph) -> list[str]:
+    return [each.reason for _, each in graph.readings.missed("cache_write")]
+
+
+def at() -> Tensor:
+    """The positions of a cache."""
+    return torch.arange(T)
+
+
+def chosen(where: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Rows stand in a cache where `where` says."""
+
+    def forward(cache: Tensor, rows: Tensor, *more: Tensor) -> Tensor:
+        cache.copy_(torch.where(where(*more), rows, cache))
+        return cache * 2
+
+    return forward
+
+
+EQUAL, ALONG, ONE, BATCH = (
+    f"one position for every sequence: {why}"
+    for why in (
+        "not an equality of positions", "not an equality of positions along one axis",
+        "not the difference of a position and one number", "the position differs along more than the batch",
+    )
+)  # fmt: skip
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "behind the end": (EQUAL, lambda: (at() == 9)[:, None], CACHE, ROW),
+    "everywhere": (EQUAL, lambda: (at() >= 0)[:, None], CACHE, ROW),
+    "where a number is 0": (EQUAL, lambda m: m.bool().logical_not()[:, None], CACHE, ROW, LINES.float()),
+    "a sum of two axes": (ALONG, lambda p: at()[:, None] + torch.arange(D) == p, CACHE, ROW, POSITION),
+    "twice the position": (ALONG, lambda p: (at() * 2 == p)[:, None], CACHE, ROW, POSITION),
+    "a sum of two tensors": (ONE, lambda p, q: (at() == p + q)[:, None], CACHE, ROW, POSITION, OTHER),
+    "half the position": (ONE, lambda p: (at() == p * 2)[:, None], CACHE, ROW, POSITION),
+    "one of each lane": (BATCH, lambda p: at()[:, None] == p, CACHE, ROW, torch.tensor([1, 2, 3, 4])),
+    "one of each position": (BATCH, lambda p: (at() == p)[:, None, None], SQUARE, LINE, LINES),
+    "one of each head": (BATCH, lambda p: (at() == p[:, None])[..., None], CACHE[None], ROW[None], EACH),
+    "one of each head, as many as sequences": (
+        BATCH, lambda p: (at() == p[:, None])[..., None], CACHE.repeat(2, 1, 1, 1), ROW.repeat(2, 1, 1, 1), EACH,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHOICES.values(), ids=CHOICES)
+def test_other_choices_are_told(case: tuple[Any, ...]):
+    reason, where, *inputs = case
+    graph = read(chosen(where), *inputs)
+    assert not graph.readings.all("write")
+    assert [each for each in told(graph) if each.endswith(reason)] == told(graph) != []
+
+
+WRITES: dict[str, tuple[Any, ...]] = {
+    "a number": (chosen(lambda: (at() == 3)[:, None]), CACHE, ROW),
+    "one position": (chosen(lambda p: (at() == p)[:, None]), CACHE, ROW, POSITION),
+    "one of each sequence, with a dim": (chosen(lambda p: (at() == p)[..., None]), CACHE, ROW, EACH[:, None]),
+    "one of each sequence": (chosen(lambda p: (at() == p[:, None])[..., None]), CACHE, ROW, EACH),
+    "positions cast to numbers and back": (
+        chosen(lambda p: (at() == p).float().logical_not().logical_not()[:, None]), CACHE, ROW, POSITION,
+    ),
+    "another tensor": (lambda x, rows, p: torch.cumsum(x.index_copy_(1, p[None], rows), 1), CACHE, ROW, POSITION),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRITES.values(), ids=WRITES)
+def test_a_write_is_read_once_and_nothing_else_is_told(case: tuple[Any, ...]):
+    graph = read(*case)
+    assert len(graph.readings.all("write")) == 1
+    assert not told(graph)
+
+
+def below_a_wider_one(cache: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    """A choice that is wider than the cache, which is written afterwards."""
+    wide = torch.where((at() == position)[:, None], rows, cache)
+    cache.add_(1)
+    return wide
+
+
+def choice(x: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    return torch.where((at() == position)[:, None], rows, x)
+
+
+def order(x: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    return torch.where((at() > position)[:, None], rows, x)
+
+
+def scattered(x: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    return x.masked_scatter(x > 0, rows)
+
+
+def interleaved(x: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    """A buffer that is filled turn by turn."""
+    made = x.new_zeros(B, 2 * T, D)
+    made[:, ::2], made[:, 1::2] = x, -x
+    return made
+
+
+def joined(x: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    """A buffer that is filled part by part."""
+    made = x.new_zeros(B, T, 2 * D)
+    made[..., :D], made[..., D:] = x, -x
+    return made
+
+
+@pytest.mark.parametrize("function", [choice, order, scattered, interleaved, joined], ids=lambda each: each.__name__)
+def test_nothing_is_told_of_what_is_no_cache(function: Callable[..., Tensor]):
+    graph = read(function, CACHE, ROW, POSITION)
+    assert not graph.readings.all("write")
+    assert not told(graph)
+
+
+def test_a_choice_that_is_wider_than_the_cache_is_no_write():
+    graph = read(below_a_wider_one, CACHE[:1].clone(), ROW, POSITION)
+    assert not graph.readings.all("write")
+    assert not told(graph)
+
+
+def test_a_position_may_lie_behind_a_length_that_changes():
+    def forward(cache: Tensor, rows: Tensor) -> Tensor:
+        cache.copy_(torch.where((torch.arange(cache.shape[1]) == 3)[:, None], rows, cache))
+        return cache * 2
+
+    cache = CACHE.clone()
+    torch._dynamo.mark_dynamic(cache, 1)
+    assert not read(forward, cache, ROW, dynamic=None).readings.all("write")
+
+
+def blended(kept: Callable[[Tensor], Tensor], taken: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def forward(cache: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+        cache.copy_(cache * kept(mask) + rows * taken(mask))
+        return cache * 2
+
+    return forward
+
+
+BLENDS: dict[str, tuple[Callable[..., Tensor], Tensor, bool]] = {
+    "a mask": (blended(lambda m: 1 - m.float(), lambda m: m.float()), MASK, True),
+    "a mask that was turned": (blended(lambda m: m.logical_not().float(), lambda m: m.float()), MASK, True),
+    "one mask": (blended(lambda m: 1 - m.float(), lambda m: m.float().cumsum(0)), MASK, False),
+    "shares": (blended(lambda m: 1 - m, lambda m: m), SHARES, False),
+    "whole numbers": (blended(lambda m: 1 - m.float(), lambda m: m.float()), LINES[:, None], False),
+    "a quotient": (lambda cache, rows, m: cache.copy_(cache * (1 - m.float()) + rows / (1 + m.float())), MASK, False),
+}
+
+
+@pytest.mark.parametrize(("function", "mask", "of_booleans"), BLENDS.values(), ids=BLENDS)
+def test_only_blends_by_booleans_could_be_choices(function: Callable[..., Tensor], mask: Tensor, of_booleans: bool):
+    reasons = told(read(function, CACHE, ROW, mask))
+    assert [each for each in reasons if "multiplied by 0" in each] == reasons
+    assert bool(reasons) == of_booleans
+
+
+BLOCKS, SIZE, N = 3, 4, 2
+PAGES, NEW, SLOTS = numbers(BLOCKS, SIZE, N, D), numbers(T, D, seed=1), torch.tensor([3, 1, 0, 5, 9, 8, 2, 11])
+
+
+def heads_apart(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Slots count the rows of every head."""
+    cache.view(-1, D)[slots] = rows
+    return cache * 2
+
+
+def places_of_heads(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Places count the rows of every head of a page."""
+    cache.view(BLOCKS, SIZE * N, D)[slots // (SIZE * N), slots % (SIZE * N)] = rows
+    return cache * 2
+
+
+def neighbours(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Rows of one head one behind the other, from one slot on."""
+    cache.view(-1, D).index_copy_(0, slots[0] % 4 + torch.arange(4), rows[:4])
+    return cache * 2
+
+
+def in_another_order(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Rows along another axis."""
+    cache.view(BLOCKS * SIZE, N * D)[:, slots % 8] = rows.repeat(1, 3).t()
+    return cache * 2
+
+
+def places_of_nothing_proven(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Slots in quotient and remainder of different numbers."""
+    cache[slots // SIZE, (slots + 1) % SIZE] = rows[:, None].expand(-1, N, -1)
+    return cache * 2
+
+
+@pytest.mark.parametrize("function", [heads_apart, places_of_heads, neighbours, in_another_order])
+def test_rows_of_heads_are_no_rows_of_pages(function: Callable[..., Tensor]):
+    pages = PAGES[:, :, :1].clone() if function is neighbours else PAGES
+    found = read(function, pages, NEW, SLOTS).readings.all("write_pages")
+    assert not [value for value, each in found if each.captures["cache"].shape == pages.shape]
+
+
+def test_pages_that_are_read_with_other_dims_are_written_once():
+    def forward(cache: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        cache.view(-1, N, D)[slots] = rows
+        return cache * 2, cache.view(2 * BLOCKS, SIZE // 2, N, D) * 3
+
+    found = read(forward, PAGES, NEW[:, None].expand(-1, N, -1).contiguous(), SLOTS).readings.all("write_pages")
+    assert [value.shape for value, _ in found] == [PAGES.shape]
+
+
+def test_a_slot_that_is_put_together_of_two_is_their_sum():
+    found = read(places_of_nothing_proven, PAGES, NEW, SLOTS).readings.all("write_pages")
+    assert [each.captures["slots"].op for _, each in found] == ["add"]
+
+
+def along_the_first_axis(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    cache.index_copy_(0, start % 4 + torch.arange(2), rows)
+    return cache * 2
+
+
+def outside_of_the_first_axis(cache: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    cache.copy_(torch.where((at() == position)[:, None], rows, cache))
+    return cache * 2
+
+
+@pytest.mark.parametrize("target", ["host", "ascend910_93"])
+def test_positions_along_the_first_axis_are_written_one_by_one(target: str):
+    """There the operator of consecutive positions counts sequences."""
+    how = Options(target=target, lower="eager")
+    t = tried("cache_write", along_the_first_axis, lambda dtype: (CACHE[0].to(dtype), NEW[:2].to(dtype), POSITION), how)
+    assert applied(t)
+    assert not calls(t, "npu.scatter_update")
+    t = tried(
+        "cache_write", outside_of_the_first_axis, lambda dtype: (CACHE[0].to(dtype), NEW[:1].to(dtype), POSITION), how
+    )
+    assert not applied(t)
+
+
+def test_a_length_that_changes_is_cut_into_no_pages():
+    sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    cache = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(2, 128, 8), symbolic_context=context)
+    with pytest.raises(Refused):
+        cut(cache, 1)

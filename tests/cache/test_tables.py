@@ -1,0 +1,139 @@
+"""Block tables: which index names pages, or rows of them, and which only looks like it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion.analysis.constant_folding import Folder
+from fusion.stages.canonicalise import canonicalise
+from fusion.testing import capture
+from patterns.cache.read_block_tables import gathers
+from tests.engine.graphs import numbers
+
+B, M, SIZE, BLOCKS, WIDTH = 2, 3, 4, 7, 8
+ROOM = M * SIZE
+PAGES, FLAT = numbers(BLOCKS, SIZE, WIDTH), numbers(BLOCKS * SIZE, WIDTH)
+TABLE = torch.tensor([[3, 6, 1], [5, 0, 2]])
+Read = Callable[[Tensor, Tensor], Tensor]
+
+
+def at() -> Tensor:
+    """The number of every key."""
+    return torch.arange(ROOM)
+
+
+def sequences() -> Tensor:
+    return torch.arange(B)[:, None]
+
+
+def places() -> Tensor:
+    return torch.arange(SIZE)
+
+
+class Named(NamedTuple):
+    """A table, of what shape, and how many rows each of its pages has; and of what shape the pages are."""
+
+    table: tuple[Any, ...]
+    size: int
+    pages: tuple[Any, ...] = (BLOCKS, SIZE, WIDTH)
+
+
+def named(
+    read: Read, pages: Tensor, table: Tensor, batch: Any = B, keys: int = 1, dynamic: bool | None = False
+) -> set[Named]:
+    """The pages of several rows that are read of an index."""
+    captured = capture(read, (pages, table), dynamic=dynamic)
+    graph = canonicalise(captured.graph.graph, captured.facts)
+    (output,) = graph.source.output_node().args[0]
+    value = graph.held[output].below("reshape")
+    found = gathers(graph.algebra, graph.shared(Folder), value, value.shape[0] if dynamic is None else batch, keys)
+    return {Named(each.table.shape, each.size, each.pages.shape) for each in found if each.size > 1}
+
+
+WHOLE = Named((B, M), SIZE)
+IN_ORDER: dict[str, tuple[Read, Tensor, Tensor, Named]] = {
+    "pages": (lambda x, t: x[t], PAGES, TABLE, WHOLE),
+    "pages by a flat table": (lambda x, t: x[t.flatten()], PAGES, TABLE, WHOLE),
+    "pages by a table of other rows": (lambda x, t: x[t], PAGES, TABLE.view(M, B), WHOLE),
+    "rows": (lambda x, t: x[(t * SIZE)[..., None] + places()], FLAT, TABLE, WHOLE),
+    "rows of one page": (lambda x, t: x[t * SIZE + places()], FLAT, TABLE[0, :1], Named((1, 1), SIZE)),
+    "places": (lambda x, t: x[t[:, at() // SIZE], at() % SIZE], PAGES, TABLE, WHOLE),
+    "places of each sequence": (lambda x, t: x[t[sequences(), at() // SIZE], at() % SIZE], PAGES, TABLE, WHOLE),
+    "all places": (lambda x, t: x[t[..., None], places()], PAGES, TABLE, WHOLE),
+}
+
+
+@pytest.mark.parametrize(("read", "pages", "table", "each"), IN_ORDER.values(), ids=IN_ORDER)
+def test_tables_are_read(read: Read, pages: Tensor, table: Tensor, each: Named):
+    assert each in named(read, pages, table, batch=each.table[0])
+
+
+FIVE = torch.tensor([3, 6, 1, 5, 0])
+COLUMNS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]])
+ODD: dict[str, tuple[Any, ...]] = {
+    "no index": (lambda x, t: torch.cat((x, t)), numbers(24, 8), numbers(1, 8), 1, 25),
+    "another dim": (lambda x, t: x[:, t], numbers(SIZE, BLOCKS, WIDTH), TABLE),
+    "no number for each sequence": (lambda x, t: x[t], PAGES, FIVE),
+    "rows of no number for each sequence": (lambda x, t: x[(t * SIZE)[:, None] + places()], FLAT, FIVE),
+    "places of no number for each sequence": (lambda x, t: x[t[:, None], places()], PAGES, FIVE),
+    "one row": (lambda x, t: torch.ops.aten.index.Tensor(x, [t[0, 0] + t[0, 1]]), FLAT, TABLE),
+    "rows that are left over": (lambda x, t: x[(t * SIZE)[..., None] + places()], numbers(29, WIDTH), TABLE),
+    "rows of pages of another size": (lambda x, t: x[(t * 8)[..., None] + places()], FLAT, TABLE),
+    "rows that overlap": (lambda x, t: x[t[..., None] + places()], FLAT, TABLE),
+    "a place for each page": (lambda x, t: x[t * SIZE + places()], FLAT, TABLE.repeat(1, 2)[:, :4]),
+    "places before pages": (lambda x, t: x[t * SIZE + places()[:, None]], FLAT, TABLE[:1].repeat(1, 2)[:, :4]),
+    "places that go on": (lambda x, t: x[(t * SIZE)[:, None] + torch.arange(16).view(4, 4)], FLAT, FIVE[:4]),
+    "a place for each page of its own": (lambda x, t: x[t, places()], PAGES, TABLE.repeat(1, 2)[:, :4]),
+    "places of pages of another size": (lambda x, t: x[t[:, at() // 2 % 3], at() % 2], PAGES, TABLE),
+    "columns that are told": (lambda x, t: x[t[:, t[0]], places()[:M]], PAGES, TABLE),
+    "places that are told": (lambda x, t: x[t[:, at() // SIZE], t.repeat(1, 4)[:1]], PAGES, TABLE),
+    "sequences in another order": (lambda x, t: x[t[1 - sequences(), at() // SIZE], at() % SIZE], PAGES, TABLE),
+    "some sequences": (lambda x, t: x[t[sequences(), at() // SIZE], at() % SIZE], PAGES, TABLE.repeat(2, 1)),
+    "sequences of another table": (lambda x, t: x[t[:, at() // SIZE], at() % SIZE], PAGES, TABLE.repeat(2, 1)),
+    "sequences along the second dim": (
+        lambda x, t: x[t[torch.arange(4), (torch.arange(4) // 2)[:, None]], torch.arange(4) % 2],
+        numbers(BLOCKS, 2, WIDTH), TABLE.repeat(2, 1)[:, :2], 4,
+    ),
+    "a page of each sequence": (
+        lambda x, t: x[t[torch.arange(4)[None], (torch.arange(4) // 2)[None]], (torch.arange(4) % 2)[None]],
+        numbers(BLOCKS, 2, WIDTH), TABLE.repeat(2, 1)[:, :2], 4,
+    ),
+    "a table of three dims": (lambda x, t: x[t[:, at() // SIZE].squeeze(-1), at() % SIZE], PAGES, TABLE[..., None]),
+    "a joined table": (
+        lambda x, t: x[torch.cat((t, torch.tensor([[0, 0], [1, 1]])), 1), torch.arange(4) % 2],
+        numbers(BLOCKS, 2, WIDTH), TABLE[:, :2],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD.values(), ids=ODD)
+def test_other_numbers_are_no_table(case: tuple[Any, ...]):
+    assert not named(*case)
+
+
+OPEN: dict[str, tuple[Read, dict[int, int], torch.dtype]] = {
+    "pages of a sequence": (lambda x, t: x[t], {1: 1}, torch.int64),
+    "rows of a page": (lambda x, t: x[t], {0: 1}, torch.int64),
+    "pages of a sequence, by place": (lambda x, t: x[t[:, at() // SIZE], at() % SIZE], {1: 1}, torch.int64),
+    "rows of a page, by place": (lambda x, t: x[t[:, at() // SIZE], at() % SIZE], {0: 1}, torch.int64),
+    "sequences": (
+        lambda x, t: x[t[torch.arange(t.shape[0])[:, None], at() // SIZE], at() % SIZE], {1: 0}, torch.int64,
+    ),
+    "rows, which int32 may not count": (
+        lambda x, t: x.flatten(0, 1)[(t * SIZE)[..., None] + places()], {0: 0}, torch.int32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "symbolic", "dtype"), OPEN.values(), ids=OPEN)
+def test_what_sizes_leave_open_is_no_table(read: Read, symbolic: dict[int, int], dtype: torch.dtype):
+    torch.compiler.reset()
+    given = PAGES.clone(), TABLE.to(dtype)
+    for place, axis in symbolic.items():
+        torch._dynamo.mark_dynamic(given[place], axis)
+    assert not named(read, *given, dynamic=None)
