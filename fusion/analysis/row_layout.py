@@ -109,7 +109,7 @@ def _taken(size: Any, left: Any) -> Any:
         return size
     if not (isinstance(size, int) and isinstance(left, int)):
         return None
-    return size if left % size == 0 else left if size % left == 0 else None
+    return size if size and left % size == 0 else left if size % left == 0 else None
 
 
 def carried(a: Algebra, x: Value, found: Arrangement, source: Dims, target: Dims) -> Value | None:
