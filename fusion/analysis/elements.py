@@ -40,7 +40,7 @@ def cut(a: Algebra, x: Value, pick: Pick) -> Value:
     shape = (*x.shape[:axis], *x.shape[axis + 1 :])
     rows, size = (x.arg if x.op == "reshape" else x), x.shape[axis]
     whole = all(isinstance(each, int) for each in (size, *rows.shape[:1])) and all(each == 1 for each in x.shape[:axis])
-    if x is not rows and whole and rows.shape[0] % size == 0:
+    if whole and rows.shape[0] % size == 0:
         run: Any = rows.shape[0] // size
         return a.reshape(a.cut(rows, 0, entry * run, (entry + 1) * run), shape)
     return a.reshape(a.cut(x, axis, entry, entry + 1), shape)

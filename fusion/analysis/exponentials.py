@@ -139,7 +139,7 @@ class Exponentials:
             return self._permuted(kind, x)
         if pick is None and x.op == "slice" and x.attrs[2] - x.attrs[1] == 1:
             return self._kept(kind, x.arg, (x.attrs[0] - x.rank, x.attrs[1]))
-        return None if pick is None else self._kept(kind, cut(self.a, x, pick), None)
+        return self._kept(kind, cut(self.a, x, pick), None)
 
     def _permuted(self, kind: str, x: Value) -> Share | None:
         """The same of values of which the dims have changed places, and those that have its exponentials."""

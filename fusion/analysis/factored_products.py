@@ -158,13 +158,12 @@ def _below(a: Algebra, z: Value, factor: Value) -> Value:
 def joined(a: Algebra, left: Value, right: Value) -> Value | None:
     """A sum of two products as one; all factors in the queries, if one is of whole numbers. None for other sums."""
     first, second = (proven(peeled(a, each, "matmul")) for each in (left, right))
-    must(first.steps == second.steps)
+    must(first.steps == second.steps and first.value.shape == second.value.shape)
     of_floats = [each for each in (first, second) if not _is_int8(a, each.value)]
     number = of_floats[0].number if of_floats else 0.0
     must(number)
     if len(of_floats) == 2:
-        must(first.value.shape == second.value.shape and first.number == second.number)
-        must(not first.factors and not second.factors)
+        must(first.number == second.number and not first.factors and not second.factors)
         pairs = ((each.value.arg, swapped(a, each.value.args[1])) for each in (first, second))
         queries, keys = (_below_widening(a, *pair) for pair in zip(*pairs, strict=True))
     else:

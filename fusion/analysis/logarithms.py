@@ -90,8 +90,8 @@ def _is_finite(condition: Value, both: Sequence[Value]) -> bool:
     if condition.op != "mul":
         return False
     for other, own in (condition.args, condition.args[::-1]):
-        x = own.arg if own.op == "compare" and own.attrs == ("eq",) and own.args[0] is own.args[1] else None
-        size = other.args if other.op == "compare" and other.attrs == ("ne",) else ()
+        x = own.arg if own.attrs == ("eq",) and own.args[0] is own.args[1] else None
+        size = other.args if other.attrs == ("ne",) else ()
         infinite = any(each.op == "full" and each.attrs == (float("inf"),) for each in size)
         if x in both and infinite and any(each.op == "abs" and each.arg is x for each in size):
             return True

@@ -61,14 +61,14 @@ EXPONENTS = {
     "entry": (lambda a, x: x, (-2, 1)),
     "sum over a stack": (lambda a, x: lse(a, x, -2), None),
     "entry beside a sum": (lambda a, x: lse(a, x, -2), (-1, 1)),
-    "entry of a sum of entries": (lambda a, x: a.add(x, a.cut(x, -2, 1, 2)), (-2, 0)),
+    "entry of a sum of entries": (lambda a, x: a.add(x, a.cut(x, -2, 0, 1)), (-2, 1)),
     "exchanged dims": (lambda a, x: a.permute(x, (1, 0)), None),
     "entry of exchanged dims": (lambda a, x: a.permute(a.reshape(x, (1, 2, 3)), (0, 2, 1)), (-1, 1)),
     "entry of exchanged rows": (
-        lambda a, x: a.permute(a.expand(a.reshape(x, (1, 2, 3)), (2, 2, 3)), (0, 2, 1)), (-3, 1)
+        lambda a, x: a.permute(a.mul(a.reshape(x, (2, 3, 1)), a.reshape(x, (2, 1, 3))), (0, 2, 1)), (-3, 1)
     ),
     "one entry": (lambda a, x: a.cut(x, 0, 1, 2), None),
-    "two entries": (lambda a, x: a.cut(a.cat([x, x], 0), 0, 1, 3), None),
+    "two entries": (lambda a, x: a.cut(x, 1, 1, 3), None),
     "entry of a cut": (lambda a, x: a.cut(x, 1, 1, 2), (-2, 0)),
     "rows in other places": (lambda a, x: a.reshape(a.expand(a.reshape(x, (1, 2, 3)), (3, 2, 3)), (2, 9)), (-2, 1)),
 }  # fmt: skip

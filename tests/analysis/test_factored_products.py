@@ -81,6 +81,21 @@ def test_a_product_is_not_joined_with_one_of_which_heads_have_changed_places():
     assert not joins(a, a.permute(x, (1, 0, 2, 3)), y)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32], ids=str)
+def test_a_product_is_not_joined_with_one_of_which_rows_were_split_otherwise(dtype: torch.dtype):
+    a = Algebra()
+    sides = [
+        a.make("input", (), (name, 0), (*lead, 4, 8), held)
+        for lead, held in (((1, 6), dtype), ((6, 1), torch.float32))
+        for name in (f"q{lead}", f"k{lead}")
+    ]
+    products = (
+        matmul(a, *(a.cast(each, torch.float32) for each in (q, swapped(a, k)))) for q, k in (sides[:2], sides[2:])
+    )
+    x, y = (a.reshape(made(each), (6, 4, 4)) for each in products)
+    assert joined(a, x, y) is None
+
+
 def test_products_of_several_dtypes_are_joined_as_they_were_widened():
     a = Algebra()
     x = product(a, "x", torch.bfloat16, torch.float32)
@@ -96,7 +111,8 @@ def test_a_sum_of_products_is_scaled_as_a_whole():
     whole = made(scaled_sum(a, made(a.mul(made(a.add(x, y)), rows))))
     assert whole.below("scale").arg.shape == (2, 3, 4, 16)
     assert scaled_sum(a, made(a.mul(x, rows))) is None
-    assert scaled_sum(a, made(a.mul(rows, one))) is None
+    for other in (a.mul(rows, one), a.mul(x, y), a.mul(a.unary("tanh", x), rows)):
+        assert scaled_sum(a, made(other)) is None
 
 
 # factors -----------------------------------------------------------------------------------------------------------

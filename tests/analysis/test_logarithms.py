@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusion.analysis.exponentials import Exponentials
 from fusion.analysis.logarithms import decomposed, summed
+from fusion.graph import Algebra
 from tests.engine.graphs import numbers, value
 
 INF = float("inf")
@@ -63,6 +65,14 @@ def test_a_sum_of_two_is_told_when_it_is_decomposed():
     assert x is found.args[1]
     assert y.op == "input"
     assert y is not x
+
+
+def test_a_sum_of_two_of_which_one_is_repeated_is_left_whole():
+    for rows, several in ((numbers(2, 3), True), (numbers(3), False)):
+        found = value(added, rows, numbers(2, 3), numbers(3))
+        share = Exponentials(Algebra()).power(found)
+        assert share is not None
+        assert bool(share.sums) == several
 
 
 @pytest.mark.parametrize("name", NO_SUMS)

@@ -37,6 +37,7 @@ def test_what_does_not_count_by_one():
     s, t, each = start(a, "s"), start(a, "t"), start(a, "each", 4)
     assert iota(counted(a, 0, 2)) is None
     assert iota(listed(a, 5, shape=())) is None
+    assert run(a, listed(a, 0, 1, 2, 3, shape=(2, 2))) is None
     for numbers in ((3, 5, 7), (3, 2, 1), (3, 4, 4)):
         assert iota(listed(a, *numbers)) is None
     for other in (a.add(a.add(counted(a), s), t), a.add(counted(a), each), a.scale(counted(a), 2), each):
