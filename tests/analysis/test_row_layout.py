@@ -18,7 +18,15 @@ SIZE, MORE = (Symbol(name, positive=True, integer=True) for name in "st")
 
 @pytest.mark.parametrize(
     ("shape", "into"),
-    [((6,), (2, 3)), ((2, 3), (6,)), ((4, 3), (2, 6)), ((SIZE, 4), (SIZE, 2, 1, 2)), ((1, 4), (4, 1)), ((4, 1), (1, 4)), ((4, 0), (0,))],
+    [
+        ((6,), (2, 3)),
+        ((2, 3), (6,)),
+        ((4, 3), (2, 6)),
+        ((SIZE, 4), (SIZE, 2, 1, 2)),
+        ((1, 4), (4, 1)),
+        ((4, 1), (1, 4)),
+        ((4, 0), (0,)),
+    ],
 )
 def test_rows_are_split_and_joined(shape: Any, into: Any):
     assert arrangement(shape, [("reshape", into)]) is not None
