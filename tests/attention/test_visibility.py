@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusion.operators.softmax import Visible
 from fusion.operators.visibility import Band, rows_of, visible
 
 
@@ -32,3 +33,9 @@ def test_a_row_sees_the_keys_of_its_sequence(layout: str, lengths: list[int]):
     rows = rows_of(given, "kv")
     assert rows.seen.tolist() == [[2] * 3, [5] * 3]
     assert rows.first.tolist() == [[0] * 3, [2 if layout == "TND" else 0] * 3]
+
+
+def test_whole_sequences_need_no_mask():
+    query = torch.zeros(2, 4, 5, 8)
+    assert visible(query, query, (None, None), Band(), packed=False, table=None) == Visible()
+    assert visible(query, query, (None, None), Band(2), packed=False, table=None) == Visible(causal=True)
