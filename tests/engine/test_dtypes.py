@@ -81,6 +81,20 @@ def test_what_is_no_whole_number_has_no_bounds():
     assert bounds(a.make("number", (), (size - 5,), (), torch.int64)) == (-torch.inf, torch.inf)
 
 
+def test_only_casts_between_floats_of_16_bits_and_more_round():
+    a = Algebra()
+    for held, to, rounds in (
+        (torch.float32, torch.bfloat16, True),
+        (torch.int32, torch.float32, False),
+        (torch.float32, torch.int32, False),
+        (torch.float32, torch.float8_e4m3fn, False),
+    ):
+        assert dtypes.is_rounding(a.cast(a.make("input", (), ("x",), (3,), held), to)) == rounds
+    assert dtypes.holds(torch.float16, torch.bool)
+    assert not dtypes.is_exact(2049, torch.float16)
+    assert dtypes.is_exact(float("nan"), torch.float16)
+
+
 @pytest.mark.parametrize("place", [3, -4])
 def test_an_index_beyond_the_end_is_left_to_the_model(place):
     a = Algebra()
