@@ -119,7 +119,7 @@ class Folder:
 
 def _kept(found: Any, dtype: torch.dtype | None) -> Array | None:
     """What was computed as the dtype holds it; None where it is not known, or where a float was rounded."""
-    if found is None or dtype is None:
+    if found is None:
         return None
     numbers = np.asarray(found)
     kept = held(numbers, dtype)

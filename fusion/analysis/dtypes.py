@@ -40,7 +40,7 @@ def is_rounding(x: Value) -> bool:
     return x.op == "cast" and x.dtype in _FLOATS and x.arg.dtype in _FLOATS
 
 
-def held(numbers: Array, dtype: torch.dtype) -> Array | None:
+def held(numbers: Array, dtype: torch.dtype | None) -> Array | None:
     """What torch makes of these numbers (booleans, whole numbers or float64) in a dtype; None where it leaves it open.
 
     Left open are fractions, infinities and NaN beyond the whole numbers of the dtype, and dtypes that are not known.
@@ -63,7 +63,7 @@ def _whole(numbers: Array, dtype: torch.dtype) -> Array | None:
     return numbers.astype(KINDS[dtype])
 
 
-def _rounded(numbers: Array, dtype: torch.dtype) -> Array:
+def _rounded(numbers: Array, dtype: torch.dtype | None) -> Array:
     """float32 in a dtype that is not wider, to the nearest number and of two such to the even one."""
     if dtype is torch.float16:
         numbers = numbers.astype(np.float16)
@@ -74,7 +74,7 @@ def _rounded(numbers: Array, dtype: torch.dtype) -> Array:
     return numbers.astype(np.float64)
 
 
-def held_number(value: Number, dtype: torch.dtype) -> Number | None:
+def held_number(value: Number, dtype: torch.dtype | None) -> Number | None:
     """What torch makes of one number in a dtype; None where it leaves it open."""
     if isinstance(value, int) and dtype in INTEGERS:
         limits = torch.iinfo(dtype)
@@ -85,7 +85,7 @@ def held_number(value: Number, dtype: torch.dtype) -> Number | None:
 
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Whether one dtype holds every number of another."""
-    if wide == narrow or narrow is torch.bool or widens(narrow, wide):
+    if narrow is torch.bool or widens(narrow, wide):
         return True
     if narrow not in INTEGERS or wide not in KINDS or wide is torch.bool:
         return False

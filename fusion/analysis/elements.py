@@ -32,20 +32,18 @@ def stacked(reduced: Value) -> list[Pick] | None:
     return [(axis, entry) for entry in range(size)] if known and ((first and x.rank > 1) or joined) else None
 
 
-def cut(a: Algebra, x: Value, pick: Pick) -> Value | None:
-    """One entry of a dim, without the dim; None where it cannot be told."""
+def cut(a: Algebra, x: Value, pick: Pick) -> Value:
+    """One entry of a dim whose size is a number, without the dim."""
     if pick is None:
         return x
     axis, entry = pick[0] + x.rank, pick[1]
     shape = (*x.shape[:axis], *x.shape[axis + 1 :])
     rows, size = (x.arg if x.op == "reshape" else x), x.shape[axis]
     whole = all(isinstance(each, int) for each in (size, *rows.shape[:1])) and all(each == 1 for each in x.shape[:axis])
-    if x is not rows and whole and rows.rank and rows.shape[0] % size == 0:
+    if whole and rows.shape[0] % size == 0:
         run: Any = rows.shape[0] // size
-        part = a.slice(rows, 0, entry * run, (entry + 1) * run)
-    else:
-        part = a.slice(x, axis, entry, entry + 1)
-    return None if part is None else a.reshape(part, shape)
+        return a.reshape(a.cut(rows, 0, entry * run, (entry + 1) * run), shape)
+    return a.reshape(a.cut(x, axis, entry, entry + 1), shape)
 
 
 def arranged_pick(x: Value, pick: Pick) -> Picked | None:

@@ -51,8 +51,6 @@ class Exponentials:
         if key in self.known:
             return self.known[key]
         part = cut(self.a, x, pick)
-        if part is None:
-            return None
         whole = self.a.reshape(part, but_ones(part.shape))
         self.known[key] = None  # a cut is told by what it is cut from, unless that is told by the cut
         found = self._power(x, pick) if kind == "exp" else self._value(x, pick)
@@ -141,8 +139,7 @@ class Exponentials:
             return self._permuted(kind, x)
         if pick is None and x.op == "slice" and x.attrs[2] - x.attrs[1] == 1:
             return self._kept(kind, x.arg, (x.attrs[0] - x.rank, x.attrs[1]))
-        part = None if pick is None else cut(self.a, x, pick)
-        return None if part is None else self._kept(kind, part, None)
+        return self._kept(kind, cut(self.a, x, pick), None)
 
     def _permuted(self, kind: str, x: Value) -> Share | None:
         """The same of values of which the dims have changed places, and those that have its exponentials."""

@@ -22,6 +22,7 @@ from fusion.analysis.row_layout import Step, arranged, row_step
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import matmul, swapped
+from fusion.graph.proof import must, proof, proven
 
 WIDE = torch.float32
 
@@ -63,18 +64,16 @@ def _multiplied(a: Algebra, value: Value, x: Value, factor: Value) -> ScaledInt8
         return None
     rows = a.expand(a.cast(_plain(factor), WIDE), (*x.shape[:-1], 1))
     both = rows if found.rows is None else a.mul(found.rows, rows)
-    return None if both is None else replace(found, rows=both)
+    return both and replace(found, rows=both)
 
 
 def _viewed(a: Algebra, value: Value, found: ScaledInt8) -> ScaledInt8 | None:
     """The same seen through a view that leaves the last dim alone."""
-    last, rank = value.rank - 1, value.rank
-    if value.shape[-1:] != value.arg.shape[-1:] or (value.op == "permute" and value.attrs[-1] != last):
-        return None
-    if value.op == "slice" and value.attrs[0] == last:
+    rank = value.rank
+    if value.shape[-1:] != value.arg.shape[-1:] or (value.op == "permute" and value.attrs[-1] != rank - 1):
         return None
 
-    def seen(x: Value) -> Value | None:
+    def seen(x: Value) -> Value:
         shape = (*value.shape[:-1], x.shape[-1])
         match value.op:
             case "reshape":
@@ -84,12 +83,9 @@ def _viewed(a: Algebra, value: Value, found: ScaledInt8) -> ScaledInt8 | None:
             case "expand":
                 return a.expand(x, shape)
             case _:
-                return a.slice(x, value.attrs[0] - rank, *value.attrs[1:])
+                return a.cut(x, value.attrs[0] - rank, *value.attrs[1:])
 
-    base = seen(found.base)
-    rows = None if found.rows is None else seen(found.rows)
-    lost = base is None or (rows is None and found.rows is not None)
-    return None if lost or base is None else replace(found, base=base, rows=rows)
+    return replace(found, base=seen(found.base), rows=found.rows and seen(found.rows))
 
 
 # scores ------------------------------------------------------------------------------------------------------------
@@ -138,7 +134,7 @@ def factors_of(a: Algebra, x: Value) -> list[Value]:
     """The factors of a product, those below the line one by one."""
     if x.op == "mul":
         return [factor for each in x.args for factor in factors_of(a, each)]
-    if x.op == "power" and x.attrs == (-1.0,) and x.arg.op == "mul":
+    if x.op == "power" and x.attrs == (-1.0,):
         return [a.power(factor, -1) for factor in factors_of(a, x.arg)]
     return [x]
 
@@ -158,41 +154,36 @@ def _below(a: Algebra, z: Value, factor: Value) -> Value:
     return a.permute(rows, [z.attrs.index(axis) for axis in range(z.rank)])
 
 
+@proof
 def joined(a: Algebra, left: Value, right: Value) -> Value | None:
     """A sum of two products as one; all factors in the queries, if one is of whole numbers. None for other sums."""
-    first, second = (peeled(a, each, "matmul") for each in (left, right))
-    if first is None or second is None or first.steps != second.steps:
-        return None
+    first, second = (proven(peeled(a, each, "matmul")) for each in (left, right))
+    must(first.steps == second.steps and first.value.shape == second.value.shape)
     of_floats = [each for each in (first, second) if not _is_int8(a, each.value)]
     number = of_floats[0].number if of_floats else 0.0
+    must(number)
     if len(of_floats) == 2:
-        alike = first.value.shape == second.value.shape and first.number == second.number
-        if not alike or first.factors or second.factors:
-            return None
+        must(first.number == second.number and not first.factors and not second.factors)
         pairs = ((each.value.arg, swapped(a, each.value.args[1])) for each in (first, second))
         queries, keys = (_below_widening(a, *pair) for pair in zip(*pairs, strict=True))
-    elif number:
+    else:
         queries = _side_by_side(a, *(_with_factors(a, each, number) for each in (first, second)))
         keys = _side_by_side(a, *(a.cast(swapped(a, each.value.args[1]), WIDE) for each in (first, second)))
-    else:
-        return None
-    product = None if queries is None or keys is None else matmul(a, queries, swapped(a, keys))
-    return product and a.scale(arranged(a, product, first.steps), number)
+    product = proven(matmul(a, queries, swapped(a, keys)))
+    return a.scale(arranged(a, product, first.steps), number)
 
 
-def _below_widening(a: Algebra, left: Value, right: Value) -> Value | None:
+def _below_widening(a: Algebra, left: Value, right: Value) -> Value:
     """Two tensors joined along their last dim, before both are widened if they are."""
     if left.op == right.op == "cast" and left.arg.dtype == right.arg.dtype and widens(left.arg.dtype, left.dtype):
-        inner = _side_by_side(a, left.arg, right.arg)
-        return None if inner is None else a.cast(inner, left.dtype)
+        return a.cast(_side_by_side(a, left.arg, right.arg), left.dtype)
     return _side_by_side(a, left, right)
 
 
-def _side_by_side(a: Algebra, left: Value | None, right: Value | None) -> Value | None:
+def _side_by_side(a: Algebra, left: Value, right: Value) -> Value:
     """Two tensors joined along their last dim; what one has for all heads is repeated."""
-    lead = None if left is None or right is None else broadcast(left.shape[:-1], right.shape[:-1])
-    if left is None or right is None or lead is None or left.dtype != right.dtype:
-        return None
+    must(left.dtype == right.dtype)
+    lead = proven(broadcast(left.shape[:-1], right.shape[:-1]))
     return a.cat([a.expand(each, (*lead, each.shape[-1])) for each in (left, right)], -1)
 
 
@@ -201,11 +192,11 @@ def _is_int8(a: Algebra, product: Value) -> bool:
     return scaled_int8(a, x) is not None and scaled_int8(a, swapped(a, y)) is not None
 
 
-def _with_factors(a: Algebra, found: Peeled, number: float) -> Value | None:
-    x: Value | None = a.cast(found.value.arg, WIDE)
+def _with_factors(a: Algebra, found: Peeled, number: float) -> Value:
+    x = a.cast(found.value.arg, WIDE)
     for factor in found.factors:
-        x = None if x is None else a.mul(x, a.cast(_plain(factor), WIDE))
-    return None if x is None else a.scale(x, found.number / number)
+        x = proven(a.mul(x, a.cast(_plain(factor), WIDE)))
+    return a.scale(x, found.number / number)
 
 
 def _plain(factor: Value) -> Value:
@@ -215,6 +206,7 @@ def _plain(factor: Value) -> Value:
     return factor
 
 
+@proof
 def scaled_sum(a: Algebra, z: Value) -> Value | None:
     """(products added) · factors, of rows or of all, as one product; None for others."""
     factors: list[Value] = []
@@ -222,22 +214,17 @@ def scaled_sum(a: Algebra, z: Value) -> Value | None:
     while z.op in ("mul", "scale", "cast") and is_float(z):
         if z.op == "mul":
             small = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
-            if len(small) != 1 or z.args[0] is z.args[1]:
-                return None
+            must(len(small) == 1)
             factors.append(small[0])
             z = z.args[1] if z.args[0] is small[0] else z.args[0]
             continue
         number *= z.attrs[0] if z.op == "scale" else 1.0
         z = z.arg
-    if z.op != "add" or not factors:
-        return None
-    sides: list[Value | None] = list(z.args)
+    must(z.op == "add")
+    sides = list(z.args)
     for factor in factors:
-        sides = [each and a.mul(each, a.cast(factor, each.dtype)) for each in sides]
-    if sides[0] is None or sides[1] is None:
-        return None
-    product = joined(a, sides[0], sides[1])
-    return None if product is None else a.scale(product, number)
+        sides = [proven(a.mul(each, a.cast(factor, each.dtype))) for each in sides]
+    return a.scale(proven(joined(a, *sides)), number)
 
 
 def weighted_sum(a: Algebra, value: Value) -> tuple[Value, tuple[tuple[str, tuple[Any, ...]], ...]] | None:

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from fusion.analysis.dtypes import is_integer
+from fusion.analysis.dtypes import INTEGERS, is_integer
 from fusion.graph import Value
 from fusion.graph.dims import INDEX_DTYPES
 
@@ -54,13 +54,13 @@ def of_dtype(dtype: torch.dtype | None) -> Range:
     """All that a tensor of a dtype may hold."""
     if dtype is torch.bool:
         return 0, 1
-    if dtype in (None, torch.int64) or dtype.is_floating_point or dtype.is_complex:
+    if dtype not in INTEGERS or dtype is torch.int64:
         return -_FAR, _FAR
     return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
 def _fits(found: Range, dtype: torch.dtype | None) -> bool:
-    if dtype is None or dtype is torch.bool or dtype.is_floating_point or dtype.is_complex:
+    if dtype not in INTEGERS:
         return False
     limits = torch.iinfo(dtype)
     return limits.min <= found[0] <= found[1] <= limits.max

@@ -93,8 +93,6 @@ def descend(at: Rows) -> list[tuple[Index, Rows]] | None:
     """
     value, lead = at.value, at.value.rank - at.depth
     everything = np.arange(len(at.index))
-    if any(not isinstance(size, int) for size in value.shape[lead:]):
-        return None
     match value.op:
         case "reshape":
             return _through_reshape(at, everything)
@@ -133,9 +131,7 @@ def _at(value: Value, depth: int, place: Sequence[Index]) -> Rows:
 def _through_reshape(at: Rows, everything: Index) -> list[tuple[Index, Rows]] | None:
     source, lead = at.value.arg, at.value.rank - at.depth
     inner = source.shape[lead:]
-    if not inner or source.shape[:lead] != at.batch or any(not isinstance(size, int) for size in inner):
-        return None
-    if math.prod(int(size) for size in inner) != math.prod(at.lanes):
+    if not inner or source.shape[:lead] != at.batch or math.prod(inner) != math.prod(at.lanes):
         return None
     return [(everything, Rows(source, source.rank - lead, at.index))]
 
@@ -232,8 +228,6 @@ def _operand(at: Rows, operand: Value) -> Rows | None:
     """The lanes of a broadcast operand."""
     lead = at.value.rank - at.depth
     padded = (1,) * (at.value.rank - operand.rank) + operand.shape
-    if any(not isinstance(size, int) for size in padded[lead:]):
-        return None
     place = np.unravel_index(at.index, at.lanes)
     depth = min(at.depth, operand.rank)
     own = [where * (size != 1) for where, size in zip(place, padded[lead:], strict=True)][at.depth - depth :]
@@ -241,14 +235,12 @@ def _operand(at: Rows, operand: Value) -> Rows | None:
 
 
 def _join_terms(parts: Sequence[tuple[Index, list[Term] | None]], size: int) -> list[Term] | None:
-    count = 0
-    for _, found in parts:
-        if found is None:
-            return None
-        count = max(count, len(found))
+    known = [(where, found) for where, found in parts if found is not None]
+    if len(known) < len(parts):
+        return None
     joined: list[Term] = []
-    for number in range(count):
-        here = [(where, found[number]) for where, found in parts if found is not None and number < len(found)]
+    for number in range(max(len(found) for _, found in known)):
+        here = [(where, found[number]) for where, found in known if number < len(found)]
         coefficient = np.zeros(size)
         for where, term in here:
             coefficient[where] = term.coefficient
@@ -283,9 +275,9 @@ def _ends(at: Rows, chain: tuple[object, ...], numbers: dict[object, int]) -> tu
 def _past_rows(at: Rows) -> list[tuple[Index, Rows]] | None:
     """Pass an op that only rearranges whole rows of one lane dim: what holds for every row still does."""
     value = at.value
-    if at.depth != 1 or value.op not in ("reshape", "permute", "slice", "expand") or not value.arg.rank:
+    if at.depth != 1 or value.op not in ("reshape", "permute", "slice", "expand"):
         return None
     moved = value.op == "permute" and value.attrs[-1] != value.rank - 1
-    if moved or value.arg.shape[-1] != value.shape[-1]:
+    if moved or value.arg.shape[-1:] != value.shape[-1:]:
         return None
     return [(np.arange(len(at.index)), Rows(value.arg, 1, at.index))]

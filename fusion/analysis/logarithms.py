@@ -9,9 +9,9 @@ from fusion.graph import Value, but_ones
 
 def differences(x: Value) -> list[tuple[Value, Value]]:
     """The z and r of which `x` is z - r, with one number r [.., 1] for each row of z."""
-    pairs = (x.args, x.args[::-1]) if x.op == "add" and len(x.args) == 2 else ()
+    pairs = (x.args, x.args[::-1]) if x.op == "add" else ()
     less = [(z, minus) for z, minus in pairs if minus.op == "scale" and minus.attrs == (-1.0,)]
-    return [(z, minus.arg) for z, minus in less if z.shape == x.shape and _of_rows(minus, z)]
+    return [(z, minus.arg) for z, minus in less if _of_rows(minus, z)]
 
 
 def _of_rows(value: Value, z: Value) -> bool:
@@ -25,7 +25,7 @@ def summed(value: Value) -> Value | None:
         return value.arg if value.attrs == (-1,) else None
     if value.op == "log":
         return _exponents(value)
-    for top, log in (value.args, value.args[::-1]) if value.op == "add" and len(value.args) == 2 else ():
+    for top, log in (value.args, value.args[::-1]) if value.op == "add" else ():
         z = _exponents(bare(log))
         for x, less in differences(z) if z is not None else ():
             if bare(less) is bare(top):
@@ -87,11 +87,11 @@ def _is_same_infinity(condition: Value, both: Sequence[Value]) -> bool:
 
 def _is_finite(condition: Value, both: Sequence[Value]) -> bool:
     """|x| != inf and x == x."""
-    if condition.op != "mul" or len(condition.args) != 2:
+    if condition.op != "mul":
         return False
     for other, own in (condition.args, condition.args[::-1]):
-        x = own.arg if own.op == "compare" and own.attrs == ("eq",) and own.args[0] is own.args[1] else None
-        size = other.args if other.op == "compare" and other.attrs == ("ne",) else ()
+        x = own.arg if own.attrs == ("eq",) and own.args[0] is own.args[1] else None
+        size = other.args if other.attrs == ("ne",) else ()
         infinite = any(each.op == "full" and each.attrs == (float("inf"),) for each in size)
         if x in both and infinite and any(each.op == "abs" and each.arg is x for each in size):
             return True

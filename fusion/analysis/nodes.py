@@ -21,8 +21,6 @@ def is_handed_out(node: fx.Node) -> bool:
 
 
 def are_read_by(nodes: Sequence[fx.Node], readers: Collection[fx.Node]) -> bool:
-    """Whether there are users of some nodes, and all are among `readers`, through views."""
+    """Whether all users of some nodes are among `readers`, through views."""
     users = [user for node in nodes for user in node.users]
-    return bool(users) and all(
-        are_read_by([each], readers) if is_view(each.target) else each in readers for each in users
-    )
+    return all(are_read_by([each], readers) if is_view(each.target) else each in readers for each in users)

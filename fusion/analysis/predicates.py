@@ -62,17 +62,18 @@ class Positions:
         last = self.origin[len(self.origin) - mask.rank :]
         return tuple(number(0) if size == 1 else each for each, size in zip(last, mask.shape, strict=True))
 
-    def decided(self, atom: Formula) -> Formula:
-        """True or False where the sizes of the mask decide a comparison."""
-        if isinstance(atom, bool) or atom[0] != "le" or not all(isinstance(term, int) for term in atom[1].terms):
-            return atom
-        low = high = atom[1].constant
-        for place, factor in atom[1].terms.items():
+    def below_one(self, expression: Affine) -> Formula:
+        """`expression ≤ 0`: True or False where the sizes of the mask decide it."""
+        places = {place: factor for place, factor in expression.terms.items() if isinstance(place, int)}
+        if len(places) < len(expression.terms):
+            return ("le", expression)
+        low = high = expression.constant
+        for place, factor in places.items():
             last = (self.shape[place] - 1) * factor
             low, high = (low + last, high) if factor < 0 else (low, high + last)
         if isinstance(high, (int, float)) and high <= 0:
             return True
-        return False if isinstance(low, (int, float)) and low > 0 else atom
+        return False if isinstance(low, (int, float)) and low > 0 else ("le", expression)
 
     # whole numbers ---------------------------------------------------------------------------------------------
 
@@ -89,9 +90,9 @@ class Positions:
                 return at[0].times(x.attrs[1]).plus(x.attrs[0])
             case "full":
                 return number(int(x.attrs[0]))
-            case "shift" if _is_integer(x.attrs[0]):
+            case "shift":
                 return self.affine(x.arg, at).plus(int(x.attrs[0]))
-            case "scale" if _is_integer(x.attrs[0]) and x.arg.op != "mean":  # of which a sum is made
+            case "scale" if x.arg.op != "mean":  # of which a sum is made
                 return self.affine(x.arg, at).times(int(x.attrs[0]))
             case "add":
                 left, right = (self.affine(each, _spread(each, x, at)) for each in x.args)
@@ -121,7 +122,7 @@ class Positions:
                     return None
                 sizes = iter(kept)
                 return x.arg, tuple(number(0) if size == 1 else next(sizes) for size in x.arg.shape)
-            case "index" if all(is_integer(each) for each in x.args[1:]):
+            case "index":
                 return self._gathered(x, at)
             case _:
                 return None
@@ -132,7 +133,7 @@ class Positions:
         if x.attrs != tuple(range(source.rank)):
             return None
         found = tuple(self.affine(each, _spread(each, x, at)) for each in indices)
-        return (source, found) if all(self.decided(("le", each.times(-1))) is True for each in found) else None
+        return (source, found) if all(self.below_one(each.times(-1)) is True for each in found) else None
 
     # truths ----------------------------------------------------------------------------------------------------
 
@@ -189,21 +190,21 @@ class Positions:
             return bool(truths.all())
         query, key = len(self.shape) - 2, len(self.shape) - 1
         table = truths.reshape(-1, *truths.shape[-2:])
-        if truths.ndim < 2 or list(at[-2:]) != [self.axis(query), self.axis(key)] or (table != table[0]).any():
+        if list(at[-2:]) != [self.axis(query), self.axis(key)] or (table != table[0]).any():
             return None
         found = band(table[0])
         if found is None:
             return None
         ahead = self.axis(key) + self.axis(query).times(-1)
         low, high = ahead.times(-1).plus(found[0]), ahead.plus(-found[1])
-        return conjunction(self.decided(("le", low)), self.decided(("le", high)))
+        return conjunction(self.below_one(low), self.below_one(high))
 
     def _compared(self, op: str, difference: Affine) -> Formula:
         match op:
             case "le":
-                return self.decided(("le", difference))
+                return self.below_one(difference)
             case "lt":
-                return self.decided(("le", difference.plus(1)))
+                return self.below_one(difference.plus(1))
             case _:
                 equal = difference.constant == 0 if not difference.terms else ("eq", difference)
                 return equal if op == "eq" else negation(equal)
@@ -275,7 +276,7 @@ def _merged(pairs: Iterable[tuple[float, Formula]], dtype: torch.dtype | None) -
     for value, formula in pairs:
         if formula is False:
             continue
-        kept = None if dtype is None else held_number(value, dtype)
+        kept = held_number(value, dtype)
         if kept is None:
             return None
         kept = math.nan if math.isnan(kept) else kept
@@ -287,10 +288,6 @@ def _spread(x: Value, over: Value, at: Sequence[Affine]) -> tuple[Affine, ...]:
     """Positions in an operand that broadcasts: its last dims, with position 0 where its size is 1."""
     last = at[over.rank - x.rank :]
     return tuple(number(0) if size == 1 else each for each, size in zip(last, x.shape, strict=True))
-
-
-def _is_integer(value: Any) -> bool:
-    return float(value).is_integer()
 
 
 def lists_all(chosen: Value) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from fusion.analysis.dtypes import is_rounding
 from fusion.graph import Value
 from fusion.graph.algebra import widens
 
@@ -33,7 +34,7 @@ def rounded(value: Value) -> Rounded:
     if value.op == "clip":
         found, (low, high) = rounded(value.arg), value.attrs
         return replace(found, low=max(found.low, low), high=min(found.high, high))
-    if value.op == "reshape" or (value.op == "cast" and is_float(value.arg)):
+    if value.op == "reshape" or is_rounding(value):
         return rounded(value.arg)
     return Rounded(value)
 

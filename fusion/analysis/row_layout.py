@@ -44,7 +44,7 @@ def named(steps: Sequence[Step], names: Mapping[Any, str]) -> tuple[Step, ...] |
 
 def row_step(x: Value) -> Step | None:
     """What a reshape or a permute does to all dims but the last, if it leaves that alone."""
-    if x.op == "reshape" and x.rank and x.arg.rank and x.shape[-1] == x.arg.shape[-1]:
+    if x.op == "reshape" and x.shape[-1:] == x.arg.shape[-1:]:
         return "reshape", x.shape[:-1]
     return ("permute", x.attrs[:-1]) if x.op == "permute" and x.attrs[-1] == x.rank - 1 else None
 
@@ -104,7 +104,7 @@ def _taken(size: Any, left: Any) -> Any:
         return size
     if not (isinstance(size, int) and isinstance(left, int)):
         return None
-    return size if left % size == 0 else left if size % left == 0 else None
+    return size if size and left % size == 0 else left if size % left == 0 else None
 
 
 def carried(a: Algebra, x: Value, found: Arrangement, source: Dims, target: Dims) -> Value | None:
@@ -132,10 +132,10 @@ def once(a: Algebra, kv: Value) -> Value:
         return a.slice(cut, kv.attrs[0] - kv.rank, *kv.attrs[1:]) or kv
     if kv.op == "permute" and kv.attrs[-2:] == (kv.rank - 1, kv.rank - 2):
         return a.permute(once(a, kv.arg), (*range(kv.rank - 2), kv.rank - 1, kv.rank - 2))
-    if kv.op == "expand" and kv.rank > 3:
+    if kv.op == "expand":
         lead = tuple(old if place else new for place, (old, new) in enumerate(zip(kv.arg.shape, kv.shape, strict=True)))
         return a.expand(kv.arg, (*lead[:-2], *kv.shape[-2:]))
-    if kv.op != "reshape" or kv.arg.op != "expand" or kv.rank != 4:
+    if kv.op != "reshape" or kv.arg.op != "expand":
         return kv
     wide, base = kv.arg.shape, kv.arg.arg.shape
     grouped = len(wide) == 5 and wide == (kv.shape[0], base[1], wide[2], *kv.shape[2:]) and base[2] == 1

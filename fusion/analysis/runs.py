@@ -38,25 +38,19 @@ def run(a: Algebra, x: Value) -> Run | None:
         return run(a, below)
     if x.op == "shift":
         below = run(a, x.arg)
-        return Run(below.start, below.offset + int(x.attrs[0])) if below and x.attrs[0].is_integer() else None
+        return Run(below.start, below.offset + int(x.attrs[0])) if below else None
     if x.op == "add":
-        return _from(a, x.args[0], x.args[1], x) or _from(a, x.args[1], x.args[0], x)
+        return _from(a, *x.args) or _from(a, *x.args[::-1])
     first = iota(x) if x.rank == 1 else None
     return None if first is None else Run(None, first)
 
 
-def _from(a: Algebra, counted: Value, start: Value, total: Value) -> Run | None:
-    """`total` = `counted` + `start`, where only `counted` varies along the last dim."""
+def _from(a: Algebra, counted: Value, start: Value) -> Run | None:
+    """`counted` + `start`, of which only `counted` varies along the last dim."""
     below = run(a, counted)
-    lead = start.shape[:-1]
-    if (
-        below is None
-        or below.start is not None
-        or counted.shape[-1:] != total.shape[-1:]
-        or start.shape[-1:] not in ((), (1,))
-    ):
+    if below is None or below.start is not None or start.shape[-1:] not in ((), (1,)):
         return None
-    return Run(a.reshape(start, but_ones(lead)), below.offset)
+    return Run(a.reshape(start, but_ones(start.shape)), below.offset)
 
 
 def wrapped(a: Algebra, x: Value, size: Dim) -> Value:

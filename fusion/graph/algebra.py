@@ -66,7 +66,7 @@ class Algebra:
             return self.mean(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), (-1,))
         if x.op == "slice" and shape and x.attrs[0] == x.rank - 1 and shape[-1] == x.shape[-1]:
             _, *bounds = x.attrs
-            return self.slice(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds) or x
+            return self.cut(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds)
         if x.op == "slice":
             found = self._below_cut(x, shape) or self._rejoined_split(x, shape)
         else:
@@ -79,9 +79,8 @@ class Algebra:
         if cut.shape[axis] == 1 or but_ones(shape) != but_ones(cut.shape):
             return None
         place = [n for n, size in enumerate(shape) if size != 1][len(but_ones(cut.shape[:axis]))]
-        return self.slice(
-            self.reshape(cut.arg, (*shape[:place], cut.arg.shape[axis], *shape[place + 1 :])), place, *bounds
-        )
+        opened = self.reshape(cut.arg, (*shape[:place], cut.arg.shape[axis], *shape[place + 1 :]))
+        return self.cut(opened, place, *bounds)
 
     def _below_cat(self, joined: Value, shape: tuple[Dim, ...]) -> Value | None:
         """Dims of size 1 before the joined one come or go in each piece; a change of later dims stays above."""
@@ -103,12 +102,10 @@ class Algebra:
         if cut.arg.op != "reshape":
             return None
         whole, inner = cut.arg.arg, cut.shape[axis + 1 : axis + 2]
-        joined = (*cut.shape[:axis], *inner, *cut.shape[axis + 2 :])
         split = (*whole.shape[:axis], cut.arg.shape[axis], *inner, *whole.shape[axis + 1 :])
         if stop - start != 1 or cut.arg.shape != split or not inner or not isinstance(inner[0], int):
             return None
-        part = self.slice(whole, axis, start * inner[0], stop * inner[0])
-        return self.reshape(part, shape) if part is not None and part.shape == joined else None
+        return self.reshape(self.cut(whole, axis, start * inner[0], stop * inner[0]), shape)
 
     def seen_as(self, x: Value, view: Value) -> Value:
         """`x` as `view`, which is a reshape, a permute or an expand, sees its own argument."""
@@ -122,7 +119,7 @@ class Algebra:
         if x.op == "permute":
             order, x = tuple(x.attrs[axis] for axis in order), x.arg
         shape = tuple(x.shape[axis] for axis in order)
-        if x.op == "expand" and x.rank == x.arg.rank:
+        if x.op == "expand":
             return self.expand(self.permute(x.arg, order), shape)
         kept = [axis for axis in order if x.shape[axis] != 1]
         if kept == sorted(kept):
@@ -135,16 +132,13 @@ class Algebra:
             return self.reshape(self.permute(squeezed, [sorted(kept).index(axis) for axis in kept]), shape)
         if x.op == "slice":
             cut, *bounds = x.attrs
-            return self.slice(self.permute(x.arg, order), order.index(cut), *bounds) or self._moved(x, order)
+            return self.cut(self.permute(x.arg, order), order.index(cut), *bounds)
         same = _alike_behind(x.shape, x.arg.shape) if x.op == "reshape" else 0
-        if same and order[: x.rank - same] == tuple(range(x.rank - same)):
+        if order[: x.rank - same] == tuple(range(x.rank - same)):
             more = x.arg.rank - x.rank
             below = (*range(x.arg.rank - same), *(axis + more for axis in order[x.rank - same :]))
             return self.reshape(self.permute(x.arg, below), shape)
-        return self._moved(x, order)
-
-    def _moved(self, x: Value, order: tuple[int, ...]) -> Value:
-        return self.make("permute", (x,), order, tuple(x.shape[axis] for axis in order), x.dtype)
+        return self.make("permute", (x,), order, shape, x.dtype)
 
     def _permute_below(self, opened: Value, kept: Sequence[int]) -> Value:
         """The dims other than 1 in the order `kept`, in the value to which `opened` has given dims of size 1."""
@@ -156,26 +150,29 @@ class Algebra:
 
     def slice(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value | None:
         """Every `step`-th entry of [start, stop) along `axis`; None where a symbolic size leaves the bounds open."""
+        if isinstance(x.shape[axis], int):
+            return self.cut(x, axis, start, stop, step)
+        return x if (start == 0 and stop >= MAX_STOP and step == 1) else None
+
+    def cut(self, x: Value, axis: int, start: int, stop: int, step: int = 1) -> Value:
+        """The same along an axis whose size is a number."""
         axis %= x.rank
-        size = x.shape[axis]
-        if not isinstance(size, int):
-            return x if (start == 0 and stop >= MAX_STOP and step == 1) else None
+        size = int(x.shape[axis])
         start, stop, step = slice(start, stop, step).indices(size)
         if (start, stop, step) == (0, size, 1):
             return x
         if x.op == "slice" and x.attrs[0] == axis:
             _, first, _, stride = x.attrs
             stop = first + (start + len(range(start, stop, step)) * step - step) * stride + 1
-            return self.slice(x.arg, axis, first + start * stride, stop, stride * step)
+            return self.cut(x.arg, axis, first + start * stride, stop, stride * step)
         if x.op == "permute" and x.arg.op == "cat" and x.arg.attrs == (x.attrs[axis],):
-            below = self.slice(x.arg, x.attrs[axis], start, stop, step)
-            return None if below is None else self.permute(below, x.attrs)
+            return self.permute(self.cut(x.arg, x.attrs[axis], start, stop, step), x.attrs)
         if x.op == "cat" and x.attrs[0] == axis:
             pieces = self._pieces(x, axis, start, stop)
             if len(pieces) == 1:
-                return self.slice(pieces[0][0], axis, start - pieces[0][1], stop - pieces[0][1], step)
+                return self.cut(pieces[0][0], axis, start - pieces[0][1], stop - pieces[0][1], step)
             if step == 1 and pieces:
-                return self._joined_pieces(pieces, axis, start, stop)
+                return self.cat([self.cut(each, axis, max(start - at, 0), stop - at) for each, at in pieces], axis)
         if x.op in ("largest", "largest_index") and (axis, start, step) == (x.rank - 1, 0, 1):
             return self.make(x.op, x.args, (stop,), (*x.shape[:-1], stop), x.dtype)
         stop = start + (len(range(start, stop, step)) - 1) * step + 1 if start < stop else start
@@ -184,22 +181,15 @@ class Algebra:
 
     @staticmethod
     def _pieces(cat: Value, axis: int, start: int, stop: int) -> list[tuple[Value, int]]:
-        """What of a joined value lies in [start, stop), each piece with its place; none where a size is symbolic."""
+        """What of a joined value lies in [start, stop), each piece with its place."""
         found: list[tuple[Value, int]] = []
         offset = 0
         for piece in cat.args:
-            size = piece.shape[axis]
-            if not isinstance(size, int):
-                return []
+            size = int(piece.shape[axis])
             if offset < stop and start < offset + size:
                 found.append((piece, offset))
             offset += size
         return found
-
-    def _joined_pieces(self, pieces: Sequence[tuple[Value, int]], axis: int, start: int, stop: int) -> Value | None:
-        cut = [self.slice(each, axis, max(start - at, 0), stop - at) for each, at in pieces]
-        kept = [each for each in cut if each is not None]
-        return self.cat(kept, axis) if len(kept) == len(cut) else None
 
     def expand(self, x: Value, shape: Sequence[Dim]) -> Value:
         """Repeat dims of size 1 (and new leading dims) to `shape`."""
@@ -234,7 +224,7 @@ class Algebra:
         _, start, stop, step = left.attrs
         if step != 1 or right.attrs[3] != 1 or right.attrs[1] != stop:
             return None
-        return self.slice(left.arg, axis, start, right.attrs[2])
+        return self.cut(left.arg, axis, start, right.attrs[2])
 
     # elements --------------------------------------------------------------------------------------------------
 
@@ -306,7 +296,7 @@ class Algebra:
         if average.op != "mean" or squares is not self.mean(self.power(average.arg, 2), average.attrs):
             return None
         centred = self.add(average.arg, self.scale(average, -1))
-        return None if centred is None else self.mean(self.power(centred, 2), average.attrs)
+        return centred and self.mean(self.power(centred, 2), average.attrs)
 
     def _gain(self, x: Value, product: Value) -> tuple[Value, Value] | None:
         if product.op != "mul" or x not in product.args:
@@ -365,7 +355,7 @@ def of_constants(x: Value) -> bool:
 
 def _joins(step: Value, number: float) -> bool:
     """Whether a step and one of its kind after it are one with this number, but for the rounding of data."""
-    if step.dtype is None or step.dtype.is_floating_point or step.dtype.is_complex:
+    if step.dtype is None or step.dtype.is_floating_point:
         return not of_constants(step)
     return abs(number) < LONGEST
 

@@ -51,10 +51,8 @@ class _Places:
 
     def as_rows(self) -> _Places:
         """The same for queries, which run along the last dim but one."""
-        named = {"position": self.position, "held": self.held, "sequence": self.sequence}
-        turned = {name: value.transpose(-2, -1) for name, value in named.items() if value is not None}
-        if self.sequence is not None and isinstance(self.length, Tensor):
-            turned["length"] = self.length.transpose(-2, -1)
+        named = {"position": self.position, "length": self.length, "held": self.held, "sequence": self.sequence}
+        turned = {name: value.transpose(-2, -1) for name, value in named.items() if isinstance(value, Tensor)}
         return replace(self, **turned)
 
 
@@ -91,7 +89,7 @@ def _length(given: Sequence[Size] | Tensor, batch: Size, device: torch.device) -
     """One size for all, or a tensor [B, 1, 1, 1]."""
     if isinstance(given, Tensor):
         return given[:batch].to(device).reshape(-1, 1, 1, 1)
-    if len(given) == 1 or all(known_true(each == given[0]) for each in given[1:]):
+    if all(known_true(each == given[0]) for each in given[1:]):
         return given[0]
     return counted(given, device)[:batch].reshape(-1, 1, 1, 1)
 
@@ -124,7 +122,7 @@ def _paged(key: Tensor, given: Lengths, table: Tensor | None) -> _Places:
 
 def _combined(rows: _Places, columns: _Places, band: Band, query: Tensor, key: Tensor) -> Visible:
     terms = [each for each in (rows.held, columns.held) if each is not None]
-    if rows.sequence is not None and columns.sequence is not None:
+    if rows.sequence is not None:
         terms.append(rows.sequence == columns.sequence)
     first, last, causal = _limits(rows, columns, band)
     if causal and not terms and known_true(query.shape[-2] == key.shape[-2]):

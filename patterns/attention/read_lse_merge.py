@@ -83,8 +83,6 @@ class _Merges:
                 break
             x, pick = x.arg, below.pick
         part = cut(self.a, x, pick)
-        if part is None:
-            return {}
         while part.op in ("reshape", "cast") and but_ones(part.shape) == but_ones(part.arg.shape):
             if part.op == "cast" and not widens(part.arg.dtype, part.dtype):
                 break

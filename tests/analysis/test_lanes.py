@@ -12,19 +12,17 @@ from fusion.analysis.lanes import Leaves, descend, factor, rows, same_lanes, ter
 from fusion.graph import Algebra, Value
 from fusion.graph.recipe import build
 
+from .numbers import leaf
+
 SIZE = 8
-Made = tuple[Value, Tensor]
-
-
-def leaf(a: Algebra, name: str, *shape: int, seed: int = 0) -> Made:
-    data = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return a.make("input", (), (name,), shape, torch.float64), data
 
 
 def computed(value: Value, inputs: dict[Value, Tensor]) -> Tensor:
     """`value` by its recipes."""
     if value in inputs:
         return inputs[value]
+    if value.op == "slice_scatter":
+        return torch.slice_scatter(*(computed(arg, inputs) for arg in value.args), *value.attrs)
     return build(value, lambda size: size, *(computed(arg, inputs) for arg in value.args))
 
 
@@ -50,6 +48,12 @@ def moves(draw, width: int = SIZE, count: int = 5):
                 split = a.reshape(x, (*lead, size // 2, 2))
                 order = (*range(len(lead)), len(lead) + 1, len(lead))
                 return a.reshape(a.permute(split, order), (*lead, size))
+            if kind == "flip":
+                return a.make("flip", (x,), (x.rank - 1,), x.shape, x.dtype)
+            if kind == "write":
+                piece = a.slice(x, -1, 0, size - cut)
+                bounds = (x.rank - 1, cut, size, 1)
+                return a.make("slice_scatter", (x, piece), bounds, x.shape, x.dtype) if size > 1 else x
             if kind == "double" and size <= 2 * width:
                 return a.cat([x, x], -1)
             if kind == "negate":
@@ -61,7 +65,7 @@ def moves(draw, width: int = SIZE, count: int = 5):
 
         return apply
 
-    kinds = ("roll", "cut", "step", "repeat", "pairs", "double", "negate", "interleave")
+    kinds = ("roll", "cut", "step", "repeat", "pairs", "double", "negate", "interleave", "flip", "write")
     chosen = draw(st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 100)), min_size=1, max_size=count))
     return [one(*each) for each in chosen]
 
@@ -134,3 +138,53 @@ def test_rows_are_not_lanes():
     x, _ = leaf(a, "x", 3, 4)
     assert descend(rows(a.permute(x, (1, 0)))) is None
     assert descend(rows(a.reshape(x, (4, 3)))) is None
+    assert descend(rows(a.cut(x, 0, 1, 3))) is None
+    assert descend(rows(a.make("flip", (x,), (0,), x.shape, x.dtype))) is None
+    none, _ = leaf(a, "none", 0, 4)
+    assert descend(rows(a.reshape(none, (0, 8)))) is None
+
+
+def test_rows_that_are_written_and_lanes_that_are():
+    a = Algebra()
+    (x, data), (y, more) = leaf(a, "x", 2, SIZE), leaf(a, "y", 2, 4, seed=1)
+    whole = a.make("slice_scatter", (x, y), (1, 2, 6, 1), (2, SIZE), x.dtype)
+    for start, stop, found in ((0, 2, [x]), (2, 6, [y]), (6, 8, [x]), (0, 8, [x, y])):
+        leaves = Leaves(several=True)
+        one = factor(rows(a.cut(whole, 1, start, stop)), leaves)
+        assert [each for each, _ in leaves.found] == found
+        sources = [{x: data, y: more}[each] for each in found]
+        lanes = [sources[number][:, lane] for number, lane in zip(one.leaf, one.index, strict=True)]
+        expected = torch.slice_scatter(data, more, 1, 2, 6)[:, start:stop]
+        assert torch.equal(torch.stack(lanes, -1), expected)
+
+
+def test_lanes_of_several_tensors_are_one_table_or_themselves():
+    a = Algebra()
+    (x, _), (y, _) = leaf(a, "x", 2, 4), leaf(a, "y", 2, 4, seed=1)
+    both = a.cat([x, y], -1)
+    for several, found in ((False, [both]), (True, [x, y])):
+        leaves = Leaves(several)
+        one = factor(rows(both), leaves)
+        assert [leaves.found[number][0] for number in sorted(set(one.leaf))][-len(found) :] == found
+
+
+def test_a_number_that_multiplies_all_lanes_is_no_table():
+    a = Algebra()
+    (one, _), (x, _), (two, _) = leaf(a, "one"), leaf(a, "x", 2, SIZE), leaf(a, "two")
+    for product in (a.mul(one, x), a.mul(x, two)):
+        assert terms(rows(product), Leaves()) is None
+        assert terms(rows(a.cat([x, product], -1)), Leaves()) is None
+    assert terms(rows(a.add(one, x)), Leaves()) is None
+
+
+def test_lanes_are_equal_in_whole_rows_alone():
+    a = Algebra()
+    (x, _), (pair, _) = leaf(a, "x", 4, 2), leaf(a, "pair", 4, 2, 1)
+    twice = a.cat([x, x], -1)
+    left, right = np.arange(2), np.arange(2, 4)
+    assert same_lanes(a.cut(twice, 0, 1, 3), left, right)
+    assert same_lanes(a.permute(a.reshape(twice, (2, 2, 4)), (1, 0, 2)), left, right)
+    assert not same_lanes(a.permute(twice, (1, 0)), left, right)
+    assert not same_lanes(a.reshape(twice, (2, 8)), left, np.arange(4, 6))
+    pairs = a.cut(a.cat([pair, a.unary("cos", pair)], -1), 0, 1, 3)
+    assert not same_lanes(a.reshape(pairs, (2, 4)), left, right)

@@ -675,3 +675,48 @@ def claimed(told: dict[str, Any], t: Twins, shape: tuple[int, ...]) -> Tensor:
         return seen
     seen = seen & (j <= last)
     return seen if told["window"] is None else seen & (j >= last - told["window"])
+
+
+def _as_float(t: Twins, seen: Twin, hidden: float = -torch.inf) -> Twin:
+    zeros = t.call(aten.zeros.default, [4, 6], dtype=torch.float32)
+    return t.call(aten.masked_fill.Scalar, zeros, t.call(aten.bitwise_not.default, seen), hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32], ids=str)
+def test_a_mask_of_floats_is_cast_as_torch_casts_it(dtype: torch.dtype):
+    t = Twins(None)
+    query = t.call(aten.reshape.default, t.call(aten.arange.default, 4), [4, 1])
+    key = t.call(aten.reshape.default, t.call(aten.arange.default, 6), [1, 6])
+    seen = _le(t, key, _plus(t, query, _given(t, 1)))
+    cast = t.call(aten._to_copy.default, _as_float(t, seen), dtype=dtype)
+    hidden = cast if dtype is torch.bool else t.call(aten.ne.Scalar, cast, 0)
+    read = visible(Positions((2, 1, 4, 6), Folder()), [Term("drop", hidden.value)])
+    assert (read[0] == "le") == (dtype is torch.bool)  # what torch makes of -inf in int32 is left open
+    is_told_right(t, t.call(aten.bitwise_not.default, hidden), (2, 4, 6))
+
+
+def _listed(t: Twins, places: Twin) -> Value:
+    """What of 6 keys each query lists."""
+    none = t.call(aten.zeros.default, [2, 4, 6], dtype=torch.bool)
+    listed = t.call(aten.scatter.value, none, -1, places, True).value.arg  # of a choice between True and `none`
+    assert listed.op == "chosen"
+    return listed
+
+
+def test_places_that_are_remainders_are_not_all_there_are():
+    t = Twins(None)
+    given = t.input(torch.arange(2 * 4 * 6).reshape(2, 4, 6) * 2)
+    listed = _listed(t, t.call(aten.remainder.Scalar, given, 6))
+    positions = Positions((2, 4, 6), Folder())
+    assert positions.truth(listed, positions.origin) == ("is", Leaf(listed, positions.origin))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_list_of_all_places_stays_one_where_it_is_looked_for(keep: bool):
+    t = Twins(None)
+    scores = t.a.make("input", (), ("scores", 0), (2, 4, 6), torch.float32)
+    places = t.a.make("largest_index", (scores,), (6,), (2, 4, 6), torch.int64)
+    listed = _listed(t, Twin(places, torch.arange(6).expand(2, 4, 6)))
+    positions = Positions((2, 4, 6), Folder(), keep_lists=keep)
+    assert positions.truth(listed, positions.origin) == (("is", Leaf(listed, positions.origin)) if keep else True)
+    assert positions.lists_all == (not keep)

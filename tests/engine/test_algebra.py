@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from sympy import Symbol
 
 from fusion.graph import Algebra, broadcast
+from fusion.graph.algebra import MAX_STOP
 
 from .graphs import numbers, said, value
 
@@ -78,7 +80,23 @@ DIFFERENT = {
     "negative scale under a power": (lambda x: (-x) ** 0.5, lambda x: x**0.5),
     "view and transpose": (lambda x: x.reshape(2, 8, 3), lambda x: x.transpose(1, 2)),
     "dropout": (lambda x: F.dropout(x, 0.5, training=True), lambda x: x.clone()),
-}
+    "divided by a mean": (lambda x: x.exp() / x.exp().mean(-1, True), lambda x: x.exp() / x.exp().sum(-1, True)),
+    "less twice a square": (
+        lambda x: x.square().mean(-1, True) - 2 * x.mean(-1, True).square(), lambda x: x.var(-1, False, keepdim=True)
+    ),
+    "less a cube": (
+        lambda x: x.square().mean(-1, True) - x.mean(-1, True) ** 3, lambda x: x.var(-1, False, keepdim=True)
+    ),
+    "less the square of another": (
+        lambda x, y: y.square().mean(-1, True) - x.mean(-1, True).square(),
+        lambda x, y: x.var(-1, False, keepdim=True),
+    ),
+    "square of a sigmoid's": (lambda x: (1 + x.exp()) ** 2, lambda x: (-x).sigmoid()),
+    "two in a sigmoid": (lambda x: 1 / (2 + x.exp()), lambda x: (-x).sigmoid()),
+    "root of a cube": (lambda x: (x**3).sqrt().square(), lambda x: x**3),
+    "root of a sum": (lambda x: (x + 1).sqrt().square(), lambda x: x + 1),
+    "root of a difference": (lambda x: (x * x - 1).sqrt().square(), lambda x: x * x - 1),
+}  # fmt: skip
 
 
 def expression(function) -> str:
@@ -120,6 +138,51 @@ def test_powers_do_not_join_where_a_sign_would_be_lost():
     assert a.power(a.power(x, 2), 0.5) is not x
     assert a.power(a.power(x, 0.5), 2) is not x, "the root of a negative number is none"
     assert a.power(a.power(a.power(x, 2), 0.5), 2) is a.power(x, 2)
+
+
+def test_whole_numbers_are_scaled_at_once_while_a_float_holds_their_factor():
+    a = Algebra()
+    x = a.make("input", (), ("x",), (8,), torch.int64)
+    assert a.scale(a.scale(x, 3**10), 3**10).attrs == (3.0**20,)
+    assert a.scale(a.scale(x, 3**20), 3**20).attrs == (3.0**20,)
+
+
+def test_an_operand_is_repeated_where_the_other_one_is_not():
+    a = Algebra()
+    x, y = (a.make("input", (), (name,), (1,), torch.float32) for name in "xy")
+    wide = a.expand(y, (3,))
+    for product in (a.mul(x, wide), a.mul(wide, x), a.add(x, wide), a.add(wide, x)):
+        assert product is not None
+        assert product.shape == (3,)
+
+
+def test_pieces_that_skip_entries_are_not_one_piece():
+    a = Algebra()
+    x, y = (a.make("input", (), (name,), (2, 8), torch.float32) for name in "xy")
+    for left, right in (((0, 4, 2), (3, 5)), ((0, 2), (2, 8, 2))):
+        pieces = [a.cut(x, -1, *left), a.cut(x, -1, *right)]
+        assert a.cat(pieces, -1).args == tuple(pieces)
+    assert a.cut(a.cat([x, y], -1), -1, 8, 8).shape == (2, 0)
+
+
+def test_a_symbolic_dim_is_cut_nowhere():
+    a, size = Algebra(), Symbol("s", positive=True, integer=True)
+    x = a.make("input", (), ("x",), (size, 8), torch.float32)
+    assert a.slice(x, 0, 0, MAX_STOP) is x
+    for bounds in ((3, MAX_STOP), (0, 4), (0, MAX_STOP, 2)):
+        assert a.slice(x, 0, *bounds) is None
+    split = a.reshape(a.make("input", (), ("y",), (2 * size,), torch.float32), (2, size))
+    assert a.reshape(a.cut(split, 0, 0, 1), (size,)).arg.arg is split
+    weights = a.unary("exp", a.make("input", (), ("z",), (2, size), torch.float32))
+    shares = a.mul(weights, a.power(a.mean(weights, (-1,)), -1))
+    assert shares is not None
+    assert shares.op == "mul"
+
+
+def test_an_entry_of_nothing_is_seen_in_another_shape():
+    a = Algebra()
+    x = a.make("input", (), ("x",), (0, 3), torch.float32)
+    assert a.reshape(a.cut(a.reshape(x, (0, 5)), 1, 2, 3), (0,)).shape == (0,)
 
 
 def test_shapes_that_do_not_broadcast_have_no_product():

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from sympy import Symbol
 
 from fusion.analysis import dtypes
 from fusion.analysis.constant_folding import Folder
@@ -57,6 +58,54 @@ def test_a_dtype_holds_another_if_all_its_numbers_come_back(wide):
         kept = ends.to(narrow).to(wide)
         exact = wide is not torch.bool and kept.tolist() == ends.tolist()
         assert dtypes.holds(wide, narrow) == exact
+
+
+def test_a_dtype_that_is_not_known_holds_no_other():
+    assert dtypes.holds(torch.float32, torch.bfloat16)
+    assert not dtypes.holds(torch.bfloat16, torch.float32)
+    assert not dtypes.holds(torch.uint16, torch.uint8)
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(1e30, torch.int32), (0.1, torch.float8_e4m3fn), (1, None)])
+def test_what_torch_leaves_open_is_not_known(number, dtype):
+    assert dtypes.held_number(number, dtype) is None
+    assert not dtypes.is_exact(number, dtype)
+
+
+def test_what_is_no_whole_number_has_no_bounds():
+    a, size = Algebra(), Symbol("s", positive=True, integer=True)
+    x = a.make("input", (), ("x",), (3,), torch.float32)
+    assert bounds(x) == bounds(a.shift(x, 1)) == (-torch.inf, torch.inf)
+    assert not is_exact(a.shift(x, 1))
+    assert bounds(a.make("number", (), (size,), (), torch.int64)) == (0, torch.inf)
+    assert bounds(a.make("number", (), (size - 5,), (), torch.int64)) == (-torch.inf, torch.inf)
+
+
+def test_only_casts_between_floats_of_16_bits_and_more_round():
+    a = Algebra()
+    for held, to, rounds in (
+        (torch.float32, torch.bfloat16, True),
+        (torch.int32, torch.float32, False),
+        (torch.float32, torch.int32, False),
+        (torch.float32, torch.float8_e4m3fn, False),
+    ):
+        assert dtypes.is_rounding(a.cast(a.make("input", (), ("x",), (3,), held), to)) == rounds
+    assert dtypes.holds(torch.float16, torch.bool)
+    assert not dtypes.is_exact(2049, torch.float16)
+    assert dtypes.is_exact(float("nan"), torch.float16)
+
+
+@pytest.mark.parametrize("place", [3, -4])
+def test_an_index_beyond_the_end_is_left_to_the_model(place):
+    a = Algebra()
+    line = a.make("arange", (), (0, 1), (3,), torch.int64)
+    index = a.make("constant", (), ((place, 0),), (2,), torch.int64)
+    assert Folder().fold(a.make("index", (line, index), (0,), (2,), torch.int64)) is None
+
+
+def test_fractions_do_not_grow_by_whole_steps():
+    a = Algebra()
+    assert Folder().steps(a.make("arange", (), (0.5, 1), (3,), torch.float64)) is None
 
 
 def test_what_may_wrap_round_is_bounded_by_its_dtype_alone():
