@@ -61,10 +61,8 @@ translations(
 
 def _comparison(op: str, swap: bool, a: Algebra, out: Out, x: Value, y: Any) -> Translated:
     """x op y, or y op x, cast where the dtype in which torch compares does not hold them all."""
-    must(x.dtype is not None and isinstance(y, (Value, int, float)))
     dtype = common(x, y)
     other = y if isinstance(y, Value) else _held(a, y, (), dtype)
-    must(other.dtype is not None)
     left, right = (each if each.dtype and holds(dtype, each.dtype) else a.cast(each, dtype) for each in (x, other))
     return compare(a, op, right, left) if swap else compare(a, op, left, right)
 
