@@ -159,6 +159,12 @@ def test_what_is_told_by_no_file_and_what_failed_is_planned_again(rule: Rule, re
         assert recorded
 
 
+def test_symbolic_sizes_have_no_text():
+    source = capture(block, inputs(), dynamic=True).graph.graph
+    vals = [node.meta["val"] for node in source.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert kept.text_of({"sizes": vals[:1]}) is None  # type: ignore[arg-type]
+
+
 def test_what_has_no_text_is_recorded_again(recorded: list[Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recorded_plans, "text_of", lambda plans: None)
     source = capture(block, inputs()).graph.graph

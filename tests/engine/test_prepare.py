@@ -277,11 +277,19 @@ def narrow(build, weight):
     return build.input(32, 16, dtype=torch.float16)
 
 
+def turned_square(build, weight):
+    return build(aten.t.default, build.input(16, 16))
+
+
 def lying_otherwise(build, weight):
     """A Parameter that lies column by column."""
-    made = build.input(32, 16)
-    made.meta["val"] = made.meta["val"].new_empty_strided((32, 16), (1, 32))
+    made = build.input(16, 16)
+    made.meta["val"] = made.meta["val"].new_empty_strided((16, 16), (1, 16))
     return made
+
+
+def lying_otherwise_and_turned(build, weight):
+    return build(aten.t.default, lying_otherwise(build, weight))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +298,8 @@ def lying_otherwise(build, weight):
         (joined(itself, itself), True), (joined(itself, turned_back), True), (joined(itself, itself, dim=()), True),
         (joined(itself, itself, dim=(-2,)), True), (joined(itself, itself, dim=(1,)), False),
         (joined(itself, itself, dim=(-1,)), False), (joined(part, part), False), (joined(turned, turned), False),
-        (joined(itself, narrow), False), (joined(itself, lying_otherwise), False),
+        (joined(itself, narrow), False), (joined(itself, turned_square), False),
+        (joined(itself, lying_otherwise), False), (joined(itself, lying_otherwise_and_turned), False),
         (joined(itself, itself, target=aten.stack.default), False),
     ],
 )  # fmt: skip

@@ -234,7 +234,9 @@ class Made(Build):
         return self.fused_call("npu_scatter_pa_kv_cache_functional", key, value, *caches, slots)
 
     def written(self, cache) -> fx.Node:
-        return self.fused_call("scatter_update", cache, self.input(2, dtype=torch.int64), self.input(2, 3, 1, 8), -2)
+        first, second, _, width = cache.meta["val"].shape
+        rows = self.input(first, second, 1, width)
+        return self.fused_call("scatter_update", cache, self.input(first, dtype=torch.int64), rows, -2)
 
     def called(self, *results) -> list[str]:
         self.graph.output((results,))
@@ -289,6 +291,14 @@ def test_a_cache_that_is_copied_over_itself_stays_as_it_is():
     assert build.called() == ["aten.copy_.default"]
 
 
+def test_what_is_copied_back_turned_is_copied():
+    build = Made()
+    cache = build.input(3, 3, 9, 8)
+    build(aten.copy_.default, cache, build.written(build(aten.transpose.int, cache, 0, 1)))
+    assert reinplace(build.graph, "eager") == ()
+    assert build.called().count("aten.copy_.default") == 1
+
+
 def test_a_tensor_of_the_caller_that_gets_the_old_cache_gets_it_where_it_did():
     """Put before the write it would be written to before the sum reads it."""
     build = Made()
@@ -329,12 +339,14 @@ def test_views_restore_a_cache_if_each_element_is_where_it_was(steps, restores):
         (aten.slice_scatter.default, (1, 0, 9, 1), True),
         (aten.slice_scatter.default, (1, 0), False),
         (aten.slice_scatter.default, (1, 2, 9), False),
+        (aten.slice_scatter.default, (0, 0, 3), False),
         (aten.index_copy.default, (1, 0, 9), False),
     ],
 )
 def test_a_buffer_is_filled_if_nothing_of_it_is_left(target, args, fills):
     build = Build()
-    buffer, rows = build.input(4, 9), build.input(4, 9 - args[1])
+    dim, start, stop, *_ = (*args, 9)
+    buffer, rows = build.input(4, 9), build.input(*((stop - start, 9) if dim == 0 else (4, stop - start)))
     node = build.graph.call_function(target, (buffer, rows, *args))
     assert _fills(node) == fills
 

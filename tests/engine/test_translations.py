@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import pytest
@@ -13,7 +14,7 @@ from fusion.stages.canonicalise import canonicalise, logic
 from fusion.stages.canonicalise.translate import Out
 from fusion.testing import capture
 
-from .graphs import Build, numbers, said
+from .graphs import Build, numbers, said, value
 
 aten = torch.ops.aten
 f16, f32, i16, i64, b8, c64 = torch.float16, torch.float32, torch.int16, torch.int64, torch.bool, torch.complex64
@@ -285,6 +286,14 @@ def test_a_call_has_the_form_of_what_it_means(name):
 def test_one_list_of_sequences_for_two_places_is_no_list_of_rows(form):
     """Numbers along the last dim of the places say which sequence each is in; nothing is written before a cache."""
     assert of(form)[0].op == "write_lines"
+
+
+@pytest.mark.parametrize(
+    ("number", "form"),
+    [([2.5], "full(2.5)"), (3, "full(3)"), ([3, 4, 7], "constant((3, 4, 7))"), (math.nan, "_tensor_constant0")],
+)
+def test_numbers_that_the_code_writes_down_are_known(number, form):
+    assert form in said(value(lambda x: x.where(x > 0, torch.tensor(number)), numbers(4, 3)))
 
 
 def test_what_is_chosen_by_a_mask_is_not_chosen_by_places():
