@@ -76,6 +76,19 @@ def put_at_known_places(first):
     return made
 
 
+def put_at_places(batch, places):
+    """A row for each place of some sequences."""
+
+    def made(build):
+        sequences = build(aten.view.default, build(aten.arange.default, batch[0]), list(batch))
+        rows = build.input(*places, 3, 8)
+        return build(
+            aten.index_put.default, build.input(2, 3, 9, 8), [sequences, None, build.input(*places, dtype=i64)], rows
+        )
+
+    return made
+
+
 def scattered(x, places, dim=-1, computed=True):
     def made(build):
         into = build.input(*x)
@@ -176,6 +189,9 @@ STAY = {
     "batch dims of different ranks": einsum("...ij,...jk->...ik", (2, 3, 4, 4), (3, 4, 4)),
     "columns that are summed": einsum("ij,jk->i", (4, 4), (4, 4)),
     "attention of one head": call(aten.scaled_dot_product_attention.default, (4, 8), (4, 8), (4, 8)),
+    "attention to no heads": call(
+        aten.scaled_dot_product_attention.default, (2, 2, 4, 8), (2, 0, 4, 8), (2, 0, 4, 8), enable_gqa=True
+    ),
     # shapes
     "rolled along two dims": call(aten.roll.default, (4, 4), more=([1, 1], [0, 1])),
     "rolled as if flat": call(aten.roll.default, (4, 4), more=([1],)),
@@ -267,8 +283,14 @@ FORMS = {
         "write(arg4_1, permute(arg5_1, 0, 2, 1, 3), number(arg4_1, 1), 2)",
     ),
     "rows that a number moves": (
-        taken(lambda build: build(aten.add.Tensor, build.input(1, dtype=i64), 2)),
-        "index(arg0_1, shift(arg1_1, 2.0), 0)",
+        taken(
+            lambda build: build(
+                aten.add.Tensor,
+                build(aten.add.Tensor, build.input(1, dtype=i64), build(aten.arange.default, 3)),
+                2,
+            )
+        ),
+        "index(arg0_1, shift(add(arg1_1, arange(0, 1)), 2.0), 0)",
     ),
     "the last rows": (last_rows(-2), "slice_scatter(arg2_1, arg3_1, 0, 6, 8, 1)"),
     "the last row and the first": (last_rows(-1), "write_rows(arg2_1, arg3_1, wrap(shift(arange(0, 1), -1.0), 8), 0)"),
@@ -282,7 +304,12 @@ def test_a_call_has_the_form_of_what_it_means(name):
     assert said(found) == form
 
 
-@pytest.mark.parametrize("form", [put_by_batch(2), put_at_known_places(-2)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        put_by_batch(2), put_at_known_places(-2), put_at_places((1, 1), (3, 1)), put_at_places((2, 1, 1), (2, 3, 1)),
+    ],
+)  # fmt: skip
 def test_one_list_of_sequences_for_two_places_is_no_list_of_rows(form):
     """Numbers along the last dim of the places say which sequence each is in; nothing is written before a cache."""
     assert of(form)[0].op == "write_lines"
