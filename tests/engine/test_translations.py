@@ -160,6 +160,11 @@ STAY = {
     "a number divided by positions": lambda build: build(aten.floor_divide.default, 7, build.input(4, dtype=i64)),
     "rounded towards 0": call(aten.div.Tensor_mode, (4,), more=(3,), dtype=i64, rounding_mode="trunc"),
     "bytes within what they cannot hold": call(aten.clamp.default, (4,), more=(-1,), dtype=torch.uint8),
+    "whole numbers within a fraction": call(aten.clamp.default, (4,), more=(0.5,), dtype=i64),
+    "bits that are turned": call(aten.bitwise_not.default, (4,), dtype=i64),
+    "the larger of a row and many numbers": lambda build: build(
+        aten.maximum.default, build.input(1, 8), build(aten.full.default, [4, 8], 1.0)
+    ),
     "true is added": call(aten.add.Tensor, (4,), more=(True,), dtype=b8),
     "a whole number beside booleans": call(aten.bitwise_and.Scalar, (4,), more=(1,), dtype=b8),
     "numbers that are not 0": call(aten.logical_and.default, (4,), (4,)),
