@@ -39,8 +39,7 @@ def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = Non
     while (waiting := _in_circle(chosen, graph)) is not None:
         useful = [each for each in useful if waiting not in each.members]
         chosen = _best(useful)
-    first = chosen[:fuel]
-    return [each for each in first if each.needs is None or each.needs in first]
+    return chosen[:fuel]  # what a candidate needs stands right before it
 
 
 def _option(candidate: Candidate) -> _Option:

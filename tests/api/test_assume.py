@@ -129,6 +129,7 @@ TABLE: dict[str, tuple[Tensor, set[str]]] = {
     "more queries than keys": (torch.ones(1, 1, 4, 3, dtype=torch.bool), set()),
     "complex": (torch.ones(1, 1, 1, 4, dtype=torch.complex64), set()),
     "vector": (torch.ones(4, dtype=torch.bool), set()),
+    "no keys": (torch.ones(1, 1, 4, 0, dtype=torch.bool), set()),
     "no queries": (torch.ones(1, 1, 0, 4, dtype=torch.bool), {"causal", "padding", "window:4"}),
 }
 
@@ -379,6 +380,12 @@ def test_sizes_that_are_not_fixed(spy, said, lower):
     assert spy.ran == ["fused", "plain"] * 4
     assert spy.compiled == [("fused", lower), ("plain", "eager")]
     assert len(texts(said)) == 1
+
+
+def test_a_number_is_no_mask():
+    run = compiled(lambda x, w, length: norm(x, w) * length, {"length": "causal"}, dynamic=True)
+    with torch.no_grad(), pytest.warns(UserWarning, match="has no such tensor among its arguments"):
+        close(run(X, W, 7), norm(X, W) * 7)
 
 
 def test_inference_mode(spy):

@@ -14,6 +14,8 @@ from torch import nn
 import fusion
 from fusion import library
 from fusion.errors import NoRulesError, OptionError, RuleError
+from fusion.stages.lower import route
+from fusion.target import Target
 
 from ..engine.graphs import norm, numbers, rotate
 from ..support.child import child
@@ -260,3 +262,9 @@ def test_rotations_of_two_sizes_recompile_and_stay_right():
         for length in (3, 5, 1):
             q, c, s = numbers(2, 4, length, 64), numbers(length, 64), numbers(length, 64, seed=1)
             close(run(q, c, s), rotate(q, c, s))
+
+
+@pytest.mark.parametrize(("lower", "by"), [("auto", "torchair"), ("eager", "eager")])
+def test_on_an_npu_torchair_compiles_unless_another_is_named(lower, by, monkeypatch):
+    monkeypatch.setattr(Target, "detect", lambda: Target.named("ascend910_93"))
+    assert route(lower) == by

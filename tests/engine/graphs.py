@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion.facts import Facts
 from fusion.graph import Graph
@@ -77,3 +78,35 @@ def said(value_: Any) -> str:
 
 def replay(gm: fx.GraphModule, *inputs: Any) -> Any:
     return copy.deepcopy(gm)(*[each.clone() if isinstance(each, Tensor) else each for each in inputs])
+
+
+class Build:
+    """A graph made call by call on fake tensors, as no tracer would make it so fast."""
+
+    def __init__(self) -> None:
+        self.graph, self._mode = fx.Graph(), FakeTensorMode()
+        self.results: list[fx.Node] = []
+
+    def input(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        node = self.graph.placeholder(f"arg{len(self.graph.nodes)}_1")
+        with self._mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def __call__(self, target, *args, **kwargs) -> fx.Node:
+        with self._mode, torch.no_grad():
+            val = target(*fx.map_arg(args, lambda each: each.meta["val"]), **kwargs)
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = val
+        self.results.append(node)
+        return node
+
+    def fused(self, options: Options = HOST) -> Outcome:
+        inputs = self.graph.find_nodes(op="placeholder")
+        for node in reversed(inputs):
+            next(iter(self.graph.nodes)).prepend(node)
+        self.graph.output((tuple(node for node in self.results if isinstance(node.meta["val"], torch.Tensor)),))
+        outcome = fuse_graph(self.graph, installed(), options)
+        self.graph.lint()
+        assert not outcome.failures, outcome.failures
+        return outcome

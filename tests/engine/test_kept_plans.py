@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor, fx
 from torch.nn.functional import silu
 
 from fusion import pipeline
-from fusion.language import Rule, pattern
+from fusion.language import Library, Rule, lowering, pattern, tensor
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.recording import Fakes
 from fusion.stages.plan import kept
+from fusion.stages.plan import recorded as recorded_plans
 from fusion.testing import capture
 
 from .graphs import norm
@@ -117,6 +119,61 @@ def test_a_rule_that_its_file_does_not_tell_is_never_kept():
     assert kept.digest(known, "x") is not None
     assert kept.digest(Local(), "x") is None
     assert kept.digest(known, object()) is None
+
+
+@dataclass(frozen=True)
+class Scaled(Rule):
+    """A rule with a value that no file tells."""
+
+    name = "scaled"
+    factor: float = 2.0
+
+    @pattern
+    def form(self, p: Any, x: Any = tensor("N")) -> Any:
+        return p.scale(p.op("exp", x), self.factor)
+
+    @lowering
+    def twice(self, x: Tensor) -> Tensor:
+        return x.exp() * self.factor
+
+
+class Raising(Rule):
+    """A rule whose lowering is wrong, as every graph is to be told."""
+
+    name = "raising"
+
+    @pattern
+    def form(self, p: Any, x: Any = tensor("N")) -> Any:
+        return p.scale(p.op("exp", x), 2.0)
+
+    @lowering
+    def never(self, x: Tensor) -> Tensor:
+        raise ValueError(f"a defect: {x}")
+
+
+@pytest.mark.parametrize("rule", [Scaled(), Raising()])
+def test_what_is_told_by_no_file_and_what_failed_is_planned_again(rule: Rule, recorded: list[Any]):
+    source = capture(lambda x: x.exp() * 2, (torch.rand(3),)).graph.graph
+    for _ in range(2):
+        recorded.clear()
+        options = Options(target="host", lower="eager", plan_cache="memory")
+        fuse_graph(copy.deepcopy(source), Library((rule,)), options)
+        assert recorded
+
+
+def test_symbolic_sizes_have_no_text():
+    source = capture(block, inputs(), dynamic=True).graph.graph
+    vals = [node.meta["val"] for node in source.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert kept.text_of({"sizes": vals[:1]}) is None  # type: ignore[arg-type]
+
+
+def test_what_has_no_text_is_recorded_again(recorded: list[Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recorded_plans, "text_of", lambda plans: None)
+    source = capture(block, inputs()).graph.graph
+    for _ in range(2):
+        recorded.clear()
+        assert fused(source, "memory") == fused(source, "off")
+        assert recorded
 
 
 def test_what_is_written_tells_kinds_apart():

@@ -190,6 +190,20 @@ def test_results_of_layers_are_told_apart():
     assert fold(of.graph.graph, Facts()) is None
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_layers_that_return_something_else_are_not_equal(alike: bool):
+    def several(x: Tensor, w: Tensor) -> list[Tensor]:
+        found = []
+        for number in range(6):
+            inner = norm(x, w).sin()
+            x = x + inner.cos()
+            found.append(inner if alike or number % 2 else x)
+        return found
+
+    of = capture(several, (torch.randn(4, 64), torch.rand(64)))
+    assert (fold(of.graph.graph, Facts()) is not None) == alike
+
+
 def test_what_is_assumed_of_each_layers_input_is_relied_on_for_each():
     def masked(x: Tensor, *masks: Tensor) -> Tensor:
         for mask in masks:

@@ -15,11 +15,12 @@ from fusion import Library, Options
 from fusion.errors import VerificationError
 from fusion.facts import Facts
 from fusion.pipeline import fuse_graph
+from fusion.stages.prepare import _is_join
 from fusion.stages.verify import contract, verify
 from fusion.testing import capture
 from fusion.weights import derived, marks, parameter_inputs
 
-from .graphs import HOST, names, numbers, traced
+from .graphs import HOST, Build, names, numbers, traced
 from .prepared_rules import RAN, CountedGate, FractalGate, Gate, JoinedGate, Layers, TurnedGate, close
 from .rules import DoubleExp
 
@@ -241,3 +242,66 @@ def test_a_buffer_is_not_a_parameter():
 
     assert explain(Buffers()).prepared == []
     assert len(explain(Gate()).prepared) == 1
+
+
+aten = torch.ops.aten
+
+
+def joined(*pieces, target=aten.cat.default, dim=(0,)):
+    """A call that joins what is made of Parameters."""
+
+    def made(build):
+        weights = [build.input(32, 16), build.input(32, 16)]
+        return build(target, [piece(build, weight) for piece, weight in zip(pieces, weights, strict=True)], *dim)
+
+    return made
+
+
+def itself(build, weight):
+    return weight
+
+
+def part(build, weight):
+    return build(aten.slice.Tensor, weight, 0, 0, 16)
+
+
+def turned(build, weight):
+    return build(aten.t.default, weight)
+
+
+def turned_back(build, weight):
+    return build(aten.t.default, build(aten.t.default, weight))
+
+
+def narrow(build, weight):
+    return build.input(32, 16, dtype=torch.float16)
+
+
+def turned_square(build, weight):
+    return build(aten.t.default, build.input(16, 16))
+
+
+def lying_otherwise(build, weight):
+    """A Parameter that lies column by column."""
+    made = build.input(16, 16)
+    made.meta["val"] = made.meta["val"].new_empty_strided((16, 16), (1, 16))
+    return made
+
+
+def lying_otherwise_and_turned(build, weight):
+    return build(aten.t.default, lying_otherwise(build, weight))
+
+
+@pytest.mark.parametrize(
+    ("form", "is_join"),
+    [
+        (joined(itself, itself), True), (joined(itself, turned_back), True), (joined(itself, itself, dim=()), True),
+        (joined(itself, itself, dim=(-2,)), True), (joined(itself, itself, dim=(1,)), False),
+        (joined(itself, itself, dim=(-1,)), False), (joined(part, part), False), (joined(turned, turned), False),
+        (joined(itself, narrow), False), (joined(itself, turned_square), False),
+        (joined(itself, lying_otherwise), False), (joined(itself, lying_otherwise_and_turned), False),
+        (joined(itself, itself, target=aten.stack.default), False),
+    ],
+)  # fmt: skip
+def test_parameters_become_views_of_their_join_if_they_lie_in_it_as_they_are(form, is_join):
+    assert _is_join(form(Build())) == is_join

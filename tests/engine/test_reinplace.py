@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import getitem
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, fx
 
 from fusion import operators
 from fusion.options import Options
-from fusion.stages.reinplace import reinplace
+from fusion.stages.host_reads import read_on_host
+from fusion.stages.reinplace import _fills, _restores, reinplace
 from fusion.testing import capture
 
-from .graphs import fuse, names, numbers
+from .graphs import Build, fuse, names, numbers
 
 CACHE, ROWS, PLACES = numbers(2, 3, 9, 8), numbers(2, 3, 4, 8, seed=1), torch.tensor([7, 0, 2, 5])
 START = torch.tensor(3)
@@ -210,3 +212,163 @@ def test_results_that_a_kernel_takes_memory_for(function, more, copied):
     assert "atb.npu_mla_preprocess.out" in names(captured.graph)
     for have, want in zip((*captured.graph(*calls[1]), *calls[1]), (*expected, *calls[0]), strict=True):
         assert torch.equal(have, want)
+
+
+# calls made one by one ---------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+f16, f32, i32 = torch.float16, torch.float32, torch.int32
+
+
+class Made(Build):
+    """Calls as the pass adds them."""
+
+    def fused_call(self, target, *args) -> fx.Node:
+        operators.ensure()
+        node = self(getattr(torch.ops.npu, target).default, *args)
+        node.meta["fusion"] = {}
+        return node
+
+    def paged(self, caches, slots) -> fx.Node:
+        key, value = self.input(2, 2, 16, dtype=f16), self.input(2, 2, 16, dtype=f16)
+        return self.fused_call("npu_scatter_pa_kv_cache_functional", key, value, *caches, slots)
+
+    def written(self, cache) -> fx.Node:
+        first, second, _, width = cache.meta["val"].shape
+        rows = self.input(first, second, 1, width)
+        return self.fused_call("scatter_update", cache, self.input(first, dtype=torch.int64), rows, -2)
+
+    def called(self, *results) -> list[str]:
+        self.graph.output((results,))
+        self.graph.lint()
+        return [str(node.target) for node in self.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize(
+    ("lowering", "fresh", "in_place", "copied"),
+    [
+        ("eager", True, True, 0), ("eager", False, True, 2), ("torchair", True, False, 0),
+        ("inductor", True, True, 0), ("inductor", False, False, 0),
+    ],
+)  # fmt: skip
+def test_a_form_that_a_compiler_does_not_take_is_replaced(lowering, fresh, in_place, copied):
+    build = Made()
+    slots = build.input(2, dtype=i32)
+    caches = [build.input(4, 16, 2, 16, dtype=f16) for _ in range(2)]
+    caches = [build(aten.new_empty.default, each, [4, 16, 2, 16]) for each in caches] if fresh else caches
+    call = build.paged(caches, slots)
+    for number in (0, 1):
+        build(getitem, call, number)
+    assert reinplace(build.graph, lowering) == ()
+    called = [str(node.target) for node in build.graph.nodes if node.op == "call_function"]
+    assert ("npu.npu_scatter_pa_kv_cache.default" in called) == in_place
+    assert called.count("aten.clone.default") == copied
+
+
+@pytest.mark.parametrize("other", [None, aten.sum.default])
+def test_memory_that_something_else_reads_is_not_written_in_place(other):
+    build = Made()
+    cache = build(aten.new_empty.default, build.input(2, 3, 9, 8), [2, 3, 9, 8])
+    beside = [build(other, cache)] if other else []
+    build.written(cache)
+    reinplace(build.graph, "eager")
+    assert ("npu.scatter_update_.default" in build.called(*beside)) == (other is None)
+
+
+def test_the_result_of_a_write_is_no_memory_of_its_own():
+    build = Made()
+    cache = build.input(2, 3, 9, 8)
+    made = build.written(build(aten.add_.Tensor, cache, 1))
+    assert reinplace(build.graph, "eager") == ()
+    assert "npu.scatter_update.default" in build.called(made)
+
+
+def test_a_cache_that_is_copied_over_itself_stays_as_it_is():
+    build = Made()
+    cache = build.input(2, 3, 9, 8)
+    build(aten.copy_.default, cache, cache)
+    assert reinplace(build.graph, "eager") == ()
+    assert build.called() == ["aten.copy_.default"]
+
+
+def test_what_is_copied_back_turned_is_copied():
+    build = Made()
+    cache = build.input(3, 3, 9, 8)
+    build(aten.copy_.default, cache, build.written(build(aten.transpose.int, cache, 0, 1)))
+    assert reinplace(build.graph, "eager") == ()
+    assert build.called().count("aten.copy_.default") == 1
+
+
+def test_a_tensor_of_the_caller_that_gets_the_old_cache_gets_it_where_it_did():
+    """Put before the write it would be written to before the sum reads it."""
+    build = Made()
+    cache, other = build.input(2, 3, 9, 8), build.input(2, 3, 9, 8)
+    made = build.written(cache)
+    total = build(aten.add.Tensor, made, other)
+    build(aten.copy_.default, other, cache)
+    build(aten.copy_.default, cache, made)
+    assert reinplace(build.graph, "eager") == ()
+    assert build.called(total).count("aten.copy_.default") == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "restores"),
+    [
+        ([(aten.t.default,), (aten.t.default,)], True),
+        ([(aten.t.default,)], False),
+        ([(aten.view.default, [16])], False),
+        ([(aten.slice.Tensor, 0, 1), (aten.slice.Tensor, 0, 1)], False),
+        ([(aten.view.dtype, i32)], False),
+        ([(aten.clone.default,)], False),
+    ],
+)
+def test_views_restore_a_cache_if_each_element_is_where_it_was(steps, restores):
+    build = Build()
+    place = value = build.input(4, 4)
+    made = []
+    for target, *args in steps:
+        value = build(target, value, *args)
+        made.append(value)
+    assert _restores(place, made) == restores
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "fills"),
+    [
+        (aten.slice_scatter.default, (1, 0, 9), True),
+        (aten.slice_scatter.default, (1, 0, 9, 1), True),
+        (aten.slice_scatter.default, (1, 0), False),
+        (aten.slice_scatter.default, (1, 2, 9), False),
+        (aten.slice_scatter.default, (0, 0, 3), False),
+        (aten.index_copy.default, (1, 0, 9), False),
+    ],
+)
+def test_a_buffer_is_filled_if_nothing_of_it_is_left(target, args, fills):
+    build = Build()
+    dim, start, stop, *_ = (*args, 9)
+    buffer, rows = build.input(4, 9), build.input(*((stop - start, 9) if dim == 0 else (4, stop - start)))
+    node = build.graph.call_function(target, (buffer, rows, *args))
+    assert _fills(node) == fills
+
+
+def test_a_buffer_that_is_filled_keeps_its_strides():
+    build = Build()
+    rows = build(aten.t.default, build.input(9, 4))
+    assert not _fills(build.graph.call_function(aten.slice_scatter.default, (build.input(4, 9), rows, 1, 0, 9)))
+
+
+@pytest.mark.parametrize(
+    ("lowering", "own", "copies"), [("eager", True, 1), ("eager", False, 0), ("inductor", True, 0)]
+)
+def test_what_a_call_reads_on_the_host_is_copied_where_the_pass_added_it(lowering, own, copies):
+    operators.ensure()
+    build = Build()
+    q, k, v = (build.input(3, 4, 1, 128, dtype=f16) for _ in range(3))
+    lengths = build.input(3, dtype=torch.int64)
+    call = build.graph.call_function(
+        torch.ops.npu.npu_fused_infer_attention_score_v2.tensor_lengths,
+        (q, k, v),
+        {"actual_seq_kvlen": lengths},
+    )
+    call.meta.update({"fusion": {}} if own else {})
+    assert read_on_host(build.graph, lowering) == copies

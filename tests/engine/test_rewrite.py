@@ -9,9 +9,12 @@ import torch
 
 from fusion import Library
 from fusion.origin import location, module_path
+from fusion.recording import Fakes
 from fusion.report import emitted
+from fusion.stages.canonicalise import canonicalise
+from fusion.stages.rewrite import rewrite
 
-from .graphs import fuse, fused, names, norm, numbers, replay, rotate, traced
+from .graphs import Build, fuse, fused, names, norm, numbers, replay, rotate, traced
 
 X, Y, W = numbers(2, 3, 64), numbers(2, 3, 64, seed=1), numbers(64, seed=2)
 Q, K = numbers(2, 4, 3, 64, seed=3), numbers(2, 2, 3, 64, seed=4)
@@ -151,3 +154,33 @@ def test_a_graph_without_shapes_is_refused_with_what_to_do():
     graph = torch.fx.symbolic_trace(lambda x: x + 1).graph
     with pytest.raises(FusionError, match="no shape in meta"):
         fuse_graph(graph, Library(()), Options(target="host"))
+
+
+@pytest.mark.parametrize(
+    ("size", "ours", "write_to", "shape", "seen"),
+    [
+        (1, True, "", (4, 8), True),
+        (3, True, "", (4, 8), False),
+        (1, False, "", (4, 8), False),
+        (1, True, "rows", (4, 8), False),
+        (1, True, "whole", (4, 8), False),
+        (1, True, "", (8, 4), False),
+    ],
+    ids=["the one entry", "one of three", "the user's own", "written to", "whose whole is written to", "turned"],
+)
+def test_what_takes_the_place_of_the_one_entry_of_a_dim_is_seen_there(size, ours, write_to, shape, seen):
+    aten = torch.ops.aten
+    build = Build()
+    rows = made = build(aten.cos.default, build.input(*shape))
+    if ours:
+        made.meta["fusion"] = {}
+    if shape == (8, 4):
+        rows = build(aten.t.default, made)
+    whole = build(aten.select_scatter.default, build.input(size, 4, 8), rows, 0, 0)
+    if write_to:
+        build(aten.add_.Tensor, {"rows": rows, "whole": whole}[write_to], 1)
+    build.graph.output((build(aten.sin.default, whole),))
+    graph = canonicalise(build.graph)
+    rewrite(graph, [], Fakes(graph))
+    targets = [node.target for node in build.graph.nodes]
+    assert (aten.select_scatter.default not in targets, aten.unsqueeze.default in targets) == (seen, seen)

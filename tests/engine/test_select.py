@@ -97,7 +97,9 @@ def test_the_same_whatever_comes_first(order):
     assert sum(each.benefit for each in chosen) == 10
 
 
-def test_groups_too_large_for_every_cover_still_get_a_disjoint_one():
+@pytest.mark.parametrize("exact", [0, stage.EXACT])
+def test_groups_too_large_for_every_cover_still_get_a_disjoint_one(exact, monkeypatch):
+    monkeypatch.setattr(stage, "EXACT", exact)
     chain = [candidate(1 + each % 3, {each % 8, (each + 1) % 8}) for each in range(24)]
     chosen = select(chain)
     assert chosen

@@ -15,12 +15,13 @@ from rich.table import Table
 from tests.changed import DOMAINS
 from tests.mutation import limits, runs, survivors
 
+API = ("test_assume.py", "test_backend.py", "test_results.py")
 LIMITS = ("test_limits.py", "test_attention_limits.py", "test_dtype_limits.py")
 TESTS = " ".join(
     (*(f"tests/{each}" for each in ("analysis", "engine", *DOMAINS, "corpus", "laws")),
-     *(f"tests/operators/{each}" for each in LIMITS))
+     *(f"tests/api/{each}" for each in API), *(f"tests/operators/{each}" for each in LIMITS))
 )  # fmt: skip
-"""What looks at guards; other folders test the API, the lowerings and what operators compute."""
+"""What looks at guards; other tests are of the API, the lowerings and what operators compute."""
 
 
 def main(

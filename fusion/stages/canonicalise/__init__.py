@@ -18,7 +18,7 @@ from fusion.graph import Algebra, Graph, Value, dims_of
 from fusion.graph.dims import dim_of
 from fusion.graph.overlay import Held
 from fusion.graph.proof import proof, proven
-from fusion.mutation import closing_writes, is_write, reserves
+from fusion.mutation import closing_writes, is_write, reserves, written_by
 from fusion.stages.canonicalise import arithmetic, complex_numbers, logic
 from fusion.stages.canonicalise.translate import OF_COMPLEX, Out, Translated, translator_of
 from fusion.weights import derived
@@ -63,7 +63,7 @@ class _Walk:
 
     def written(self) -> frozenset[Value]:
         """The inputs that the closing writes change."""
-        places = [self.held.get(each) for node in self._closing for each in node.args[:1] if isinstance(each, fx.Node)]
+        places = [self.held.get(each) for node in self._closing for each in written_by(node)]
         return frozenset(each for each in places if isinstance(each, Value) and each.op == "input")
 
     def _hold(self, node: fx.Node, held: Held | None) -> None:
@@ -120,7 +120,7 @@ class _Walk:
             return self._opaque(node, val) if isinstance(val, torch.Tensor) else None
         args, kwargs = map_arg((node.args, node.kwargs), self._operand)
         translator = translator_of(node.target, args)
-        if translator is not None and not is_write(node) and not _moves(node):
+        if translator is not None and not _moves(node):
             translated = self._translate(translator, val, args, kwargs)
             if translated is not None:
                 return translated

@@ -84,14 +84,10 @@ def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
     return a.unary(op, a.cast(x, out.dtype))
 
 
-def _is_integer(x: Value, out: Out) -> bool:
-    return x.dtype in INDEX_DTYPES and out.dtype == x.dtype
-
-
 def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translated:
     """x modulo a positive number, never negative itself; or x divided by it and rounded down."""
     must(isinstance(x, Value))  # of a number by a tensor nothing is known
-    fits = _is_integer(x, out) and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
+    fits = x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
     return a.make(op, (x,), (divisor,), x.shape, x.dtype) if fits else None
 
 
@@ -106,15 +102,14 @@ def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str 
 @translates("aten.clamp.default", "aten.clamp_min.default")
 def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) -> Translated:
     """Whole numbers between two others, infinite where there is no bound; "clip" for others."""
-    if low == 0 and high is None and x.dtype == out.dtype and x.dtype not in INDEX_DTYPES:
+    if low == 0 and high is None and x.dtype not in INDEX_DTYPES:
         return _relu(a, x)
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
-    must(all(map(is_number, limits)) and x.dtype == out.dtype and x.dtype is not None)
-    if x.dtype and x.dtype.is_floating_point:
+    must(all(map(is_number, limits)))
+    if proven(x.dtype).is_floating_point:
         return a.make("clip", (x,), tuple(map(float, limits)), x.shape, x.dtype)
-    least, most = of_dtype(x.dtype)
-    inside = all(math.isinf(each) or least <= each <= most for each in limits)
-    return a.make("clamp", (x,), limits, x.shape, x.dtype) if _is_integer(x, out) and inside else None
+    must(x.dtype in INDEX_DTYPES)  # others wrap round what they cannot hold
+    return a.make("clamp", (x,), limits, x.shape, x.dtype)
 
 
 @translates("aten.maximum.default")
@@ -122,7 +117,7 @@ def _maximum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
     """The larger of a tensor and the same number everywhere."""
     x, y = (y, x) if x.op == "full" else (x, y)
     bound = y.arg if y.op == "expand" else y
-    return _clamp(a, out, x, bound.attrs[0]) if bound.op == "full" and x.shape == out.shape else None
+    return _clamp(a, out, x, bound.attrs[0]) if bound.op == "full" else None
 
 
 translations(

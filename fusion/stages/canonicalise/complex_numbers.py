@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fusion.graph import Algebra, Value, broadcast
+from fusion.graph import Algebra, Value
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates
 
@@ -21,7 +21,7 @@ def parts(a: Algebra, z: Value) -> tuple[Value, Value]:
     """Real and imaginary part; views of the memory where `z` is a leaf."""
     if z.op == "complex":
         return z.args[0], z.args[1]
-    dtype = z.dtype.to_real() if z.dtype is not None else None
+    dtype = proven(z.dtype).to_real()
     return a.make("real", (z,), (), z.shape, dtype), a.make("imag", (z,), (), z.shape, dtype)
 
 
@@ -54,10 +54,10 @@ def _conj(a: Algebra, out: Out, z: Value) -> Translated:
 
 def product(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     """(a + bi)(c + di) = (ac - bd) + (ad + bc)i; a real operand multiplies both parts."""
-    if is_number(y) and is_complex(x):
+    if is_number(y):
         re, im = parts(a, x)
         return x if y == 1 else pair(a, a.scale(re, y), a.scale(im, y), out)
-    must(isinstance(x, Value) and isinstance(y, Value) and broadcast(x.shape, y.shape) == out.shape)
+    must(isinstance(x, Value) and isinstance(y, Value))
     if not (is_complex(x) and is_complex(y)):
         real, z = (y, x) if is_complex(x) else (x, y)
         real = a.cast(real, proven(out.dtype).to_real())

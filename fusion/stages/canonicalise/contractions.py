@@ -43,7 +43,7 @@ def _int_mm(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
 
 @translates("aten.linear.default")
 def _linear(a: Algebra, out: Out, x: Value, weight: Value, bias: Value | None = None) -> Translated:
-    must(x.rank >= 2 and weight.rank == 2)
+    must(x.rank >= 2)
     product = proven(matmul(a, x, swapped(a, weight)))
     return product if bias is None else a.add(product, bias)
 
@@ -65,7 +65,7 @@ def _einsum(a: Algebra, out: Out, equation: str, operands: Sequence[Value]) -> T
         return _row_product(a, out, *operands)
     left, right, result = _spelled_out((left, right, result), [each.rank for each in operands])
     must(all("." not in labels and len(set(labels)) == len(labels) for labels in (left, right, result)))
-    summed = [label for label in left if label in right and label not in result]
+    summed = [label for label in left if label not in result]
     must(len(summed) == 1 and set(left) ^ set(right) == set(result) - (set(left) & set(right)))
     return _contract(a, out, operands, (left, right, result), summed[0])
 

@@ -24,7 +24,7 @@ from fusion.graph import Algebra, Value, unviewed
 from fusion.graph.dims import INDEX_DTYPES
 from fusion.graph.logic import compare, constant, pointwise, positions, softmax, where
 from fusion.graph.proof import must, proof, proven
-from fusion.stages.canonicalise.translate import Out, Translated, is_number, translates, translations
+from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 
 def _held(a: Algebra, number: Any, shape: Sequence[Any], dtype: torch.dtype | None) -> Value:
@@ -61,16 +61,14 @@ translations(
 
 def _comparison(op: str, swap: bool, a: Algebra, out: Out, x: Value, y: Any) -> Translated:
     """x op y, or y op x, cast where the dtype in which torch compares does not hold them all."""
-    must(x.dtype is not None and isinstance(y, (Value, int, float)))
     dtype = common(x, y)
     other = y if isinstance(y, Value) else _held(a, y, (), dtype)
-    must(other.dtype is not None)
     left, right = (each if each.dtype and holds(dtype, each.dtype) else a.cast(each, dtype) for each in (x, other))
     return compare(a, op, right, left) if swap else compare(a, op, left, right)
 
 
 def _connective(op: str, a: Algebra, out: Out, x: Any, y: Any) -> Translated:
-    x, y = (constant(a, bool(each), (), torch.bool) if is_number(each) else each for each in (x, y))
+    x, y = (constant(a, each, (), torch.bool) if isinstance(each, bool) else each for each in (x, y))
     must(isinstance(x, Value) and isinstance(y, Value) and {x.dtype, y.dtype} == {torch.bool})
     return pointwise(a, op, (x, y), (), torch.bool)
 
@@ -93,7 +91,6 @@ translations(
 
 @translates("aten.bitwise_not.default", "aten.logical_not.default")
 def _not(a: Algebra, out: Out, x: Value) -> Translated:
-    must(out.dtype is torch.bool)
     return x.arg if x.op == "not" else pointwise(a, "not", (a.cast(x, torch.bool),), (), torch.bool)
 
 
@@ -121,7 +118,7 @@ def _side(a: Algebra, out: Out, x: Any) -> Value:
 
 
 def _triangle(upper: bool, a: Algebra, out: Out, x: Value, diagonal: Any = 0) -> Translated:
-    must(x.rank >= 2 and isinstance(diagonal, int))
+    must(isinstance(diagonal, int))
     row = a.shift(positions(a, x.shape[-2], 2, -2), diagonal)
     column = positions(a, x.shape[-1], 2, -1)
     kept = proven(compare(a, "le", row, column) if upper else compare(a, "le", column, row))
@@ -142,7 +139,7 @@ def index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated:
 
 
 def _softmax(empty: str, a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
-    return softmax(a, a.cast(x, out.dtype), dim, empty) if x.rank else None
+    return softmax(a, a.cast(x, out.dtype), dim, empty)
 
 
 translations(
@@ -164,7 +161,7 @@ translations(
 def _topk(
     a: Algebra, out: Out, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Translated:
-    must(not isinstance(k, Value) and largest and x.rank and dim % x.rank == x.rank - 1)
+    must(largest and dim % x.rank == x.rank - 1)
     shape: tuple[Any, ...] = (*x.shape[:-1], k)
     return a.make("largest", (x,), (k,), shape, x.dtype), a.make("largest_index", (x,), (k,), shape, torch.int64)
 
@@ -172,7 +169,7 @@ def _topk(
 @translates("aten.sort.default")
 def _sort(a: Algebra, out: Out, x: Value, dim: int = -1, descending: bool = False) -> Translated:
     """In descending order, all are the largest."""
-    return _topk(a, out, x, x.shape[dim], dim) if descending and x.rank else None
+    return _topk(a, out, x, x.shape[dim], dim) if descending else None
 
 
 @translates("aten.scatter.value")
@@ -183,7 +180,7 @@ def _scatter_value(a: Algebra, out: Out, x: Value, dim: int, places: Value, numb
 
 def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Value | None:
     """`x`, which the graph computes, with another number (a value full of it) at the places that each row lists."""
-    rows = x.rank and places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and places.dtype in INDEX_DTYPES
+    rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1]
     if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input":
         return None
     chosen = a.make("chosen", (uncast(places),), (), x.shape, torch.bool)

@@ -85,7 +85,7 @@ def _vector_norm(
 def log_softmax(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:
     """x - log Σ exp(x)."""
     x = a.cast(x, out.dtype)
-    return a.add(x, a.scale(a.reduce("log_sum_exp", x, [dim]), -1)) if x.rank else None
+    return a.add(x, a.scale(a.reduce("log_sum_exp", x, [dim]), -1))
 
 
 @translates("aten.exp.default")
@@ -136,9 +136,8 @@ def rms_norm(
 ) -> Value:
     """The composite, written out as its decomposition does: float32 throughout, one rounding at the end."""
     h = _in_float32(a, x)
-    if eps is None and h.dtype is not None:
-        eps = torch.finfo(h.dtype).eps
-    return _normalise(a, h, range(-len(shape), 0), float(eps or 0), weight, None, out)
+    eps = torch.finfo(proven(h.dtype)).eps if eps is None else eps
+    return _normalise(a, h, range(-len(shape), 0), float(eps), weight, None, out)
 
 
 @translates("aten.layer_norm.default")

@@ -63,8 +63,7 @@ def _slice(
 
 @arranges("aten.narrow.default")
 def _narrow(a: Algebra, out: Out, x: Value, dim: int, start: Any, length: Any) -> Translated:
-    must(isinstance(start, int) and isinstance(length, int))
-    return a.slice(x, dim, start, start + length)
+    return _slice(a, out, x, dim, start, start + length)
 
 
 def _entry(a: Algebra, x: Value, axis: int, index: int) -> Value:
@@ -104,15 +103,13 @@ def _chunk(a: Algebra, out: Out, x: Value, chunks: int, dim: int = 0) -> Transla
 
 @arranges("aten.unbind.int")
 def _unbind(a: Algebra, out: Out, x: Value, dim: int = 0) -> Translated:
-    must(isinstance(x.shape[dim], int))
-    return tuple(_entry(a, x, dim, index) for index in range(int(x.shape[dim])))
+    return tuple(_entry(a, x, dim, index) for index in range(_known(x.shape[dim])))
 
 
 @arranges("aten.cat.default")
 def _cat(a: Algebra, out: Out, tensors: Sequence[Value], dim: int = 0) -> Translated:
     full = [each for each in tensors if each.shape != (0,)]
-    same = all(each.rank == len(out.shape) for each in full)
-    return a.cat([a.cast(each, out.dtype) for each in full], dim) if full and same else None
+    return a.cat([a.cast(each, out.dtype) for each in full], dim) if full else None
 
 
 @arranges("aten.stack.default", any_rank=True)
@@ -152,10 +149,9 @@ def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[
     return rolled(a, x, dims[0], -shifts[0] % int(x.shape[dims[0]]))
 
 
-def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value | None:
+def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value:
     """`x` from its position `first` on, and then what stands before."""
-    tail, head = a.slice(x, axis, first, int(x.shape[axis])), a.slice(x, axis, 0, first)
-    return None if tail is None or head is None else a.cat([tail, head], axis)
+    return a.cat([proven(a.slice(x, axis, first, int(x.shape[axis]))), proven(a.slice(x, axis, 0, first))], axis)
 
 
 @arranges("aten.flip.default")
@@ -200,7 +196,7 @@ def _slice_scatter(
     size = out.shape[dim]
     start, end = 0 if start is None else start, MAX_STOP if end is None else end
     if not all(isinstance(each, int) for each in (size, start, end)):
-        return _placed(a, x, source, dim % x.rank, start, end) if step == 1 else None
+        return _placed(a, x, source, dim % x.rank, start, end)
     start, stop, step = slice(start, end, step).indices(int(size))
     if len(range(start, stop, step)) == size:
         return source
@@ -213,7 +209,7 @@ def _slice_scatter(
 def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any) -> Value | None:
     """A slice where sizes are symbolic; with as many rows as `end` - `start` says, neither was cut off."""
     size = x.shape[axis]
-    if start == 0 and (end == size or (isinstance(end, int) and end >= MAX_STOP)):
+    if source.shape[axis] == size:
         return source
     if end - start != source.shape[axis]:
         return None

@@ -27,7 +27,7 @@ from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 @translates("aten.index_copy.default")
 def _index_copy(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: Value) -> Translated:
-    must(cache.rank and index.rank == 1 and rows.rank == cache.rank)
+    must(index.rank == 1)
     return _write(a, cache, rows, index, dim % cache.rank, wraps=False)
 
 
@@ -37,8 +37,7 @@ def _index_put(
 ) -> Translated:
     given = [axis for axis, index in enumerate(indices) if index is not None]
     found = [index for index in indices if index is not None]
-    must(not accumulate and found and given[-1] < cache.rank)
-    must(all(index.dtype in INDEX_DTYPES for index in found))
+    must(not accumulate and all(index.dtype in INDEX_DTYPES for index in found))
     if len(found) == 1:
         return _one_index(a, cache, found[0], rows, given[0])
     must(len(found) == 2 and given[0] == 0)
@@ -65,6 +64,7 @@ def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axi
     count = batch.shape[0] if batch.rank else 1
     shape = proven(broadcast(batch.shape, positions.shape))
     must(math.prod(batch.shape) == count and shape[:1] == (count,) and len(shape) <= 2)
+    must(batch.rank == len(shape) or count == 1)  # else it counts along the last dim
     must(run(a, a.reshape(batch, (count,))) == Run(None, 0) and _may_fit(count, cache.shape[0]))
     length = shape[1] if len(shape) == 2 else 1
     others = (*cache.shape[1:axis], *cache.shape[axis + 1 :])
@@ -103,12 +103,12 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
     mask = logic.marked(a, cache, dim, index, rows) if rows.op == "full" else None
     if mask is not None:
         return mask
-    axis = dim % max(cache.rank, 1)
-    must(index.shape == rows.shape and index.dtype in INDEX_DTYPES and index.rank == cache.rank)
+    axis = dim % cache.rank
+    must(index.shape == rows.shape)
     must((*rows.shape[:axis], *rows.shape[axis + 1 :]) == (*cache.shape[:axis], *cache.shape[axis + 1 :]))
     source = index.arg if index.op == "expand" else index
     varying = [place for place, size in enumerate(source.shape) if size != 1 and place != axis]
-    must(source.rank == cache.rank and varying in ([], [0]) and not (varying and axis == 0))
+    must(varying in ([], [0]))
     shape = (source.shape[0], source.shape[axis]) if varying else (source.shape[axis],)
     return _write(a, cache, rows, a.reshape(source, shape), axis, wraps=False)
 
@@ -133,7 +133,7 @@ def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Valu
     first, length = counted.offset, int(out.shape[dim])
     if turning and length == size and 0 <= first < size:
         return shapes.rolled(a, x, dim, first)
-    return a.slice(x, dim, first, first + length) if not turning and 0 <= first <= size - length else None
+    return a.slice(x, dim, first, first + length) if 0 <= first <= size - length else None
 
 
 @translates("aten.select_scatter.default")
@@ -154,7 +154,7 @@ def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, w
     batch = rows.shape[:1] if positions.rank == 2 and axis else cache.shape[:1]
     lead = (*batch, *cache.shape[1:axis]) if axis else ()
     must(rows.dtype == cache.dtype and rows.shape == (*lead, length, *cache.shape[axis + 1 :]))
-    start = _start(a, cache, positions, axis)
+    start = _start(a, positions)
     if isinstance(start, int):
         known = _known(a, cache, rows, start, axis, wraps)
         if known is not None:
@@ -168,12 +168,12 @@ def _write(a: Algebra, cache: Value, rows: Value, positions: Value, axis: int, w
     return a.make("write_rows", (cache, rows, index), (axis,), cache.shape, cache.dtype)
 
 
-def _start(a: Algebra, cache: Value, positions: Value, axis: int) -> Value | int | None:
+def _start(a: Algebra, positions: Value) -> Value | int | None:
     """The first of consecutive positions, a number where the graph says which; None where they are not consecutive."""
     found = run(a, positions)
     if found is None and positions.shape[-1] == 1:
         found = Run(a.reshape(positions, but_ones(positions.shape[:-1])), 0)
-    if found is None or (axis == 0 and found.start is not None and found.start.rank):
+    if found is None:
         return None
     return found.offset if found.start is None else a.shift(found.start, found.offset)
 
@@ -188,6 +188,6 @@ def _known(a: Algebra, cache: Value, rows: Value, first: int, axis: int, wraps: 
     size, length = cache.shape[axis], rows.shape[axis]
     if (_is_open(cache, rows, axis) and axis) or not (isinstance(size, int) and isinstance(length, int)):
         return None
-    if wraps and first < 0 and first + length <= 0:
+    if wraps and first < 0:
         first += size
     return shapes.sliced(a, cache, rows, axis, first, first + length) if 0 <= first <= size - length else None

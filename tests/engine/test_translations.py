@@ -1,0 +1,378 @@
+"""Calls of aten as values: what has a canonical form gets that one, what means something else stays a call."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import pytest
+import torch
+
+from fusion.graph import Algebra
+from fusion.graph.proof import proof
+from fusion.stages.canonicalise import canonicalise, logic
+from fusion.stages.canonicalise.translate import Out
+from fusion.testing import capture
+
+from .graphs import Build, numbers, said, value
+
+aten = torch.ops.aten
+f16, f32, i16, i64, b8, c64 = torch.float16, torch.float32, torch.int16, torch.int64, torch.bool, torch.complex64
+
+
+def of(made):
+    """The value that a call of a graph has, and what it calls."""
+    build = Build()
+    node = made(build)
+    return canonicalise(build.graph).held[node], str(node.target)
+
+
+def call(target, *shapes, more=(), dtype=f32, **how):
+    """A call of tensors of these shapes, and of what it takes behind them."""
+    return lambda build: build(target, *(build.input(*shape, dtype=dtype) for shape in shapes), *more, **how)
+
+
+def einsum(equation, *shapes):
+    return lambda build: build(aten.einsum.default, equation, [build.input(*shape) for shape in shapes])
+
+
+def put(indices, cache, rows):
+    """An index_put; each index is None, a number of consecutive places, or the shape of an input."""
+
+    def index(build, each):
+        if isinstance(each, int):
+            return build(aten.arange.default, each)
+        return None if each is None else build.input(*each, dtype=i64)
+
+    return lambda build: build(
+        aten.index_put.default, build.input(*cache), [index(build, each) for each in indices], build.input(*rows)
+    )
+
+
+def put_by_batch(*batch):
+    """Rows [2, 2]: those of one sequence stand in a row of it, or in a column, as the shape of the batch says."""
+
+    def made(build):
+        start = build(aten.remainder.Scalar, build.input(2, 1, dtype=i64), 6)
+        places = build(aten.add.Tensor, start, build(aten.arange.default, 2))
+        sequences = build(aten.view.default, build(aten.arange.default, 2), list(batch))
+        return build(
+            aten.index_put.default, build.input(2, 3, 9, 8), [sequences, None, places], build.input(2, 2, 3, 8)
+        )
+
+    return made
+
+
+def put_at_known_places(first):
+    """Two rows for each of two sequences in a cache of four sequences."""
+
+    def made(build):
+        places = build(aten.view.default, build(aten.arange.start, first, first + 2), [1, 2])
+        sequences = build(aten.view.default, build(aten.arange.default, 2), [2, 1])
+        return build(
+            aten.index_put.default, build.input(4, 3, 9, 8), [sequences, None, places], build.input(2, 2, 3, 8)
+        )
+
+    return made
+
+
+def put_at_places(batch, places):
+    """A row for each place of some sequences."""
+
+    def made(build):
+        sequences = build(aten.view.default, build(aten.arange.default, batch[0]), list(batch))
+        rows = build.input(*places, 3, 8)
+        return build(
+            aten.index_put.default, build.input(2, 3, 9, 8), [sequences, None, build.input(*places, dtype=i64)], rows
+        )
+
+    return made
+
+
+def scattered(x, places, dim=-1, computed=True):
+    def made(build):
+        into = build.input(*x)
+        return build(
+            aten.scatter.value,
+            build(aten.cos.default, into) if computed else into,
+            dim,
+            build.input(*places, dtype=i64),
+            1.0,
+        )
+
+    return made
+
+
+def taken(counted, size=8):
+    """Rows at positions that are computed, all of them or turned round the end."""
+    return lambda build: build(aten.index_select.default, build.input(size, 4), 0, counted(build))
+
+
+def turned(build, count, first, size=8):
+    return build(aten.fmod.Scalar, build(aten.add.Tensor, build(aten.arange.default, count), first), size)
+
+
+def first_rows(inner, *args, of_it=True):
+    """x[:2] = what is made of x[:2], or of another tensor's."""
+
+    def made(build):
+        x, y = build.input(4, 8, 8), build.input(4, 8, 8)
+        below = build(aten.slice.Tensor, x if of_it else y, 0, 0, 2)
+        return build(aten.slice_scatter.default, x, inner(build, below, *args), 0, 0, 2)
+
+    return made
+
+
+def rows_at(build, below, *how):
+    """`below` with rows at some places of its second dim."""
+    count = len(range(*slice(*how).indices(8)))
+    return build(aten.slice_scatter.default, below, build.input(2, count, 8), 1, *how)
+
+
+def lanes(size, *places):
+    """A buffer that is filled lane by lane."""
+
+    def made(build):
+        x = build.input(4, size)
+        rows = [build.input(4, len(range(*each))) for each in places]
+        for each, lane in zip(rows, places, strict=True):
+            x = build(aten.slice_scatter.default, x, each, 1, *lane)
+        return x
+
+    return made
+
+
+def last_rows(first):
+    """x[first], x[first + 1] = rows, counted from the end."""
+
+    def made(build):
+        places = build(aten.add.Tensor, build(aten.arange.default, 2), first)
+        return build(aten.index_put.default, build.input(8, 4), [places], build.input(2, 4))
+
+    return made
+
+
+STAY = {
+    # numbers
+    "divided by 0": call(aten.div.Tensor, (4,), more=(0.0,)),
+    "the rest of a fraction": call(aten.remainder.Scalar, (4,), more=(2,)),
+    "the rest by a negative number": call(aten.remainder.Scalar, (4,), more=(-2,), dtype=i64),
+    "a number divided by positions": lambda build: build(aten.floor_divide.default, 7, build.input(4, dtype=i64)),
+    "rounded towards 0": call(aten.div.Tensor_mode, (4,), more=(3,), dtype=i64, rounding_mode="trunc"),
+    "bytes within what they cannot hold": call(aten.clamp.default, (4,), more=(-1,), dtype=torch.uint8),
+    "whole numbers within a fraction": call(aten.clamp.default, (4,), more=(0.5,), dtype=i64),
+    "bits that are turned": call(aten.bitwise_not.default, (4,), dtype=i64),
+    "the larger of a row and many numbers": lambda build: build(
+        aten.maximum.default, build.input(1, 8), build(aten.full.default, [4, 8], 1.0)
+    ),
+    "true is added": call(aten.add.Tensor, (4,), more=(True,), dtype=b8),
+    "a whole number beside booleans": call(aten.bitwise_and.Scalar, (4,), more=(1,), dtype=b8),
+    "numbers that are not 0": call(aten.logical_and.default, (4,), (4,)),
+    "NaN made 1": lambda build: build(
+        aten.nan_to_num.default, build(aten.softmax.int, build.input(4, 4), -1), 1.0
+    ),
+    "steps of a half": lambda build: build(aten.arange.start_step, 0.5, 8.0, 0.5),
+    "dropped at random": call(aten.dropout.default, (4, 4), more=(0.5, True)),
+    "a number from another device": call(aten._to_copy.default, (), device=torch.device("cpu")),
+    "some numbers": call(aten._to_copy.default, (4,), device=torch.device("cuda")),
+    # reductions
+    "the sum of sizes": call(aten.linalg_vector_norm.default, (4, 4), more=(1, [-1])),
+    "the variance of one number": call(aten.var.correction, (4, 1), more=([-1],)),
+    "a correction of all": call(aten.var.correction, (4, 2), more=([-1],), correction=2),
+    "the variance without its dim": lambda build: build(
+        operator.getitem, build(aten.var_mean.correction, build.input(4, 4), [-1]), 0
+    ),
+    # contractions
+    "a vector through a layer": call(aten.linear.default, (8,), (4, 8)),
+    "a layer that is a vector": call(aten.linear.default, (4, 8), (8,)),
+    "two products": einsum("ij,jk,kl->il", (4, 4), (4, 4), (4, 4)),
+    "one operand": einsum("ij->ji", (4, 4)),
+    "a result that is not named": einsum("ij,jk", (4, 4), (4, 4)),
+    "rows of two sums": einsum("ij,kj->i", (4, 4), (4, 4)),
+    "a diagonal": einsum("iik,kj->ij", (4, 4, 4), (4, 4)),
+    "batch dims of one operand": einsum("...ij,jk->...ik", (2, 4, 4), (4, 4)),
+    "batch dims of different ranks": einsum("...ij,...jk->...ik", (2, 3, 4, 4), (3, 4, 4)),
+    "columns that are summed": einsum("ij,jk->i", (4, 4), (4, 4)),
+    "attention of one head": call(aten.scaled_dot_product_attention.default, (4, 8), (4, 8), (4, 8)),
+    "attention to no heads": call(
+        aten.scaled_dot_product_attention.default, (2, 2, 4, 8), (2, 0, 4, 8), (2, 0, 4, 8), enable_gqa=True
+    ),
+    # shapes
+    "rolled along two dims": call(aten.roll.default, (4, 4), more=([1, 1], [0, 1])),
+    "rolled as if flat": call(aten.roll.default, (4, 4), more=([1],)),
+    "turned round along two dims": call(aten.flip.default, (4, 4), more=([0, 1],)),
+    "turned round along none": call(aten.flip.default, (4, 4), more=([],)),
+    "complex, turned round along two dims": call(aten.flip.default, (4, 4), more=([0, 1],), dtype=c64),
+    "rows that are cast": lambda build: build(
+        aten.slice_scatter.default, build.input(4, 8), build.input(2, 8, dtype=f16), 0, 0, 2
+    ),
+    "a row that is cast": lambda build: build(
+        aten.select_scatter.default, build.input(4, 8), build.input(8, dtype=f16), 0, 0
+    ),
+    "nothing joined to nothing": lambda build: build(aten.cat.default, [build.input(0), build.input(0)]),
+    # writes
+    "a place without a dim": lambda build: build(
+        aten.index_copy.default, build.input(4, 8), 0, build.input(dtype=i64), build.input(1, 8)
+    ),
+    "three indices": put([4, (4,), (4,)], (4, 4, 4), (4,)),
+    "two indices behind a dim": put([None, 2, (2,)], (2, 2, 2, 4), (2, 2, 4)),
+    "more sequences than there are": put([4, None, (4,)], (2, 3, 9), (4, 3)),
+    "single lanes": put([(2,), None, (2,)], (4, 3, 9), (2, 3)),
+    "a dim of four that is none of lines": put([(2,), None, (2,)], (4, 3, 9, 5, 8), (2, 3, 5, 8)),
+    "places in three dims": put([2, None, (2, 1, 3)], (4, 3, 9, 8), (2, 1, 2, 3, 8)),
+    "a number in some rows": scattered((4, 8), (2, 3)),
+    "a number along columns": scattered((4, 8), (4, 3), dim=0),
+    "a number in a cache": scattered((4, 8), (4, 3), computed=False),
+    "fewer places than rows": lambda build: build(
+        aten.scatter.src, build.input(4, 9, 8), 1,
+        build(aten.expand.default, build.input(1, 3, 1, dtype=i64), [2, 3, 8]), build.input(4, 3, 8),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_a_call_that_means_something_else_stays_a_call(name):
+    found, target = of(STAY[name])
+    assert found.op == target, said(found)
+
+
+FORMS = {
+    "columns of a product": (
+        einsum("ij,ij->j", (4, 4), (4, 4)),
+        "reshape(matmul(reshape(permute(arg0_1, 1, 0)), reshape(permute(arg1_1, 1, 0))))",
+    ),
+    "labels as those of batch dims": (einsum("...ab,...bc->...ac", (2, 4, 4), (2, 4, 4)), "matmul(arg0_1, arg1_1)"),
+    "a dim that is moved": (call(aten.movedim.int, (2, 3, 4), more=(0, -1)), "permute(arg0_1, 1, 2, 0)"),
+    "the greatest": (
+        lambda build: build(operator.getitem, build(aten.max.dim, build.input(4, 8), -1), 0),
+        "reshape(greatest(arg0_1, -1))",
+    ),
+    "true as a mask": (call(aten.bitwise_and.Scalar, (4,), more=(True,), dtype=b8), "and(arg0_1, full(True))"),
+    "lanes that alternate": (lanes(8, (0, 8, 2), (1, 8, 2)), "reshape(cat(reshape(arg1_1), reshape(arg2_1), 2))"),
+    "lanes of an odd number": (
+        lanes(5, (0, 5, 2), (1, 5, 2)),
+        "slice_scatter(slice_scatter(arg0_1, arg1_1, 1, 0, 5, 2), arg2_1, 1, 1, 5, 2)",
+    ),
+    "lanes in three pieces": (
+        lanes(8, (0, 4, 2), (4, 8, 2), (1, 8, 2)),
+        "slice_scatter(slice_scatter(slice_scatter(arg0_1, arg1_1, 1, 0, 4, 2), arg2_1, 1, 4, 8, 2), "
+        "arg3_1, 1, 1, 8, 2)",
+    ),
+    "rows of the first sequences": (first_rows(rows_at, 2, 4), "write(arg0_1, arg3_1, number(arg0_1, 2), 1)"),
+    "rows of other sequences": (
+        first_rows(rows_at, 2, 4, of_it=False),
+        "slice_scatter(arg0_1, slice_scatter(slice(arg1_1, 0, 0, 2, 1), arg3_1, 1, 2, 4, 1), 0, 0, 2, 1)",
+    ),
+    "every second row of the first sequences": (
+        first_rows(rows_at, 1, 5, 2),
+        "slice_scatter(arg0_1, slice_scatter(slice(arg0_1, 0, 0, 2, 1), arg3_1, 1, 1, 5, 2), 0, 0, 2, 1)",
+    ),
+    "the first sequences, computed with": (
+        first_rows(lambda build, below: build(aten.mul.Tensor, below, build.input(2, 8, 8))),
+        "slice_scatter(arg0_1, mul(slice(arg0_1, 0, 0, 2, 1), arg3_1), 0, 0, 2, 1)",
+    ),
+    "rows of each sequence": (
+        put_by_batch(2, 1),
+        "write(arg6_1, permute(arg7_1, 0, 2, 1, 3), reshape(remainder(arg0_1, 6)), 2)",
+    ),
+    "rows turned more than once": (
+        taken(lambda build: turned(build, 8, 11)),
+        "index(arg0_1, fmod(shift(arange(0, 1), 11.0), 8), 0)",
+    ),
+    "rows beyond the end": (
+        taken(lambda build: turned(build, 4, 6)),
+        "index(arg0_1, fmod(shift(arange(0, 1), 6.0), 8), 0)",
+    ),
+    "rows of the first sequences alone": (
+        put_at_known_places(1),
+        "write(arg4_1, permute(arg5_1, 0, 2, 1, 3), number(arg4_1, 1), 2)",
+    ),
+    "rows that a number moves": (
+        taken(
+            lambda build: build(
+                aten.add.Tensor,
+                build(aten.add.Tensor, build.input(1, dtype=i64), build(aten.arange.default, 3)),
+                2,
+            )
+        ),
+        "index(arg0_1, shift(add(arg1_1, arange(0, 1)), 2.0), 0)",
+    ),
+    "the last rows": (last_rows(-2), "slice_scatter(arg2_1, arg3_1, 0, 6, 8, 1)"),
+    "the last row and the first": (last_rows(-1), "write_rows(arg2_1, arg3_1, wrap(shift(arange(0, 1), -1.0), 8), 0)"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_has_the_form_of_what_it_means(name):
+    made, form = FORMS[name]
+    found, _ = of(made)
+    assert said(found) == form
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        put_by_batch(2), put_at_known_places(-2), put_at_places((1, 1), (3, 1)), put_at_places((2, 1, 1), (2, 3, 1)),
+    ],
+)  # fmt: skip
+def test_one_list_of_sequences_for_two_places_is_no_list_of_rows(form):
+    """Numbers along the last dim of the places say which sequence each is in; nothing is written before a cache."""
+    assert of(form)[0].op == "write_lines"
+
+
+@pytest.mark.parametrize(
+    ("number", "form"),
+    [([2.5], "full(2.5)"), (3, "full(3)"), ([3, 4, 7], "constant((3, 4, 7))"), (math.nan, "_tensor_constant0")],
+)
+def test_numbers_that_the_code_writes_down_are_known(number, form):
+    assert form in said(value(lambda x: x.where(x > 0, torch.tensor(number)), numbers(4, 3)))
+
+
+def test_what_is_chosen_by_a_mask_is_not_chosen_by_places():
+    a = Algebra()
+    x, mask = (a.make("input", (), (name,), (4,), dtype) for name, dtype in (("x", f32), ("mask", b8)))
+    assert proof(logic.index)(a, Out((2,), f32), x, [mask]) is None
+
+
+OF_SIZES = {
+    "product": (lambda x: x * x.shape[0], "aten.mul.Tensor"),
+    "quotient": (lambda x: x / x.shape[0], "aten.div.Tensor"),
+    "part of a sum": (lambda x: torch.add(x, x.cos(), alpha=x.shape[0]), "aten.add.Tensor"),
+    "power": (lambda x: x ** x.shape[0], "aten.pow.Tensor_Scalar"),
+    "bound": (lambda x: x.clamp(max=x.shape[0]), "aten.clamp.default"),
+    "complex product": (lambda x: torch.view_as_real(torch.complex(x, x) * x.shape[0]), "aten.mul.Tensor"),
+    "part of a product": (lambda x: torch.addmm(x @ x.t(), x, x.t(), alpha=x.shape[0]), "aten.addmm.default"),
+    "part of what is added": (lambda x: torch.addmm(x @ x.t(), x, x.t(), beta=x.shape[0]), "aten.addmm.default"),
+    "number": (lambda x: torch.full_like(x, x.shape[0]), "aten.full_like.default"),
+    "number at places": (
+        lambda x: x.cos().scatter(-1, x.argmax(-1, keepdim=True), x.shape[0]), "aten.scatter.value"
+    ),
+    "diagonal": (lambda x: x.tril(x.shape[0] - x.shape[1]), "aten.tril.default"),
+    "comparison": (lambda x: x.cos() < x.shape[0], "aten.lt.Scalar"),
+    "variance": (lambda x: x.var(0), "aten.var.correction"),
+    "correction": (lambda x: x[:, :4].var(1, correction=x.shape[0] - 5), "aten.var.correction"),
+    "begin": (lambda x: x[:, :6][:, x.shape[0] - 3 :].cos(), "aten.slice.Tensor"),
+    "end": (lambda x: x[:, :6][:, : x.shape[0] - 3].cos(), "aten.slice.Tensor"),
+    "entry": (lambda x: x[:, :6].select(1, x.shape[0] - 3), "aten.select.int"),
+    "pieces": (lambda x: x.split([2, x.shape[0] - 2])[1].cos(), "aten.split_with_sizes.default"),
+    "times": (lambda x: x.repeat_interleave(x.shape[0], 0), "aten.repeat_interleave.self_int"),
+    "copies": (lambda x: x.repeat(x.shape[1], 1), "aten.repeat.default"),
+    "what is rolled": (lambda x: x.roll(2, 0), "aten.roll.default"),
+    "way": (lambda x: x[:, :6].roll(x.shape[0], 1), "aten.roll.default"),
+    "rows": (lambda x: x.index_select(0, torch.arange(3)), "index"),
+    "number of rows": (lambda x: x[:6].index_select(0, torch.arange(x.shape[1] - 6)), "index"),
+    "row": (lambda x: x.select_scatter(x[0].cos(), 0, 2), "aten.select_scatter.default"),
+    "place": (lambda x: x[:6].select_scatter(x[0].cos(), 0, x.shape[0] - 3), "aten.select_scatter.default"),
+    "end of a write": (lambda x: x.slice_scatter(x[2:].cos(), 0, 2, x.shape[0]), "write"),
+    "last places": (lambda x: x.slice_scatter(x[:3].cos(), 0, -3), "aten.slice_scatter.default"),
+    "every second place": (lambda x: x.slice_scatter(x[::2].cos(), 0, 0, None, 2), "aten.slice_scatter.default"),
+    "known places": (lambda x: x.index_copy(0, torch.arange(2) + 1, x[:2].cos()), "write"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_symbolic_sizes_may_stand_wherever_numbers_do(name):
+    form, target = OF_SIZES[name]
+    graph = capture(form, (numbers(7, 9),), dynamic=True).graph.graph
+    (node,) = graph.output_node().args[0]
+    assert f"{target}(" in said(canonicalise(graph).held[node])
