@@ -37,8 +37,10 @@ class Body:
 
     @property
     def is_entered(self) -> bool:
-        """Whether it may be rewritten: whatever gives the same results may stand in its place."""
-        return self.code is not None and higher_order(self.call.target) in ENTERED
+        """Whether it may be rewritten: its values have shapes, and whatever gives the same results may stand there."""
+        if self.code is None or higher_order(self.call.target) not in ENTERED:
+            return False
+        return all("val" in node.meta for node in self.code.graph.nodes if node.op in ("placeholder", "call_function"))
 
 
 def bodies(source: fx.Graph) -> Iterator[Body]:

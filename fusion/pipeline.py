@@ -72,7 +72,8 @@ def fuse_graph(
     try:
         with _uncollected():
             outcome = _fused(source, kept, library, options, facts, target)
-            return _entered(source, library, options, outcome)
+            with stage("bodies"):
+                return _entered(source, library, options, outcome)
     except BaseException:
         refill(source, kept)
         raise

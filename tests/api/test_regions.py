@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion
 from fusion import pipeline
+from fusion.library import installed
 
 from ..engine.graphs import norm, numbers
 
@@ -191,6 +192,15 @@ def test_a_body_whose_stage_fails_stays_as_it_came(monkeypatch):
 def test_fuel_is_used_up_in_bodies_too():
     counts = [fusion.explain(of_cond, X, W, options=OPTIONS | {"fuel": n}).ops[NORM] for n in range(5)]
     assert counts == [0, 1, 2, 3, 3]
+
+
+def test_a_body_without_shapes_is_left_as_it_came():
+    (graph,) = fusion.explain(of_cond, X, W, options={**OPTIONS, "disable": {"npu_rms_norm"}}).graphs
+    for node in graph.true_graph_0.graph.nodes:
+        node.meta.pop("val", None)
+    outcome = pipeline.fuse_graph(graph.graph, installed(), fusion.Options(**OPTIONS))
+    assert len(outcome.chosen) == 2
+    assert [str(each.reason) for each in outcome.refusals if each.rule == "cond"] == [pipeline.NOT_ENTERED]
 
 
 def of_elements(x, w):
