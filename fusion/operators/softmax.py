@@ -38,6 +38,8 @@ def shared_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 def fused_softmax(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scale: float) -> Tensor:
     """query [B, N, S, D], key [B, M, T, D], value [B, M, T, D] -> [B, N, S, D]; a row that sees no key is 0."""
+    if scale <= 0:  # the CPU's causal kernel multiplies what it has hidden as well: -inf would be shown, or be NaN
+        query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     out = scaled_dot_product_attention(
         query, key, value, visible.keys, is_causal=visible.causal, scale=scale, enable_gqa=True
     )

@@ -389,4 +389,31 @@ KEPT = (
             sizes=(("B", 2),),
         ),
     ),
+    Kept(
+        "scores below zero, and a causal order",
+        "torch's causal kernel fills what is hidden before it scales: with a negative scale the row was NaN",
+        Program(
+            inputs=(Input("q", ("B", 1, "S", 64)), Input("k", ("B", 1, "S", 64)), Input("v", ("B", 1, "S", 64))),
+            lines=(
+                "hidden = torch.arange(k.shape[-2]) > torch.arange(q.shape[-2])[:, None]",
+                "y = (q @ k.mT * -0.125).masked_fill(hidden, -math.inf).float().softmax(-1) @ v",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 3)),
+        ),
+    ),
+    Kept(
+        "pages gathered by a table that is turned",
+        "the result of an index lies as its indices do in eager, and not in torch's own fakes",
+        Program(
+            inputs=(
+                Input("table", ("B", 3), values="distinct 9", layout="transposed"),
+                Input("keys", (9, 4, 1, 64)),
+                Input("values", (9, 4, 1, 64)),
+            ),
+            lines=("rows = keys[table].flatten(1, 2)", "others = values[table]"),
+            results=("rows", "others"),
+            sizes=(("B", 2),),
+        ),
+    ),
 )
