@@ -138,11 +138,27 @@ def means_the_same(plain: fx.GraphModule, report: GraphReport, values: Sequence[
     except Exception:
         return
     same, new = (_run(graphs[number], values, report, count, wide=number == 1) for number in (1, 3))
-    for number, each in enumerate(zip(exact, same, old, new, strict=True)):
+    units = _units(plain, count)
+    for number, each in enumerate(zip(exact, same, old, new, units, strict=True)):
         _equal(f"result {number}", *each, algebra)
 
 
-def _equal(what: str, exact: Any, same: Any, old: Any, new: Any, algebra: float) -> None:
+def _units(plain: fx.GraphModule, count: int) -> list[float]:
+    """Of each result and then of the first `count` inputs, the coarsest unit of rounding that it is computed with.
+
+    A maximum of numbers that were rounded to bfloat16 may be held in float32: it is no better than they are.
+    """
+    units: dict[fx.Node, float] = {}
+    for node in plain.graph.nodes:
+        value = node.meta.get("val") if node.op == "call_function" else None
+        rounds = isinstance(value, Tensor) and value.is_floating_point()
+        own = torch.finfo(value.dtype).eps if rounds else 0.0
+        units[node] = max((own, *(units[each] for each in node.all_input_nodes)))
+    results = tree_leaves(plain.graph.output_node().args)
+    return [*(units.get(each, 0.0) for each in results), *[max(units.values())] * count]
+
+
+def _equal(what: str, exact: Any, same: Any, old: Any, new: Any, unit: float, algebra: float) -> None:
     if not isinstance(exact, Tensor):
         if same != exact:
             raise Wrong(f"{what} is {same}, not {exact}")
@@ -161,7 +177,7 @@ def _equal(what: str, exact: Any, same: Any, old: Any, new: Any, algebra: float)
     if not wrong <= algebra:
         raise Wrong(f"{what}: the algebra is wrong, float64 differs by {wrong:.3g}")
     error, before = relative_error(new, exact), relative_error(old, exact)
-    beside = max(ROUNDINGS * torch.finfo(old.dtype).eps, SUMS)
+    beside = max(ROUNDINGS * max(unit, torch.finfo(old.dtype).eps), SUMS)
     if not error <= 1.5 * before + beside and before < 0.1:
         raise Wrong(f"{what}: rms error {error:.3g} where the plain graph has {before:.3g}")
 
