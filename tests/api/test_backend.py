@@ -14,7 +14,7 @@ from torch import nn
 import fusion
 from fusion import library
 from fusion.errors import NoRulesError, OptionError, RuleError
-from fusion.stages.lower import route
+from fusion.stages.lower import lower, route
 from fusion.target import Target
 
 from ..engine.graphs import norm, numbers, rotate
@@ -254,6 +254,15 @@ def test_graph_breaks_give_several_graphs_each_fused():
         close(compiled(broken)(X, W), broken(X, W))
     report = fusion.explain(broken, X, W, options=HOST)
     assert [sum(1 for node in each.graph.nodes if "fusion" in node.meta) > 0 for each in report.graphs] == [True, True]
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_a_lowered_graph_runs_as_it_was_rewritten(lowering):
+    """What a report holds is this graph: its code is not that of before the rewrite."""
+    gm = torch.fx.symbolic_trace(lambda x: (x.sin(),))
+    next(iter(gm.graph.find_nodes(op="call_method", target="sin"))).target = "cos"
+    lower(gm, [X], lowering)
+    close(gm(X)[0], X.cos())
 
 
 def test_rotations_of_two_sizes_recompile_and_stay_right():
