@@ -41,7 +41,7 @@ from fusion.backend import FusionBackend
 from fusion.facts import Facts
 from fusion.language import Library
 from fusion.library import library_for
-from fusion.report import GraphReport
+from fusion.report import GraphReport, Outcome
 
 _COMMON = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 192, "num_attention_heads": 4, "pad_token_id": 0}
 _LATENT = dict(
@@ -128,12 +128,12 @@ class _Judge(FusionBackend):
         tracemalloc.stop()
         raise _Measured(entered, found)
 
-    def _run(self, gm: fx.GraphModule, facts: Facts, **changed: Any) -> tuple[float, GraphReport]:
+    def _run(self, gm: fx.GraphModule, facts: Facts, **changed: Any) -> tuple[float, Outcome]:
         """Seconds and outcome of the pass on a copy of the graph."""
         own, original = (fx.GraphModule(gm, copy.deepcopy(gm.graph)) for _ in range(2))
         backend = FusionBackend(**{"options": self.options, "rules": self.rules} | changed)
         start = time.process_time()
-        report = backend.fuse(own, facts, original.graph)
+        report = backend.fused(own, facts, original.graph)
         return time.process_time() - start, report
 
 

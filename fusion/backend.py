@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.fx as fx
 
+from fusion import graph_cache
 from fusion._torch import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
 from fusion.assumptions import assumed, checks_of
 from fusion.errors import FusionError, StageError
@@ -128,7 +129,7 @@ class FusionBackend:
         try:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.options.assume)
-            report = self.fuse(gm, facts, original.graph)
+            outcome = self.fused(gm, facts, original.graph)
         except FusionError as error:  # whatever fails, the model runs as it came
             return self._as_it_came(original, example_inputs, error)
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
@@ -137,11 +138,11 @@ class FusionBackend:
                 run = lower(gm, [*example_inputs, *prepared], route(self.options.lower))
         except StageError as error:
             return self._as_it_came(original, example_inputs, error)
-        warn(report.failures)
-        run = supply(run, gm.graph, report.prepared)
+        warn(outcome.failures)
+        run = supply(run, gm.graph, outcome.prepared)
         if self.options.verify:
             run = verified(original, run)
-        checks = checks_of(gm.graph, facts, report.assumed)
+        checks = checks_of(gm.graph, facts, outcome.assumed)
         return assumed(run, partial(self._unfused, original, example_inputs), checks) if checks else run
 
     def _as_it_came(self, original: fx.GraphModule, example_inputs: Sequence[Any], error: FusionError) -> Boxed:
@@ -160,6 +161,25 @@ class FusionBackend:
         symbolic = any(isinstance(node.meta.get("val"), torch.SymInt) for node in original.graph.nodes)
         with outside_modes():
             return lower(original, example_inputs, "eager" if symbolic else route(self.options.lower))
+
+    def fused(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
+        """As `fuse` does; where an equal graph was fused before, what has come of it is made again.
+
+        Raises:
+            FusionError: the options or a rule cannot be used.
+            StageError: a stage failed; the graph is not to be used.
+        """
+        with stage("graph_cache"):
+            entry = graph_cache.entry(gm.graph, facts, library_for(self.options, self.rules), self.options)
+            known = entry and entry.replayed(original)
+        if known is not None:
+            log.info("fused as an equal graph was")
+            return known
+        outcome = self.fuse(gm, facts, original)
+        with stage("graph_cache"):
+            if entry is not None:
+                entry.keep(outcome)
+        return outcome
 
     def fuse(self, gm: fx.GraphModule, facts: Facts = Facts(), original: fx.Graph | None = None) -> GraphReport:
         """Rewrite one functional aten graph in place and report; its code is not made again.

@@ -41,8 +41,8 @@ class Options:
         verify: compare the first call of every fused graph with the original graph.
         prepack: what becomes of Parameters that were concatenated along dim 0: "copy" keeps them beside the joined
             tensor, "replace" makes them views of it.
-        plan_cache: where plans are kept for later graphs: "disk" (the user's cache folder, for later processes too),
-            "memory" or "off"; $CANN_FUSION_PLAN_CACHE, where that is set.
+        plan_cache: where plans, and what has come of whole graphs, are kept for later compilations: "disk" (the user's
+            cache folder, for later processes too), "memory" or "off"; $CANN_FUSION_PLAN_CACHE, where that is set.
         progress: show a line on the terminal where compiling takes more than five seconds; never in CI.
         dump_dir: folder for the graph after each stage, as text; "" for none.
     """

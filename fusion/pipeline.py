@@ -31,12 +31,12 @@ from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Refusal, Rewritten
 from fusion.report import Outcome, counted, live_calls, tally, together
+from fusion.shelf import shelf
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.host_reads import read_on_host
 from fusion.stages.layers import NotRepeatedError, Origins, fold, unfold
 from fusion.stages.match import match
 from fusion.stages.plan import Planner
-from fusion.stages.plan.kept import shelf
 from fusion.stages.prepare import prepare
 from fusion.stages.read import read
 from fusion.stages.reinplace import reinplace
@@ -163,7 +163,7 @@ class _Search:
             found = match(graph, self.library.rules, self.options.unsafe)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
-            plans = shelf(f"{operators.ensure()} {_loaded(self.library)}", self.options)
+            plans = shelf("plans", f"{operators.ensure()} {_loaded(self.library)}", self.options)
             planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, times, plans)
             candidates = planner.candidates(found.matches)
             if plans is not None:

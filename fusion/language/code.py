@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fusion.language.reader import Library
+from fusion.language.rule import Rule
 
 
 def fingerprint(library: Library) -> str:
@@ -36,3 +38,9 @@ def _code(package: str) -> str:
     for each in files:
         digest.update(each.read_bytes())
     return digest.hexdigest()
+
+
+def is_of_its_module(rule: Rule) -> bool:
+    """Whether the files tell all of a rule: its class stands in a file, and holds no values of its own."""
+    module = sys.modules.get(type(rule).__module__)
+    return getattr(module, type(rule).__qualname__, None) is type(rule) and not vars(rule)

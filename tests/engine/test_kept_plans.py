@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import silu
 
-from fusion import pipeline
+from fusion import pipeline, shelf
 from fusion.language import Library, Rule, lowering, pattern, tensor
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.recording import Fakes
+from fusion.shelf import Shelf
 from fusion.stages.plan import kept
 from fusion.stages.plan import recorded as recorded_plans
 from fusion.testing import capture
@@ -45,7 +46,7 @@ def inputs(rows: int = 3) -> tuple[Tensor, ...]:
 def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder with nothing in it, and nothing in memory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept._shelf.cache_clear()
+    shelf._shelf.cache_clear()
     return tmp_path / "cann-fusion"
 
 
@@ -72,7 +73,7 @@ def fused(source: fx.Graph, where: str, target: str = "ascend910_93", **more: An
 
 def later() -> None:
     """Forget what is in memory, as a process that ends does."""
-    kept._shelf.cache_clear()
+    shelf._shelf.cache_clear()
 
 
 @pytest.mark.parametrize("target", ["host", "ascend910b", "ascend910_93"])
@@ -199,7 +200,7 @@ def test_a_folder_that_cannot_be_made_is_done_without(empty: Path):
 
 
 def test_many_may_write_at_once(tmp_path: Path):
-    shelves = [kept.Shelf(tmp_path / "plans.sqlite") for _ in range(8)]
+    shelves = [Shelf(tmp_path / "plans.sqlite") for _ in range(8)]
 
     def write(number: int) -> None:
         for row in range(20):
@@ -209,7 +210,7 @@ def test_many_may_write_at_once(tmp_path: Path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
     expected = {f"{row % 2 * number}-{row}" for number in range(8) for row in range(20)}
-    assert kept.Shelf(tmp_path / "plans.sqlite").texts.keys() == expected
+    assert Shelf(tmp_path / "plans.sqlite").texts.keys() == expected
     with sqlite3.connect(tmp_path / "plans.sqlite") as rows:
         assert rows.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -228,6 +229,6 @@ def test_files_that_none_has_read_for_a_month_are_removed(tmp_path: Path):
         each.touch()
         os.utime(each, (time.time() - days * 24 * 3600,) * 2)
     own = tmp_path / "plans-own.sqlite"
-    kept.Shelf(own)
+    Shelf(own)
     assert sorted(tmp_path.iterdir()) == sorted([*files[1:], own])
     assert time.time() - own.stat().st_mtime < 3600

@@ -28,8 +28,9 @@ from fusion.operators import operator_of
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Match, Plan, Refusal
+from fusion.shelf import Shelf
 from fusion.stages.plan.copies import Copies
-from fusion.stages.plan.kept import Plans, Shelf
+from fusion.stages.plan.kept import Plans
 from fusion.stages.plan.recorded import PlanBook
 from fusion.target import Target
 

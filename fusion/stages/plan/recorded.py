@@ -19,7 +19,8 @@ from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
 from fusion.options import Options
 from fusion.recording import Fakes, frozen
 from fusion.records import Input, Match, Output, Plan, Step
-from fusion.stages.plan.kept import Plans, Shelf, digest, plans_of, text_of
+from fusion.shelf import Shelf
+from fusion.stages.plan.kept import Plans, digest, plans_of, text_of
 from fusion.target import Target
 
 
@@ -71,8 +72,9 @@ class PlanBook:
         name = digest(match.rule, *depends) if self._shelf else None
         if self._shelf is None or name is None:
             return self._record_all(match, captures, kept)
-        if name in self._shelf.texts:
-            return plans_of(self._shelf.texts[name], self._fakes)
+        text = self._shelf.get(name)
+        if text is not None:
+            return plans_of(text, self._fakes)
         raised = len(self.failures)
         plans = self._record_all(match, captures, kept)
         text = text_of(plans)
