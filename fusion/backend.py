@@ -18,6 +18,7 @@ import torch.fx as fx
 from fusion import graph_cache
 from fusion._torch import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
 from fusion.assumptions import assumed, checks_of
+from fusion.collection import uncollected
 from fusion.errors import FusionError, StageError
 from fusion.facts import Facts
 from fusion.failures import stage, warn
@@ -169,15 +170,15 @@ class FusionBackend:
             FusionError: the options or a rule cannot be used.
             StageError: a stage failed; the graph is not to be used.
         """
-        with stage("graph_cache"):
+        with stage("graph_cache"), uncollected():
             entry = graph_cache.entry(gm.graph, facts, library_for(self.options, self.rules), self.options)
             known = entry and entry.replayed(original)
         if known is not None:
             log.info("fused as an equal graph was")
             return known
         outcome = self.fuse(gm, facts, original)
-        with stage("graph_cache"):
-            if entry is not None:
+        if entry is not None:
+            with stage("graph_cache"), uncollected():
                 entry.keep(outcome)
         return outcome
 

@@ -7,10 +7,8 @@ for the bodies of `cond`, `while_loop` and the like
 from __future__ import annotations
 
 import copy
-import gc
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
@@ -21,6 +19,7 @@ import torch.fx as fx
 from fusion import operators
 from fusion._torch import higher_order, refill
 from fusion.bodies import bodies
+from fusion.collection import uncollected
 from fusion.errors import Failure, StageError
 from fusion.facts import Facts
 from fusion.failures import stage
@@ -70,25 +69,13 @@ def fuse_graph(
         target = Target.resolve(options.target)
     kept = copy.deepcopy(source) if original is None else original
     try:
-        with _uncollected():
+        with uncollected():
             outcome = _fused(source, kept, library, options, facts, target)
             with stage("bodies"):
                 return _entered(source, library, options, outcome)
     except BaseException:
         refill(source, kept)
         raise
-
-
-@contextmanager
-def _uncollected() -> Generator[None]:
-    """Without garbage collection, which looks through all of a traced model each time and frees next to nothing."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _fused(
