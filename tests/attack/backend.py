@@ -34,7 +34,7 @@ SUMS = 5e-6
 softmax multiplies that."""
 
 LARGE = 2.0**-10
-"""Up to this part of the largest number roundings are compared: beyond it sums overflow in one order and not in another."""
+"""Up to this part of the largest number roundings are compared: beyond it sums overflow in some order alone."""
 
 FAINT = 1e-5
 """Numbers up to which a scale stands for a row of zeros, as `patterns.quant.quantise_dynamic` has it."""
