@@ -85,6 +85,20 @@ def test_latent_and_rotated_lanes_apart(kind: str, first_rows: int | None, paged
     torch.testing.assert_close(y, plain(q, rows, hidden), rtol=1e-3, atol=1e-3)
 
 
+def test_a_mask_of_fewer_keys_than_a_page_has_leaves_pages_whole(monkeypatch: pytest.MonkeyPatch):
+    (q, source, rows), seen, told = given(True), shown(S, SIZE // 2), list[tuple[int, ...]]()
+    operator = calls.calls.fused
+
+    def fused(q: Tensor, k: Tensor, *rest: Any, **how: Any) -> Any:
+        told.append(k.shape)
+        return operator(q, k, *rest, **how)
+
+    monkeypatch.setattr(calls.calls, "fused", fused)
+    y, _ = calls.apart(q, Keys(source, seen, SIZE // 2), Call(SCALE))
+    assert told == [source.first_pages.shape]
+    torch.testing.assert_close(y, plain(q, rows, seen.mask), rtol=1e-3, atol=1e-3)
+
+
 def test_lengths_are_told_of_keys_that_are_expanded():
     q, source, (latent, rope) = given(False, batch=1)
     up_key, up_value = numbers(N, D, C) / 4, numbers(N, C, E) / 4

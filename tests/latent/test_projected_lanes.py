@@ -53,6 +53,7 @@ LANES: list[tuple[Callable[[Algebra], Value], tuple[int, int, bool] | None]] = [
     (lambda a: opened(a, projected(a)), (WIDTH, 0, True)),
     (lambda a: cut(a, opened(a, projected(a)), -1, 2, 6), (WIDTH, 2, True)),
     (lambda a: a.permute(cut(a, opened(a, projected(a)), -1, 2, 6), (0, 2, 1, 3)), (WIDTH, 2, False)),
+    (lambda a: cut(a, a.scale(opened(a, projected(a)), 2.0), -1, 2, 6), (WIDTH, 2, True)),
     (lambda a: opened(a, cut(a, projected(a, 2 * N * WIDTH), -1, 0, N * WIDTH)), (WIDTH, 0, True)),
     (lambda a: opened(a, cut(a, projected(a, 2 * N * WIDTH), -1, 0, 2 * N * WIDTH, 2)), None),
     (lambda a: cut(a, opened(a, projected(a)), -1, 0, WIDTH, 2), None),
