@@ -8,6 +8,7 @@ Both as the cost model has it, the longer of computing and moving; launches and 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from fusion import Target
@@ -30,14 +31,9 @@ class Sizes:
 
 def break_even(machine: Target, of: Sizes) -> int | None:
     """The least number of queries of a sequence for which expanding costs less; None where it never does."""
-    low, high = 0, MOST
-    if _expanded(machine, of, high) >= _absorbed(machine, of, high):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        cheaper = _expanded(machine, of, middle) < _absorbed(machine, of, middle)
-        low, high = (low, middle) if cheaper else (middle, high)
-    return high
+    numbers = range(1, MOST + 1)
+    place = bisect_left(numbers, True, key=lambda n: _expanded(machine, of, n) < _absorbed(machine, of, n))
+    return numbers[place] if place < MOST else None
 
 
 def _absorbed(machine: Target, of: Sizes, queries: int) -> float:

@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from fusion import Target, lowering, pattern, require, scalar, variants
 from patterns.attention.calls import Call, Parts
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
@@ -79,7 +77,7 @@ class LatentAttention(SoftmaxAttention):
         keys, q = Keys(source, seen, encoding.first_rows), encoding.queries()
         require(not encoding.scales(version), "int8 queries and rotated lanes are not joined")
         y, lse = calls.joined(q, keys, Call(scale, version, result.lse))
-        return _restored(encoding.expanded(y.transpose(1, 2), values), lse, keys, result)
+        return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
@@ -87,7 +85,7 @@ class LatentAttention(SoftmaxAttention):
         """Keys and values of all heads, the rotated lanes apart: for so many queries that this costs less."""
         keys, (q, up) = Keys(source, seen, encoding.first_rows), encoding.parts_of_heads()
         y, lse = calls.expanded(q, keys, up, Call(scale, version, result.lse))
-        return _restored(y, lse, keys, result)
+        return result.restored(y, lse, seen)
 
 
 def _apart(encoding: Any, q: Parts, keys: Keys, result: Any, call: Call, values: str) -> Any:
@@ -96,9 +94,4 @@ def _apart(encoding: Any, q: Parts, keys: Keys, result: Any, call: Call, values:
     shown = isinstance(keys.seen, Dense) and not keys.source.paged
     require(not (scales and shown), "a mask is shown of int8 keys in pages alone")
     y, lse = calls.apart(q, keys, call, heads_first=values == "heads first", **scales)
-    return _restored(encoding.expanded(y.transpose(1, 2), values), lse, keys, result)
-
-
-def _restored(y: Tensor, lse: Tensor, keys: Keys, result: Any) -> Any:
-    """What the rule gives of results [B, N, S, E] and log-sum-exps."""
-    return result.restored(y, lse, keys.seen)
+    return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, keys.seen)

@@ -104,9 +104,11 @@ def call_of(source: Any, batch: Any, scale: float, scales: dict[str, Tensor]) ->
 def structured(q: Parts, call: Call, keys: Any, seen: MaskSpec) -> Tensor:
     """Attention [B, S, N, C] over so many keys, of which lengths and an order tell which are seen."""
     batch, _, queries = q[0].shape[:3]
-    rows: dict[str, Any] = {} if queries == 1 else dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
-    if queries > 1 and seen.kind != "none":
-        rows |= dict(mask_type="mask_type_free", mask=_free(queries, call.size, q[1]))
+    rows: dict[str, Any] = {}
+    if queries > 1:
+        rows = dict(calc_type="calc_type_spec", qseqlen=[queries] * batch)
+        if seen.kind != "none":
+            rows |= dict(mask_type="mask_type_free", mask=_free(queries, call.size, q[1]))
     seen = seen.from_last(queries, keys)
     return attended(q, call, [seen.kv_len] * batch if seen.kv_lens is None else seen.kv_lens, rows)
 

@@ -122,15 +122,15 @@ def _packed(q: Parts, keys: Keys, seen: Any, call: Call) -> Parts:
     spec = source.spec(seen.spec(), queries, keys.count(batch), latent=True)
     latent, rope = source.read(batch)
     pages = source.arguments()
-    every = not source.paged and spec.kv_len is None and spec.kv_lens is None
-    lengths = None if every else calls.each_length(spec, q[0])
-    if every:
+    if not source.paged and spec.kv_len is None and spec.kv_lens is None:
         lengths = calls.ends_of(batch, latent.shape[1], latent.device)
         latent, rope = (each.flatten(0, 1) for each in (latent, rope))
-    elif not source.paged:
-        latent, rope = (cached.cut(each, 1).flatten(2) for each in (latent, rope))
-        table = torch.arange(latent.shape[0], dtype=torch.int32, device=latent.device).reshape(batch, -1)
-        pages = dict(block_table=table, block_size=latent.shape[1])
+    else:
+        lengths = calls.each_length(spec, q[0])
+        if not source.paged:
+            latent, rope = (cached.cut(each, 1).flatten(2) for each in (latent, rope))
+            table = torch.arange(latent.shape[0], dtype=torch.int32, device=latent.device).reshape(batch, -1)
+            pages = dict(block_table=table, block_size=latent.shape[1])
     rows, turned = (each.transpose(1, 2).flatten(0, 1) for each in q)
     y, lse = calls.fused(
         rows, latent, latent, lengths, call, query_rope=turned, key_rope=rope, input_layout="TND_NTD",

@@ -17,7 +17,30 @@ from patterns.quant.scales import scale_of
 
 
 @dataclass(frozen=True)
-class Floats(Group):
+class Encoding(Group):
+    """Either; by itself one that tells no operator of scales, of a latent that the model projects nowhere."""
+
+    first_rows = up_key = up_value = None
+
+    def scales(self, version: int) -> dict[str, Any]:
+        """What the operator is told of scales."""
+        return {}
+
+    def scales_of_heads(self) -> dict[str, Any]:
+        """What atb is told of scales."""
+        return {}
+
+    def expanded(self, y: Tensor, values: str) -> Tensor:
+        """A result over the latent [B, S, N, C] times W_UV, [B, N, S, E], or as [B, N, S, C] where none follows."""
+        return head_projection.expanded(y, self.up_value, values)
+
+    def remark(self, lowering: str, machine: Target) -> str:
+        """Which form was chosen, and from how many queries on the other one costs less, where there are both."""
+        return ""
+
+
+@dataclass(frozen=True)
+class Floats(Encoding):
     """Floats, of a latent of which the model speaks as a whole.
 
     Attributes:
@@ -32,7 +55,6 @@ class Floats(Group):
     absorbed: Any = tensor("B N S C")
     up_key: Any = tensor("N D C", optional=True)
     up_value: Any = tensor("N C E", optional=True)
-    first_rows = None
 
     def terms(self, p, source, result, said: dict[str, Any]) -> Any:
         """The results of a form."""
@@ -62,20 +84,8 @@ class Floats(Group):
         require(self.nope is not None and self.up_value is not None, "the model itself absorbs the projections")
         return (self.nope, self.q_rope), (self.up_key, self.up_value)
 
-    def scales(self, version: int) -> dict[str, Any]:
-        """What the operator is told of scales."""
-        return {}
-
-    def scales_of_heads(self) -> dict[str, Any]:
-        """What atb is told of scales."""
-        return {}
-
-    def expanded(self, y: Tensor, values: str) -> Tensor:
-        """A result over the latent [B, S, N, C] times W_UV, [B, N, S, E]."""
-        return head_projection.expanded(y, self.up_value, values)
-
     def remark(self, lowering: str, machine: Target) -> str:
-        """Which form was chosen, and from how many queries on the other one costs less."""
+        """Both forms."""
         if self.up_key is None or self.up_value is None:
             return ""
         form = "expanded" if lowering.startswith("expanded") else "absorbed"
@@ -93,7 +103,7 @@ class Plain(Floats):
 
 
 @dataclass(frozen=True)
-class _Int8(Group):
+class _Int8(Encoding):
     """int8 queries over an int8 latent, by the names of the word that reads them.
 
     Attributes:
@@ -105,7 +115,6 @@ class _Int8(Group):
     rope: Any = tensor("B N S Dr")
     of_values: Any = tensor("V", optional=True)
     values_by: Any = scalar()
-    first_rows = None
     word: ClassVar[str]
 
     def terms(self, p, source, result, said: dict[str, Any]) -> Any:
@@ -160,14 +169,6 @@ class Int8(_Int8):
             dequant_scale_key=of_keys,
             dequant_scale_value=of_keys if alike else scale_of(self.of_values, self.values_by, device),
         )
-
-    def expanded(self, y: Tensor, values: str) -> Tensor:
-        """A result over the latent [B, S, N, C] as [B, N, S, C], which no projection follows."""
-        return head_projection.expanded(y, None, values)
-
-    def remark(self, lowering: str, machine: Target) -> str:
-        """There is one form."""
-        return ""
 
 
 @dataclass(frozen=True)

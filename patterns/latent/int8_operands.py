@@ -16,26 +16,25 @@ from typing import Any
 from fusion.analysis.factored_products import WIDE, ScaledInt8, factors_of, product_of, scaled_int8
 from fusion.analysis.row_layout import arranged, once, row_step, uncast
 from fusion.graph import Algebra, Miss, Reading, Value
+from fusion.graph.proof import must, proof, proven
 from patterns.latent.read import joined_parts
 
 Parts = tuple[dict[str, Any], dict[Value, Reading | Miss]]
 
 
+@proof
 def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
     """What attention over such a latent consists of, and what its queries are; why it is none; None if nothing is."""
-    values = _once(a, scaled_int8(a, v))
+    values = proven(_once(a, scaled_int8(a, v)))
+    must(values.base.shape[1] == 1)
     pieces = [(start, each, _once(a, scaled_int8(a, each))) for start, each in joined_parts(a, k)]
-    if values is None or values.base.shape[1] != 1:
-        return None
     latents = [each for each in pieces if each[2] is not None and each[2].base is values.base]
     ropes = [each for each in pieces if each[2] is None]
-    if len(latents) != 1 or len(ropes) != 1 or len(pieces) != 2:
-        return None
+    must(len(latents) == 1 and len(ropes) == 1 and len(pieces) == 2)
     (start, lanes, keys), (offset, k_rope, _) = latents[0], ropes[0]
-    nope = _lanes(a, q, start, start + lanes.shape[-1])
-    rotated = _lanes(a, q, offset, offset + k_rope.shape[-1])
-    query = None if nope is None else scaled_int8(a, nope)
-    if query is None or rotated is None or keys is None:
+    nope, rotated = (_lanes(a, q, at, at + of.shape[-1]) for at, of in ((start, lanes), (offset, k_rope)))
+    query, keys = scaled_int8(a, nope), proven(keys)
+    if query is None:
         return _miss("the latent lies in whole numbers and the queries do not: no operator multiplies both")
     if query.rows is None:
         return _miss("whole queries have no scale for each token and head")
@@ -44,29 +43,25 @@ def parts(a: Algebra, q: Value, k: Value, v: Value) -> Parts | Miss | None:
     rotated, k_rope = (uncast(a, each) for each in (_cancelled(a, rotated), once(a, k_rope)))
     if rotated.dtype != k_rope.dtype or k_rope.shape[1] != 1:
         return _miss("rotated queries and keys have different dtypes, or heads have keys of their own")
-    tokens = query.rows
-    of_keys, by = _one(a, (*query.ones, *keys.ones)), query.number * keys.number
-    folded = _folded(a, rotated, tokens, of_keys, by)
-    of_values = _one(a, values.ones)
-    if folded is None:
-        return None
-    found = {"query": query.base, "tokens": tokens, "rope": folded, "latent": values.base, "k_rope": k_rope}
-    scales = {"of_keys": of_keys, "keys_by": by, "of_values": of_values, "values_by": values.number}
-    how = {"rope": rotated, "tokens": tokens, "of_keys": of_keys, "by": by}
-    return found | scales, {folded: Reading("folded_query", how)}
+    of_keys, of_values = _one(a, (*query.ones, *keys.ones)), _one(a, values.ones)
+    how = {"tokens": query.rows, "of_keys": of_keys}
+    by = query.number * keys.number
+    folded = _folded(a, rotated, query.rows, of_keys, by)
+    found = {"query": query.base, "rope": folded, "latent": values.base, "k_rope": k_rope, **how, "keys_by": by}
+    said = found | {"of_values": of_values, "values_by": values.number}
+    return said, {folded: Reading("folded_query", {"rope": rotated, **how, "by": by})}
 
 
 def _miss(reason: str) -> Miss:
     return Miss("int8_latent_attention", reason)
 
 
-def _lanes(a: Algebra, x: Value, start: Any, stop: Any) -> Value | None:
+def _lanes(a: Algebra, x: Value, start: Any, stop: Any) -> Value:
     """Some lanes of what may be joined below views that leave lanes alone."""
     step = row_step(x)
     if step is None:
-        return a.slice(x, -1, start, stop)
-    below = _lanes(a, x.arg, start, stop)
-    return None if below is None else arranged(a, below, [step])
+        return proven(a.slice(x, -1, start, stop))
+    return arranged(a, _lanes(a, x.arg, start, stop), [step])
 
 
 def _once(a: Algebra, found: ScaledInt8 | None) -> ScaledInt8 | None:
@@ -91,8 +86,8 @@ def _one(a: Algebra, ones: Sequence[Value]) -> Value | None:
     return product_of(a, [a.cast(each, WIDE) for each in ones])
 
 
-def _folded(a: Algebra, rotated: Value, tokens: Value, of_keys: Value | None, by: float) -> Value | None:
+def _folded(a: Algebra, rotated: Value, tokens: Value, of_keys: Value | None, by: float) -> Value:
     """Rotated queries divided by what the operator multiplies them by."""
-    scale = a.scale(tokens, by) if of_keys is None else a.mul(a.scale(tokens, by), of_keys)
-    quotient = None if scale is None else a.mul(a.cast(rotated, WIDE), a.power(scale, -1))
-    return None if quotient is None else a.cast(quotient, rotated.dtype)
+    scale = a.scale(tokens, by) if of_keys is None else proven(a.mul(a.scale(tokens, by), of_keys))
+    quotient = proven(a.mul(a.cast(rotated, WIDE), a.power(scale, -1)))
+    return a.cast(quotient, rotated.dtype)

@@ -17,6 +17,7 @@ from fusion.analysis.factored_products import WIDE, Peeled, factors_of, peeled, 
 from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.analysis.row_layout import arranged
 from fusion.graph import Algebra, Miss, Reading, Value
+from fusion.graph.proof import must, proof, proven
 
 STEPS = 127
 _NAME = "int8_probability_attention"
@@ -40,22 +41,20 @@ def int8_probability_attention(
     return Miss(_NAME, outcome) if isinstance(outcome, str) else outcome
 
 
+@proof
 def _read(a: Algebra, root: Value, read: Callable[[Value], Outcome | Miss | None]) -> Outcome | str | None:
-    outer = peeled(a, root, "matmul")
-    if outer is None or scaled_int8(a, outer.value.args[1]) is None:
-        return None
-    weights = _weights(a, outer.value.arg, replace(outer, steps=()))
-    if not isinstance(weights, Peeled):
+    outer = proven(peeled(a, root, "matmul"))
+    must(scaled_int8(a, outer.value.args[1]) is not None)
+    weights = proven(_weights(a, outer.value.arg, replace(outer, steps=())))
+    if isinstance(weights, str):
         return weights
     scores = weights.value
     shares = a.make("softmax", (scores,), (-1, "nan"), scores.shape, scores.dtype)
     both = (arranged(a, shares, weights.steps), a.scale(outer.value.args[1], weights.number))
     stand_in = arranged(a, a.make("matmul", both, (), outer.value.shape, WIDE), outer.steps)
     plain = a.cast(stand_in, root.dtype)
-    outcome = read(plain)
-    if isinstance(outcome, Miss):
-        return outcome.reason
-    return outcome and _renamed(a, root, plain, outcome, weights.factors)
+    outcome = proven(read(plain))
+    return outcome.reason if isinstance(outcome, Miss) else _renamed(a, root, plain, outcome, weights.factors)
 
 
 def _weights(a: Algebra, p: Value, outer: Peeled) -> Peeled | str | None:
@@ -105,19 +104,11 @@ def _scores(exps: Value) -> Value | None:
 
 def _without_total(a: Algebra, exps: Value, factors: Sequence[Value]) -> tuple[list[Value], float] | None:
     """Factors but 1 / Σ exp, and the number that these were multiplied by."""
-    total = a.sum(exps, (-1,))
-    if total is None:
-        return None
-    inverse, share = unscaled(a.power(total, -1))
-    number, rest, divided = 1 / share, list[Value](), 0
-    for each in factors:
-        factor, more = unscaled(each)
-        number *= more
-        if factor is inverse:
-            divided += 1
-        else:
-            rest.append(factor)
-    return (rest, number) if divided == 1 else None
+    inverse, share = unscaled(a.power(proven(a.sum(exps, (-1,))), -1))
+    each = [unscaled(factor) for factor in factors]
+    rest = [factor for factor, _ in each if factor is not inverse]
+    number = prod((more for _, more in each), start=1 / share)
+    return (rest, number) if len(rest) == len(each) - 1 else None
 
 
 def _renamed(a: Algebra, root: Value, plain: Value, outcome: Outcome, factors: Sequence[Value]) -> Outcome | str | None:
@@ -132,30 +123,32 @@ def _renamed(a: Algebra, root: Value, plain: Value, outcome: Outcome, factors: S
     if rope.dtype != root.dtype:
         return _WIDTH.format(dtype=root.dtype, other=rope.dtype)
     heads = captures["query"].shape[1]
-    of_heads = _of_heads(a, captures.pop("tokens"), heads)
-    of_keys, by = captures.pop("of_keys"), captures.pop("keys_by")
-    of_scores = None if of_heads is None else a.scale(of_heads, by)
-    of_scores = of_scores if of_keys is None or of_scores is None else a.mul(of_scores, of_keys)
-    if of_scores is None:
+    tokens = a.scale(captures.pop("tokens"), captures.pop("keys_by"))
+    scores = _each_of_heads(a, (tokens, captures.pop("of_keys")), heads)
+    if scores is None:
         return _HEADS
-    inside = [each for each in (captures.pop("of_values"),) if each is not None]
-    values = [_of_heads(a, each, heads) for each in (*factors, *inside)]
-    if None in values:
+    values = _each_of_heads(a, (*factors, captures.pop("of_values")), heads)
+    if values is None:
         return _VALUES
-    of_values = product_of(a, [each for each in values if each is not None])
-    captures |= {"rope": rope, "of_scores": of_scores, "of_values": of_values}
-    rest = {each: what for each, what in outcome.items() if what is not reading and what is not folded}
+    captures |= {"rope": rope, "of_scores": product_of(a, scores), "of_values": product_of(a, values)}
+    rest = {each: what for each, what in outcome.items() if what is not reading}
     return {**rest, root: Reading(_NAME, captures, reading.relies)}
+
+
+@proof
+def _each_of_heads(a: Algebra, factors: Sequence[Value | None], heads: Any) -> list[Value] | None:
+    """All factors that there are, as `_of_heads` has them."""
+    return [proven(_of_heads(a, each, heads)) for each in factors if each is not None]
 
 
 def _of_heads(a: Algebra, factor: Value, heads: Any) -> Value | None:
     """A factor of rows [B, N, S, 1], the same for all sequences and positions, as [N]; one of all as [1]."""
     if factor.op == "mul":
-        parts = [_of_heads(a, each, heads) for each in factor.args]
-        return None if None in parts else product_of(a, [each for each in parts if each is not None])
+        parts = _each_of_heads(a, factor.args, heads)
+        return None if parts is None else product_of(a, parts)
     if factor.op == "scale":
         inner = _of_heads(a, factor.arg, heads)
-        return None if inner is None else a.scale(inner, factor.attrs[0])
+        return inner and a.scale(inner, factor.attrs[0])
     while exact(factor) is not factor or factor.op == "expand":
         factor = exact(factor) if exact(factor) is not factor else factor.arg
     if prod(factor.shape) == 1:

@@ -129,8 +129,8 @@ class MlaPreprocess(Rule):
     def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: TokenInt8Layers, storage: Pages):
         """As for `MlaProlog`; and what the kernel takes no argument for."""
         queries.guard(projection.dkv, row)
-        other = next((each for each in (norm.eps, queries.eps, row.eps) if each != EPSILON), EPSILON)
-        require(other == EPSILON, "a norm adds {other}, the kernel of npu_mla_preprocess 1e-6", other=other)
+        for eps in (norm.eps, queries.eps, row.eps):
+            require(eps == EPSILON, "a norm adds {eps}, the kernel of npu_mla_preprocess 1e-6", eps=eps)
         projection.guard()
         storage.guard(x)
 
@@ -205,11 +205,11 @@ def _or_zeros(bias: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _pages(storage: Pages) -> tuple[Tensor, Tensor, str]:
     """Both caches as the operator takes them, those in NZ as their blocks, and how they lie."""
-    kv, kr = storage.kv_cache, storage.kr_cache
-    require(kv.is_contiguous() and kr.is_contiguous(), "the pages are not contiguous")
+    both = storage.kv_cache, storage.kr_cache
     if storage.nz_block is None:
-        return in_rows(kv, None), in_rows(kr, None), "krope_ctkv"
-    kv, kr = (laid(each, each.shape[-2], "NZ").squeeze(1) for each in (kv, kr))
+        kv, kr = (in_rows(each, None) for each in both)
+        return kv, kr, "krope_ctkv"
+    kv, kr = (laid(each, each.shape[-2], "NZ").squeeze(1) for each in both)
     return kv, kr, "int8_nzcache" if isinstance(storage, Int8Pages) else "nzcache"
 
 

@@ -10,7 +10,8 @@ Every form is proven by building it: a value is a projection of heads if it is w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -19,6 +20,8 @@ from fusion.analysis.rounding import unscaled
 from fusion.analysis.row_layout import once, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Readings, Value
 from fusion.graph.contractions import matmul, swapped
+from fusion.graph.dims import but_ones
+from fusion.graph.proof import must, proof, proven
 from patterns.latent.words import ABSORBED_QUERY, HEAD_LANES, LATENT_KEYS, LATENT_QUERIES, LATENT_VALUES
 
 Operands = dict[Value, Reading]
@@ -49,59 +52,64 @@ class HeadProjection(HeadLanes):
         """The rows of the weight that make `count` lanes of each head [N, count, K]."""
         rows, inner = self.of["weight"].shape
         opened = a.reshape(self.of["weight"], (rows // self.width, self.width, inner))
-        return a.slice(opened, 1, self.start, self.start + count) or opened
+        return a.cut(opened, 1, self.start, self.start + count)
 
 
 def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """The linear layer of which `value` [B, N, S, D] or [B, S, N, D] holds some lanes of every head."""
-    for layer in (_linear, _by_heads) if value.rank == 4 and isinstance(value.shape[-1], int) else ():
+    """The linear layer of which `value` [B, N, S, D], [B, S, N, D] or [T, N, D] holds some lanes of every head.
+
+    Where they are multiplied by a number, x is what the layer takes times that number.
+    """
+    value, rows, number = unscaled_lanes(a, value, rows)
+    for layer in (_linear, _by_heads):
         for each in sources(value):
-            parts = layer(a, each, value.shape[0], heads, rows) if isinstance(heads, int) else None
-            place = None if parts is None else placed(a, value, parts[2])
-            if parts is not None and place is not None:
+            parts = layer(a, each, value.shape[0], heads, rows)
+            place = parts and placed(a, value, parts[2])
+            if parts and place:
                 x, weight, opened = parts
+                x = a.scale(x, number)
                 of = {"x": a.reshape(x, (value.shape[0], rows, x.shape[-1])), "weight": weight}
                 return HeadProjection(of, ("absorbed_query", "head_lanes"), opened.shape[-1], *place, x)
     return None
 
 
-def opened_tokens(a: Algebra, value: Value, rows: Any) -> tuple[Value, Any]:
-    """Heads of tokens [T, N, D] as those of sequences of one row, [T, 1, N, D]; others as they are, with their rows."""
-    return (a.reshape(value, (value.shape[0], 1, *value.shape[1:])), 1) if value.rank == 3 else (value, rows)
+def unscaled_lanes(a: Algebra, value: Value, rows: Any) -> tuple[Value, Any, float]:
+    """Lanes of heads with their rows, those of tokens [T, N, D] as [T, 1, N, D], and the number they are times."""
+    if value.rank == 3:
+        value, rows = a.reshape(value, (value.shape[0], 1, *value.shape[1:])), 1
+    below, number = pulled(a, value)
+    return below, rows, number
 
 
-def opened_heads(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Value | None:
-    """A layer [.., N · width] as [B, S, N, width]."""
-    size = layer.shape[-1]
-    known = isinstance(size, int) and isinstance(heads, int) and size % heads == 0
-    return a.reshape(layer, (batch, rows, heads, size // heads)) if known else None
+def opened_heads(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Value:
+    """A layer [.., N · width] as [B, S, N, width]; where its sizes do not fit, no value is a part of that."""
+    return a.reshape(layer, (batch, rows, heads, layer.shape[-1] // heads))
 
 
 Layer = tuple[Value, Value, Value]
 """x, W [N · width, K] and the heads [B, S, N, width] of a linear layer."""
 
 
-def _linear(a: Algebra, layer: Value, batch: Any, heads: int, rows: Any) -> Layer | None:
+@proof
+def _linear(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
     """A linear layer, or some of its outputs."""
-    value, cut = layer, ()
-    if value.op == "slice" and value.attrs[0] == value.rank - 1 and value.attrs[3] == 1:
-        cut, value = value.attrs[1:3], value.arg
-    if value.op != "matmul" or prod(value.args[1].shape[:-2]) != 1:
-        return None
-    weight = swapped(a, a.reshape(value.args[1], value.args[1].shape[-2:]))
-    part, opened = a.slice(weight, 0, *cut) if cut else weight, opened_heads(a, layer, batch, heads, rows)
-    return None if part is None or opened is None else (value.arg, part, opened)
+    is_cut = layer.op == "slice" and layer.attrs[0] == layer.rank - 1 and layer.attrs[3] == 1
+    product = layer.arg if is_cut else layer
+    must(product.op == "matmul" and prod(product.args[1].shape[:-2]) == 1)
+    weight = swapped(a, a.reshape(product.args[1], product.args[1].shape[-2:]))
+    weight = a.cut(weight, 0, *layer.attrs[1:3]) if is_cut else weight
+    return product.arg, weight, opened_heads(a, layer, batch, heads, rows)
 
 
-def _by_heads(a: Algebra, product: Value, batch: Any, heads: int, rows: Any) -> Layer | None:
+@proof
+def _by_heads(a: Algebra, product: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
     """The same where every head multiplies by a matrix of its own: x [B, 1, S, K] @ y [N, K, width]."""
-    if product.op != "matmul" or product.args[1].shape[-3:-2] != (heads,) or prod(product.args[1].shape[:-3]) != 1:
-        return None
+    must(product.op == "matmul")
     x, y = product.args
-    width = y.shape[-1]
-    if (*(1,) * (4 - x.rank), *x.shape[:-1]) != (batch, 1, rows) or not isinstance(width, int):
-        return None
-    weight = a.reshape(swapped(a, a.reshape(y, y.shape[-3:])), (heads * width, y.shape[-2]))
+    of_rows = (*(1,) * (4 - x.rank), *x.shape[:-1]) == (batch, 1, rows)
+    must(isinstance(heads, int) and but_ones(y.shape[:-2]) == (heads,) and of_rows)
+    inner, width = y.shape[-2:]
+    weight = a.reshape(swapped(a, a.reshape(y, (heads, inner, width))), (heads * width, inner))
     return x, weight, a.permute(a.reshape(product, (batch, heads, rows, width)), (0, 2, 1, 3))
 
 
@@ -117,7 +125,8 @@ def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
     """From which lane of each head of [B, S, N, width] on `value` is, and whether heads stand before positions."""
     count: Any = value.shape[-1]
     both = (opened, a.permute(opened, (0, 2, 1, 3)))
-    for start in sorted({0, *(each.attrs[1] for each in sources(value) if each.op == "slice")}):
+    starts = {0, *(each.attrs[1] for each in sources(value) if each.op == "slice")} if isinstance(count, int) else ()
+    for start in sorted(starts):
         forms = [a.slice(each, -1, start, start + count) for each in both]
         if value in forms:
             return start, value is not forms[0]
@@ -140,6 +149,7 @@ def latent_operands(graph: Graph) -> Iterator[Found]:
             yield from parts.items()
 
 
+@proof
 def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str | None:
     """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it."""
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
@@ -148,28 +158,20 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
     whole, rows = _uncut(k, v)
     parts = joined_parts(a, whole[0])
     heads, keys = q.shape[1], whole[0].shape[2]
-    values = heads_projection(a, whole[1], heads, keys)
-    if values is None:
-        return None
+    values = proven(heads_projection(a, whole[1], heads, keys))
     of_heads = ((start, each, heads_projection(a, each, heads, keys)) for start, each in parts)
     projected = [(start, each, p) for start, each, p in of_heads if p is not None]
     shared = [(start, each) for start, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
-    if not projected or len(parts) == 1:
-        return None
+    must(projected and len(parts) > 1)
     if len(shared) != 1 or len(parts) != 2:
         return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
     (start, part, up), (offset, rope) = projected[0], shared[0]
-    width, rest = part.shape[-1], rope.shape[-1]
     if up.of["x"] is not values.of["x"]:
         return "keys and values are projected from different latents"
-    if not isinstance(width, int) or not isinstance(rest, int):
-        return "the parts of the keys have symbolic widths"
-    nope, rotated = a.slice(q, -1, start, start + width), a.slice(q, -1, offset, offset + rest)
-    up_key, up_value = up.lanes(a, width), swapped(a, values.lanes(a, v.shape[-1]))
-    turned = [] if rotated is None else rotations(a, found, rotated)
-    absorbed = None if nope is None else _absorbing(a, nope, up_key, turned)
-    if nope is None or absorbed is None or rotated is None:
-        return "the queries cannot be cut into the parts of the keys"
+    nope, rotated = (proven(_lanes(a, q, at, each.shape[-1])) for at, each in ((start, part), (offset, rope)))
+    up_key, up_value = up.lanes(a, part.shape[-1]), swapped(a, values.lanes(a, v.shape[-1]))
+    turned = rotations(a, found, rotated)
+    absorbed = _absorbing(a, nope, up_key, turned)
     read: Operands = {
         q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed, "keys": k}),
         k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
@@ -178,21 +180,17 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
     return read | query_sources(a, (nope, up_key), absorbed, turned)
 
 
+@proof
 def _absorbed(a: Algebra, found: Readings, attention: Reading) -> Operands | None:
     """Readings where the model absorbs the projections itself: the values are the latent, the keys latent and rope."""
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
     (keys, latent), rows = _uncut(k, v)
     width, count = k.shape[-1], v.shape[-1]
-    if not isinstance(width, int) or not isinstance(count, int) or count >= width:
-        return None
-    start = next((at for at in (0, width - count) if a.slice(keys, -1, at, at + count) is latent), None)
-    if start is None:
-        return None
-    others = (count, width) if start == 0 else (0, start)
-    rope = a.slice(keys, -1, *others)
-    absorbed, rotated = (a.slice(q, -1, *of) for of in ((start, start + count), others))
-    if absorbed is None or rotated is None or rope is None:
-        return None
+    must(isinstance(width, int) and isinstance(count, int) and count < width)
+    start = proven(next((at for at in (0, width - count) if _lanes(a, keys, at, count) is latent), None))
+    behind, others = (count, width - count) if start == 0 else (0, start)
+    rope = proven(_lanes(a, keys, behind, others))
+    absorbed, rotated = (proven(_lanes(a, q, *of)) for of in ((start, count), (behind, others)))
     readings = {
         q: Reading("latent_queries", {"rope": rotated, "absorbed": absorbed, "keys": k}),
         k: Reading("latent_keys", {"latent": latent, "rope": rope, "rows": rows}),
@@ -216,59 +214,45 @@ def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
     joined, axis = k, k.rank - 1
     while joined.op == "permute":
         joined, axis = joined.arg, joined.attrs[axis]
-    if joined.op != "cat" or joined.attrs != (axis,):
+    if joined.op != "cat" or joined.attrs != (axis,) or not isinstance(k.shape[-1], int):
         return [(0, k)]
-    found: list[tuple[int, Value]] = []
-    start: Any = 0
-    for each in joined.args:
-        part = a.slice(k, -1, start, start + each.shape[axis])
-        if part is None:
-            return [(0, k)]
-        found.append((start, part))
-        start += each.shape[axis]
-    return found
+    widths: list[Any] = [each.shape[axis] for each in joined.args]
+    ends = accumulate(widths)
+    return [(end - width, a.cut(k, -1, end - width, end)) for end, width in zip(ends, widths, strict=True)]
 
 
-def _absorbing(a: Algebra, nope: Value, up: Value, turned: Sequence[Reading]) -> Value | None:
+def _absorbing(a: Algebra, nope: Value, up: Value, turned: Sequence[Reading]) -> Value:
     """Lanes [B, N, S, D] times up [N, D, C], as a product of tokens [N, T, D] where the model packs them."""
-    flat = packed(a, nope) if _are_packed(turned) else None
-    if flat is None:
-        return matmul(a, nope, up)
-    product = matmul(a, a.permute(flat, (1, 0, 2)), up)
-    return None if product is None else _opened(a, a.permute(product, (1, 0, 2)), nope)
+    if not _are_packed(turned):
+        return proven(matmul(a, nope, up))
+    product = proven(matmul(a, a.permute(packed(a, nope), (1, 0, 2)), up))
+    return _opened(a, a.permute(product, (1, 0, 2)), nope)
 
 
+@proof
 def absorption(a: Algebra, absorbed: Value) -> tuple[Value, Value] | None:
     """Lanes [B, N, S, D] and matrices [N, D, C] of which `absorbed` is the product, of heads or of tokens [N, T, D].
 
     A number that the product is multiplied by is one of the lanes.
     """
     absorbed, number = unscaled(absorbed)
-    product = next((each for each in sources(absorbed) if each.op == "matmul"), None)
-    if product is None or absorbed.rank != 4:
-        return None
+    product = proven(next((each for each in sources(absorbed) if each.op == "matmul"), None))
     x, up = product.args
-    if prod(up.shape[:-3]) != 1 or up.shape[-3:-2] != absorbed.shape[1:2]:
-        return None
-    up = a.reshape(up, up.shape[-3:])
+    must(absorbed.rank == 4 and prod(up.shape[:-3]) == 1 and up.shape[-3:-2] == absorbed.shape[1:2])
     if product is absorbed:
-        return (a.scale(x, number), up) if x.rank == 4 else None
-    if product.rank != 3 or x.rank != 3:
-        return None
-    x, rows = (a.permute(each, (1, 0, 2)) for each in (x, product))
-    return (a.scale(_opened(a, x, absorbed), number), up) if _opened(a, rows, absorbed) is absorbed else None
-
-
-def packed(a: Algebra, heads: Value) -> Value | None:
-    """Heads [B, N, S, D] as those of tokens [T, N, D]; None where B · S is not known."""
-    batch, count, rows, width = heads.shape
-    if 1 in (batch, rows):
-        tokens = rows if batch == 1 else batch
-    elif isinstance(batch, int) and isinstance(rows, int):
-        tokens = batch * rows
+        must(x.rank == 4)
     else:
-        return None
-    return a.reshape(a.permute(heads, (0, 2, 1, 3)), (tokens, count, width))
+        must(product.rank == x.rank == 3)
+        x, rows = (a.permute(each, (1, 0, 2)) for each in (x, product))
+        must(_opened(a, rows, absorbed) is absorbed)
+        x = _opened(a, x, absorbed)
+    return a.scale(x, number), a.reshape(up, up.shape[-3:])
+
+
+def packed(a: Algebra, heads: Value) -> Value:
+    """Heads [B, N, S, D] as those of tokens [T, N, D]."""
+    batch, count, rows, width = heads.shape
+    return a.reshape(a.permute(heads, (0, 2, 1, 3)), (batch * rows, count, width))
 
 
 def _are_packed(turned: Sequence[Reading]) -> bool:
@@ -282,15 +266,8 @@ def _opened(a: Algebra, flat: Value, like: Value) -> Value:
     return a.permute(a.reshape(flat, (batch, rows, count, flat.shape[-1])), (0, 2, 1, 3))
 
 
-def scaled_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
-    """The linear layer of some lanes; where they are multiplied by a number, of what it takes times that number."""
-    value, rows = opened_tokens(a, value, rows)
-    value, number = pulled(a, value)
-    found = head_projection(a, value, heads, rows)
-    if found is None or number == 1:
-        return found
-    source = a.scale(found.source, number)
-    return replace(found, of={**found.of, "x": a.reshape(source, found.of["x"].shape)}, source=source)
+def _lanes(a: Algebra, x: Value, start: int, count: Any) -> Value | None:
+    return a.slice(x, -1, start, start + count)
 
 
 Factors = tuple[Value, Value]
@@ -298,14 +275,14 @@ Lanes = Callable[[Algebra, Value, Any, Any], HeadLanes | None]
 
 
 def query_sources(
-    a: Algebra, factors: Factors, absorbed: Value, turned: Sequence[Reading], lanes_in: Lanes = scaled_projection
+    a: Algebra, factors: Factors, absorbed: Value, turned: Sequence[Reading], lanes_in: Lanes = head_projection
 ) -> Operands:
     """Where both parts of the queries come from, if one layer gives them."""
     (nope, up), (_, heads, rows, _) = factors, absorbed.shape
     sources: Operands = {}
     layer = lanes_in(a, nope, heads, rows)
     if layer is not None and (layer.heads_first or rows == 1):
-        placed = (packed(a, absorbed) if _are_packed(turned) else None) or absorbed
+        placed = packed(a, absorbed) if _are_packed(turned) else absorbed
         sources[placed] = Reading(layer.words[0], {**layer.captures(), "up": up})
         if a.reshape(absorbed, placed.shape) is placed:
             sources[absorbed] = sources[placed]  # which a node may hold before the other
@@ -319,7 +296,7 @@ def query_sources(
 
 def heads_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProjection | None:
     """The same where heads stand before positions, [B, N, S, D]: as many of both give either order this shape."""
-    found = scaled_projection(a, value, heads, rows)
+    found = head_projection(a, value, heads, rows)
     return found if found is not None and (found.heads_first or rows == 1) else None
 
 
@@ -338,7 +315,6 @@ def pulled(a: Algebra, value: Value) -> tuple[Value, float]:
 
 def rotations(a: Algebra, found: Readings, rotated: Value) -> list[Reading]:
     """The rotations that give `rotated` [B, N, S, D], perhaps with heads behind positions, or as [T, N, D]."""
-    flat = packed(a, rotated)
-    forms = (rotated, a.permute(rotated, (0, 2, 1, 3)), *([] if flat is None else [flat]))
-    held = [each for form in forms for each in (form, *([form.arg] if form.op == "cast" else []))]
+    forms = (rotated, a.permute(rotated, (0, 2, 1, 3)), packed(a, rotated))
+    held = dict.fromkeys(each for form in forms for each in (form, form.below("cast")))
     return [reading for each in held for reading in found.of(each, "rotation")]

@@ -175,7 +175,7 @@ def int8_matmuls(graph: Graph) -> Iterator[Found]:
         made = each if isinstance(each, str) else _reading(graph, each, value)
         yield value, Miss("quant_matmul", made) if isinstance(made, str) else made
         below, _ = unscaled(value)  # what of it is rotated, or absorbed, may be read without the number
-        inner = products.get(below) if below is not value else None
+        inner = products.get(below)
         alone = _reading(graph, inner, below) if isinstance(inner, _Product) else None
         if isinstance(alone, Reading):
             yield below, alone

@@ -20,12 +20,6 @@ PACKED_KV_ROW = word(
     "[int8(latent / scale) | bits(rope) | bits(scale)]: a scale, in float32, is the largest of `tile` lanes over 127",
     latent="[*B, C]", rope="[*B, Dr] in bfloat16", tile="lanes that share a scale",
 )  # fmt: skip
-INT8_MATMUL = word(
-    "int8_matmul",
-    "(x · weightᵀ) · scale · tokens (+ bias), sums in int32",
-    x="[*B, K]", weight="[N, K]", scale="[N]", tokens="[*B, 1]", bias="[N]", dtype="of the result",
-    is_parameter_only="whether the weight is computed from Parameters alone",
-)  # fmt: skip
 
 
 @reader(gives=(PACKED_KV_ROW,), needs=("quantise",))

@@ -117,13 +117,11 @@ def _unproven(zero: Value | float, outer: Rounded, inner: Rounded) -> str:
         return _BEHIND
     if not outer.rounded:
         return _CUT
-    reason = _unbounded(outer, "numbers")
-    if reason:
-        return reason
     if isinstance(zero, Value):
-        return "" if zero.dtype == torch.int8 else _FLOAT.format(dtype=zero.dtype)
-    whole = zero == round(zero) and _LEAST <= zero <= _MOST
-    return "" if whole else _PART.format(zero=zero)
+        odd = "" if zero.dtype == torch.int8 else _FLOAT.format(dtype=zero.dtype)
+    else:
+        odd = "" if zero == round(zero) and _LEAST <= zero <= _MOST else _PART.format(zero=zero)
+    return _unbounded(outer, "numbers") or odd
 
 
 def _zero(value: Value) -> tuple[Value, Value | float | None]:

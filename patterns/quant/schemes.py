@@ -197,9 +197,9 @@ class StaticInt8Layers(TokenInt8Layers):
 
     def guard(self) -> None:
         """Refuse biases that are not added to the int8 products."""
-        biases = [each for each in (self.dq_bias, self.uq_bias, self.dkv_bias) if each is not None]
-        other = next((each.dtype for each in biases if each.dtype != torch.int32), torch.int32)
-        require(other == torch.int32, "a layer adds a bias of {dtype}, the operator one of int32", dtype=other)
+        for each in (self.dq_bias, self.uq_bias, self.dkv_bias):
+            dtype = torch.int32 if each is None else each.dtype
+            require(dtype == torch.int32, "a layer adds a bias of {dtype}, the operator one of int32", dtype=dtype)
 
 
 def _alike(rotated: float, absorbed: float) -> None:

@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import sympy
 import torch
 
-from fusion.graph import Algebra, Reading, Readings, Value
+from fusion.graph import Algebra, Dim, Reading, Readings, Value
 from fusion.graph.contractions import matmul, swapped
-from patterns.latent.read import absorption, head_projection, heads_projection, joined_parts, latents, query_sources
+from patterns.latent.read import (
+    absorption,
+    head_projection,
+    heads_projection,
+    joined_parts,
+    latents,
+    packed,
+    query_sources,
+)
 
-B, N, S, K, WIDTH = 2, 3, 5, 16, 8
+B, N, S, K, WIDTH, C = 2, 3, 5, 16, 8, 12
+SOME = sympy.Symbol("s0", integer=True, positive=True)
 
 
-def given(a: Algebra, name: str, *shape: int) -> Value:
+def given(a: Algebra, name: str, *shape: Dim) -> Value:
     return a.make("input", (), (name, 0), shape, torch.float32)
 
 
@@ -43,10 +53,21 @@ LANES: list[tuple[Callable[[Algebra], Value], tuple[int, int, bool] | None]] = [
     (lambda a: opened(a, projected(a)), (WIDTH, 0, True)),
     (lambda a: cut(a, opened(a, projected(a)), -1, 2, 6), (WIDTH, 2, True)),
     (lambda a: a.permute(cut(a, opened(a, projected(a)), -1, 2, 6), (0, 2, 1, 3)), (WIDTH, 2, False)),
+    (lambda a: cut(a, a.scale(opened(a, projected(a)), 2.0), -1, 2, 6), (WIDTH, 2, True)),
     (lambda a: opened(a, cut(a, projected(a, 2 * N * WIDTH), -1, 0, N * WIDTH)), (WIDTH, 0, True)),
     (lambda a: opened(a, cut(a, projected(a, 2 * N * WIDTH), -1, 0, 2 * N * WIDTH, 2)), None),
     (lambda a: cut(a, opened(a, projected(a)), -1, 0, WIDTH, 2), None),
+    (lambda a: opened(a, cut(a, rows_of(a, 2 * S), 1, 0, S)), None),
+    (lambda a: opened(a, product(a, given(a, "x", B, S, K), given(a, "own", B, K, N * WIDTH))), None),
+    (lambda a: product(a, given(a, "x", B, 1, S, K), given(a, "w", N, K, WIDTH)), (WIDTH, 0, True)),
+    (lambda a: product(a, given(a, "x", B, 1, S, K), given(a, "own", B, N, K, WIDTH)), None),
+    (lambda a: a.permute(a.reshape(projected(a), (B, S, N, SOME)), (0, 2, 1, 3)), None),
 ]
+
+
+def rows_of(a: Algebra, rows: int) -> Value:
+    """A layer of so many positions."""
+    return product(a, given(a, "x", B, rows, K), given(a, "w", K, N * WIDTH))
 
 
 @pytest.mark.parametrize(("lanes", "expected"), LANES)
@@ -54,6 +75,12 @@ def test_which_lanes_of_which_layer(lanes: Callable[[Algebra], Value], expected:
     a = Algebra()
     found = head_projection(a, lanes(a), N, S)
     assert (None if found is None else (found.width, found.start, found.heads_first)) == expected
+
+
+def test_as_many_heads_as_nobody_knows_are_none():
+    a = Algebra()
+    heads = product(a, given(a, "x", B, 1, S, K), given(a, "w", SOME, K, WIDTH))
+    assert head_projection(a, heads, SOME, S) is None
 
 
 def read(cut_keys: tuple[int, ...], cut_values: tuple[int, ...]) -> dict[Value, Reading] | str | None:
@@ -99,6 +126,36 @@ def test_keys_of_three_parts_are_none_of_a_latent(more: str):
     assert "one part that is projected for each head, and one that all heads share" in told
 
 
+def of_attention(a: Algebra, q: Value, k: Value, v: Value) -> dict[Value, Reading] | str | None:
+    return latents(a, Readings(), Reading("softmax_attention", {"q": q, "k": k, "v": v}))
+
+
+def test_keys_without_a_projected_and_a_shared_part_are_not_like_those_of_a_latent():
+    a = Algebra()
+    heads = opened(a, projected(a))
+    rope = a.expand(given(a, "rope", B, 1, S, 4), (B, N, S, 4))
+    q, v = given(a, "q", B, N, 2, 8), cut(a, heads, -1, 4, WIDTH)
+    assert of_attention(a, q, a.cat([given(a, "own", B, N, S, 4), rope], -1), v) is None
+    assert of_attention(a, q, heads, v) is None
+
+
+@pytest.mark.parametrize("width", [C, C + 4, SOME])
+def test_keys_of_one_head_are_a_latent_and_more(width: Dim):
+    a = Algebra()
+    latent = given(a, "latent", B, 1, S, C)
+    keys = a.cat([latent, given(a, "rope", B, 1, S, 4)], -1) if width == C + 4 else given(a, "keys", B, 1, S, width)
+    found = of_attention(a, given(a, "q", B, N, 2, width), latent if width == C else keys, latent)
+    readings = list(found.values()) if isinstance(found, dict) else []
+    names = ["latent_queries", "latent_keys", "latent_values"] if width == C + 4 else []
+    assert [each.op for each in readings] == names
+
+
+def test_values_of_symbolic_width_are_no_latent():
+    a = Algebra()
+    values = given(a, "latent", B, 1, S, SOME)
+    assert of_attention(a, given(a, "q", B, N, 2, 8), given(a, "keys", B, 1, S, 8), values) is None
+
+
 def of_tokens(a: Algebra, heads: Value) -> Value:
     """Heads of tokens [N, B · S, K] as [B, N, S, K]."""
     return a.permute(a.reshape(a.permute(heads, (1, 0, 2)), (B, S, N, K)), (0, 2, 1, 3))
@@ -118,6 +175,7 @@ ROWS = ("rows", N, N, WIDTH)
 OTHER_PRODUCTS: list[Callable[[Algebra], Value]] = [
     lambda a: product(a, given(a, "q", B, N, S, WIDTH), given(a, "own", B, N, WIDTH, K)),
     lambda a: product(a, given(a, "q", B, N, S, WIDTH), given(a, "one", 1, WIDTH, K)),
+    lambda a: a.reshape(product(a, given(a, "t", N, B * S, WIDTH), given(a, "up", N, WIDTH, K)), (B, N, S, K)),
     lambda a: product(a, given(a, *ROWS), given(a, "up", N, WIDTH, K)),
     lambda a: of_tokens(a, product(a, given(a, "tokens", B * S, WIDTH), given(a, "up", N, WIDTH, K))),
     lambda a: product(a, given(a, *ROWS), given(a, "up", 1, N, WIDTH, K)),
@@ -143,6 +201,17 @@ def test_as_many_heads_as_positions_are_told_apart(heads_first: bool):
     assert bool(query_sources(a, (lanes, up), product(a, lanes, up), ())) == heads_first
 
 
+@pytest.mark.parametrize("batch", [1, B])
+def test_what_packed_tokens_absorb_is_no_result_of_sequences_that_lie_otherwise(batch: int):
+    a = Algebra()
+    layer = product(a, given(a, "x", batch, S, K), swapped(a, given(a, "w", N * WIDTH, K)))
+    lanes = a.permute(a.reshape(layer, (batch, S, N, WIDTH)), (0, 2, 1, 3))
+    up = given(a, "up", N, WIDTH, K)
+    absorbed = product(a, lanes, up)
+    turned = Reading("rotation", {"x": given(a, "rope", batch * S, N, 4)})
+    assert list(query_sources(a, (lanes, up), absorbed, [turned])) == [packed(a, absorbed)]
+
+
 def test_keys_that_are_joined_along_another_dim_are_one():
     a = Algebra()
     first, second = given(a, "a", B, N, S, 4), given(a, "b", B, N, S, 4)
@@ -151,3 +220,5 @@ def test_keys_that_are_joined_along_another_dim_are_one():
     rows = a.cat([first, second], 2)
     assert joined_parts(a, rows) == [(0, rows)]
     assert joined_parts(a, first) == [(0, first)]
+    some = a.cat([given(a, "c", B, N, S, SOME), second], -1)
+    assert joined_parts(a, some) == [(0, some)]

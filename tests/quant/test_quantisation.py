@@ -120,6 +120,7 @@ QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     ),
     "another scale where a difference is 0": (lambda x: x / torch.where(by_row(x) - 1 == 0, 1.0, by_row(x)), UNSCALED),
     "an upper bound of the negative scale": (lambda x: x / -(-by_row(x)).clamp(min=-0.02), "has an upper bound"),
+    "divided by the root of the scale": (lambda x: x / by_row(x).sqrt(), UNSCALED),
     "times 0": (lambda x: x * 0.0 / by_row(x), ZERO),
     "divided by 0": (lambda x: x / (by_row(x) * 0.0), ZERO),
     "the scale of zeros": (lambda x: x / by_row(x * 0.0), OTHERS),
@@ -180,6 +181,7 @@ def test_what_is_added_to_a_whole_product_or_gates_it_leaves_it_one(bias: bool, 
 UNDER_SCALES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "a weight in floats": (lambda x, t, s: x * t, lambda w, s: w.exp()),
     "rows without a scale, by a weight in floats": (lambda x, t, s: x, lambda w, s: w.exp()),
+    "rows in floats": (lambda x, t, s: x.exp(), lambda w, s: w * s[:, None]),
     "a weight without a scale": (lambda x, t, s: x * t, lambda w, s: w),
     "a scale of all rows besides": (lambda x, t, s: x * t * s[:1], lambda w, s: w * s[:, None]),
     "a scale of the whole weight besides": (lambda x, t, s: x * t, lambda w, s: w * s[:, None] * s[:1]),
@@ -195,6 +197,35 @@ def test_operands_by_other_scales_are_left_alone(left: Callable[..., Tensor], ri
     assert not graph.readings.all("int8_matmul")
 
 
+OTHER_PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "floats": lambda x, t, w, s: (x.float().exp().bfloat16().float() @ w.float().t()) * t * s,
+    "rows by their scale before": lambda x, t, w, s: (x.float() * t) @ w.float().t() * s,
+    "two scales of each token": lambda x, t, w, s: product(x, w).float() * t * t * s,
+    "a factor of each number": lambda x, t, w, s: product(x, w).float() * (t + s) * s,
+    "a matrix for each sequence": lambda x, t, w, s: (
+        (x.float().view(2, -1, x.shape[-1]) @ w.float().view(2, -1, w.shape[-1]).mT)
+        * t.view(2, -1, 1)
+        * s[: len(s) // 2]
+    ),
+}
+
+
+@pytest.mark.parametrize("finish", OTHER_PRODUCTS.values(), ids=OTHER_PRODUCTS)
+def test_other_products_are_left_alone(finish: Callable[..., Tensor]):
+    graph = read_graph(capture(scaled(finish), layer(6)(torch.float32)).graph.graph)
+    assert not graph.readings.all("int8_matmul")
+
+
+def test_a_product_ends_where_its_channels_are_taken_apart():
+    def finish(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return (product(whole, weight).float() * tokens * scale).unflatten(-1, (2, -1)) * scale[: len(scale) // 2]
+
+    given = layer(6)(torch.float32)
+    graph = read_graph(capture(scaled(finish), given).graph.graph)
+    [(value, _)] = graph.readings.all("int8_matmul")
+    assert value.shape == (6, given[1].shape[0])
+
+
 def static_rows(quotient: Callable[..., Tensor], *inputs: Tensor) -> list[dict[str, Any]]:
     """What is read of static rows, and the reasons why they are none."""
 
@@ -203,6 +234,7 @@ def static_rows(quotient: Callable[..., Tensor], *inputs: Tensor) -> list[dict[s
 
     graph = read_graph(capture(rows, inputs).graph.graph)
     assert not graph.readings.missed("quantise")
+    assert all(each.reason for _, each in graph.readings.missed())
     return [each.captures for _, each in graph.readings.all("quantise")]
 
 
@@ -212,15 +244,31 @@ UNREAD: dict[str, tuple[Any, ...]] = {
     "rows of scales of their own, cut": (lambda x, s: x / s + 3, X, COLUMN),
     "rows of factors of their own": (lambda x, s: (x * s + 3).round(), X, COLUMN),
     "a sum with a quotient": (lambda x, s: (x + 1 / s + 3).round(), X, COLUMN),
+    "rows of tokens and heads by factors of their own": (
+        lambda x, s: (x * s).round(), X.view(1, 3, 2, 8), numbers(1, 3, 2, 1),
+    ),
+    "a zero point of each channel": (lambda x, z, s: (x / s + z).round(), X, LINE.to(torch.int8), ONE),
     "times 0": (lambda x: (x * 0.0).round(), X),
     "an outer product": (lambda x, line: (x * line).round(), COLUMN, LINE),
     "heads by factors, cut": (lambda x, s: x * s, X.view(1, 3, 2, 8), numbers(3, 1, 1)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNREAD.values(), ids=UNREAD)
 def test_rows_that_no_constant_divides_are_left_alone(case: tuple[Any, ...]):
     assert not static_rows(*case)
+
+
+def test_rows_in_other_whole_numbers_are_left_alone():
+    def rows(x: Tensor, s: Tensor) -> Tensor:
+        return (x / s).round().clamp(-128, 127).to(torch.int32)
+
+    assert not read_graph(capture(rows, (X, ONE)).graph.graph).readings.all("quantise")
+
+
+def test_the_scale_of_a_quotient_in_16_bits_is_as_the_model_holds_it():
+    [found] = static_rows(lambda x, s: (x / s).round(), X.bfloat16(), ONE.bfloat16())
+    assert found["scale"].op == "input"
 
 
 UNBIASED: dict[str, tuple[Any, ...]] = {

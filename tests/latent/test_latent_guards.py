@@ -1,0 +1,98 @@
+"""What prologs of latent attention and products of heads refuse, each for one thing that is otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fusion.graph import Algebra
+from fusion.language import Refused
+from patterns.cache.stores import Fresh
+from patterns.latent.head_projection import HeadProjection
+from patterns.latent.preprocess import EPSILON, FloatPages, MlaPreprocess, RowOrder, _pages
+from patterns.latent.prolog import Int8QueryPages, MlaProlog
+from patterns.quant.schemes import StaticInt8Layers
+
+NOTHING = SimpleNamespace(guard=lambda *args: None)
+X = torch.zeros(2, 3, 64)
+
+
+def older(told: dict[str, Any], index: Any, first: float = 1.0, second: float = 1.0) -> None:
+    storage = Fresh() if index is None else SimpleNamespace(index=lambda x: index)
+    of = SimpleNamespace(arguments=lambda: told)
+    row = SimpleNamespace(widths=(8, 4), factor=second)
+    MlaProlog().older(X, of, storage, SimpleNamespace(factor=first), row, None, "npu_mla_prolog")
+
+
+def test_the_older_versions_take_less():
+    with pytest.raises(Refused, match="write to pages alone"):
+        older({}, None)
+    with pytest.raises(Refused, match="without quantisation"):
+        older({"weight_quant_mode": 1}, torch.zeros(2, 3))
+    for factors in ((2.0, 1.0), (1.0, 2.0), (2.0, 2.0)):
+        with pytest.raises(Refused, match="multiply no latent by a number"):
+            older({}, torch.zeros(2, 3), *factors)
+
+
+def norms(*eps: float) -> dict[str, Any]:
+    first, second, third = (SimpleNamespace(eps=each, guard=NOTHING.guard) for each in eps)
+    return dict(norm=first, queries=second, row=third)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_every_norm_adds_what_the_kernel_adds(place: int):
+    rule, rest = MlaPreprocess(), dict(projection=SimpleNamespace(dkv=None, guard=NOTHING.guard), storage=NOTHING)
+    rule.guard(X, **norms(EPSILON, EPSILON, EPSILON), **rest)
+    with pytest.raises(Refused, match=r"a norm adds 0\.5"):
+        rule.guard(X, **norms(*(0.5 if each == place else EPSILON for each in range(3))), **rest)
+
+
+@pytest.mark.parametrize("block", [None, 16])
+@pytest.mark.parametrize("place", [0, 1])
+def test_pages_that_lie_otherwise_are_not_written(place: int, block: int | None):
+    shape = (4, 2, 8, 16) if block else (4, 8, 32)
+    both = [torch.zeros(shape).transpose(0, 1).contiguous().transpose(0, 1) if place == n else torch.zeros(shape)
+            for n in range(2)]  # fmt: skip
+    with pytest.raises(Refused, match=r"not contiguous|do not lie together"):
+        _pages(FloatPages(kv_cache=both[0], kr_cache=both[1], nz_block=block))
+
+
+def test_rotated_lanes_of_every_head_are_put_in_halves():
+    pairs = torch.arange(12).reshape(12, 1)
+    dq, dkv = torch.full((1, 1), -1), torch.arange(6).reshape(6, 1)
+    down, wide = RowOrder(2, 4, "interleaved").joined(dq, dkv, pairs)
+    assert down.flatten().tolist() == [0, 1, 2, 4, 3, 5, -1]
+    assert wide.flatten().tolist() == [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]
+    assert RowOrder(2, 4, "half").joined(dq, dkv, pairs)[1] is pairs
+
+
+@pytest.mark.parametrize("name", ["dq_bias", "uq_bias", "dkv_bias"])
+def test_biases_are_added_to_whole_numbers(name: str):
+    of: dict[str, Any] = dict.fromkeys(("dq_bias", "uq_bias", "dkv_bias"))
+    StaticInt8Layers(**of | {name: torch.zeros(1, dtype=torch.int32)}).guard()
+    with pytest.raises(Refused, match=r"adds a bias of torch\.float32"):
+        StaticInt8Layers(**of | {name: torch.zeros(1)}).guard()
+
+
+def test_a_latent_is_read_with_the_scale_that_it_is_written_with():
+    a = Algebra()
+    scale, other = (a.make("input", (), (name, 0), (1,), torch.float32) for name in ("scale", "other"))
+    pages = SimpleNamespace(shape=(4, 16, 32))
+    of_number = Int8QueryPages(
+        kv_cache=pages, kr_cache=pages, slots=scale, nz_block=None, kr_block=None, kv_scale=None, kv_by=0.5,
+        keys=None, keys_by=0.5,
+    )  # fmt: skip
+    of_number.guard(X)
+    replace(of_number, kv_scale=scale, keys=scale).guard(X)
+    for keys in (replace(of_number, keys_by=0.25), replace(of_number, kv_scale=scale, keys=other)):
+        with pytest.raises(Refused, match="another scale than it is written with"):
+            keys.guard(X)
+
+
+def test_heads_first_is_for_one_sequence():
+    with pytest.raises(Refused, match="each sequence stand apart"):
+        HeadProjection().first(torch.zeros(2, 3, 4, 8), torch.zeros(3, 8, 6), ())
