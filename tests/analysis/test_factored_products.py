@@ -30,6 +30,18 @@ def test_a_product_of_floats_below_factors():
     assert (found.value, found.number, found.steps) == (x, 0.5, (("reshape", (6, 4)),))
 
 
+def test_a_factor_lies_as_the_rows_below_it():
+    a = Algebra()
+    x = product(a, "x", torch.float32)
+    rows, more = (a.make("input", (), (name, 0), shape, torch.float32) for name, shape in (
+        ("f", (3, 2, 4, 1)), ("g", (7, 2, 3, 4, 1)),
+    ))  # fmt: skip
+    found = peeled(a, made(a.mul(a.permute(x, (1, 0, 2, 3)), rows)), "matmul")
+    assert found is not None
+    assert found.factors == (a.permute(rows, (1, 0, 2, 3)),)
+    assert peeled(a, made(a.mul(x, more)), "matmul") is None
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
 def test_a_product_of_whole_numbers_is_none_of_floats(dtype: torch.dtype):
     a = Algebra()
@@ -146,6 +158,7 @@ def test_whole_numbers_of_8_bits_are_seen_through_views_of_whole_rows():
     assert found.rows is a.cut(a.reshape(rows, (2, 2, 1)), 0, 1, 2)
     for other in (a.permute(x, (1, 0)), a.cut(x, 1, 0, 2), a.reshape(x, (2, 8)), a.mul(x, a.permute(rows, (1, 0)))):
         assert scaled_int8(a, made(other)) is None
+    assert scaled_int8(a, a.cast(held, torch.int32)) is None
 
 
 def test_a_factor_that_repeats_whole_numbers_is_none_of_their_rows():
