@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.analysis.factored_products import factors_of, joined, peeled, product_of, scaled_int8, scaled_sum
+from fusion.analysis.factored_products import (
+    factors_of,
+    joined,
+    peeled,
+    product_of,
+    scaled_int8,
+    scaled_sum,
+    weighted_sum,
+)
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
 
@@ -125,6 +133,20 @@ def test_a_sum_of_products_is_scaled_as_a_whole():
     assert scaled_sum(a, made(a.mul(x, rows))) is None
     for other in (a.mul(rows, one), a.mul(x, y), a.mul(a.unary("tanh", x), rows)):
         assert scaled_sum(a, made(other)) is None
+
+
+def test_only_factors_of_all_go_to_the_values_of_a_weighted_sum():
+    a = Algebra()
+    shares = a.make("input", (), ("p", 0), (2, 4, 5), torch.float32)
+    values = a.cast(a.make("input", (), ("v", 0), (2, 5, 8), torch.int8), torch.float32)
+    one, rows = (a.make("input", (), (name, 0), shape, torch.float32) for name, shape in (("f", (1,)), ("g", (4, 1))))
+    product = made(matmul(a, shares, values))
+    whole = made(a.mul(product, one))
+    found = weighted_sum(a, whole)
+    assert found is not None
+    assert found[0].args == (shares, a.mul(values, one))
+    for other in (a.mul(product, rows), a.cast(a.cast(whole, torch.int32), torch.float32)):
+        assert weighted_sum(a, made(other)) is None
 
 
 # factors -----------------------------------------------------------------------------------------------------------
