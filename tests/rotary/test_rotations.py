@@ -17,6 +17,7 @@ from fusion.operators import ensure
 from patterns.rotary.read import rotation
 from patterns.rotary.rope import Rope
 from tests.analysis.test_lanes import SIZE, computed, leaf
+from tests.engine.graphs import numbers, read_graph, rotate, traced
 
 ORDERS = ("half", "interleaved")
 
@@ -166,6 +167,35 @@ def test_tables_that_are_computed_are_repeated():
     reading = rotation(a, rotated(a, x, cos, sin, "half", "half"))
     assert isinstance(reading, Reading)
     assert reading.captures["cos"] is a.cat([cos, cos], -1)
+
+
+def test_cosines_and_sines_may_stand_in_one_table():
+    """Each half of the lanes with both tables: x₁·(c, s) + x₂·(-s, c)."""
+    a, (x, cos, sin) = given(8, 4, 4)
+    first, second = (a.cat([pair("half", side, a, x)] * 2, -1) for side in (0, 1))
+    tables = a.cat([cos, sin], -1), a.cat([a.scale(sin, -1), cos], -1)
+    reading = rotation(a, a.add(a.mul(first, tables[0]), a.mul(second, tables[1])))
+    assert isinstance(reading, Reading)
+    assert (reading.captures["cos"], reading.captures["sin"]) == (a.cat([cos] * 2, -1), a.cat([sin] * 2, -1))
+
+
+def of_one(x: Tensor, rest: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((rotate(x, cos, sin), rest), -1)
+
+
+def of_one_and_a_product(x: Tensor, rest: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((rotate(x, cos, sin), rest * cos), -1)
+
+
+def of_none(x: Tensor, rest: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((x * cos + rest, rest * sin), -1)
+
+
+@pytest.mark.parametrize(("function", "found"), [(of_one, 1), (of_one_and_a_product, 1), (of_none, 0)])
+def test_what_carries_a_rotation_along_is_none_of_its_own(function: Callable[..., Tensor], found: int):
+    graph = read_graph(traced(function, numbers(3, 8), *(numbers(3, 8, seed=seed) for seed in (1, 2, 3))).graph)
+    assert [each.op for _, each in graph.readings.all("rotation", "partial_rotation")] == ["rotation"] * found
+    assert not graph.readings.missed("rotation")
 
 
 Made = Callable[[Algebra, Value, Value, Value], Value]
