@@ -149,6 +149,12 @@ def test_a_number_whose_inverse_is_infinite_divides_nothing():
     assert [each for each in (0.5, -2.0, 0.0, math.inf, math.nan, 1e-310) if divides(each)] == [0.5, -2.0]
 
 
+def test_a_weight_has_an_exponential():
+    x, _ = leaf(Algebra(), "x", 3)
+    assert (generator("exp", x) * generator("is", x)).is_weight
+    assert not generator("is", x).is_weight
+
+
 def test_a_long_sum_is_not_written_out():
     a = Algebra()
     values = [generator("exp", leaf(a, f"x{n}", 3)[0]) for n in range(200)]

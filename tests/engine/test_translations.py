@@ -171,6 +171,7 @@ STAY = {
     "NaN made 1": lambda build: build(
         aten.nan_to_num.default, build(aten.softmax.int, build.input(4, 4), -1), 1.0
     ),
+    "a factor that no float holds": call(aten.mul.Tensor, (4,), more=(2**53 + 1,), dtype=i64),
     "steps of a half": lambda build: build(aten.arange.start_step, 0.5, 8.0, 0.5),
     "dropped at random": call(aten.dropout.default, (4, 4), more=(0.5, True)),
     "a number from another device": call(aten._to_copy.default, (), device=torch.device("cpu")),
@@ -255,6 +256,21 @@ FORMS = {
     "a factor that bfloat16 does not hold": (
         call(aten.mul.Tensor, (4,), more=(0.1,), dtype=torch.bfloat16),
         "scale(arg0_1, 0.1)",
+    ),
+    "complex numbers times others of their kind": (
+        lambda build: build(
+            aten.view_as_real.default,
+            build(
+                aten.mul.Tensor,
+                *(build(aten.complex.default, build.input(4), build.input(4)) for _ in range(2)),
+            ),
+        ),
+        "cat(reshape(add(mul(arg0_1, arg3_1), scale(mul(arg1_1, arg4_1), -1.0))), "
+        "reshape(add(mul(arg0_1, arg4_1), mul(arg1_1, arg3_1))), 1)",
+    ),
+    "a number that wraps round in a byte": (
+        call(aten.add.Tensor, (4,), more=(300,), dtype=torch.int8),
+        "shift(arg0_1, 44.0)",
     ),
     "complex numbers times others": (
         lambda build: build(
