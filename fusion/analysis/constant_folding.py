@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import reduce
+from operator import eq, le, lt, ne
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,8 @@ def _slice(value: Value, x: Array) -> Array:
     return x[(slice(None),) * axis + (slice(start, stop, step),)]
 
 
-_COMPARE: Mapping[str, Callable[[Array, Array], Any]] = {
-    "le": np.less_equal, "lt": np.less, "eq": np.equal, "ne": np.not_equal,
-}  # fmt: skip
+COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {"le": le, "lt": lt, "eq": eq, "ne": ne}
+"""What each comparison says of two numbers, or of those of two arrays."""
 
 _FOLDS: Mapping[str, Callable[..., Any]] = {
     "arange": lambda value: value.attrs[0] + value.attrs[1] * np.arange(value.shape[0]),
@@ -65,7 +65,7 @@ _FOLDS: Mapping[str, Callable[..., Any]] = {
     "shift": _shift,
     "mul": lambda value, x, y: x * y,
     "add": lambda value, x, y: x + y,
-    "compare": lambda value, x, y: _COMPARE[value.attrs[0]](x, y),
+    "compare": lambda value, x, y: COMPARE[value.attrs[0]](x, y),
     "and": lambda value, x, y: x & y,
     "or": lambda value, x, y: x | y,
     "not": lambda value, x: ~x,

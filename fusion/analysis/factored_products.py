@@ -114,15 +114,22 @@ def peeled(a: Algebra, z: Value, to: str, above: Peeled | None = None) -> Peeled
         case "scale":
             return peeled(a, z.arg, to, replace(so, number=so.number * z.attrs[0]))
         case "mul":
-            factors = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
-            inner = [each for each in z.args if each.shape == z.shape and each not in factors]
-            if len(factors) != 1 or len(inner) != 1:
+            factor, inner = _factor_of(z)
+            if factor is None or inner.shape != z.shape:
                 return None
-            return peeled(a, inner[0], to, replace(so, factors=(*so.factors, factors[0])))
+            return peeled(a, inner, to, replace(so, factors=(*so.factors, factor)))
         case _:
             step = row_step(z)
             kept = () if step is None else tuple(_below(a, z, each) for each in so.factors)
             return step and peeled(a, z.arg, to, replace(so, factors=kept, steps=(step, *so.steps)))
+
+
+def _factor_of(z: Value) -> tuple[Value | None, Value]:
+    """The one factor of a product that is of rows [.., 1] or of all, and what it multiplies; None without one."""
+    small = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
+    if len(small) != 1:
+        return None, z
+    return small[0], z.args[1] if z.args[0] is small[0] else z.args[0]
 
 
 def _holds_rounded(z: Value) -> bool:
@@ -213,10 +220,8 @@ def scaled_sum(a: Algebra, z: Value) -> Value | None:
     number = 1.0
     while z.op in ("mul", "scale", "cast") and is_float(z):
         if z.op == "mul":
-            small = [each for each in z.args if prod(each.shape) == 1 or each.shape[-1:] == (1,)]
-            must(len(small) == 1)
-            factors.append(small[0])
-            z = z.args[1] if z.args[0] is small[0] else z.args[0]
+            factor, z = _factor_of(z)
+            factors.append(proven(factor))
             continue
         number *= z.attrs[0] if z.op == "scale" else 1.0
         z = z.arg

@@ -18,11 +18,7 @@ from fusion.graph import Value
 from fusion.graph.dims import INDEX_DTYPES
 
 _FAR = 2**48
-
-
 _LARGEST = 2**31 - 1
-
-
 Range = tuple[float, float]
 
 

@@ -34,12 +34,26 @@ class Rows:
     @property
     def lanes(self) -> tuple[int, ...]:
         """Sizes of the lane dims."""
-        return tuple(int(size) for size in self.value.shape[self.value.rank - self.depth :])
+        return tuple(int(size) for size in self.value.shape[self.lead :])
+
+    @property
+    def lead(self) -> int:
+        """How many dims stand before them."""
+        return self.value.rank - self.depth
+
+    @property
+    def place(self) -> list[Index]:
+        """Where along each lane dim the lanes are."""
+        return list(np.unravel_index(self.index, self.lanes))
+
+    def below(self) -> Rows:
+        """The same lanes of what the value is a function of, element by element."""
+        return Rows(self.value.arg, self.depth, self.index)
 
     @property
     def batch(self) -> tuple[object, ...]:
         """Sizes of the dims before them."""
-        return self.value.shape[: self.value.rank - self.depth]
+        return self.value.shape[: self.lead]
 
 
 @dataclass(frozen=True)
@@ -91,36 +105,28 @@ def descend(at: Rows) -> list[tuple[Index, Rows]] | None:
     Returns the parts as (positions in the question, where those lanes come from); None where the op does more than
     move lanes, or moves rows as well.
     """
-    value, lead = at.value, at.value.rank - at.depth
-    everything = np.arange(len(at.index))
+    value, lead, place = at.value, at.lead, at.place
     match value.op:
         case "reshape":
-            return _through_reshape(at, everything)
-        case "permute" if value.attrs[:lead] == tuple(range(lead)):
-            order = [axis - lead for axis in value.attrs[lead:]]
-            place = np.unravel_index(at.index, at.lanes)
-            source = [place[order.index(axis)] for axis in range(at.depth)]
-            return [(everything, _at(value.arg, at.depth, source))]
-        case "expand":
-            place = np.unravel_index(at.index, at.lanes)
-            sizes = value.arg.shape[lead:]
-            source = [where if size != 1 else where * 0 for where, size in zip(place, sizes, strict=True)]
-            return [(everything, _at(value.arg, at.depth, source))]
-        case "slice" if value.attrs[0] >= lead:
-            axis, start, _, step = value.attrs
-            source = list(np.unravel_index(at.index, at.lanes))
-            source[axis - lead] = start + step * source[axis - lead]
-            return [(everything, _at(value.arg, at.depth, source))]
-        case "flip" if value.attrs[0] >= lead:
-            source = list(np.unravel_index(at.index, at.lanes))
-            source[value.attrs[0] - lead] = int(value.shape[value.attrs[0]]) - 1 - source[value.attrs[0] - lead]
-            return [(everything, _at(value.arg, at.depth, source))]
+            return _through_reshape(at)
         case "cat" if value.attrs[0] >= lead:
             return _through_cat(at, value.attrs[0] - lead)
         case "slice_scatter" if value.attrs[0] >= lead:
-            return _through_scatter(at, everything)
+            return _through_scatter(at)
+        case "permute" if value.attrs[:lead] == tuple(range(lead)):
+            order = value.attrs[lead:]
+            place = [place[order.index(axis)] for axis in range(lead, value.rank)]
+        case "expand":
+            place = [where * (size != 1) for where, size in zip(place, value.arg.shape[lead:], strict=True)]
+        case "slice" if value.attrs[0] >= lead:
+            axis, start, _, step = value.attrs
+            place[axis - lead] = start + step * place[axis - lead]
+        case "flip" if value.attrs[0] >= lead:
+            (axis,) = value.attrs
+            place[axis - lead] = int(value.shape[axis]) - 1 - place[axis - lead]
         case _:
             return None
+    return [(np.arange(len(at.index)), _at(value.arg, at.depth, place))]
 
 
 def _at(value: Value, depth: int, place: Sequence[Index]) -> Rows:
@@ -128,16 +134,16 @@ def _at(value: Value, depth: int, place: Sequence[Index]) -> Rows:
     return Rows(value, depth, np.ravel_multi_index(tuple(place), sizes))
 
 
-def _through_reshape(at: Rows, everything: Index) -> list[tuple[Index, Rows]] | None:
-    source, lead = at.value.arg, at.value.rank - at.depth
+def _through_reshape(at: Rows) -> list[tuple[Index, Rows]] | None:
+    source, lead = at.value.arg, at.lead
     inner = source.shape[lead:]
     if not inner or source.shape[:lead] != at.batch or math.prod(inner) != math.prod(at.lanes):
         return None
-    return [(everything, Rows(source, source.rank - lead, at.index))]
+    return [(np.arange(len(at.index)), Rows(source, source.rank - lead, at.index))]
 
 
 def _through_cat(at: Rows, axis: int) -> list[tuple[Index, Rows]]:
-    place = list(np.unravel_index(at.index, at.lanes))
+    place = at.place
     parts: list[tuple[Index, Rows]] = []
     offset = 0
     for piece in at.value.args:
@@ -150,18 +156,18 @@ def _through_cat(at: Rows, axis: int) -> list[tuple[Index, Rows]]:
     return parts
 
 
-def _through_scatter(at: Rows, everything: Index) -> list[tuple[Index, Rows]]:
+def _through_scatter(at: Rows) -> list[tuple[Index, Rows]]:
     axis, start, stop, step = at.value.attrs
-    axis -= at.value.rank - at.depth
-    place = list(np.unravel_index(at.index, at.lanes))
+    axis -= at.lead
+    place = at.place
     lane = place[axis]
     written = (lane >= start) & (lane < stop) & ((lane - start) % step == 0)
     parts: list[tuple[Index, Rows]] = []
     if not written.all():
-        kept = everything[~written]
+        kept = np.nonzero(~written)[0]
         parts.append((kept, _at(at.value.args[0], at.depth, [where[kept] for where in place])))
     if written.any():
-        here = everything[written]
+        here = np.nonzero(written)[0]
         inside = [where[here] for where in place]
         inside[axis] = (inside[axis] - start) // step
         parts.append((here, _at(at.value.args[1], at.depth, inside)))
@@ -172,10 +178,10 @@ def factor(at: Rows, leaves: Leaves) -> Factor:
     """Follow an operand of a product down to one leaf; where its lanes come from several, the operand is the leaf."""
     value = at.value
     if value.op == "scale":
-        inner = factor(Rows(value.arg, at.depth, at.index), leaves)
+        inner = factor(at.below(), leaves)
         return Factor(inner.coefficient * value.attrs[0], inner.leaf, inner.index)
     if value.op == "cast" and widens(value.arg.dtype, value.dtype):
-        return factor(Rows(value.arg, at.depth, at.index), leaves)
+        return factor(at.below(), leaves)
     parts = descend(at)
     if parts is not None:
         joined = _join([(where, factor(source, leaves)) for where, source in parts], len(at.index))
@@ -205,7 +211,7 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
                 return None
             return found[0] + found[1]
         case "scale":
-            inner = terms(Rows(value.arg, at.depth, at.index), leaves, limit)
+            inner = terms(at.below(), leaves, limit)
             return inner and [Term(each.coefficient * value.attrs[0], each.first, each.second) for each in inner]
         case "mul":
             left, right = (_operand(at, each) for each in value.args)
@@ -215,7 +221,7 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
             first, second = factor(left, leaves), factor(right, leaves)
             return [Term(first.coefficient * second.coefficient, first, second)]
         case "cast" if is_rounding(value):
-            return terms(Rows(value.arg, at.depth, at.index), leaves, limit)
+            return terms(at.below(), leaves, limit)
         case _:
             parts = descend(at)
             if parts is None:
@@ -226,11 +232,9 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
 
 def _operand(at: Rows, operand: Value) -> Rows | None:
     """The lanes of a broadcast operand."""
-    lead = at.value.rank - at.depth
     padded = (1,) * (at.value.rank - operand.rank) + operand.shape
-    place = np.unravel_index(at.index, at.lanes)
     depth = min(at.depth, operand.rank)
-    own = [where * (size != 1) for where, size in zip(place, padded[lead:], strict=True)][at.depth - depth :]
+    own = [where * (size != 1) for where, size in zip(at.place, padded[at.lead :], strict=True)][at.depth - depth :]
     return _at(operand, depth, own) if depth else None
 
 
@@ -261,7 +265,7 @@ def _ends(at: Rows, chain: tuple[object, ...], numbers: dict[object, int]) -> tu
     """Leaf (with the functions applied on the way) and lane of each lane."""
     value = at.value
     if value.op in _POINTWISE:
-        return _ends(Rows(value.arg, at.depth, at.index), (*chain, value.op, value.attrs, value.dtype), numbers)
+        return _ends(at.below(), (*chain, value.op, value.attrs, value.dtype), numbers)
     parts = descend(at) or _past_rows(at)
     if parts is None:
         number = numbers.setdefault((value, at.depth, chain), len(numbers))
@@ -280,4 +284,4 @@ def _past_rows(at: Rows) -> list[tuple[Index, Rows]] | None:
     moved = value.op == "permute" and value.attrs[-1] != value.rank - 1
     if moved or value.arg.shape[-1:] != value.shape[-1:]:
         return None
-    return [(np.arange(len(at.index)), Rows(value.arg, 1, at.index))]
+    return [(np.arange(len(at.index)), at.below())]

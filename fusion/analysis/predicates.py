@@ -9,16 +9,16 @@ the formula of where it stands. What cannot be followed is a leaf: a tensor read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from operator import add, eq, le, lt, mul, ne
+from operator import add, mul
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, disjunction, negation, number
-from fusion.analysis.constant_folding import Folder, band
+from fusion.analysis.constant_folding import COMPARE, Folder, band
 from fusion.analysis.dtypes import held_number, is_integer
 from fusion.analysis.intervals import is_exact
 from fusion.graph import Value, but_ones
@@ -26,8 +26,6 @@ from fusion.graph.proof import proof, proven
 
 MOST = 8  # different constants that a mask of floats may have
 
-
-_HOLDS: Mapping[str, Callable[[float, float], bool]] = {"le": le, "lt": lt, "eq": eq, "ne": ne}
 
 Assumption = Callable[[Value, "Sequence[Affine]"], Formula | None]
 """Where a mask that is passed in shows a key, if anything is assumed of it."""
@@ -213,7 +211,7 @@ class Positions:
         """Whole numbers, or tensors of a few numbers each, as in `mask == 0`."""
         pairs = self._pairs(x, at)
         if pairs is not None:
-            return disjunction(*(formula for u, v, formula in pairs if _HOLDS[x.attrs[0]](u, v)))
+            return disjunction(*(formula for u, v, formula in pairs if COMPARE[x.attrs[0]](u, v)))
         if not all(map(is_integer, x.args)):
             return ("is", Leaf(x, tuple(at)))
         below, above = (self.affine(each, _spread(each, x, at)) for each in x.args)

@@ -25,7 +25,7 @@ def linear(a: Algebra, places: Places, value: Value) -> Parts | None:
         x, y = value.args
         plain = all(size == 1 for size in y.shape[:-2]) and value.rank == x.rank
         return (x, swapped(a, a.reshape(y, y.shape[-2:])), None) if plain else None
-    if value.op == "add" and is_float(value):
+    if value.op == "add":
         return _biased(a, places, *value.args) or _biased(a, places, *value.args[::-1])
     viewed = value.op == "reshape" and value.shape[-1:] == value.arg.shape[-1:]
     parts = linear(a, places, value.arg) if viewed or value.op == "scale" else None

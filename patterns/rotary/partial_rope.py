@@ -12,23 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, tensor, variants
-from patterns.rotary.rope import Rope
+from fusion import Rule, attribute, lowering, pattern, tensor, variants
+from patterns.rotary.rope import Rope, Turned
 
 WAYS = ("half", "pairs", "pairs_to_half", "pairs_to_half_by_batch", "rows_to_half", "through_half")
 """Lowerings of `rope`."""
-
-
-@dataclass(frozen=True)
-class Turned(Group):
-    """The lanes that are rotated."""
-
-    x: Any = tensor("*B D")
-    cos: Any = tensor("*T D")
-    sin: Any = tensor("*U D")
-    source: Any = attribute()
-    result: Any = attribute()
-    dtype: Any = attribute()
 
 
 @dataclass(frozen=True)
@@ -48,5 +36,5 @@ class PartialRope(Rule):
     @variants(way=WAYS)
     def joined(self, turned, rest, rest_first, way):
         """The rotation in one of the ways of `rope`, beside the other lanes."""
-        y = getattr(Rope(), way)(**vars(turned)).to(turned.dtype)
+        y = getattr(Rope(), way)(turned)
         return torch.cat((rest, y) if rest_first else (y, rest), dim=-1)

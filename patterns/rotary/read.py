@@ -240,10 +240,8 @@ def _reading(a: Algebra, found: _Sum, leaf: int, sides: Sequence[_Side], orders:
 
 def _compute_dtype(leaves: Leaves) -> torch.dtype | None:
     """The dtype of the products; where they differ, one that holds all of them and what they are made of."""
-    if len(leaves.computed) == 1:
-        return next(iter(leaves.computed))
-    dtypes = [*leaves.computed, *(leaf.dtype for leaf, _ in leaves.found)]
-    return reduce(torch.promote_types, [each for each in dtypes if each is not None])
+    made_of = {leaf.dtype for leaf, _ in leaves.found} if len(leaves.computed) > 1 else set()
+    return reduce(torch.promote_types, [each for each in leaves.computed | made_of if each is not None])
 
 
 def _flat(a: Algebra, leaf: Value, depth: int) -> Value:

@@ -7,13 +7,13 @@ differ. *Replaces with* `npu_rotary_mul` or `npu_interleave_rope`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, require, tensor
+from fusion import Group, Rule, attribute, lowering, pattern, require, tensor
 
 
 def four_dims(x: Tensor) -> Tensor:
@@ -67,6 +67,22 @@ def for_batch(table: Tensor, batch: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Turned(Group):
+    """Lanes that are rotated, in which orders their pairs stand, and the dtype of the result."""
+
+    x: Any = tensor("*B D")
+    cos: Any = tensor("*T D")
+    sin: Any = tensor("*U D")
+    source: Any = attribute()
+    result: Any = attribute()
+    dtype: Any = attribute()
+
+    def by(self, order: str, matrix: Tensor | None = None) -> Tensor:
+        """The rotation by `rotary_mul`."""
+        return rotary_mul(self.x, self.cos, self.sin, order, matrix).to(self.dtype)
+
+
+@dataclass(frozen=True)
 class Rope(Rule):
     """Rotary position embedding of one tensor."""
 
@@ -76,65 +92,57 @@ class Rope(Rule):
         return x * cos + torch.cat((-high, low), dim=-1) * sin
 
     @pattern
-    def rotated(
-        self,
-        p,
-        x=tensor("*B D"),
-        cos=tensor("*T D"),
-        sin=tensor("*U D"),
-        source=attribute(),
-        result=attribute(),
-        dtype=attribute(),
-    ):
+    def rotated(self, p, turned: Any = Turned):
         """All lanes are rotated."""
-        return p.rotation(x=x, cos=cos, sin=sin, source=source, result=result, dtype=dtype)
+        return p.rotation(**vars(turned))
 
     @lowering
-    def half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+    def half(self, turned: Turned):
         """Half order on both sides."""
-        require(source == result == "half", "the lanes are not in half order")
-        return rotary_mul(x, cos, sin, "half").to(dtype)
+        require(turned.source == turned.result == "half", "the lanes are not in half order")
+        return turned.by("half")
 
     @lowering
-    def pairs(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+    def pairs(self, turned: Turned):
         """Interleaved order on both sides."""
-        require(source == result == "interleaved", "the lanes are not in interleaved order")
-        return rotary_mul(x, cos, sin, "interleave").to(dtype)
+        require(turned.source == turned.result == "interleaved", "the lanes are not in interleaved order")
+        return turned.by("interleave")
 
     @lowering
-    def pairs_by_matrix(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+    def pairs_by_matrix(self, turned: Turned):
         """The same by a constant matrix, for compilers that cannot say which lanes are turned."""
-        require(source == result == "interleaved", "the lanes are not in interleaved order")
-        return rotary_mul(x, cos, sin, "interleave", turning(x)).to(dtype)
+        require(turned.source == turned.result == "interleaved", "the lanes are not in interleaved order")
+        return turned.by("interleave", turning(turned.x))
 
     @lowering
-    def pairs_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+    def pairs_to_half(self, turned: Turned):
         """Interleaved in, half out: x [B, N, S, D] with tables that do not depend on N."""
-        require((source, result) == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
-        rotated = torch.ops.npu.npu_interleave_rope(four_dims(x), four_dims(cos), four_dims(sin))
-        return rotated.reshape(x.shape).to(dtype)
+        orders = turned.source, turned.result
+        require(orders == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
+        x, cos, sin = (four_dims(each) for each in (turned.x, turned.cos, turned.sin))
+        return torch.ops.npu.npu_interleave_rope(x, cos, sin).reshape(turned.x.shape).to(turned.dtype)
 
     @lowering
-    def pairs_to_half_by_batch(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+    def pairs_to_half_by_batch(self, turned: Turned):
         """The same with tables for every sequence."""
-        cos, sin = (for_batch(each, four_dims(x).shape[0]) for each in (cos, sin))
-        return self.pairs_to_half(x, cos, sin, source, result, dtype)
+        cos, sin = (for_batch(each, four_dims(turned.x).shape[0]) for each in (turned.cos, turned.sin))
+        return self.pairs_to_half(replace(turned, cos=cos, sin=sin))
 
     @lowering
-    def rows_to_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+    def rows_to_half(self, turned: Turned):
         """The same for x [B, S, N, D]: every position is a batch entry of its own."""
-        one = all(each.dim() == 4 and each.shape[2] == 1 for each in (cos, sin))
+        x, tables = turned.x, (turned.cos, turned.sin)
+        one = all(each.dim() == 4 and each.shape[2] == 1 for each in tables)
         require(x.dim() == 4 and one, "the tables depend on the heads")
-        cos, sin = (each.expand(*x.shape[:2], 1, x.shape[3]).reshape(-1, 1, 1, x.shape[3]) for each in (cos, sin))
+        cos, sin = (each.expand(*x.shape[:2], 1, x.shape[3]).reshape(-1, 1, 1, x.shape[3]) for each in tables)
         rows = x.reshape(-1, x.shape[2], 1, x.shape[3])
-        return self.pairs_to_half(rows, cos, sin, source, result, dtype).reshape(x.shape)
+        return self.pairs_to_half(replace(turned, x=rows, cos=cos, sin=sin)).reshape(x.shape)
 
     @lowering
-    def through_half(self, x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str, dtype: torch.dtype):
+    def through_half(self, turned: Turned):
         """Any orders, by reordering lanes around the rotation in half order."""
-        require("interleaved" in (source, result), "the lanes are in half order already")
-        if source == "interleaved":
-            x = to_halves(x)
-        if result == "interleaved":
-            return to_pairs(rotary_mul(x, to_halves(cos), to_halves(sin), "half")).to(dtype)
-        return rotary_mul(x, cos, sin, "half").to(dtype)
+        require("interleaved" in (turned.source, turned.result), "the lanes are in half order already")
+        x = to_halves(turned.x) if turned.source == "interleaved" else turned.x
+        if turned.result == "half":
+            return replace(turned, x=x).by("half")
+        return to_pairs(replace(turned, x=x, cos=to_halves(turned.cos), sin=to_halves(turned.sin)).by("half"))

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from sympy import Symbol
 from torch import Tensor
 
+from fusion.analysis.elements import arranged_pick, cut
 from fusion.analysis.exp_monomials import Powers, Share, divides, generator, total
 from fusion.analysis.exponentials import Exponentials
 from fusion.graph import Algebra, Value, but_ones
@@ -70,6 +72,7 @@ EXPONENTS = {
     "one entry": (lambda a, x: a.cut(x, 0, 1, 2), None),
     "two entries": (lambda a, x: a.cut(x, 1, 1, 3), None),
     "entry of a cut": (lambda a, x: a.cut(x, 1, 1, 2), (-2, 0)),
+    "beside a part": (lambda a, x: a.add(x, a.cut(x, -2, 0, 1)), None),
     "rows in other places": (lambda a, x: a.reshape(a.expand(a.reshape(x, (1, 2, 3)), (3, 2, 3)), (2, 9)), (-2, 1)),
 }  # fmt: skip
 WEIGHTS = {
@@ -79,6 +82,9 @@ WEIGHTS = {
     "entry beside an average": (lambda a, x: a.mean(x, (-2,)), (-1, 1)),
     "more than a number": (lambda a, x: a.shift(x, math.inf), None),
     "one more": (lambda a, x: a.shift(x, 1), None),
+    "square": (lambda a, x: a.power(x, 2), None),
+    "average of all": (lambda a, x: a.mean(x, (-2, -1)), None),
+    "whole numbers": (lambda a, x: a.cast(a.cast(a.scale(x, 9), torch.int64), x.dtype), None),
 }
 
 
@@ -109,8 +115,44 @@ def test_a_weight_is_what_it_is_made_of(name: str):
     is_right("is", function(a, x), pick, a, {x: data})
 
 
+def test_values_are_known_by_what_their_exponentials_are():
+    a = Algebra()
+    (x, data), (y, more) = leaf(a, "x", 2, 3), leaf(a, "y", 2, 4, 3, seed=1)
+    known, real = Exponentials(a), {x: data, y: more}
+    for function, pick in EXPONENTS.values():
+        known.power(function(a, x), pick)
+    known.value(a.unary("sigmoid", x))
+    known.power(a.permute(y, (1, 0, 2)))
+    for (factor, powers), values in known.logs.items():
+        for each in values:
+            expected = computed(each, real).exp()
+            assert expected.shape == but_ones(each.shape)
+            torch.testing.assert_close(number_of(Share(factor, powers), real).expand(each.shape), expected)
+
+
+def test_an_entry_is_cut_of_its_own_dim():
+    a = Algebra()
+    x, _ = leaf(a, "x", 4, 2)
+    assert cut(a, x, (-1, 1)) is a.reshape(a.cut(x, 1, 1, 2), (4,))
+    y, _ = leaf(a, "y", 2, 1, 3)
+    assert arranged_pick(a.reshape(y, (2, 3)), (-2, 1)) == ((-3, 1),)
+
+
+def test_entries_of_a_symbolic_dim_are_not_told_apart():
+    a = Algebra()
+    x = a.make("input", (), ("x",), (Symbol("s", positive=True, integer=True), 3), torch.float64)
+    mean = a.mean(x, (-2,))
+    assert Exponentials(a).value(mean) == generator("is", a.reshape(mean, (3,)))
+
+
 def test_a_number_whose_inverse_is_infinite_divides_nothing():
     assert [each for each in (0.5, -2.0, 0.0, math.inf, math.nan, 1e-310) if divides(each)] == [0.5, -2.0]
+
+
+def test_a_weight_has_an_exponential():
+    x, _ = leaf(Algebra(), "x", 3)
+    assert (generator("exp", x) * generator("is", x)).is_weight
+    assert not generator("is", x).is_weight
 
 
 def test_a_long_sum_is_not_written_out():

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.analysis.factored_products import factors_of, joined, peeled, product_of, scaled_int8, scaled_sum
+from fusion.analysis.factored_products import (
+    factors_of,
+    joined,
+    peeled,
+    product_of,
+    scaled_int8,
+    scaled_sum,
+    weighted_sum,
+)
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
 
@@ -28,6 +36,18 @@ def test_a_product_of_floats_below_factors():
     found = peeled(a, a.scale(a.reshape(a.cast(x, torch.float32), (6, 4, 5)), 0.5), "matmul")
     assert found is not None
     assert (found.value, found.number, found.steps) == (x, 0.5, (("reshape", (6, 4)),))
+
+
+def test_a_factor_lies_as_the_rows_below_it():
+    a = Algebra()
+    x = product(a, "x", torch.float32)
+    rows, more = (a.make("input", (), (name, 0), shape, torch.float32) for name, shape in (
+        ("f", (3, 2, 4, 1)), ("g", (7, 2, 3, 4, 1)),
+    ))  # fmt: skip
+    found = peeled(a, made(a.mul(a.permute(x, (1, 0, 2, 3)), rows)), "matmul")
+    assert found is not None
+    assert found.factors == (a.permute(rows, (1, 0, 2, 3)),)
+    assert peeled(a, made(a.mul(x, more)), "matmul") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
@@ -115,6 +135,20 @@ def test_a_sum_of_products_is_scaled_as_a_whole():
         assert scaled_sum(a, made(other)) is None
 
 
+def test_only_factors_of_all_go_to_the_values_of_a_weighted_sum():
+    a = Algebra()
+    shares = a.make("input", (), ("p", 0), (2, 4, 5), torch.float32)
+    values = a.cast(a.make("input", (), ("v", 0), (2, 5, 8), torch.int8), torch.float32)
+    one, rows = (a.make("input", (), (name, 0), shape, torch.float32) for name, shape in (("f", (1,)), ("g", (4, 1))))
+    product = made(matmul(a, shares, values))
+    whole = made(a.mul(product, one))
+    found = weighted_sum(a, whole)
+    assert found is not None
+    assert found[0].args == (shares, a.mul(values, one))
+    for other in (a.mul(product, rows), a.cast(a.cast(whole, torch.int32), torch.float32)):
+        assert weighted_sum(a, made(other)) is None
+
+
 # factors -----------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +180,7 @@ def test_whole_numbers_of_8_bits_are_seen_through_views_of_whole_rows():
     assert found.rows is a.cut(a.reshape(rows, (2, 2, 1)), 0, 1, 2)
     for other in (a.permute(x, (1, 0)), a.cut(x, 1, 0, 2), a.reshape(x, (2, 8)), a.mul(x, a.permute(rows, (1, 0)))):
         assert scaled_int8(a, made(other)) is None
+    assert scaled_int8(a, a.cast(held, torch.int32)) is None
 
 
 def test_a_factor_that_repeats_whole_numbers_is_none_of_their_rows():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusion.analysis.lanes import Leaves, descend, factor, rows, same_lanes, terms
+from fusion.analysis.lanes import NONE, Leaves, descend, factor, rows, same_lanes, terms
 from fusion.graph import Algebra, Value
 from fusion.graph.recipe import build
 
@@ -124,6 +124,20 @@ def evaluated(term, leaves: Leaves, numbers: dict[Value, Tensor]) -> Tensor:
     return result
 
 
+def test_what_a_cast_changes_is_not_followed():
+    a = Algebra()
+    x, _ = leaf(a, "x", 2, SIZE)
+    narrow, whole = a.cast(x, torch.bfloat16), a.cast(x, torch.int64)
+    for held in (narrow, whole):
+        leaves = Leaves()
+        factor(rows(held), leaves)
+        assert leaves.found == [(held, 1)]
+    for dtype, products in ((torch.bfloat16, True), (torch.int64, False)):
+        found = terms(rows(a.cast(a.cast(a.mul(x, a.unary("cos", x)), dtype), torch.float64)), Leaves())
+        assert found is not None
+        assert [bool((each.second.leaf != NONE).all()) for each in found] == [products]
+
+
 def test_lanes_that_are_provably_equal():
     a = Algebra()
     x, _ = leaf(a, "x", 3, 4)
@@ -140,6 +154,8 @@ def test_rows_are_not_lanes():
     assert descend(rows(a.reshape(x, (4, 3)))) is None
     assert descend(rows(a.cut(x, 0, 1, 3))) is None
     assert descend(rows(a.make("flip", (x,), (0,), x.shape, x.dtype))) is None
+    assert descend(rows(a.make("slice_scatter", (x, a.cut(x, 0, 0, 1)), (0, 1, 2, 1), x.shape, x.dtype))) is None
+    assert descend(rows(a.reshape(leaf(a, "y", 2, 3, 4)[0], (3, 2, 4)))) is None
     none, _ = leaf(a, "none", 0, 4)
     assert descend(rows(a.reshape(none, (0, 8)))) is None
 

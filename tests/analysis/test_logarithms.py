@@ -104,6 +104,8 @@ def test_a_sum_below_a_number_of_its_row_is_a_log_sum():
         lambda x, top: (x - top).exp().sum(-1, True).log() * top,
         lambda x, top: (x - top).exp().sum(-1, True).log() + 2 * top,
         lambda x, top: (x - x[:1]).exp().sum(-1, True).log() + top,
+        lambda x, top: (x - x.tanh()).exp().sum(-1, True).log() + x.tanh(),
+        lambda x, top: x.logsumexp(0, True),
     ],
 )
 def test_what_resembles_a_log_sum_is_none(form: Any):

@@ -17,3 +17,9 @@ def test_rounded_numbers_are_kept_by_floats_of_16_bits(dtype: torch.dtype):
     bounded = a.make("clip", (cast,), (-128.0, 127.0), (8,), dtype)
     kept = dtype is not torch.float8_e4m3fn  # which makes 128 of 127
     assert rounded(bounded) == (Rounded(x, -128, 127, rounded=True) if kept else Rounded(cast, -128, 127))
+
+
+def test_rounded_numbers_may_have_other_dims():
+    a = Algebra()
+    x = a.make("input", (), ("x",), (8,), torch.float32)
+    assert rounded(a.reshape(a.unary("round", x), (2, 4))) == Rounded(x, rounded=True)

@@ -100,3 +100,4 @@ def test_only_what_was_widened_is_seen_before_its_cast(held: torch.dtype, to: to
 
     assert (uncast(a, turned(a.cast(x, to))) is turned(x)) == narrow
     assert (uncast(a, turned(a.cast(x, to)), held) is turned(x)) == narrow
+    assert uncast(a, turned(a.cast(x, to)), torch.float16) is turned(a.cast(x, to))

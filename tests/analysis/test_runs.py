@@ -43,3 +43,4 @@ def test_what_does_not_count_by_one():
     for other in (a.add(a.add(counted(a), s), t), a.add(counted(a), each), a.scale(counted(a), 2), each):
         assert run(a, other) is None
     assert run(a, a.expand(a.add(counted(a), s), (3, 4))) is None
+    assert run(a, a.expand(listed(a, 3), (4,))) is None

@@ -15,6 +15,7 @@ from fusion.graph import Graph
 from fusion.language.rule import Refused
 from fusion.options import Options
 from fusion.testing import capture
+from patterns.cache.cache_write import Cache, CacheWrite
 from patterns.cache.pages import cut
 from tests.engine.graphs import numbers, read_graph
 
@@ -69,6 +70,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "half the position": (ONE, lambda p: (at() == p * 2)[:, None], CACHE, ROW, POSITION),
     "one of each lane": (BATCH, lambda p: at()[:, None] == p, CACHE, ROW, torch.tensor([1, 2, 3, 4])),
     "one of each position": (BATCH, lambda p: (at() == p)[:, None, None], SQUARE, LINE, LINES),
+    "the first of several of each sequence": (
+        BATCH, lambda p: (at() == p[:, :1])[..., None], CACHE, ROW, LINES[:6].reshape(B, 3),
+    ),
     "one of each head": (BATCH, lambda p: (at() == p[:, None])[..., None], CACHE[None], ROW[None], EACH),
     "one of each head, as many as sequences": (
         BATCH, lambda p: (at() == p[:, None])[..., None], CACHE.repeat(2, 1, 1, 1), ROW.repeat(2, 1, 1, 1), EACH,
@@ -173,6 +177,7 @@ BLENDS: dict[str, tuple[Callable[..., Tensor], Tensor, bool]] = {
     "one mask": (blended(lambda m: 1 - m.float(), lambda m: m.float().cumsum(0)), MASK, False),
     "shares": (blended(lambda m: 1 - m, lambda m: m), SHARES, False),
     "whole numbers": (blended(lambda m: 1 - m.float(), lambda m: m.float()), LINES[:, None], False),
+    "a sum": (lambda cache, rows, m: cache.copy_(cache + (1 - m.float()) + rows * m.float()), MASK, False),
     "a quotient": (lambda cache, rows, m: cache.copy_(cache * (1 - m.float()) + rows / (1 + m.float())), MASK, False),
 }
 
@@ -212,15 +217,21 @@ def in_another_order(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     return cache * 2
 
 
+def lanes(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Lanes of all rows."""
+    cache.view(-1, D)[:, slots[:2] % D] = rows.repeat(2, 1)[:12, :2]
+    return cache * 2
+
+
 def places_of_nothing_proven(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     """Slots in quotient and remainder of different numbers."""
     cache[slots // SIZE, (slots + 1) % SIZE] = rows[:, None].expand(-1, N, -1)
     return cache * 2
 
 
-@pytest.mark.parametrize("function", [heads_apart, places_of_heads, neighbours, in_another_order])
+@pytest.mark.parametrize("function", [heads_apart, places_of_heads, neighbours, in_another_order, lanes])
 def test_rows_of_heads_are_no_rows_of_pages(function: Callable[..., Tensor]):
-    pages = PAGES[:, :, :1].clone() if function is neighbours else PAGES
+    pages = PAGES[:, :, :1].clone() if function in (neighbours, lanes) else PAGES
     found = read(function, pages, NEW, SLOTS).readings.all("write_pages")
     assert not [value for value, each in found if each.captures["cache"].shape == pages.shape]
 
@@ -234,9 +245,23 @@ def test_pages_that_are_read_with_other_dims_are_written_once():
     assert [value.shape for value, _ in found] == [PAGES.shape]
 
 
-def test_a_slot_that_is_put_together_of_two_is_their_sum():
-    found = read(places_of_nothing_proven, PAGES, NEW, SLOTS).readings.all("write_pages")
+def quotients_by_another_size(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Slots in quotient and remainder by different numbers."""
+    cache[slots // (2 * SIZE), slots % SIZE] = rows[:, None].expand(-1, N, -1)
+    return cache * 2
+
+
+@pytest.mark.parametrize("function", [places_of_nothing_proven, quotients_by_another_size])
+def test_a_slot_that_is_put_together_of_two_is_their_sum(function: Callable[..., Tensor]):
+    found = read(function, PAGES, NEW, SLOTS).readings.all("write_pages")
     assert [each.captures["slots"].op for _, each in found] == ["add"]
+
+
+def test_a_place_may_lie_behind_a_size_that_changes():
+    pages = PAGES.clone()
+    torch._dynamo.mark_dynamic(pages, 1)
+    found = read(places_of_nothing_proven, pages, NEW, SLOTS, dynamic=None).readings.all("write_pages")
+    assert ["slots" in each.captures for _, each in found] == [False]
 
 
 def along_the_first_axis(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
@@ -247,6 +272,36 @@ def along_the_first_axis(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
 def outside_of_the_first_axis(cache: Tensor, rows: Tensor, position: Tensor) -> Tensor:
     cache.copy_(torch.where((at() == position)[:, None], rows, cache))
     return cache * 2
+
+
+PLACES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "no run": ("run", "not proven to be consecutive", {"axis": 1, "index": LINES}),
+    "a run of sequences": ("run", "rows of the batch", {"axis": 0, "number": 1}),
+    "no choice": ("kept_outside", "not chosen by a comparison", {"axis": 1, "number": 1}),
+    "a choice among sequences": ("kept_outside", "rows of the batch", {"axis": 0, "position": POSITION}),
+    "a choice, by coordinates": ("row_by_row", "given for every sequence", {"axis": 0, "position": POSITION}),
+    "a run of each sequence, by coordinates": ("row_by_row", "given for every sequence", {"axis": 1, "start": EACH}),
+}
+
+
+@pytest.mark.parametrize(("way", "reason", "place"), PLACES.values(), ids=PLACES)
+def test_each_way_to_write_refuses_places_of_others(way: str, reason: str, place: dict[str, Any]):
+    with pytest.raises(Refused, match=reason):
+        getattr(CacheWrite(), way)(Cache(**{**dict.fromkeys(vars(Cache())), "cache": CACHE, "rows": ROW, **place}))
+
+
+KEPT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "all but the last": lambda cache, rows: torch.cat((cache[:, :-1], rows), 1),
+    "some of the last": lambda cache, rows: torch.cat((cache[:, 2:], rows), 1),
+    "the last of a longer cache": lambda cache, rows: torch.cat((cache[:, 1:], rows, rows), 1),
+    "every second": lambda cache, rows: torch.cat((cache[:, ::2], rows), 1),
+}
+
+
+@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+def test_a_cache_that_slides_keeps_its_last_positions(keep: Callable[[Tensor, Tensor], Tensor]):
+    assert not read(keep, CACHE, ROW).readings.all("slide")
+    assert read(lambda cache, rows: torch.cat((cache[:, 1:], rows), 1), CACHE, ROW).readings.all("slide")
 
 
 @pytest.mark.parametrize("target", ["host", "ascend910_93"])

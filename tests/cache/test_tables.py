@@ -13,7 +13,7 @@ from fusion.analysis.constant_folding import Folder
 from fusion.stages.canonicalise import canonicalise
 from fusion.testing import capture
 from patterns.cache.read_block_tables import gathers
-from tests.engine.graphs import numbers
+from tests.engine.graphs import numbers, read_graph
 
 B, M, SIZE, BLOCKS, WIDTH = 2, 3, 4, 7, 8
 ROOM = M * SIZE
@@ -71,6 +71,60 @@ IN_ORDER: dict[str, tuple[Read, Tensor, Tensor, Named]] = {
 @pytest.mark.parametrize(("read", "pages", "table", "each"), IN_ORDER.values(), ids=IN_ORDER)
 def test_tables_are_read(read: Read, pages: Tensor, table: Tensor, each: Named):
     assert each in named(read, pages, table, batch=each.table[0])
+
+
+def told(
+    read: Read, pages: Tensor, table: Tensor, heads: int = 1, dynamic: bool | None = False
+) -> set[tuple[str, int, tuple[Any, ...]]]:
+    """How pages lie whose rows are keys, how many rows each has, and of what shape all are."""
+
+    def attended(query: Tensor, pages: Tensor, table: Tensor) -> Tensor:
+        keys = read(pages, table)
+        return (query @ keys.mT).softmax(-1) @ keys
+
+    query = numbers(B, heads, 1, read(pages, table).shape[-1], seed=1)
+    captured = capture(attended, (query, pages, table), dynamic=dynamic)
+    found = read_graph(captured.graph.graph, captured.facts).readings.all("paged_rows")
+    return {(each.captures["layout"], each.captures["size"], each.captures["pages"].shape) for _, each in found}
+
+
+LINES = numbers(BLOCKS, 2, SIZE, 16)
+"""As if in NZ: rows of 32 lanes, in two lines."""
+
+
+def turned(x: Tensor, table: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2)[table]
+
+
+LIE: dict[str, tuple[Read, int, set[tuple[str, int, tuple[int, ...]]]]] = {
+    "rows of lines": (
+        lambda x, t: turned(x, t).reshape(B, 1, ROOM, 32), 1, {("NZ", SIZE, (BLOCKS, 2, SIZE, 16))},
+    ),
+    "rows of two dims": (
+        lambda x, t: x[t].reshape(B, 1, 2 * ROOM, 16), 1, {("BSND", 2 * SIZE, (BLOCKS, 2 * SIZE, 1, 16))},
+    ),
+    "rows that are lines": (
+        lambda x, t: turned(x, t).reshape(B, 1, 2 * ROOM, 16), 1, {("BSND", 2 * SIZE, (BLOCKS, 2 * SIZE, 1, 16))},
+    ),
+    "lines of heads": (
+        lambda x, t: turned(x, t).reshape(B, ROOM, 2, 16).transpose(1, 2), 2, {("BSND", SIZE, (BLOCKS, SIZE, 2, 16))},
+    ),
+    "rows of what is no line": (
+        lambda x, t: x[t].reshape(B, M, SIZE, 2, 16).transpose(2, 3).reshape(B, 1, 2 * M, 64), 1, set(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "heads", "lie"), LIE.values(), ids=LIE)
+def test_pages_lie_as_their_rows_are_read(read: Read, heads: int, lie: set[tuple[str, int, tuple[int, ...]]]):
+    assert told(read, LINES, TABLE, heads) == lie
+
+
+def test_keys_whose_number_changes_are_left_alone():
+    torch.compiler.reset()
+    pages, table = FLAT.clone(), TABLE.clone()
+    torch._dynamo.mark_dynamic(table, 1)
+    assert not told(lambda x, t: x[(t * SIZE)[..., None] + places()].flatten(1, 2)[:, None], pages, table, dynamic=None)
 
 
 FIVE = torch.tensor([3, 6, 1, 5, 0])

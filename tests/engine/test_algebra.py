@@ -59,6 +59,7 @@ EQUAL = {
     ],
     "widened and back": [lambda x: x.double().float() + 0, lambda x: x.clone()],
     "broadcast": [lambda x: x / x.sum(-1, True).expand_as(x), lambda x: x / x.sum(-1, keepdim=True)],
+    "one call twice": [lambda x: x.erf() * x.erf(), lambda x: x.erf().square()],
     "repeated": [
         lambda x: x.repeat_interleave(2, -1), lambda x: x.unsqueeze(-1).expand(2, 3, 8, 2).reshape(2, 3, 16),
     ],
@@ -86,6 +87,9 @@ DIFFERENT = {
     ),
     "less a cube": (
         lambda x: x.square().mean(-1, True) - x.mean(-1, True) ** 3, lambda x: x.var(-1, False, keepdim=True)
+    ),
+    "with a square less one": (
+        lambda x: x.square().mean(-1, True) + (x.mean(-1, True).square() - 1), lambda x: x.var(-1, False, keepdim=True)
     ),
     "less the square of another": (
         lambda x, y: y.square().mean(-1, True) - x.mean(-1, True).square(),
@@ -128,6 +132,7 @@ def test_values_are_interned_within_one_algebra():
     assert a.slice(a.slice(x, -1, 2, 8), -1, 1, 3) is a.slice(x, -1, 3, 5)
     assert a.cat([a.slice(x, -1, 0, 4), a.slice(x, -1, 4, 8)], -1) is x
     assert a.slice(a.cat([x, y], -1), -1, 8, 16) is y
+    assert a.slice(a.cat([x, y], -1), -1, 8, 16, 2) is a.slice(y, -1, 0, 8, 2)
     assert a.cast(a.cast(x, torch.float64), torch.float32) is x
     assert a.cast(a.cast(x, torch.bfloat16), torch.float32) is not x
 
@@ -145,6 +150,13 @@ def test_whole_numbers_are_scaled_at_once_while_a_float_holds_their_factor():
     x = a.make("input", (), ("x",), (8,), torch.int64)
     assert a.scale(a.scale(x, 3**10), 3**10).attrs == (3.0**20,)
     assert a.scale(a.scale(x, 3**20), 3**20).attrs == (3.0**20,)
+
+
+def test_positions_are_rounded_at_each_step():
+    a = Algebra()
+    numbers = a.cast(a.make("arange", (), (0, 1), (8,), torch.int64), torch.float32)
+    for step in (a.scale, a.shift):
+        assert step(step(numbers, 0.3), 5).arg is step(numbers, 0.3)
 
 
 def test_an_operand_is_repeated_where_the_other_one_is_not():

@@ -171,6 +171,7 @@ STAY = {
     "NaN made 1": lambda build: build(
         aten.nan_to_num.default, build(aten.softmax.int, build.input(4, 4), -1), 1.0
     ),
+    "a factor that no float holds": call(aten.mul.Tensor, (4,), more=(2**53 + 1,), dtype=i64),
     "steps of a half": lambda build: build(aten.arange.start_step, 0.5, 8.0, 0.5),
     "dropped at random": call(aten.dropout.default, (4, 4), more=(0.5, True)),
     "a number from another device": call(aten._to_copy.default, (), device=torch.device("cpu")),
@@ -202,6 +203,7 @@ STAY = {
     "rolled as if flat": call(aten.roll.default, (4, 4), more=([1],)),
     "turned round along two dims": call(aten.flip.default, (4, 4), more=([0, 1],)),
     "turned round along none": call(aten.flip.default, (4, 4), more=([],)),
+    "the size of complex numbers": call(aten.abs.default, (4,), dtype=c64),
     "complex, turned round along two dims": call(aten.flip.default, (4, 4), more=([0, 1],), dtype=c64),
     "rows that are cast": lambda build: build(
         aten.slice_scatter.default, build.input(4, 8), build.input(2, 8, dtype=f16), 0, 0, 2
@@ -222,6 +224,9 @@ STAY = {
     "places in three dims": put([2, None, (2, 1, 3)], (4, 3, 9, 8), (2, 1, 2, 3, 8)),
     "a number in some rows": scattered((4, 8), (2, 3)),
     "a number along columns": scattered((4, 8), (4, 3), dim=0),
+    "the largest of columns": lambda build: build(
+        operator.getitem, build(aten.topk.default, build.input(4, 8), 2, 0), 0
+    ),
     "a number in a cache": scattered((4, 8), (4, 3), computed=False),
     "fewer places than rows": lambda build: build(
         aten.scatter.src, build.input(4, 9, 8), 1,
@@ -240,6 +245,39 @@ FORMS = {
     "columns of a product": (
         einsum("ij,ij->j", (4, 4), (4, 4)),
         "reshape(matmul(reshape(permute(arg0_1, 1, 0)), reshape(permute(arg1_1, 1, 0))))",
+    ),
+    "a row of each batch entry": (einsum("bi,bij->bj", (2, 4), (2, 4, 3)), "reshape(matmul(reshape(arg0_1), arg1_1))"),
+    "a row through a matrix": (call(aten.mm.default, (1, 4), (4, 8)), "matmul(arg0_1, arg1_1)"),
+    "a matrix with a column": (call(aten.mm.default, (4, 8), (8, 1)), "matmul(arg0_1, arg1_1)"),
+    "attention to all keys": (
+        call(aten.scaled_dot_product_attention.default, (2, 4, 8), (2, 4, 8), (2, 4, 8)),
+        "matmul(softmax(scale(matmul(arg0_1, permute(arg1_1, 0, 2, 1)), 0.35355339059327373), -1, zero), arg2_1)",
+    ),
+    "a factor that bfloat16 does not hold": (
+        call(aten.mul.Tensor, (4,), more=(0.1,), dtype=torch.bfloat16),
+        "scale(arg0_1, 0.1)",
+    ),
+    "complex numbers times others of their kind": (
+        lambda build: build(
+            aten.view_as_real.default,
+            build(
+                aten.mul.Tensor,
+                *(build(aten.complex.default, build.input(4), build.input(4)) for _ in range(2)),
+            ),
+        ),
+        "cat(reshape(add(mul(arg0_1, arg3_1), scale(mul(arg1_1, arg4_1), -1.0))), "
+        "reshape(add(mul(arg0_1, arg4_1), mul(arg1_1, arg3_1))), 1)",
+    ),
+    "a number that wraps round in a byte": (
+        call(aten.add.Tensor, (4,), more=(300,), dtype=torch.int8),
+        "shift(arg0_1, 44.0)",
+    ),
+    "complex numbers times others": (
+        lambda build: build(
+            aten.view_as_real.default,
+            build(aten.mul.Tensor, build(aten.complex.default, build.input(4), build.input(4)), build.input(4)),
+        ),
+        "cat(reshape(mul(arg0_1, arg3_1)), reshape(mul(arg1_1, arg3_1)), 1)",
     ),
     "labels as those of batch dims": (einsum("...ab,...bc->...ac", (2, 4, 4), (2, 4, 4)), "matmul(arg0_1, arg1_1)"),
     "a dim that is moved": (call(aten.movedim.int, (2, 3, 4), more=(0, -1)), "permute(arg0_1, 1, 2, 0)"),
@@ -297,6 +335,7 @@ FORMS = {
         ),
         "index(arg0_1, shift(add(arg1_1, arange(0, 1)), 2.0), 0)",
     ),
+    "the first rows": (last_rows(2), "slice_scatter(arg2_1, arg3_1, 0, 2, 4, 1)"),
     "the last rows": (last_rows(-2), "slice_scatter(arg2_1, arg3_1, 0, 6, 8, 1)"),
     "the last row and the first": (last_rows(-1), "write_rows(arg2_1, arg3_1, wrap(shift(arange(0, 1), -1.0), 8), 0)"),
 }

@@ -100,7 +100,20 @@ def test_a_layer_that_is_read_without_its_bias_is_joined_without_it():
         y = F.linear(x, a)
         return y.exp(), (y + bias).exp(), F.linear(x, b).exp()
 
-    _, applied, _ = fused(both, X, A, B, SMALL)
+    def twice(x, a, b, bias):
+        return F.linear(x, a).exp(), (F.linear(x, a) + bias).exp(), F.linear(x, b).exp()
+
+    for function in (both, twice):
+        _, applied, _ = fused(function, X, A, B, SMALL)
+        assert applied == {("joined_projections", "two"): 1}
+
+
+def test_layers_behind_a_layer_are_joined():
+    def behind(x, a, b, c):
+        y = F.linear(x, a)
+        return F.linear(y, b).exp(), F.linear(y, c).exp()
+
+    _, applied, _ = fused(behind, X, A, B, C)
     assert applied == {("joined_projections", "two"): 1}
 
 

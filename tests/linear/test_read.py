@@ -36,6 +36,15 @@ def test_a_bias_belongs_to_a_layer(names: tuple[str, ...]):
     assert (found[2] is not None) == bool(names)
 
 
+def test_what_differs_from_row_to_row_is_no_bias():
+    a = Algebra()
+    product = layer(a, 2, 3, 4)[2]
+    for shape in ((2, 3, 5), (3, 1), (1,)):
+        other = a.add(product, a.make("input", (), ("r", 0), shape, torch.float32))
+        assert other is not None
+        assert linear(a, {}, other) is None
+
+
 def test_of_two_biases_none_is_lost():
     a = Algebra()
     assert linear(a, {}, plus(a, layer(a, 2, 3, 4)[2], "b", "c")) is None

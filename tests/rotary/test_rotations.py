@@ -15,8 +15,9 @@ from fusion.graph import Algebra, Reading, Value
 from fusion.language import Refused
 from fusion.operators import ensure
 from patterns.rotary.read import rotation
-from patterns.rotary.rope import Rope
+from patterns.rotary.rope import Rope, Turned
 from tests.analysis.test_lanes import SIZE, computed, leaf
+from tests.engine.graphs import numbers, read_graph, rotate, traced
 
 ORDERS = ("half", "interleaved")
 
@@ -168,6 +169,35 @@ def test_tables_that_are_computed_are_repeated():
     assert reading.captures["cos"] is a.cat([cos, cos], -1)
 
 
+def test_cosines_and_sines_may_stand_in_one_table():
+    """Each half of the lanes with both tables: x₁·(c, s) + x₂·(-s, c)."""
+    a, (x, cos, sin) = given(8, 4, 4)
+    first, second = (a.cat([pair("half", side, a, x)] * 2, -1) for side in (0, 1))
+    tables = a.cat([cos, sin], -1), a.cat([a.scale(sin, -1), cos], -1)
+    reading = rotation(a, a.add(a.mul(first, tables[0]), a.mul(second, tables[1])))
+    assert isinstance(reading, Reading)
+    assert (reading.captures["cos"], reading.captures["sin"]) == (a.cat([cos] * 2, -1), a.cat([sin] * 2, -1))
+
+
+def of_one(x: Tensor, rest: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((rotate(x, cos, sin), rest), -1)
+
+
+def of_one_and_a_product(x: Tensor, rest: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((rotate(x, cos, sin), rest * cos), -1)
+
+
+def of_none(x: Tensor, rest: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat((x * cos + rest, rest * sin), -1)
+
+
+@pytest.mark.parametrize(("function", "found"), [(of_one, 1), (of_one_and_a_product, 1), (of_none, 0)])
+def test_what_carries_a_rotation_along_is_none_of_its_own(function: Callable[..., Tensor], found: int):
+    graph = read_graph(traced(function, numbers(3, 8), *(numbers(3, 8, seed=seed) for seed in (1, 2, 3))).graph)
+    assert [each.op for _, each in graph.readings.all("rotation", "partial_rotation")] == ["rotation"] * found
+    assert not graph.readings.missed("rotation")
+
+
 Made = Callable[[Algebra, Value, Value, Value], Value]
 ORDER = "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
 ITSELF = "each lane is combined with itself, not with a partner"
@@ -232,17 +262,18 @@ def test_a_way_takes_its_orders_of_lanes_alone(way: str, orders: tuple[str, str]
     angles = torch.cat((angles, angles), -1) if orders[1] == "half" else angles.repeat_interleave(2, -1)
     args = x, angles.cos(), angles.sin(), *orders, x.dtype
     if orders in TAKES[way]:
-        torch.testing.assert_close(getattr(Rope(), way)(*args), reference(*args[:5]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(getattr(Rope(), way)(Turned(*args)), reference(*args[:5]), rtol=1e-4, atol=1e-4)
         return
     with pytest.raises(Refused, match="order"):
-        getattr(Rope(), way)(*args)
+        getattr(Rope(), way)(Turned(*args))
 
 
 def test_a_way_stands_back_where_another_one_does_the_same():
     x, table, rows = torch.randn(2, 3, 4, 64), torch.randn(2, 1, 4, 64), torch.randn(3, 1, 64)
+    to_half = "interleaved", "half"
     with pytest.raises(Refused, match="for every sequence"):
-        Rope().pairs_to_half_by_batch(x, table, table, "interleaved", "half", x.dtype)
+        Rope().pairs_to_half_by_batch(Turned(x, table, table, *to_half, x.dtype))
     with pytest.raises(Refused, match="depend on the heads"):
-        Rope().rows_to_half(x, rows, rows, "interleaved", "half", x.dtype)
+        Rope().rows_to_half(Turned(x, rows, rows, *to_half, x.dtype))
     with pytest.raises(Refused, match="depend on the heads"):
-        Rope().rows_to_half(x[None], table[:, :, :1], table[:, :, :1], "interleaved", "half", x.dtype)
+        Rope().rows_to_half(Turned(x[None], table[:, :, :1], table[:, :, :1], *to_half, x.dtype))

@@ -144,6 +144,7 @@ def _softmax(empty: str, a: Algebra, out: Out, x: Value, dim: int, dtype: Any = 
 
 translations(
     {
+        "aten.embedding.default": lambda a, out, rows, places, *args: index(a, out, rows, (places,)),
         "aten.isnan.default": lambda a, out, x: _isnan(a, x),
         "aten.masked_fill.Scalar aten.masked_fill.Tensor": lambda a, out, x, mask, fill: _where(a, out, mask, fill, x),
         "aten.triu.default": partial(_triangle, True),

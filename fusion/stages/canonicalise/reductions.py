@@ -25,15 +25,8 @@ def _reduction(
     op: str, a: Algebra, out: Out, x: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Translated:
     """Over some dims, which go again where the user's result has not kept them."""
-    return a.reshape(a.reduce(op, a.cast(x, out.dtype), _axes(x, dim)), out.shape)
-
-
-@translates("aten.sum.dim_IntList", "aten.sum.default")
-def total(
-    a: Algebra, out: Out, x: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> Translated:
-    """Sum over some dims."""
-    return a.reshape(proven(a.sum(a.cast(x, out.dtype), _axes(x, dim))), out.shape)
+    reduce = a.sum if op == "sum" else partial(a.reduce, op)
+    return a.reshape(proven(reduce(a.cast(x, out.dtype), _axes(x, dim))), out.shape)
 
 
 @translates("aten.max.dim")
@@ -101,6 +94,7 @@ def exp(a: Algebra, out: Out, x: Value) -> Translated:
 translations(
     {
         "aten.mean.dim aten.mean.default": partial(_reduction, "mean"),
+        "aten.sum.dim_IntList aten.sum.default": partial(_reduction, "sum"),
         "aten.amax.default aten.max.default": partial(_reduction, "greatest"),
         "aten.logsumexp.default": partial(_reduction, "log_sum_exp"),
         "aten.var.correction": partial(_deviation, 1),

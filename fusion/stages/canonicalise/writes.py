@@ -119,11 +119,6 @@ def _index_select(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Tra
     return _consecutive(a, out, x, dim % x.rank, index) or logic.index(a, out, x, (*[None] * (dim % x.rank), index))
 
 
-@translates("aten.embedding.default")
-def _embedding(a: Algebra, out: Out, rows: Value, index: Value, *args: Any) -> Translated:
-    return logic.index(a, out, rows, (index,))
-
-
 def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
     size = x.shape[dim]
     turning = index.op == "fmod" and index.attrs == (size,)

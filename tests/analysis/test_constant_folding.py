@@ -1,0 +1,30 @@
+"""Numbers are folded as torch computes them, or not at all."""
+
+from __future__ import annotations
+
+import torch
+
+from fusion.analysis.constant_folding import Folder
+from fusion.graph import Algebra, Value
+
+
+def counted(a: Algebra, first: int, step: int, size: int, factor: float) -> Value:
+    """first · factor, (first + step) · factor, … in float32."""
+    numbers = a.make("arange", (), (first, step), (size,), torch.int64)
+    return a.scale(a.cast(numbers, torch.float32), factor)
+
+
+def test_a_factor_that_float32_rounds_is_another_one():
+    """There 25 · 0.3 is 7.5000005."""
+    a = Algebra()
+    assert Folder().fold(counted(a, 25, 20, 2, 0.3)) is None
+    assert (torch.tensor([25.0, 45.0]) * 0.3 != torch.tensor([7.5, 13.5])).all()
+
+
+def test_fractions_are_cut_off_and_whole_numbers_wrap_round():
+    a = Algebra()
+    halves = Folder().fold(a.cast(counted(a, 0, 1, 4, 0.5), torch.int64))
+    bytes_ = Folder().fold(a.cast(a.make("arange", (), (255, 1), (2,), torch.int64), torch.uint8))
+    assert halves is not None
+    assert bytes_ is not None
+    assert (halves.tolist(), bytes_.tolist()) == ([0, 0, 1, 1], [255, 0])

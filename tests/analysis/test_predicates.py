@@ -1,0 +1,59 @@
+"""Which numbers and truths stand at the positions of a mask, and what is left as it is."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from fusion.analysis.affine import Affine, Formula, Leaf, negation
+from fusion.analysis.constant_folding import Folder
+from fusion.analysis.predicates import Positions
+from fusion.graph import Algebra, Value
+
+i64, f32, b8 = torch.int64, torch.float32, torch.bool
+
+
+def given(a: Algebra, name: str, dtype: torch.dtype) -> Value:
+    return a.make("input", (), (name, 0), (4, 3), dtype)
+
+
+def alone(x: Value, places: Positions) -> Affine:
+    """The element of `x` at each position, not followed any further."""
+    return Affine(MappingProxyType({Leaf(x, places.of(x)): 1}))
+
+
+@pytest.mark.parametrize("dtype", [f32, b8], ids=str)
+def test_numbers_that_are_cast_to_whole_ones_are_followed_no_further(dtype: torch.dtype):
+    a, places = Algebra(), Positions((4, 3), Folder())
+    cast = a.cast(given(a, "x", dtype), i64)
+    assert places.affine(cast, places.of(cast)) == alone(cast, places)
+
+
+def test_a_sum_is_one_number():
+    """It is written as a mean times its count, of which the mean of whole numbers is none."""
+    a, places = Algebra(), Positions((4, 3), Folder())
+    summed = a.sum(given(a, "x", i64), (-1,))
+    assert summed is not None
+    assert places.affine(summed, places.of(summed)) == alone(summed, places)
+
+
+def test_a_sum_is_true_where_it_is_not_0():
+    a, places = Algebra(), Positions((4, 3), Folder())
+    x = a.add(given(a, "x", i64), given(a, "y", i64))
+    assert x is not None
+    truth = places.truth(a.cast(x, b8), places.origin)
+    assert truth == negation(("eq", places.affine(x, places.origin)))
+
+
+def test_a_mask_that_is_added_is_true_where_it_hides():
+    """0 shows a key, and is false."""
+
+    def shows(mask: Value, at: object) -> Formula | None:
+        return ("le", places.axis(0)) if mask.op == "input" else None
+
+    a, places = Algebra(), Positions((4, 3), Folder(), shows)
+    shown = ("le", places.axis(0))
+    assert places.truth(a.cast(given(a, "x", i64), b8), places.origin) == shown
+    assert places.truth(a.cast(given(a, "y", f32), b8), places.origin) == negation(shown)
