@@ -12,6 +12,7 @@ from math import prod
 
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Arrangement, Step, arrangement, row_step
 from fusion.graph import Algebra, Value
 from patterns.attention.masks import MOVED, REPLACED, Term, mask_on
@@ -157,7 +158,7 @@ def _number(x: Value) -> float:
     """The number of which a tensor consists, 0 where it has others."""
     if x.op == "full":
         return float(x.attrs[0])
-    if x.op in ("expand", "reshape") or (x.op == "cast" and x.dtype is not None and x.dtype.is_floating_point):
+    if x.op in ("expand", "reshape") or (x.op == "cast" and is_float(x)):
         return _number(x.arg)
     return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
 

@@ -95,11 +95,6 @@ def of_two_sums(outs: Tensor, sums: Tensor) -> Tensor:
     return weights[0] * outs[0] + weights[1] * outs[1]
 
 
-def of_rows(outs: Tensor, sums: Tensor) -> Tensor:
-    """What is joined has several rows each."""
-    return sums.softmax(-1) @ torch.cat((outs[1], outs[0]))
-
-
 def cancelled(outs: Tensor, sums: Tensor) -> Tensor:
     """A part that is taken away again."""
     first, second = sums.softmax(0).unsqueeze(-1)
@@ -188,7 +183,6 @@ def test_what_is_no_merge_stays(function: Callable[..., Tensor], shapes: tuple[t
         (cut_off, ((2, S, D), (2, S))),
         (times_nothing, ((3, S, D), (3, S))),
         (by_columns, ((2, D, D), (2, D))),
-        (of_rows, ((2, S, D), (1, 2 * S))),
         (gate, ((2, S, D), (2, S))),
         (gate_beside, ((2, S, D), (2, S))),
     ],
