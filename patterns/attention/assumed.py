@@ -16,6 +16,7 @@ import torch
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, number
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.predicates import Positions
+from fusion.analysis.rounding import is_float
 from fusion.analysis.runs import run
 from fusion.facts import window
 from fusion.graph import Algebra, Graph, Value
@@ -72,7 +73,7 @@ class Assumed:
             return None
         last = None if kind == "padding" else self._last(mask, at)
         if last is None:  # then all that is said is that an added mask is one
-            return ("is", Leaf(mask, tuple(at))) if _is_added(mask) else None
+            return ("is", Leaf(mask, tuple(at))) if is_float(mask) else None
         ahead = at[-1] + at[-2].times(-1) + last.times(-1)
         keys = window(kind)
         if keys is None:
@@ -113,12 +114,8 @@ def _start(a: Algebra, write: Value, rows: Any) -> tuple[Value | None, int]:
     return None if found is None or found.start is None else a.shift(found.start, found.offset), axis
 
 
-def _is_added(mask: Value) -> bool:
-    return mask.dtype is not None and mask.dtype.is_floating_point
-
-
 def _shown(a: Algebra, mask: Value) -> Value:
     """The mask as booleans, true where a key is seen: floats are added to scores, everything else chooses."""
-    if not _is_added(mask):
+    if not is_float(mask):
         return a.cast(mask, torch.bool)
     return a.make("not", (hidden(a, mask),), (), mask.shape, torch.bool)

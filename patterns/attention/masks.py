@@ -70,8 +70,22 @@ class Masks:
         return visible(self.positions, self.terms)
 
     def limits(self, formula: Formula) -> Limits:
-        """The bounds on the key in such a formula."""
-        return limits(formula, len(self.positions.shape))
+        """Read bounds on the key out of a formula over the positions of the scores."""
+        rank = len(self.positions.shape)
+        query, key = rank - 2, rank - 1
+        highs: list[tuple[Affine, int]] = []
+        lows: list[tuple[Affine, int]] = []
+        rest: list[Formula] = []
+        for part in conjuncts(formula):
+            bound = _bound(part, query, key)
+            if bound is None:
+                rest.append(part)
+            else:
+                (highs if bound[0] == "high" else lows).append(bound[1:])
+        moving = {move for _, move in (*highs, *lows)}
+        if len(highs) > 1 or len(lows) > 1 or len(moving) > 1:
+            return Limits(None, None, False, conjuncts(formula))
+        return Limits(highs[0][0] if highs else None, lows[0][0] if lows else None, moving == {1}, tuple(rest))
 
     def bounded(self, bounds: Limits) -> dict[str, Any]:
         """Keys up to a bound: as a causal order, as a number of keys that is known, or as a tensor of numbers.
@@ -248,24 +262,6 @@ def sees_some(bounds: Limits, queries: Any, keys: Any) -> bool:
 def _is_counted(term: int | Leaf) -> bool:
     """Whether a term is the number of keys that a mask shows to the first query, checked to be one at least."""
     return isinstance(term, Leaf) and term.value.op == "count"
-
-
-def limits(formula: Formula, rank: int) -> Limits:
-    """Read bounds on the key out of a formula over scores of `rank` dims, the last two of them queries and keys."""
-    query, key = rank - 2, rank - 1
-    highs: list[tuple[Affine, int]] = []
-    lows: list[tuple[Affine, int]] = []
-    rest: list[Formula] = []
-    for part in conjuncts(formula):
-        bound = _bound(part, query, key)
-        if bound is None:
-            rest.append(part)
-        else:
-            (highs if bound[0] == "high" else lows).append(bound[1:])
-    moving = {move for _, move in (*highs, *lows)}
-    if len(highs) > 1 or len(lows) > 1 or len(moving) > 1:
-        return Limits(None, None, False, conjuncts(formula))
-    return Limits(highs[0][0] if highs else None, lows[0][0] if lows else None, moving == {1}, tuple(rest))
 
 
 def _bound(part: Formula, query: int, key: int) -> tuple[str, Affine, int] | None:

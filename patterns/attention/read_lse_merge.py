@@ -15,13 +15,13 @@ from fusion.analysis.elements import Pick, Picked, arranged_pick, cut, pick_on, 
 from fusion.analysis.exp_monomials import ONE, Share, divides, total
 from fusion.analysis.exponentials import Exponentials
 from fusion.analysis.logarithms import bare
-from fusion.analysis.rounding import is_float
+from fusion.analysis.rounding import exact, is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, but_ones
 from fusion.graph.algebra import widens
+from fusion.graph.proof import proof, proven
 from patterns.attention.words import LSE_MERGE, PARTS
 
 Outs = Mapping[Value, Share]
-_NAME = "attention_update"
 
 
 @reader(gives=(LSE_MERGE,))
@@ -29,24 +29,20 @@ def merges(graph: Graph) -> Iterator[Found]:
     """The values that are such merges, and why others that weigh with exponentials are none."""
     a = graph.algebra
     walk = _Merges(a, Exponentials(a))
-    readings: dict[Value, Reading] = {}
-    misses: dict[Value, str] = {}
+    found: dict[Value, Reading | Miss] = {}
     for value in list(graph.places):
         merged = bare(value)
         single = value.op == "reshape" and merged.op != "matmul"
         if single or merged.op not in ("add", "mul", "scale", "matmul") or not is_float(value) or value.rank < 2:
             continue
         outs = walk.outs(value, None)
-        if len(outs) < 2 or not all(share.is_weight for share in outs.values()):
-            continue
-        found = _read(a, walk.exponentials, value, outs)
-        if isinstance(found, Reading):
-            readings[value] = found
-        else:
-            misses[value] = found
-    inner = _below((*readings, *misses))
-    yield from readings.items()
-    yield from ((value, Miss(_NAME, why)) for value, why in misses.items() if value not in inner)
+        if len(outs) >= 2 and all(share.is_weight for share in outs.values()):
+            outcome = _read(a, walk.exponentials, value, outs)
+            found[value] = Miss("attention_update", outcome) if isinstance(outcome, str) else outcome
+    inner = _below(found)
+    for value, outcome in found.items():
+        if isinstance(outcome, Reading) or value not in inner:
+            yield value, outcome
 
 
 def _below(values: Iterable[Value]) -> set[Value]:
@@ -83,10 +79,8 @@ class _Merges:
                 break
             x, pick = x.arg, below.pick
         part = cut(self.a, x, pick)
-        while part.op in ("reshape", "cast") and but_ones(part.shape) == but_ones(part.arg.shape):
-            if part.op == "cast" and not widens(part.arg.dtype, part.dtype):
-                break
-            part = part.arg
+        while (stored := exact(bare(part))) is not part:
+            part = stored
         return {self.a.reshape(part, but_ones(part.shape)): ONE}
 
     def _opened(self, x: Value, pick: Pick) -> Outs | None:
@@ -96,10 +90,10 @@ class _Merges:
             case "add":
                 return self._sum([self.outs(each, pick_on(each, pick)) for each in x.args])
             case "scale" if divides(x.attrs[0]):
-                return {out: share.scaled(x.attrs[0]) for out, share in self.outs(x.arg, pick).items()}
+                return _times(self.outs(x.arg, pick), ONE.scaled(x.attrs[0]))
             case "mul":
                 return self._weighed(x, pick)
-            case "cast" if is_float(x.arg):  # what is rounded between two merges is kept as it is
+            case "cast":  # what is rounded between two merges is kept as it is
                 outs = self._opened(x.arg, pick)
                 return outs if outs and any(share.is_weight for share in outs.values()) else None
             case "matmul" if pick is None and x.shape[-2:-1] == (1,):
@@ -112,7 +106,7 @@ class _Merges:
                 if parts is None:
                     return None
                 opened = self._sum([self.outs(x.arg, each) for each in parts])
-                return opened and {out: share.scaled(1 / len(parts)) for out, share in opened.items()}
+                return opened and _times(opened, ONE.scaled(1 / len(parts)))
             case _:
                 return None
 
@@ -122,24 +116,22 @@ class _Merges:
             rows = (*y.shape[:-1], 1)
             if weight.shape[-1:] != (1,) or y.shape[-1:] in ((), (1,)) or but_ones(weight.shape) != but_ones(rows):
                 continue
-            share = self.exponentials.value(weight, pick_on(weight, pick))
-            if share is not None and but_ones(x.shape) == but_ones(y.shape):
-                outs = self._differing(y, pick_on(y, pick))
-                return {out: each * share for out, each in outs.items()}
+            if but_ones(x.shape) == but_ones(y.shape):
+                return _times(self._differing(y, pick_on(y, pick)), self._share(weight, pick_on(weight, pick)))
         return None
 
     def _contracted(self, weights: Value, y: Value) -> Outs | None:
         """A sum over parts that were stacked, as a product with one row of weights."""
         stack = y.below("cast", "permute", "reshape")
-        count = y.shape[-2]
-        if stack.op != "cat" or len(stack.args) != count:
+        if stack.op != "cat" or len(stack.args) != y.shape[-2]:
             return None
-        terms: list[Outs] = []
-        for entry in range(len(stack.args)):
-            share = self.exponentials.value(weights, (-1, entry))
-            outs = self.outs(y, (-2, entry))
-            terms.append({} if share is None else {out: each * share for out, each in outs.items()})
-        return self._sum(terms)
+        entries = range(len(stack.args))
+        return self._sum([_times(self.outs(y, (-2, each)), self._share(weights, (-1, each))) for each in entries])
+
+    def _share(self, weight: Value, pick: Pick) -> Share:
+        share = self.exponentials.value(weight, pick)
+        assert share is not None  # only while it is computed
+        return share
 
     def _differing(self, y: Value, pick: Pick) -> Outs:
         """The two terms of a difference; else the terms that are weighed already."""
@@ -154,16 +146,17 @@ class _Merges:
         return _added(terms) if weighed and sum(map(len, terms)) <= 2 * PARTS else None
 
 
+def _times(outs: Outs, factor: Share) -> Outs:
+    return {out: share * factor for out, share in outs.items()}
+
+
+@proof
 def _added(terms: list[Outs]) -> Outs | None:
-    if not all(terms):
-        return None
     shares: dict[Value, list[Share]] = {}
     for each in terms:
         for out, share in each.items():
             shares.setdefault(out, []).append(share)
-    added = {out: total(each) for out, each in shares.items()}
-    complete = {out: share for out, share in added.items() if share is not None}
-    return complete if len(complete) == len(added) else None
+    return {out: proven(total(each)) for out, each in shares.items()}
 
 
 def _is_undivided(out: Value) -> bool:

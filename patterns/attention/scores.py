@@ -12,6 +12,7 @@ from math import prod
 
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Arrangement, Step, arrangement, row_step
 from fusion.graph import Algebra, Value
 from patterns.attention.masks import MOVED, REPLACED, Term, mask_on
@@ -70,10 +71,10 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
 def _turned(a: Algebra, softmax: Value) -> tuple[Value, tuple[int, ...]]:
     """The softmax of scores whose rows stand in the order of the product, and the order in which they stood."""
     scores = scores_of(a, Scores(), softmax.arg)
-    lead = () if scores.product is None else scores.product.shape[:-1]
-    rows = arrangement(lead, scores.steps) if lead and softmax.attrs[0] == -1 else None
-    back = None if rows is None or scores.product is None else _places(rows, scores.product)
-    back = (0, 2, 1) if softmax.attrs[0] == -1 and _heads_behind(softmax, scores) else back
+    if scores.product is None:
+        return softmax, ()
+    rows = arrangement(scores.product.shape[:-1], scores.steps)
+    back = (0, 2, 1) if _heads_behind(softmax, scores.product, scores.terms) else rows and _places(rows, scores.product)
     if back is None or back == tuple(range(len(back))):
         return softmax, ()
     z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
@@ -81,11 +82,11 @@ def _turned(a: Algebra, softmax: Value) -> tuple[Value, tuple[int, ...]]:
     return a.make("softmax", (z,), softmax.attrs, z.shape, z.dtype), order
 
 
-def _heads_behind(softmax: Value, scores: Scores) -> bool:
+def _heads_behind(softmax: Value, product: Value, terms: Sequence[Term]) -> bool:
     """Whether rows [B, S, N] have heads behind positions: all share the keys, and masks depend on positions alone."""
-    if softmax.rank != 4 or scores.product is None or prod(scores.product.args[1].shape[1:-2]) != 1:
+    if softmax.rank != 4 or prod(product.args[1].shape[1:-2]) != 1:
         return False
-    masks = [(1,) * (4 - each.mask.rank) + each.mask.shape for each in scores.terms]
+    masks = [(1,) * (4 - each.mask.rank) + each.mask.shape for each in terms]
     alike = bool(masks) and softmax.shape[2] != 1 and all(shape[2] == 1 for shape in masks)
     return alike and (softmax.shape[1] == 1 or any(shape[1] != 1 for shape in masks))
 
@@ -103,8 +104,8 @@ def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
     free = list(range(len(after)))
     places = tuple(free.pop(next(n for n, place in enumerate(free) if after[place] == run)) for run in before)
     keys = (*(1,) * (len(before) + 1 - product.args[1].rank), *product.args[1].shape[:-2])
-    apart = keys[places.index(len(before) - 1) : len(before) - 1] if len(before) - 1 in places[:-1] else ()
-    moved = sorted(rows.before) == sorted(rows.after) or any(size != 1 for size in apart[:1])
+    last = places.index(len(before) - 1)
+    moved = sorted(rows.before) == sorted(rows.after) or any(size != 1 for size in keys[last : last + 1])
     return places if moved else None
 
 
@@ -157,7 +158,7 @@ def _number(x: Value) -> float:
     """The number of which a tensor consists, 0 where it has others."""
     if x.op == "full":
         return float(x.attrs[0])
-    if x.op in ("expand", "reshape") or (x.op == "cast" and x.dtype is not None and x.dtype.is_floating_point):
+    if x.op in ("expand", "reshape") or (x.op == "cast" and is_float(x)):
         return _number(x.arg)
     return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
 

@@ -17,7 +17,7 @@ import torch
 from fusion import reader
 from fusion.analysis.affine import number
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.row_layout import Arrangement, Dims, Step, arranged, arrangement, row_step, uncast
+from fusion.analysis.row_layout import Step, arranged, arrangement, row_step, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
@@ -171,7 +171,7 @@ def _is_scores(z: Value) -> bool:
 def _parts(a: Algebra, total: Value) -> tuple[Value, Value, Value] | str:
     """Query [B, S, N, D], key [B, T, D] and weights [B, S, N] of a sum over heads."""
     for weights, rectified, order in _products(a, total):
-        if rectified.rank != 4 or weights.rank != 4 or weights.shape[-1] != 1:
+        if weights.rank != 4 or weights.shape[-1] != 1:
             continue
         products = _below_relu(rectified)
         scores = None if products is None else _query_and_key(a, *products, order)
@@ -226,21 +226,16 @@ def _query_and_key(
 ) -> tuple[Value, Value] | None:
     """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence."""
     x, y = (uncast(a, each) for each in product.args)
-    if x.rank < 2 or y.rank < 3 or any(size != 1 for size in y.shape[1:-2]):
+    if y.rank < 3 or any(size != 1 for size in y.shape[1:-2]):
         return None
     rows = arrangement(product.shape[:-1], steps)
-    apart = rows is None or _sequence(rows, rows.before) != _sequence(rows, rows.after)
+    apart = rows is None or rows.before[0] != rows.after[0]
     if y.shape[0] != 1 and (apart or y.rank != product.rank):
         return None  # the keys do not differ from sequence to sequence, but from query to query
     query = arranged(a, a.expand(x, (*product.shape[:-1], x.shape[-1])), steps)
-    query = a.permute(query, order) if query.rank == 4 else query
-    key = a.reshape(swapped(a, y), (y.shape[0], y.shape[-1], y.shape[-2]))
-    return (query, key) if query.rank == 4 and query.shape[0] == key.shape[0] else None
-
-
-def _sequence(rows: Arrangement, dims: Dims) -> list[int]:
-    """The first dim, without what is of size 1."""
-    return [atom for atom in dims[0] if rows.sizes[atom] != 1]
+    if query.rank != 4 or query.shape[0] != y.shape[0]:
+        return None
+    return a.permute(query, order), a.reshape(swapped(a, y), (y.shape[0], y.shape[-1], y.shape[-2]))
 
 
 def _plain(a: Algebra, weights: Value) -> Value | str:

@@ -198,6 +198,21 @@ def heads_apart(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=j <= i + head)
 
 
+def padding_of_heads(q, k, v):
+    seen = torch.arange(S) <= torch.arange(N)[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+def behind_the_sequence(q, k, v):
+    ahead = torch.arange(S)[:, None] + torch.arange(B)[:, None, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(T) <= ahead)
+
+
+def up_to_the_sequence(q, k, v):
+    seen = torch.arange(S) <= torch.arange(B)[:, None, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
 def heads_compared(q, k, v, start):
     i, j, head = torch.arange(S)[:, None], torch.arange(T), torch.arange(N)[:, None, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=(j <= i + start) & (head >= -j))
@@ -302,6 +317,10 @@ def keys_as_values(q, k, v):
     return scores_of(q, k).softmax(-1) @ k
 
 
+def wider_values(q, k, v):
+    return scores_of(q, k).softmax(-1) @ v
+
+
 def keys_and_values_changed(q, k, v):
     return F.scaled_dot_product_attention(q, v, k)
 
@@ -380,6 +399,11 @@ def lowered_below_the_hidden(q, k, v):
     scores = scores_of(q, k)
     lowered = scores - 1e5 * scores.amax(-1, keepdim=True)
     return lowered.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -1e4).softmax(-1) @ v
+
+
+def rows_hidden_by_their_scores(q, k, v):
+    scores = scores_of(q, k)
+    return scores.masked_fill(scores.amax(-1, keepdim=True) > 0.5, -1e9).softmax(-1) @ v
 
 
 def scores_below_each_other(q, k, v):
@@ -552,6 +576,23 @@ def sink_in_a_sink(q, k, v, sink):
     return torch.cat([joined, wide(2 * sink)], -1).softmax(-1)[..., :-2] @ v
 
 
+def two_columns_of_sinks(q, k, v, sinks):
+    joined = torch.cat([scores_of(q, k), sinks.reshape(1, N, 1, 2).expand(B, N, S, 2)], -1)
+    return joined.softmax(-1)[..., :-2] @ v
+
+
+def sink_up_to(q, k, v, sink):
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    scores = scores_of(q, k).masked_fill(torch.arange(S) >= 4, -math.inf)
+    return (torch.cat([scores, wide(sink)], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+def sink_before_more_keys(q, k, v, sink):
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    scores = scores_of(q, k).masked_fill(torch.ones(S, T, dtype=torch.bool).triu(1), -math.inf)
+    return (torch.cat([scores, wide(sink)], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
 def every_other_weight(q, k, v, sink):
     return torch.cat([scores_of(q, k), wide(sink)], -1).softmax(-1)[..., :-1:2] @ v[:, :, ::2]
 
@@ -561,6 +602,10 @@ def sink_in_front(q, k, v, sink):
     return joined.softmax(-1)[..., :-1] @ v
 
 
+def cut_in_front(q, k, v, sink):
+    return torch.cat([scores_of(q, k), wide(sink)], -1).softmax(-1)[..., 1:] @ v
+
+
 def cut_too_early(q, k, v, sink):
     joined = torch.cat([scores_of(q, k), sink.reshape(1, -1, 1, 1).expand(B, -1, S, 1)], -1)
     return joined.softmax(-1)[..., :-2] @ v[:, :, :-1]
@@ -568,6 +613,10 @@ def cut_too_early(q, k, v, sink):
 
 def fewer_weights(q, k, v):
     return scores_of(q, k).softmax(-1)[..., :-1] @ v[:, :, :-1]
+
+
+def fewer_heads(q, k, v):
+    return scores_of(q, k).softmax(-1)[:, :2] @ v[:, :2]
 
 
 def sink_of_queries(q, k, v, sink):
@@ -636,6 +685,9 @@ LOOKALIKES = (
         more=tensors((5 * torch.arange(S)[None] + torch.arange(B)[:, None]) % 6),
     ),
     refused(heads_apart, "differs from head to head"),
+    refused(padding_of_heads, "differs from head to head"),
+    Entry(behind_the_sequence, "dense", keys=T),
+    Entry(up_to_the_sequence, "dense"),
     refused(heads_compared, "differs from head to head", keys=T, more=tensors(torch.tensor(3))),
     Entry(lengths_of_more, "dense", more=tensors(torch.tensor([4, 6, 5]))),
     Entry(lengths_on_a_diagonal, "dense", more=tensors(torch.tensor([[4, 6], [5, 3]]))),
@@ -657,6 +709,7 @@ LOOKALIKES = (
     Entry(keys_of_heads_as_many, more=tensors(activations(7, N, S, D))),
     Entry(values_of_heads_as_many, more=tensors(activations(7, N, S, D))),
     Entry(keys_as_values),
+    Entry(wider_values, values=2 * D),
     Entry(keys_and_values_changed),
     refused(over_queries, "over the queries"),
     refused(capped, "capped softly"),
@@ -675,6 +728,7 @@ LOOKALIKES = (
     refused(softmax_of_a_gated_input),
     refused(raised_by_themselves, NOT_PROVEN),
     refused(lowered_below_the_hidden, NOT_PROVEN),
+    refused(rows_hidden_by_their_scores, "differs from head to head"),
     refused(scores_below_each_other, keys=1),
     refused(in_two_dtypes, "different dtypes"),
     refused(powers_cut_off),
@@ -712,10 +766,17 @@ LOOKALIKES = (
     refused(sink_beside_lowered_scores, NOT_PROVEN, more=tensors(activations(4, N))),
     refused(two_sinks, more=tensors(activations(4, N))),
     refused(sink_in_a_sink, "a sink is scaled or masked", more=tensors(activations(4, N))),
+    refused(two_columns_of_sinks, more=tensors(activations(4, N, 2))),
+    Entry(sink_up_to, "none kv_len 4", layout="BSND", more=tensors(activations(4, N))),
+    Entry(
+        sink_before_more_keys, "causal_upper_left", keys=T, layout="BSND", more=tensors(activations(4, N)),
+    ),
     refused(every_other_weight, more=tensors(activations(4, N))),
     refused(sink_in_front, "", more=tensors(activations(4, N))),
+    refused(cut_in_front, "", more=tensors(activations(4, N))),
     refused(cut_too_early, "", more=tensors(activations(4, N))),
     refused(fewer_weights, "the weights are cut"),
+    refused(fewer_heads),
     refused(sink_of_queries, "not one number for each head", more=tensors(activations(4, S))),
     refused(weights_returned),
     Entry(scores_returned),

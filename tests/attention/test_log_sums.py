@@ -52,6 +52,12 @@ def shifted(scores: Tensor, v: Tensor) -> Parts:
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
+def shifted_and_scaled(scores: Tensor, v: Tensor) -> Parts:
+    """The same with a factor behind it."""
+    scores = (scores - scores.amax(-1, keepdim=True)) * 0.5
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
 def of_half(scores: Tensor, v: Tensor) -> Parts:
     """The sum over some of the keys."""
     return scores.softmax(-1) @ v, scores[..., : T // 2].logsumexp(-1)
@@ -86,7 +92,9 @@ def test_a_log_sum_of_the_scores_comes_with_the_attention(function: Callable[...
     testing.means_what_it_says(t)
 
 
-@pytest.mark.parametrize("function", [shifted, of_half, not_logged, another_top, divided_by_another])
+@pytest.mark.parametrize(
+    "function", [shifted, shifted_and_scaled, of_half, not_logged, another_top, divided_by_another]
+)
 def test_what_is_a_log_sum_of_something_else_stays(function: Callable[..., Parts]):
     t = tried(function)
     assert not any("OutputAndLse" in each.match.form for each in t.outcome.chosen)

@@ -55,6 +55,68 @@ def of_another(outs: Tensor, sums: Tensor) -> Tensor:
     return weights[0] * outs[0] + weights[1] * outs[1]
 
 
+def sums_of_two(outs: Tensor, sums: Tensor) -> Tensor:
+    """What is only added up is one part."""
+    weights = sums.softmax(0).unsqueeze(-1)
+    return weights[0] * (outs[0] + outs[1]) + weights[1] * (outs[2] + outs[3])
+
+
+def rounded_halves(outs: Tensor, sums: Tensor) -> Tensor:
+    """Parts that are scaled before they are rounded."""
+    return gathered((outs.double() / 3).to(outs.dtype), sums)
+
+
+def turned(outs: Tensor, sums: Tensor) -> Tensor:
+    """Parts whose dims have changed places."""
+    weights = sums.softmax(0).unsqueeze(-1)
+    return weights[0] * outs[0].transpose(0, 1) + weights[1] * outs[1].transpose(0, 1)
+
+
+def cut_off(outs: Tensor, sums: Tensor) -> Tensor:
+    """A part of which whole numbers are left once it is weighed."""
+    weights = sums.softmax(0).unsqueeze(-1)
+    return (weights[0] * outs[0]).int() + weights[1] * outs[1]
+
+
+def times_nothing(outs: Tensor, sums: Tensor) -> Tensor:
+    """A part that counts nothing."""
+    weights = sums.softmax(0).unsqueeze(-1)
+    return weights[0] * outs[0] * 0.0 + weights[1] * outs[1] + weights[2] * outs[2]
+
+
+def by_columns(outs: Tensor, sums: Tensor) -> Tensor:
+    """As many weights as rows, but of the columns."""
+    return (outs * sums.softmax(0).unsqueeze(1)).sum(0)
+
+
+def of_two_sums(outs: Tensor, sums: Tensor) -> Tensor:
+    """The second part is weighed by the log-sum-exp of two numbers."""
+    weights = torch.stack((sums[0], torch.logaddexp(sums[1], sums[2]))).softmax(0).unsqueeze(-1)
+    return weights[0] * outs[0] + weights[1] * outs[1]
+
+
+def cancelled(outs: Tensor, sums: Tensor) -> Tensor:
+    """A part that is taken away again."""
+    first, second = sums.softmax(0).unsqueeze(-1)
+    return (first * outs[0] + first * outs[2]) + (second * outs[1] - first * outs[2])
+
+
+def gate(outs: Tensor, sums: Tensor) -> Tensor:
+    """One tensor, weighed."""
+    return outs[0] * sums[0].exp().unsqueeze(-1)
+
+
+def gate_beside(outs: Tensor, sums: Tensor) -> Tensor:
+    """One tensor weighed beside another that is not."""
+    return outs[1] + outs[0] * sums[0].sigmoid().unsqueeze(-1)
+
+
+def raised_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Parts that are divided by their sums, and weights that are no shares."""
+    (x, a), (y, b) = (attended(q, *each) for each in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True))
+    return x * a.exp().unsqueeze(-1) + y * b.exp().unsqueeze(-1)
+
+
 def running(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Halves of the keys one after the other, divided at the end."""
     top = torch.full((B, N, S, 1), -torch.inf)
@@ -84,6 +146,9 @@ def tried(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> testing.
         (gathered, ((8, S, D), (8, S))),
         (along_the_last, ((2, S, D), (2, S))),
         (twice, ((2, S, D), (2, S))),
+        (sums_of_two, ((4, S, D), (2, S))),
+        (rounded_halves, ((2, S, D), (2, S))),
+        (turned, ((2, N, S, D), (2, S, N))),
     ],
 )
 def test_a_merge_is_one_operator(function: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...]):
@@ -100,9 +165,30 @@ def test_a_merge_is_one_operator(function: Callable[..., Tensor], shapes: tuple[
         (raised, ((2, S, D), (2, S)), "not shares of one"),
         (of_another, ((3, S, D), (3, S)), "not shares of one"),
         (running, ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)), "not divided by their own sums"),
+        (raised_parts, ((B, N, S, D), (B, N, 2 * T, D), (B, N, 2 * T, D)), "not shares of one"),
+        (of_two_sums, ((2, S, D), (3, S)), "more than the exponential of one number"),
+        (cancelled, ((3, S, D), (2, S)), "not shares of one"),
     ],
 )
 def test_what_is_no_merge_stays(function: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...], reason: str):
     t = tried(function, *shapes)
     assert not t.outcome.chosen
+    assert not t.outcome.failures
     assert [each.reason for each in t.outcome.refusals if reason in each.reason]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (cut_off, ((2, S, D), (2, S))),
+        (times_nothing, ((3, S, D), (3, S))),
+        (by_columns, ((2, D, D), (2, D))),
+        (gate, ((2, S, D), (2, S))),
+        (gate_beside, ((2, S, D), (2, S))),
+    ],
+)
+def test_what_is_not_like_a_merge_tells_nothing(function: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...]):
+    t = tried(function, *shapes)
+    assert not t.outcome.chosen
+    assert not t.outcome.failures
+    assert not t.outcome.refusals

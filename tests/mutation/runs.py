@@ -29,7 +29,7 @@ SOURCES = ("fusion", "patterns", "tests")
 BESIDE = re.compile(
     r"test_laws.py::test_rule_keeps_the_laws.*-composite-bfloat16\]"
     r"|test_attention.py::test_look_alike|test_recognition.py::test_look_alike"
-    r"|test_sparse_attention.py::test_look_alike.*-step-composite|test_latent_attention.py::"
+    r"|test_sparse_attention.py::test_look_alike.*-(step|chunk)-composite|test_latent_attention.py::"
 )
 """Tests of the night that run beside those of each push: every example, reject and look-alike once."""
 BLIND = re.compile(r"hash_seed|test_ge\.py|_ge\.py|test_every_form_is_used|test_every_reason|test_corpus\.py")

@@ -12,12 +12,13 @@ from sympy import Max, Min, Symbol
 from torch import Tensor, fx
 
 from fusion import testing
-from fusion.graph import Algebra
+from fusion.graph import Algebra, Reading, Value
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import LEVELS, Trial, capture
 from fusion.verification import relative_error
+from patterns.attention.assumed import Assumed
 from patterns.sparse import read
 from tests.latent import lookalikes_latent_attention
 
@@ -32,6 +33,7 @@ SPELLINGS = (
 )
 LOOKALIKES = (*lookalikes_sparse_attention.LOOKALIKES, *lookalikes_latent_attention.LOOKALIKES)
 QUERIES, KEYS = Symbol("queries", integer=True), Symbol("keys", integer=True)
+Shape = tuple[int, ...]
 NAMES = ("mla_prolog_v3", "lightning_indexer", "sparse_flash_attention")
 
 # Not recognised yet: the entry, or the entry at a level in a mode, and what it would take.
@@ -162,13 +164,9 @@ def test_look_alike_is_refused_or_keeps_its_meaning(entry: Entry, mode: str, lev
     means_the_same(t)
 
 
-@pytest.mark.parametrize(
-    ("count", "known"),
-    [(4, 4), (Min(4, KEYS), 4), (KEYS, None), (Min(KEYS, QUERIES), None), (Max(4, KEYS), None)],
-    ids=str,
-)
-def test_as_many_keys_are_listed_as_are_known_before(count: Any, known: int | None):
-    assert read._at_most(count) == known
+def test_as_many_keys_are_listed_as_are_known_before():
+    known = {4: 4, Min(4, KEYS): 4, KEYS: None, Min(KEYS, QUERIES): None, Max(4, KEYS): None}
+    assert {count: read._at_most(count) for count in known} == known
 
 
 def test_places_of_one_row_are_distinct_only_while_it_stays_a_row():
@@ -179,3 +177,41 @@ def test_places_of_one_row_are_distinct_only_while_it_stays_a_row():
         assert read._distinct(same)
     for other in (a.cast(places, torch.int8), a.reshape(places, (2, 16)), a.permute(places, (0, 2, 1))):
         assert not read._distinct(other)
+
+
+def summed(a: Algebra, q: Shape, k: Shape, w: Shape, over: int = -2) -> Value:
+    """Σ w · relu(q k) over a dim, of inputs."""
+    query, key, weights = (a.make("input", (), (str(shape), 0), shape, torch.float32) for shape in (q, k, w))
+    rows = torch.broadcast_shapes(q[:-2], k[:-2])
+    product = a.make("matmul", (query, key), (), (*rows, q[-2], k[-1]), torch.float32)
+    rectified = a.make("relu", (product,), (), product.shape, torch.float32)
+    shape = torch.broadcast_shapes(product.shape, w)
+    weighed = a.make("mul", (weights, rectified), (), shape, torch.float32)
+    return a.make("mean", (weighed,), (over,), (*shape[:over], 1, *shape[over:][1:]), torch.float32)
+
+
+def test_a_sum_of_other_dims_is_not_that_of_an_indexer():
+    a = Algebra()
+    query, key, weights = (2, 3, 4, 8), (2, 1, 8, 5), (2, 3, 4, 1)
+    assert not isinstance(read._parts(a, summed(a, query, key, weights)), str)
+    others = (
+        (query, key, (4, 1)),
+        ((1, 3, 4, 8), (1, 1, 8, 5), weights),
+        ((2, 3, 4, 2), (2, 5), weights),
+        (query, (2, 3, 8, 5), weights),
+        (query, (1, 1, 8, 5), weights),
+        ((1, 1, 1, 1, 8), (1, 1, 1, 8, 5), (1, 1, 1, 1)),
+    )
+    sums = [summed(a, *shapes) for shapes in others]
+    sums += [summed(a, query, key, weights, over) for over in (-1, -4)]
+    assert [read._parts(a, each) for each in sums] == [read._SUM] * len(sums)
+
+
+def test_an_indexer_lists_as_many_keys_as_are_known_before():
+    a = Algebra()
+    total = a.reshape(summed(a, (2, 3, 4, 8), (2, 1, 8, 5), (2, 3, 4, 1)), (2, 3, 5))
+    for count, known in ((4, True), (KEYS, False)):
+        places = a.make("largest_index", (total,), (count,), (2, 3, count), torch.int64)
+        found = read.lightning_indexer(Assumed(a), places)
+        assert found == "how many keys are listed is not known" or known
+        assert isinstance(found, Reading) == known
