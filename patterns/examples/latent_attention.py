@@ -12,6 +12,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, softmax
 
 from fusion import Example
 from patterns.examples import sparse_attention as sparse
+from patterns.examples.attention import in_float, written
 from patterns.examples.caches import Read, of_pages
 from patterns.examples.inputs import fixed, normal, tensors
 from patterns.examples.masks import added, causal
@@ -46,8 +47,7 @@ prompt = over_latent(lambda q, k, v: sparse.eager(q, k, v, added(~causal(S, S), 
 @over_latent
 def few_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The first queries of a sequence see its first keys, the others all that there are."""
-    scores = (q @ k.transpose(-2, -1) * SCALE).masked_fill(~causal(S, sparse.FEW), -torch.inf)
-    return (softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+    return written(weigh=in_float, hidden=lambda: ~causal(S, sparse.FEW), scale=SCALE)(q, k, v).transpose(1, 2)
 
 
 def shares(scores: Tensor) -> tuple[Tensor]:

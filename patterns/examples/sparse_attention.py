@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, relu, scaled_dot_product_attention, softmax
+from torch.nn.functional import linear, relu, scaled_dot_product_attention
 
 from fusion import Example
+from patterns.examples.attention import in_float, written
 from patterns.examples.inputs import Inputs, Part, normal, tensors
 from patterns.examples.masks import added, causal
 
@@ -55,8 +56,7 @@ def keys_values(latent: Tensor, rope: Tensor, up: Tensor) -> tuple[Tensor, Tenso
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Matmuls around a softmax in float32."""
-    scores = q @ k.transpose(-2, -1) * SCALE + mask
-    return (softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+    return written(torch.add, in_float, scale=SCALE)(q, k, v, mask).transpose(1, 2)
 
 
 def over_latent(attend: Form) -> Form:
@@ -161,12 +161,7 @@ EXAMPLES = (
 
 def lowered(seen: Listed) -> Form:
     """Other keys than those that are seen have the least number, by which a query without keys gives the mean."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        scores = (q @ k.transpose(-2, -1) * SCALE).masked_fill(~seen(*more), torch.finfo(q.dtype).min)
-        return softmax(scores, dim=-1) @ v
-
-    return over_latent(attend)
+    return over_latent(written(hidden=lambda *more: ~seen(*more), least=True, scale=SCALE))
 
 
 def not_rectified(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
