@@ -32,7 +32,7 @@ ENCODINGS = ("plain", "int8")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sequences, query and key heads, queries, lanes D or C and Dr; pages of a sequence and their rows."""
+    """Sequences, query and key heads, queries, lanes D or C and Dr; pages and their rows; lanes of an indexer."""
 
     batch: int = 2
     heads: int = 4
@@ -43,6 +43,7 @@ class Sizes:
     blocks: int = 7
     pages: int = 3
     size: int = 8
+    index: int = 32
 
     @property
     def keys(self) -> int:
@@ -70,16 +71,22 @@ def page(source: str, s: Sizes, width: int, line: int = 16) -> tuple[int, ...]:
     }[source]
 
 
-def read(source: str, cache: Tensor, table: Tensor) -> Tensor:
-    """Rows [B, M, T, D]."""
+def rows_of(source: str, cache: Tensor, table: Tensor) -> Tensor:
+    """Rows [B, T, ..] of pages; a cache of rows as it is."""
     if source == "rows":
         return cache
     pages = cache[table]
-    if source == "pages":
-        return pages.flatten(1, 2).transpose(1, 2)
+    return (pages.transpose(2, 3).flatten(3) if source == "NZ pages" else pages).flatten(1, 2)
+
+
+def read(source: str, cache: Tensor, table: Tensor) -> Tensor:
+    """Rows [B, M, T, D]."""
     if source == "pages of heads":
-        return pages.transpose(1, 2).flatten(2, 3)
-    return pages.transpose(2, 3).flatten(3).flatten(1, 2).unsqueeze(1)
+        return cache[table].transpose(1, 2).flatten(2, 3)
+    rows = rows_of(source, cache, table)
+    if source == "pages":
+        return rows.transpose(1, 2)
+    return rows.unsqueeze(1) if source == "NZ pages" else rows
 
 
 def hidden(visibility: str, q: Tensor, keys: int, lengths: Tensor, mask: Tensor) -> Tensor | None:

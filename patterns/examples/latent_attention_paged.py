@@ -11,17 +11,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fusion import Example
 from patterns.examples.attention import written
+from patterns.examples.attention_pages import BLOCKS, EMPTY, LENGTHS, ROOM, SIZE, TABLE, hidden
 from patterns.examples.caches import of_nz
 from patterns.examples.inputs import Inputs, Part, tensors, weight
 from patterns.examples.latent_attention import absorbed, by_sdpa, by_table, step
 from patterns.examples.masks import behind, later
-from patterns.examples.sparse_attention import over_latent
+from patterns.examples.sparse_attention import B, C, D, E, N, over_latent
 
-B, N, D, C, R, E, BLOCKS, SIZE, PAGES = 2, 4, 16, 32, 16, 16, 7, 4, 3
-ROOM = PAGES * SIZE
+R = 16
 SCALE = (D + R) ** -0.5
-TABLE = torch.tensor([[3, 6, -1], [5, 3, 2]])
-LENGTHS, EMPTY = torch.tensor([6, 11]), torch.tensor([0, 12])
 
 
 def inputs(queries: int, *more: Part, heads: int = N, lanes: int = 0, dims: tuple[int, ...] = ()) -> Inputs:
@@ -33,11 +31,6 @@ def inputs(queries: int, *more: Part, heads: int = N, lanes: int = 0, dims: tupl
     pages = ((*dims, width // lanes, SIZE, lanes) if lanes else (SIZE, width) for width in (C, rope))
     up = weight(3, heads * (D + E), C)
     return tensors((B, heads, queries, D + rope), *((BLOCKS, *each) for each in pages), up, TABLE, *more)
-
-
-def hidden(lengths: Tensor) -> Tensor:
-    """Keys behind the length."""
-    return behind(lengths, ROOM)
 
 
 def shares(scores: Tensor, lengths: Tensor) -> tuple[Tensor]:

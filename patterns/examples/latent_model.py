@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from fusion import Example
 from patterns.examples.caches import LENGTHS, SIZE, TABLE, Write, in_nz, of_nz, of_pages, viewed
 from patterns.examples.inputs import Inputs, fixed, in_dtype, normal, tables
 from patterns.examples.latent_attention_int8 import Attend, explicit
@@ -375,3 +376,16 @@ def model(
         return y if also is None else (y, also(low))
 
     return forward
+
+
+def in_pages(
+    name: str,
+    setting: Inputs,
+    write: Write = viewed,
+    encoding: Encoding = Encoding(),
+    refusal: str = "",
+    attend: Attention = expanded,
+    **parts: Any,
+) -> Example:
+    """A model over pages."""
+    return Example(name, model(paged(write, encoding), attend, **parts), setting, refusal)

@@ -21,7 +21,7 @@ from patterns.examples.inputs import Inputs, under
 from patterns.examples.latent_attention_atb_int8 import written_out
 from patterns.examples.latent_model import LAYERS, Encoding, Given, Layers, Rows, Setting, changed
 from patterns.examples.mla_prolog_int8 import Quantise, by_tensor
-from patterns.examples.quantisation import product
+from patterns.examples.quantisation import int8, product
 from patterns.examples.rope import half
 
 
@@ -36,11 +36,6 @@ def setting(
 def of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs of lanes rotated, the first of each pair in the first half of the result."""
     return half(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
-
-
-def int8(x: Tensor, least: int = -128) -> Tensor:
-    """The nearest whole numbers."""
-    return x.round().clamp(least, 127).to(torch.int8)
 
 
 def biased(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from fusion import Example
 from patterns.examples import caches
 from patterns.examples import latent_model as mla
 from patterns.examples.caches import BLOCKS, SIZE, Write, by_block, in_nz, shapes, viewed
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import normal
 from patterns.examples.latent_attention_int8 import SCALE, Attend, explicit, restored
-from patterns.examples.latent_model import LAYERS, Encoding, Given, Rows, Setting, absorbed, changed, model, paged
+from patterns.examples.latent_model import LAYERS, Encoding, Given, Rows, Setting, absorbed, changed
 from patterns.examples.mla_prolog import instead
-from patterns.examples.quantisation import quantised
+from patterns.examples.quantisation import int8, quantised
 
 TILE = 128
 Quantise = Callable[[Tensor, Tensor], Tensor]
@@ -29,7 +30,7 @@ Pack = Callable[[Tensor, Tensor], Tensor]
 
 def divided(x: Tensor, scale: Tensor | float, low: int = -128) -> Tensor:
     """Divided by the scale."""
-    return (x.float() / scale).round().clamp(low, 127).to(torch.int8)
+    return int8(x.float() / scale, low)
 
 
 def bounded_first(x: Tensor, scale: Tensor) -> Tensor:
@@ -47,9 +48,8 @@ def by_number(x: Tensor, scale: Tensor) -> Tensor:
     return divided(x, 1 / 16)
 
 
-def narrow(x: Tensor, scale: Tensor) -> Tensor:
-    """Between bounds of one magnitude."""
-    return divided(x, scale, -127)
+narrow = partial(divided, low=-127)
+"""Between bounds of one magnitude."""
 
 
 def by_channel(quantise: Quantise = divided, power: int = 1) -> Encoding:
@@ -138,13 +138,6 @@ def rows_of_bytes(c: int, dr: int, tile: int = TILE, heads: tuple[int, ...] = ()
     return lambda: arranged(plain, tile)(*parts).reshape(BLOCKS, SIZE, *heads, -1)
 
 
-def in_pages(
-    name: str, setting: Inputs, write: Write, encoding: Encoding, refusal: str = "", attend: mla.Attention = absorbed
-) -> Example:
-    """Rows in one of the encodings."""
-    return Example(name, model(paged(write, encoding), attend), setting, refusal)
-
-
 def numbered(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
     """A scale that is a number."""
     int8_queries, tokens = quantised(q)
@@ -159,6 +152,7 @@ def doubled(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tenso
     return explicit(q, rope, latent, k_rope, seen, scale * 2)
 
 
+in_pages = partial(mla.in_pages, attend=absorbed)
 HEAD = (1,)
 ALL = Setting(int8=LAYERS, c=256, made=rows_of_bytes(256, 16))
 TWO = replace(ALL, queries=2)
@@ -216,7 +210,7 @@ def by_tensor_in(
     refusal: str = "",
 ) -> Example:
     """By tensor, with int8 queries."""
-    return in_pages(name, setting, write, by_tensor(quantise), refusal, mla.by_int8(attend))
+    return mla.in_pages(name, setting, write, by_tensor(quantise), refusal, mla.by_int8(attend))
 
 
 TENSOR = Setting(1, shapes(64, 16), LAYERS, (True, False), c=64, one_scale=True)

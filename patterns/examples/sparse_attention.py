@@ -146,19 +146,6 @@ def chunk(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -
     return eager(q, *keys_values(latent, rope, up), mask.masked_fill(~listed, -torch.inf).unsqueeze(1))
 
 
-EXAMPLES = (
-    Example("a prompt, as transformers writes it", transformers, indexed()),
-    Example("a prompt, as DeepSeek writes it", deepseek, indexed()),
-    Example("a prompt, with booleans", over(found(by_sum), by_sdpa), indexed()),
-    Example(
-        "a step over a cache", over(found(by_einsum, lambda at: causal(1, T, at)), by_sdpa), indexed(1, T, POSITION)
-    ),
-    Example("a chunk written into a cache", chunk, indexed(S, T, POSITION)),
-    Example("an encoder", over(lambda *index: chosen(by_sum(*index))), indexed()),
-    Example("a list from elsewhere", over(at, by_sdpa), listed()),
-)
-
-
 def lowered(seen: Listed) -> Form:
     """Other keys than those that are seen have the least number, by which a query without keys gives the mean."""
     return over_latent(written(hidden=lambda *more: ~seen(*more), least=True, scale=SCALE))
@@ -177,7 +164,16 @@ ITSELF = ANY | torch.eye(S, dtype=torch.bool)
 NOT_A_SUM = "not the sum over heads"
 NO_KEY = "no key is left"
 UNPROVEN = "is not proven to be a causal order"
-REJECTS = (
+EXAMPLES = (
+    Example("a prompt, as transformers writes it", transformers, indexed()),
+    Example("a prompt, as DeepSeek writes it", deepseek, indexed()),
+    Example("a prompt, with booleans", over(found(by_sum), by_sdpa), indexed()),
+    Example(
+        "a step over a cache", over(found(by_einsum, lambda at: causal(1, T, at)), by_sdpa), indexed(1, T, POSITION)
+    ),
+    Example("a chunk written into a cache", chunk, indexed(S, T, POSITION)),
+    Example("an encoder", over(lambda *index: chosen(by_sum(*index))), indexed()),
+    Example("a list from elsewhere", over(at, by_sdpa), listed()),
     Example("nothing left", BEHIND, listed(), NO_KEY),
     Example("scores that are not rectified", over(found(not_rectified)), indexed(), NOT_A_SUM),
     Example("the worst keys", over(found(lambda *index: -by_einsum(*index))), indexed(), "not positive"),
@@ -194,4 +190,4 @@ REJECTS = (
     ),
 )  # fmt: skip
 
-TRIED = {"sparse_attention": (*EXAMPLES, *REJECTS)}
+TRIED = {"sparse_attention": EXAMPLES}
