@@ -94,16 +94,12 @@ def by_hand(hidden: Mask) -> Attend:
     return lambda q, k, v, *more: eager(q, k, v, lowest(hidden(*more), q.dtype))
 
 
-def with_sink(hidden: Mask | None = None) -> Attend:
+def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, *more: Tensor, hidden: Mask | None = None) -> Tensor:
     """A logit of each head that no value belongs to."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, *more: Tensor) -> Tensor:
-        scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
-        scores = scores if hidden is None else scores + lowest(hidden(*more), q.dtype)
-        joined = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
-        return softmax(joined - joined.max(dim=-1, keepdim=True).values, dim=-1)[..., :-1] @ repeated(v)
-
-    return forward
+    scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
+    scores = scores if hidden is None else scores + lowest(hidden(*more), q.dtype)
+    joined = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+    return softmax(joined - joined.max(dim=-1, keepdim=True).values, dim=-1)[..., :-1] @ repeated(v)
 
 
 def later() -> Tensor:
@@ -157,6 +153,8 @@ CAUSAL = by_sdpa(is_causal=True, enable_gqa=True)
 STEP = by_sdpa(lambda at: causal(1, T, at)[None, None], enable_gqa=True)
 CACHED = by_sdpa(lambda: torch.arange(T)[None] <= torch.arange(S)[:, None], enable_gqa=True)
 LEAST = written(weigh=in_float, hidden=lambda seen: ~there(seen), least=True)
+SINK_PADDED = partial(with_sink, hidden=lambda seen: ~there(seen))
+SINK_STEP = partial(with_sink, hidden=lambda at: torch.arange(T) > at)
 SUNK, PADDED = qkv(S, S, M, SINKS), qkv(S, S, M, PADDING)
 
 
@@ -184,10 +182,10 @@ EXAMPLES = (
     Example("a window", by_hand(far), qkv()),
     Example("groups by einsum", grouped, qkv()),
     Example("positions before heads", positions_first, qkv()),
-    Example("a sink", with_sink(later), SUNK),
-    Example("a sink and every key", with_sink(), SUNK),
-    Example("a sink and padding", with_sink(lambda seen: ~there(seen)), qkv(S, S, M, SINKS, PADDING)),
-    Example("a sink over a cache", with_sink(lambda at: torch.arange(T) > at), qkv(1, T, M, SINKS, POSITION)),
+    Example("a sink", partial(with_sink, hidden=later), SUNK),
+    Example("a sink and every key", with_sink, SUNK),
+    Example("a sink and padding", SINK_PADDED, qkv(S, S, M, SINKS, PADDING)),
+    Example("a sink over a cache", SINK_STEP, qkv(1, T, M, SINKS, POSITION)),
     Example("values narrower than keys", lambda q, k, v: CAUSAL(q, k, v[..., :8]), qkv()),
     Example("values wider than keys", wide_values, qkv()),
     Example("softmax over queries", OF_QUERIES, EQUAL, "taken over the queries"),

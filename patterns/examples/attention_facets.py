@@ -56,11 +56,6 @@ LARGE = Sizes(heads=8, groups=1, width=128, rope=64, size=128, pages=2)
 """Sizes that a chip takes; those of a latent have C = 512."""
 
 
-def of_latents(s: Sizes) -> Sizes:
-    """The same sizes for a latent."""
-    return replace(s, groups=1, width=512 if s.rope == 64 else s.width)
-
-
 def page(source: str, s: Sizes, width: int, line: int = 16) -> tuple[int, ...]:
     """The dims of the cache of one of both tensors."""
     return {
@@ -122,7 +117,7 @@ def attention(source: str, visibility: str, result: str, s: Sizes) -> Example:
 
 def latent(encoding: str, source: str, visibility: str, result: str, s: Sizes) -> Example:
     """One cell of attention over a latent."""
-    s = of_latents(s)
+    s = replace(s, groups=1, width=512 if s.rope == 64 else s.width)
     scores_of = _int8_scores if encoding == "int8" else _scores
 
     def forward(q: Tensor, turned: Tensor, latents: Tensor, ropes: Tensor, *more: Tensor) -> Any:

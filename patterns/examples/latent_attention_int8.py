@@ -44,18 +44,16 @@ def read(scores: Tensor, latent: Tensor, seen: Tensor) -> Tensor:
     return torch.einsum("bnst,btc->bnsc", scores.masked_fill(~seen, -math.inf).softmax(-1), latent.float())
 
 
-def with_int8(quantise: Callable[[Tensor], tuple[Tensor, ...]]) -> Attend:
+def explicit(
+    q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor,
+    quantise: Callable[[Tensor], tuple[Tensor, ...]] = quantised,
+) -> Tensor:  # fmt: skip
     """Products of int8, scales behind them."""
-
-    def attend(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
-        numbers, *tokens = quantise(q)
-        return (read(scored(numbers, rope, latent, k_rope, *tokens, scale), latent, seen) * scale).to(q.dtype)
-
-    return attend
+    numbers, *tokens = quantise(q)
+    return (read(scored(numbers, rope, latent, k_rope, *tokens, scale), latent, seen) * scale).to(q.dtype)
 
 
-explicit = with_int8(quantised)
-shared = with_int8(lambda q: (int8(q.float() * 32),))
+shared = partial(explicit, quantise=lambda q: (int8(q.float() * 32),))
 """One scale for all queries."""
 
 

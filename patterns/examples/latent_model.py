@@ -297,14 +297,10 @@ def absorbed(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
     return (scores * (nope.shape[-1] + rope.shape[-1]) ** -0.5).masked_fill(~seen, -math.inf).softmax(-1) @ latent
 
 
-def by_int8(attend: Attend = explicit) -> Attention:
+def over_int8(nope: Tensor, rope: Tensor, rows: Rows, g: Given, attend: Attend = explicit) -> Tensor:
     """Int8 queries over an int8 latent."""
-
-    def attention(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
-        seen = last(g.seen, nope.shape[2], rows[0].shape[1])
-        return attend(nope @ w_uk(g), rope, *rows, seen, g.latent_scale)
-
-    return attention
+    seen = last(g.seen, nope.shape[2], rows[0].shape[1])
+    return attend(nope @ w_uk(g), rope, *rows, seen, g.latent_scale)
 
 
 def by_token(rows: Any, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

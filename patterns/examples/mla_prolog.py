@@ -51,11 +51,6 @@ def lanes(nope: slice, rope: slice) -> Rotate:
     return lambda q, *table: (q[..., nope], mla.turned(q[..., rope], *table))
 
 
-def copied_first(cache: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """A cache that is copied before it is read."""
-    return copied(cache, rows, at).contiguous()
-
-
 def packed(setting: Setting) -> Inputs:
     """Tokens without their sequences, of which each has one."""
     return changed(setting, **dict.fromkeys(("x", "cos", "sin"), lambda x: x[:, 0]))
@@ -124,6 +119,7 @@ ROWS = (
     in_row("a third part", replace(PROMPT, line=8), refusal="do not make up one projection"),
     Example("packed tokens", model(mla.in_rows(caches.of_one_sequence), listed), ONE_SEQUENCE, "are packed"),
 )
+TURNED_ROWS = changed(PROMPT, caches.turned)
 HALVES = replace(PROMPT, queries=4)
 LEFT = (
     in_row("a negative factor", PROMPT, copied, rope_multiplied, -1.0, "which is not positive"),
@@ -134,7 +130,7 @@ LEFT = (
         caches.half_sequences,
         refusal="other sequences than",
     ),
-    in_row("caches that lie otherwise", changed(PROMPT, caches.turned), copied_first, refusal="is not contiguous"),
+    in_row("caches that lie otherwise", TURNED_ROWS, lambda *of: copied(*of).contiguous(), refusal="is not contiguous"),
     in_row("an odd length", held(PROMPT, (B, 20), keys=20), refusal="no size of a page divides"),
 )
 """Rejects of which the model keeps the rows itself."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from fusion import Example
 from patterns.examples import latent_model as mla
 from patterns.examples.caches import copied, in_nz, shapes
-from patterns.examples.latent_model import B, Factors, Setting, by_int8, fresh, model, paged
+from patterns.examples.latent_model import B, Factors, Setting, fresh, model, paged
 from patterns.examples.mla_prolog_int8 import by_channel, by_tensor, by_tile, rows_of_bytes
 
 C, DR, T = 64, 32, 32
@@ -45,9 +45,9 @@ STORES = {
     "NZ": Stored(0, replace(PAGES, shapes=shapes(C, DR, 16)), paged(in_nz)),
     "int8 by channel": Stored(2, CHANNEL, paged(encoding=by_channel())),
     "int8 by channel, NZ": Stored(2, replace(CHANNEL, shapes=shapes(C, DR, 32)), paged(in_nz, by_channel())),
-    "int8 by tensor": Stored(1, TENSOR, paged(encoding=by_tensor()), by_int8()),
+    "int8 by tensor": Stored(1, TENSOR, paged(encoding=by_tensor()), mla.over_int8),
     "int8 by tensor, NZ": Stored(
-        1, replace(TENSOR, shapes=shapes(C, DR, 32, 16)), paged(in_nz, by_tensor()), by_int8()
+        1, replace(TENSOR, shapes=shapes(C, DR, 32, 16)), paged(in_nz, by_tensor()), mla.over_int8
     ),
     "packed": Stored(3, replace(PAGES, c=256, made=rows_of_bytes(256, DR)), paged(encoding=by_tile())),
 }

@@ -16,7 +16,6 @@ from fusion import Example
 from patterns.examples.inputs import Inputs, fixed, normal, tensors
 
 K, N = 48, 24
-EPS = 1e-6
 
 
 def grid(seed: int, *shape: int) -> Tensor:

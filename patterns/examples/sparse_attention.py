@@ -27,8 +27,8 @@ def latents(queries: int = S, keys: int = S, *more: Part, up: Tensor = UP) -> In
     return tensors((B, N, queries, D + DR), (B, keys, C), (B, keys, DR), up, *more)
 
 
-def indexed(queries: int = S, keys: int = S, *more: Part) -> Inputs:
-    """The same, with queries [B, S, H, T], keys [B, T, T] and weights [B, S, H] of an indexer.
+def index(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, S, H, T], keys [T, T] and weights [B, S, H] of an indexer.
 
     Every sum is a whole number that each dtype holds, and no two keys of a query have the same: key j counts lane j, of
     which the first head tells all apart, and the other heads add multiples of T.
@@ -37,8 +37,13 @@ def indexed(queries: int = S, keys: int = S, *more: Part) -> Inputs:
     first = torch.rand(B, queries, 1, keys, generator=shuffled).argsort(-1) + 1
     others = torch.randint(-3, 4, (B, queries, H - 1, keys), generator=shuffled)
     weights = torch.tensor([1, keys, -keys, 2 * keys]).expand(B, queries, H)
-    index = torch.cat((first, others), dim=2), torch.eye(keys).expand(B, keys, keys), weights
-    return latents(queries, keys, *(each.double() for each in index), *more)
+    return torch.cat((first, others), dim=2).double(), torch.eye(keys).double(), weights.double()
+
+
+def indexed(queries: int = S, keys: int = S, *more: Part) -> Inputs:
+    """The same as `latents`, with queries, keys [B, T, T] and weights of an indexer."""
+    query, key, weights = index(queries, keys)
+    return latents(queries, keys, query, key.expand(B, -1, -1), weights, *more)
 
 
 def listed(queries: int = S, keys: int = S) -> Inputs:

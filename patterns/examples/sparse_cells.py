@@ -19,7 +19,7 @@ from patterns.examples.attention_facets import Sizes, rows_of
 from patterns.examples.attention_pages import TABLE
 from patterns.examples.inputs import normal, tensors
 from patterns.examples.masks import causal
-from patterns.examples.sparse_attention import B, D, E, H, N, by_matmul, by_sdpa, chosen, keys_values
+from patterns.examples.sparse_attention import B, D, E, N, by_matmul, by_sdpa, chosen, index, keys_values
 
 LISTINGS = ("indexer", "paged indexer", "NZ indexer", "list")
 SOURCES = ("rows", "pages", "NZ pages", "two tables", "two sizes")
@@ -75,13 +75,10 @@ def cell(listing: str, source: str, visibility: str, s: Sizes = SMALL, cut: int 
 
 def scored(queries: int, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, S, H, Di], pages [Block, Size, Di] and weights of an indexer, whose scores are different numbers."""
-    count, shuffled = s.blocks * s.size, torch.Generator().manual_seed(7)
-    first = torch.rand(B, queries, 1, count, generator=shuffled).argsort(-1) + 1
-    others = torch.randint(-3, 4, (B, queries, H - 1, count), generator=shuffled)
-    slots, query = torch.eye(count), torch.cat((first, others), dim=2)
-    slots, query = (pad(each.double(), (0, s.index - count)) for each in (slots, query))
-    weights = torch.tensor([1, count, -count, 2 * count]).expand(B, queries, H)
-    return query, slots.view(s.blocks, s.size, s.index), weights.double()
+    count = s.blocks * s.size
+    *both, weights = index(queries, count)
+    query, slots = (pad(each, (0, s.index - count)) for each in both)
+    return query, slots.view(s.blocks, s.size, s.index), weights
 
 
 def cells(s: Sizes) -> Iterator[Example]:
