@@ -28,10 +28,9 @@ def qkv(queries: int = S, keys: int = S, shared: int = M, *more: Part) -> Inputs
     return tensors((B, N, queries, D), (B, shared, keys, D), (B, shared, keys, D), *more)
 
 
-def repeated(x: Tensor, heads: int = N) -> Tensor:
-    """Every key head for the query heads that share it, unless there is one for each."""
-    batch, groups, *rows = x.shape
-    return x if groups == heads else x[:, :, None].expand(-1, -1, heads // groups, -1, -1).reshape(batch, heads, *rows)
+def repeated(x: Tensor) -> Tensor:
+    """Each of M key heads for the query heads that share it; others as they are."""
+    return x if x.shape[1] != M else x[:, :, None].expand(-1, -1, N // M, -1, -1).reshape(B, N, *x.shape[2:])
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -68,13 +67,13 @@ def written(
     """
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
-        scores = q @ repeated(k, q.shape[1]).transpose(-2, -1)
+        scores = q @ repeated(k).transpose(-2, -1)
         scores = scores.float() if wide else scores
         scores = change(scores if scale == 1 else scores * scale, *more)
         if hidden is not None:
             scores = scores.masked_fill(hidden(*more), torch.finfo(q.dtype).min if least else -math.inf)
         weights, *sums = weigh(scores)
-        y = weights.to(v.dtype) @ repeated(v, q.shape[1])
+        y = weights.to(v.dtype) @ repeated(v)
         return (y, *sums) if sums else y
 
     return forward

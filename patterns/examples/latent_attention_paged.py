@@ -83,17 +83,19 @@ def rows_first(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return q, *(pages.transpose(1, 2).contiguous() for pages in (latent, rope)), *rest
 
 
-in_float = partial(written, scale=SCALE, wide=True)
+by_matmuls = partial(written, scale=SCALE, wide=True)
 by_two_products = absorbed(shares, "bnse")
 below = by_sdpa(lambda lengths: ~hidden(lengths))
-several = over_latent(in_float(hidden=lambda at: later(at, 3, ROOM)))
+several = over_latent(by_matmuls(hidden=lambda at: later(at, 3, ROOM)))
 expanded, whole = by_table(below), by_table(step)
 in_order = by_table(by_two_products)
 EXAMPLES = (
     Example("absorbed over pages", in_order, inputs(1, LENGTHS)),
     Example("absorbed over pages, three heads", in_order, inputs(1, LENGTHS, heads=3)),
     Example("absorbed, a sequence without keys", in_order, inputs(1, EMPTY)),
-    Example("expanded, the least number", by_table(over_latent(in_float(hidden=hidden, least=True))), inputs(1, EMPTY)),
+    Example(
+        "expanded, the least number", by_table(over_latent(by_matmuls(hidden=hidden, least=True))), inputs(1, EMPTY)
+    ),
     Example("expanded, sdpa", expanded, inputs(1, EMPTY)),
     Example("several queries over pages", by_table(several), inputs(3, torch.tensor([2, 8]))),
     Example("several queries, absorbed", by_table(several_absorbed), inputs(3, torch.tensor([2, 12]))),
