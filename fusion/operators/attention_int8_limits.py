@@ -7,20 +7,15 @@ incre_flash_attention_tiling: whole numbers are read from pages in lines of NZ a
 from __future__ import annotations
 
 from fusion.operators.contract import Limit
+from fusion.operators.layouts import lying
 
 SCALES = ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
 FLOATS = "dtype(query) != 'int8' and dtype(key) != 'int8' and dtype(value) != 'int8'"
 _INT8 = "query_quant_mode == 3"
-_BATCHED = "input_layout not in ('TND', 'TND_NTD', 'NTD_TND')"
+_BATCHED = lying("BSH", "BSND", "BNSD")
 _LINES = "the kernel reads whole numbers from pages in lines of NZ alone"
-_ROWS = {
-    "(B, S, num_query_heads)": "input_layout in ('BSH', 'BSH_NBSD', 'BSH_BNSD')",
-    "(B, S, N)": "input_layout in ('BSND', 'BSND_NBSD', 'BSND_BNSD')",
-    "(B, N, S)": "input_layout in ('BNSD', 'BNSD_BSND', 'BNSD_NBSD')",
-    "(Tq, N)": "input_layout in ('TND', 'TND_NTD')",
-    "(N, Tq)": "input_layout == 'NTD_TND'",
-}
-"""The scales of all tokens and heads, and in which layouts."""
+_ROWS = {"BSH": "B, S, num_query_heads", "BSND": "B, S, N", "BNSD": "B, N, S", "TND": "Tq, N", "NTD": "N, Tq"}
+"""The scales of all tokens and heads in each layout."""
 
 INT8_HOST = (
     Limit("query_quant_mode in (0, 3)", because="the other modes are for floats of 8 bits"),
@@ -30,7 +25,10 @@ INT8_HOST = (
     Limit("dtype(query) == 'int8' and dtype(key) == 'int8' and dtype(value) == 'int8'", when=_INT8),
     Limit(FLOATS, when="query_quant_mode == 0"),
     Limit("given(query_rope)", when=_INT8, because="only attention over a latent takes whole numbers"),
-    *(Limit(f"shape(dequant_scale_query) == {rows}", when=f"{_INT8} and {when}") for rows, when in _ROWS.items()),
+    *(
+        Limit(f"shape(dequant_scale_query) == ({rows})", when=f"{_INT8} and {lying(layout)}")
+        for layout, rows in _ROWS.items()
+    ),
     Limit("shape(dequant_scale_key) == (1,)", when=_INT8),
     Limit("shape(dequant_scale_value) == (1,)", when=_INT8),
 )

@@ -10,29 +10,18 @@ import torch
 from fusion.operators.attention_int8_limits import FLOATS, INT8_HOST, INT8_KERNEL, SCALES
 from fusion.operators.contract import A2_A3, Limit
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
+from fusion.operators.layouts import LAYOUTS, lying
 
 _MASKS = frozenset({torch.bool, torch.int8, torch.uint8})
 _QUERY = {"BSH": "B S H", "BSND": "B S N D", "BNSD": "B N S D", "TND": "Tq N D", "NTD": "N Tq D"}
 _ROPE = {"BSH": "B S Hr", "BSND": "B S N Dr", "BNSD": "B N S Dr", "TND": "Tq N Dr", "NTD": "N Tq Dr"}
-_OUTPUTS = {
-    "BSH": ("", "_NBSD", "_BNSD"),
-    "BSND": ("", "_NBSD", "_BNSD"),
-    "BNSD": ("", "_NBSD", "_BSND"),
-    "TND": ("", "_NTD"),
-    "NTD": ("_TND",),
-}
 # A cache of pages may have another rank than the query: [pages, block, N · D], [pages, N, block, D], or fractal NZ.
 _KEY = ("P Q K", "P Q U K", "P Q C U L")
 _VALUE = ("P Q V", "P Q U V", "P Q Cv U L")
 _KEY_ROPE = ("P Q Kr", "P Q U Kr", "P Q Cr U Lr")
 
-_PACKED = "input_layout in ('TND', 'TND_NTD', 'NTD_TND')"
-_BATCHED = "input_layout not in ('TND', 'TND_NTD', 'NTD_TND')"
-_MERGED = "input_layout in ('BSH', 'BSH_NBSD', 'BSH_BNSD')"
-_BSND = "input_layout in ('BSND', 'BSND_NBSD', 'BSND_BNSD')"
-_BNSD = "input_layout in ('BNSD', 'BNSD_BSND', 'BNSD_NBSD')"
-_TND = "input_layout in ('TND', 'TND_NTD')"
-_NTD = "input_layout == 'NTD_TND'"
+_PACKED, _BATCHED = lying("TND", "NTD"), lying("BSH", "BSND", "BNSD")
+_MERGED, _BSND, _BNSD, _TND, _NTD = map(lying, ("BSH", "BSND", "BNSD", "TND", "NTD"))
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,7 @@ V1 = Names(
 
 def dims(names: Names) -> Mapping[str, str]:
     """Argument -> dims: every layout of the query with every form of key and value."""
-    layouts = [(given, given + to) for given, outputs in _OUTPUTS.items() for to in outputs]
+    layouts = [(given, name) for name, (given, _) in LAYOUTS.items() if given in _QUERY]
     rows = [(given, name, form) for given, name in layouts for form in range(3)]
     found = {
         "query": " / ".join(f"input_layout={name}: {_QUERY[given]}" for given, name, _ in rows),

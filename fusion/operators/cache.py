@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import CHIPS, LOWERINGS, Limit, Operator, functional
+from fusion.operators.contract import CHIPS, LOWERINGS, Limit, Operator, functional, unused
 from fusion.operators.dtypes import HALVES, INT8, INT32, INT64
 from fusion.operators.pages import Put, inside, paged, stored
 from fusion.operators.visibility import packed
@@ -114,10 +114,7 @@ SCATTER_PA_KV_CACHE = Operator(
     dtypes=dict.fromkeys(("key", "value", "key_cache", "value_cache"), _PAGED) | {"slot_mapping": _INDEX},
     limits={
         "host": (
-            *(
-                Limit(f"not given({name})", because="compression is not decomposed")
-                for name in ("compress_lens", "compress_seq_offsets", "seq_lens")
-            ),
+            *unused(("compress_lens", "compress_seq_offsets", "seq_lens"), "compression is not decomposed"),
             Limit("A * L == N * D and C * M == N * E", when="cache_mode == 'PA_NZ'"),
         ),
         **dict.fromkeys(CHIPS, _PA_SAME),

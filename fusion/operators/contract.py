@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -49,6 +49,17 @@ class Limit:
             return True
         kept = predicates.holds(self.text, values, decide)
         return kept if applies or kept else None
+
+
+def only(names: Iterable[str], when: str, because: str = "") -> tuple[Limit, ...]:
+    """These arguments are there exactly where `when` holds."""
+    there = (Limit(f"given({name})", when=when) for name in names)
+    return *there, *(Limit(f"not given({name})", when=f"not ({when})", because=because) for name in names)
+
+
+def unused(names: Iterable[str], because: str = "") -> tuple[Limit, ...]:
+    """These arguments are not there."""
+    return tuple(Limit(f"not given({name})", because=because) for name in names)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator, functional
+from fusion.operators.contract import A2_A3, Limit, Operator, functional, unused
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT64, compute_dtype
 from fusion.operators.norm import normalised
 from fusion.operators.pages import Put, by_lines, stored
@@ -81,7 +81,7 @@ def _dims(norm: str, paged: str) -> str:
 
 _OTHERWISE = ("k_rope_offset", "c_kv_offset", "k_cache_dtype", "ckv_cache_dtype")
 _HOST = (
-    *(Limit(f"not given({name})", because="other quantisation is not decomposed") for name in _OTHERWISE),
+    *unused(_OTHERWISE, "other quantisation is not decomposed"),
     *(Limit(f"dtype({cache}) == 'int8'", when=f"given({scale})") for cache, scale in _STORED),
     *(Limit(f"dtype({cache}) != 'int8'", when=f"not given({scale})") for cache, scale in _STORED),
     Limit("not given(v)", because="values beside the keys are not decomposed"),

@@ -14,24 +14,29 @@ from fusion._torch import memory_order
 
 LAYOUTS: Mapping[str, tuple[str, str]] = {
     "BSH": ("BSH", "BSH"),
-    "BSND": ("BSND", "BSND"),
-    "BNSD": ("BNSD", "BNSD"),
-    "SBH": ("SBH", "SBH"),
-    "TND": ("TND", "TND"),
-    "BSH_BNSD": ("BSH", "BNSD"),
-    "BSND_BNSD": ("BSND", "BNSD"),
-    "BNSD_BSND": ("BNSD", "BSND"),
     "BSH_NBSD": ("BSH", "NBSD"),
+    "BSH_BNSD": ("BSH", "BNSD"),
+    "BSND": ("BSND", "BSND"),
     "BSND_NBSD": ("BSND", "NBSD"),
+    "BSND_BNSD": ("BSND", "BNSD"),
+    "BNSD": ("BNSD", "BNSD"),
     "BNSD_NBSD": ("BNSD", "NBSD"),
+    "BNSD_BSND": ("BNSD", "BSND"),
+    "TND": ("TND", "TND"),
     "TND_NTD": ("TND", "NTD"),
     "NTD_TND": ("NTD", "TND"),
+    "SBH": ("SBH", "SBH"),
 }
 """`input_layout` -> layout of query, key and value, and layout of the output."""
 
 _BATCHED = "BNSD"
 _MERGED = {"BSH": "BSND", "SBH": "SBND"}
 """Layouts in which heads and head dim are one."""
+
+
+def lying(*layouts: str) -> str:
+    """The limit that query, key and value lie in one of these layouts."""
+    return f"input_layout in {tuple(name for name, (given, _) in LAYOUTS.items() if given in layouts)}"
 
 
 def is_packed(layout: str) -> bool:

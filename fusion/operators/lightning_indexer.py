@@ -109,8 +109,7 @@ _A2 = (
     *_KERNEL,
     "N <= 64",
     "dtype(weights) in (dtype(query), 'float32')",
-    Limit("return_value == False", lowering="torchair", because="graphs return values on ascend950 only"),
-    Limit("return_value == False", lowering="npugraph_ex", because="graphs return values on ascend950 only"),
+    *sparse_limits.in_graphs("return_value == False", "graphs return values on ascend950 only"),
 )
 
 LIGHTNING_INDEXER = Operator(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, Limit, Operator, functional
+from fusion.operators.contract import A2_A3, Limit, Operator, functional, only
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype
 from fusion.operators.flops import products
 from fusion.operators.norm import normalised
@@ -86,14 +86,11 @@ def _put(put: Put, given: Given) -> tuple[Tensor, ...]:
 
 _STATIC = ("quant_scale0", "quant_offset0", "bias0", "quant_scale1", "quant_offset1", "bias1")
 _ASYMMETRIC = "quant_mode == 'per_tensor_quant_asymm'"
-_SYMMETRIC = "quant_mode in (None, 'per_token_quant_symm')"
 _INT8 = "cache_mode == 'int8_nzcache'"
 _HOST = (
     Limit("quant_mode in (None, 'per_token_quant_symm', 'per_tensor_quant_asymm')"),
-    *(Limit(f"given({name})", when=_ASYMMETRIC) for name in _STATIC),
-    *(Limit(f"not given({name})", when=_SYMMETRIC, because="scales are found for each token") for name in _STATIC),
-    *(Limit(f"given({name})", when=_INT8) for name in ("ctkv_scale", "q_nope_scale")),
-    *(Limit(f"not given({name})", when="cache_mode != 'int8_nzcache'") for name in ("ctkv_scale", "q_nope_scale")),
+    *only(_STATIC, _ASYMMETRIC, "scales are found for each token"),
+    *only(("ctkv_scale", "q_nope_scale"), _INT8),
     "A * L == He and Q * L == Hcq",
     "Nk == Hckv + Dr + Hcq",
     "Nq == N * (D + Dr)",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusion._torch import count, hint
 from fusion.operators.calling import Given
-from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, functional
+from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, functional, only, unused
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, INT8, INT64, compute_dtype
 from fusion.operators.flops import products
 from fusion.operators.mla_prolog_numbers import computed
@@ -67,12 +67,6 @@ _WEIGHT, _CACHE = "weight_quant_mode", "kv_cache_quant_mode"
 _NOT = "not decomposed"
 
 
-def _only(names: tuple[str, ...], when: str) -> tuple[Limit, ...]:
-    """These arguments are there exactly where `when` holds."""
-    there = (Limit(f"given({name})", when=when) for name in names)
-    return *there, *(Limit(f"not given({name})", when=f"not ({when})") for name in names)
-
-
 _FITTING = (
     "Huq == N * (D + Dr)",
     "Hkv == Hckv + Dr",
@@ -81,11 +75,11 @@ _FITTING = (
 )
 _HOST = (
     Limit(f"{_CHOICE} in {_CHOICES}", because="other modes do not go together, or exist on Ascend 950 only"),
-    *_only(_WHOLE_X, f"{_WEIGHT} == 2"),
-    *_only(("dequant_scale_w_uq_qr",), f"{_WEIGHT} in (1, 2)"),
-    *_only(("quant_scale_ckv",), f"{_CACHE} in (1, 2)"),
-    *_only(("quant_scale_ckr",), f"{_CACHE} == 2"),
-    *_only(("k_nope_clip_alpha",), f"{_CACHE} == 3"),
+    *only(_WHOLE_X, f"{_WEIGHT} == 2"),
+    *only(("dequant_scale_w_uq_qr",), f"{_WEIGHT} in (1, 2)"),
+    *only(("quant_scale_ckv",), f"{_CACHE} in (1, 2)"),
+    *only(("quant_scale_ckr",), f"{_CACHE} == 2"),
+    *only(("k_nope_clip_alpha",), f"{_CACHE} == 3"),
     Limit("not given(smooth_scales_cq)", when=f"{_WEIGHT} == 0"),
     *(Limit(f"shape({name}) == {shape}", when=f"given({name})") for name, shape in _SCALES.items()),
     Limit("shape(dequant_scale_x) == (T, 1)", when="given(dequant_scale_x) and rank(token_x) == 2"),
@@ -219,7 +213,7 @@ _DIMS = {
     "cache_index": "T / B S",
 }
 _OLDER_HOST = (
-    *(Limit(f"not given({name})", because="quantisation is not decomposed") for name in _QUANTISED),
+    *unused(_QUANTISED, "quantisation is not decomposed"),
     "cache_mode in ('PA_BSND', 'PA_NZ')",
     *_FITTING,
 )

@@ -11,7 +11,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
+from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, unused
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, compute_dtype
 from fusion.operators.flops import product
 from fusion.operators.norm import added, rstd
@@ -125,10 +125,7 @@ QUANT_MATMUL = Operator(
     limits={
         "host": (
             Limit(f"output_dtype in {tuple(_CODES)}", because=f"results of whole numbers are {_NOT}"),
-            *(
-                Limit(f"not given({name})", because=f"offsets, groups, and other dtypes than int8 are {_NOT}")
-                for name in _UNUSED
-            ),
+            *unused(_UNUSED, f"offsets, groups, and other dtypes than int8 are {_NOT}"),
         ),
         **dict.fromkeys(A2_A3, _KERNEL),
     },

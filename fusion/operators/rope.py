@@ -81,6 +81,7 @@ _IS_HALF = "rotary_mode == 'half' and rank(input) == 4 and not given(rotate)"
 _IS_BNSD = f"{_IS_HALF} and size(r1, 0) != I and size(r1, 1) != J and size(r1, 2) != 1"
 _UNKNOWN_LAYOUT = "the kernel reads BNSD, BSND, SBND or TND from which dims broadcast"
 
+_WIDTH = ("D % 2 == 0", Limit("D % 4 == 0", when="rotary_mode == 'quarter'"))
 _ROTARY_MUL = (
     "dtype(r1) == dtype(input)",
     "dtype(r2) == dtype(input)",
@@ -140,11 +141,7 @@ ROTARY_MUL = Operator(
     dims={"input": "I J K D / T N D", "r1 r2": "1|I 1|J 1|K D / T 1|N D", "rotate": "D D"},
     dtypes={"input": FLOATS, "r1": FLOATS, "r2": FLOATS, "rotate": FLOATS},
     limits={
-        "host": (
-            "rotary_mode in ('half', 'interleave', 'quarter', 'interleave-half')",
-            "D % 2 == 0",
-            Limit("D % 4 == 0", when="rotary_mode == 'quarter'"),
-        ),
+        "host": ("rotary_mode in ('half', 'interleave', 'quarter', 'interleave-half')", *_WIDTH),
         **dict.fromkeys(A2_A3, _ROTARY_MUL_A2),
         "ascend950": (*_ROTARY_MUL, "D <= 1024", "not given(rotate)"),
     },
@@ -196,11 +193,7 @@ APPLY_ROTARY_POS_EMB = Operator(
     },
     dtypes={"query": FLOATS, "key": FLOATS, "cos": FLOATS, "sin": FLOATS},
     limits={
-        "host": (
-            "rotary_mode in ('half', 'interleave', 'quarter')",
-            "D % 2 == 0",
-            Limit("D % 4 == 0", when="rotary_mode == 'quarter'"),
-        ),
+        "host": ("rotary_mode in ('half', 'interleave', 'quarter')", *_WIDTH),
         **dict.fromkeys(A2_A3, _APPLY_A2),
         "ascend950": (*_APPLY, "D <= 1024"),
     },

@@ -116,7 +116,6 @@ def _flops(given: Given) -> float:
 
 
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
-_NO_GRAPH = "graphs return no statistics of the softmax"
 _KERNEL = (
     *sparse_limits.kernel("kv"),
     Limit("given(value)", because="CANN takes calls without a value from 9.2 on; pass the key"),
@@ -125,8 +124,7 @@ _KERNEL = (
     "dtype(query_rope) == dtype(query) and dtype(key_rope) == dtype(query)",
     "D == 512",
     "Dr == 64",
-    Limit("return_softmax_lse == False", lowering="torchair", because=_NO_GRAPH),
-    Limit("return_softmax_lse == False", lowering="npugraph_ex", because=_NO_GRAPH),
+    *sparse_limits.in_graphs("return_softmax_lse == False", "graphs return no statistics of the softmax"),
 )
 _A2 = (
     *_KERNEL,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fusion.operators.contract import Limit
+from fusion.operators.contract import LOWERINGS, Limit, only
 from fusion.operators.dtypes import INT32
 
 _PAGED = "PA_BSND"
@@ -45,8 +45,7 @@ def host(keys: str) -> tuple[Limit, ...]:
         Limit("sparse_mode in (0, 3)"),
         Limit("pre_tokens == 9223372036854775807", because=everything),
         Limit("next_tokens == 9223372036854775807", because=everything),
-        Limit("given(block_table)", when=f"{layout} == '{_PAGED}'"),
-        Limit("not given(block_table)", when=f"{layout} != '{_PAGED}'"),
+        *only(("block_table",), f"{layout} == '{_PAGED}'"),
         Limit("given(actual_seq_lengths_query)", when="layout_query == 'TND'"),
         Limit(f"given(actual_seq_lengths_{keys})", when=f"{layout} != 'BSND'"),
     )
@@ -58,3 +57,8 @@ def kernel(keys: str) -> tuple[Limit, ...]:
         Limit("dtype(key) == dtype(query)"),
         Limit("Size % 16 == 0 and Size <= 1024", when=f"layout_{keys} == '{_PAGED}'"),
     )
+
+
+def in_graphs(text: str, because: str) -> tuple[Limit, ...]:
+    """What is asked for wherever the operator is not launched by itself."""
+    return tuple(Limit(text, lowering=lowering, because=because) for lowering in LOWERINGS if lowering != "eager")

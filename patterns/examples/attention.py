@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ def qkv(queries: int = S, keys: int = S, shared: int = M, *more: Part) -> Inputs
 
 
 def repeated(x: Tensor) -> Tensor:
-    """Every key head for the query heads that share it, unless there is one for each."""
-    return x if x.shape[1] == N else x[:, :, None].expand(-1, -1, N // M, -1, -1).reshape(B, N, *x.shape[2:])
+    """Each of M key heads for the query heads that share it; others as they are."""
+    return x if x.shape[1] != M else x[:, :, None].expand(-1, -1, N // M, -1, -1).reshape(B, N, *x.shape[2:])
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -47,10 +48,35 @@ def normalised(scores: Tensor) -> tuple[Tensor, Tensor]:
     return weights / total, top + total.log()
 
 
-def summed(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What they give, and the log-sum-exps."""
-    weights, lse = normalised(scores)
-    return weights.to(v.dtype) @ v, lse
+def shares(scores: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> tuple[Tensor]:
+    """A softmax alone."""
+    return (softmax(scores, dim=dim, dtype=dtype),)
+
+
+def written(
+    change: Callable[..., Tensor] = lambda scores, *more: scores,
+    weigh: Callable[[Tensor], tuple[Tensor, ...]] = shares,
+    hidden: Mask | None = None,
+    least: bool = False,
+    scale: float = D**-0.5,
+    wide: bool = False,
+) -> Attend:
+    """By matmuls, over scores that further inputs change, and of which `weigh` makes weights, perhaps with their sums.
+
+    They are filled in where a key is hidden; a query that sees nothing gives NaN, or by the least number the mean.
+    """
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
+        scores = q @ repeated(k).transpose(-2, -1)
+        scores = scores.float() if wide else scores
+        scores = change(scores if scale == 1 else scores * scale, *more)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden(*more), torch.finfo(q.dtype).min if least else -math.inf)
+        weights, *sums = weigh(scores)
+        y = weights.to(v.dtype) @ repeated(v)
+        return (y, *sums) if sums else y
+
+    return forward
 
 
 def by_sdpa(seen: Mask | None = None, repeat: bool = False, **flags: bool) -> Attend:
@@ -68,27 +94,12 @@ def by_hand(hidden: Mask) -> Attend:
     return lambda q, k, v, *more: eager(q, k, v, lowest(hidden(*more), q.dtype))
 
 
-def with_sink(hidden: Mask | None = None) -> Attend:
+def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, *more: Tensor, hidden: Mask | None = None) -> Tensor:
     """A logit of each head that no value belongs to."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, *more: Tensor) -> Tensor:
-        scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
-        scores = scores if hidden is None else scores + lowest(hidden(*more), q.dtype)
-        joined = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
-        return softmax(joined - joined.max(dim=-1, keepdim=True).values, dim=-1)[..., :-1] @ repeated(v)
-
-    return forward
-
-
-def filled(hidden: Mask, least: bool = False, dtype: torch.dtype | None = None) -> Attend:
-    """Filled in where a key is hidden; a query that sees nothing gives NaN, or by the least number the mean."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
-        scores = scores.masked_fill(hidden(*more), torch.finfo(q.dtype).min if least else -math.inf)
-        return softmax(scores, dim=-1, dtype=dtype).to(q.dtype) @ repeated(v)
-
-    return forward
+    scores = q @ repeated(k).transpose(-2, -1) * D**-0.5
+    scores = scores if hidden is None else scores + lowest(hidden(*more), q.dtype)
+    joined = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+    return softmax(joined - joined.max(dim=-1, keepdim=True).values, dim=-1)[..., :-1] @ repeated(v)
 
 
 def later() -> Tensor:
@@ -137,35 +148,14 @@ def wide_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softmax(q[..., :8] @ repeated(k)[..., :8].transpose(-2, -1), dim=-1) @ repeated(v)
 
 
+in_float = partial(shares, dtype=torch.float32)
 CAUSAL = by_sdpa(is_causal=True, enable_gqa=True)
 STEP = by_sdpa(lambda at: causal(1, T, at)[None, None], enable_gqa=True)
 CACHED = by_sdpa(lambda: torch.arange(T)[None] <= torch.arange(S)[:, None], enable_gqa=True)
+LEAST = written(weigh=in_float, hidden=lambda seen: ~there(seen), least=True)
+SINK_PADDED = partial(with_sink, hidden=lambda seen: ~there(seen))
+SINK_STEP = partial(with_sink, hidden=lambda at: torch.arange(T) > at)
 SUNK, PADDED = qkv(S, S, M, SINKS), qkv(S, S, M, PADDING)
-EXAMPLES = (
-    Example("an encoder", by_sdpa(), qkv(shared=N)),
-    Example("causal", CAUSAL, qkv()),
-    Example("causal by a mask", by_hand(later), qkv()),
-    Example("one step over a cache", STEP, qkv(1, T, M, POSITION)),
-    Example("a chunk over a cache", by_hand(behind), qkv(S, T, M, POSITION)),
-    Example("a chunk written into a cache", written_chunk, qkv(S, T, M, POSITION)),
-    Example("a prompt over a cache", CACHED, qkv(S, T)),
-    Example("padded", by_sdpa(there, repeat=True), PADDED),
-    Example("padded with the least number", filled(lambda seen: ~there(seen), True, torch.float32), PADDED),
-    Example("a window", by_hand(far), qkv()),
-    Example("groups by einsum", grouped, qkv()),
-    Example("positions before heads", positions_first, qkv()),
-    Example("a sink", with_sink(later), SUNK),
-    Example("a sink and every key", with_sink(), SUNK),
-    Example("a sink and padding", with_sink(lambda seen: ~there(seen)), qkv(S, S, M, SINKS, PADDING)),
-    Example("a sink over a cache", with_sink(lambda at: torch.arange(T) > at), qkv(1, T, M, SINKS, POSITION)),
-    Example("values narrower than keys", lambda q, k, v: CAUSAL(q, k, v[..., :8]), qkv()),
-    Example("values wider than keys", wide_values, qkv()),
-)
-
-
-def weighed(change: Callable[..., Tensor], dim: int = -1) -> Attend:
-    """A softmax of changed scores."""
-    return lambda q, k, v, *more: softmax(change(q @ k.transpose(-2, -1), *more), dim=dim) @ v
 
 
 def sloped(scores: Tensor) -> Tensor:
@@ -176,14 +166,34 @@ def sloped(scores: Tensor) -> Tensor:
 
 
 EQUAL = qkv(shared=N)
-LOWERED = weighed(lambda scores: scores.masked_fill(later(), -1.0))
-REJECTS = (
-    Example("softmax over queries", weighed(lambda s: s, dim=-2), EQUAL, "taken over the queries"),
-    Example("soft capping", weighed(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "capped softly"),
-    Example("ALiBi", weighed(sloped), EQUAL, "not proven to be a mask"),
+BARE = partial(written, scale=1)
+OF_QUERIES = BARE(weigh=partial(shares, dim=-2))
+LOWERED = BARE(lambda scores: scores.masked_fill(later(), -1.0))
+EXAMPLES = (
+    Example("an encoder", by_sdpa(), qkv(shared=N)),
+    Example("causal", CAUSAL, qkv()),
+    Example("causal by a mask", by_hand(later), qkv()),
+    Example("one step over a cache", STEP, qkv(1, T, M, POSITION)),
+    Example("a chunk over a cache", by_hand(behind), qkv(S, T, M, POSITION)),
+    Example("a chunk written into a cache", written_chunk, qkv(S, T, M, POSITION)),
+    Example("a prompt over a cache", CACHED, qkv(S, T)),
+    Example("padded", by_sdpa(there, repeat=True), PADDED),
+    Example("padded with the least number", LEAST, PADDED),
+    Example("a window", by_hand(far), qkv()),
+    Example("groups by einsum", grouped, qkv()),
+    Example("positions before heads", positions_first, qkv()),
+    Example("a sink", partial(with_sink, hidden=later), SUNK),
+    Example("a sink and every key", with_sink, SUNK),
+    Example("a sink and padding", SINK_PADDED, qkv(S, S, M, SINKS, PADDING)),
+    Example("a sink over a cache", SINK_STEP, qkv(1, T, M, SINKS, POSITION)),
+    Example("values narrower than keys", lambda q, k, v: CAUSAL(q, k, v[..., :8]), qkv()),
+    Example("values wider than keys", wide_values, qkv()),
+    Example("softmax over queries", OF_QUERIES, EQUAL, "taken over the queries"),
+    Example("soft capping", BARE(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "capped softly"),
+    Example("ALiBi", BARE(sloped), EQUAL, "not proven to be a mask"),
     Example("any bias", by_sdpa(lambda given: given), qkv(S, S, N, (S, S)), "not proven to be a mask"),
-    Example("a temperature", weighed(lambda s, by: s * by), qkv(S, S, N, (1, 1, S, 1)), "by a tensor"),
+    Example("a temperature", BARE(lambda s, by: s * by), qkv(S, S, N, (1, 1, S, 1)), "by a tensor"),
     Example("lowered, not hidden", LOWERED, EQUAL, "something else than a number"),
 )
 
-TRIED = {"attention": (*EXAMPLES, *REJECTS)}
+TRIED = {"attention": EXAMPLES}

@@ -32,7 +32,7 @@ ENCODINGS = ("plain", "int8")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sequences, query and key heads, queries, lanes D or C and Dr; pages of a sequence and their rows."""
+    """Sequences, query and key heads, queries, lanes D or C and Dr; pages and their rows; lanes of an indexer."""
 
     batch: int = 2
     heads: int = 4
@@ -43,6 +43,7 @@ class Sizes:
     blocks: int = 7
     pages: int = 3
     size: int = 8
+    index: int = 32
 
     @property
     def keys(self) -> int:
@@ -55,11 +56,6 @@ LARGE = Sizes(heads=8, groups=1, width=128, rope=64, size=128, pages=2)
 """Sizes that a chip takes; those of a latent have C = 512."""
 
 
-def of_latents(s: Sizes) -> Sizes:
-    """The same sizes for a latent."""
-    return replace(s, groups=1, width=512 if s.rope == 64 else s.width)
-
-
 def page(source: str, s: Sizes, width: int, line: int = 16) -> tuple[int, ...]:
     """The dims of the cache of one of both tensors."""
     return {
@@ -70,16 +66,22 @@ def page(source: str, s: Sizes, width: int, line: int = 16) -> tuple[int, ...]:
     }[source]
 
 
-def read(source: str, cache: Tensor, table: Tensor) -> Tensor:
-    """Rows [B, M, T, D]."""
+def rows_of(source: str, cache: Tensor, table: Tensor) -> Tensor:
+    """Rows [B, T, ..] of pages; a cache of rows as it is."""
     if source == "rows":
         return cache
     pages = cache[table]
-    if source == "pages":
-        return pages.flatten(1, 2).transpose(1, 2)
+    return (pages.transpose(2, 3).flatten(3) if source == "NZ pages" else pages).flatten(1, 2)
+
+
+def read(source: str, cache: Tensor, table: Tensor) -> Tensor:
+    """Rows [B, M, T, D]."""
     if source == "pages of heads":
-        return pages.transpose(1, 2).flatten(2, 3)
-    return pages.transpose(2, 3).flatten(3).flatten(1, 2).unsqueeze(1)
+        return cache[table].transpose(1, 2).flatten(2, 3)
+    rows = rows_of(source, cache, table)
+    if source == "pages":
+        return rows.transpose(1, 2)
+    return rows.unsqueeze(1) if source == "NZ pages" else rows
 
 
 def hidden(visibility: str, q: Tensor, keys: int, lengths: Tensor, mask: Tensor) -> Tensor | None:
@@ -115,7 +117,7 @@ def attention(source: str, visibility: str, result: str, s: Sizes) -> Example:
 
 def latent(encoding: str, source: str, visibility: str, result: str, s: Sizes) -> Example:
     """One cell of attention over a latent."""
-    s = of_latents(s)
+    s = replace(s, groups=1, width=512 if s.rope == 64 else s.width)
     scores_of = _int8_scores if encoding == "int8" else _scores
 
     def forward(q: Tensor, turned: Tensor, latents: Tensor, ropes: Tensor, *more: Tensor) -> Any:

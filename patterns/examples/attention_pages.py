@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from fusion import Example
-from patterns.examples.attention import Attend, B, D, M, N, by_sdpa, filled
+from patterns.examples.attention import Attend, B, D, M, N, by_sdpa, written
 from patterns.examples.inputs import Inputs, Part, tensors
 from patterns.examples.masks import behind, later
 
@@ -91,16 +91,12 @@ def tokens(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tens
     return torch.einsum("bnt,btnd->bnd", shares, v)
 
 
-def learned(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """A bias by length, which hides nothing."""
-    scores = q @ k.transpose(-2, -1) * D**-0.5
-    return (scores + lengths.view(B, 1, 1, 1).to(q.dtype)).softmax(-1) @ v
-
-
-step = over(filled(hidden))
-least = over(filled(hidden, least=True))
-first_at = over(filled(lambda at: later(at, 3, ROOM)))
-last_at = over(filled(lambda lengths: later(lengths - 3, 3, ROOM), least=True))
+step = over(written(hidden=hidden))
+least = over(written(hidden=hidden, least=True))
+first_at = over(written(hidden=lambda at: later(at, 3, ROOM)))
+last_at = over(written(hidden=lambda lengths: later(lengths - 3, 3, ROOM), least=True))
+learned = over(written(lambda scores, lengths: scores + lengths.view(B, 1, 1, 1).to(scores.dtype)))
+"""A bias by length, which hides nothing."""
 sdpa = over(by_sdpa(lambda lengths: ~hidden(lengths)))
 EXAMPLES = (
     Example("a step", step, inputs(1, LENGTHS)),
@@ -130,6 +126,6 @@ GATHERED = (
     (Example("short lines", over(of_lengths(), of_nz), inputs(1, LENGTHS, lanes=8)), "in lines of 8 numbers"),
 )
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
-REJECTS = (Example("a bias", over(learned), inputs(1, LENGTHS), "not proven to be a mask"),)
+REJECTS = (Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),)
 
 TRIED = {"attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,19 +9,13 @@ from torch import Tensor
 
 from fusion import Example
 from patterns.examples import sparse_attention
-from patterns.examples.attention import SINKS, B, N, S, T, normalised, qkv, repeated
+from patterns.examples.attention import SINKS, B, N, S, T, normalised, qkv, repeated, written
 from patterns.examples.latent_attention import absorbed, given, over_latent
 from patterns.examples.masks import below, causal, lowest
 from patterns.examples.sparse_attention import SCALE
 
 Parts = tuple[Tensor, Tensor]
-Weigh = Callable[[Tensor], Parts]
 LATENT_S = sparse_attention.S
-
-
-def scores_of(q: Tensor, k: Tensor) -> Tensor:
-    """In float32."""
-    return (q @ k.transpose(-2, -1)).float() * SCALE
 
 
 def by_name(scores: Tensor, empty: bool = False, keepdim: bool = False) -> Parts:
@@ -45,24 +38,13 @@ def written_out(scores: Tensor) -> Parts:
     return weights / total.unsqueeze(-1), top + total.log()
 
 
-def part(weigh: Weigh = by_name, change: Callable[..., Tensor] = lambda scores: scores) -> Callable[..., Parts]:
-    """Attention by the weights of scores, which further inputs may change first, and their log-sum-exps."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Parts:
-        weights, lse = weigh(change(scores_of(q, k), *more))
-        return weights.to(v.dtype) @ v, lse
-
-    return forward
-
-
-def without(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Scores of which some keys are hidden."""
-    return lambda scores, *more: scores.masked_fill(hidden(*more), -torch.inf)
+part = partial(written, weigh=by_name, scale=SCALE, wide=True)
+"""Attention with the log-sum-exps of its scores, in float32."""
 
 
 def divided_late(q: Tensor, k: Tensor, v: Tensor) -> Parts:
     """Weights whose sum divides what they give."""
-    scores = scores_of(q, k)
+    scores = (q @ k.transpose(-2, -1)).float() * SCALE
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp()
     total = weights.sum(-1, keepdim=True)
@@ -76,7 +58,7 @@ def with_sink(scores: Tensor, sink: Tensor) -> Tensor:
 
 def last_tokens(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Parts:
     """The last tokens of a sequence over a latent, whose heads stand behind them."""
-    last = part(below_the_sum, without(lambda: ~causal(LATENT_S, T, T - LATENT_S)))
+    last = part(weigh=below_the_sum, hidden=lambda: ~causal(LATENT_S, T, T - LATENT_S))
     out, lse = over_latent(last)(q, latent, rope, up)
     return out.transpose(1, 2), lse
 
@@ -94,26 +76,21 @@ def mask(queries: int) -> Tensor:
     return seen
 
 
-def of_lengths(lengths: Tensor) -> Tensor:
-    """Keys that there are not, of each sequence."""
-    return ~below(lengths, T)
-
-
 PLAIN = qkv(S, T, N)
 MASKED = qkv(S, T, N, mask(S))
-LAST = part(change=without(lambda: ~causal(S, T, T - S)))
-MORE = part(partial(by_name, empty=True), without(lambda: ~causal(S, S - 2, -2)))
-BY_MASK = part(partial(by_name, empty=True, keepdim=True), without(lambda seen: ~seen))
-LENGTHS = part(change=without(of_lengths))
-AT = part(change=without(lambda at: torch.arange(T) > at))
-LOWERED = part(change=lambda scores, seen: scores + lowest(~seen, torch.float32))
+LAST = part(hidden=lambda: ~causal(S, T, T - S))
+MORE = part(weigh=partial(by_name, empty=True), hidden=lambda: ~causal(S, S - 2, -2))
+BY_MASK = part(weigh=partial(by_name, empty=True, keepdim=True), hidden=lambda seen: ~seen)
+LENGTHS = part(hidden=lambda lengths: ~below(lengths, T))
+AT = part(hidden=lambda at: torch.arange(T) > at)
+LOWERED = part(lambda scores, seen: scores + lowest(~seen, torch.float32))
 """Keys that are lowered by the least number, so that a query that sees none sees all."""
-SINK = part(lambda both: (both.softmax(-1)[..., :-1], both.logsumexp(-1)), with_sink)
+SINK = part(with_sink, weigh=lambda both: (both.softmax(-1)[..., :-1], both.logsumexp(-1)))
 FINITE = "has a finite log-sum-exp"
 ATTENTION = (
     Example("named", lambda q, k, v: part()(q, repeated(k), repeated(v)), qkv(S, T)),
-    Example("below the sum", part(below_the_sum), PLAIN),
-    Example("written out", part(written_out), PLAIN),
+    Example("below the sum", part(weigh=below_the_sum), PLAIN),
+    Example("written out", part(weigh=written_out), PLAIN),
     Example("divided late", divided_late, PLAIN),
     Example("the last tokens", LAST, PLAIN),
     Example("more queries than keys", MORE, qkv(S, S - 2, N)),

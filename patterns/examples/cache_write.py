@@ -104,7 +104,6 @@ TOKENS = copy(1, lambda rows, at: at + torch.arange(rows.shape[1]))
 FIRST = copy(0, lambda rows, at: torch.arange(rows.shape[0]) + at, 1)
 BY_LENGTH = put(lambda lengths: (torch.arange(2), ALL, lengths))
 BY_SEQUENCE = choose(lambda positions, lengths: (positions == lengths[:, None])[:, None, :, None])
-WHERE_POSITIVE = lambda cache, rows, at: cache.index_put((cache > 0,), rows[0, 0, 0, 0])  # noqa: E731
 FROM_ON = choose(lambda positions, at: positions[:, None] >= at)
 EXAMPLES = (
     Example("index_copy of a prompt", RUN, PROMPT),

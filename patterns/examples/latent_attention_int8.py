@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusion import Example
+from patterns.examples.attention_pages import BLOCKS, EMPTY, LENGTHS, ROOM, SIZE, TABLE
 from patterns.examples.caches import Read, of_nz, of_pages, shapes
 from patterns.examples.inputs import Inputs, fixed, tensors
 from patterns.examples.masks import below, last
-from patterns.examples.quantisation import grid, quantised, weights
+from patterns.examples.quantisation import grid, int8, quantised, weights
 
-B, N, C, R, BLOCKS, SIZE, LANES = 2, 4, 32, 16, 7, 4, 8
-TABLE = torch.tensor([[3, 6, -1], [5, 3, 2]])
-KEYS = TABLE.shape[1] * SIZE
-LENGTHS, EMPTY = torch.tensor([6, 11]), torch.tensor([0, 12])
+B, N, C, R, LANES = 2, 4, 32, 16, 8
 SCALE = 0.125
 STORED = 1 / 64
 """The scale of the latent, where the model holds it as a number."""
@@ -46,18 +44,16 @@ def read(scores: Tensor, latent: Tensor, seen: Tensor) -> Tensor:
     return torch.einsum("bnst,btc->bnsc", scores.masked_fill(~seen, -math.inf).softmax(-1), latent.float())
 
 
-def with_int8(quantise: Callable[[Tensor], tuple[Tensor, ...]]) -> Attend:
+def explicit(
+    q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor,
+    quantise: Callable[[Tensor], tuple[Tensor, ...]] = quantised,
+) -> Tensor:  # fmt: skip
     """Products of int8, scales behind them."""
-
-    def attend(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
-        numbers, *tokens = quantise(q)
-        return (read(scored(numbers, rope, latent, k_rope, *tokens, scale), latent, seen) * scale).to(q.dtype)
-
-    return attend
+    numbers, *tokens = quantise(q)
+    return (read(scored(numbers, rope, latent, k_rope, *tokens, scale), latent, seen) * scale).to(q.dtype)
 
 
-explicit = with_int8(quantised)
-shared = with_int8(lambda q: ((q.float() * 32).round().clamp(-128, 127).to(torch.int8),))
+shared = partial(explicit, quantise=lambda q: (int8(q.float() * 32),))
 """One scale for all queries."""
 
 
@@ -117,7 +113,7 @@ def over(read: Read, attend: Attend, seen: Callable[[Tensor, int, int], Tensor] 
 
 in_pages, in_nz, in_rows = (partial(over, read) for read in (of_pages, of_nz, lambda cache, table: cache))
 PAGES, NZ = (shapes(C, R, *nz, size=SIZE, blocks=BLOCKS) for nz in ((), (LANES,)))
-ROWS = (B, KEYS, C), (B, KEYS, R)
+ROWS = (B, ROOM, C), (B, ROOM, R)
 EXAMPLES = (
     Example("pages", in_pages(explicit), inputs(1, PAGES, LENGTHS)),
     Example("pages, a sequence without keys", in_pages(restored), inputs(1, PAGES, EMPTY)),

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusion import Example
+from patterns.examples.attention import written
+from patterns.examples.attention_pages import BLOCKS, EMPTY, LENGTHS, ROOM, SIZE, TABLE, hidden
 from patterns.examples.caches import of_nz
 from patterns.examples.inputs import Inputs, Part, tensors, weight
 from patterns.examples.latent_attention import absorbed, by_sdpa, by_table, step
 from patterns.examples.masks import behind, later
-from patterns.examples.sparse_attention import Form, over_latent
+from patterns.examples.sparse_attention import B, C, D, E, N, over_latent
 
-B, N, D, C, R, E, BLOCKS, SIZE, PAGES = 2, 4, 16, 32, 16, 16, 7, 4, 3
-ROOM = PAGES * SIZE
+R = 16
 SCALE = (D + R) ** -0.5
-TABLE = torch.tensor([[3, 6, -1], [5, 3, 2]])
-LENGTHS, EMPTY = torch.tensor([6, 11]), torch.tensor([0, 12])
 
 
 def inputs(queries: int, *more: Part, heads: int = N, lanes: int = 0, dims: tuple[int, ...] = ()) -> Inputs:
@@ -34,25 +33,9 @@ def inputs(queries: int, *more: Part, heads: int = N, lanes: int = 0, dims: tupl
     return tensors((B, heads, queries, D + rope), *((BLOCKS, *each) for each in pages), up, TABLE, *more)
 
 
-def hidden(lengths: Tensor) -> Tensor:
-    """Keys behind the length."""
-    return behind(lengths, ROOM)
-
-
 def shares(scores: Tensor, lengths: Tensor) -> tuple[Tensor]:
     """Weights of the keys below the length; a sequence without keys gives NaN."""
     return ((scores.float() * SCALE).masked_fill(hidden(lengths), -math.inf).softmax(-1).to(scores.dtype),)
-
-
-def filled(hidden: Callable[..., Tensor], least: bool = False) -> Form:
-    """Filled in where a key is hidden; a query without keys gives NaN, or by the least number the mean."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        scores = (q @ k.transpose(-2, -1)).float() * SCALE
-        fill = torch.finfo(q.dtype).min if least else -math.inf
-        return scores.masked_fill(hidden(*more), fill).softmax(-1).to(q.dtype) @ v
-
-    return over_latent(attend)
 
 
 @over_latent
@@ -100,19 +83,21 @@ def rows_first(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return q, *(pages.transpose(1, 2).contiguous() for pages in (latent, rope)), *rest
 
 
+by_matmuls = partial(written, scale=SCALE, wide=True)
 by_two_products = absorbed(shares, "bnse")
 below = by_sdpa(lambda lengths: ~hidden(lengths))
+several = over_latent(by_matmuls(hidden=lambda at: later(at, 3, ROOM)))
 expanded, whole = by_table(below), by_table(step)
 in_order = by_table(by_two_products)
 EXAMPLES = (
     Example("absorbed over pages", in_order, inputs(1, LENGTHS)),
     Example("absorbed over pages, three heads", in_order, inputs(1, LENGTHS, heads=3)),
     Example("absorbed, a sequence without keys", in_order, inputs(1, EMPTY)),
-    Example("expanded, the least number", by_table(filled(hidden, least=True)), inputs(1, EMPTY)),
-    Example("expanded, sdpa", expanded, inputs(1, EMPTY)),
     Example(
-        "several queries over pages", by_table(filled(lambda at: later(at, 3, ROOM))), inputs(3, torch.tensor([2, 8]))
+        "expanded, the least number", by_table(over_latent(by_matmuls(hidden=hidden, least=True))), inputs(1, EMPTY)
     ),
+    Example("expanded, sdpa", expanded, inputs(1, EMPTY)),
+    Example("several queries over pages", by_table(several), inputs(3, torch.tensor([2, 8]))),
     Example("several queries, absorbed", by_table(several_absorbed), inputs(3, torch.tensor([2, 12]))),
     Example("the first rows", by_table(first), inputs(1, torch.tensor([0, 10]))),
     Example("whole pages", whole, inputs(1)),

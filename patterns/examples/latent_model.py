@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from fusion import Example
 from patterns.examples.caches import LENGTHS, SIZE, TABLE, Write, in_nz, of_nz, of_pages, viewed
 from patterns.examples.inputs import Inputs, fixed, in_dtype, normal, tables
 from patterns.examples.latent_attention_int8 import Attend, explicit
@@ -296,14 +297,10 @@ def absorbed(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
     return (scores * (nope.shape[-1] + rope.shape[-1]) ** -0.5).masked_fill(~seen, -math.inf).softmax(-1) @ latent
 
 
-def by_int8(attend: Attend = explicit) -> Attention:
+def over_int8(nope: Tensor, rope: Tensor, rows: Rows, g: Given, attend: Attend = explicit) -> Tensor:
     """Int8 queries over an int8 latent."""
-
-    def attention(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
-        seen = last(g.seen, nope.shape[2], rows[0].shape[1])
-        return attend(nope @ w_uk(g), rope, *rows, seen, g.latent_scale)
-
-    return attention
+    seen = last(g.seen, nope.shape[2], rows[0].shape[1])
+    return attend(nope @ w_uk(g), rope, *rows, seen, g.latent_scale)
 
 
 def by_token(rows: Any, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -375,3 +372,16 @@ def model(
         return y if also is None else (y, also(low))
 
     return forward
+
+
+def in_pages(
+    name: str,
+    setting: Inputs,
+    write: Write = viewed,
+    encoding: Encoding = Encoding(),
+    refusal: str = "",
+    attend: Attention = expanded,
+    **parts: Any,
+) -> Example:
+    """A model over pages."""
+    return Example(name, model(paged(write, encoding), attend, **parts), setting, refusal)

@@ -21,7 +21,7 @@ from patterns.examples.inputs import Inputs, under
 from patterns.examples.latent_attention_atb_int8 import written_out
 from patterns.examples.latent_model import LAYERS, Encoding, Given, Layers, Rows, Setting, changed
 from patterns.examples.mla_prolog_int8 import Quantise, by_tensor
-from patterns.examples.quantisation import product
+from patterns.examples.quantisation import int8, product
 from patterns.examples.rope import half
 
 
@@ -36,11 +36,6 @@ def setting(
 def of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs of lanes rotated, the first of each pair in the first half of the result."""
     return half(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
-
-
-def int8(x: Tensor, least: int = -128) -> Tensor:
-    """The nearest whole numbers."""
-    return x.round().clamp(least, 127).to(torch.int8)
 
 
 def biased(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -63,15 +58,11 @@ def times_heads(query: Tensor, scales: Tensor, least: int = -128) -> Tensor:
     return int8(query.float() * scales.float()[:, None, None], least)
 
 
-def by_int8(query: Quantise = times_heads) -> mla.Attention:
+def over_int8(nope: Tensor, rope: Tensor, rows: Rows, g: Given, query: Quantise = times_heads) -> Tensor:
     """Queries that the model absorbs and `query` quantises, over an int8 latent of lengths without the new tokens."""
-
-    def attend(nope: Tensor, rope: Tensor, rows: Rows, g: Given) -> Tensor:
-        at = g.seen[:, None] + torch.arange(nope.shape[2])
-        seen = torch.arange(rows[0].shape[1]) <= at[:, None, :, None]
-        return written_out(query(nope @ g.up, g.of_queries), rope, *rows, seen, g.of_scores, g.of_values)
-
-    return attend
+    at = g.seen[:, None] + torch.arange(nope.shape[2])
+    seen = torch.arange(rows[0].shape[1]) <= at[:, None, :, None]
+    return written_out(query(nope @ g.up, g.of_queries), rope, *rows, seen, g.of_scores, g.of_values)
 
 
 def rounded(quotient: Callable[[Tensor, Tensor, Tensor], Tensor], least: int = -128) -> mla.QuantiseRows:
@@ -83,7 +74,7 @@ TOKEN = Layers(eps=1e-6)
 STATIC = replace(TOKEN, quantise=rounded(lambda x, scale, zero: x / scale + zero), shift=torch.add, multiply=biased)
 STORED = by_tensor(lambda x, scale: int8(x.float() / scale.float()), "of_latent")
 SHIFTED = by_tensor(lambda x, scale: int8(x.float() / scale.float() + 3), "of_latent")
-INT8: dict[str, Any] = dict(write=in_nz, encoding=STORED, attend=by_int8())
+INT8: dict[str, Any] = dict(write=in_nz, encoding=STORED, attend=over_int8)
 ONE, TWO, STATIC_ONE = setting(), setting(2), setting(static=True)
 INT8_ONE = replace(setting(1, 32, 16, c=64, dr=32), int8_caches=(True, False))
 
@@ -134,6 +125,7 @@ TOKENS = (
     tried("weights in short lines", TOKEN, setting(he=48), "do not fill lines of 32"),
     tried("short lines", TOKEN, setting(1, 8), "in lines of 8 numbers", write=in_nz),
 )  # fmt: skip
+NARROW = partial(times_heads, least=-127)
 OTHER_SCALES = changed(
     INT8_ONE, of_queries=lambda x: x.to(torch.bfloat16 if x.dtype == torch.float16 else torch.float16)
 )
@@ -144,10 +136,10 @@ INT8_LATENTS = (
     of_int8("whole rows", "not lines of NZ", replace(INT8_ONE, shapes=shapes(64, 32)), write=viewed),
     of_int8("scales of another dtype", "is not one in the dtype of x", OTHER_SCALES),
     of_int8("short lines", "in lines of 16 numbers, not of 32", replace(INT8_ONE, shapes=shapes(64, 32, 16))),
-    of_int8("other bounds of queries", "queries are bounded by -127", attend=by_int8(partial(times_heads, least=-127))),
+    of_int8("other bounds of queries", "queries are bounded by -127", attend=partial(over_int8, query=NARROW)),
     of_int8(
         "queries divided", "where the operator multiplies by one",
-        attend=by_int8(lambda query, scales: int8(query.float() / scales.float()[:, None, None])),
+        attend=partial(over_int8, query=lambda query, scales: int8(query.float() / scales.float()[:, None, None])),
     ),
     of_int8("a zero point", "stored with a zero point", encoding=SHIFTED),
 )  # fmt: skip

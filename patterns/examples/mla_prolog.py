@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,9 +12,21 @@ from torch import Tensor
 from fusion import Example
 from patterns.examples import caches
 from patterns.examples import latent_model as mla
-from patterns.examples.caches import Write, by_block, copied, in_nz, shapes, viewed
+from patterns.examples.caches import Write, by_block, copied, in_nz, shapes
 from patterns.examples.inputs import Inputs
-from patterns.examples.latent_model import LAYERS, B, Given, Rotate, Rows, Setting, changed, fresh, listed, model
+from patterns.examples.latent_model import (
+    LAYERS,
+    B,
+    Given,
+    Rotate,
+    Rows,
+    Setting,
+    changed,
+    fresh,
+    in_pages,
+    listed,
+    model,
+)
 
 S, T, C, DR, D = 3, 32, 32, 16, 16
 ORDER = "do not follow those that are not"
@@ -36,11 +49,6 @@ def rope_multiplied(q: Tensor, cos: Tensor, sin: Tensor) -> Parts:
 def lanes(nope: slice, rope: slice) -> Rotate:
     """These lanes of the queries, some of which belong to both parts or to neither."""
     return lambda q, *table: (q[..., nope], mla.turned(q[..., rope], *table))
-
-
-def copied_first(cache: Tensor, rows: Tensor, at: Tensor) -> Tensor:
-    """A cache that is copied before it is read."""
-    return copied(cache, rows, at).contiguous()
 
 
 def packed(setting: Setting) -> Inputs:
@@ -84,14 +92,6 @@ def in_row(
     return Example(name, model(store, listed, rotate, mla.Factors(row=row)), setting, refusal)
 
 
-def in_pages(
-    name: str, setting: Inputs, write: Write = viewed, refusal: str = "", attend: mla.Attention = mla.expanded
-) -> Example:
-    """Pages; tokens of W8A8 are rotated before their heads."""
-    first = isinstance(setting, Setting) and bool(setting.int8)
-    return Example(name, model(mla.paged(write), attend, tokens_first=first), setting, refusal)
-
-
 def held(setting: Setting, *dims: tuple[int, ...], keys: int = T) -> Setting:
     """Caches of these dims before the lanes, of so many keys."""
     return replace(setting, shapes=tuple((*each, width) for each in dims for width in (C, DR)), listed=keys)
@@ -119,6 +119,7 @@ ROWS = (
     in_row("a third part", replace(PROMPT, line=8), refusal="do not make up one projection"),
     Example("packed tokens", model(mla.in_rows(caches.of_one_sequence), listed), ONE_SEQUENCE, "are packed"),
 )
+TURNED_ROWS = changed(PROMPT, caches.turned)
 HALVES = replace(PROMPT, queries=4)
 LEFT = (
     in_row("a negative factor", PROMPT, copied, rope_multiplied, -1.0, "which is not positive"),
@@ -129,7 +130,7 @@ LEFT = (
         caches.half_sequences,
         refusal="other sequences than",
     ),
-    in_row("caches that lie otherwise", changed(PROMPT, caches.turned), copied_first, refusal="is not contiguous"),
+    in_row("caches that lie otherwise", TURNED_ROWS, lambda *of: copied(*of).contiguous(), refusal="is not contiguous"),
     in_row("an odd length", held(PROMPT, (B, 20), keys=20), refusal="no size of a page divides"),
 )
 """Rejects of which the model keeps the rows itself."""
@@ -138,6 +139,7 @@ PAGES = Setting(1, shapes(C, DR), fixed=())
 NZ = replace(PAGES, shapes=shapes(C, DR, 16))
 TWO = replace(PAGES, queries=2)
 PAIRS = replace(TWO, shapes=shapes(C, DR, heads=(2,)))
+TURNED = changed(PAGES, caches.turned)
 PAGED = (
     in_pages("a token through a view", PAGES),
     in_pages("two tokens by index_copy", TWO, caches.index_copied),
@@ -147,10 +149,10 @@ PAGED = (
     in_pages("packed tokens over expanded keys", packed(PAGES), by_block),
     in_pages("a token in lines", NZ, in_nz),
     in_pages("two tokens in lines of a head", replace(TWO, shapes=shapes(C, DR, 16, heads=(1,))), in_nz),
-    in_pages("places of unknown range", PAGES, caches.anywhere, "not proven to lie in its page"),
-    in_pages("two tokens at a slot", PAIRS, caches.two_in_a_row, "hold several heads"),
-    in_pages("short lines", replace(PAGES, shapes=shapes(C, DR, 8)), in_nz, "in lines of 8 numbers"),
-    in_pages("pages that lie otherwise", changed(PAGES, caches.turned), by_block, "the pages are not contiguous"),
+    in_pages("places of unknown range", PAGES, caches.anywhere, refusal="not proven to lie in its page"),
+    in_pages("two tokens at a slot", PAIRS, caches.two_in_a_row, refusal="hold several heads"),
+    in_pages("short lines", replace(PAGES, shapes=shapes(C, DR, 8)), in_nz, refusal="in lines of 8 numbers"),
+    in_pages("pages that lie otherwise", TURNED, by_block, refusal="the pages are not contiguous"),
 )
 
 
@@ -165,14 +167,16 @@ W8A8 = (
     in_row("no cache, the heads quantised", w8a8(FRESH, "uq")),
     in_row("no cache, all quantised", w8a8(FRESH, *LAYERS)),
 )
+turned_first = partial(in_pages, tokens_first=True)
+"""Tokens that are rotated before their heads."""
 W8A8_PAGED = (
-    in_pages("a token, the heads quantised", w8a8(PAGES, "uq")),
-    in_pages("two tokens, all quantised", w8a8(TWO, *LAYERS), by_block),
-    in_pages("lines of NZ", w8a8(NZ, *LAYERS), in_nz),
-    in_pages("packed tokens, the heads quantised", packed(w8a8(PAGES, "uq"))),
-    in_pages("packed tokens, all quantised", packed(w8a8(PAGES, *LAYERS))),
-    in_pages("two at a slot", w8a8(PAIRS, *LAYERS), caches.two_in_a_row, "hold several"),
-    in_pages("unknown places", w8a8(PAGES, "uq"), caches.anywhere, "not proven to lie in"),
+    turned_first("a token, the heads quantised", w8a8(PAGES, "uq")),
+    turned_first("two tokens, all quantised", w8a8(TWO, *LAYERS), by_block),
+    turned_first("lines of NZ", w8a8(NZ, *LAYERS), in_nz),
+    turned_first("packed tokens, the heads quantised", packed(w8a8(PAGES, "uq"))),
+    turned_first("packed tokens, all quantised", packed(w8a8(PAGES, *LAYERS))),
+    turned_first("two at a slot", w8a8(PAIRS, *LAYERS), caches.two_in_a_row, refusal="hold several"),
+    turned_first("unknown places", w8a8(PAGES, "uq"), caches.anywhere, refusal="not proven to lie in"),
 )
 
 TRIED = {

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +18,20 @@ from fusion import Example
 from patterns.examples import caches
 from patterns.examples import latent_model as mla
 from patterns.examples.caches import BLOCKS, SIZE, Write, by_block, in_nz, shapes, viewed
-from patterns.examples.inputs import Inputs, normal
+from patterns.examples.inputs import normal
 from patterns.examples.latent_attention_int8 import SCALE, Attend, explicit, restored
-from patterns.examples.latent_model import LAYERS, Encoding, Given, Rows, Setting, absorbed, changed, model, paged
+from patterns.examples.latent_model import LAYERS, Encoding, Given, Rows, Setting, absorbed, changed
 from patterns.examples.mla_prolog import instead
-from patterns.examples.quantisation import quantised
+from patterns.examples.quantisation import int8, quantised
 
 TILE = 128
 Quantise = Callable[[Tensor, Tensor], Tensor]
-Pack = Callable[[Tensor, Tensor], Tensor]
+Pack = Callable[..., Tensor]
 
 
 def divided(x: Tensor, scale: Tensor | float, low: int = -128) -> Tensor:
     """Divided by the scale."""
-    return (x.float() / scale).round().clamp(low, 127).to(torch.int8)
+    return int8(x.float() / scale, low)
 
 
 def bounded_first(x: Tensor, scale: Tensor) -> Tensor:
@@ -47,9 +49,8 @@ def by_number(x: Tensor, scale: Tensor) -> Tensor:
     return divided(x, 1 / 16)
 
 
-def narrow(x: Tensor, scale: Tensor) -> Tensor:
-    """Between bounds of one magnitude."""
-    return divided(x, scale, -127)
+narrow = partial(divided, low=-127)
+"""Between bounds of one magnitude."""
 
 
 def by_channel(quantise: Quantise = divided, power: int = 1) -> Encoding:
@@ -85,22 +86,22 @@ def plain(numbers: Tensor, rope: Tensor, scale: Tensor) -> Tensor:
     return joined(numbers, rope.to(torch.bfloat16), scale)
 
 
-def arranged(
-    arrange: Callable[[Tensor, Tensor, Tensor], Tensor] = plain, tile: int = TILE, quantise: Quantise = by_scale
-) -> Pack:
+def packed(
+    latent: Tensor,
+    rope: Tensor,
+    arrange: Callable[..., Tensor] = plain,
+    tile: int = TILE,
+    quantise: Quantise = by_scale,
+) -> Tensor:
     """A row of `arrange(numbers, rope, scales)`: int8 [.., C], and a scale of each tile [.., C / tile]."""
-
-    def pack(latent: Tensor, rope: Tensor) -> Tensor:
-        tiles = latent.float().unflatten(-1, (-1, tile))
-        scale = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
-        return arrange(quantise(tiles, scale).to(torch.int8).flatten(-2), rope, scale.squeeze(-1))
-
-    return pack
+    tiles = latent.float().unflatten(-1, (-1, tile))
+    scale = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
+    return arrange(quantise(tiles, scale).to(torch.int8).flatten(-2), rope, scale.squeeze(-1))
 
 
 def int8_key(numbers: Tensor, rope: Tensor, scale: Tensor) -> Tensor:
     """The rotated key in int8 too."""
-    key = arranged(lambda key, *_: key, rope.shape[-1])(rope, rope)
+    key = packed(rope, rope, lambda key, *_: key, rope.shape[-1])
     return joined(numbers, key, key, scale)
 
 
@@ -119,7 +120,7 @@ def one_scale(latent: Tensor, rope: Tensor) -> Tensor:
     return plain(divided(latent, 1 / 32), rope, scale)
 
 
-def by_tile(pack: Pack = arranged()) -> Encoding:
+def by_tile(pack: Pack = packed, **parts: Any) -> Encoding:
     """Packed rows of both parts."""
 
     def restore(rows: Rows, g: Given) -> Rows:
@@ -129,20 +130,13 @@ def by_tile(pack: Pack = arranged()) -> Encoding:
         latent = (numbers.float().unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
         return latent.to(g.x.dtype), key.contiguous().view(torch.bfloat16).to(g.x.dtype)
 
-    return Encoding(lambda latent, rope, g: (pack(latent, rope),), restore)
+    return Encoding(lambda latent, rope, g: (pack(latent, rope, **parts),), restore)
 
 
 def rows_of_bytes(c: int, dr: int, tile: int = TILE, heads: tuple[int, ...] = ()) -> Callable[[], Tensor]:
     """A cache of packed rows."""
     parts = normal(9, BLOCKS, SIZE, c), normal(10, BLOCKS, SIZE, dr)
-    return lambda: arranged(plain, tile)(*parts).reshape(BLOCKS, SIZE, *heads, -1)
-
-
-def in_pages(
-    name: str, setting: Inputs, write: Write, encoding: Encoding, refusal: str = "", attend: mla.Attention = absorbed
-) -> Example:
-    """Rows in one of the encodings."""
-    return Example(name, model(paged(write, encoding), attend), setting, refusal)
+    return lambda: packed(*parts, tile=tile).reshape(BLOCKS, SIZE, *heads, -1)
 
 
 def numbered(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tensor, scale: Tensor) -> Tensor:
@@ -159,6 +153,7 @@ def doubled(q: Tensor, rope: Tensor, latent: Tensor, k_rope: Tensor, seen: Tenso
     return explicit(q, rope, latent, k_rope, seen, scale * 2)
 
 
+in_pages = partial(mla.in_pages, attend=absorbed)
 HEAD = (1,)
 ALL = Setting(int8=LAYERS, c=256, made=rows_of_bytes(256, 16))
 TWO = replace(ALL, queries=2)
@@ -166,11 +161,10 @@ HEADS = replace(ALL, int8=("uq",))
 ONE_HEAD = rows_of_bytes(256, 16, heads=HEAD)
 PAIRS = changed(TWO, lambda cache: torch.stack((cache, cache), dim=2))
 TILES = by_tile()
-SHORT_TILES = by_tile(arranged(tile=64))
-FLOAT16 = by_tile(arranged(lambda numbers, rope, scale: joined(numbers, rope.half(), scale)))
-CUT_OFF = arranged(quantise=torch.div)
-SCALES_FIRST = by_tile(arranged(lambda numbers, rope, scale: joined(numbers, scale, rope.to(torch.bfloat16))))
-OTHER_SCALES = by_tile(arranged(lambda numbers, rope, scale: plain(numbers, rope, scale * 2)))
+SHORT_TILES = by_tile(tile=64)
+FLOAT16 = by_tile(arrange=lambda numbers, rope, scale: joined(numbers, rope.half(), scale))
+SCALES_FIRST = by_tile(arrange=lambda numbers, rope, scale: joined(numbers, scale, rope.to(torch.bfloat16)))
+OTHER_SCALES = by_tile(arrange=lambda numbers, rope, scale: plain(numbers, rope, scale * 2))
 PACKED = (
     in_pages("a token, the heads quantised", HEADS, viewed, TILES),
     in_pages("several tokens, all quantised", TWO, viewed, TILES),
@@ -180,9 +174,9 @@ PACKED = (
     in_pages("shorter tiles", replace(ALL, made=rows_of_bytes(256, 16, 64)), viewed, SHORT_TILES, "of every 64 lanes"),
     in_pages("another dtype", ALL, viewed, FLOAT16, "holds int8, float16, float32"),
     in_pages("the scales first", ALL, viewed, SCALES_FIRST, "holds int8, float32, bfloat16"),
-    in_pages("a key in whole numbers", ALL, viewed, by_tile(arranged(int8_key)), "holds int8, int8, int8, float32"),
+    in_pages("a key in whole numbers", ALL, viewed, by_tile(arrange=int8_key), "holds int8, int8, int8, float32"),
     in_pages("scales of others", ALL, viewed, OTHER_SCALES, "that its whole numbers were divided by"),
-    in_pages("cut off", ALL, viewed, by_tile(CUT_OFF), "cut off toward zero"),
+    in_pages("cut off", ALL, viewed, by_tile(quantise=torch.div), "cut off toward zero"),
     in_pages("one scale for all", ALL, viewed, by_tile(one_scale), "a scale that is the largest of"),
     in_pages("pages that lie otherwise", changed(ALL, caches.turned), by_block, TILES, "the pages are not contiguous"),
     in_pages("two lines at a slot", PAIRS, caches.two_in_a_row, TILES, "hold several heads"),
@@ -216,7 +210,7 @@ def by_tensor_in(
     refusal: str = "",
 ) -> Example:
     """By tensor, with int8 queries."""
-    return in_pages(name, setting, write, by_tensor(quantise), refusal, mla.by_int8(attend))
+    return mla.in_pages(name, setting, write, by_tensor(quantise), refusal, partial(mla.over_int8, attend=attend))
 
 
 TENSOR = Setting(1, shapes(64, 16), LAYERS, (True, False), c=64, one_scale=True)

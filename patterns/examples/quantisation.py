@@ -16,7 +16,6 @@ from fusion import Example
 from patterns.examples.inputs import Inputs, fixed, normal, tensors
 
 K, N = 48, 24
-EPS = 1e-6
 
 
 def grid(seed: int, *shape: int) -> Tensor:
@@ -70,6 +69,11 @@ def by(quantise: Quantise) -> Callable[..., Tensor]:
     return scaled(lambda rows, tokens, weight, scale: product(rows, weight).float() * tokens * scale, quantise)
 
 
+def int8(x: Tensor, low: int = -128, high: int = 127) -> Tensor:
+    """The nearest whole numbers."""
+    return x.round().clamp(low, high).to(torch.int8)
+
+
 def by_row(x: Tensor, largest: int = 127) -> Tensor:
     """A scale of each row."""
     return x.float().abs().amax(-1, keepdim=True) / largest
@@ -77,7 +81,7 @@ def by_row(x: Tensor, largest: int = 127) -> Tensor:
 
 def divided(x: Tensor, scale: Tensor, low: int = -128, high: int = 127) -> tuple[Tensor, Tensor]:
     """Rows by their scale."""
-    return (x.float() / scale).round().clamp(low, high).to(torch.int8), scale
+    return int8(x.float() / scale, low, high), scale
 
 
 def bounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +93,7 @@ def bounded(x: Tensor) -> tuple[Tensor, Tensor]:
 def narrow(x: Tensor) -> tuple[Tensor, Tensor]:
     """In the dtype of the model."""
     scale = x.abs().amax(dim=-1) / 127
-    return (x / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), scale.unsqueeze(-1)
+    return int8(x / scale.unsqueeze(-1), -127), scale.unsqueeze(-1)
 
 
 def shifted(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,14 +102,12 @@ def shifted(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).round().to(torch.int8), scale
 
 
+OF_OTHERS = by(lambda x: divided(x, by_row(x.roll(1, 0))))
+FOUR_BITS = by(lambda x: divided(x, by_row(x, 7), -8, 7))
 ROWS = (
     Example("divided by its scale", by(quantised), layer(5)),
     Example("a bound, and the inverse", by(bounded), layer(2, 3)),
     Example("in the model's dtype", by(narrow), layer(5)),
-)
-OF_OTHERS = by(lambda x: divided(x, by_row(x.roll(1, 0))))
-FOUR_BITS = by(lambda x: divided(x, by_row(x, 7), -8, 7))
-OTHER_ROWS = (
     Example("a shifted scale", by(shifted), layer(5), "a number is added to the scale"),
     Example("the scale of others", OF_OTHERS, layer(5), "divided by the scale of others"),
     Example("four bits", FOUR_BITS, layer(5), "becomes 7, by the operator 127"),
@@ -152,11 +154,9 @@ PRODUCTS = (
     Example("one channel", scaled(in_int32), layer(5, n=1)),
     Example("channels alone", CHANNELS, layer(5)),
     Example("channels alone, and a number", lambda *given: CHANNELS(*given).float() * 0.3, layer(5)),
-)
-OTHER_PRODUCTS = (
     Example("a wide result", by(quantised), layer(5), "the result is of torch.float32"),
     Example("scales in the wrong dim", scaled(other_dim), layer(2, 3), "neither one for each token"),
     Example("sums in float16", scaled(short), layer(5), "computed in float16"),
 )
 
-TRIED = {"dynamic_quant": (*ROWS, *OTHER_ROWS), "quant_matmul": (*PRODUCTS, *OTHER_PRODUCTS)}
+TRIED = {"dynamic_quant": ROWS, "quant_matmul": PRODUCTS}

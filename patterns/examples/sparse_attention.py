@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, relu, scaled_dot_product_attention, softmax
+from torch.nn.functional import linear, relu, scaled_dot_product_attention
 
 from fusion import Example
+from patterns.examples.attention import in_float, written
 from patterns.examples.inputs import Inputs, Part, normal, tensors
 from patterns.examples.masks import added, causal
 
@@ -26,8 +27,8 @@ def latents(queries: int = S, keys: int = S, *more: Part, up: Tensor = UP) -> In
     return tensors((B, N, queries, D + DR), (B, keys, C), (B, keys, DR), up, *more)
 
 
-def indexed(queries: int = S, keys: int = S, *more: Part) -> Inputs:
-    """The same, with queries [B, S, H, T], keys [B, T, T] and weights [B, S, H] of an indexer.
+def index(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, S, H, T], keys [T, T] and weights [B, S, H] of an indexer.
 
     Every sum is a whole number that each dtype holds, and no two keys of a query have the same: key j counts lane j, of
     which the first head tells all apart, and the other heads add multiples of T.
@@ -36,8 +37,13 @@ def indexed(queries: int = S, keys: int = S, *more: Part) -> Inputs:
     first = torch.rand(B, queries, 1, keys, generator=shuffled).argsort(-1) + 1
     others = torch.randint(-3, 4, (B, queries, H - 1, keys), generator=shuffled)
     weights = torch.tensor([1, keys, -keys, 2 * keys]).expand(B, queries, H)
-    index = torch.cat((first, others), dim=2), torch.eye(keys).expand(B, keys, keys), weights
-    return latents(queries, keys, *(each.double() for each in index), *more)
+    return torch.cat((first, others), dim=2).double(), torch.eye(keys).double(), weights.double()
+
+
+def indexed(queries: int = S, keys: int = S, *more: Part) -> Inputs:
+    """The same as `latents`, with queries, keys [B, T, T] and weights of an indexer."""
+    query, key, weights = index(queries, keys)
+    return latents(queries, keys, query, key.expand(B, -1, -1), weights, *more)
 
 
 def listed(queries: int = S, keys: int = S) -> Inputs:
@@ -55,8 +61,7 @@ def keys_values(latent: Tensor, rope: Tensor, up: Tensor) -> tuple[Tensor, Tenso
 
 def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Matmuls around a softmax in float32."""
-    scores = q @ k.transpose(-2, -1) * SCALE + mask
-    return (softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+    return written(torch.add, in_float, scale=SCALE)(q, k, v, mask).transpose(1, 2)
 
 
 def over_latent(attend: Form) -> Form:
@@ -146,27 +151,9 @@ def chunk(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *index: Tensor) -
     return eager(q, *keys_values(latent, rope, up), mask.masked_fill(~listed, -torch.inf).unsqueeze(1))
 
 
-EXAMPLES = (
-    Example("a prompt, as transformers writes it", transformers, indexed()),
-    Example("a prompt, as DeepSeek writes it", deepseek, indexed()),
-    Example("a prompt, with booleans", over(found(by_sum), by_sdpa), indexed()),
-    Example(
-        "a step over a cache", over(found(by_einsum, lambda at: causal(1, T, at)), by_sdpa), indexed(1, T, POSITION)
-    ),
-    Example("a chunk written into a cache", chunk, indexed(S, T, POSITION)),
-    Example("an encoder", over(lambda *index: chosen(by_sum(*index))), indexed()),
-    Example("a list from elsewhere", over(at, by_sdpa), listed()),
-)
-
-
 def lowered(seen: Listed) -> Form:
     """Other keys than those that are seen have the least number, by which a query without keys gives the mean."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        scores = (q @ k.transpose(-2, -1) * SCALE).masked_fill(~seen(*more), torch.finfo(q.dtype).min)
-        return softmax(scores, dim=-1) @ v
-
-    return over_latent(attend)
+    return over_latent(written(hidden=lambda *more: ~seen(*more), least=True, scale=SCALE))
 
 
 def not_rectified(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
@@ -182,7 +169,16 @@ ITSELF = ANY | torch.eye(S, dtype=torch.bool)
 NOT_A_SUM = "not the sum over heads"
 NO_KEY = "no key is left"
 UNPROVEN = "is not proven to be a causal order"
-REJECTS = (
+EXAMPLES = (
+    Example("a prompt, as transformers writes it", transformers, indexed()),
+    Example("a prompt, as DeepSeek writes it", deepseek, indexed()),
+    Example("a prompt, with booleans", over(found(by_sum), by_sdpa), indexed()),
+    Example(
+        "a step over a cache", over(found(by_einsum, lambda at: causal(1, T, at)), by_sdpa), indexed(1, T, POSITION)
+    ),
+    Example("a chunk written into a cache", chunk, indexed(S, T, POSITION)),
+    Example("an encoder", over(lambda *index: chosen(by_sum(*index))), indexed()),
+    Example("a list from elsewhere", over(at, by_sdpa), listed()),
     Example("nothing left", BEHIND, listed(), NO_KEY),
     Example("scores that are not rectified", over(found(not_rectified)), indexed(), NOT_A_SUM),
     Example("the worst keys", over(found(lambda *index: -by_einsum(*index))), indexed(), "not positive"),
@@ -199,4 +195,4 @@ REJECTS = (
     ),
 )  # fmt: skip
 
-TRIED = {"sparse_attention": (*EXAMPLES, *REJECTS)}
+TRIED = {"sparse_attention": EXAMPLES}

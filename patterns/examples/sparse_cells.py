@@ -8,7 +8,6 @@ visibility    none | causal | length
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -16,51 +15,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion import Example
+from patterns.examples.attention_facets import Sizes, rows_of
+from patterns.examples.attention_pages import TABLE
 from patterns.examples.inputs import normal, tensors
 from patterns.examples.masks import causal
-from patterns.examples.sparse_attention import B, D, E, H, N, by_matmul, by_sdpa, chosen, keys_values
+from patterns.examples.sparse_attention import B, D, E, N, by_matmul, by_sdpa, chosen, index, keys_values
 
 LISTINGS = ("indexer", "paged indexer", "NZ indexer", "list")
 SOURCES = ("rows", "pages", "NZ pages", "two tables", "two sizes")
 VISIBILITIES = ("none", "causal", "length")
-TABLE = torch.tensor([[3, 6, -1], [5, 3, 2]])
 OTHER = torch.tensor([[2, 0, 4], [1, -2, 3]])
-BLOCKS, PAGES, LISTED = 7, 3, 4
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Queries of a sequence, rows of a page, lanes of a latent, of its rotated part, and of an indexer."""
-
-    queries: int = 3
-    size: int = 4
-    latent: int = 32
-    rope: int = 16
-    index: int = 32
-
-    @property
-    def keys(self) -> int:
-        """Keys of a sequence."""
-        return PAGES * self.size
-
-
-SMALL = Sizes()
-LARGE = Sizes(size=16, latent=512, rope=64, index=128)
+LISTED = 4
+SMALL = Sizes(queries=3, size=4, rope=16)
+LARGE = Sizes(queries=3, size=16, width=512, rope=64, index=128)
 """Sizes that a chip takes."""
-
-
-def read(how: str, cache: Tensor, table: Tensor) -> Tensor:
-    """Rows [B, T, C] of a cache."""
-    if how == "rows":
-        return cache
-    rows = cache[table]
-    return (rows.transpose(2, 3).flatten(3) if how == "NZ pages" else rows).flatten(1, 2)
 
 
 def stored(how: str, pages: Tensor, table: Tensor) -> Tensor:
     """The cache that holds pages [Block, Size, C] so, in memory of its own."""
     if how == "rows":
-        return read("pages", pages, table)
+        return rows_of("pages", pages, table)
     return pages.unflatten(2, (-1, 16)).transpose(1, 2).contiguous() if how == "NZ pages" else pages
 
 
@@ -73,22 +47,22 @@ def cell(listing: str, source: str, visibility: str, s: Sizes = SMALL, cut: int 
     def forward(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, *more: Tensor) -> Tensor:
         table, other, of_keys, lengths, query, key, weights, places = more
         of_rope = other if source.startswith("two") else table
-        k, v = keys_values(read(latents, latent, table), read(latents, rope, of_rope), up)
+        k, v = keys_values(rows_of(latents, latent, table), rows_of(latents, rope, of_rope), up)
         seen = causal(queries, keys, keys - queries) if visibility == "causal" else None
         seen = torch.arange(keys) < lengths[:, None, None] if visibility == "length" else seen
         if listing == "list":
             listed = torch.zeros(B, queries, keys, dtype=torch.bool).scatter(-1, places, True)
         else:
-            scores = by_matmul(query, read(by, key, of_keys)[:, :keys], weights)
+            scores = by_matmul(query, rows_of(by, key, of_keys)[:, :keys], weights)
             listed = chosen(scores if seen is None else scores.masked_fill(~seen, -torch.inf), LISTED)
         listed = listed if seen is None else listed & seen
         return by_sdpa(q, k[:, :, :keys], v[:, :, :keys], listed)
 
     other = OTHER if source == "two tables" else TABLE
-    pages, turned = (normal(n, BLOCKS, s.size, width) for n, width in ((1, s.latent), (2, s.rope)))
+    pages, turned = (normal(n, s.blocks, s.size, width) for n, width in ((1, s.width), (2, s.rope)))
     if source == "two sizes":
-        turned, other = turned.reshape(2 * BLOCKS, s.size // 2, s.rope), torch.arange(4 * PAGES).view(B, -1)
-    up = normal(3, N * (D + E), s.latent) * s.latent**-0.5
+        turned, other = turned.reshape(2 * s.blocks, s.size // 2, s.rope), torch.arange(4 * s.pages).view(B, -1)
+    up = normal(3, N * (D + E), s.width) * s.width**-0.5
     query, slots, weights = scored(queries, s)
     order = torch.rand(B, queries, keys, generator=torch.Generator().manual_seed(7)).argsort(-1)
     inputs = tensors(
@@ -101,13 +75,10 @@ def cell(listing: str, source: str, visibility: str, s: Sizes = SMALL, cut: int 
 
 def scored(queries: int, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, S, H, Di], pages [Block, Size, Di] and weights of an indexer, whose scores are different numbers."""
-    count, shuffled = BLOCKS * s.size, torch.Generator().manual_seed(7)
-    first = torch.rand(B, queries, 1, count, generator=shuffled).argsort(-1) + 1
-    others = torch.randint(-3, 4, (B, queries, H - 1, count), generator=shuffled)
-    slots, query = torch.eye(count), torch.cat((first, others), dim=2)
-    slots, query = (pad(each.double(), (0, s.index - count)) for each in (slots, query))
-    weights = torch.tensor([1, count, -count, 2 * count]).expand(B, queries, H)
-    return query, slots.view(BLOCKS, s.size, s.index), weights.double()
+    count = s.blocks * s.size
+    *both, weights = index(queries, count)
+    query, slots = (pad(each, (0, s.index - count)) for each in both)
+    return query, slots.view(s.blocks, s.size, s.index), weights
 
 
 def cells(s: Sizes) -> Iterator[Example]:

@@ -14,7 +14,7 @@ from tests import changed
     [
         ("patterns/latent/prolog.py", {"latent"}),
         ("tests/latent/latent_attention.py", {"latent"}),
-        ("patterns/examples/rms_norm.py", {"norm"}),
+        ("patterns/examples/norm.py", {"norm"}),
         ("patterns/examples/projections.py", {"linear", "latent"}),
         ("tests/goldens/expected/example_mla_prolog.txt", {"latent"}),
         ("tests/goldens/expected/corpus_rope_half.txt", {"rotary"}),

@@ -1,18 +1,19 @@
-"""RMS norms as models write them, and what resembles one."""
+"""RMS norms and layer norms as models write them, and what resembles one."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, rsqrt
+from torch import Tensor, rsqrt, sqrt
 
 from fusion import Example
 from patterns.examples.inputs import tensors
 
-EPS = 1e-6
+EPS, LAYER_EPS = 1e-6, 1e-5
 X = tensors((5, 64))
 X_WEIGHT = tensors((2, 3, 64), (64,))
 X_OTHER = tensors((2, 3, 64), (2, 3, 64))
+X_WEIGHT_BIAS = tensors((2, 3, 64), (64,), (64,))
 
 
 def mean(x: Tensor, dim: int = -1) -> Tensor:
@@ -45,17 +46,15 @@ def narrow_squares(x: Tensor, gain: Tensor) -> Tensor:
     return (x * rsqrt(x.pow(2).mean(-1, keepdim=True, dtype=torch.float32) + EPS)).to(x.dtype) * gain
 
 
-EXAMPLES = (
+OTHER = "is not the tensor whose mean square is under the root"
+SUMMED = "the squares are summed, not averaged"
+RMS = (
     Example("weight after the cast", lambda x, gain: gain * cast_twice(x), X_WEIGHT),
     Example("gain 1 + weight", lambda x, gain: (unit(x.float()) * (1.0 + gain.float())).type_as(x), X_WEIGHT),
     Example("product in the narrow dtype", lambda x, gain: narrow(x) * gain, X_WEIGHT),
     Example("squares in the narrow dtype", narrow_squares, X_WEIGHT),
     Example("no weight", cast_twice, X),
     Example("no weight, product in the narrow dtype", narrow, X),
-)
-OTHER = "is not the tensor whose mean square is under the root"
-SUMMED = "the squares are summed, not averaged"
-REJECTS = (
     Example("negative eps", lambda x: cast_twice(x, -EPS), X, "is not positive"),
     Example("damping", lambda x: cast_twice(x, 0.1), X, "is no guard against division by zero"),
     Example("statistics of another", lambda x, other: x * rsqrt(mean(other.pow(2)) + EPS), X_OTHER, OTHER),
@@ -74,4 +73,41 @@ REJECTS = (
     Example("clamped length", lambda x: F.normalize(x, dim=-1, eps=EPS), X, "clamped from below"),
 )  # fmt: skip
 
-TRIED = {"rms_norm": (*EXAMPLES, *REJECTS)}
+
+def _centred(x: Tensor) -> Tensor:
+    return x - mean(x)
+
+
+def _variance(x: Tensor, unbiased: bool = False) -> Tensor:
+    return x.var(-1, unbiased=unbiased, keepdim=True)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return weight * (_centred(x) / sqrt(_variance(x) + LAYER_EPS)) + bias
+
+
+def _in_float(x: Tensor, weight: Tensor) -> Tensor:
+    d = _centred(x.float())
+    return weight * (d * rsqrt(mean(d.pow(2)) + LAYER_EPS)).to(x.dtype)
+
+
+def _plain(x: Tensor) -> Tensor:
+    h = x.float()
+    return (_centred(h) * rsqrt(mean(h.square()) - mean(h).square() + LAYER_EPS)).to(x.dtype)
+
+
+OUTSIDE, UNBIASED = "is added to the standard deviation", "to an unbiased standard deviation"
+SECOND = "divided by the root of its second moment"
+LAYER = (
+    Example("weight and bias", _affine, X_WEIGHT_BIAS),
+    Example("weight alone, in float32", _in_float, tensors((2, 3, 64), (64,))),
+    Example("neither, mean of squares minus square of mean", _plain, X),
+    Example("negative eps", lambda x: _centred(x) / sqrt(_variance(x) - LAYER_EPS), X, "is not positive"),
+    Example("unbiased variance", lambda x: _centred(x) / sqrt(_variance(x, True) + LAYER_EPS), X, "it is unbiased"),
+    Example("eps outside", lambda x: _centred(x) / (x.std(-1, unbiased=False, keepdim=True) + LAYER_EPS), X, OUTSIDE),
+    Example("eps outside, unbiased", lambda x: _centred(x) / (x.std(-1, keepdim=True) + LAYER_EPS), X, UNBIASED),
+    Example("not centred", lambda x: x * rsqrt(_variance(x) + LAYER_EPS), X, "is not the centred tensor"),
+    Example("second moment", lambda x: _centred(x) * rsqrt(mean(x.pow(2)) + LAYER_EPS), X, SECOND),
+)
+
+TRIED = {"rms_norm": RMS, "layer_norm": LAYER}
