@@ -179,6 +179,43 @@ def test_a_layer_of_another_kind_ends_a_run():
     assert len(folded.layers) == 4
 
 
+def doubled_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    for _ in range(6):
+        found = rotate(x, cos, sin)
+        x[0].mul_(2)
+    return found
+
+
+def doubled_and_read(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    found = rotate(x, cos, sin)
+    for _ in range(7):
+        x = x * 2
+        found = found + rotate(x.tanh(), cos, sin) + rotate(x, cos, sin)
+    return found
+
+
+def counted(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    factor = torch.ones(())
+    for _ in range(7):
+        x = norm(x, cos[0, 0]) + rotate(x * factor, cos, sin)
+        factor = factor * 2
+    return x
+
+
+@pytest.mark.parametrize("target", ["host", "ascend910_93"])
+@pytest.mark.parametrize("function", [doubled_in_place, doubled_and_read, counted])
+def test_what_layers_add_up_to_is_not_what_three_do(function: Callable[..., Tensor], target: str):
+    """A factor of 2 in each layer is 2 to the number of layers behind them."""
+    table = torch.rand(2, 1, 1, S, D)
+    of = capture(function, (torch.rand(1, 1, S, D), table[0], table[1]))
+    graph = fx.GraphModule(of.graph, copy.deepcopy(of.graph.graph))
+    fuse_graph(graph.graph, installed(), Options(target=target, lower="eager"), of.facts)
+    graph.recompile()
+    first, again = ([each.clone() for each in of.inputs] for _ in range(2))
+    for have, want in zip((*graph(*first), *first), (*of.graph(*again), *again), strict=True):
+        torch.testing.assert_close(have, want)
+
+
 def test_results_of_layers_are_told_apart():
     """What the graph computes from every layer holds them all."""
 

@@ -45,6 +45,7 @@ class Origins:
     def __init__(self, folded: Folded) -> None:
         self.folded = folded
         self.copies = {node: copy for copy, node in folded.origin.items()}
+        self.reads = {node: tuple(node.all_input_nodes) for node in folded.graph.nodes}
         self._place = {node: place for layer in folded.layers for place, node in enumerate(layer.all)}
         self._inputs = {node.name: node for node in folded.graph.find_nodes(op="placeholder")}
         self.part = dict(self._parts())
@@ -142,6 +143,7 @@ class _Unfolding:
             if node not in self._part:
                 self._part[node] = self._part_of(node)
         self._correspond()
+        self._stay_near(held)
         self._now: dict[tuple[fx.Node, int], fx.Node] = {}
 
     # what corresponds --------------------------------------------------------------------------------------------
@@ -229,6 +231,52 @@ class _Unfolding:
             for other in of[_Part.SECOND]:
                 if self._is_same(one.candidate, other.candidate):
                     self._pair(one.added, other.added)
+
+    def _stay_near(self, held: Mapping[fx.Node, Held]) -> None:
+        """Refuse a rewrite of what a whole layer before its own computes: what layers add up to, a factor 2 in each,
+        depends on how many there are.
+
+        Raises:
+            NotRepeatedError: there is one.
+        """
+        for each in self._done:
+            own = self._layer(each)
+            through = _Part.FIRST if own == _Part.SECOND else _Part.SECOND
+            if own > through and self._looks_through(each, through, held):
+                raise NotRepeatedError(f"{each.candidate.match.rule.name} is of what a whole layer computes")
+
+    def _looks_through(self, made: Rewritten, through: _Part, held: Mapping[fx.Node, Held]) -> bool:
+        """Whether, between its results and what it reads, there is what a layer reads of the one before it."""
+        read = self._read_by(made)
+        values = {held[each] for each in read if each in held}
+        waiting = [each for makers in made.candidate.match.roots for each in makers]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            below = [each for each in self._origins.reads[node] if not self._is_shared(each)]
+            if self._part[node] == through and any(self._part[each] < through for each in below):
+                return True
+            fresh = {each for each in below if self._part[each] >= through and held.get(each) not in values}
+            waiting += fresh - seen - read
+            seen |= fresh
+        return False
+
+    def _read_by(self, made: Rewritten) -> set[fx.Node]:
+        """The nodes, as the graph came, whose values a rewrite reads."""
+        found, seen = set[fx.Node](), set(made.added)
+        waiting = [each for node in made.added for each in node.all_input_nodes]
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node in self._origins.part:
+                found.add(node)
+            elif node in self._owner:
+                found.update(each for makers in self._owner[node].match.roots for each in makers)
+            else:
+                waiting += node.all_input_nodes
+        return found
 
     def _layer(self, made: Rewritten) -> _Part:
         return max(self._part[each] for each in made.candidate.match.firsts)
