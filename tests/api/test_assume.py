@@ -201,6 +201,12 @@ def test_the_checks_are_the_definition(mask):
         assert holds(mask, kind) == by_definition(mask, kind), kind
 
 
+@pytest.mark.parametrize("kind", ["causal", "padding", "window:2"])
+def test_more_queries_than_keys_are_none_of_it(kind):
+    assert not holds(torch.ones(1, 1, 5, 3, dtype=torch.bool), kind)
+    assert not holds(torch.ones(5, 3, dtype=torch.bool).tril()[None, None], kind)
+
+
 def test_a_mask_is_asked_again_only_when_it_changed(monkeypatch):
     asked: list[Tensor] = []
     monkeypatch.setattr(assumptions, "holds", lambda mask, kind: asked.append(mask.clone()) or holds(mask, kind))

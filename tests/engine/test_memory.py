@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion.errors import VerificationError
-from fusion.mutation import is_copy_unseen, is_returned, outputs
+from fusion.mutation import aliased, closing_writes, is_copy_unseen, is_returned, is_written, outputs, shown, sort
 from fusion.stages.capture import is_training
 from fusion.stages.rewrite.layout import _is_needless
 from fusion.stages.verify import contract, verify
@@ -88,6 +88,49 @@ def test_what_gives_nothing_and_what_is_no_node_is_passed_over():
     assert outputs(returned(build, x, None, 3)) == [x]
     assert is_returned(x)
     assert not is_returned(asked)
+
+
+def test_what_calls_return_may_be_nobodys_memory():
+    build = Build()
+    x, mean = build.input(2, 4, 3), build.input(4)
+    assert aliased(aten._foreach_add_.Scalar, ([x], 1), {}) is None
+    assert aliased(aten._native_batch_norm_legit.default, (x, None, None, mean, mean, True, 0.1, 1e-5), {}) is None
+    assert shown(build(aten.t.default, build.input(4, 4))) is not None
+    assert shown(build(aten.cos.default, x)) is None
+
+
+def test_only_views_show_what_is_returned_or_written():
+    build = Build()
+    x, y = build.input(4), build.input(4)
+    computed = build(aten.cos.default, x)
+    built = build(aten.add.Tensor, computed, 1)
+    build(aten.copy_.default, y, built)
+    returned(build, built)
+    assert not is_returned(computed)
+    assert not is_written(computed)
+    assert is_written(y)
+
+
+def test_the_writes_that_close_a_graph():
+    build = Build()
+    x, y = build.input(4), build.input(4)
+    build(aten.copy_.default, x, build(aten.cos.default, y))
+    closing = [build(aten.copy_.default, each, build(aten.sin.default, y)) for each in (x,)]
+    assert closing_writes(returned(build, y)) == set(closing)
+
+
+def test_nodes_are_sorted_behind_what_they_read_and_writes_keep_their_order():
+    build = Build()
+    x, y = build.input(4), build.input(4)
+    cos, sin = build(aten.cos.default, y), build(aten.sin.default, y)
+    first = build(aten.copy_.default, x, cos)
+    second = build(aten.copy_.default, x, sin)
+    graph = returned(build, y)
+    second.append(cos)  # which the first write reads
+    sort(graph)
+    graph.lint()
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    assert places[cos] < places[first] < places[second]
 
 
 # what is verified --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fusion import operators
 from fusion.options import Options
 from fusion.stages.host_reads import read_on_host
-from fusion.stages.reinplace import _fills, _restores, reinplace
+from fusion.stages.reinplace import _fills, _link, _restores, reinplace
 from fusion.testing import capture
 
 from .graphs import Build, fuse, names, numbers
@@ -330,6 +330,24 @@ def test_views_restore_a_cache_if_each_element_is_where_it_was(steps, restores):
         value = build(target, value, *args)
         made.append(value)
     assert _restores(place, made) == restores
+
+
+def test_only_a_new_cache_that_lies_as_the_old_one_is_a_write():
+    """What stands beside the caches is none of them, also where it is as large as they are."""
+    build = Build()
+    operators.ensure()
+    target = torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional.default
+    inputs = [build.input(4, 4) for each in target._schema.arguments if not each.kwarg_only]
+    call = build.graph.call_function(target, tuple(inputs))
+    call.meta["fusion"] = {}
+    links = []
+    for item in range(4):
+        result = build.graph.call_function(getitem, (call, item))
+        result.meta["val"] = inputs[0].meta["val"]
+        links.append(_link(result, "eager"))
+    assert [each is not None for each in links] == [False, False, True, True]
+    result.meta["val"] = result.meta["val"].t()
+    assert _link(result, "eager") is None
 
 
 @pytest.mark.parametrize(
