@@ -152,11 +152,11 @@ def last_rows(first):
     return made
 
 
-def scattered_rows(index, *dims):
-    """Rows [2, 3, 8] at places that are repeated over the other dims, in a cache of these sizes."""
+def scattered_rows(index, cache, rows):
+    """Rows at places that are repeated over the other dims."""
     return lambda build: build(
-        aten.scatter.src, build.input(*dims), 1,
-        build(aten.expand.default, build.input(*index, dtype=i64), [2, 3, 8]), build.input(2, 3, 8),
+        aten.scatter.src, build.input(*cache), 1,
+        build(aten.expand.default, build.input(*index, dtype=i64), list(rows)), build.input(*rows),
     )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ STAY = {
         operator.getitem, build(aten.topk.default, build.input(4, 8), 2, -1, False), 0
     ),
     "the least first": lambda build: build(operator.getitem, build(aten.sort.default, build.input(4, 8), -1), 0),
-    "places of each lane": scattered_rows((2, 3, 8), 2, 9, 8),
+    "places of each lane": scattered_rows((2, 1, 8), (2, 9, 8), (2, 1, 8)),
     "a number in a cache": scattered((4, 8), (4, 3), computed=False),
     "fewer places than rows": lambda build: build(
         aten.scatter.src, build.input(4, 9, 8), 1,
@@ -393,15 +393,12 @@ FORMS = {
         "slice_scatter(slice_scatter(slice_scatter(arg0_1, arg1_1, 1, 0, 4, 1), arg2_1, 1, 0, 4, 1), "
         "arg3_1, 1, 4, 8, 1)",
     ),
-    "rows at places": (scattered_rows((1, 3, 1), 2, 9, 8), "write_rows(arg0_1, arg3_1, reshape(arg1_1), 1)"),
+    "rows at places": (
+        scattered_rows((1, 3, 1), (2, 9, 8), (2, 3, 8)),
+        "write_rows(arg0_1, arg3_1, reshape(arg1_1), 1)",
+    ),
     "rows at places of each sequence": (
-        lambda build: build(
-            aten.scatter.src,
-            build.input(4, 9, 8),
-            1,
-            build(aten.expand.default, build.input(2, 1, 1, dtype=i64), [2, 1, 8]),
-            build.input(2, 1, 8),
-        ),
+        scattered_rows((2, 1, 1), (4, 9, 8), (2, 1, 8)),
         "write(arg0_1, arg3_1, reshape(arg1_1), 1)",
     ),
     "one row at a known place": (put([1], (8, 4), (1, 4)), "slice_scatter(arg0_1, arg2_1, 0, 0, 1, 1)"),
