@@ -64,7 +64,7 @@ def linears(graph: Graph) -> Iterator[Found]:
     """
     places = graph.places
     order = {value: position for position, value in enumerate(places)}
-    barriers = sorted(order[each] for each, _ in graph.readings.all("softmax_attention") if each in order)
+    barriers = sorted(order[each] for each, _ in graph.readings.all("softmax_attention"))
     found = {value: parts for value in list(places) if (parts := linear(graph.algebra, places, value)) is not None}
     groups: dict[Any, list[Value]] = {}
     for value in _whole(found, places):

@@ -15,10 +15,10 @@ B, N, S, T, D = 2, 3, 4, 6, 16
 Parts = tuple[Tensor, Tensor]
 
 
-def tried(function: Callable[..., Parts]) -> testing.Trial:
+def tried(function: Callable[..., Parts], *lead: int) -> testing.Trial:
     def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
-        return tuple(torch.randn(B, N, rows, D, dtype=dtype) for rows in (S, T, T))
+        return tuple(torch.randn(*(lead or (B, N)), rows, D, dtype=dtype) for rows in (S, T, T))
 
     def called(q: Tensor, k: Tensor, v: Tensor) -> Parts:
         return function(q @ k.transpose(-2, -1), v)
@@ -85,6 +85,14 @@ def divided_by_another(scores: Tensor, v: Tensor) -> Parts:
     return (weights @ v) / others.sum(-1, keepdim=True), scores.logsumexp(-1)
 
 
+def of_all_rows(scores: Tensor, v: Tensor) -> Parts:
+    """The sum of each row below the largest, with the largest of every row."""
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    total = weights.sum(-1)
+    return (weights / total[..., None]) @ v, top + total.log()
+
+
 @pytest.mark.parametrize("function", [below_another_row, divided_in_place, first])
 def test_a_log_sum_of_the_scores_comes_with_the_attention(function: Callable[..., Parts]):
     t = tried(function)
@@ -93,9 +101,17 @@ def test_a_log_sum_of_the_scores_comes_with_the_attention(function: Callable[...
 
 
 @pytest.mark.parametrize(
-    "function", [shifted, shifted_and_scaled, of_half, not_logged, another_top, divided_by_another]
+    "function",
+    [shifted, shifted_and_scaled, of_half, not_logged, another_top, divided_by_another],
 )
 def test_what_is_a_log_sum_of_something_else_stays(function: Callable[..., Parts]):
     t = tried(function)
     assert not any("OutputAndLse" in each.match.form for each in t.outcome.chosen)
+    testing.means_what_it_says(t)
+
+
+def test_a_log_sum_with_what_belongs_to_another_row_stays():
+    t = tried(of_all_rows, 1, 1)
+    assert [each.match.form for each in t.outcome.chosen] == ["written[Rows, Output]"]
+    assert not any("it would give" in each.reason for each in t.outcome.refusals)
     testing.means_what_it_says(t)

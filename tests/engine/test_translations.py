@@ -152,9 +152,30 @@ def last_rows(first):
     return made
 
 
+def scattered_rows(index, cache, rows):
+    """Rows at places that are repeated over the other dims."""
+    return lambda build: build(
+        aten.scatter.src, build.input(*cache), 1,
+        build(aten.expand.default, build.input(*index, dtype=i64), list(rows)), build.input(*rows),
+    )  # fmt: skip
+
+
+def joined_with(*place):
+    """Four rows, joined from two and two, of which some are written anew."""
+
+    def made(build):
+        x = build(aten.cat.default, [build.input(2, 8), build.input(2, 8)])
+        return build(aten.slice_scatter.default, x, build.input(2, 8), 0, *place)
+
+    return made
+
+
 STAY = {
     # numbers
     "divided by 0": call(aten.div.Tensor, (4,), more=(0.0,)),
+    "positions divided by a fraction": lambda build: build(
+        aten.div.Tensor, build(aten.arange.default, 8, dtype=f32), 0.1
+    ),
     "the rest of a fraction": call(aten.remainder.Scalar, (4,), more=(2,)),
     "the rest by a negative number": call(aten.remainder.Scalar, (4,), more=(-2,), dtype=i64),
     "a number divided by positions": lambda build: build(aten.floor_divide.default, 7, build.input(4, dtype=i64)),
@@ -171,6 +192,7 @@ STAY = {
     "NaN made 1": lambda build: build(
         aten.nan_to_num.default, build(aten.softmax.int, build.input(4, 4), -1), 1.0
     ),
+    "NaN made 0 beside infinities": call(aten.nan_to_num.default, (4, 4)),
     "a factor that no float holds": call(aten.mul.Tensor, (4,), more=(2**53 + 1,), dtype=i64),
     "steps of a half": lambda build: build(aten.arange.start_step, 0.5, 8.0, 0.5),
     "dropped at random": call(aten.dropout.default, (4, 4), more=(0.5, True)),
@@ -227,6 +249,11 @@ STAY = {
     "the largest of columns": lambda build: build(
         operator.getitem, build(aten.topk.default, build.input(4, 8), 2, 0), 0
     ),
+    "the least": lambda build: build(
+        operator.getitem, build(aten.topk.default, build.input(4, 8), 2, -1, False), 0
+    ),
+    "the least first": lambda build: build(operator.getitem, build(aten.sort.default, build.input(4, 8), -1), 0),
+    "places of each lane": scattered_rows((2, 1, 8), (2, 9, 8), (2, 1, 8)),
     "a number in a cache": scattered((4, 8), (4, 3), computed=False),
     "fewer places than rows": lambda build: build(
         aten.scatter.src, build.input(4, 9, 8), 1,
@@ -336,6 +363,55 @@ FORMS = {
         "index(arg0_1, shift(add(arg1_1, arange(0, 1)), 2.0), 0)",
     ),
     "the first rows": (last_rows(2), "slice_scatter(arg2_1, arg3_1, 0, 2, 4, 1)"),
+    "the negative, rectified": (
+        lambda build: build(aten.relu.default, build(aten.neg.default, build.input(4))),
+        "relu(scale(arg0_1, -1.0))",
+    ),
+    "whole numbers from 0 on": (call(aten.clamp.default, (4,), more=(0,), dtype=i64), "clamp(arg0_1, 0, inf)"),
+    "a matrix for all batch entries": (einsum("bij,jk->bik", (2, 4, 4), (4, 3)), "matmul(arg0_1, arg1_1)"),
+    "the sum over all dims": (
+        call(aten.sum.dim_IntList, (2, 4), more=([],)),
+        "scale(reshape(mean(arg0_1, -2, -1)), 8.0)",
+    ),
+    "no copies": (call(aten.repeat.default, (4,), more=([0],)), "expand(arg0_1)"),
+    "exponentials below the greatest": (
+        lambda build: build(
+            aten.exp.default, build(aten.sub.Tensor, x := build.input(4, 8), build(aten.amax.default, x, [-1], True))
+        ),
+        "exp(add(arg0_1, scale(greatest(arg0_1, -1), -1.0)))",
+    ),
+    "the first piece anew": (joined_with(0, 2), "cat(arg3_1, arg1_1, 0)"),
+    "the last piece anew": (joined_with(2, 4), "cat(arg0_1, arg3_1, 0)"),
+    "a part of a part": (
+        lambda build: build(
+            aten.slice_scatter.default, build(aten.slice.Tensor, build.input(8, 4), 0, 2, 6), build.input(1, 4), 0, 1, 2
+        ),
+        "slice_scatter(slice(arg0_1, 0, 2, 6, 1), arg2_1, 0, 1, 2, 1)",
+    ),
+    "lanes that are filled twice": (
+        lanes(8, (0, 4, 1), (0, 4, 1), (4, 8, 1)),
+        "slice_scatter(slice_scatter(slice_scatter(arg0_1, arg1_1, 1, 0, 4, 1), arg2_1, 1, 0, 4, 1), "
+        "arg3_1, 1, 4, 8, 1)",
+    ),
+    "rows at places": (
+        scattered_rows((1, 3, 1), (2, 9, 8), (2, 3, 8)),
+        "write_rows(arg0_1, arg3_1, reshape(arg1_1), 1)",
+    ),
+    "rows at places of each sequence": (
+        scattered_rows((2, 1, 1), (4, 9, 8), (2, 1, 8)),
+        "write(arg0_1, arg3_1, reshape(arg1_1), 1)",
+    ),
+    "one row at a known place": (put([1], (8, 4), (1, 4)), "slice_scatter(arg0_1, arg2_1, 0, 0, 1, 1)"),
+    "known rows of all sequences": (
+        lambda build: build(
+            aten.index_copy.default, build.input(2, 8, 4), 1, build(aten.arange.start, 1, 3), build.input(2, 2, 4)
+        ),
+        "slice_scatter(arg0_1, arg2_1, 1, 1, 3, 1)",
+    ),
+    "positions as int32": (
+        taken(lambda build: build(aten._to_copy.default, build(aten.arange.default, 3), dtype=torch.int32)),
+        "slice(arg0_1, 0, 0, 3, 1)",
+    ),
     "the last rows": (last_rows(-2), "slice_scatter(arg2_1, arg3_1, 0, 6, 8, 1)"),
     "the last row and the first": (last_rows(-1), "write_rows(arg2_1, arg3_1, wrap(shift(arange(0, 1), -1.0), 8), 0)"),
 }

@@ -117,6 +117,19 @@ def test_sums_come_from_the_same_call(function: Any, lies: str):
     assert "aten.index.Tensor" not in str(graph)
 
 
+def below_a_mask(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of the keys that a mask lets through which no words tell."""
+    nope, v = linear(latent, up).unflatten(-1, (q.shape[1], D + E)).transpose(1, 2).split((D, E), dim=-1)
+    k = torch.cat((nope, rope.unsqueeze(1).expand(-1, q.shape[1], -1, -1)), dim=-1)
+    out, sums = ring_mla.attended(q, k, v, torch.where(some(1), 0.0, -torch.inf))
+    return out, sums.to(q.dtype)
+
+
+def test_sums_below_a_mask_do_not_come_from_it():
+    graph = report(below_a_mask, *inputs(1)).graphs[0].graph
+    assert "npu_multi_head_latent_attention.lse" not in str(graph)
+
+
 @pytest.mark.parametrize("before", [False, True], ids=["first", "merged"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "diagonal"])
 def test_parts_of_the_keys_are_one_step_of_a_ring(before: bool, causal: bool):

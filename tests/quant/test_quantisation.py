@@ -200,6 +200,7 @@ def test_operands_by_other_scales_are_left_alone(left: Callable[..., Tensor], ri
 OTHER_PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "floats": lambda x, t, w, s: (x.float().exp().bfloat16().float() @ w.float().t()) * t * s,
     "rows by their scale before": lambda x, t, w, s: (x.float() * t) @ w.float().t() * s,
+    "a number that is added between": lambda x, t, w, s: (product(x, w).float() + 1) * t * s,
     "two scales of each token": lambda x, t, w, s: product(x, w).float() * t * t * s,
     "a factor of each number": lambda x, t, w, s: product(x, w).float() * (t + s) * s,
     "a matrix for each sequence": lambda x, t, w, s: (

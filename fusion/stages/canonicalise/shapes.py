@@ -229,7 +229,7 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     size = int(x.shape[axis])
     if stop - start == size:
         return source
-    first = _first_sequences(a, x, source, stop) if axis == start == 0 else None
+    first = _first_sequences(a, x, source, stop)
     if first is not None:
         return first
     before = [proven(a.slice(x, axis, 0, start))] if start else []

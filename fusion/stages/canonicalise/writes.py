@@ -63,7 +63,7 @@ def _by_batch(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axi
     batch, positions = found[0], a.reshape(found[1], found[1].shape or (1,))
     count = batch.shape[0] if batch.rank else 1
     shape = proven(broadcast(batch.shape, positions.shape))
-    must(math.prod(batch.shape) == count and shape[:1] == (count,) and len(shape) <= 2)
+    must(shape[:1] == (count,) and len(shape) <= 2)
     must(batch.rank == len(shape) or count == 1)  # else it counts along the last dim
     must(run(a, a.reshape(batch, (count,))) == Run(None, 0) and _may_fit(count, cache.shape[0]))
     length = shape[1] if len(shape) == 2 else 1
@@ -105,7 +105,6 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
         return mask
     axis = dim % cache.rank
     must(index.shape == rows.shape)
-    must((*rows.shape[:axis], *rows.shape[axis + 1 :]) == (*cache.shape[:axis], *cache.shape[axis + 1 :]))
     source = index.arg if index.op == "expand" else index
     varying = [place for place, size in enumerate(source.shape) if size != 1 and place != axis]
     must(varying in ([], [0]))
@@ -122,7 +121,7 @@ def _index_select(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Tra
 def _consecutive(a: Algebra, out: Out, x: Value, dim: int, index: Value) -> Value | None:
     size = x.shape[dim]
     turning = index.op == "fmod" and index.attrs == (size,)
-    counted = run(a, index.arg if turning else index) if turning or not index.args or index.op == "shift" else None
+    counted = run(a, index.arg if turning else index)
     if counted is None or counted.start is not None or not isinstance(size, int) or not isinstance(out.shape[dim], int):
         return None
     first, length = counted.offset, int(out.shape[dim])
