@@ -271,3 +271,53 @@ def test_numbers_that_layers_write_down_are_compared(explained: bool):
     alike, other = (capture(scaled, (x, w), alike=each) for each in (True, False))
     assert fold(alike.graph.graph, Facts()) is not None
     assert fold(other.graph.graph, Facts()) is None
+
+
+def _residual(x: Tensor, w: Tensor) -> Tensor:
+    x, w = x.cos(), w.sin() + 1
+    for _ in range(6):
+        x = x + norm(x, w).sin()
+    return x
+
+
+def _one_of_all(x: Tensor, w: Tensor) -> Tensor:
+    """All layers read what the first reads as the result of the layer before."""
+    start = x = norm(x, w)
+    for _ in range(6):
+        x = norm(x + start, w)
+    return x
+
+
+def _runs(x: Tensor, w: Tensor) -> Tensor:
+    """Two runs of layers, each without anything that closes it."""
+    for _ in range(5):
+        x = norm(norm(x, w).sin(), w).cos()
+    for _ in range(6):
+        x = norm(x, w).exp().tanh()
+    return x
+
+
+def _swapped(x: Tensor, w: Tensor, *caches: Tensor) -> Tensor:
+    """One layer writes the other way round."""
+    for number in range(6):
+        one, other = caches[2 * number : 2 * number + 2]
+        h = norm(x + one + other, w)
+        written = (h.cos(), h.exp())
+        for cache, each in zip((one, other), written[::-1] if number == 3 else written, strict=True):
+            cache.copy_(each)
+        x = x + h.sin()
+    return x
+
+
+@pytest.mark.parametrize("several", [_residual, _one_of_all, _runs, _swapped])
+def test_small_layers_become_what_each_would(several: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch):
+    def listed(*given: Tensor) -> tuple[Tensor]:
+        return (several(*given),)
+
+    caches = [torch.zeros(4, 64) for _ in range(12)] if several is _swapped else []
+    of = capture(listed, (torch.randn(4, 64), torch.rand(64), *caches))
+    (graph, outcome), (plain, whole) = (fused(of, each, monkeypatch) for each in (False, True))
+    assert told(outcome) == told(whole)
+    assert calls(graph) == calls(plain)
+    assert Counter(map(str, outcome.refusals)) == Counter(map(str, whole.refusals))
+    torch.testing.assert_close(ran(of, graph, outcome), ran(of, plain, whole))
