@@ -133,7 +133,7 @@ class _Judge(FusionBackend):
         own, original = (fx.GraphModule(gm, copy.deepcopy(gm.graph)) for _ in range(2))
         backend = FusionBackend(**{"options": self.options, "rules": self.rules} | changed)
         start = time.process_time()
-        report = backend.fused(own, facts, original.graph)
+        report = backend.outcome(own, facts, original.graph)
         return time.process_time() - start, report
 
 

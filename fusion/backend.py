@@ -130,7 +130,7 @@ class FusionBackend:
         try:
             with stage("capture"):
                 facts = known.facts(gm.graph, self.options.assume)
-            outcome = self.fused(gm, facts, original.graph)
+            outcome = self.outcome(gm, facts, original.graph)
         except FusionError as error:  # whatever fails, the model runs as it came
             return self._as_it_came(original, example_inputs, error)
         prepared = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]]
@@ -163,7 +163,7 @@ class FusionBackend:
         with outside_modes():
             return lower(original, example_inputs, "eager" if symbolic else route(self.options.lower))
 
-    def fused(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
+    def outcome(self, gm: fx.GraphModule, facts: Facts, original: fx.Graph) -> Outcome:
         """As `fuse` does; where an equal graph was fused before, what has come of it is made again.
 
         Raises:

@@ -67,7 +67,7 @@ def fused(from_: Captured, options: Options = OPTIONS, facts: Facts | None = Non
     """A copy of a graph, fused as `torch.compile` has it fused."""
     own, original = (fx.GraphModule(from_.graph, copy.deepcopy(from_.graph.graph)) for _ in range(2))
     known = from_.facts if facts is None else facts
-    return own.graph, FusionBackend(options).fused(own, known, original.graph)
+    return own.graph, FusionBackend(options).outcome(own, known, original.graph)
 
 
 def told(graph: fx.Graph, outcome: Outcome) -> list[Any]:
