@@ -256,6 +256,25 @@ def test_what_is_assumed_of_each_layers_input_is_relied_on_for_each():
     assert outcome.assumed == frozenset(names)
 
 
+@pytest.mark.parametrize("what", ["assumed", "parameters"])
+def test_layers_of_whose_inputs_other_things_are_known_are_not_equal(what: str):
+    """One mask of five of which nothing is assumed, one weight that is no Parameter."""
+
+    def masked(x: Tensor, *masks: Tensor) -> Tensor:
+        for mask in masks:
+            x = x + scaled_dot_product_attention(x, x, x, mask)
+        return x
+
+    of = capture(masked, (torch.randn(B, N, S, D), *(torch.zeros(B, 1, S, S) for _ in range(5))))
+    _, *names = (node.name for node in of.graph.graph.find_nodes(op="placeholder"))
+    for known, folds in ((names, True), ([*names[:2], *names[3:]], False)):
+        facts = {
+            "assumed": Facts(assumed=dict.fromkeys(known, "causal")),
+            "parameters": Facts(parameters=frozenset(known)),
+        }
+        assert (fold(of.graph.graph, facts[what]) is not None) == folds
+
+
 @pytest.mark.parametrize("explained", [False, True])
 def test_numbers_that_layers_write_down_are_compared(explained: bool):
     def scaled(x: Tensor, w: Tensor, *, alike: bool) -> Tensor:
