@@ -11,7 +11,7 @@ import logging
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from hashlib import sha256
 from operator import attrgetter
 from typing import Any
@@ -23,7 +23,7 @@ from fusion import operators
 from fusion._torch import FakeTensor, OpOverload, fake_tensor, refill, tree_map_only
 from fusion.facts import Facts
 from fusion.language import Library
-from fusion.language.code import fingerprint, is_of_its_module
+from fusion.language.code import is_of_its_module, loaded, names_of
 from fusion.options import Options
 from fusion.origin import inherit
 from fusion.records import Output, Prepared
@@ -34,7 +34,6 @@ from fusion.target import Target
 from fusion.texts import Maker, UnwrittenError, read, written
 
 log = logging.getLogger("fusion")
-_loaded = cache(fingerprint)  # what runs is what was loaded, whatever becomes of the files
 
 MOST = 128
 """How many graphs a file keeps, the latest ones."""
@@ -171,7 +170,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
 
     Graphs that are dumped are searched, so that there is something to see.
     """
-    graphs = shelf("graphs", f"{operators.ensure()} {_loaded(library)}", options, MOST)
+    graphs = shelf("graphs", f"{operators.ensure()} {loaded(library)}", options, MOST)
     mode = next((val.fake_mode for node in source.nodes if isinstance(val := node.meta.get("val"), FakeTensor)), None)
     if graphs is None or mode is None or options.dump_dir or not all(map(is_of_its_module, library.rules)):
         return None
@@ -180,7 +179,7 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
     except UnwrittenError:
         return None
     known = [sorted(facts.parameters), sorted(facts.assumed.items()), sorted(facts.arguments.items()), facts.strides]
-    parts = [*told, Target.resolve(options.target).name, repr(options.key()), repr(known)]
+    parts = [*told, names_of(library), Target.resolve(options.target).name, repr(options.key()), repr(known)]
     digest = sha256("\n".join(parts).encode()).hexdigest()
     return Entry(digest, source, facts, _nodes(source), partial(fake_tensor, mode), graphs)
 

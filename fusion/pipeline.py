@@ -10,7 +10,6 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from types import MappingProxyType
 from typing import cast
 
@@ -25,7 +24,7 @@ from fusion.facts import Facts
 from fusion.failures import stage
 from fusion.graph.overlay import Held
 from fusion.language import Library, Refused, Rule
-from fusion.language.code import code_of
+from fusion.language.code import loaded
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Refusal, Rewritten
@@ -45,7 +44,6 @@ from fusion.stages.verify import contract, verify
 from fusion.target import Target
 
 log = logging.getLogger("fusion")
-_loaded = cache(code_of)  # what runs is what was loaded, whatever becomes of the files
 NOT_ENTERED = "the code inside is not entered: it stays a graph of its own, as it came"
 REFERENCE = "ascend910_93"  # the chip whose refusals a host report lists as well
 
@@ -150,7 +148,7 @@ class _Search:
             found = match(graph, self.library.rules, self.options.unsafe)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
-            plans = shelf("plans", f"{operators.ensure()} {_loaded(self.library)}", self.options)
+            plans = shelf("plans", f"{operators.ensure()} {loaded(self.library)}", self.options)
             planner = Planner(graph, Fakes(graph), self.target, lowering, elsewhere, self.options, times, plans)
             candidates = planner.candidates(found.matches)
             if plans is not None:

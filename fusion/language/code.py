@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ def fingerprint(library: Library) -> str:
 
     With it goes the names of the rules and readers, which options may leave out.
     """
-    names = [*(rule.name for rule in library.rules), *(each.name for each in library.readers)]
-    return " ".join((*sorted(names), code_of(library)))
+    return f"{names_of(library)} {code_of(library)}"
+
+
+def names_of(library: Library) -> str:
+    """The names of its rules and readers."""
+    return " ".join(sorted([*(rule.name for rule in library.rules), *(each.name for each in library.readers)]))
 
 
 def code_of(library: Library) -> str:
@@ -26,6 +31,10 @@ def code_of(library: Library) -> str:
     kinds = [*map(type, library.rules), *(each.read for each in library.readers)]
     packages = {kind.__module__.partition(".")[0] for kind in kinds} | {"fusion"}
     return " ".join(f"{each} {_code(each)}" for each in sorted(packages))
+
+
+loaded = cache(code_of)
+"""That of the code which runs: what was loaded, whatever becomes of the files."""
 
 
 def _code(package: str) -> str:

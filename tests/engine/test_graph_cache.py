@@ -25,28 +25,12 @@ from fusion.report import Outcome
 from fusion.testing import Captured, capture, captured
 
 from .graphs import norm
+from .kept_files import HIDDEN, block, inputs, later
 
 OPTIONS = Options(target="ascend910_93", lower="eager", plan_cache="memory")
-HIDDEN = 32
+pytestmark = pytest.mark.usefixtures("empty")
 EVERY = 20
 """Of the examples of the library one in so many is tried."""
-
-
-def block(x: Tensor, w: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    h = norm(x, w)
-    return silu(h @ gate) * (h @ up), h.amax(-1)
-
-
-def inputs(rows: int = 3) -> tuple[Tensor, ...]:
-    return torch.rand(rows, HIDDEN), torch.rand(HIDDEN), torch.rand(HIDDEN, 8), torch.rand(HIDDEN, 8)
-
-
-@pytest.fixture(autouse=True)
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder with nothing in it, and nothing in memory."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shelf._shelf.cache_clear()
-    return tmp_path / "cann-fusion"
 
 
 @pytest.fixture
@@ -89,11 +73,6 @@ def looks(val: Any) -> Any:
     if not isinstance(val, Tensor):
         return val
     return val.shape, val.stride(), val.dtype, val.device, type(val)
-
-
-def later() -> None:
-    """Forget what is in memory, as a process that ends does."""
-    shelf._shelf.cache_clear()
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])

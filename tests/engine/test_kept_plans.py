@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from torch.nn.functional import silu
 
-from fusion import pipeline, shelf
+from fusion import pipeline
 from fusion.language import Library, Rule, lowering, pattern, tensor
 from fusion.library import installed
 from fusion.options import Options
@@ -28,26 +27,9 @@ from fusion.stages.plan import kept
 from fusion.stages.plan import recorded as recorded_plans
 from fusion.testing import capture
 
-from .graphs import norm
+from .kept_files import block, inputs, later
 
-HIDDEN = 32
-
-
-def block(x: Tensor, w: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    h = norm(x, w)
-    return silu(h @ gate) * (h @ up), h.amax(-1)
-
-
-def inputs(rows: int = 3) -> tuple[Tensor, ...]:
-    return torch.rand(rows, HIDDEN), torch.rand(HIDDEN), torch.rand(HIDDEN, 8), torch.rand(HIDDEN, 8)
-
-
-@pytest.fixture(autouse=True)
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder with nothing in it, and nothing in memory."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shelf._shelf.cache_clear()
-    return tmp_path / "cann-fusion"
+pytestmark = pytest.mark.usefixtures("empty")
 
 
 @pytest.fixture
@@ -69,11 +51,6 @@ def fused(source: fx.Graph, where: str, target: str = "ascend910_93", **more: An
     outcome = fuse_graph(graph, installed(), Options(target=target, lower="eager", plan_cache=where, **more))
     told = [f"{each.match.rule.name} {each.lowering} {each.benefit} {each.launches}" for each in outcome.chosen]
     return "\n".join([str(graph), *told, *map(str, outcome.refusals)])
-
-
-def later() -> None:
-    """Forget what is in memory, as a process that ends does."""
-    shelf._shelf.cache_clear()
 
 
 @pytest.mark.parametrize("target", ["host", "ascend910b", "ascend910_93"])
@@ -218,7 +195,7 @@ def test_many_may_write_at_once(tmp_path: Path):
 def test_another_state_of_the_code_has_a_file_of_its_own(empty: Path, monkeypatch: pytest.MonkeyPatch):
     source = capture(block, inputs()).graph.graph
     fused(source, "disk")
-    monkeypatch.setattr(pipeline, "_loaded", lambda library: "changed")
+    monkeypatch.setattr(pipeline, "loaded", lambda library: "changed")
     fused(source, "disk")
     assert len(list(empty.glob("plans-*.sqlite"))) == 2
 

@@ -241,14 +241,20 @@ def test_layers_that_return_something_else_are_not_equal(alike: bool):
     assert (fold(of.graph.graph, Facts()) is not None) == alike
 
 
-def test_what_is_assumed_of_each_layers_input_is_relied_on_for_each():
+def with_masks() -> tuple[Captured, list[str]]:
+    """Five layers with a mask of its own each, and the names of these inputs."""
+
     def masked(x: Tensor, *masks: Tensor) -> Tensor:
         for mask in masks:
             x = x + scaled_dot_product_attention(x, x, x, mask)
         return x
 
     of = capture(masked, (torch.randn(B, N, S, D), *(torch.zeros(B, 1, S, S) for _ in range(5))))
-    _, *names = (node.name for node in of.graph.graph.find_nodes(op="placeholder"))
+    return of, [node.name for node in of.graph.graph.find_nodes(op="placeholder")][1:]
+
+
+def test_what_is_assumed_of_each_layers_input_is_relied_on_for_each():
+    of, names = with_masks()
     facts = Facts(assumed=dict.fromkeys(names, "causal"))
     assert fold(of.graph.graph, facts) is not None
     outcome = fuse_graph(of.graph.graph, installed(), Options(target="host", lower="eager"), facts)
@@ -258,15 +264,8 @@ def test_what_is_assumed_of_each_layers_input_is_relied_on_for_each():
 
 @pytest.mark.parametrize("what", ["assumed", "parameters"])
 def test_layers_of_whose_inputs_other_things_are_known_are_not_equal(what: str):
-    """One mask of five of which nothing is assumed, one weight that is no Parameter."""
-
-    def masked(x: Tensor, *masks: Tensor) -> Tensor:
-        for mask in masks:
-            x = x + scaled_dot_product_attention(x, x, x, mask)
-        return x
-
-    of = capture(masked, (torch.randn(B, N, S, D), *(torch.zeros(B, 1, S, S) for _ in range(5))))
-    _, *names = (node.name for node in of.graph.graph.find_nodes(op="placeholder"))
+    """One of five of which nothing is assumed, or which is no Parameter."""
+    of, names = with_masks()
     for known, folds in ((names, True), ([*names[:2], *names[3:]], False)):
         facts = {
             "assumed": Facts(assumed=dict.fromkeys(known, "causal")),
