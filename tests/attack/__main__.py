@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch._inductor import config
 
 from .generate import case
 from .oracle import TARGETS, Verdict, verdict
@@ -68,6 +69,7 @@ def main(
     first: Annotated[int, typer.Option(help="number of the first one")] = 0,
     target: Annotated[list[str], typer.Option(help="what to fuse for; may be given twice")] = list(TARGETS),  # noqa: B006
     lower: Annotated[str, typer.Option(help="who runs the fused graphs: eager or inductor")] = "eager",
+    kernels: Annotated[bool, typer.Option(help="Inductor builds kernels; without, it calls torch's: faster")] = True,
     missed: Annotated[bool, typer.Option(help="list what was not fused, and why")] = False,
 ) -> None:
     """Attack with generated programs; failures are printed small, ready for tests/attack/kept.py.
@@ -75,7 +77,7 @@ def main(
     Where it is interrupted, it tells what it has found so far.
     """
     figures = Figures()
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), config.patch(fallback_by_default=not kernels):
         _attack(figures, range(first, first + cases), seed, target, lower)
     for kind, numbers in sorted(figures.kinds.items(), key=lambda each: -len(each[1])):
         print(f"{len(numbers)} times: {kind} (cases {', '.join(map(str, numbers[:5]))})")
