@@ -79,6 +79,12 @@ def joined_behind_mask(x: Tensor) -> Tensor:
     return o.transpose(1, 2).flatten(2)
 
 
+def viewed_twice(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Views of a view, none of which the heads as they lie now allow."""
+    r = rotate(heads(x).contiguous(), cos, sin)
+    return r, r.view(-1, 64).view(4, -1), r.view(-1, 64).view(-1).view(-1, 8)
+
+
 def joined(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """Heads joined by a copy, which an attention that gives them side by side makes needless: once."""
     q = rotate(heads(x), cos, sin)
@@ -109,6 +115,11 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "written back": (returned_and_written_back, (CACHE, PLACES, ROWS)),
     "projections": (projected, (X, *PARAMETERS)),
     "attention": (attended, (X, COS, SIN)),
+    "views of views": (viewed_twice, (X, COS, SIN)),
+    "heads in order again": (
+        lambda x, c, s: rotate(heads(x).contiguous(), c, s).transpose(1, 2).contiguous(),
+        (X[:1], COS, SIN),
+    ),
     "joined heads": (lambda *a: joined(*a)[0], (X, COS, SIN)),
     "joined heads twice": (joined, (X, COS, SIN)),
     "joined heads of some": (lambda *a: joined(*a)[2], (X, COS, SIN)),

@@ -112,6 +112,11 @@ def ran(of: Captured, graph: fx.Graph, outcome: Outcome) -> list[Any]:
     return [*results, *inputs]
 
 
+def shares(tensors: list[Tensor], of: Tensor) -> list[bool]:
+    """Which tensors have the memory of one."""
+    return [each.untyped_storage().data_ptr() == of.untyped_storage().data_ptr() for each in tensors]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("count", "states"), [(4, True), (5, False), (9, True)])
 def test_equal_layers_become_what_each_would(
@@ -327,15 +332,46 @@ def _swapped(x: Tensor, w: Tensor, *caches: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("several", [_residual, _one_of_all, _runs, _swapped])
-def test_small_layers_become_what_each_would(several: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch):
-    def listed(*given: Tensor) -> tuple[Tensor]:
-        return (several(*given),)
+def _one_value(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Every layer returns what all of them compute alike, each in memory of its own."""
+    found = []
+    for _ in range(6):
+        x = norm(x, w).sin()
+        found.append(norm(w[None], w))
+    return (x, *found)
+
+
+def _columns(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Every layer returns what the caller is to find in columns: copied."""
+    found = []
+    for _ in range(6):
+        found.append(norm(x.t().contiguous().t(), w))
+        x = found[-1].sin()
+    return (x, *found)
+
+
+@pytest.mark.parametrize("several", [_residual, _one_of_all, _runs, _swapped, _one_value])
+def test_small_layers_become_what_each_would(several: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    def listed(*given: Tensor) -> tuple[Tensor, ...]:
+        results = several(*given)
+        return results if isinstance(results, tuple) else (results,)
 
     caches = [torch.zeros(4, 64) for _ in range(12)] if several is _swapped else []
     of = capture(listed, (torch.randn(4, 64), torch.rand(64), *caches))
     (graph, outcome), (plain, whole) = (fused(of, each, monkeypatch) for each in (False, True))
     assert told(outcome) == told(whole)
     assert calls(graph) == calls(plain)
+    assert outcome.result_copies == whole.result_copies
     assert Counter(map(str, outcome.refusals)) == Counter(map(str, whole.refusals))
-    torch.testing.assert_close(ran(of, graph, outcome), ran(of, plain, whole))
+    have, want = ran(of, graph, outcome), ran(of, plain, whole)
+    torch.testing.assert_close(have, want)
+    assert [shares(have, each) for each in have] == [shares(want, each) for each in want]
+
+
+def test_copies_for_the_caller_are_made_in_every_layer(monkeypatch: pytest.MonkeyPatch):
+    of = capture(_columns, (torch.randn(4, 64), torch.rand(64)))
+    graph, outcome = fused(of, False, monkeypatch)
+    assert outcome.result_copies == len(of.graph.graph.output_node().args[0])
+    for have, want in zip(ran(of, graph, outcome), of.graph(*of.inputs), strict=False):
+        torch.testing.assert_close(have, want)
+        assert have.stride() == want.stride()

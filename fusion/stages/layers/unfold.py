@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
 from fusion.errors import FusionError
-from fusion.graph import Value
 from fusion.graph.overlay import Held
 from fusion.mutation import memory_of, outputs, reserves, sort
 from fusion.origin import PROVENANCE, inherit
@@ -133,9 +131,6 @@ class _Unfolding:
         self._whole, self._rewritten = origins.folded.whole, origins.folded.graph
         self._owner = {node: each.candidate for each in done for node in each.added}
         self._next = self._following()
-        self._places: dict[Held, list[fx.Node]] = {}
-        for node, value in held.items():
-            self._places.setdefault(value, []).append(node)
         self._shared = self._same_for_all(held)
         self._returned = dict(self._memory_of_results())
         self._part, self._alive = dict(origins.part), set(self._rewritten.nodes)
@@ -159,7 +154,10 @@ class _Unfolding:
         return known | {one: other for pair in pairwise(origins.three()) for one, other in zip(*pair, strict=True)}
 
     def _same_for_all(self, held: Mapping[fx.Node, Held]) -> set[fx.Node]:
-        """What all layers read alike, what that is computed from, and nodes that hold the same in each layer."""
+        """What all layers read alike, what that is computed from, and what holds a value that each layer computes too.
+
+        What the first layer reads as the result of one before it is not, whoever else reads it.
+        """
         copies = self._origins.copies
         first, second = (layer.nodes for layer in self._folded.layers[:2])
         pairs = [
@@ -167,17 +165,11 @@ class _Unfolding:
             for one, other in zip(first, second, strict=True)
             for pair in zip(described(one)[1], described(other)[1], strict=True)
         ]
-        alike = {one for one, other in pairs if one is other}
-        before = {one for one, other in pairs if one is not other}
-        if alike & before:
-            raise NotRepeatedError("a node is read by all layers, and by one of them as a result of the layer before")
-        found = self._below(copies[each] for each in alike)
-        three = (map(copies.__getitem__, layer.nodes) for layer in (*self._folded.layers[:2], self._folded.layers[-1]))
-        trios = zip(*three, strict=True)
-        equal = [one for one, other, last in trios if one in held and held[one] == held.get(other) == held.get(last)]
-        values = {held[each] for each in equal}
+        found = self._below(copies[one] for one, other in pairs if one is other)
+        of_each = [{held.get(each) for each in layer} for layer in self._origins.three()]
+        values = set.intersection(*of_each) - {None}
         outer = (node for node, value in held.items() if value in values and self._origins.part[node] == _Part.BEFORE)
-        return found.union(equal, outer) - {copies[each] for each in before if each in copies}
+        return found.union(outer) - {copies[one] for one, other in pairs if one is not other}
 
     def _below(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """These nodes and all that they are computed from, as the graph came."""
@@ -229,7 +221,7 @@ class _Unfolding:
                 raise NotRepeatedError(f"{one.candidate.match.rule.name} is applied otherwise in the last layer")
         for one in of[_Part.FIRST]:
             for other in of[_Part.SECOND]:
-                if self._is_same(one.candidate, other.candidate):
+                if self._is_made_as(one.candidate, other.candidate):
                     self._pair(one.added, other.added)
 
     def _stay_near(self, held: Mapping[fx.Node, Held]) -> None:
@@ -281,26 +273,10 @@ class _Unfolding:
     def _layer(self, made: Rewritten) -> _Part:
         return max(self._part[each] for each in made.candidate.match.firsts)
 
-    def _is_same(self, one: Candidate, other: Candidate) -> bool:
-        """Whether two candidates run the same on what corresponds in their layers."""
-        taken = ((one.match.captures[name], other.match.captures[name]) for name in one.plan.uses & other.plan.uses)
-        return self._is_made_as(one, other) and all(self._is_alike(a, b) for a, b in taken)
-
     def _is_made_as(self, one: Candidate, other: Candidate) -> bool:
-        """Whether two candidates do the same in places that correspond."""
-        if one.plan is not other.plan or one.match.rule is not other.match.rule or one.match.form != other.match.form:
-            return False
-        return all(self._next.get(a) is b for a, b in zip(one.match.firsts, other.match.firsts, strict=True))
-
-    def _is_alike(self, one: Any, other: Any) -> bool:
-        """Whether captures correspond: shared by all layers, held by nodes that do, or built alike from such."""
-        if not (isinstance(one, Value) and isinstance(other, Value)):
-            return bool(one == other)
-        places, others = self._places.get(one, []), self._places.get(other, [])
-        if places and others:
-            return any(self._is_next(each, of) for each in places for of in others)
-        made = (one.op, one.attrs, one.shape, one.dtype) == (other.op, other.attrs, other.shape, other.dtype)
-        return not places and not others and made and all(map(self._is_alike, one.args, other.args))
+        """Whether two candidates run the same in places that correspond."""
+        places, others = one.match.firsts, other.match.firsts
+        return one.plan is other.plan and [self._next.get(each) for each in places] == list(others)
 
     def _pair(self, one: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
         waiting = list(other)
@@ -368,8 +344,7 @@ class _Unfolding:
         if layer == _ONCE or self._is_shared(node) or (part == _Part.FIRST and layer == 1):
             return node, _ONCE
         following = self._next.get(node)
-        corresponds = following in self._alive and part == _Part.FIRST
-        if following is None or not corresponds or self._part[following] != _Part.SECOND:
+        if following is None or following not in self._alive or part != _Part.FIRST:
             raise NotRepeatedError(f"{node} of another layer is read, to which nothing corresponds")
         return following, layer - 1
 

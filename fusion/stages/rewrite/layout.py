@@ -36,6 +36,7 @@ class Layouts:
         self._copies: list[fx.Node] = []
         self._copied: dict[fx.Node, Any] = {}  # views of a copy -> what they were views of
         self._read_as: dict[fx.Node, Any] = {}  # users of a copy that went -> how it lay
+        self._uncopied: set[fx.Node] = set()  # what stands for a copy that went
         self._seen: dict[Any, fx.Node] = {}
         self._returned = [node.meta.get("val") for node in outputs(source)]
         self._eager = dict(enumerate(eager))
@@ -84,6 +85,7 @@ class Layouts:
                 waiting.extend(node.users)
                 source = node.all_input_nodes[0]
                 self._lay.setdefault(source, node.meta["val"])
+                self._uncopied.add(source)
                 self._read_as.update(dict.fromkeys(node.users, node.meta["val"]))
                 node.replace_all_uses_with(source)
                 self._source.erase_node(node)
@@ -166,15 +168,21 @@ class Layouts:
         """What `node` shows in a copy of its memory that lies as it did: for all results that share it, the same."""
         key = node, dims_of(before.stride())
         if key not in self._seen:
-            below: Any = self._copied.get(node, shown(node))
-            moved = isinstance(below, fx.Node) and below in self._lay
-            self._seen[key] = self._through(node, below) if moved else self._placed(node, before)
+            below = self._moved_below(node)
+            self._seen[key] = self._placed(node, before) if below is None else self._through(node, below)
         return self._seen[key]
+
+    def _moved_below(self, node: fx.Node) -> fx.Node | None:
+        """What `node` was a view of, if that, or what that was a view of, lies otherwise now."""
+        below: Any = self._copied.get(node, shown(node))
+        if node in self._uncopied or not isinstance(below, fx.Node):
+            return None
+        return below if below in self._lay or self._moved_below(below) else None
 
     def _through(self, view: fx.Node, below: fx.Node) -> fx.Node:
         """The same view of `below` as it lay."""
-        read = self._read_as.get(view)
-        restored = self._as_it_lay(below, self._lay[below]) if read is None else self._placed(below, read)
+        read, lay = self._read_as.get(view), self._lay.get(below, below.meta["val"])
+        restored = self._as_it_lay(below, lay) if read is None else self._placed(below, read)
         with self._source.inserting_before(view.next):
             return self._replayed(view, restored)
 
