@@ -70,4 +70,20 @@ def turn(w: Writer) -> None:
     w.give(w.let(f"{x}.{w.pick('transpose(1, 2)', 'permute(0, 2, 1, 3)')}{more}", "t"), there if first else dims)
 
 
-BLOCKS = (escape, escape, change, change, put, scale, turn)
+def rearrange(w: Writer) -> None:
+    """A value is seen through views and copies, of each other, and any of them is returned."""
+    x = any_value(w)
+    ranks = {x: len(w.dims[x])}
+    for _ in range(w.pick(2, 3, 4, 5)):
+        x = w.choose(list(ranks))
+        ways = [(".contiguous()", 0), (".clone()", 0), ("[:1]", 0), (" + 0", 0), (".unsqueeze(1)", 1)]
+        if ranks[x] >= 2:
+            ways += [(".mT", 0), (".flatten(0, 1)", -1), (f".reshape(-1, {x}.shape[-1])", 2 - ranks[x])]
+        if ranks[x] >= 3:
+            ways += [(".transpose(-3, -2)", 0), (".transpose(-3, -2).contiguous()", 0), (".transpose(0, 1)", 0)]
+        how, more = w.choose(ways)
+        ranks[w.let(f"{x}{how}", "r")] = ranks[x] + more
+    w.kept += [each for each in list(ranks)[1:] if w.maybe()]
+
+
+BLOCKS = (escape, escape, change, change, put, scale, turn, rearrange, rearrange)
