@@ -19,6 +19,7 @@ from fusion.origin import inherit
 from fusion.recording import Fakes, SizeNodes, frozen
 from fusion.records import Candidate, Input, Output, Rewritten, Step
 from fusion.stages.rewrite.layout import Layouts, same_strides
+from fusion.stages.rewrite.results import Results
 
 _OPENED = torch.ops.aten.unsqueeze.default
 _SCATTER = torch.ops.aten.select_scatter.default
@@ -57,7 +58,8 @@ class _Editor:
         self._sizes = SizeNodes(graph.source)
         self._order = dict(graph.order)
         self._unordered = False
-        self._layouts = Layouts(graph.source, fakes, self._sizes, graph.facts.strides)
+        self._layouts = Layouts(graph.source, fakes, self._sizes)
+        self._results = Results(graph.source, graph.facts.strides)
         self._dying = {node for candidate in chosen for node in candidate.dying}
 
     def position(self, candidate: Candidate) -> int:
@@ -165,7 +167,7 @@ class _Editor:
             self._seen_through(node)
         if self._unordered:
             sort(self._source)
-        return self._layouts.restore()
+        return self._results.restore(self._layouts)
 
     def _seen_through(self, scatter: fx.Node) -> None:
         """What is put over the one entry of a dim is seen with that dim: nothing of the other tensor is left.
@@ -184,7 +186,7 @@ class _Editor:
             view = self._source.call_function(_OPENED, (given, dim))
         view.meta["val"] = self._fakes.like(seen)
         inherit(view, scatter)
-        scatter.replace_all_uses_with(view)
+        self._layouts.replace(scatter, view)
         self._source.erase_node(scatter)
 
 
