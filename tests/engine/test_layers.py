@@ -20,6 +20,7 @@ from fusion.options import Options
 from fusion.pipeline import Outcome, fuse_graph
 from fusion.recording import Fakes
 from fusion.stages.layers import fold
+from fusion.stages.layers.run import described
 from fusion.testing import Captured, capture
 
 from .graphs import norm, rotate
@@ -296,6 +297,14 @@ def test_numbers_that_layers_write_down_are_compared(explained: bool):
     assert fold(other.graph.graph, Facts()) is None
 
 
+def test_constants_are_known_by_their_numbers_where_they_hold_any():
+    root = torch.nn.Module()
+    root.one, root.other, root.meta = (torch.nn.Buffer(torch.ones(2, device=each)) for each in ("cpu", "cpu", "meta"))
+    graph = fx.Graph(root)
+    one, other, meta = (described(graph.get_attr(name)) for name in ("one", "other", "meta"))
+    assert one == other != meta
+
+
 def _residual(x: Tensor, w: Tensor) -> Tensor:
     x, w = x.cos(), w.sin() + 1
     for _ in range(6):
@@ -341,6 +350,22 @@ def _one_value(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (x, *found)
 
 
+def _norms_of_norms(x: Tensor, w: Tensor) -> Tensor:
+    """The first norm reads what stands before the first layer, through a cast that the layers begin behind."""
+    x, w = x.exp().bfloat16(), w.bfloat16()
+    for _ in range(6):
+        x = norm(x, w)
+    return x
+
+
+def _constants(x: Tensor, w: Tensor) -> Tensor:
+    """Every layer makes a constant of its own that stands before them too."""
+    x = x * torch.full((64,), 2.0)
+    for _ in range(6):
+        x = norm(x, torch.full((64,), 2.0)).sin()
+    return x + w
+
+
 def _columns(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """Every layer returns what the caller is to find in columns: copied."""
     found = []
@@ -350,7 +375,7 @@ def _columns(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (x, *found)
 
 
-@pytest.mark.parametrize("several", [_residual, _one_of_all, _runs, _swapped, _one_value])
+@pytest.mark.parametrize("several", [_residual, _one_of_all, _runs, _swapped, _one_value, _norms_of_norms, _constants])
 def test_small_layers_become_what_each_would(several: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     def listed(*given: Tensor) -> tuple[Tensor, ...]:
         results = several(*given)
