@@ -105,6 +105,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "twice": (lambda y, w: (norm(y, w), norm(y, w)), (Y, W)),
     "twice and a view": (lambda y, w: (norm(y, w), n := norm(y, w), n.detach()), (Y, W)),
     "twice and a column": (lambda y, w: (norm(y, w), n := norm(y, w), n.mT.unbind(1)[2], n.split(2)[1]), (Y, W)),
+    "twice and repeated": (lambda y, w: (norm(y, w), n := norm(y, w).expand(3, 4, 64), n[:, 1:], n[0]), (Y, W)),
     "the same twice": (lambda y, w: (norm(y, w),) * 2, (Y, W)),
     "an alias": (lambda y, w: (n := norm(y, w), n.view(-1), n.t()), (Y, W)),
     "beside an input": (lambda y, w: (norm(y, w), y, y[1:], w.view(8, 8)), (Y, W)),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusion import Library
+from fusion.mutation import memory_of, outputs
 from fusion.origin import location, module_path
 from fusion.recording import Fakes
 from fusion.report import emitted
@@ -77,6 +78,16 @@ def test_what_two_rewrites_need_is_built_once():
 def test_equal_calls_that_the_user_writes_twice_are_one_fused_call():
     gm, _ = same(lambda x, w: (norm(x, w), norm(x, w).sin()), X, W)
     assert names(gm).count("npu.npu_rms_norm.default") == 1
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 64), (3, 2, 3, 64)])
+def test_what_a_result_repeats_is_repeated_in_memory_of_its_own(shape):
+    """The second norm is the first one: what shows it is copied, once for all that it repeats."""
+    gm, original = same(lambda x, w: (norm(x, w), norm(x, w).expand(*shape)), X[0], W)
+    (first, repeated), (_, before) = (outputs(each.graph) for each in (gm, original))
+    assert repeated.meta["val"].stride() == before.meta["val"].stride()
+    assert memory_of(repeated) is not memory_of(first)
+    assert memory_of(repeated).meta["val"].numel() == X[0].numel()
 
 
 def test_a_value_inside_that_is_read_outside_stays():
