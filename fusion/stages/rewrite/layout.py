@@ -115,13 +115,9 @@ class Layouts:
     def laid(self, node: fx.Node, before: torch.Tensor, copied: bool = False) -> fx.Node:
         """The elements of `node` in memory that lies like `before`.
 
-        Without a copy where only dims of size 1 differ, unless `copied` asks for one. What `before` repeats is
-        repeated here, too.
+        Without a copy where only dims of size 1 differ, unless `copied` asks for one.
         """
         sizes, strides = dims_of(before.shape), before.stride()
-        repeated = [dim for dim, stride in enumerate(dims_of(strides)) if stride == 0 and sizes[dim] not in (0, 1)]
-        if repeated:
-            return self._repeated(node, before, repeated, copied)
         order = sorted(range(before.dim()), key=lambda dim: (-hint(strides[dim]), sizes[dim] == 1))
         if not is_dense(before.permute(order)):
             return self._copied_into_gaps(node, before)
@@ -129,14 +125,6 @@ class Layouts:
         made = self._turned(node, order, node)
         made = self._spread(made, node) if is_dense(made.meta["val"]) and not copied else self._contiguous(made)
         return self._turned(made, back, node)
-
-    def _repeated(self, node: fx.Node, before: torch.Tensor, dims: Sequence[int], copied: bool) -> fx.Node:
-        """The first of the entries along each of these dims, which are all the same, laid out and repeated."""
-        one, lies = node, before
-        for dim in dims:
-            one, lies = self._call(aten.slice.Tensor, (one, dim, 0, 1), {}, node), lies.narrow(dim, 0, 1)
-        sizes = [self._size(each) for each in dims_of(before.shape)]
-        return self._call(aten.expand.default, (self._laid(one, lies, copied), sizes), {}, node)
 
     def _copied_into_gaps(self, node: fx.Node, before: torch.Tensor) -> fx.Node:
         """A copy of `node` in memory of which nothing else reads the rest."""
