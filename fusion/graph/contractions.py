@@ -75,8 +75,7 @@ def _product(a: Algebra, x: Value, y: Value) -> Value:
     batch = proven(broadcast(x.shape[:-2], y.shape[:-2]))
     x, y = _once(x, y.shape[:-2], batch), _once(y, x.shape[:-2], batch)
     must(x.shape[-1:] == y.shape[-2:-1])
-    rows = x.shape[-2:-1] if y.rank > 2 or x.rank > 1 else ()
-    return a.make("matmul", (x, y), (), (*batch, *rows, y.shape[-1]), x.dtype)
+    return a.make("matmul", (x, y), (), (*batch, *x.shape[-2:-1], y.shape[-1]), x.dtype)
 
 
 def _once(x: Value, other: Sequence[Any], batch: Sequence[Any]) -> Value:

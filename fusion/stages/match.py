@@ -103,7 +103,7 @@ class _Search:
 
     def _candidates(self, term: Term) -> Iterable[Value]:
         """In the order in which nodes hold them; what no node holds comes last."""
-        held = [self._by_head[head] for head in term.heads() if head in self._by_head]
+        held = [self._by_head.get(head, []) for head in term.heads()]
         return list(held[0]) if len(held) == 1 else list(dict.fromkeys(merge(*held, key=self._place)))
 
     def _place(self, value: Value) -> tuple[float, int]:

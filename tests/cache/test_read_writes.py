@@ -11,12 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fusion.graph import Graph
+from fusion.graph import Algebra, Graph
 from fusion.language.rule import Refused
 from fusion.options import Options
 from fusion.testing import capture
 from patterns.cache.cache_write import Cache, CacheWrite
 from patterns.cache.pages import cut
+from patterns.cache.read_writes import _slots
 from tests.engine.graphs import numbers, read_graph
 
 from .layouts import applied, calls, tried
@@ -323,3 +324,12 @@ def test_a_length_that_changes_is_cut_into_no_pages():
     cache = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(2, 128, 8), symbolic_context=context)
     with pytest.raises(Refused):
         cut(cache, 1)
+
+
+def test_a_slot_is_one_where_the_place_is_proven_to_lie_in_its_page():
+    a = Algebra()
+    block, slot = (a.make("input", (), (name,), (3,), torch.int64) for name in ("block", "slot"))
+    place = a.make("remainder", (slot,), (16,), (3,), torch.int64)
+    assert _slots(a, (4, 16), block, place) is a.add(a.scale(block, 16), place)
+    assert _slots(a, (4, 8), block, place) is None, "the page is smaller"
+    assert _slots(a, (4, 16), block, slot) is None, "the place may lie anywhere"

@@ -137,6 +137,36 @@ def test_values_are_interned_within_one_algebra():
     assert a.cast(a.cast(x, torch.bfloat16), torch.float32) is not x
 
 
+def test_dims_come_and_go_below_what_they_do_not_change_alone():
+    a = Algebra()
+    x, y = (a.make("input", (), (name,), (2, 3, 8), torch.float32) for name in "xy")
+    mean, most = a.mean(x, (-1,)), a.reduce("amax", x, (-1,))
+    assert a.reshape(mean, (6, 1)) is a.mean(a.reshape(x, (6, 8)), (-1,))
+    assert a.reshape(mean, (2, 3)).arg is mean, "the dim that was averaged is gone"
+    assert a.reshape(most, (6, 1)).arg is most
+    tall = a.mean(a.cut(x, -1, 0, 1), (-2,))
+    assert a.reshape(tall, (2, 1)).arg is tall, "rows were averaged"
+    cut = a.cut(x, 1, 0, 2)
+    assert a.reshape(cut, (4, 8)).arg is cut
+    assert a.reshape(cut, (2, 1, 2, 8)) is a.cut(a.reshape(x, (2, 1, 3, 8)), 2, 0, 2)
+    opened = [a.reshape(each, (2, 1, 3, 8)) for each in (x, y)]
+    assert a.reshape(a.cat((x, y), 1), (2, 1, 6, 8)) is a.cat(opened, 2)
+
+
+def test_what_is_joined_is_cut_and_what_is_cut_is_joined():
+    a = Algebra()
+    x, y = (a.make("input", (), (name,), (2, 8), torch.float32) for name in "xy")
+    both = a.cat((x, y), -1)
+    assert a.cut(both, -1, 0, 4) is a.cut(x, -1, 0, 4)
+    assert a.cut(both, -1, 4, 12) is a.cat((a.cut(x, -1, 4, 8), a.cut(y, -1, 0, 4)), -1)
+    spread = a.cut(both, -1, 0, 16, 2)
+    assert (spread.op, spread.arg, spread.shape) == ("slice", both, (2, 8))
+    empty = a.cut(y, -1, 0, 0)
+    assert a.cat((empty, x, empty), -1) is x
+    assert a.cat((a.cut(x, -1, 0, 4), a.cut(x, -1, 5, 8)), -1).op == "cat"
+    assert a.cat((a.cut(x, -1, 0, 8, 2), a.cut(x, -1, 7, 8)), -1).op == "cat"
+
+
 def test_powers_do_not_join_where_a_sign_would_be_lost():
     a = Algebra()
     x = a.make("input", (), ("x",), (8,), torch.float32)

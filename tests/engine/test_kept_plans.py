@@ -152,6 +152,10 @@ def test_what_has_no_text_is_recorded_again(recorded: list[Any], monkeypatch: py
         recorded.clear()
         assert fused(source, "memory") == fused(source, "off")
         assert recorded
+    texts: list[str | None] = []
+    monkeypatch.setattr(Shelf, "put", lambda self, digest, text: texts.append(text))
+    fused(source, "memory", target="host")
+    assert None not in texts
 
 
 def test_what_is_written_tells_kinds_apart():

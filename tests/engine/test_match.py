@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from fusion import Rule, lowering, pattern, scalar, tensor
+from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
 from fusion.errors import RuleError
+from fusion.graph import Miss, Reading, Readings
 from fusion.language import captured
 from fusion.stages.match import levels, match
 
@@ -202,3 +204,136 @@ def test_captures_are_given_by_name():
     form = WrongNorm().patterns()[0]
     assert set(form.captures) == {"x", "gamma", "eps"}
     assert captured(form, {form.captures["eps"]: 1e-6}) == {"eps": 1e-6}
+
+
+# one of several -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wave(Rule):
+    """sin(exp(x)) of eight lanes, in two forms that are the same."""
+
+    @pattern
+    def first(self, p, x=tensor("*B D")):
+        """As it is."""
+        return p.op("sin", p.op("exp", x))
+
+    @pattern
+    def second(self, p, x=tensor("*B D")):
+        """Again."""
+        return p.op("sin", p.op("exp", x))
+
+    @lookalike("its angle is no exponential")
+    def plain(self, p, x=tensor("*B D")):
+        """sin(x)."""
+        return p.op("sin", x)
+
+    @lookalike("it is the power {x}")
+    def power(self, p, x=tensor("*B D")):
+        """x ** y, which a division holds."""
+        return p.op("power", x)
+
+    @lookalike("they are two", apart=("x", "y"))
+    def joined(self, p, x=tensor("*B D"), y=tensor("*B D")):
+        """Two, one behind the other."""
+        return p.op("cat", x, y)
+
+    def guard(self, x):
+        """Eight lanes."""
+        require(x.shape[-1] == 8, "there are {lanes} lanes", lanes=x.shape[-1])
+
+    @lowering
+    def none(self, x):
+        """Never run here."""
+        return x
+
+
+@dataclass(frozen=True)
+class Quotient(Rule):
+    """x / y, and 1 / y, which no node holds."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D"), y=tensor("*B D")):
+        """The quotient and the reciprocal in it."""
+        inverse = p.op("power", y)
+        return p.op("mul", x, inverse), inverse
+
+    @lowering
+    def none(self, x, y):
+        """Never run here."""
+        return x, y
+
+
+@dataclass(frozen=True)
+class Both(Rule):
+    """Two meanings of one x."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D")):
+        """Of two values."""
+        return p.one_meaning(x=x), p.other_meaning(x=x)
+
+    @lowering
+    def none(self, x):
+        """Never run here."""
+        return x, x
+
+
+def reasons(function, *args, rules=(Wave(),)):
+    return [each.reason for each in found(function, args, *rules).refusals]
+
+
+def test_of_forms_that_hold_at_one_value_the_first_is_the_match():
+    (one,) = found(lambda x: x.exp().sin(), (X,), Wave()).matches
+    assert one.form == "first"
+
+
+def test_what_forms_refuse_alike_is_told_once_and_of_no_variant():
+    (refusal,) = found(lambda x: x.exp().sin(), (X[..., :4].clone(),), Wave()).refusals
+    assert (refusal.reason, refusal.variant) == ("there are 4 lanes", "")
+
+
+def test_a_refusal_says_nothing_of_what_was_captured():
+    narrow = X[..., :4].clone()
+    assert reasons(lambda x: x.sin().exp().sin(), narrow) == ["there are 4 lanes", "its angle is no exponential"]
+    assert not reasons(lambda x: x.exp().sin(), X)
+
+
+def test_what_another_rule_recognises_is_still_told_of():
+    class Sine(Triple):
+        @pattern
+        def written(self, p, x=tensor("*B D")):
+            """sin(x)."""
+            return p.op("sin", x)
+
+    assert reasons(lambda x: x.sin(), X, rules=(Sine(), Wave())) == ["its angle is no exponential"]
+
+
+def test_what_a_node_holds_inside_is_told_of_unless_the_node_is_recognised():
+    (told,) = reasons(lambda x, y: x / y, X, Y)
+    assert told.startswith("it is the power")
+    (one,) = found(lambda x, y: x / y, (X, Y), Wave(), Quotient()).matches
+    assert [len(makers) for makers in one.roots] == [1, 0]
+    assert not reasons(lambda x, y: x / y, X, Y, rules=(Wave(), Quotient()))
+
+
+def test_captures_that_have_to_be_apart_are():
+    assert reasons(lambda x, y: torch.cat((x, y)), X, Y) == ["they are two"]
+    assert not reasons(lambda x: torch.cat((x, x)), X)
+
+
+def test_two_results_with_meanings_of_their_own_are_two_values():
+    graph = read_graph(traced(lambda x: (x.exp(), x.sin()), X).graph)
+    exp, sin = (graph.held[node] for node in graph.source.output_node().args[0])
+    means = [(exp, Reading(name, {"x": exp.arg})) for name in ("one_meaning", "other_meaning")]
+    graph = replace(graph, readings=Readings().joined([*means, (sin, means[1][1])]))
+    (one,) = match(graph, (Both(),)).matches
+    assert one.results == (exp, sin)
+
+
+def test_a_miss_is_told_unless_something_was_recognised():
+    graph = read_graph(traced(lambda x: x.exp().sin(), X).graph)
+    (value,) = (graph.held[node] for node in graph.source.output_node().args[0])
+    graph = replace(graph, readings=Readings().joined([(value, Miss("other", "it is none"))]))
+    assert [each.reason for each in match(graph, (Quotient(),)).refusals] == ["it is none"]
+    assert not match(graph, (Wave(),)).refusals

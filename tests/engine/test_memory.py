@@ -9,7 +9,7 @@ from fusion.errors import VerificationError
 from fusion.mutation import aliased, closing_writes, is_copy_unseen, is_returned, is_written, outputs, shown, sort
 from fusion.stages.capture import is_training
 from fusion.stages.rewrite.layout import _is_needless
-from fusion.stages.verify import contract, verify
+from fusion.stages.verify import _strides, contract, verify
 
 from .graphs import Build, numbers
 
@@ -153,6 +153,23 @@ def test_a_result_that_lies_otherwise_is_told_from_one_without_elements():
     with pytest.raises(VerificationError):
         verify(turned(4, 4, back=True)[0], contract(turned(4, 4)[0]), [])
     verify(turned(0, 4, back=True)[0], contract(turned(0, 4)[0]), [])
+
+
+def test_only_strides_that_say_something_are_compared():
+    assert _strides(torch.empty_strided((1, 4, 2), (99, 2, 1)), None) == {(2, 1)}
+    assert _strides(torch.empty(0, 4), None) == {()}
+    assert _strides(3, None) == frozenset()
+
+
+def test_the_inputs_that_are_written_to_are_told():
+    build = Build()
+    x, y = build.input(4), build.input(4)
+    build(aten.copy_.default, y, build(aten.cos.default, x))
+    before = contract(returned(build, x))
+    assert before.written == (y.name,)
+    build.graph.erase_node(next(iter(y.users)))
+    with pytest.raises(VerificationError):
+        verify(build.graph, before, [])
 
 
 def test_a_new_node_has_a_shape():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from sympy import Symbol
 
@@ -9,11 +10,13 @@ from fusion.facts import Facts
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.stages.canonicalise import canonicalise
+from fusion.stages.plan import _in_order
 from fusion.stages.plan.recorded import PlanBook
 from fusion.testing import capture
 from fusion.weights import marks, parameter_inputs
 
-from .graphs import numbers
+from .graphs import fuse, fused, norm, numbers, traced
+from .rules import WrongShape
 
 X, W = numbers(2, 64), torch.nn.Parameter(numbers(1, 64, seed=1))
 
@@ -26,3 +29,38 @@ def test_what_is_repeated_a_symbolic_number_of_times_is_not_prepared():
     book = PlanBook(graph, Fakes(graph), (), "", Options(), None)
     assert book.is_prepared(graph.algebra.expand(weight, (3, 64)))
     assert not book.is_prepared(graph.algebra.expand(weight, (Symbol("tokens"), 64)))
+
+
+def test_nodes_that_somebody_else_reads_do_not_go():
+    def form(x, w):
+        root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x * root * w, root.sin()
+
+    gm = traced(form, X, W)
+    root = next(node for node in gm.graph.nodes if node.target is torch.ops.aten.rsqrt.default)
+    (chosen,) = fuse(gm).chosen
+    assert chosen.dying
+    assert not chosen.dying & {root, *root.all_input_nodes}
+
+
+@pytest.mark.parametrize(("target", "named"), [("host", ""), ("ascend910_93", "ascend910_93")])
+def test_a_refusal_names_the_target_whose_limit_it_is(target, named):
+    _, outcome = fused(norm, X, W.detach(), target=target, disable={"npu_rms_norm"})
+    assert outcome.refusals
+    assert max(each.target for each in outcome.refusals) == named
+
+
+def test_a_refusal_for_a_wrong_shape_names_no_target():
+    outcome = fuse(traced(norm, X, W.detach()[0]), Options(target="ascend910_93", lower="eager"), (WrongShape(),))
+    assert [each.target for each in outcome.refusals] == [""]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "ordered"),
+    [
+        ((4, 1, 3), (6, 100, 2), True), ((4, 3, 5), (15, 0, 1), True), ((4, 3, 5), (5, 20, 1), False),
+        ((4, 3, 5), (30, 10, 1), True),
+    ],
+)  # fmt: skip
+def test_dims_of_one_entry_or_one_place_are_in_any_order(shape, strides, ordered):
+    assert _in_order(torch.empty_strided(shape, strides)) is ordered

@@ -13,7 +13,7 @@ from fusion.origin import location, module_path
 from fusion.recording import Fakes
 from fusion.report import emitted
 from fusion.stages.canonicalise import canonicalise
-from fusion.stages.rewrite import rewrite
+from fusion.stages.rewrite import _is_pure, rewrite
 
 from .graphs import Build, fuse, fused, names, norm, numbers, replay, rotate, traced
 
@@ -195,3 +195,11 @@ def test_what_takes_the_place_of_the_one_entry_of_a_dim_is_seen_there(size, ours
     rewrite(graph, [], Fakes(graph))
     targets = [node.target for node in build.graph.nodes]
     assert (aten.select_scatter.default not in targets, aten.unsqueeze.default in targets) == (seen, seen)
+
+
+def test_what_writes_or_is_an_input_is_not_pure():
+    build = Build()
+    x = build.input(4)
+    assert _is_pure(build(torch.ops.aten.cos.default, x))
+    assert not _is_pure(build(torch.ops.aten.copy_.default, x, x))
+    assert not _is_pure(x)
