@@ -4,7 +4,7 @@
     rows                   cache[b, start + s] = row          consecutive positions of every sequence
     pages                  cache[slot] = row                  BSND, or NZ: blocks [D / 16, Size, 16] of a page
     int8 by channel        cache[slot] = round(row / scale)   both rows, a scale of each channel or of all
-    int8 by tensor         the same of the latent, by one scale; the rotated key as it is
+    int8 latents           the same of the latent alone, the rotated key as it is
     packed                 cache[slot] = [int8(latent / s) | rotated key in bfloat16 | s]      bytes, s of 128 lanes
 
 A store gives the writes as terms (`written`), what speaks against them (`guard`), both caches in pages [Block, Size, 1,
@@ -206,11 +206,11 @@ class Int8ChannelPages(Pages):
 
 
 @dataclass(frozen=True)
-class Int8TensorPages(Pages):
-    """Pages of latents in int8 by one static scale, and of rotated keys as they are."""
+class Int8LatentPages(Pages):
+    """Pages of latents in int8 by static scales of each channel, or of all, and of rotated keys as they are."""
 
     kr_block: Any = attribute()
-    kv_scale: Any = tensor("1", optional=True)
+    kv_scale: Any = tensor("C", optional=True)
     kv_by: Any = scalar()
     lanes: ClassVar[int] = pages.NZ_INT8
 
@@ -233,11 +233,6 @@ class Int8TensorPages(Pages):
         pages.refuse_others(self.kr_block)
         alike = (self.nz_block is None) == (self.kr_block is None)
         require(alike, "one cache holds rows in lines, the other whole ones")
-
-    def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-        """What `npu_mla_prolog_v3` is told of the numbers, those of absorbed queries too."""
-        scale = multipliers(self.kv_scale, self.kv_by, 1, device)
-        return dict(kv_cache_quant_mode=1, query_quant_mode=1, quant_scale_ckv=scale)
 
     def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
         """What `npu_kv_rmsnorm_rope_cache_v2` is told of them."""

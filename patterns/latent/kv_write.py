@@ -19,19 +19,12 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, tensor, variants
 from patterns.cache.pages import of_one_head
-from patterns.cache.stores import PAGES, Int8TensorPages, Pages, Rows
+from patterns.cache.stores import PAGES, Int8LatentPages, Pages, Rows
 from patterns.latent.terms import LatentRow, Tables
 
 CACHES, WITH_ROWS = "caches", "rows and caches"
 Storage = Rows | Pages
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Int8LatentPages(Int8TensorPages):
-    """Pages of latents in int8 by static scales of each channel, or of all, and of rotated keys as they are."""
-
-    kv_scale: Any = tensor("C", optional=True)
 
 
 @dataclass(frozen=True)

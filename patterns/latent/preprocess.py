@@ -21,7 +21,7 @@ from torch.nn.functional import rms_norm
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention.calls import laid
 from patterns.cache.pages import NZ_INT8, in_rows
-from patterns.cache.stores import PAGES, Int8TensorPages, Pages
+from patterns.cache.stores import PAGES, Int8LatentPages, Pages
 from patterns.latent.prolog import MlaProlog
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
 from patterns.quant.quant_matmul import NZ
@@ -55,9 +55,10 @@ class Queries(LatentQueries):
 
 
 @dataclass(frozen=True)
-class Int8Pages(Int8TensorPages):
+class Int8Pages(Int8LatentPages):
     """Pages in NZ of an int8 latent, by one scale, beside int8 queries, by a factor of each head."""
 
+    kv_scale: Any = tensor("1", optional=True)
     kv_shift: Any = scalar()
     query_scale: Any = tensor("N")
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from fusion.analysis.rounding import exact
-from patterns.cache.stores import PAGES, Fresh, Int8TensorPages, PackedPages, Rows
+from patterns.cache.stores import PAGES, Fresh, Int8LatentPages, PackedPages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
 from patterns.quant.dynamic_quant import quantised_rows
+from patterns.quant.scales import multipliers
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 
 PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers)
@@ -44,9 +45,10 @@ class Queries(LatentQueries):
 
 
 @dataclass(frozen=True)
-class Int8QueryPages(Int8TensorPages):
-    """The same beside absorbed queries in int8, a scale of each token and head; rotated ones are divided by both."""
+class Int8QueryPages(Int8LatentPages):
+    """By one scale, beside absorbed queries in int8, a scale of each token and head, that divide rotated ones too."""
 
+    kv_scale: Any = tensor("1", optional=True)
     keys: Any = tensor("1", optional=True)
     keys_by: Any = scalar()
     dtype: Any = attribute()
@@ -62,6 +64,11 @@ class Int8QueryPages(Int8TensorPages):
         keys, stored = (None if each is None else exact(each) for each in (self.keys, self.kv_scale))
         one = keys is stored and math.isclose(self.keys_by, self.kv_by, rel_tol=1e-6)
         require(one, "the latent is read with another scale than it is written with")
+
+    def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
+        """What the operator is told of the numbers, those of absorbed queries too."""
+        scale = multipliers(self.kv_scale, self.kv_by, 1, device)
+        return dict(kv_cache_quant_mode=1, query_quant_mode=1, quant_scale_ckv=scale)
 
     def restored_queries(self, queries: Queries, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """Queries, rotated ones and scales, heads first."""
