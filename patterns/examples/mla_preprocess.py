@@ -183,6 +183,10 @@ STATICS = (
     ),
     static("a bias behind the scales", "the operator one of int32", multiply=late),
     static("short lines", "in lines of 8 numbers", setting(1, 8, static=True), write=in_nz),
+    static(
+        "both caches in int8", "needs dtype(kv_cache) == dtype(input)",
+        setting(c=64, dr=32, int8_caches=(True, True), static=True), encoding=by_channel(),
+    ),
 )  # fmt: skip
 
 TRIED = {"mla_preprocess": (*TOKENS, *under("int8 latent", INT8_LATENTS), *under("static", STATICS))}
