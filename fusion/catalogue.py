@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 
 from fusion.language import Rule
 from fusion.library import GROUP, installed, provided_by
-from fusion.operators import CHIPS, HOST, Limit, Operator, operators
+from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator
 from fusion.options import check_names
 
 
@@ -67,7 +67,7 @@ class RuleEntry:
 
 def operator_entries() -> tuple[OperatorEntry, ...]:
     """Every operator, in the order of their names."""
-    return tuple(_operator(each) for _, each in sorted(operators().items()))
+    return tuple(_operator(each) for _, each in sorted(OPERATORS.items()))
 
 
 def rule_entries() -> tuple[RuleEntry, ...]:

@@ -245,14 +245,9 @@ class Report:
     @property
     def layers(self) -> dict[str, LayerReport]:
         """The same per module path, with calls on integers alone counted apart."""
-        paths = dict.fromkeys(path for part in self.parts for path in (*part.before, *part.after))
-        return {
-            path: LayerReport(
-                sum((part.before.get(path, Tally()) for part in self.parts), Tally()),
-                sum((part.after.get(path, Tally()) for part in self.parts), Tally()),
-            )
-            for path in paths
-        }
+        before = reduce(together, (part.before for part in self.parts), dict[str, Tally]())
+        after = reduce(together, (part.after for part in self.parts), dict[str, Tally]())
+        return {path: LayerReport(before.get(path, Tally()), after.get(path, Tally())) for path in (*before, *after)}
 
     def to_json(self) -> str:
         """Everything but the graphs, as JSON."""

@@ -20,7 +20,6 @@ from fusion.graph.proof import must, proof, proven
 TERMS = 64  # beyond which a sum is not written out
 Generator = tuple[str, Value]
 Powers = frozenset[tuple[Any, int]]
-Terms = frozenset[tuple[Powers, float]]
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class Graph:
         algebra: the values of this graph.
         held: the value (or tuple of values) of each node that computes tensors.
         places: every node that holds a value, in order; a value that no node holds must be built by its recipe.
-        region: for each node, how many writes to memory stand before it (the closing `copy_` of inputs not counted).
         fixed: the nodes that are computed from Parameters alone.
         facts: what is known of the inputs.
         written: the inputs that the closing writes of the graph change.
@@ -55,7 +54,6 @@ class Graph:
     algebra: Algebra
     held: Mapping[fx.Node, Held]
     places: Mapping[Value, tuple[fx.Node, ...]]
-    region: Mapping[fx.Node, int]
     fixed: Set[fx.Node] = frozenset()
     facts: Facts = field(default_factory=Facts)
     written: Set[Value] = frozenset()

@@ -94,7 +94,7 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
 
 def limits(names: Names) -> Mapping[str, tuple[Limit | str, ...]]:
     """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
-    a2 = (*_kernel(names), *_one_query(names), *_pages(names), *_packed(names), *_latent(names))
+    a2 = (*_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names))
     a2 = (*a2, *INT8_KERNEL) if names.whole else a2
     host = (*_host(names), *(INT8_HOST if names.whole else (Limit(FLOATS),)))
     return {"host": host, **dict.fromkeys(A2_A3, a2)}
@@ -174,34 +174,31 @@ def _kernel(names: Names) -> tuple[Limit | str, ...]:
     )
 
 
-def _one_query(names: Names) -> tuple[Limit | str, ...]:
-    """Calls with one query per sequence run another kernel than those with more."""
-    because = "with one query the kernel ignores this"
-    unlimited = "pre_tokens >= 2147483647 and next_tokens >= 2147483647"
-    return (
-        Limit("S > 1", when="input_layout == 'BNSD_BSND'"),
-        Limit("1 < S and S <= 16", when="input_layout in ('BSH_NBSD', 'BSND_NBSD', 'BNSD_NBSD')"),
-        Limit("sparse_mode in (0, 1, 3)", when=f"{_BATCHED} and {_PLAIN} and S == 1", because=because),
-        Limit(unlimited, when=f"{_BATCHED} and S == 1 and sparse_mode == 0 and given(atten_mask)", because=because),
-        Limit("inner_precise in (0, 1)", when=f"{_BATCHED} and S == 1"),
-        "inner_precise in (0, 1, 2, 3)",
-    )
+_ALONE = "with one query the kernel ignores this"
+_UNLIMITED = "pre_tokens >= 2147483647 and next_tokens >= 2147483647"
+_ONE_QUERY = (
+    Limit("S > 1", when="input_layout == 'BNSD_BSND'"),
+    Limit("1 < S and S <= 16", when="input_layout in ('BSH_NBSD', 'BSND_NBSD', 'BNSD_NBSD')"),
+    Limit("sparse_mode in (0, 1, 3)", when=f"{_BATCHED} and {_PLAIN} and S == 1", because=_ALONE),
+    Limit(_UNLIMITED, when=f"{_BATCHED} and S == 1 and sparse_mode == 0 and given(atten_mask)", because=_ALONE),
+    Limit("inner_precise in (0, 1)", when=f"{_BATCHED} and S == 1"),
+    "inner_precise in (0, 1, 2, 3)",
+)
+"""Calls with one query per sequence run another kernel than those with more."""
 
-
-def _pages(names: Names) -> tuple[Limit | str, ...]:
-    """Limits of paged caches."""
-    paged = "given(block_table)"
-    return (
-        Limit("block_size % 16 == 0 and block_size <= 512", when=f"{paged} and {_BATCHED} and {_PLAIN} and S == 1"),
-        Limit(
-            "block_size % 128 == 0 and 0 < block_size and block_size <= 512",
-            when=f"{paged} and {_BATCHED} and {_PLAIN} and S > 1",
-        ),
-        Limit("block_size % 16 == 0 and block_size <= 1024", when=f"{paged} and ({_PACKED} or given(query_rope))"),
-        Limit("rank(key) == 3", when=f"{paged} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
-        Limit("rank(key) < 5", when=f"{paged} and {_PLAIN}", because="fractal NZ caches are for latent attention"),
-        Limit("K <= 65535", when=f"{paged} and rank(key) == 3"),
-    )
+_PAGED = "given(block_table)"
+_PAGES = (
+    Limit("block_size % 16 == 0 and block_size <= 512", when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S == 1"),
+    Limit(
+        "block_size % 128 == 0 and 0 < block_size and block_size <= 512",
+        when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S > 1",
+    ),
+    Limit("block_size % 16 == 0 and block_size <= 1024", when=f"{_PAGED} and ({_PACKED} or given(query_rope))"),
+    Limit("rank(key) == 3", when=f"{_PAGED} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
+    Limit("rank(key) < 5", when=f"{_PAGED} and {_PLAIN}", because="fractal NZ caches are for latent attention"),
+    Limit("K <= 65535", when=f"{_PAGED} and rank(key) == 3"),
+)
+"""Limits of paged caches."""
 
 
 def _packed(names: Names) -> tuple[Limit | str, ...]:

@@ -13,8 +13,6 @@ from fusion.routes import host, vendor
 from fusion.routes.inline import inline
 from fusion.target import Target
 
-ROUTES = ("eager", "inductor", "torchair", "npugraph_ex")
-
 
 def route(lower: str) -> str:
     """The compiler that "auto" stands for here: torchair on an NPU, Inductor where it can build code, else none."""
@@ -26,7 +24,7 @@ def route(lower: str) -> str:
 
 
 def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], by: str) -> Boxed:
-    """Compile `gm` by one of `ROUTES`; operators that only an NPU has are decomposed for a host compiler."""
+    """Compile `gm` as `by` says; operators that only an NPU has are decomposed for a host compiler."""
     gm.recompile()  # for Inductor too, which is given a copy: the report holds this graph
     compilers: Mapping[str, Callable[[], Boxed]] = {
         "eager": lambda: host.eager(gm, example_inputs),

@@ -4,12 +4,12 @@
     rows                   cache[b, start + s] = row          consecutive positions of every sequence
     pages                  cache[slot] = row                  BSND, or NZ: blocks [D / 16, Size, 16] of a page
     int8 by channel        cache[slot] = round(row / scale)   both rows, a scale of each channel or of all
-    int8 by tensor         the same of the latent, by one scale; the rotated key as it is
+    int8 latents           the same of the latent alone, the rotated key as it is
     packed                 cache[slot] = [int8(latent / s) | rotated key in bfloat16 | s]      bytes, s of 128 lanes
 
 A store gives the writes as terms (`written`), what speaks against them (`guard`), both caches in pages [Block, Size, 1,
-D] (`caches`), the layout and the slots that an operator is told, the factors that rows are quantised by, and its
-results in the model's shape (`restored`).
+D] (`caches`), the layout and the slots that an operator is told, what each operator is told of the numbers
+(`prolog_arguments`, `row_arguments`, `preprocess_arguments`), and its results in the model's shape (`restored`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,32 @@ TILE = 128
 
 
 @dataclass(frozen=True)
-class Fresh(Group):
+class Store(Group):
+    """Any store; by itself one of rows as they are, beside queries as they are."""
+
+    def queries(self, p, rotated, absorbed):
+        """Queries as the attention reads them."""
+        return rotated, absorbed
+
+    def restored_queries(self, queries: Any, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """The same as the operator gives them, in the model's shape."""
+        return queries.restored(query, rope)
+
+    def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
+        """What `npu_mla_prolog_v3` is told of the numbers; `widths` are the lanes of both rows."""
+        return {}
+
+    def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
+        """What `npu_kv_rmsnorm_rope_cache_v2` is told of them."""
+        return {}
+
+    def preprocess_arguments(self, like: Tensor) -> dict[str, Any]:
+        """What `npu_mla_preprocess` is told of them, in the dtype of `like`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Fresh(Store):
     """Rows that the model itself joins, writes or attends to."""
 
     def written(self, p, latent, rope):
@@ -59,7 +84,7 @@ class Fresh(Group):
 
 
 @dataclass(frozen=True)
-class Rows(Group):
+class Rows(Store):
     """Rows at consecutive positions of contiguous caches, which are read as pages in their own order."""
 
     kv_cache: Any = tensor("*C Hckv")
@@ -97,7 +122,7 @@ class Rows(Group):
 
 
 @dataclass(frozen=True)
-class Slots(Group):
+class Slots(Store):
     """Rows at slots of the pages of a cache."""
 
     kv_cache: Any = tensor("*P")
@@ -164,19 +189,28 @@ class Int8ChannelPages(Pages):
         rows = ((latent, self.kv_scale, self.kv_by), (rope, self.kr_scale, self.kr_by))
         return super().written(p, *(_quantised(p, *each) for each in rows))
 
-    def factors(self, widths: tuple[Any, Any], device: torch.device) -> Both:
+    def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
+        """What `npu_mla_prolog_v3` is told of the numbers."""
+        latent, rope = (each.reshape(1, -1) for each in self._factors(widths, device))
+        return dict(kv_cache_quant_mode=2, quant_scale_ckv=latent, quant_scale_ckr=rope)
+
+    def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
+        """What `npu_kv_rmsnorm_rope_cache_v2` is told of them."""
+        latent, rope = self._factors(widths, device)
+        return dict(k_rope_scale=rope, c_kv_scale=latent)
+
+    def _factors(self, widths: tuple[Any, Any], device: torch.device) -> list[Tensor]:
         """What both rows are multiplied by, [C] and [R]."""
         scales = ((self.kv_scale, self.kv_by), (self.kr_scale, self.kr_by))
-        latent, rope = (multipliers(*of, width, device) for of, width in zip(scales, widths, strict=True))
-        return latent, rope
+        return [multipliers(*of, width, device) for of, width in zip(scales, widths, strict=True)]
 
 
 @dataclass(frozen=True)
-class Int8TensorPages(Pages):
-    """Pages of latents in int8 by one static scale, and of rotated keys as they are."""
+class Int8LatentPages(Pages):
+    """Pages of latents in int8 by static scales of each channel, or of all, and of rotated keys as they are."""
 
     kr_block: Any = attribute()
-    kv_scale: Any = tensor("1", optional=True)
+    kv_scale: Any = tensor("C", optional=True)
     kv_by: Any = scalar()
     lanes: ClassVar[int] = pages.NZ_INT8
 
@@ -200,9 +234,9 @@ class Int8TensorPages(Pages):
         alike = (self.nz_block is None) == (self.kr_block is None)
         require(alike, "one cache holds rows in lines, the other whole ones")
 
-    def factor(self, width: Any, device: torch.device) -> Tensor:
-        """What latents are multiplied by, [width]."""
-        return multipliers(self.kv_scale, self.kv_by, width, device)
+    def row_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
+        """What `npu_kv_rmsnorm_rope_cache_v2` is told of them."""
+        return dict(c_kv_scale=multipliers(self.kv_scale, self.kv_by, widths[0], device))
 
 
 @dataclass(frozen=True)
@@ -229,9 +263,19 @@ class PackedPages(Slots):
         cache = pages.in_rows(self.kv_cache, None)
         return cache, like.new_empty((*cache.shape[:-1], 0))
 
+    def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
+        """What `npu_mla_prolog_v3` is told of the numbers."""
+        alpha = torch.ones(1, dtype=torch.float32, device=device)
+        rows = dict(ckvkr_repo_mode=1, quant_scale_repo_mode=1, tile_size=self.tile)
+        return dict(kv_cache_quant_mode=3, k_nope_clip_alpha=alpha, **rows)
+
     def restored(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
         """The cache."""
         return (latent.reshape(self.kv_cache.shape),)
+
+
+PAGES: tuple[Any, ...] = (Pages, Int8ChannelPages)
+"""Pages that every operator which writes both rows is asked for; what it does not take, its contract says."""
 
 
 def _quantised(p, x, scale, by):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,9 +38,8 @@ def over(attend: Attend, read: Callable[[Tensor, Tensor], Tensor] = rows) -> Att
     return lambda q, keys, values, table, *more: attend(q, read(keys, table), read(values, table), *more)
 
 
-def hidden(lengths: Tensor) -> Tensor:
-    """Keys behind the length."""
-    return behind(lengths, ROOM)
+hidden = partial(behind, keys=ROOM)
+"""Keys behind the length."""
 
 
 def of_lengths(room: int = ROOM) -> Attend:

@@ -20,7 +20,7 @@ from patterns.examples.caches import SIZE, Write, in_nz, shapes, viewed
 from patterns.examples.inputs import Inputs, under
 from patterns.examples.latent_attention_atb_int8 import written_out
 from patterns.examples.latent_model import LAYERS, Encoding, Given, Layers, Rows, Setting, changed
-from patterns.examples.mla_prolog_int8 import Quantise, by_tensor
+from patterns.examples.mla_prolog_int8 import Quantise, by_channel, by_tensor
 from patterns.examples.quantisation import int8, product
 from patterns.examples.rope import half
 
@@ -124,6 +124,10 @@ TOKENS = (
     ),
     tried("weights in short lines", TOKEN, setting(he=48), "do not fill lines of 32"),
     tried("short lines", TOKEN, setting(1, 8), "in lines of 8 numbers", write=in_nz),
+    tried(
+        "both caches in int8", TOKEN, setting(c=64, dr=32, int8_caches=(True, True)),
+        "needs dtype(kv_cache) == dtype(input)", encoding=by_channel(),
+    ),
 )  # fmt: skip
 NARROW = partial(times_heads, least=-127)
 OTHER_SCALES = changed(
@@ -179,6 +183,10 @@ STATICS = (
     ),
     static("a bias behind the scales", "the operator one of int32", multiply=late),
     static("short lines", "in lines of 8 numbers", setting(1, 8, static=True), write=in_nz),
+    static(
+        "both caches in int8", "needs dtype(kv_cache) == dtype(input)",
+        setting(c=64, dr=32, int8_caches=(True, True), static=True), encoding=by_channel(),
+    ),
 )  # fmt: skip
 
 TRIED = {"mla_preprocess": (*TOKENS, *under("int8 latent", INT8_LATENTS), *under("static", STATICS))}

@@ -19,19 +19,12 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, tensor, variants
 from patterns.cache.pages import of_one_head
-from patterns.cache.stores import Int8ChannelPages, Int8TensorPages, Pages, Rows
+from patterns.cache.stores import PAGES, Int8LatentPages, Pages, Rows
 from patterns.latent.terms import LatentRow, Tables
 
 CACHES, WITH_ROWS = "caches", "rows and caches"
 Storage = Rows | Pages
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Int8LatentPages(Int8TensorPages):
-    """Pages of latents in int8 by static scales of each channel, or of all, and of rotated keys as they are."""
-
-    kv_scale: Any = tensor("C", optional=True)
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class KvRmsnormRopeCache(Rule):
         return torch.nn.functional.rms_norm(latent, gamma.shape, gamma, eps), turned
 
     @pattern
-    @variants(storage=(Rows, Pages, Int8ChannelPages, Int8LatentPages), results=(CACHES, WITH_ROWS))
+    @variants(storage=(Rows, *PAGES, Int8LatentPages), results=(CACHES, WITH_ROWS))
     def written(
         self, p, storage, results, kv=tensor("*B W"), row: Any = LatentRow, tables: Any = Tables, begin=attribute()
     ):
@@ -108,18 +101,8 @@ def _paged(kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Stor
     mode = "PA_NZ" if storage.layout(kv) == "PA_NZ" else "PA_BNSD"
     return _called(
         lines.reshape(tokens, 1, -1), row, of_tokens, slots, storage.caches(kv, widths, kv), cache_mode=mode,
-        **_factors(storage, widths, kv.device), **how,
+        **storage.row_arguments(widths, kv.device), **how,
     )  # fmt: skip
-
-
-def _factors(storage: Storage, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-    """What rows are multiplied by to become int8."""
-    if isinstance(storage, Int8ChannelPages):
-        latent, rope = storage.factors(widths, device)
-        return dict(k_rope_scale=rope, c_kv_scale=latent)
-    if isinstance(storage, Int8LatentPages):
-        return dict(c_kv_scale=storage.factor(widths[0], device))
-    return {}
 
 
 def _sequences(cache: Tensor, axis: int) -> Tensor:

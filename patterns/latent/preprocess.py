@@ -21,7 +21,7 @@ from torch.nn.functional import rms_norm
 from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention.calls import laid
 from patterns.cache.pages import NZ_INT8, in_rows
-from patterns.cache.stores import Int8TensorPages, Pages
+from patterns.cache.stores import PAGES, Int8LatentPages, Pages
 from patterns.latent.prolog import MlaProlog
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
 from patterns.quant.quant_matmul import NZ
@@ -55,28 +55,16 @@ class Queries(LatentQueries):
 
 
 @dataclass(frozen=True)
-class FloatPages(Pages):
-    """Pages as BSND or in NZ, beside queries as they are."""
-
-    def query(self, p, absorbed):
-        """Queries as they are."""
-        return absorbed
-
-    def factors(self, like: Tensor) -> dict[str, Any]:
-        """Nothing is quantised."""
-        return {}
-
-
-@dataclass(frozen=True)
-class Int8Pages(Int8TensorPages):
+class Int8Pages(Int8LatentPages):
     """Pages in NZ of an int8 latent, by one scale, beside int8 queries, by a factor of each head."""
 
+    kv_scale: Any = tensor("1", optional=True)
     kv_shift: Any = scalar()
     query_scale: Any = tensor("N")
 
-    def query(self, p, absorbed):
-        """int8 queries."""
-        return p.quantise(x=absorbed, scale=self.query_scale, scheme="head")
+    def queries(self, p, rotated, absorbed):
+        """Absorbed queries in int8."""
+        return rotated, p.quantise(x=absorbed, scale=self.query_scale, scheme="head")
 
     def quantised(self, p, latent):
         """A latent in int8, perhaps with a zero point."""
@@ -89,7 +77,7 @@ class Int8Pages(Int8TensorPages):
         super().guard(tokens)
         require(self.kv_shift == 0, "the latent is stored with a zero point")
 
-    def factors(self, like: Tensor) -> dict[str, Any]:
+    def preprocess_arguments(self, like: Tensor) -> dict[str, Any]:
         """What the latent is divided by, and the queries are multiplied by."""
         kv_scale = exact_scale(self.kv_scale, self.kv_by, like)
         return dict(ctkv_scale=kv_scale, q_nope_scale=exact_scale(self.query_scale, 1, like))
@@ -108,7 +96,7 @@ class MlaPreprocess(Rule):
         return MlaProlog().reference(rms_norm(x, gamma.shape, gamma, EPSILON), *weights)
 
     @pattern
-    @variants(projection=(TokenInt8Layers, StaticInt8Layers), storage=(FloatPages, Int8Pages))
+    @variants(projection=(TokenInt8Layers, StaticInt8Layers), storage=(*PAGES, Int8Pages))
     def written(
         self,
         p,
@@ -124,7 +112,7 @@ class MlaPreprocess(Rule):
         low, both = projection.down(p, p.rms_norm(x=x, gamma=norm.gamma, eps=norm.eps))
         rotated, absorbed = queries.terms(p, low, projection, tables)
         rows = row.terms(p, both, tables, queries.gamma, source=queries.source)
-        return rotated, storage.query(p, absorbed), *storage.written(p, *rows)
+        return *storage.queries(p, rotated, absorbed), *storage.written(p, *rows)
 
     def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: TokenInt8Layers, storage: Pages):
         """As for `MlaProlog`; and what the kernel takes no argument for."""
@@ -150,7 +138,7 @@ class MlaPreprocess(Rule):
             storage.slots.reshape(-1).to(torch.int32),
             q_out0=torch.empty((tokens, heads, width), dtype=kv.dtype, device=x.device), kv_cache_out0=kv,
             q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr,
-            cache_mode=mode, **told, **storage.factors(x),
+            cache_mode=mode, **told, **storage.preprocess_arguments(x),
         )  # fmt: skip
         query, rope = (each.unflatten(0, x.shape[:-1]) if x.dim() == 3 else each for each in (query, rope))
         return *queries.restored(query, rope), *storage.restored(kv, kr)

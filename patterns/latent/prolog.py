@@ -21,9 +21,10 @@ from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from fusion.analysis.rounding import exact
-from patterns.cache.stores import Fresh, Int8ChannelPages, Int8TensorPages, PackedPages, Pages, Rows
+from patterns.cache.stores import PAGES, Fresh, Int8LatentPages, PackedPages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
 from patterns.quant.dynamic_quant import quantised_rows
+from patterns.quant.scales import multipliers
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 
 PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers)
@@ -44,9 +45,10 @@ class Queries(LatentQueries):
 
 
 @dataclass(frozen=True)
-class Int8QueryPages(Int8TensorPages):
-    """The same beside absorbed queries in int8, a scale of each token and head; rotated ones are divided by both."""
+class Int8QueryPages(Int8LatentPages):
+    """By one scale, beside absorbed queries in int8, a scale of each token and head, that divide rotated ones too."""
 
+    kv_scale: Any = tensor("1", optional=True)
     keys: Any = tensor("1", optional=True)
     keys_by: Any = scalar()
     dtype: Any = attribute()
@@ -63,13 +65,18 @@ class Int8QueryPages(Int8TensorPages):
         one = keys is stored and math.isclose(self.keys_by, self.kv_by, rel_tol=1e-6)
         require(one, "the latent is read with another scale than it is written with")
 
-    def restored_queries(self, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    def prolog_arguments(self, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
+        """What the operator is told of the numbers, those of absorbed queries too."""
+        scale = multipliers(self.kv_scale, self.kv_by, 1, device)
+        return dict(kv_cache_quant_mode=1, query_quant_mode=1, quant_scale_ckv=scale)
+
+    def restored_queries(self, queries: Queries, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """Queries, rotated ones and scales, heads first."""
         scale = scale.reshape(*query.shape[:-1], 1)
         return query.transpose(1, 2), rope.transpose(1, 2), scale.transpose(1, 2).to(self.dtype)
 
 
-STORES = (Rows, Pages, Fresh, Int8ChannelPages, PackedPages, Int8QueryPages)
+STORES = (Rows, *PAGES, Fresh, PackedPages, Int8QueryPages)
 
 
 @dataclass(frozen=True)
@@ -105,8 +112,7 @@ class MlaProlog(Rule):
         low, both = projection.down(p, x)
         like = projection.like(x, queries.gamma)
         rotated, absorbed, latent = queries.terms(p, low, projection, tables, like)
-        int8 = isinstance(storage, Int8QueryPages)
-        found = storage.queries(p, rotated, absorbed) if int8 else (rotated, absorbed)
+        found = storage.queries(p, rotated, absorbed)
         return *found, *latent, *storage.written(p, *row.terms(p, both, tables, like))
 
     def guard(self, x: Any, projection: FloatLayers, storage: Any, queries: Queries, row: LatentRow):
@@ -124,10 +130,9 @@ class MlaProlog(Rule):
             *read(x, projection, queries, row, tables), *storage.caches(x, row.widths, queries.up),
             rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, query_norm_flag=True,
             qc_qr_scale=projection.factor(queries.factor), kc_scale=row.factor, cache_mode=storage.layout(x),
-            cache_index=storage.index(x), **projection.arguments(), **encoded(storage, row.widths, x.device),
+            cache_index=storage.index(x), **projection.arguments(), **storage.prolog_arguments(row.widths, x.device),
         )  # fmt: skip
-        int8 = isinstance(storage, Int8QueryPages)
-        found = storage.restored_queries(query, rope, scales) if int8 else queries.restored(query, rope)
+        found = storage.restored_queries(queries, query, rope, scales)
         return *found, *projection.restored(latent, scale), *storage.restored(*caches)
 
     @lowering
@@ -136,7 +141,7 @@ class MlaProlog(Rule):
         """The same where the third version is left out: the others keep the latent of the queries for themselves."""
         index = storage.index(x)
         require(index is not None, "the older versions of the operator write to pages alone")
-        told = projection.arguments() or encoded(storage, row.widths, x.device)
+        told = projection.arguments() or storage.prolog_arguments(row.widths, x.device)
         require(not told, "the older versions of the operator are taken without quantisation")
         ones = queries.factor == row.factor == 1
         require(ones, "the older versions of the operator multiply no latent by a number")
@@ -153,17 +158,3 @@ def read(x: Tensor, projection: FloatLayers, queries: Queries, row: LatentRow, t
     dq, uq, dkv = projection.weights()
     cos, sin = (each.contiguous() for each in tables.of_tokens(x))
     return x, dq, uq, queries.up.contiguous(), dkv, queries.gamma, row.gamma, sin, cos
-
-
-def encoded(storage: Any, widths: tuple[Any, Any], device: torch.device) -> dict[str, Any]:
-    """What the operator is told of how the caches hold numbers."""
-    if isinstance(storage, Int8TensorPages):
-        return dict(kv_cache_quant_mode=1, query_quant_mode=1, quant_scale_ckv=storage.factor(1, device))
-    if isinstance(storage, Int8ChannelPages):
-        latent, rope = (each.reshape(1, -1) for each in storage.factors(widths, device))
-        return dict(kv_cache_quant_mode=2, quant_scale_ckv=latent, quant_scale_ckr=rope)
-    if isinstance(storage, PackedPages):
-        alpha = torch.ones(1, dtype=torch.float32, device=device)
-        rows = dict(ckvkr_repo_mode=1, quant_scale_repo_mode=1, tile_size=storage.tile)
-        return dict(kv_cache_quant_mode=3, k_nope_clip_alpha=alpha, **rows)
-    return {}

@@ -13,9 +13,10 @@ from fusion import Example
 from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
-from patterns.examples import attention_facets as facets
 from patterns.examples import attention_pages, latent_attention_int8, latent_attention_paged
-from patterns.examples.attention_facets import LARGE, SMALL
+
+from . import facets
+from .facets import LARGE, SMALL
 
 RULES = {rule.name: rule for rule in installed().rules}
 FIA = "npu.npu_fused_infer_attention_score"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fusion
 from fusion.graph.algebra import Algebra
-from fusion.operators import operator, refusal
+from fusion.operators import OPERATORS, refusal
 from tests.attention import attention, attention_masks
 from tests.corpus.base import Spelling
 from tests.corpus.entries import SPELLINGS
@@ -124,10 +124,10 @@ def test_an_empty_piece_of_what_has_elements_changes_nothing(target: str):
 @pytest.mark.parametrize("chip", ["host", "ascend910b", "ascend910_93", "ascend950"])
 def test_no_operator_is_given_an_empty_tensor(chip: str):
     x, gamma = torch.empty(2, 0, 64), torch.empty(64)
-    assert refusal(operator("npu::npu_rms_norm"), chip, (x, gamma), {}) == (
+    assert refusal(OPERATORS["npu::npu_rms_norm"], chip, (x, gamma), {}) == (
         "npu_rms_norm needs tensors with elements (B=(2, 0))"
     )
-    assert refusal(operator("npu::npu_rms_norm"), chip, (torch.empty(2, 1, 64), gamma), {}) is None
+    assert refusal(OPERATORS["npu::npu_rms_norm"], chip, (torch.empty(2, 1, 64), gamma), {}) is None
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -18,11 +18,12 @@ from torch.nn.functional import silu
 from fusion import graph_cache, shelf
 from fusion.backend import FusionBackend
 from fusion.facts import Facts
-from fusion.library import examples, installed
+from fusion.library import installed
 from fusion.options import Options
 from fusion.records import Prepared
 from fusion.report import Outcome
 from fusion.testing import Captured, capture, captured
+from tests.support.tried import tried
 
 from .graphs import norm
 from .kept_files import HIDDEN, block, inputs, later
@@ -88,7 +89,7 @@ def test_an_equal_graph_is_fused_without_a_search(where: str, searched: list[fx.
 
 
 def every() -> list[Any]:
-    named = [(f"{rule}-{each.name}", each) for rule, found in sorted(examples().items()) for each in found]
+    named = [(f"{rule}-{each.name}", each) for rule, found in sorted(tried().items()) for each in found]
     return [pytest.param(each, id=name) for name, each in named[::EVERY]]
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from fusion.library import installed
-from fusion.testing import Captured, capture, captured, cases
+from fusion.testing import Captured, capture, captured
 from tests.attention import attention, attention_masks, lookalikes_attention
 from tests.corpus.entries import LOOKALIKES, SPELLINGS
 from tests.latent import latent_attention
 from tests.models.families import CONFIGS, MODES, build
 from tests.sparse.test_sparse_attention import LOOKALIKES as LISTED_LOOKALIKES
 from tests.sparse.test_sparse_attention import SPELLINGS as LISTED
+from tests.support.tried import cases
 
 DTYPE = torch.bfloat16
 

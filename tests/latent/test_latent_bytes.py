@@ -16,6 +16,7 @@ import fusion
 from fusion import testing
 from patterns.latent.kv_write import KvRmsnormRopeCache
 from patterns.latent.prolog import MlaProlog
+from tests.support.tried import cases
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS, SIZE, TILE, PROMPT = 8, 128, 128, 20
@@ -259,7 +260,7 @@ def test_outputs_and_caches_are_as_exact_as_plain_ones(blocks: ModuleType, name:
 
 
 def rejects() -> Iterator[Any]:
-    for rule, each in testing.cases((MlaProlog(), KvRmsnormRopeCache())):
+    for rule, each in cases((MlaProlog(), KvRmsnormRopeCache())):
         if each.refusal:
             yield pytest.param(rule, each, id=f"{rule.name} {each.name}")
 

@@ -11,9 +11,9 @@ import torch
 
 from fusion.graph import Algebra
 from fusion.language import Refused
-from patterns.cache.stores import Fresh
+from patterns.cache.stores import Fresh, Pages
 from patterns.latent.head_projection import HeadProjection
-from patterns.latent.preprocess import EPSILON, FloatPages, MlaPreprocess, RowOrder, _pages
+from patterns.latent.preprocess import EPSILON, MlaPreprocess, RowOrder, _pages
 from patterns.latent.prolog import Int8QueryPages, MlaProlog
 from patterns.quant.schemes import StaticInt8Layers
 
@@ -22,7 +22,9 @@ X = torch.zeros(2, 3, 64)
 
 
 def older(told: dict[str, Any], index: Any, first: float = 1.0, second: float = 1.0) -> None:
-    storage = Fresh() if index is None else SimpleNamespace(index=lambda x: index)
+    storage = (
+        Fresh() if index is None else SimpleNamespace(index=lambda x: index, prolog_arguments=Fresh().prolog_arguments)
+    )
     of = SimpleNamespace(arguments=lambda: told)
     row = SimpleNamespace(widths=(8, 4), factor=second)
     MlaProlog().older(X, of, storage, SimpleNamespace(factor=first), row, None, "npu_mla_prolog")
@@ -58,7 +60,7 @@ def test_pages_that_lie_otherwise_are_not_written(place: int, block: int | None)
     both = [torch.zeros(shape).transpose(0, 1).contiguous().transpose(0, 1) if place == n else torch.zeros(shape)
             for n in range(2)]  # fmt: skip
     with pytest.raises(Refused, match=r"not contiguous|do not lie together"):
-        _pages(FloatPages(kv_cache=both[0], kr_cache=both[1], nz_block=block))
+        _pages(Pages(kv_cache=both[0], kr_cache=both[1], nz_block=block))
 
 
 def test_rotated_lanes_of_every_head_are_put_in_halves():

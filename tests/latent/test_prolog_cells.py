@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fusion import testing
 from patterns.examples.latent_model import Factors
-from patterns.examples.mla_prolog_cells import INT8, MODES, STORES, cell, illegal, legal
 from patterns.examples.quantisation import quantised
 from patterns.latent.prolog import MlaProlog
+
+from .prolog_cells import INT8, MODES, STORES, cell, illegal, legal
 
 DTYPE = torch.bfloat16
 LAYERS = tuple(INT8)

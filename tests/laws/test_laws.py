@@ -15,16 +15,17 @@ import torch
 import patterns
 from fusion import Example, Rule, testing
 from fusion.language import Refused
-from fusion.library import examples, installed
+from fusion.library import installed
 from fusion.options import Options
-from fusion.testing import DTYPES, LEVELS, cases
+from fusion.testing import DTYPES, LEVELS
+from tests.support.tried import cases, tried
 
 LIBRARY = Path(inspect.getfile(patterns)).parent
 
 
 def recognised(rule: Rule) -> list[Example]:
     """The examples of a rule but its rejects."""
-    return [each for each in examples()[rule.name] if not each.refusal]
+    return [each for each in tried()[rule.name] if not each.refusal]
 
 
 def settings() -> Iterator[Any]:
@@ -46,9 +47,9 @@ def test_rule_keeps_the_laws(rule: Rule, example: Example, dtype: torch.dtype, l
 
 @pytest.mark.parametrize("rule", installed().rules, ids=lambda rule: rule.name)
 def test_rule_is_tried(rule: Rule):
-    tried = examples()[rule.name]
-    assert sum(not each.refusal for each in tried) >= 2
-    assert len({each.name for each in tried}) == len(tried)
+    own = tried()[rule.name]
+    assert sum(not each.refusal for each in own) >= 2
+    assert len({each.name for each in own}) == len(own)
     assert rule.reference.__doc__
     assert rule.patterns()
     assert rule.lowerings()
@@ -58,14 +59,15 @@ def test_rule_is_tried(rule: Rule):
 def test_every_form_is_used_by_an_example(rule: Rule):
     """An example is fused in it; or, where an operator does not take it, it is what a reject is refused in."""
     declared = {form.name for form in rule.patterns()}
-    rejects = [each for each in examples()[rule.name] if each.refusal and each.instead]
-    trials = (testing.trial(rule, each, torch.bfloat16) for each in rejects)
-    used = {each.variant for t in trials for each in t.outcome.refusals if isinstance(each.cause, str)}
-    for dtype, example in product(DTYPES, recognised(rule)):
+    used: set[str] = set()
+    for dtype, example in product(DTYPES, tried()[rule.name]):
         if declared <= used:
             break
         t = testing.trial(rule, example, dtype)
-        used |= {name for each in t.outcome.chosen for name in (each.match.form, each.lowering)}
+        if example.refusal:
+            used |= {each.variant for each in t.outcome.refusals if isinstance(each.cause, str)}
+        else:
+            used |= {name for each in t.outcome.chosen for name in (each.match.form, each.lowering)}
     assert declared <= used, f"no example is written as {sorted(declared - used)}"
 
 

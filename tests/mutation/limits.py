@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from fusion.operators import Operator, contract, operators
+from fusion.operators import OPERATORS, Operator, contract
 from tests.mutation import probe
 
 
@@ -27,7 +27,7 @@ class _Probed(contract.Limit):
 
 def names() -> Iterator[str]:
     """A name for every entry of every operator's limits, and for the dtypes of each argument."""
-    for op in operators().values():
+    for op in OPERATORS.values():
         for chip in op.limits:
             yield from (limit.name for limit in _limits(op, chip))
         yield from (_dtypes_name(op, argument) for argument in op.dtypes)

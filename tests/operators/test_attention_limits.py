@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.operators import HOST, operator, refusal
+from fusion.operators import HOST, OPERATORS, refusal
 from fusion.operators.attention_int8_limits import FLOATS
 from fusion.operators.attention_limits import V1 as V1_NAMES
 from tests.operators.attention_limits_cases import (
@@ -51,7 +51,7 @@ def said_in_first(text: str) -> str:
 
 def judged(name: str, chip: str, edge: Edge) -> None:
     legal, illegal, text = edge
-    op = operator(name)
+    op = OPERATORS[name]
     assert refusal(op, chip, (), legal) is None
     said = refusal(op, chip, (), illegal)
     assert said is not None
@@ -67,7 +67,7 @@ def judged_in_first(chip: str, edge: Edge) -> None:
 
 def in_both(edge: Edge) -> bool:
     """Whether the first version has every argument of the call."""
-    arguments = operator(V1).arguments
+    arguments = OPERATORS[V1].arguments
     return all(FIRST.get(name, name) in arguments for name in (*edge[0], *edge[1]))
 
 
@@ -96,7 +96,7 @@ def test_both_sides_of_what_the_kernel_asks_for(edge: Edge, chip: str):
 def test_both_sides_of_what_a_host_asks_for_in_layouts_that_no_chip_takes(edge: Edge):
     judged(V2, HOST, edge)
     judged(f"{V2}.tensor_lengths", HOST, edge)
-    assert refusal(operator(V2), CHIPS[0], (), edge[0])
+    assert refusal(OPERATORS[V2], CHIPS[0], (), edge[0])
 
 
 @pytest.mark.parametrize("name", V1_NAMES.unused)
@@ -107,7 +107,7 @@ def test_what_the_first_version_has_beside_is_not_computed(name: str, lengths: s
 
 
 def test_every_limit_has_an_edge():
-    op = operator(V2)
+    op = OPERATORS[V2]
     edges = (*HOST_EDGES, *KERNEL_EDGES, *WHOLE_HOST_EDGES, *WHOLE_HOST_ONLY, *WHOLE_EDGES)
     said = [refusal(op, CHIPS[0], (), edge[1]) or "" for edge in edges]
     texts = [each if isinstance(each, str) else each.text for each in (*op.limits[HOST], *op.limits[CHIPS[0]])]
@@ -116,7 +116,7 @@ def test_every_limit_has_an_edge():
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_only_torchair_takes_lengths_in_tensors(chip: str):
-    op = operator(f"{V2}.tensor_lengths")
+    op = OPERATORS[f"{V2}.tensor_lengths"]
     call = bsnd() | {"actual_seq_kvlen": torch.tensor([3, 7])}
     assert refusal(op, chip, (), call, "torchair") is None
     for lowering in ("eager", "npugraph_ex"):

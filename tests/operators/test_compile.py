@@ -13,7 +13,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 
-from fusion.operators import decompositions, ensure, operators
+from fusion.operators import OPERATORS, decompositions, ensure
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +148,7 @@ def test_aot_keeps_the_operators(dynamic: bool):
     compiled = torch.compile(block, backend=counted(seen), dynamic=dynamic, fullgraph=True)
     for batch, tokens in ((2, 3), (4, 5)) if dynamic else ((2, 3),):
         torch.testing.assert_close(compiled(*inputs(batch, tokens)), block(*inputs(batch, tokens)))
-    functional = [name for name, op in operators().items() if not op.written]
+    functional = [name for name, op in OPERATORS.items() if not op.written]
     assert [len(names) for names in seen] == [len(functional)]
 
 

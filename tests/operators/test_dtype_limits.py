@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.operators import CHIPS, operator, operators, refusal
+from fusion.operators import CHIPS, OPERATORS, refusal
 from fusion.operators.predicates import tensors
 from tests.operators.attention_limits_cases import HOST_EDGES, KERNEL_EDGES, WHOLE_HOST_EDGES
 from tests.operators.test_attention_limits import V1, V2, in_tensors, renamed
@@ -49,7 +49,7 @@ def calls(name: str) -> Iterator[dict[str, Any]]:
 
 def with_tensors(name: str, argument: str) -> dict[str, Any]:
     """A call in which the argument is given as a tensor or as several."""
-    known = operator(name).arguments
+    known = OPERATORS[name].arguments
     fitting = [call for call in calls(name) if set(call) <= set(known)]
     beside = BESIDE.get((name, argument))
     if beside is not None:
@@ -57,12 +57,12 @@ def with_tensors(name: str, argument: str) -> dict[str, Any]:
     return next(call for call in fitting if list(tensors(call.get(argument))))
 
 
-ARGUMENTS = [(name, each) for name, op in operators().items() for each in op.dtypes if (name, each) not in LISTS]
+ARGUMENTS = [(name, each) for name, op in OPERATORS.items() for each in op.dtypes if (name, each) not in LISTS]
 
 
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids="-".join)
 def test_an_argument_is_taken_in_its_dtypes_alone(name: str, argument: str):
-    op, call = operator(name), with_tensors(name, argument)
+    op, call = OPERATORS[name], with_tensors(name, argument)
     needs = f"needs {argument} in "
     given = call[argument]
     other = given.to(NEVER) if isinstance(given, Tensor) else [each.to(NEVER) for each in given]

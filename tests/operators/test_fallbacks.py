@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.operators import Operator, operator, operators
+from fusion.operators import OPERATORS, Operator
 from tests.operators.cases import CASES, DTYPES, OLDER, Case, described, flat
 from tests.operators.references import REFERENCES
 
@@ -51,7 +51,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_means_what_the_operator_means(case: Case, dtype: torch.dtype):
     arguments = case.arguments(dtype)
-    op = operator(case.name)
+    op = OPERATORS[case.name]
     kept = [value for name, value in arguments.items() if isinstance(value, Tensor) and name not in op.written]
     before = [value.clone() for value in kept]
     expected = flat(REFERENCES[case.operator](**widened(arguments)))
@@ -75,7 +75,7 @@ def test_means_what_the_operator_means(case: Case, dtype: torch.dtype):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_writes_the_strides_that_meta_promises(case: Case, dtype: torch.dtype):
     arguments = case.arguments(dtype)
-    op = operator(case.name)
+    op = OPERATORS[case.name]
     promised = op.meta(**arguments)
     assert list(map(described, flat(op.fallback(**arguments)))) == list(map(described, flat(promised)))
 
@@ -92,19 +92,19 @@ def test_writes_the_strides_that_meta_promises_for_inputs_that_lie_otherwise(cas
     together = "cache" if "NZ" in str(given.get("cache_mode")) else None  # lines of NZ are read where they lie
     tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
     arguments = given | {name: turned(x, dims) for name, x in tensors.items() if not together or together not in name}
-    op = operator(case.name)
+    op = OPERATORS[case.name]
     promised = op.meta(**arguments)
     assert list(map(described, flat(op.fallback(**arguments)))) == list(map(described, flat(promised)))
 
 
 def test_every_operator_has_cases_and_a_reference():
-    assert set(operators()) == {case.name for case in CASES}
+    assert set(OPERATORS) == {case.name for case in CASES}
     assert {case.operator for case in CASES} == set(REFERENCES)
 
 
-@pytest.mark.parametrize("name", operators())
+@pytest.mark.parametrize("name", OPERATORS)
 def test_fallback_and_meta_take_what_the_schema_names(name: str):
-    op = operator(name)
+    op = OPERATORS[name]
     for function in (op.fallback, op.meta):
         parameters = inspect.signature(function).parameters
         assert list(parameters) == list(op.arguments)
@@ -121,7 +121,7 @@ def agreeing(a: Tensor, b: Tensor) -> float:
 def test_rms_norm_rounds_once(dtype: torch.dtype):
     torch.manual_seed(1)
     x, gamma = (torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in ((64, 256), (256,)))
-    y, _ = operator("npu::npu_rms_norm").fallback(x, gamma)
+    y, _ = OPERATORS["npu::npu_rms_norm"].fallback(x, gamma)
     rstd = (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     once = (x.double() * rstd * gamma.double()).to(dtype)
     twice = ((x.double() * rstd).to(dtype).double() * gamma.double()).to(dtype)
@@ -133,7 +133,7 @@ def test_rms_norm_rounds_once(dtype: torch.dtype):
 def test_add_rms_norm_rounds_twice_and_only_float16_normalises_the_rounded_sum(dtype: torch.dtype):
     torch.manual_seed(1)
     x1, x2, gamma = (torch.randn(*s, dtype=torch.float64).to(dtype) for s in ((64, 256), (64, 256), (256,)))
-    y, _, x = operator("npu::npu_add_rms_norm").fallback(x1, x2, gamma)
+    y, _, x = OPERATORS["npu::npu_add_rms_norm"].fallback(x1, x2, gamma)
     exact = x1.double() + x2.double()
     assert torch.equal(x, exact.to(dtype))
 
@@ -150,7 +150,7 @@ def test_rotary_mul_rounds_cos_to_the_dtype_of_the_input_first():
     torch.manual_seed(1)
     x = torch.randn(1, 5, 3, 32).bfloat16()
     cos, sin = torch.rand(1, 5, 1, 32), torch.rand(1, 5, 1, 32)
-    fallback = operator("npu::npu_rotary_mul").fallback
+    fallback = OPERATORS["npu::npu_rotary_mul"].fallback
     assert torch.equal(fallback(x, cos, sin), fallback(x, cos.bfloat16(), sin.bfloat16()))
 
 
@@ -159,17 +159,17 @@ def test_a_position_outside_the_cache_is_an_error_and_never_another_row():
     for place in ([0, 3], [0, -1], [2, 0], [-1, 0]):
         for name in ("npu_scatter_nd_update", "npu_scatter_nd_update_"):
             with pytest.raises(IndexError):
-                operator(f"npu::{name}").fallback(cache, torch.tensor([place]), rows)
+                OPERATORS[f"npu::{name}"].fallback(cache, torch.tensor([place]), rows)
     assert not cache.any()
     for start in (2, -1):
         for name in ("scatter_update", "scatter_update_"):
             with pytest.raises(IndexError):
-                operator(f"npu::{name}").fallback(cache, torch.tensor([start]), torch.ones(1, 2, 4), 1)
+                OPERATORS[f"npu::{name}"].fallback(cache, torch.tensor([start]), torch.ones(1, 2, 4), 1)
     for slot in (12, -1):
         arguments = dict.fromkeys(("key", "value"), torch.ones(1, 2, 8))
         pages = dict.fromkeys(("key_cache", "value_cache"), torch.zeros(3, 4, 2, 8))
         with pytest.raises(IndexError):
-            operator("npu::npu_scatter_pa_kv_cache").fallback(
+            OPERATORS["npu::npu_scatter_pa_kv_cache"].fallback(
                 **arguments, **pages, slot_mapping=torch.tensor([slot]), cache_mode="Norm"
             )
         assert not pages["key_cache"].any()
@@ -177,10 +177,10 @@ def test_a_position_outside_the_cache_is_an_error_and_never_another_row():
     assert not cache[1].any(), "the next sequence"
 
 
-@pytest.mark.parametrize("name", [name for name in operators() if operator(name).in_place])
+@pytest.mark.parametrize("name", [name for name in OPERATORS if OPERATORS[name].in_place])
 def test_the_in_place_form_takes_the_same_and_writes_what_the_other_returns(name: str):
-    functional = operator(name)
-    in_place = operator(functional.in_place)
+    functional = OPERATORS[name]
+    in_place = OPERATORS[functional.in_place]
     assert list(in_place.arguments) == list(functional.arguments)
     for case in CASES:
         if case.name == name:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.operators import operator
+from fusion.operators import OPERATORS
 from tests.operators.latent_line_cases import NAMES, line, reference
 
-IN_PLACE, FUNCTIONAL = (operator(f"npu::{name}").fallback for name in NAMES)
+IN_PLACE, FUNCTIONAL = (OPERATORS[f"npu::{name}"].fallback for name in NAMES)
 
 
 def made(make: Any, dtype: torch.dtype = torch.float32) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.operators import ensure, operator
+from fusion.operators import OPERATORS, ensure
 from fusion.operators.library import run_by_default
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import REPO, requires_torch_npu
@@ -28,12 +28,12 @@ def told(**facts):
 """
 RUN = """
 import torch
-from fusion.operators import decompositions, ensure, operator, operators
+from fusion.operators import OPERATORS, decompositions, ensure
 x, gamma = torch.randn(2, 3, 8), torch.randn(8)
 
 def runs():
     kept = torch.ops.npu.npu_rms_norm(x, gamma)
-    return all(map(torch.equal, kept, operator("npu::npu_rms_norm").fallback(x, gamma)))
+    return all(map(torch.equal, kept, OPERATORS["npu::npu_rms_norm"].fallback(x, gamma)))
 """
 
 
@@ -74,7 +74,7 @@ told(before=before, after=hasattr(torch.ops.npu, "npu_rms_norm"))
 def test_an_overload_before_it_is_registered_says_what_to_do():
     facts = without_torch_npu("""
 try:
-    operator("npu::npu_swiglu").overload()
+    OPERATORS["npu::npu_swiglu"].overload()
 except Exception as error:
     told(error=f"{type(error).__name__}: {error}")
 """)
@@ -85,9 +85,9 @@ except Exception as error:
 def test_absent():
     facts = without_torch_npu("""
 origin, again = ensure(), ensure()
-schemas = {name: str(op.overload()._schema) for name, op in operators().items()}
+schemas = {name: str(op.overload()._schema) for name, op in OPERATORS.items()}
 told(origin=shown(origin), same=origin is again, runs=runs(), table=len(decompositions()), schemas=schemas,
-     declared={name: op.schema for name, op in operators().items()})
+     declared={name: op.schema for name, op in OPERATORS.items()})
 """)
     assert facts["origin"] == {"source": "own", "reason": "torch_npu is not installed", "version": None}
     assert facts["same"]
@@ -128,9 +128,9 @@ told(found=found, first=first, untouched=untouched, errors=errors, last=shown(en
 
 TAKEN_OVER = """
 has = torch._C._dispatch_has_kernel_for_dispatch_key
-theirs = [name for name in operators() if not name.endswith((".tensor_lengths", ".functional", ".in_place"))]
+theirs = [name for name in OPERATORS if not name.endswith((".tensor_lengths", ".functional", ".in_place"))]
 kernels = {name: [has(name, key) for key in ("CPU", "PrivateUse1", "Meta")] for name in theirs}
-own = {name: [has(name, key) for key in ("CPU", "Meta")] for name in set(operators()) - set(theirs)}
+own = {name: [has(name, key) for key in ("CPU", "Meta")] for name in set(OPERATORS) - set(theirs)}
 packet = torch.ops.npu.npu_fused_infer_attention_score_v2
 overloads = sorted(packet.overloads())
 attended = packet.tensor_lengths(
@@ -225,7 +225,7 @@ def test_the_real_torch_npu_without_its_libraries_is_broken():
 
 def test_what_hides_its_writes_is_run_by_the_vendors_own_overload():
     ensure()
-    older = operator("npu::npu_mla_prolog_v2.in_place")
+    older = OPERATORS["npu::npu_mla_prolog_v2.in_place"]
     library = torch.library.Library("written_unsaid", "DEF")
     library.define("twice(Tensor x, Tensor cache) -> (Tensor, Tensor, Tensor)")
     library.define("twice.in_place(Tensor x, Tensor(a!) cache) -> (Tensor, Tensor)")
@@ -243,9 +243,9 @@ def test_what_hides_its_writes_is_run_by_the_vendors_own_overload():
 def test_a_device_has_a_kernel_for_what_hides_its_writes():
     facts = with_torch_npu("""
 import torch, torch_npu
-from fusion.operators import ensure, operators
+from fusion.operators import OPERATORS, ensure
 ensure()
-hidden = [name for name, each in operators().items() if each.hides_writes]
+hidden = [name for name, each in OPERATORS.items() if each.hides_writes]
 told(hidden={name: torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1") for name in hidden})
 """)
     names = ("npu::npu_mla_prolog.in_place", "npu::npu_mla_prolog_v2.in_place")

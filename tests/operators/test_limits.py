@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fusion.errors import OperatorError
-from fusion.operators import CHIPS, HOST, Limit, Operator, operator, operators, refusal
+from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator, refusal
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
@@ -467,7 +467,7 @@ def label(edge: Any) -> str:
 @pytest.mark.parametrize("edge", EDGES, ids=label)
 def test_both_sides_of_a_limit(edge: Any):
     name, chips, legal, illegal, text = edge
-    op = operator(qualified(name))
+    op = OPERATORS[qualified(name)]
     for chip in chips:
         assert refusal(op, chip, (), legal) is None
         said = refusal(op, chip, (), illegal)
@@ -478,9 +478,9 @@ def test_both_sides_of_a_limit(edge: Any):
 
 
 # The edges of attention for inference stand in test_attention_limits.py.
-@pytest.mark.parametrize("name", [name for name in operators() if "fused_infer_attention" not in name])
+@pytest.mark.parametrize("name", [name for name in OPERATORS if "fused_infer_attention" not in name])
 def test_every_limit_has_an_edge_on_every_chip(name: str):
-    op = operator(name)
+    op = OPERATORS[name]
     said = [(chip, refusal(op, chip, (), e[3])) for e in EDGES if qualified(e[0]) == name for chip in e[1]]
     for chip, limits in op.limits.items():
         for limit in limits:
@@ -492,17 +492,17 @@ def test_every_limit_has_an_edge_on_every_chip(name: str):
 
 
 def test_a_refusal_names_the_limit_and_the_value():
-    said = refusal(operator("npu::npu_rotary_mul"), A3, (), rotary((2, 4, 3, 1024), (1, 1, 3, 1024)))
+    said = refusal(OPERATORS["npu::npu_rotary_mul"], A3, (), rotary((2, 4, 3, 1024), (1, 1, 3, 1024)))
     assert said == "npu_rotary_mul on ascend910_93 needs D < 896 (D=1024)"
 
 
 def test_an_operator_that_a_chip_lacks():
-    said = refusal(operator("npu::npu_gemma_rms_norm"), A5, (), NORM)
+    said = refusal(OPERATORS["npu::npu_gemma_rms_norm"], A5, (), NORM)
     assert said == "npu_gemma_rms_norm does not exist on ascend950; it does on ascend910_93, ascend910b"
 
 
 def test_what_a_lowering_cannot_take():
-    gemma, mul = operator("npu::npu_gemma_rms_norm"), operator("npu::npu_rotary_mul")
+    gemma, mul = OPERATORS["npu::npu_gemma_rms_norm"], OPERATORS["npu::npu_rotary_mul"]
     assert refusal(gemma, A2, (), NORM, lowering="npugraph_ex") is None
     assert "cannot be lowered by torchair" in str(refusal(gemma, A2, (), NORM, lowering="torchair"))
     paired = rotary((1, 3, 4, 128), (1, 3, 1, 128), "interleave")
@@ -514,7 +514,7 @@ def test_what_a_lowering_cannot_take():
 
 
 def test_a_graph_packs_no_scale_of_a_product_in_int32():
-    product = operator("npu::npu_quant_matmul")
+    product = OPERATORS["npu::npu_quant_matmul"]
     call = {"x1": t(5, 48, dtype=torch.int8), "x2": t(48, 24, dtype=torch.int8), "scale": t(24, dtype=F32)}
     call |= {"output_dtype": 5}
     for chip in (A2, A3):
@@ -525,7 +525,7 @@ def test_a_graph_packs_no_scale_of_a_product_in_int32():
 
 @pytest.mark.parametrize("lowering", ["torchair", "npugraph_ex"])
 def test_graphs_take_no_values_of_the_indexer_and_no_statistics_of_attention(lowering: str):
-    index, attention = operator("npu::npu_lightning_indexer"), operator("npu::npu_sparse_flash_attention")
+    index, attention = OPERATORS["npu::npu_lightning_indexer"], OPERATORS["npu::npu_sparse_flash_attention"]
     values, statistics = indexer(return_value=True), listed("TND", "TND", return_softmax_lse=True)
     for chip in (A2, A3):
         assert f"under {lowering} needs return_value == False" in str(refusal(index, chip, (), values, lowering))
@@ -539,7 +539,7 @@ def test_graphs_take_no_values_of_the_indexer_and_no_statistics_of_attention(low
 
 @pytest.mark.parametrize(("name", "call"), [("npu_mla_prolog_v3", prolog()), ("npu_kv_rmsnorm_rope_cache_v2", line())])
 def test_functional_forms_run_in_converted_graphs_alone(name: str, call: dict[str, Any]):
-    in_place, functional = operator(f"npu::{name}"), operator(f"npu::{name}_functional")
+    in_place, functional = OPERATORS[f"npu::{name}"], OPERATORS[f"npu::{name}_functional"]
     for lowering in ("eager", "npugraph_ex", "torchair"):
         assert refusal(in_place, A3, (), call, lowering) is None
     for lowering in ("eager", "npugraph_ex"):
@@ -548,7 +548,7 @@ def test_functional_forms_run_in_converted_graphs_alone(name: str, call: dict[st
 
 
 def test_positional_arguments_and_defaults_count():
-    op = operator("npu::npu_swiglu")
+    op = OPERATORS["npu::npu_swiglu"]
     assert refusal(op, A2, (t(4, 3),), {}) is not None
     assert refusal(op, A2, (t(4, 3), 0), {}) is None
 
@@ -559,16 +559,14 @@ def test_positional_arguments_and_defaults_count():
 )
 def test_a_call_that_does_not_fit_the_schema(args: Any, kwargs: Any, text: str):
     with pytest.raises(OperatorError, match=text):
-        refusal(operator("npu::npu_rms_norm"), A2, args, kwargs)
+        refusal(OPERATORS["npu::npu_rms_norm"], A2, args, kwargs)
 
 
 def test_unknown_names_are_answered_with_the_nearest():
-    with pytest.raises(OperatorError, match="did you mean npu::npu_rms_norm"):
-        operator("npu::npu_rmsnorm")
     with pytest.raises(OperatorError, match="did you mean ascend910_93"):
-        refusal(operator("npu::npu_rms_norm"), "ascend910_9391", (), NORM)
+        refusal(OPERATORS["npu::npu_rms_norm"], "ascend910_9391", (), NORM)
     with pytest.raises(OperatorError, match="did you mean torchair"):
-        refusal(operator("npu::npu_rms_norm"), A2, (), NORM, lowering="torch_air")
+        refusal(OPERATORS["npu::npu_rms_norm"], A2, (), NORM, lowering="torch_air")
 
 
 def symbolic(*shape: int, dynamic: tuple[int, ...]) -> Tensor:
@@ -581,17 +579,17 @@ def symbolic(*shape: int, dynamic: tuple[int, ...]) -> Tensor:
 
 def test_symbolic_sizes_that_the_limits_leave_open_are_legal():
     x = symbolic(3, 5, 64, dynamic=(0, 1))
-    assert refusal(operator("npu::npu_rms_norm"), A2, (x, x.new_empty(64)), {}) is None
+    assert refusal(OPERATORS["npu::npu_rms_norm"], A2, (x, x.new_empty(64)), {}) is None
     x = symbolic(1, 5, 4, 64, dynamic=(1,))
     cos = x.new_empty(1, x.shape[1], 1, 64)
-    assert refusal(operator("npu::npu_rotary_mul"), A2, (x, cos, cos), {}) is None
-    assert refusal(operator("npu::npu_apply_rotary_pos_emb"), A2, (x, x[:, :, :1], cos, cos), {}) is None
+    assert refusal(OPERATORS["npu::npu_rotary_mul"], A2, (x, cos, cos), {}) is None
+    assert refusal(OPERATORS["npu::npu_apply_rotary_pos_emb"], A2, (x, x[:, :, :1], cos, cos), {}) is None
 
 
 def test_a_limit_that_the_traced_sizes_keep_to_becomes_a_guard():
     x = symbolic(3, 5, 4, 64, dynamic=(0, 1))
     cos = x.new_empty(1, x.shape[1], 1, 64)
-    assert refusal(operator("npu::npu_rotary_mul"), A2, (x, cos, cos), {}) is None
+    assert refusal(OPERATORS["npu::npu_rotary_mul"], A2, (x, cos, cos), {}) is None
     guards = [str(guard.expr) for guard in x.fake_mode.shape_env.guards]
     assert guards == [f"{x.shape[0].node.expr} < 1000"]
 
@@ -599,13 +597,13 @@ def test_a_limit_that_the_traced_sizes_keep_to_becomes_a_guard():
 def test_a_symbolic_size_that_is_not_proven_is_a_refusal_that_says_so():
     x = symbolic(1003, 5, 4, 64, dynamic=(0, 1))
     cos = x.new_empty(1, x.shape[1], 1, 64)
-    said = str(refusal(operator("npu::npu_rotary_mul"), A2, (x, cos, cos), {}))
+    said = str(refusal(OPERATORS["npu::npu_rotary_mul"], A2, (x, cos, cos), {}))
     assert said.startswith("npu_rotary_mul on ascend910b needs I < 1000, which is not proven for I=s")
     assert not x.fake_mode.shape_env.guards
-    assert refusal(operator("npu::npu_rotary_mul"), HOST, (x, cos, cos), {}) is None
+    assert refusal(OPERATORS["npu::npu_rotary_mul"], HOST, (x, cos, cos), {}) is None
     x = symbolic(3, 5, 4, 64, dynamic=(0, 1))
     other = x.new_empty(1, x.shape[0], 1, 64)
-    said = str(refusal(operator("npu::npu_rotary_mul"), HOST, (x, other, other), {}))
+    said = str(refusal(OPERATORS["npu::npu_rotary_mul"], HOST, (x, other, other), {}))
     assert "not proven to be 1 or s" in said
 
 
@@ -627,10 +625,10 @@ def test_a_symbolic_size_that_is_not_proven_is_a_refusal_that_says_so():
 )
 def test_a_wrong_declaration_is_refused(change: dict, text: str):
     with pytest.raises(OperatorError, match=text.replace("(", r"\(").replace(")", r"\)")):
-        replace(operator("npu::npu_swiglu"), **change)
+        replace(OPERATORS["npu::npu_swiglu"], **change)
 
 
 def test_an_operator_is_frozen():
     with pytest.raises(AttributeError):
-        operator("npu::npu_swiglu").schema = ""  # type: ignore[misc]
-    assert isinstance(operator("npu::npu_swiglu"), Operator)
+        OPERATORS["npu::npu_swiglu"].schema = ""  # type: ignore[misc]
+    assert isinstance(OPERATORS["npu::npu_swiglu"], Operator)

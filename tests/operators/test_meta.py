@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
-from fusion.operators import decompositions, ensure, operator
+from fusion.operators import OPERATORS, decompositions, ensure
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
 from tests.operators.latent_line_cases import line
 from tests.operators.quant_cases import product
@@ -26,7 +26,7 @@ def moved(arguments: dict[str, Any], to: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_registered_meta_equals_the_fallback_on_fake_tensors(case: Case, dtype: torch.dtype):
     ensure()
-    op = operator(case.name)
+    op = OPERATORS[case.name]
     with FakeTensorMode() as mode:
         fake = moved(case.arguments(dtype), mode.from_tensor)
         told = flat(op.overload()(**fake))
@@ -62,7 +62,7 @@ def test_attention_is_inlined_without_a_mask_or_keys_per_head():
     ensure()
     b, s, t, m, d = 2, 3, 7, 2, 16
     call = attending(b, s) | {"sparse_mode": 3, "actual_seq_kvlen": torch.tensor([5, 7])}
-    op = operator("npu::npu_fused_infer_attention_score_v2.tensor_lengths").overload()
+    op = OPERATORS["npu::npu_fused_infer_attention_score_v2.tensor_lengths"].overload()
     graph = traced(op, call, decomposition_table=decompositions())
     made = [node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
     assert not [tuple(x.shape) for x in made if x.dtype == torch.bool and x.numel() > b * s * t]
@@ -196,7 +196,7 @@ GROWING = [
 @pytest.mark.parametrize(("name", "make"), GROWING, ids=[f"{name} {index}" for index, (name, _) in enumerate(GROWING)])
 def test_one_symbolic_graph_serves_other_sizes(name: str, make: Any):
     ensure()
-    op = operator(f"npu::{name}")
+    op = OPERATORS[f"npu::{name}"]
     small, large = make(2, 3), make(5, 7)
     kept = traced(op.overload(), small)
     inlined = traced(op.overload(), small, decomposition_table=decompositions())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.operators import operator
+from fusion.operators import OPERATORS
 from fusion.operators.softmax import Visible, fused_softmax, rounded_softmax, written_softmax
 from fusion.routes.expand import attention
 from tests.operators.cases import CASES, Case, flat
@@ -49,7 +49,7 @@ def expected(case: Case, arguments: dict[str, Any]) -> tuple[Tensor, ...] | None
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_not_finite_is_passed_on(case: Case):
-    op = operator(case.name)
+    op = OPERATORS[case.name]
     for name in list(floats(case.arguments(torch.float32))):
         for share, what in PLANTED:
             plain = expected(case, planted(case, name, share, what))

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.operators import operator
+from fusion.operators import OPERATORS
 from tests.operators.cases import described, flat
 from tests.operators.prolog_quant_cases import quantised
 from tests.operators.prolog_quant_references import norm
 from tests.operators.sparse_cases import DR
 from tests.operators.sparse_references import rope
 
-PROLOG = operator("npu::npu_mla_prolog_v3_functional")
+PROLOG = OPERATORS["npu::npu_mla_prolog_v3_functional"]
 WIDTH = 256
 SLOTS = (3, 7, 0, -1, 6)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion.operators import operator
+from fusion.operators import OPERATORS
 from tests.operators.cases import DTYPES
 from tests.operators.quant_cases import grid
 from tests.operators.quant_references import rows
 
-QUANT = operator("npu::npu_dynamic_quant").fallback
-PRODUCT = operator("npu::npu_quant_matmul").fallback
-NORM = operator("npu::npu_add_rms_norm_dynamic_quant").fallback
+QUANT = OPERATORS["npu::npu_dynamic_quant"].fallback
+PRODUCT = OPERATORS["npu::npu_quant_matmul"].fallback
+NORM = OPERATORS["npu::npu_add_rms_norm_dynamic_quant"].fallback
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion.operators import operator
+from fusion.operators import OPERATORS
 from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
 from tests.operators.sparse_references import prolog as reference
 
@@ -35,7 +35,7 @@ def agreeing(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_the_prolog_rounds_every_product_and_norm_and_rope_once(dtype: torch.dtype):
     call = made(prolog(12, slots=tuple(range(12)), query_norm_flag=True, qc_qr_scale=0.7, kc_scale=1.3), dtype)
-    got = operator(f"{PROLOG}_functional").fallback(**call)
+    got = OPERATORS[f"{PROLOG}_functional"].fallback(**call)
     rounded, exact = (reference(**widened(call), stored=stored) for stored in (dtype, torch.float64))
     for index in (0, 1, 3, 5, 6):
         assert agreeing(got[index], rounded[index]) > 0.98, f"result {index}"
@@ -47,7 +47,7 @@ def test_the_prolog_rounds_every_product_and_norm_and_rope_once(dtype: torch.dty
 def test_the_prolog_touches_no_row_but_those_of_its_slots(mode: str):
     call = made(prolog(4, slots=(6, -1, 2, -7), mode=mode))
     caches = {name: (call[name], call[name].clone()) for name in ("kv_cache", "kr_cache")}
-    operator(PROLOG).fallback(**call)
+    OPERATORS[PROLOG].fallback(**call)
     for cache, before in caches.values():
         blocks, size, _, width = cache.shape
         if mode == "PA_NZ":
@@ -64,7 +64,7 @@ def test_the_prolog_refuses_a_slot_beyond_the_cache(mode: str):
     call = made(prolog(1, slots=(12,), mode=mode))
     before = call["kv_cache"].clone()
     with pytest.raises(IndexError):
-        operator(PROLOG).fallback(**call)
+        OPERATORS[PROLOG].fallback(**call)
     assert torch.equal(call["kv_cache"], before)
 
 
@@ -72,13 +72,13 @@ def test_the_prolog_refuses_a_slot_beyond_the_cache(mode: str):
 def test_the_prolog_writes_the_whole_of_a_contiguous_cache(mode: str):
     call = made(prolog(*((2, 3) if mode == "BSND" else (6,)), mode=mode))
     call["kv_cache"].fill_(torch.nan)
-    operator(PROLOG).fallback(**call)
+    OPERATORS[PROLOG].fallback(**call)
     assert not call["kv_cache"].isnan().any()
 
 
 def test_the_prolog_needs_no_norm_that_nobody_asked_for():
     with_norm, without = (
-        operator(PROLOG).fallback(**made(prolog(3, slots=(0, 1, 2), query_norm_flag=flag))) for flag in (True, False)
+        OPERATORS[PROLOG].fallback(**made(prolog(3, slots=(0, 1, 2), query_norm_flag=flag))) for flag in (True, False)
     )
     assert with_norm[3].shape == (3, 40)
     assert without[3].tolist() == [0.0]
@@ -87,7 +87,7 @@ def test_the_prolog_needs_no_norm_that_nobody_asked_for():
 
 def test_the_indexer_pads_with_no_token_and_no_score():
     call = made(indexer(DECODE, count=9, return_value=True))
-    indices, values = operator(INDEXER).fallback(**call)
+    indices, values = OPERATORS[INDEXER].fallback(**call)
     assert (indices[1, 0, 6:] == -1).all()
     assert (values[1, 0, 6:] == -torch.inf).all()
     assert (values[1, 0, :6].diff() < 0).all()
@@ -97,17 +97,17 @@ def test_the_indexer_pads_with_no_token_and_no_score():
 def test_the_indexer_takes_weights_of_another_dtype():
     call = made(indexer(DECODE), torch.bfloat16)
     wide = call | {"weights": call["weights"].float() + 1e-4}
-    indices, _ = operator(INDEXER).fallback(**wide)
-    expected, _ = operator(INDEXER).fallback(**widened(wide))
+    indices, _ = OPERATORS[INDEXER].fallback(**wide)
+    expected, _ = OPERATORS[INDEXER].fallback(**widened(wide))
     assert torch.equal(indices, expected)
 
 
 def test_rows_apart_and_rows_together_select_the_same():
     few = Sparse(("TND", "PA_BSND"), rows=(2, 3), keys=(9, 6))
     call = made(indexer(few))
-    apart, _ = operator(INDEXER).fallback(**call)
+    apart, _ = OPERATORS[INDEXER].fallback(**call)
     more = {name: torch.cat([call[name]] * 4) for name in ("query", "weights")}  # 20 rows of 2 sequences
-    together, _ = operator(INDEXER).fallback(**(call | more))
+    together, _ = OPERATORS[INDEXER].fallback(**(call | more))
     assert torch.equal(together[:5], apart)
     assert (together[5:] == -1).all()
 
@@ -116,7 +116,7 @@ def test_rows_apart_and_rows_together_select_the_same():
 def test_what_no_row_sees_may_be_anything(name: str):
     make = indexer(DECODE) if name == INDEXER else attention(DECODE)
     call = made(make)
-    clean = operator(name).fallback(**call)
+    clean = OPERATORS[name].fallback(**call)
     used = torch.zeros(call["key"].shape[:2], dtype=torch.bool)
     for table, length in zip(call["block_table"].tolist(), (11, 6), strict=True):
         for token in range(length):
@@ -126,7 +126,7 @@ def test_what_no_row_sees_may_be_anything(name: str):
             call[each] = call[each].masked_fill(~used[..., None, None], torch.nan)
     if name == ATTENTION:
         call["value"] = call["key"]
-    spoiled = operator(name).fallback(**call)
+    spoiled = OPERATORS[name].fallback(**call)
     assert all(map(torch.equal, clean, spoiled))
 
 
@@ -134,7 +134,7 @@ def test_what_no_row_sees_may_be_anything(name: str):
 def test_sparse_attention_rounds_the_weights_before_it_divides(dtype: torch.dtype):
     call = made(attention(Sparse(rows=(64,), keys=(64,), n=16, d=64, more={"sparse_mode": 0}), count=24), dtype)
     call["sparse_indices"] = torch.stack([torch.randperm(64)[:24] for _ in range(64)])[None, :, None].int()
-    out = operator(ATTENTION).fallback(**call)[0]
+    out = OPERATORS[ATTENTION].fallback(**call)[0]
     wide = widened(call)
     keys, ropes = (wide[name][0, :, 0][call["sparse_indices"][0, :, 0].long()] for name in ("key", "key_rope"))
     scores = (wide["query"][0] @ keys.mT + wide["query_rope"][0] @ ropes.mT) * 0.3
@@ -150,15 +150,15 @@ def test_sparse_attention_rounds_the_weights_before_it_divides(dtype: torch.dtyp
 
 def test_sparse_attention_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch):
     call = made(attention(Sparse(("TND", "PA_BSND"), rows=(3, 4), keys=(9, 6)), apart=True))
-    whole = operator(ATTENTION).fallback(**call)
+    whole = OPERATORS[ATTENTION].fallback(**call)
     monkeypatch.setattr("fusion.operators.sparse_flash_attention._PART", 2 * 6 * 16)  # two rows at once
-    torch.testing.assert_close(operator(ATTENTION).fallback(**call), whole)
+    torch.testing.assert_close(OPERATORS[ATTENTION].fallback(**call), whole)
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one cache", "pages of two caches in turn"])
 def test_sparse_attention_reads_no_row_that_is_not_listed(apart: bool):
     call = made(attention(Sparse(("TND", "PA_BSND"), rows=(4,), keys=(40,)), count=3))
-    expected = operator(ATTENTION).fallback(**call)
+    expected = OPERATORS[ATTENTION].fallback(**call)
     if apart:
         between = torch.stack([call["key"], torch.zeros_like(call["key"])], dim=1)
         call["key"] = call["value"] = between[:, 0]  # no view gives these pages one dim of tokens
@@ -173,6 +173,6 @@ def test_sparse_attention_reads_no_row_that_is_not_listed(apart: bool):
             return result
 
     with Watch():
-        got = operator(ATTENTION).fallback(**call)
+        got = OPERATORS[ATTENTION].fallback(**call)
     assert all(map(torch.equal, got, expected))
     assert max(sizes) <= 4 * 3 * 16 + 4 * 8 * 16, "the listed keys, or the queries"

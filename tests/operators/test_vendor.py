@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusion.operators import operators
+from fusion.operators import OPERATORS
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import requires_torch_npu
 
@@ -16,7 +16,7 @@ pytestmark = requires_torch_npu
 SOURCE = """
 import json, torch, torch_npu, torchair
 from torchair._ge_concrete_graph.fx2ge_converter import _get_converter
-from fusion.operators import ensure, operators
+from fusion.operators import OPERATORS, ensure
 from tests.operators.cases import CASES, described, flat
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -31,7 +31,7 @@ def accepted(op, call):
     return all(dtype in op.dtypes.get(n, {dtype}) for n, dtype in floats.items())
 
 schemas, mutable, converters, metas = {}, {}, {}, []
-for name, op in operators().items():
+for name, op in OPERATORS.items():
     real = op.overload()._schema
     schemas[name] = str(real)
     mutable[name] = real.is_mutable or any(a.alias_info is not None for a in [*real.arguments, *real.returns])
@@ -40,7 +40,7 @@ for name, op in operators().items():
 for case in CASES:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         call = tree_map_only(Tensor, lambda each: each.to("meta"), case.arguments(dtype))
-        op = operators()[case.name]
+        op = OPERATORS[case.name]
         if "::" in case.operator and case.operator not in METAS_OF_ATB:
             continue  # torch_npu has no Meta kernel of it
         if not accepted(op, call):
@@ -59,11 +59,11 @@ def vendor() -> dict[str, Any]:
 
 
 def test_schemas_are_the_vendors(vendor: dict[str, Any]):
-    assert vendor["schemas"] == {name: op.schema for name, op in operators().items()}
+    assert vendor["schemas"] == {name: op.schema for name, op in OPERATORS.items()}
 
 
 def test_the_vendors_schemas_declare_the_writes_that_ours_do(vendor: dict[str, Any]):
-    assert vendor["mutable"] == {name: bool(op.written) for name, op in operators().items()}
+    assert vendor["mutable"] == {name: bool(op.written) for name, op in OPERATORS.items()}
 
 
 def test_meta_kernels_return_what_ours_say(vendor: dict[str, Any]):
@@ -72,8 +72,8 @@ def test_meta_kernels_return_what_ours_say(vendor: dict[str, Any]):
 
 
 def test_torchair_is_named_where_there_is_a_converter(vendor: dict[str, Any]):
-    ours = {name for name in operators() if name.endswith((".tensor_lengths", ".functional", ".in_place"))}
-    named = {name: "torchair" in op.lowerings for name, op in operators().items() if name not in ours}
+    ours = {name for name in OPERATORS if name.endswith((".tensor_lengths", ".functional", ".in_place"))}
+    named = {name: "torchair" in op.lowerings for name, op in OPERATORS.items() if name not in ours}
     # The first returns what the functional form returns, two results more than the schema has; the other is ours.
     mended = {"npu::npu_mla_prolog_v3": True, "npu::npu_kv_rmsnorm_rope_cache_v2": False}
     assert vendor["converters"] == named | mended

@@ -12,8 +12,9 @@ from fusion import Example
 from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, emits_valid_calls, means_what_it_says, trial
-from patterns.examples import sparse_cells
-from patterns.examples.sparse_cells import LARGE, SMALL
+
+from . import cells as sparse_cells
+from .cells import LARGE, SMALL
 
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
 TABLES = "the pages of a latent and of its rotated lanes have block tables of their own"

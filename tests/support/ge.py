@@ -51,12 +51,12 @@ def _compute_what_only_ge_computes() -> None:
     """CPU kernels for torchair's operators with lengths in tensors, whose own kernels only say what to do instead."""
     import torch
 
-    from fusion.operators import operator
+    from fusion.operators import OPERATORS
 
     for name in ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"):
         importlib.import_module(f"torchair.ops._{name}")  # the last registration wins
         library = torch.library.Library("air", "IMPL")
-        library.impl(name, operator(f"npu::{name}.tensor_lengths").fallback, "CPU", allow_override=True)
+        library.impl(name, OPERATORS[f"npu::{name}.tensor_lengths"].fallback, "CPU", allow_override=True)
         _kernels.append(library)
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fusion import Example
-from patterns.examples.attention_facets import Sizes, rows_of
 from patterns.examples.attention_pages import TABLE
 from patterns.examples.inputs import normal, tensors
 from patterns.examples.masks import causal
 from patterns.examples.sparse_attention import B, D, E, N, by_matmul, by_sdpa, chosen, index, keys_values
+from tests.attention.facets import Sizes, rows_of
 
 LISTINGS = ("indexer", "paged indexer", "NZ indexer", "list")
 SOURCES = ("rows", "pages", "NZ pages", "two tables", "two sizes")
