@@ -124,8 +124,11 @@ def _shorten(copy: fx.Node) -> None:
 
 
 def _fills(node: fx.Node) -> bool:
-    """Whether a `slice_scatter` leaves nothing of its first argument, and its result lies like what it takes."""
-    if node.target is not aten.slice_scatter.default or len(node.args) < 5 or node.args[3] != 0:
+    """Whether a `slice_scatter` leaves nothing of its first argument, and its result lies like what it takes.
+
+    What has the shape of the whole covers it, wherever it is said to begin.
+    """
+    if node.target is not aten.slice_scatter.default or len(node.args) < 5:
         return False
     x, source = (each.meta["val"] for each in node.args[:2] if isinstance(each, fx.Node))
     whole = dims_of(x.shape) == dims_of(source.shape) and node.args[5:] in ((), (1,))
