@@ -52,6 +52,13 @@ def written_and_read(cache: Tensor, places: Tensor, rows: Tensor) -> tuple[Tenso
     return cache * 2, rows + 1
 
 
+def rolled(cache: Tensor, new: Tensor) -> Tensor:
+    """What is returned of a cache in columns is seen after it was written."""
+    for _ in range(3):
+        cache.copy_(torch.cat((cache[:, :, new.shape[2] :], new), dim=2))
+    return cache[:, 1:]
+
+
 def copied_cache(cache: Tensor, places: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
     new = cache.transpose(1, 2).index_copy(2, places, rows)
     return new, new[:, 1]
@@ -112,6 +119,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "a scatter": (scattered_over_zeros, (numbers(4, 64, seed=11), Y, W)),
     "a scatter of a result": (scattered_result, (Y, W)),
     "a strided cache": (written_and_read, (CACHE, PLACES, ROWS)),
+    "a rolled cache in columns": (rolled, (numbers(2, 3, 64, 8).mT, numbers(2, 3, 2, 64))),
     "a copy of a strided cache": (copied_cache, (CACHE, PLACES, ROWS)),
     "written back": (returned_and_written_back, (CACHE, PLACES, ROWS)),
     "projections": (projected, (X, *PARAMETERS)),

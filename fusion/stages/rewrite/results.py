@@ -96,7 +96,10 @@ class Results:
         with self._source.inserting_before(_behind(there)):
             kept = not taken and same_strides(there.meta["val"], link.val)
             new = there if kept else layouts.laid(there, link.val, copied=taken)
-            views = {link.node: new}
+        views, returned = {link.node: new}, outputs(self._source)
+        order = {node: number for number, node in enumerate(self._source.nodes)}
+        last = max((new, *(returned[number] for number in group)), key=order.__getitem__)  # no write comes between
+        with self._source.inserting_before(_behind(last)):
             for each in (each for chain in chains for each in chain[place + 1 :]):
                 if each.node not in views:
                     views[each.node] = _seen(each, views, layouts)
