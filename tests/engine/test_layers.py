@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from fusion.stages.layers import fold
 from fusion.stages.layers.run import described
 from fusion.testing import Captured, capture
 
-from .graphs import norm, rotate
+from .graphs import norm, numbers, rotate
 
 B, S, N, D, T = 2, 3, 2, 64, 8
 HIDDEN = N * D
@@ -400,3 +401,23 @@ def test_copies_for_the_caller_are_made_in_every_layer(monkeypatch: pytest.Monke
     for have, want in zip(ran(of, graph, outcome), of.graph(*of.inputs), strict=False):
         torch.testing.assert_close(have, want)
         assert have.stride() == want.stride()
+
+
+def test_memory_that_rewrites_reserve_is_each_layers_own():
+    def gathered(x: Tensor, w: Tensor, table: Tensor, *pages: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for keys, values in zip(pages[::2], pages[1::2], strict=True):
+            found += [each[table].flatten(1, 2) for each in (keys, values)]
+            x = norm(x, w).sin()
+        return (x, *found)
+
+    table, pages = torch.tensor([[3, 6, 0], [5, 3, 2]]), [numbers(8, 4, 2, 64, seed=each) for each in range(10)]
+    of = capture(gathered, (numbers(4, 64), numbers(64), table, *(each.bfloat16() for each in pages)))
+    assert fold(of.graph.graph, of.facts) is not None
+    graph = fx.GraphModule(of.graph, copy.deepcopy(of.graph.graph))
+    outcome = fuse_graph(graph.graph, installed(), replace(CHIP, plan_lower="eager"), of.facts)
+    assert sum(each.match.rule.name == "page_gather" for each in outcome.chosen) == 5
+    assert calls(graph.graph)["aten.empty.memory_format"] == 10
+    have, want = ran(of, graph.graph, outcome), of.graph(*of.inputs)
+    torch.testing.assert_close(have[: len(want)], list(want), rtol=2e-2, atol=2e-2)
+    assert len({each.untyped_storage().data_ptr() for each in have[: len(want)]}) == len(want)
