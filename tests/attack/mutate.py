@@ -47,7 +47,7 @@ def mutated(program: Program, count: int, pick: Pick) -> Program:
     """The program with so many changes, each of which leaves it one that runs."""
     program = changed(program, fusable=())
     for _ in range(count):
-        tries = (pick(CHANGES)(program, pick) for _ in range(TRIES))
+        tries = (pick(CHANGES)(program, pick) for _ in range(TRIES if program.lines else 0))
         program = next((each for each in tries if each != program and each.runs()), program)
     return program
 
