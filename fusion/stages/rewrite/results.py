@@ -47,10 +47,12 @@ class _Link:
 
 
 class Results:
-    """The results of a graph as it came, to be restored once it is rewritten."""
+    """The results of a graph as it came, to be restored once it is rewritten.
+
+    `eager` is how each of them lies when the model runs without a compiler, which will do as well.
+    """
 
     def __init__(self, source: fx.Graph, eager: Sequence[Any] = ()) -> None:
-        """`eager`: how each result lies when the model runs without a compiler, which will do as well."""
         self._source, self._eager = source, dict(enumerate(eager))
         self._chains = [_chain(node) for node in outputs(source)]
         self._sharing = sharing(source)
@@ -91,7 +93,7 @@ class Results:
             return None  # the check of the graph refuses it
         there, link = layouts.standing_for(common[place].node), common[place]
         memory = memory_of(there)
-        fresh = chains[0][0].below is None and chains[0][0].node.op != "placeholder"
+        fresh = common[0].node.op != "placeholder"
         taken = fresh and (memory.op == "placeholder" or memory in held)
         with self._source.inserting_before(_behind(there)):
             kept = not taken and same_strides(there.meta["val"], link.val)
@@ -120,8 +122,8 @@ class Results:
 
 
 def _only_shows(node: fx.Node) -> bool:
-    """Whether a node is a view or a copy of another, no result of a rewrite."""
-    if node.target is operator.getitem:
+    """Whether a node is a view or a copy of another, no result of a rewrite, and changes nothing."""
+    if node.target is operator.getitem or is_write(node):
         return False
     return shown(node) is not None or is_contiguous_copy(node.target, node.kwargs)
 
