@@ -1,14 +1,11 @@
-"""Every private API of torch that the project needs, in this one place; all of it checked against torch 2.13.0."""
+"""The private APIs of torch that the project needs, but for Inductor's; all of them checked against torch 2.13.0."""
 
 # pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-import copy
 import math
-import os
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -183,77 +180,6 @@ def trace(
 
     with mode, preserve_node_meta(), torch.no_grad():
         return make_fx(run, decomposition_table=dict(decompositions), tracing_mode="real")(*values)
-
-
-def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`gm` compiled for inference by Inductor with its own decompositions; the result takes its inputs one by one.
-
-    Handing decompositions to `compile_fx` would turn off Inductor's cache of compiled graphs: they cannot be pickled
-    into its key. `compile_fx` owns and changes what it is given, hence the copy.
-    Private: `torch._inductor.compile_fx.compile_fx`.
-    """
-    from torch._inductor.compile_fx import compile_fx
-
-    owned = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    with torch.no_grad():
-        run: Any = compile_fx(owned, list(example_inputs), config_patches=_without_attention_patterns())
-    return run
-
-
-def _without_attention_patterns() -> dict[str, Any]:
-    """Configuration of one compilation by Inductor, in which none of its attention patterns is found.
-
-    torch 2.13 takes `softmax(dim=-2)` between two products for scaled_dot_product_attention, whose softmax is over the
-    last dim: results are wrong by half (pytorch #195320). All these patterns, and no others, hold the exp of a softmax:
-    it is another operator while patterns are looked for. Inductor's configuration is one of each thread.
-    Private: `torch._inductor.config.joint_custom_pre_pass`, `.joint_custom_post_pass`.
-    """
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import get_custom_graph_passes
-
-    plain, hidden = aten.exp.default, torch.ops.prims.exp.default
-    given: Any = config
-    return {
-        "joint_custom_pre_pass": (*get_custom_graph_passes(given.joint_custom_pre_pass), _renaming(plain, hidden)),
-        "joint_custom_post_pass": (_renaming(hidden, plain), *get_custom_graph_passes(given.joint_custom_post_pass)),
-    }
-
-
-def _renaming(old: OpOverload, new: OpOverload) -> Any:
-    """A pass of Inductor that calls `new` wherever `old` is called; its name is part of the key of Inductor's cache.
-
-    Private: `torch._inductor.custom_graph_pass.CustomGraphPass`.
-    """
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    class Renaming(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            for node in graph.find_nodes(op="call_function", target=old):
-                node.target = new
-
-        def uuid(self) -> str:
-            return f"cann_fusion: {old} as {new}"
-
-    return Renaming()
-
-
-def inductor_can_build(device_type: str) -> bool:
-    """Whether Inductor finds the compiler that it needs for `device_type`: C++ for "cpu", Triton for the others.
-
-    Private: `torch._inductor.cpp_builder.get_cpp_compiler`, `torch.utils._triton.has_triton`.
-    """
-    if device_type != "cpu":
-        from torch.utils._triton import has_triton
-
-        return has_triton()
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return False
-    return os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
 
 
 def fresh_fake_mode(kind: type[Mode] = FakeTensorMode) -> Mode:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion._torch import Boxed, boxed, inductor_can_build, inductor_compile, tracing_apart
+from fusion._inductor import inductor_can_build, inductor_compile
+from fusion._torch import Boxed, boxed, tracing_apart
 from fusion.routes.expand import Table
 from fusion.routes.inline import inline
 

@@ -67,16 +67,15 @@ class Results:
         for number, memory in enumerate(self._sharing):
             if isinstance(self._chains[number][-1].val, torch.Tensor):
                 groups.setdefault(memory, []).append(number)
-        now = sharing(self._source)
-        wrong = {memory for memory, group in groups.items() if not self._is_as_it_was(memory, group, now)}
-        returned = outputs(self._source)
+        now, returned = sharing(self._source), outputs(self._source)
+        wrong = {
+            memory
+            for memory, group in groups.items()
+            if not all(now[each] == memory and self._lies_well(each, returned[each].meta["val"]) for each in group)
+        }
         held = {memory_of(returned[number]) for memory in groups.keys() - wrong for number in groups[memory]}
         copies = [self._restored(groups[memory], layouts, held) for memory in groups if memory in wrong]
         return [node for node in copies if node is not None]
-
-    def _is_as_it_was(self, memory: str, group: Sequence[int], now: Sequence[str]) -> bool:
-        returned = outputs(self._source)
-        return all(now[each] == memory and self._lies_well(each, returned[each].meta["val"]) for each in group)
 
     def _lies_well(self, number: int, now: torch.Tensor) -> bool:
         """Whether a result lies as in the captured graph, or as when the model runs without a compiler."""
@@ -99,8 +98,7 @@ class Results:
             kept = not taken and same_strides(there.meta["val"], link.val)
             new = there if kept else layouts.laid(there, link.val, copied=taken)
         views, returned = {link.node: new}, outputs(self._source)
-        order = {node: number for number, node in enumerate(self._source.nodes)}
-        last = max((new, *(returned[number] for number in group)), key=order.__getitem__)  # no write comes between
+        last = max(new, *(returned[number] for number in group))  # behind it, so that no write comes between
         with self._source.inserting_before(_behind(last)):
             for each in (each for chain in chains for each in chain[place + 1 :]):
                 if each.node not in views:

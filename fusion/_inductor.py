@@ -1,0 +1,136 @@
+"""The private APIs of Inductor that the project needs, and what keeps its errors from our graphs; torch 2.13.0."""
+
+# pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import copy
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion.mutation import memory_of, outputs, shown, written_by
+
+aten = torch.ops.aten
+_REINPLACED = {"index_put", "_unsafe_index_put", "slice_scatter", "select_scatter", "diagonal_scatter"}
+
+
+def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`gm` compiled for inference by Inductor with its own decompositions; the result takes its inputs one by one.
+
+    Handing decompositions to `compile_fx` would turn off Inductor's cache of compiled graphs: they cannot be pickled
+    into its key. `compile_fx` owns and changes what it is given, hence the copy.
+    Private: `torch._inductor.compile_fx.compile_fx`.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    owned = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    with torch.no_grad():
+        run: Any = compile_fx(owned, list(example_inputs), config_patches=_passes())
+    return run
+
+
+def _passes() -> dict[str, Any]:
+    """Configuration of one compilation by Inductor: the passes of the user, and within or behind them ours.
+
+    Inductor's configuration is one of each thread.
+    Private: `torch._inductor.config.joint_custom_pre_pass`, `.joint_custom_post_pass`, `.post_grad_custom_post_pass`.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import get_custom_graph_passes
+
+    given: Any = config
+    first, last = _graph_pass("exp hidden", _hide_exp), _graph_pass("exp shown", _show_exp)
+    return {
+        "joint_custom_pre_pass": (*get_custom_graph_passes(given.joint_custom_pre_pass), first),
+        "joint_custom_post_pass": (last, *get_custom_graph_passes(given.joint_custom_post_pass)),
+        "post_grad_custom_post_pass": (
+            *get_custom_graph_passes(given.post_grad_custom_post_pass),
+            _graph_pass("results copied", copy_results),
+        ),
+    }
+
+
+def _graph_pass(name: str, change: Callable[[fx.Graph], None]) -> Any:
+    """A pass of Inductor that changes a graph; its name is part of the key of Inductor's cache.
+
+    Private: `torch._inductor.custom_graph_pass.CustomGraphPass`.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            change(graph)
+
+        def uuid(self) -> str:
+            return f"cann_fusion: {name}"
+
+    return Pass()
+
+
+def _hide_exp(graph: fx.Graph) -> None:
+    """Keep Inductor's attention patterns from a graph: all of them, and no others, hold the exp of a softmax.
+
+    torch 2.13 takes `softmax(dim=-2)` between two products for scaled_dot_product_attention, whose softmax is over the
+    last dim: results are wrong by half (pytorch #195320). So exp is another operator while patterns are looked for.
+    """
+    _rename(graph, aten.exp.default, torch.ops.prims.exp.default)
+
+
+def _show_exp(graph: fx.Graph) -> None:
+    _rename(graph, torch.ops.prims.exp.default, aten.exp.default)
+
+
+def _rename(graph: fx.Graph, old: Any, new: Any) -> None:
+    for node in graph.find_nodes(op="call_function", target=old):
+        node.target = new
+
+
+def copy_results(graph: fx.Graph) -> None:
+    """Copy what a graph returns of memory that Inductor could take for an input's.
+
+    For `y = k.index_copy(..); k.copy_(y); return y`, torch 2.13 writes into `k` and returns `k` itself: a later write
+    to it shows in the result (pytorch #198096 is of this kind). It takes a clone of the user's away before, and looks
+    for what it can write in place after this pass, so that a clone made here stays.
+    """
+    for memory in dict.fromkeys(map(memory_of, outputs(graph))):
+        if _may_become_input(memory):
+            with graph.inserting_after(memory):
+                fresh = graph.call_function(aten.clone.default, (memory,))
+            fresh.meta["val"] = memory.meta["val"].clone()
+            memory.replace_all_uses_with(fresh, lambda user, of=memory: user.op == "output" or shown(user) is of)
+
+
+def _may_become_input(memory: fx.Node) -> bool:
+    """Whether memory is made by writes over an input that the graph writes to anyway."""
+    is_fresh = memory.op == "call_function"
+    while _is_reinplaced(memory):
+        memory = memory_of(memory.args[0])  # pyright: ignore[reportArgumentType]
+    return is_fresh and memory.op == "placeholder" and any(memory in written_by(user) for user in memory.users)
+
+
+def _is_reinplaced(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "").split(".")[0] in _REINPLACED
+
+
+def inductor_can_build(device_type: str) -> bool:
+    """Whether Inductor finds the compiler that it needs for `device_type`: C++ for "cpu", Triton for the others.
+
+    Private: `torch._inductor.cpp_builder.get_cpp_compiler`, `torch.utils._triton.has_triton`.
+    """
+    if device_type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return has_triton()
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h"))
