@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusion import FusionPass, explain
 from fusion.mutation import memory_of, outputs, sharing
-from tests.engine.graphs import fused, norm, numbers, rotate, traced
+from tests.engine.graphs import fused, memory, norm, numbers, rotate, traced
 
 X, COS, SIN = numbers(2, 8, 256), numbers(8, 64, seed=1), numbers(8, 64, seed=2)
 Y, W = numbers(4, 64, seed=3), numbers(64, seed=4)
@@ -138,12 +138,6 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
 }
 
 
-def memory(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[int]:
-    """For each tensor the first that has its memory."""
-    pointers = [each.untyped_storage().data_ptr() for each in (*inputs, *results)]
-    return [pointers.index(each) for each in pointers]
-
-
 def copies(args: Sequence[Tensor]) -> list[Tensor]:
     return [each if isinstance(each, torch.nn.Parameter) else each.clone() for each in args]
 
@@ -164,7 +158,7 @@ def compare(function: Callable[..., Any], args: Sequence[Tensor], **options: Any
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     lies = telling if options["lower"] == "inductor" else Tensor.stride
     assert list(map(lies, have)) == list(map(lies, want))
-    assert memory(have, mine) == memory(want, plain)
+    assert memory(*mine, *have) == memory(*plain, *want)
 
 
 @pytest.mark.parametrize("target", ["host", "ascend910_93"])

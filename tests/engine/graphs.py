@@ -110,3 +110,9 @@ class Build:
         self.graph.lint()
         assert not outcome.failures, outcome.failures
         return outcome
+
+
+def memory(*tensors: Tensor) -> list[int]:
+    """For each tensor the first that has its memory."""
+    pointers = [each.untyped_storage().data_ptr() for each in tensors]
+    return [pointers.index(each) for each in pointers]
