@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, TypeVar
@@ -375,6 +375,14 @@ class FakesMode(TorchDispatchMode):
         return False
 
 
+def without_view_tracking() -> AbstractContextManager[None]:
+    """Views do not remember what they are of, so that one tensor may be the result of several calls.
+
+    Private: `torch._C._ExcludeDispatchKeyGuard`.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+
+
 def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a function gives on fake tensors: an operator by its Meta kernel, if that is all that fake mode would run.
 
@@ -385,7 +393,7 @@ def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
         return args[0].fake_device
     if not _is_meta_enough(func) or kwargs.get("device") is not None:
         return func(*args, **kwargs)
-    given = [*leaves(args), *leaves(kwargs.values())]
+    given = leaves(args, kwargs)
     mode = next((each.fake_mode for each in given if isinstance(each, FakeTensor)), None)
     if mode is None or not all(map(_is_known, given)):
         return func(*args, **kwargs)
@@ -394,9 +402,7 @@ def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
             device = _common_device(func, given)
             with in_kernel_invocation_manager(mode), torch._C._DisablePythonDispatcher():
                 result = func(*args, **kwargs)
-            if isinstance(result, torch.Tensor):
-                return FakeTensor(mode, result, device)
-            return tree_map_only(torch.Tensor, lambda each: FakeTensor(mode, each, device), result)
+            return map_only(torch.Tensor, lambda each: FakeTensor(mode, each, device), result)
     except Exception:  # fake mode says why
         return func(*args, **kwargs)
 
@@ -406,16 +412,32 @@ def _common_device(func: Any, given: Sequence[Any]) -> torch.device:
     return devices.pop() if len(devices) == 1 else FakeTensor._find_common_device(func, given)[0]
 
 
-def leaves(arguments: Iterable[Any]) -> Iterator[Any]:
-    """What stands in arguments of an operator, which are at most lists: quicker than a walk through any tree."""
+def leaves(*arguments: Any) -> list[Any]:
+    """What stands in arguments or results of calls, in lists, tuples and mappings: quicker than torch's trees."""
+    found: list[Any] = []
     for each in arguments:
         if isinstance(each, (list, tuple)):
-            yield from leaves(each)
+            found.extend(leaves(*each))
+        elif isinstance(each, dict):
+            found.extend(leaves(*each.values()))
         else:
-            yield each
+            found.append(each)
+    return found
+
+
+def map_only(kinds: type | tuple[type, ...], change: Callable[[Any], Any], argument: Any) -> Any:
+    """Arguments or results of calls with those of their `leaves` changed that are of some kinds."""
+    if isinstance(argument, tuple):
+        return tuple([map_only(kinds, change, each) for each in argument])
+    if isinstance(argument, list):
+        return [map_only(kinds, change, each) for each in argument]
+    if isinstance(argument, dict):
+        return {name: map_only(kinds, change, each) for name, each in argument.items()}
+    return change(argument) if isinstance(argument, kinds) else argument
 
 
 _SPECIAL_FOR_SYMBOLS = (aten.view.default, aten._unsafe_view.default, aten.select.int, aten.slice.Tensor)
+"""Views whose Meta kernels do not know symbolic sizes: for them alone fake mode has its own ways."""
 
 
 @cache
@@ -427,7 +449,9 @@ def _is_meta_enough(func: Callable[..., Any]) -> bool:
         return False
     if func._schema.is_mutable or not has_meta(func):
         return False
-    if func not in _SPECIAL_FOR_SYMBOLS and any(check(func) for check, _ in op_implementations_checks):
+    if func in _SPECIAL_FOR_SYMBOLS:
+        return True
+    if any(check(func) for check, _ in op_implementations_checks):
         return False
     by_meta = func in meta_table or func in FakeTensorMode._cpp_meta_supports_symint or torch.Tag.view_copy in func.tags
     decomposed = func in decomposition_table and torch_decomp_decompositions(func)

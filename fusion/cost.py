@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, count, hint, schema_of, tree_leaves
+from fusion._torch import OpOverload, count, hint, leaves, schema_of
 from fusion.mutation import is_write, reserves
 from fusion.target import Target
 
@@ -46,7 +46,7 @@ def is_contiguous_copy(target: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def is_data(val: Any) -> bool:
     """Whether a result holds floating-point or quantised numbers (not positions, masks or counts)."""
-    tensors = (each for each in tree_leaves(val) if isinstance(each, torch.Tensor))
+    tensors = (each for each in leaves(val) if isinstance(each, torch.Tensor))
     return any(each.is_floating_point() or each.is_complex() or each.dtype == torch.int8 for each in tensors)
 
 
@@ -79,7 +79,7 @@ def call_cost(
     kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
     if isinstance(result, torch.Tensor) and result.is_complex():
         kernels *= _COMPLEX
-    moved = between + sum(_bytes(each) for each in tree_leaves((list(inputs), result)))
+    moved = between + sum(_bytes(each) for each in leaves(*inputs, result))
     return kernels * machine.launch + max(moved / machine.bandwidth, flops / machine.compute)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from fusion import operators
-from fusion._torch import FakeTensor, OpOverload, fake_tensor, refill, tree_map_only
+from fusion._torch import FakeTensor, OpOverload, fake_tensor, map_only, refill
 from fusion.facts import Facts
 from fusion.language import Library
 from fusion.language.code import is_of_its_module, loaded, names_of
@@ -236,7 +236,7 @@ def _call(node: fx.Node, numbers: Numbers) -> list[Any]:
     if node.op not in ("call_function", "placeholder", "output"):
         raise UnwrittenError
     target = written(node.target) if isinstance(node.target, OpOverload) else _name(node)
-    args, kwargs = tree_map_only(fx.Node, lambda each: Output(numbers[each], None), (node.args, dict(node.kwargs)))
+    args, kwargs = map_only(fx.Node, lambda each: Output(numbers[each], None), (node.args, node.kwargs))
     return [node.op, target, written(args), written(kwargs)]
 
 
@@ -247,7 +247,7 @@ def _called(op: str, target: Any) -> Any:
 
 
 def _argument(text: Any, given: Mapping[int, fx.Node], make: Maker) -> Any:
-    return tree_map_only(Output, lambda each: given[each.step], read(text, make))
+    return map_only(Output, lambda each: given[each.step], read(text, make))
 
 
 def _recipe(prepared: Prepared) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fusion._torch import FakeTensor, FakeTensorMode, higher_order, in_fake_mode, tree_map_only
+from fusion._torch import FakeTensor, FakeTensorMode, higher_order, in_fake_mode, map_only
 from fusion.errors import FusionError
 
 MOST = 2**16
@@ -43,7 +43,7 @@ class Guesses(FakeTensorMode):
             self._note()
             return True
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
-        return tree_map_only((FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool), self._settled, result)
+        return map_only((FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool), self._settled, result)
 
     def _settled(self, result: Any) -> Any:
         if isinstance(result, FakeTensor):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from fusion._torch import OpOverload, count, schema_of, tree_leaves
+from fusion._torch import OpOverload, count, leaves, schema_of
 
 _RESERVING = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _UNDECLARED = {"aten::_unsafe_view", "prims::view_of"}  # views whose schema does not say so
@@ -33,7 +33,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     declared = schema_of(target).arguments
     given = _given(target, node.args, node.kwargs)
     written = [given.get(each.name) for each in declared if each.alias_info is not None and each.alias_info.is_write]
-    return [each for each in tree_leaves(written) if isinstance(each, fx.Node)]
+    return [each for each in leaves(written) if isinstance(each, fx.Node)]
 
 
 def closing_writes(source: fx.Graph) -> set[fx.Node]:
@@ -111,7 +111,7 @@ def is_copy_unseen(copy: fx.Node, source: fx.Node) -> bool:
 
 def outputs(source: fx.Graph) -> list[fx.Node]:
     """The results of a graph that nodes give, in order, each as often as it is returned."""
-    return [each for each in tree_leaves(source.output_node().args) if isinstance(each, fx.Node)]
+    return [each for each in leaves(source.output_node().args) if isinstance(each, fx.Node)]
 
 
 def sharing(source: fx.Graph) -> tuple[str, ...]:

@@ -19,10 +19,10 @@ from fusion._torch import (
     fake_like,
     fake_tensor,
     leaves,
+    map_only,
     run_on_fakes,
     schema_of,
-    tree_leaves,
-    tree_map_only,
+    without_view_tracking,
 )
 from fusion.cost import is_data, is_view
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
@@ -32,11 +32,15 @@ from fusion.records import Input, Output, Step
 
 
 class Recorder(FakesMode):
-    """Records every operator that runs inside it, with tensors as references."""
+    """Records every operator that runs inside it, with tensors as references.
 
-    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
+    `ran` is what calls gave to earlier recordings, which ask the same of the same fakes again.
+    """
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor], ran: Ran) -> None:
         super().__init__()
         self.steps: list[Step] = []
+        self._ran = ran
         self._names: dict[int, Input | Output] = {id(tensor): Input(name) for name, tensor in inputs.items()}
         self._kept: list[Any] = list(inputs.values())  # an identity is unique only while its tensor lives
 
@@ -45,8 +49,8 @@ class Recorder(FakesMode):
     ) -> Any:
         """Run the operator and record it."""
         named = dict(kwargs or {})
-        result = run_on_fakes(func, args, named)
-        if not any(isinstance(each, torch.Tensor) for each in leaves((result,))):
+        result = self._result(func, args, named)
+        if not any(isinstance(each, torch.Tensor) for each in leaves(result)):
             return result  # a size or a device: known, nothing to replay
         number = len(self.steps)
         self._kept.append(result)
@@ -56,6 +60,16 @@ class Recorder(FakesMode):
                 self._names.setdefault(id(tensor), Output(number, item if several else None))
         named = {name: self._named(each) for name, each in named.items()}
         self.steps.append(Step(func, tuple(map(self._named, _completed(func, args))), named, result))
+        return result
+
+    def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives; of two equal ones in this recording each its own."""
+        call = func, _told(args), _told(kwargs)
+        if call in self._ran and not any(id(each) in self._names for each in leaves(self._ran[call][1])):
+            return self._ran[call][1]
+        result = run_on_fakes(func, args, kwargs)
+        if not schema_of(func).is_mutable:
+            self._ran[call] = (args, kwargs), result
         return result
 
     def _named(self, argument: Any) -> Any:
@@ -74,9 +88,28 @@ class Recorder(FakesMode):
         return self._names[id(tensor)]
 
 
+Ran = dict[Hashable, tuple[Any, Any]]
+"""Calls on fakes by operator and arguments: the arguments, whose identities are unique only while they live; result."""
+
+
+def _told(argument: Any) -> Hashable:
+    """An argument as one of the same call: tensors are themselves, and no others that look like them."""
+    match argument:
+        case torch.Tensor():
+            return id(argument)
+        case list() | tuple():
+            return tuple(map(_told, argument))
+        case dict():
+            return tuple((name, _told(each)) for name, each in argument.items())
+        case _:
+            return frozen(argument)
+
+
 def frozen(argument: Any) -> Hashable:
     """What a call depends on, to compare and to keep: of tensors how they look, of numbers their type and sign too."""
     match argument:
+        case int() | str() | fx.Node() | None:
+            return type(argument), argument
         case torch.Tensor():
             return dims_of(argument.shape), dims_of(argument.stride()), argument.dtype, argument.device
         case list() | tuple():
@@ -103,7 +136,7 @@ def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def touches_data(step: Step, inputs: Mapping[str, torch.Tensor]) -> bool:
     """Whether a call makes or reads floating-point or quantised numbers; arithmetic on positions is bookkeeping."""
-    read = [inputs[each.name] for each in tree_leaves((step.args, dict(step.kwargs))) if isinstance(each, Input)]
+    read = [inputs[each.name] for each in leaves(step.args, step.kwargs) if isinstance(each, Input)]
     return is_data(step.result) or any(map(is_data, read))
 
 
@@ -117,6 +150,7 @@ class Fakes:
         self._known: dict[Value, torch.Tensor] = {}
         self._launches: dict[Value, int] = {}
         self._runs: dict[Any, tuple[Any, Exception | None]] = {}
+        self._ran: Ran = {}
         sizes = [size for val in vals for size in (val.shape if isinstance(val, torch.Tensor) else (val,))]
         self._symbols: dict[Any, torch.SymInt] = {
             dim_of(size): size for size in reversed(sizes) if isinstance(size, torch.SymInt)
@@ -170,8 +204,8 @@ class Fakes:
         """Run `function` of `inputs` on fakes; return what it called and its result."""
         firsts = {id(each): name for name, each in reversed([*inputs.items()])}
         apart = {name: each if firsts[id(each)] == name else each.detach() for name, each in inputs.items()}
-        recorder = Recorder(apart)
-        with self._mode, torch.no_grad(), recorder:
+        recorder = Recorder(apart, self._ran)
+        with self._mode, torch.no_grad(), without_view_tracking(), recorder:
             return recorder, function(apart)
 
     def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
@@ -195,7 +229,7 @@ class Fakes:
 
     def like(self, val: Any) -> Any:
         """Fresh fakes with the metadata of `val`: nodes that shared a fake would look like aliases of each other."""
-        return tree_map_only(torch.Tensor, fake_like, val)
+        return map_only(torch.Tensor, fake_like, val)
 
 
 class SizeNodes:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import OpOverload, is_traceable_wrapper_subclass, tree_leaves
+from fusion._torch import OpOverload, is_traceable_wrapper_subclass, leaves
 from fusion.cost import is_view
 from fusion.graph import dims_of
 from fusion.mutation import is_write, is_written
@@ -64,7 +64,7 @@ def _mark(tensor: torch.Tensor) -> Mark:
 
 def _is_repeatable(node: fx.Node) -> bool:
     """Whether a call gives the same tensors, of fixed shapes, each time that its inputs are the same."""
-    results = tree_leaves(node.meta.get("val"))
+    results = leaves(node.meta.get("val"))
     if not results or not all(isinstance(each, torch.Tensor) and _is_fixed(each) for each in results):
         return False
     if node.target is operator.getitem:

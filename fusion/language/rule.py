@@ -153,6 +153,11 @@ class Example:
     instead: str = ""
 
 
+@cache
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
 @dataclass(frozen=True)
 class Rule:
     """One fused concept. Subclasses are frozen, without state, and answer four questions in this order.
@@ -165,7 +170,7 @@ class Rule:
     @property
     def name(self) -> str:
         """The semantic op that a match of this rule reads as: the class name in snake case."""
-        return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
+        return _snake_case(type(self).__name__)
 
     def guard(self) -> None:
         """Refuse a match with `require`; takes any of the captures by name."""

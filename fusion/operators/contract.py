@@ -51,6 +51,9 @@ class Limit:
         return kept if applies or kept else None
 
 
+_HAS_ELEMENTS = Limit("size > 0")
+
+
 def only(names: Iterable[str], when: str, because: str = "") -> tuple[Limit, ...]:
     """These arguments are there exactly where `when` holds."""
     there = (Limit(f"given({name})", when=when) for name in names)
@@ -170,7 +173,11 @@ class Operator:
 
     def work(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         """The `flops` of a call, 0 where there are none."""
-        return 0.0 if self.flops is None else calling.by_name(self.flops)(self.bind(args, kwargs))
+        return self._flops(self.bind(args, kwargs))
+
+    @cached_property
+    def _flops(self) -> Callable[..., float]:
+        return calling.by_name(self.flops or (lambda: 0.0))
 
     def overload(self) -> OpOverload:
         """The dispatcher's operator; `OperatorError` before `ensure()` has registered it."""
@@ -280,7 +287,7 @@ def _empty_refusal(op: Operator, bound: named_dims.Bound) -> str | None:
     """No kernel is documented for empty tensors, and a softmax over no key is not decomposed."""
     for name, found in bound.items():
         sizes = () if name in op.empty else found if isinstance(found, tuple) else (found,)
-        if any(Limit("size > 0").verdict({"size": each}) is False for each in sizes):
+        if any(_HAS_ELEMENTS.verdict({"size": each}) is False for each in sizes):
             return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={found})"
     return None
 

@@ -24,9 +24,9 @@ def _is_nothing(size: Any) -> bool:
     return isinstance(size, int) and size == 0
 
 
-FUNCTIONS = ("size", "shape", "rank", "dtype", "itemsize", "length", "given")
-
 Decide = Callable[["bool | torch.SymBool"], "bool | None"]
+_Test = Callable[[Mapping[str, Any], Decide], "bool | None"]
+_Term = Callable[[Mapping[str, Any]], Any]
 
 _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -64,18 +64,18 @@ def _check(node: ast.AST, text: str) -> None:
         raise OperatorError(f"reading the limit {text!r}: {type(node).__name__} is not part of the grammar of limits")
     if not isinstance(node, ast.Call):
         return
-    known = isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and not node.keywords
+    known = isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
     if not known or not node.args or not isinstance(node.args[0], ast.Name):
         raise OperatorError(
             f"reading the limit {text!r}: `{ast.unparse(node)}` is not a call that limits know; "
-            f"write one of {', '.join(FUNCTIONS)} with an argument's name"
+            f"write one of {', '.join(_FUNCTIONS)} with an argument's name"
         )
 
 
 @cache
 def names(text: str) -> frozenset[str]:
     """Dims and arguments that `text` speaks of."""
-    return frozenset(node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)) - set(FUNCTIONS)
+    return frozenset(node.id for node in ast.walk(parse(text)) if isinstance(node, ast.Name)) - set(_FUNCTIONS)
 
 
 def holds(text: str, values: Mapping[str, Any], decide: Decide | None = None) -> bool | None:
@@ -83,11 +83,13 @@ def holds(text: str, values: Mapping[str, Any], decide: Decide | None = None) ->
 
     `decide` settles one comparison of symbolic sizes: `proven` (the default), `hinted` or `guarded`.
     """
-    return _truth(parse(text), values, decide or proven)
+    return _whole(text)(values, decide or proven)
 
 
 def proven(condition: bool | torch.SymBool) -> bool | None:
     """What is true whatever the sizes are."""
+    if isinstance(condition, bool):
+        return condition
     if known_true(condition):
         return True
     if known_true(torch.sym_not(condition)):
@@ -114,7 +116,7 @@ def facts(text: str, values: Mapping[str, Any]) -> str:
     seen: dict[str, Any] = {}
     for node in _terms(parse(text)):
         if all(name in values for name in names(ast.unparse(node))):  # a dim of another layout has no size here
-            seen[ast.unparse(node)] = _value(node, values)
+            seen[ast.unparse(node)] = _term(node)(values)
     return ", ".join(f"{term}={value}" for term, value in seen.items())
 
 
@@ -126,34 +128,50 @@ def _terms(node: ast.AST) -> Iterable[ast.expr]:
         yield from _terms(child)
 
 
-def _truth(node: ast.expr, values: Mapping[str, Any], decide: Decide) -> bool | None:
+@cache
+def _whole(text: str) -> _Test:
+    """A limit as a function: a compilation asks each of them many times."""
+    return _test(parse(text))
+
+
+def _test(node: ast.expr) -> _Test:
     match node:
         case ast.BoolOp(op=ast.And()):
-            return _every(_truth(value, values, decide) for value in node.values)
+            terms = [*map(_test, node.values)]
+            return lambda values, decide: _every(term(values, decide) for term in terms)
         case ast.BoolOp():
-            return _negated(_every(_negated(_truth(value, values, decide)) for value in node.values))
+            terms = [*map(_test, node.values)]
+            return lambda values, decide: _negated(_every(_negated(term(values, decide)) for term in terms))
         case ast.UnaryOp(op=ast.Not()):
-            return _negated(_truth(node.operand, values, decide))
+            term = _test(node.operand)
+            return lambda values, decide: _negated(term(values, decide))
         case ast.Compare():
-            pairs = zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
-            return _every(_compared(left, op, right, values, decide) for left, op, right in pairs)
+            sides = [node.left, *node.comparators]
+            pairs = [*map(_comparison, sides[:-1], node.ops, sides[1:])]
+            return lambda values, decide: _every(pair(values, decide) for pair in pairs)
         case _:
-            return decide(_value(node, values))
+            value = _term(node)
+            return lambda values, decide: decide(value(values))
 
 
-def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, values: Mapping[str, Any], decide: Decide) -> bool | None:
-    a, b = _value(left, values), _value(right, values)
+def _comparison(left: ast.expr, op: ast.cmpop, right: ast.expr) -> _Test:
+    a, b = _term(left), _term(right)
     match op:
         case ast.Eq():
-            return same(a, b, decide)
+            return lambda values, decide: same(a(values), b(values), decide)
         case ast.NotEq():
-            return _negated(same(a, b, decide))
+            return lambda values, decide: _negated(same(a(values), b(values), decide))
         case ast.In():
-            return _negated(_every(_negated(same(a, item, decide)) for item in b))
+            return lambda values, decide: _negated(_is_none_of(a(values), b(values), decide))
         case ast.NotIn():
-            return _every(_negated(same(a, item, decide)) for item in b)
+            return lambda values, decide: _is_none_of(a(values), b(values), decide)
         case _:
-            return decide(_ORDER[type(op)](a, b))
+            order = _ORDER[type(op)]
+            return lambda values, decide: decide(order(a(values), b(values)))
+
+
+def _is_none_of(a: Any, several: Iterable[Any], decide: Decide) -> bool | None:
+    return _every(_negated(same(a, each, decide)) for each in several)
 
 
 def same(a: Any, b: Any, decide: Decide = proven) -> bool | None:
@@ -169,40 +187,41 @@ def tensors(value: Any) -> tuple[torch.Tensor, ...]:
     return tuple(each for each in several if isinstance(each, torch.Tensor))
 
 
-def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+def _term(node: ast.expr) -> _Term:
     match node:
-        case ast.Constant():
-            return node.value
+        case ast.Constant(value=value):
+            return lambda values: value
         case ast.Tuple():
-            return tuple(_value(item, values) for item in node.elts)
+            items = [*map(_term, node.elts)]
+            return lambda values: tuple(item(values) for item in items)
         case ast.UnaryOp(op=ast.USub()):
-            return -_value(node.operand, values)
+            operand = _term(node.operand)
+            return lambda values: -operand(values)
         case ast.BinOp():
-            return _ARITHMETIC[type(node.op)](_value(node.left, values), _value(node.right, values))
+            join, left, right = _ARITHMETIC[type(node.op)], _term(node.left), _term(node.right)
+            return lambda values: join(left(values), right(values))
         case ast.Call(func=ast.Name(id=function), args=[ast.Name(id=argument), *rest]):
-            return _called(function, values[argument], [_value(item, values) for item in rest])
-        case ast.Name():
-            return values[node.id]
+            ask, others = _FUNCTIONS[function], [*map(_term, rest)]
+            return lambda values: ask(values[argument], *(other(values) for other in others))
+        case ast.Name(id=name):
+            return lambda values: values[name]
         case _:
-            raise OperatorError(f"evaluating a limit: `{ast.unparse(node)}` has no value; write it as a comparison")
+            raise OperatorError(f"reading a limit: `{ast.unparse(node)}` has no value; write it as a comparison")
 
 
-def _called(function: str, value: Any, rest: list[Any]) -> Any:
-    match function:
-        case "size":
-            return value.shape[rest[0]]
-        case "shape":
-            return tuple(value.shape)
-        case "rank":
-            return value.ndim
-        case "dtype":
-            return ", ".join(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in tensors(value)))
-        case "itemsize":
-            return value.dtype.itemsize
-        case "length":
-            return len(value) if isinstance(value, list | tuple) else value.shape[0]
-        case _:
-            return value is not None
+def _dtype(value: Any) -> str:
+    return ", ".join(dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in tensors(value)))
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "size": lambda value, dim: value.shape[dim],
+    "shape": lambda value: tuple(value.shape),
+    "rank": lambda value: value.ndim,
+    "dtype": _dtype,
+    "itemsize": lambda value: value.dtype.itemsize,
+    "length": lambda value: len(value) if isinstance(value, list | tuple) else value.shape[0],
+    "given": lambda value: value is not None,
+}
 
 
 def _every(truths: Iterable[bool | None]) -> bool | None:

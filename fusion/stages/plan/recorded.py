@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusion._torch import tree_leaves, tree_map_only
+from fusion._torch import leaves, map_only
 from fusion.cost import aten_flops, call_cost, is_data, is_view
 from fusion.errors import Failure
 from fusion.failures import failure, raised
@@ -227,7 +227,7 @@ class _Run:
 
     def arguments(self, step: Step) -> tuple[Any, Any]:
         """What a step is called with."""
-        return tree_map_only((Input, Output), self.lookup, (step.args, dict(step.kwargs)))
+        return map_only((Input, Output), self.lookup, (step.args, step.kwargs))
 
     def flops(self, step: Step) -> float:
         """The arithmetic of a step."""
@@ -238,7 +238,7 @@ class _Run:
 
 
 def _references(step: Step) -> list[Input | Output]:
-    return [each for each in tree_leaves((step.args, dict(step.kwargs))) if isinstance(each, Input | Output)]
+    return [each for each in leaves(step.args, step.kwargs) if isinstance(each, Input | Output)]
 
 
 def _names(reference: Input | Output, sources: Sequence[frozenset[str]]) -> frozenset[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import tree_leaves, tree_map_only
+from fusion._torch import leaves, map_only
 from fusion.cost import is_contiguous_copy
 from fusion.graph import Graph, Value
 from fusion.graph.recipe import build
@@ -131,7 +131,7 @@ class _Editor:
             return self._call(operator.getitem, (node, reference.item), {}, node.meta["val"][reference.item])
 
         for step in steps:
-            args, kwargs = tree_map_only((Input, Output, torch.SymInt), at, (step.args, dict(step.kwargs)))
+            args, kwargs = map_only((Input, Output, torch.SymInt), at, (step.args, step.kwargs))
             nodes.append(self._call(step.target, args, kwargs, step.result))
         return [at(each) for each in results]
 
@@ -142,7 +142,7 @@ class _Editor:
         if known is not None:
             self._layouts.planned(known, val)
             return known
-        moved = any(each in self._layouts for each in tree_leaves((args, kwargs)) if isinstance(each, fx.Node))
+        moved = any(each in self._layouts for each in leaves(args, kwargs) if isinstance(each, fx.Node))
         args, now = self._layouts.run(target, args, kwargs) if moved else (args, val)
         node = self._source.call_function(target, args, kwargs)
         node.meta["val"] = self._fakes.like(now)

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import hint, tree_leaves
+from fusion._torch import hint, leaves
 from fusion.cost import is_contiguous_copy
 from fusion.errors import VerificationError
 from fusion.graph import Dim, but_ones, dims_of, is_dense
@@ -164,7 +164,7 @@ class Layouts:
 
 def same_strides(old: Any, new: Any) -> bool:
     """Whether tensors, or those of a tuple, have equal strides."""
-    pairs = zip(tree_leaves(old), tree_leaves(new), strict=True)
+    pairs = zip(leaves(old), leaves(new), strict=True)
     return all(dims_of(a.stride()) == dims_of(b.stride()) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
