@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -53,21 +54,30 @@ def shown(node: fx.Node) -> fx.Node | None:
 
 def aliased(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0) -> Any:
     """The argument of a call whose memory result `number` is, by the operator's schema; None for memory of its own."""
-    if not isinstance(target, OpOverload) or not schema_of(target).returns:
+    if not isinstance(target, OpOverload):
         return None
+    for place, name in _may_alias(target, number):
+        given = args[place] if place < len(args) else kwargs.get(name)
+        if given is not None:
+            return given
+    return None
+
+
+@cache
+def _may_alias(target: OpOverload, number: int) -> list[tuple[int, str]]:
+    """The arguments whose memory result `number` may be, by place and name."""
     schema = schema_of(target)
+    if not schema.returns:
+        return []
+    every = [*enumerate(schema.arguments)]
     if schema.name in _UNDECLARED:
-        return args[0]
+        return [(place, each.name) for place, each in every[:1]]
     returned = schema.returns[number if number < len(schema.returns) else 0].alias_info  # a list is one entry
     if returned is None:
-        return None
-    given = _given(target, args, kwargs)
-    for each in schema.arguments:
-        if each.alias_info is None or given.get(each.name) is None:
-            continue
-        if not returned.before_set or not returned.before_set.isdisjoint(each.alias_info.before_set):
-            return given[each.name]
-    return None
+        return []
+    declared = ((place, each.name, each.alias_info) for place, each in every if each.alias_info is not None)
+    shared = returned.before_set
+    return [(place, name) for place, name, own in declared if not shared or not shared.isdisjoint(own.before_set)]
 
 
 def _given(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

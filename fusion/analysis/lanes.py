@@ -78,10 +78,12 @@ class Term:
 class Leaves:
     """The tensors at which lanes end, numbered, and the dtypes in which their products are computed.
 
-    `several` lets the lanes of one operand end in several tensors, like a table of [[cos, -sin], [sin, cos]].
+    `several` lets the lanes of one operand end in several tensors, like a table of [[cos, -sin], [sin, cos]]; without
+    it, such an operand is `joined` from them: a leaf itself.
     """
 
     several: bool = False
+    joined: bool = False
     found: list[tuple[Value, int]] = field(default_factory=list)
     computed: set[torch.dtype | None] = field(default_factory=set)
 
@@ -187,6 +189,7 @@ def factor(at: Rows, leaves: Leaves) -> Factor:
         joined = _join([(where, factor(source, leaves)) for where, source in parts], len(at.index))
         if leaves.several or (joined.leaf == joined.leaf[0]).all():
             return joined
+        leaves.joined = True
     number = leaves.number(value, at.depth)
     return Factor(np.ones(len(at.index)), np.full(len(at.index), number), at.index)
 

@@ -15,6 +15,9 @@ else:
     Dim = Any
 
 
+_INTS = frozenset((int,))
+
+
 def dim_of(size: int | torch.SymInt) -> Dim:
     """Return the hashable form of one size."""
     if isinstance(size, int):
@@ -25,7 +28,8 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 def dims_of(sizes: Iterable[int | torch.SymInt]) -> tuple[Dim, ...]:
     """Return the hashable form of a shape."""
-    return tuple(dim_of(size) for size in sizes)
+    found: Any = tuple(sizes)
+    return found if _INTS.issuperset(map(type, found)) else tuple(map(dim_of, found))
 
 
 def but_ones(shape: Sequence[Dim]) -> tuple[Dim, ...]:

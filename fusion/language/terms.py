@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -278,8 +278,13 @@ class Product(Operation):
         if value.op != "mul":
             return
         factors = _factors(value)
-        for terms in _flat(self):
-            yield from _assign(sorted(terms, key=lambda term: term.rank), factors, bound, cx)
+        for terms in self._flattened:
+            yield from _assign(terms, factors, bound, cx)
+
+    @cached_property
+    def _flattened(self) -> list[list[Term]]:
+        """The factors that it can have, in the order in which they are looked for."""
+        return [sorted(terms, key=lambda term: term.rank) for terms in _flat(self)]
 
 
 def _flat(term: Term) -> Iterator[list[Term]]:

@@ -14,7 +14,16 @@ from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, in_tensors
 from fusion.operators.dtypes import INT64, compute_dtype
 from fusion.operators.flops import causal, longest, number_of, scores
-from fusion.operators.layouts import heads_first, is_packed, laid_out, lse_shape, output_shape, paged_heads, value_width
+from fusion.operators.layouts import (
+    heads_first,
+    is_packed,
+    laid_out,
+    lse_shape,
+    output_shape,
+    paged_heads,
+    sizes_of,
+    value_width,
+)
 from fusion.operators.softmax import Visible, fused_softmax, written_softmax
 from fusion.operators.visibility import Band, Lengths, visible
 
@@ -103,14 +112,14 @@ def promised(call: Attention) -> tuple[Tensor, Tensor]:
 
 def flops_of(call: Attention) -> float:
     """Scores and sums over the keys that are there, as far as their number is known."""
-    batch, heads, rows, width = heads_first(call.query, call.layout, call.heads).shape
+    batch, heads, rows, width = sizes_of(call.query, call.layout, call.heads)
     of_query, of_key = call.lengths
     packed = is_packed(call.layout)
     sequences = number_of(of_query) if packed and of_query is not None else 1
     if call.table is not None:
         keys = longest(of_key, call.table.shape[1] * call.key.shape[1 if call.key.dim() == 3 else -2])
     else:
-        room = hint(heads_first(call.key, call.layout, call.kv_heads).shape[2])
+        room = hint(sizes_of(call.key, call.layout, call.kv_heads)[2])
         keys = room // sequences if packed else longest(of_key, room)
     seen = float(keys)
     if call.band.mode in (2, 3, 4):

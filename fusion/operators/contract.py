@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -287,9 +287,13 @@ def _empty_refusal(op: Operator, bound: named_dims.Bound) -> str | None:
     """No kernel is documented for empty tensors, and a softmax over no key is not decomposed."""
     for name, found in bound.items():
         sizes = () if name in op.empty else found if isinstance(found, tuple) else (found,)
-        if any(_HAS_ELEMENTS.verdict({"size": each}) is False for each in sizes):
+        if any(map(_is_nothing, sizes)):
             return f"{op.short} needs tensors with elements ({name.removeprefix('*')}={found})"
     return None
+
+
+def _is_nothing(size: int | torch.SymInt) -> bool:
+    return size == 0 if isinstance(size, int) else _HAS_ELEMENTS.verdict({"size": size}) is False
 
 
 def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering: str | None) -> str | None:
@@ -305,6 +309,7 @@ def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering:
     return _kind_refusal(op, values) if chip == HOST else None
 
 
+@cache
 def _limits(op: Operator, chip: str) -> tuple[Limit, ...]:
     return tuple(Limit(limit) if isinstance(limit, str) else limit for limit in op.limits.get(chip, ()))
 

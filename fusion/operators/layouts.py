@@ -6,6 +6,7 @@ Inside, everything is [B, N, S, D], and packed sequences (`TND`, `NTD`) are one 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,18 @@ def heads_first(x: Tensor, layout: str, heads: int) -> Tensor:
     return x.permute([given.index(dim) for dim in _BATCHED])
 
 
+def sizes_of(x: Tensor, layout: str, heads: int) -> tuple[Any, Any, Any, Any]:
+    """The sizes of `heads_first`."""
+    given = LAYOUTS[layout][0]
+    named: dict[str, Any] = dict(zip(given, x.shape, strict=True))
+    if given in _MERGED:
+        named |= {"N": heads, "D": named["H"] // heads}
+    if is_packed(layout):
+        named |= {"B": 1, "S": named["T"]}
+    b, n, s, d = (named[dim] for dim in _BATCHED)
+    return b, n, s, d
+
+
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """[B, N, S, D], or [1, N, T, D], in the output layout, contiguous."""
     wanted = LAYOUTS[layout][1]
@@ -89,12 +102,12 @@ def paged_heads(cache: Tensor, layout: str, heads: int, table: Tensor) -> Tensor
 
     cache is [blocks, block, N · D], or [blocks, N, block, D], or [blocks, N, D / c, block, c] (fractal NZ).
     """
+    blocks = table.long().contiguous()  # what is indexed lies as its indices do, and otherwise in torch's fakes
     if cache.dim() == 3:
-        pages = cache[table.long()].unflatten(-1, (heads, -1))  # [B, M, block, N, D]
+        pages = cache[blocks].unflatten(-1, (heads, -1))  # [B, M, block, N, D]
         flat = pages.flatten(0, 2).unsqueeze(0) if is_packed(layout) else pages.flatten(1, 2)
         return flat.transpose(1, 2)
-    places = table.long()
-    places = places.reshape(1, 1, -1) if is_packed(layout) else places.unsqueeze(1)
+    places = blocks.reshape(1, 1, -1) if is_packed(layout) else blocks.unsqueeze(1)
     head = torch.arange(cache.shape[1], device=cache.device).reshape(1, -1, 1)
     pages = cache[places, head]  # [B, N, M, block, D], already in the order of the result
     if cache.dim() == 5:

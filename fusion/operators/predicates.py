@@ -148,6 +148,8 @@ def _test(node: ast.expr) -> _Test:
         case ast.Compare():
             sides = [node.left, *node.comparators]
             pairs = [*map(_comparison, sides[:-1], node.ops, sides[1:])]
+            if len(pairs) == 1:
+                return pairs[0]
             return lambda values, decide: _every(pair(values, decide) for pair in pairs)
         case _:
             value = _term(node)

@@ -7,6 +7,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import merge
 from typing import Any
 
@@ -81,6 +82,7 @@ class _Search:
 
     def __init__(self, graph: Graph, unsafe: frozenset[str]) -> None:
         self.graph, self.found = graph, Found()
+        self._makers = cache(graph.makers)
         self._unsafe = unsafe
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
@@ -130,7 +132,7 @@ class _Search:
             chosen = frozenset(form.given.items())
             spoken = all(f"reading:{word}" in self._by_head for word in form.words)
             for value in self._candidates(form.results[0]) if spoken else ():
-                if (value, chosen) in taken or not self.graph.makers(value):
+                if (value, chosen) in taken or not self._makers(value):
                     continue
                 matched = self._try(rule, form, value)
                 if matched is not None:
@@ -143,7 +145,7 @@ class _Search:
         for bound in self._complete(form, value):
             captures = captured(form, bound)
             results = tuple(bound[term] for term in form.results)
-            roots = tuple(self.graph.makers(each) for each in results)
+            roots = tuple(self._makers(each) for each in results)
             if not all(map(self._may_replace, results)) or self._circular(captures, roots):
                 continue
             try:
@@ -165,7 +167,7 @@ class _Search:
 
     def _may_replace(self, value: Value) -> bool:
         """Whether nodes compute a value from something else; or none holds it, and only other matches read it."""
-        return bool(self.graph.makers(value)) or value not in self.graph.places
+        return bool(self._makers(value)) or value not in self.graph.places
 
     def _explain(self, rule: Rule, value: Value, captures: Mapping[str, Any]) -> None:
         """Remember that the guard says why of everything from `value` down to what was captured."""
@@ -198,11 +200,11 @@ class _Search:
         if not missing:
             yield bound
             return
-        order, start = self.graph.order, self.graph.makers(first)[0]
+        order, start = self.graph.order, self._makers(first)[0]
         alike = not missing[0].heads().isdisjoint(form.results[0].heads())
         anywhere = not alike or missing[0].follows(bound)  # else the first of two comes first: a pair is found once
         for value in self._candidates(missing[0]):
-            makers = self.graph.makers(value)
+            makers = self._makers(value)
             if value is first or not self._may_replace(value):
                 continue
             if makers and not anywhere and (order[makers[0]] < order[start] or self.graph.depends(makers[0], start)):
@@ -211,7 +213,7 @@ class _Search:
                 yield from self._join(form, missing[1:], first, found)
 
     def _refuse(self, rule: str, cause: Refused | str, value: Value, variant: str = "") -> None:
-        makers = self.graph.makers(value)
+        makers = self._makers(value)
         owner = makers[0] if makers else self.graph.owners.get(value)
         said = rule, value, cause.template if isinstance(cause, Refused) else cause
         if owner is not None and said not in self._refused:

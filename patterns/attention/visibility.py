@@ -45,6 +45,9 @@ class Visibility(Group):
     kv_len: Any = attribute()
     fully_masked_row: Any = attribute()
 
+    def refuse_unproven(self) -> None:
+        """Refuse what a lowering is not told: before anything is computed for it."""
+
     def said(self, *but: str) -> dict[str, Any]:
         """As the readers say it, of everything or of what has other names."""
         return {name: getattr(self, name) for name in Visibility.declared() if name not in but}
@@ -64,10 +67,14 @@ class Unmasked(Visibility):
 class Structured(Visibility):
     """What is seen, told in words."""
 
-    def spec(self) -> MaskSpec:
-        """The words."""
+    def refuse_unproven(self) -> None:
+        """Refuse a mask for which there are no words."""
         proven = self.mask_kind != "dense" or self.count is not None
         require(proven, "what the mask lets through is not proven to be causal, a window or a length")
+
+    def spec(self) -> MaskSpec:
+        """The words."""
+        self.refuse_unproven()
         if self.count is not None:
             return MaskSpec(kv_lens=self.count)
         return MaskSpec(self.mask_kind, self.window, self.kv_len, self.kv_lens)

@@ -59,16 +59,15 @@ class LatentAttention(SoftmaxAttention):
     @variants(**SEVERAL)
     def apart(self, encoding, source, result, seen, scale, values, version):
         """Latent and rotated lanes apart."""
-        call = Call(scale, version, result.lse)
-        return _apart(encoding, encoding.queries(), Keys(source, seen, encoding.first_rows), result, call, values)
+        keys, call = Keys(source, seen, encoding.first_rows), Call(scale, version, result.lse)
+        return _apart(encoding, encoding.queries(), keys, result, call, values)
 
     @lowering
     @variants(**SEVERAL)
     def apart_of_heads(self, encoding, source, result, seen, scale, values, version):
         """The same for queries of heads that are projected first."""
-        call = Call(scale, version, result.lse)
-        q = encoding.queries_of_heads()
-        return _apart(encoding, q, Keys(source, seen, encoding.first_rows), result, call, values)
+        keys, call = Keys(source, seen, encoding.first_rows), Call(scale, version, result.lse)
+        return _apart(encoding, encoding.queries_of_heads(), keys, result, call, values)
 
     @lowering
     @variants(**JOINED)

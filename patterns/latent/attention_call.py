@@ -21,6 +21,9 @@ from patterns.attention.sources import Rows
 from patterns.attention.visibility import Dense
 from patterns.cache import pages as cached
 
+APART = (512, 64)
+"""The widths of a latent and of its rotated lanes that the operator knows apart."""
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -29,6 +32,10 @@ class Keys:
     source: Any
     seen: Any
     first_rows: Any
+
+    def __post_init__(self) -> None:
+        """Refuse at once: queries cost more to compute."""
+        self.seen.refuse_unproven()
 
     def count(self, batch: Any) -> Any:
         """How many keys each sequence has."""
@@ -75,6 +82,7 @@ def apart(q: Parts, keys: Keys, call: Call, heads_first: bool = False, **scales:
 def joined(q: Parts, keys: Keys, call: Call) -> Parts:
     """Queries and keys [.., C + Dr], and values of which the first C lanes count: the result [B, N, S, C]."""
     require(not keys.source.paged, "pages are read in place, latent and rotated lanes apart")
+    require(tuple(each.shape[-1] for each in q) != APART, "the operator takes these widths apart")
     key = keys.cut(torch.cat(keys.source.read(q[0].shape[0]), dim=-1)).transpose(1, 2)
     y, lse = Rows(key, key).batched(torch.cat(q, dim=-1), keys.seen, call)
     return y[..., : q[0].shape[-1]], lse

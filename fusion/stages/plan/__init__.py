@@ -66,6 +66,7 @@ class Planner:
         self._cost = cache(partial(node_cost, machine=target))
         self._launches = cache(is_launch)
         self._below = cache(self._needless)
+        self._calls = cache(_calls)
         self._copies = Copies(graph, fakes, target, self._cost)
         self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
 
@@ -111,8 +112,8 @@ class Planner:
                 if not isinstance(plan, Plan):
                     continue
                 building.update((match.node, value) for value in self._to_build(plan.tensors(match).values()))
-                for number, (_, names) in enumerate(plan.costs):
-                    calling.setdefault(_shared(match, name, number, names), {})[match.node] = match, plan
+                for call in self._calls(match, name, plan):
+                    calling.setdefault(call, {})[match.node] = match, plan
         readers = Counter[Value]()
         for node, value in building:
             readers[value] += self._times_of(node, [value])
@@ -196,8 +197,8 @@ class Planner:
         beside = self._dying_together(match, lowering, plan, shared) - dying
         building, kernels = map(sub, self._built(built, shared), self._built(built_alone, shared))
         each_call = [
-            (cost, self._count(shared, _shared(match, lowering, number, names)))
-            for number, (cost, names) in enumerate(plan.costs)
+            (cost, self._count(shared, call))
+            for (cost, names), call in zip(plan.costs, self._calls(match, lowering, plan), strict=True)
             if not self._are_prepared(names, match)
         ]
         running = sum(cost / sharers for cost, sharers in each_call)
@@ -224,8 +225,7 @@ class Planner:
 
     def _dying_together(self, match: Match, lowering: str, plan: Plan, shared: _Sharing) -> frozenset[fx.Node]:
         """What nothing needs any more once all matches that share a call of this one are rewritten like it."""
-        every = (_shared(match, lowering, number, names) for number, (_, names) in enumerate(plan.costs))
-        calls = tuple(call for call in every if len(shared.calls[call]) > 1)
+        calls = tuple(call for call in self._calls(match, lowering, plan) if len(shared.calls[call]) > 1)
         if calls not in self._together:  # the same for all that share them
             self._together[calls] = self._dying_of(dict(sharer for call in calls for sharer in shared.calls[call]))
         return self._together[calls]
@@ -300,9 +300,10 @@ class _Call(NamedTuple):
     read: frozenset[tuple[str, Any]]
 
 
-def _shared(match: Match, lowering: str, number: int, names: frozenset[str]) -> _Call:
-    read = frozenset((name, match.captures[name]) for name in names)
-    return _Call(match.rule.name, match.variant, lowering, number, read)
+def _calls(match: Match, lowering: str, plan: Plan) -> tuple[_Call, ...]:
+    """The steps of a plan that cost."""
+    read = (frozenset((name, match.captures[name]) for name in names) for _, names in plan.costs)
+    return tuple(_Call(match.rule.name, match.variant, lowering, number, each) for number, each in enumerate(read))
 
 
 def _mismatch(match: Match, plan: Plan) -> Refused | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Copies:
 
     def __init__(self, graph: Graph, fakes: Fakes, target: Target, cost: Callable[[fx.Node], float]) -> None:
         self._fakes, self._target, self._cost = fakes, target, cost
+        self._memory = cache(_memories)
         self._eager = dict(zip(outputs(graph.source), graph.facts.strides, strict=False))
 
     def of(self, match: Match, plan: Plan, dying: Collection[fx.Node]) -> list[float]:
@@ -47,7 +49,9 @@ class Copies:
                     user in dying or user in lies or user.target is operator.getitem
                 ):
                     costs.extend(self._followed(node, user, lies, waiting))
-        fresh = [node for makers in _shared(match, plan) for node in makers if node not in lies and is_returned(node)]
+        fresh = [
+            node for makers in self._shared(match, plan) for node in makers if node not in lies and is_returned(node)
+        ]
         return [*costs, *(self._copy(lies.get(node, node.meta["val"])) for node in (*returned, *fresh))]
 
     def _followed(
@@ -64,6 +68,15 @@ class Copies:
             lies[user] = val
             waiting.append(user)
 
+    def _shared(self, match: Match, plan: Plan) -> list[tuple[fx.Node, ...]]:
+        """The nodes of the results that a plan gives in memory that it does not make, or that an earlier result has."""
+        memory = self._memory(plan)
+        return [
+            makers
+            for number, makers in enumerate(match.roots)
+            if isinstance(memory[number], Input) or memory[number] in memory[:number]
+        ]
+
     def _copy(self, tensor: torch.Tensor) -> float:
         return call_cost(_CLONE, [tensor], tensor, self._target)
 
@@ -78,14 +91,9 @@ def _lowest(node: fx.Node, lies: Collection[fx.Node]) -> fx.Node:
     return node if source is None or source not in lies else _lowest(source, lies)
 
 
-def _shared(match: Match, plan: Plan) -> Iterator[tuple[fx.Node, ...]]:
-    """The nodes of the results that a plan gives in memory that it does not make, or that an earlier result has."""
-    seen: set[Any] = set()
-    for makers, reference in zip(match.roots, plan.results, strict=True):
-        memory = _memory(plan, reference)
-        if isinstance(memory, Input) or memory in seen:
-            yield makers
-        seen.add(memory)
+def _memories(plan: Plan) -> list[Any]:
+    """Whose memory each result of a plan is."""
+    return [_memory(plan, reference) for reference in plan.results]
 
 
 def _memory(plan: Plan, reference: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from fusion.errors import Failure
 from fusion.failures import failure, raised
 from fusion.graph import Graph, Value, but_ones, dims_of, unviewed
 from fusion.language import Lowering, Refused
-from fusion.operators import LOWERINGS, OPERATORS, operator_of, refusal
+from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusal
 from fusion.options import Options
 from fusion.recording import Fakes, frozen
 from fusion.records import Input, Match, Output, Plan, Step
@@ -48,6 +48,7 @@ class PlanBook:
         self._host_reads = options.lengths == "host"
         self.failures: list[Failure] = []
         self._plans: dict[Any, Plans] = {}
+        self.is_prepared = cache(self._is_prepared)
 
     def of(self, match: Match) -> Plans:
         """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
@@ -94,7 +95,7 @@ class PlanBook:
                 settled.add(each.method)
         return found
 
-    def is_prepared(self, value: Value) -> bool:
+    def _is_prepared(self, value: Value) -> bool:
         """Whether a value is, or is built from, Parameters alone."""
         return all(isinstance(size, int) for size in value.shape) and self._graph.is_fixed(value)
 
@@ -166,26 +167,29 @@ class PlanBook:
 
     def _limits(self, ran: _Run, prepared: frozenset[str]) -> dict[str, str]:
         """For each target, the first limit that forbids one of these calls; what is prepared runs eagerly."""
-        found: dict[str, str] = {}
-        for target in self._targets:
-            planned = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
-            for step, names in zip(ran.steps, ran.sources, strict=True):
-                outside = planned is not None and bool(names) and names <= prepared
-                cause = self._limit(step, ran, target, "eager" if outside else planned)
-                if cause is not None:
-                    found.setdefault(target.name, cause)
-        return found
+        calls = [
+            (operator, ran.arguments(step), bool(names) and names <= prepared)
+            for step, names in zip(ran.steps, ran.sources, strict=True)
+            if (operator := operator_of(step.target)) is not None
+        ]
+        causes = {target.name: self._first_limit(calls, target) for target in self._targets}
+        return {name: cause for name, cause in causes.items() if cause is not None}
 
-    def _limit(self, step: Step, ran: _Run, target: Target, lowering: str | None) -> str | None:
-        operator = operator_of(step.target)
-        if operator is None:
-            return None
+    def _first_limit(self, calls: Sequence[tuple[Operator, tuple[Any, Any], bool]], target: Target) -> str | None:
+        planned = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
+        causes = (
+            self._limit(operator, given, target, "eager" if planned and outside else planned)
+            for operator, given, outside in calls
+        )
+        return next((cause for cause in causes if cause is not None), None)
+
+    def _limit(self, operator: Operator, given: tuple[Any, Any], target: Target, lowering: str | None) -> str | None:
         if operator.in_place and lowering is not None and lowering not in operator.lowerings:
             operator = OPERATORS[operator.in_place]  # which replaces it there
         forms = (operator.short, operator.in_place.partition("::")[2])  # whichever of them will run
         if any(form.partition(".")[0] in self._disabled for form in forms):
             return f"{operator.short} is left out by the option disable"
-        return refusal(operator, target.name, *ran.arguments(step), lowering, self._host_reads)
+        return refusal(operator, target.name, *given, lowering, self._host_reads)
 
 
 def _ways(match: Match) -> list[Lowering]:
@@ -225,9 +229,10 @@ class _Run:
         result = self.steps[reference.step].result
         return result if reference.item is None else result[reference.item]
 
-    def arguments(self, step: Step) -> tuple[Any, Any]:
+    @cached_property
+    def arguments(self) -> Callable[[Step], tuple[Any, Any]]:
         """What a step is called with."""
-        return map_only((Input, Output), self.lookup, (step.args, step.kwargs))
+        return cache(lambda step: map_only((Input, Output), self.lookup, (step.args, step.kwargs)))
 
     def flops(self, step: Step) -> float:
         """The arithmetic of a step."""
