@@ -78,6 +78,19 @@ def variants(**choices: tuple[Any, ...]) -> Callable[[Method], Method]:
     return mark
 
 
+def calls(operator: str) -> Callable[[Method], Method]:
+    """Mark a lowering by the one operator that it is for: where that cannot run, other lowerings alone are tried.
+
+    `operator` may name what `variants` chose in braces.
+    """
+
+    def mark(method: Method) -> Method:
+        method.fusion_calls = operator  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
 @dataclass(frozen=True)
 class Lowering:
     """One way to run a rule: a method of it, with its variants chosen.
@@ -86,11 +99,13 @@ class Lowering:
         name: the method's name, and in brackets what was chosen.
         method: the method's name.
         chosen: its parameters that are no captures.
+        operator: the one that it is for, "" where it names none.
     """
 
     name: str
     method: str
     chosen: Mapping[str, Any]
+    operator: str = ""
 
     def suits(self, choices: Mapping[str, Any]) -> bool:
         """Whether it is for a form that chose these: what has the same name is the same."""
@@ -196,11 +211,7 @@ class Rule:
 
     def lowerings(self) -> tuple[Lowering, ...]:
         """The ways to run the rule, in order of declaration."""
-        return tuple(
-            Lowering(label, name, chosen)
-            for name, method in _marked(type(self), "lowering")
-            for label, chosen in _variants(name, method)
-        )
+        return _lowerings(type(self))
 
     def beside(self) -> frozenset[str]:
         """Names of rules that read what this one gives and no node holds: it is offered together with one of them."""
@@ -227,6 +238,15 @@ def _variants(name: str, method: Callable[..., Any]) -> Iterator[tuple[str, Mapp
     for chosen in product(*choices.values()):
         said = ", ".join(each.__name__ if is_group(each) else str(each) for each in chosen)
         yield f"{name}[{said}]" if chosen else name, dict(zip(choices, chosen, strict=True))
+
+
+@cache
+def _lowerings(kind: type[Rule]) -> tuple[Lowering, ...]:
+    return tuple(
+        Lowering(label, name, chosen, getattr(method, "fusion_calls", "").format(**chosen))
+        for name, method in _marked(kind, "lowering")
+        for label, chosen in _variants(name, method)
+    )
 
 
 @cache

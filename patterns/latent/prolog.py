@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Rule, attribute, calls, lowering, pattern, require, scalar, tensor, variants
 from fusion.analysis.rounding import exact
 from patterns.cache.stores import PAGES, Fresh, Int8LatentPages, PackedPages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
@@ -137,6 +137,7 @@ class MlaProlog(Rule):
 
     @lowering
     @variants(version=("npu_mla_prolog_v2", "npu_mla_prolog"))
+    @calls("npu::{version}.functional")
     def older(self, x, projection, storage, queries, row, tables, version):
         """The same where the third version is left out: the others keep the latent of the queries for themselves."""
         index = storage.index(x)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from sympy import Symbol
 
+from fusion import Rule, calls, lowering, pattern, scalar, tensor
 from fusion.facts import Facts
 from fusion.options import Options
 from fusion.recording import Fakes
@@ -64,3 +69,49 @@ def test_a_refusal_for_a_wrong_shape_names_no_target():
 )  # fmt: skip
 def test_dims_of_one_entry_or_one_place_are_in_any_order(shape, strides, ordered):
     assert _in_order(torch.empty_strided(shape, strides)) is ordered
+
+
+@dataclass(frozen=True)
+class Doubled(Rule):
+    """An exponential, by an operator that torchair does not take, or by another."""
+
+    ran: ClassVar[Counter[str]] = Counter()
+
+    @pattern
+    def written(self, p, x=tensor("*B D"), factor=scalar()):
+        """A scaled exponential."""
+        return p.scale(p.op("exp", x), factor)
+
+    @lowering
+    @calls("npu::npu_mla_prolog_v2.functional")
+    def named(self, x: torch.Tensor):
+        """By the one that is named."""
+        self.ran["named"] += 1
+        return torch.ops.aten.exp2(x).neg()
+
+
+@dataclass(frozen=True)
+class DoubledTwice(Doubled):
+    """The same, with another way."""
+
+    @lowering
+    def other(self, x: torch.Tensor):
+        """By none that is named."""
+        self.ran["other"] += 1
+        return torch.ops.aten.exp2(x)
+
+
+@pytest.mark.parametrize(
+    ("rule", "target", "lowers", "ran"),
+    [
+        (DoubledTwice(), "ascend910_93", "torchair", {"other"}),
+        (DoubledTwice(), "ascend910_93", "eager", {"named", "other"}),
+        (DoubledTwice(), "host", "eager", {"named", "other"}),
+        (Doubled(), "ascend910_93", "torchair", {"named"}),
+    ],
+)
+def test_a_lowering_whose_operator_cannot_run_is_recorded_only_where_no_other_is_left(rule, target, lowers, ran):
+    Doubled.ran.clear()
+    options = Options(target=target, lower="eager", plan_lower=lowers, plan_cache="off")
+    fuse(traced(lambda x: torch.exp(x) * 2, X), options, (rule,))
+    assert set(Doubled.ran) == ran

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.recording import frozen
+from fusion.recording import Fakes, frozen
+from tests.engine.graphs import numbers, read_graph, traced
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,32 @@ def test_equal_calls_are_equal(given: Any):
     again = {name: given[name] for name in reversed(given)} if isinstance(given, dict) else given
     assert frozen(again) == frozen(given)
     assert hash(frozen(again)) == hash(frozen(given))
+
+
+def fakes_of_a_graph() -> tuple[Fakes, torch.Tensor]:
+    """The fakes of a graph, and one of its inputs [2, 6]."""
+    source = traced(lambda x: x + 1, numbers(2, 6)).graph
+    return Fakes(read_graph(source)), next(iter(source.nodes)).meta["val"]
+
+
+def test_an_equal_call_on_the_same_fakes_is_run_once():
+    fakes, x = fakes_of_a_graph()
+    (first, _), (again, _) = (fakes.record(lambda given: given["x"].view(-1).exp(), {"x": x}) for _ in range(2))
+    assert [each.result for each in first.steps] == [each.result for each in again.steps]
+    assert all(one.result is other.result for one, other in zip(first.steps, again.steps, strict=True))
+    other, _ = fakes.record(lambda given: given["x"].view(4, -1).exp(), {"x": x})
+    assert other.steps[-1].result is not first.steps[-1].result
+
+
+def test_two_equal_calls_of_one_recording_give_two_tensors():
+    fakes, x = fakes_of_a_graph()
+    for _ in range(2):
+        recorder, (one, other) = fakes.record(lambda given: [torch.empty_like(given["x"]) for _ in range(2)], {"x": x})
+        assert one is not other
+        assert recorder.name(one) != recorder.name(other)
+
+
+def test_what_is_written_is_not_known_from_before():
+    fakes, x = fakes_of_a_graph()
+    recordings = [fakes.record(lambda given: given["x"].clone().add_(1), {"x": x})[0] for _ in range(2)]
+    assert [len(each.steps) for each in recordings] == [2, 2]

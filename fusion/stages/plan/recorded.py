@@ -48,6 +48,7 @@ class PlanBook:
         self._host_reads = options.lengths == "host"
         self.failures: list[Failure] = []
         self._plans: dict[Any, Plans] = {}
+        self._refusals: dict[Any, str | None] = {}  # by call, as far as limits speak of it
         self.is_prepared = cache(self._is_prepared)
 
     def of(self, match: Match) -> Plans:
@@ -56,7 +57,7 @@ class PlanBook:
         try:
             captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
         except Refused as refused:
-            return {each.name: refused for each in _ways(match)}
+            return {each.name: refused for each in self._ways(match)}
         tensors = {name: each for name, each in match.captures.items() if isinstance(each, Value)}
         prepared = frozenset(name for name, each in tensors.items() if self.is_prepared(each))
         kept = _Kept(self._written_back(match, tensors), prepared)
@@ -66,9 +67,23 @@ class PlanBook:
             self._plans[key] = self._kept_or_recorded(key, match, captures, kept)
         return self._plans[key]
 
+    def _ways(self, match: Match) -> list[Lowering]:
+        """The lowerings that are for what the form chose; of those, if any, that can run."""
+        ways = [each for each in match.rule.lowerings() if each.suits(match.choices)]
+        return [each for each in ways if not each.operator or self._runs(OPERATORS[each.operator])] or ways
+
+    def _runs(self, operator: Operator) -> bool:
+        """Whether the compiler that counts takes an operator, or what it becomes in place."""
+        planned, then = self._planned(self._targets[0]), OPERATORS[operator.in_place or operator.name]
+        return planned is None or planned in operator.lowerings | then.lowerings
+
+    def _planned(self, target: Target) -> str | None:
+        """The compiler whose limits count on a target; None where there are none."""
+        return self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
+
     def _kept_or_recorded(self, key: Any, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
         """Plans that an earlier graph has left; else what is recorded now, and left for later ones."""
-        ways = [each.name for each in _ways(match)]
+        ways = [each.name for each in self._ways(match)]
         depends = key, ways, self._targets, self._plan_lower, self._disabled, self._host_reads
         name = digest(match.rule, *depends) if self._shelf else None
         if self._shelf is None or name is None:
@@ -87,7 +102,7 @@ class PlanBook:
         """Each lowering; of its variants those up to the first that no target refuses."""
         found: dict[str, Plan | Refused] = {}
         settled: set[str] = set()
-        for each in _ways(match):
+        for each in self._ways(match):
             if each.method in settled:
                 continue
             plan = found[each.name] = self._attempt(match, each, captures, kept)
@@ -176,7 +191,7 @@ class PlanBook:
         return {name: cause for name, cause in causes.items() if cause is not None}
 
     def _first_limit(self, calls: Sequence[tuple[Operator, tuple[Any, Any], bool]], target: Target) -> str | None:
-        planned = self._plan_lower if target.is_npu and self._plan_lower in LOWERINGS else None
+        planned = self._planned(target)
         causes = (
             self._limit(operator, given, target, "eager" if planned and outside else planned)
             for operator, given, outside in calls
@@ -189,12 +204,10 @@ class PlanBook:
         forms = (operator.short, operator.in_place.partition("::")[2])  # whichever of them will run
         if any(form.partition(".")[0] in self._disabled for form in forms):
             return f"{operator.short} is left out by the option disable"
-        return refusal(operator, target.name, *given, lowering, self._host_reads)
-
-
-def _ways(match: Match) -> list[Lowering]:
-    """The lowerings of the rule that are for what the form chose."""
-    return [each for each in match.rule.lowerings() if each.suits(match.choices)]
+        call = operator.name, target.name, *map(frozen, given), lowering
+        if call not in self._refusals:
+            self._refusals[call] = refusal(operator, target.name, *given, lowering, self._host_reads)
+        return self._refusals[call]
 
 
 @dataclass(frozen=True)
