@@ -74,10 +74,10 @@ class LatentAttentionAtb(SoftmaxAttention):
     def structured(self, encoding, source, seen, scale, output_view, values):
         """What is seen, told by lengths and an order of keys."""
         require(output_view is not None, "the log-sum-exp of the scores is used")
+        call, keys = _call(encoding, source, scale)
         counted = seen.count is not None and isinstance(encoding, Int8ByHead)  # in floats the mask is shown
         proven = seen.window is None and (seen.mask_kind != "dense" or counted)
         require(proven, "what the mask lets through is not proven to be causal or a length")
-        call, keys = _call(encoding, source, scale)
         q, seen = seen.posed(encoding.queries(), keys)
         y = atb.structured(q, call, keys, seen.spec())
         return viewed(encoding.expanded(seen.restored(y), values), output_view)

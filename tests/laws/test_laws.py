@@ -16,7 +16,9 @@ import patterns
 from fusion import Example, Rule, testing
 from fusion.language import Refused
 from fusion.library import installed
+from fusion.operators import operator_of
 from fusion.options import Options
+from fusion.records import Plan
 from fusion.testing import DTYPES, LEVELS
 from tests.support.tried import cases, tried
 
@@ -87,7 +89,18 @@ def test_what_runs_where_an_operator_is_left_out_means_the_same(name: str, opera
         t = testing.trial(rule, example, torch.bfloat16, options=options)
         testing.means_what_it_says(t)
         used |= {each.lowering for each in t.outcome.chosen}
+        assert all(named(rule)[each.lowering] in ("", *called(each.plan)) for each in t.outcome.chosen)
     assert lowerings <= used
+
+
+def named(rule: Rule) -> dict[str, str]:
+    """The operator that each lowering says it is for."""
+    return {each.name: each.operator for each in rule.lowerings()}
+
+
+def called(plan: Plan) -> set[str]:
+    """The operators of a plan."""
+    return {each.name for each in (operator_of(step.target) for step in plan.steps) if each is not None}
 
 
 def refusing_texts(source: str) -> set[str]:
