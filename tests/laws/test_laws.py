@@ -89,7 +89,7 @@ def test_what_runs_where_an_operator_is_left_out_means_the_same(name: str, opera
         t = testing.trial(rule, example, torch.bfloat16, options=options)
         testing.means_what_it_says(t)
         used |= {each.lowering for each in t.outcome.chosen}
-        assert all(named(rule)[each.lowering] in ("", *called(each.plan)) for each in t.outcome.chosen)
+        assert all(named(each.match.rule)[each.lowering] in ("", *called(each.plan)) for each in t.outcome.chosen)
     assert lowerings <= used
 
 

@@ -1,4 +1,4 @@
-"""What Inductor returns of a cache that it also writes is memory of its own, which torch 2.13 forgets."""
+"""What Inductor gives: results in memory of their own, which torch 2.13 forgets, and in the order that it was told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
 
+from fusion.operators.layouts import paged_heads
 from fusion.routes import host
 from tests.engine.graphs import numbers
 
@@ -76,3 +78,14 @@ def test_results_do_not_follow_the_cache(form: Callable[..., tuple[Tensor, ...]]
 def test_a_plain_compile_still_follows():
     """Where this fails, torch is mended: `copy_results` and this module can go."""
     assert follow_the_cache(torch.compile(written_back, dynamic=False)) == [True]
+
+
+@pytest.mark.parametrize("shape", [(9, 4, 12), (9, 3, 4, 4), (9, 3, 2, 4, 2)], ids=["flat", "heads", "NZ"])
+@pytest.mark.parametrize("layout", ["BNSD", "TND"])
+def test_pages_are_read_by_a_table_in_any_order(shape: tuple[int, ...], layout: str):
+    """What an index gives lies as its indices do, and in torch's fakes otherwise: its own kernels are refused."""
+    cache, table = numbers(*shape), torch.tensor([[3, 6, 0], [5, 3, 2]]).t().contiguous().t()
+    torch.compiler.reset()
+    with config.patch(fallback_by_default=True):
+        run = torch.compile(lambda cache, table: paged_heads(cache, layout, 3, table), dynamic=False)
+        torch.testing.assert_close(run(cache, table), paged_heads(cache, layout, 3, table))
