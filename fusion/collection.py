@@ -16,15 +16,4 @@ def uncollected() -> Generator[None]:
         yield
     finally:
         if collects:
-            _settle()
             gc.enable()
-
-
-def _settle() -> None:
-    """Take all that was made for old: it lives as long as the graph, and the next collection would look through it.
-
-    What is frozen becomes old when it is thawed; where a program keeps objects frozen, that is left alone.
-    """
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
-        gc.unfreeze()

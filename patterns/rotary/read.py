@@ -43,7 +43,7 @@ class _Sum(NamedTuple):
     where: Index
 
 
-class Tables:
+class KnownTables:
     """The tables of one graph that were read so far: all rotations of a model share a few."""
 
     def __init__(self, algebra: Algebra) -> None:
@@ -75,11 +75,11 @@ _TURNING = ("add", "cat", "reshape", "slice_scatter", "cast")
 def rotations(graph: Graph) -> Iterator[Found]:
     """Rotations of lanes, of values that nodes hold; one that only carries another along is none of its own."""
     turned: set[Value] = set()
-    tables = Tables(graph.algebra)
+    known = KnownTables(graph.algebra)
     for value in list(graph.places):
         if value.op not in _TURNING or (value.op == "cast" and value.arg in graph.places):
             continue
-        outcome = rotation(tables, value)
+        outcome = rotation(known, value)
         rebuilt = outcome is not None and _stands_on_one(graph, value, turned)
         if isinstance(outcome, str) and not rebuilt:
             yield value, Miss("rotation", outcome)
@@ -98,7 +98,7 @@ def _stands_on_one(graph: Graph, value: Value, turned: Collection[Value], depth:
     return False
 
 
-def rotation(tables: Tables, root: Value) -> Reading | str | None:
+def rotation(known: KnownTables, root: Value) -> Reading | str | None:
     """Read `root` as a rotation.
 
     Returns the reading ("rotation", or "partial_rotation" where some lanes pass through), the reason why something
@@ -108,26 +108,26 @@ def rotation(tables: Tables, root: Value) -> Reading | str | None:
     if at is None or not _multiplies(root) or root.dtype is None or not root.dtype.is_floating_point:
         return None
     leaves = Leaves()
-    outcome = _summed(tables, root, at, leaves)
+    outcome = _summed(known, root, at, leaves)
     if isinstance(outcome, Reading) or not leaves.joined:
         return outcome
-    again = _summed(tables, root, at, Leaves(several=True))
+    again = _summed(known, root, at, Leaves(several=True))
     return again if isinstance(again, Reading) else outcome
 
 
-def _summed(tables: Tables, root: Value, at: Rows, leaves: Leaves) -> Reading | str | None:
+def _summed(known: KnownTables, root: Value, at: Rows, leaves: Leaves) -> Reading | str | None:
     """The reading of a sum of two products; why none where a third term is added."""
     found = terms(at, leaves)
     if found is None:
         return None
     if len(found) == 3:
         pairs = ([found[0], found[1]], [found[0], found[2]], [found[1], found[2]])
-        turned = any(isinstance(_turned(tables, root, pair, leaves), Reading) for pair in pairs)
+        turned = any(isinstance(_turned(known, root, pair, leaves), Reading) for pair in pairs)
         return "a third term is added to the rotation" if turned else None
-    return _turned(tables, root, found, leaves) if len(found) == 2 else None
+    return _turned(known, root, found, leaves) if len(found) == 2 else None
 
 
-def _turned(tables: Tables, root: Value, found: list[Term], leaves: Leaves) -> Reading | str | None:
+def _turned(known: KnownTables, root: Value, found: list[Term], leaves: Leaves) -> Reading | str | None:
     """The reading of a sum of two products."""
     turned = (found[0].second.leaf != NONE) & (found[1].second.leaf != NONE)
     where = np.nonzero(turned)[0]
@@ -135,7 +135,7 @@ def _turned(tables: Tables, root: Value, found: list[Term], leaves: Leaves) -> R
         return None
     both, reason = _Sum(root, found, leaves, where), None
     for leaf in sorted({*found[0].first.leaf[where], *found[0].second.leaf[where]}):
-        outcome = _classify(tables, both, int(leaf))
+        outcome = _classify(known, both, int(leaf))
         if isinstance(outcome, Reading):
             return outcome
         reason = reason or outcome
@@ -164,7 +164,7 @@ def _multiplies(value: Value, depth: int = 5) -> bool:
     return depth > 0 and value.op in moving and any(_multiplies(each, depth - 1) for each in value.args)
 
 
-def _classify(tables: Tables, found: _Sum, leaf: int) -> Reading | str | None:
+def _classify(known: KnownTables, found: _Sum, leaf: int) -> Reading | str | None:
     """The reading if it is this leaf whose lanes are turned."""
     left, right = (_split(term, leaf, found.where) for term in found.terms)
     if left is None or right is None:
@@ -176,7 +176,7 @@ def _classify(tables: Tables, found: _Sum, leaf: int) -> Reading | str | None:
             continue
         reason = _refusal(*aligned)
         if reason is None:
-            return _reading(tables, found, leaf, aligned, {"source": source, "result": result})
+            return _reading(known, found, leaf, aligned, {"source": source, "result": result})
     return reason or _unpaired(left, right)
 
 
@@ -234,7 +234,9 @@ def _unpaired(left: _Side, right: _Side) -> str | None:
     return "the lanes are not paired in half order (j, j + D/2) or interleaved order (2j, 2j + 1)"
 
 
-def _reading(known: Tables, found: _Sum, leaf: int, sides: Sequence[_Side], orders: Mapping[str, str]) -> Reading | str:
+def _reading(
+    known: KnownTables, found: _Sum, leaf: int, sides: Sequence[_Side], orders: Mapping[str, str]
+) -> Reading | str:
     """The rotation of lanes of a leaf by tables that are read at the lanes of the result."""
     a, (root, _, leaves, where) = known.algebra, found
     size, compute = len(where), _compute_dtype(leaves)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusion.graph import Algebra, Reading, Value
 from fusion.language import Refused
 from fusion.operators import ensure
-from patterns.rotary.read import Tables, rotation
+from patterns.rotary.read import KnownTables, rotation
 from patterns.rotary.rope import Rope, Turned
 from tests.analysis.test_lanes import SIZE, computed, leaf
 from tests.engine.graphs import numbers, read_graph, rotate, traced
@@ -54,7 +54,7 @@ def test_a_claimed_rotation_is_the_one_that_is_computed(source, result, batch, h
         for seed, (name, shape) in enumerate((("x", (*batch, 2 * half)), ("cos", (half,)), ("sin", (half,))))
     )
     value = rotated(a, x, a.scale(cos, scale), a.scale(sin, scale), source, result)
-    reading = rotation(Tables(a), value)
+    reading = rotation(KnownTables(a), value)
     if half == 1 and isinstance(reading, Reading):  # one pair: both orders are the same
         source, result = reading.captures["source"], reading.captures["result"]
     assert isinstance(reading, Reading)
@@ -81,7 +81,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str) -> 
 def test_the_negative_angle_is_told_apart(source):
     a = Algebra()
     x, cos, sin = (leaf(a, name, *shape)[0] for name, shape in (("x", (3, 8)), ("cos", (4,)), ("sin", (4,))))
-    assert rotation(Tables(a), rotated(a, x, cos, sin, source, source, sign=-1.0)) == (
+    assert rotation(KnownTables(a), rotated(a, x, cos, sin, source, source, sign=-1.0)) == (
         "the sine has the opposite sign: this rotates by the negative angle"
     )
 
@@ -95,7 +95,7 @@ def test_a_permuted_partner_is_a_rotation_only_if_it_is_paired(order):
     half = SIZE // 2
     sign = [-1 if lane < half else 1 for lane in range(SIZE)]
     partner = a.cat([a.scale(a.slice(x, -1, lane, lane + 1), s) for lane, s in zip(order, sign, strict=True)], -1)
-    outcome = rotation(Tables(a), a.add(a.mul(x, cos), a.mul(partner, sin)))
+    outcome = rotation(KnownTables(a), a.add(a.mul(x, cos), a.mul(partner, sin)))
     paired = list(order) == [*range(half, SIZE), *range(half)]
     assert isinstance(outcome, Reading) == paired
 
@@ -130,7 +130,7 @@ def with_rest(cut: int, change: Change = lambda a, rest, wide: rest) -> Reading 
     a, (x, cos, sin, rest) = given(4, 4, 4, 4, dtype=torch.float32)
     rest = change(a, rest, a.make("input", (), ("wide",), (3, 4), torch.float64))
     pieces = [a.slice(rest, -1, 0, cut), *of_half(a, x, cos, sin), a.slice(rest, -1, cut, 4)]
-    return rotation(Tables(a), a.cat([each for each in pieces if each is not None and each.shape[-1]], -1))
+    return rotation(KnownTables(a), a.cat([each for each in pieces if each is not None and each.shape[-1]], -1))
 
 
 @pytest.mark.parametrize("cut", [0, 4])
@@ -156,7 +156,7 @@ def test_other_lanes_are_one_tensor_as_it_is(cut: int, change: Change):
 
 def test_tables_of_full_width_are_read_whole():
     a, (x, cos, sin) = given(8, 8, 8)
-    reading = rotation(Tables(a), a.cat(of_half(a, x, cos, sin), -1))
+    reading = rotation(KnownTables(a), a.cat(of_half(a, x, cos, sin), -1))
     assert isinstance(reading, Reading)
     assert (reading.captures["cos"], reading.captures["sin"]) == (cos, sin)
 
@@ -164,7 +164,7 @@ def test_tables_of_full_width_are_read_whole():
 def test_tables_that_are_computed_are_repeated():
     a, (x, low, high) = given(8, 2, 2)
     cos, sin = (a.unary(op, a.cat([low, high], -1)) for op in ("cos", "sin"))
-    reading = rotation(Tables(a), rotated(a, x, cos, sin, "half", "half"))
+    reading = rotation(KnownTables(a), rotated(a, x, cos, sin, "half", "half"))
     assert isinstance(reading, Reading)
     assert reading.captures["cos"] is a.cat([cos, cos], -1)
 
@@ -174,7 +174,7 @@ def test_cosines_and_sines_may_stand_in_one_table():
     a, (x, cos, sin) = given(8, 4, 4)
     first, second = (a.cat([pair("half", side, a, x)] * 2, -1) for side in (0, 1))
     tables = a.cat([cos, sin], -1), a.cat([a.scale(sin, -1), cos], -1)
-    reading = rotation(Tables(a), a.add(a.mul(first, tables[0]), a.mul(second, tables[1])))
+    reading = rotation(KnownTables(a), a.add(a.mul(first, tables[0]), a.mul(second, tables[1])))
     assert isinstance(reading, Reading)
     assert (reading.captures["cos"], reading.captures["sin"]) == (a.cat([cos] * 2, -1), a.cat([sin] * 2, -1))
 
@@ -236,12 +236,12 @@ LOOKALIKES: list[tuple[Made, str | None]] = [
 @pytest.mark.parametrize(("made", "reason"), LOOKALIKES)
 def test_what_is_no_rotation(made: Made, reason: str | None):
     a, inputs = given(8, 8, 8)
-    assert rotation(Tables(a), made(a, *inputs)) == reason
+    assert rotation(KnownTables(a), made(a, *inputs)) == reason
 
 
 def test_whole_numbers_are_not_rotated():
     a, inputs = given(8, 8, 8, dtype=torch.int64)
-    assert rotation(Tables(a), a.cat(of_half(a, *inputs), -1)) is None
+    assert rotation(KnownTables(a), a.cat(of_half(a, *inputs), -1)) is None
 
 
 TAKES = {
