@@ -46,8 +46,13 @@ def is_contiguous_copy(target: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def is_data(val: Any) -> bool:
     """Whether a result holds floating-point or quantised numbers (not positions, masks or counts)."""
-    tensors = (each for each in leaves(val) if isinstance(each, torch.Tensor))
-    return any(each.is_floating_point() or each.is_complex() or each.dtype == torch.int8 for each in tensors)
+    tensors = (val,) if isinstance(val, torch.Tensor) else leaves(val)
+    return any(_is_of_data(each.dtype) for each in tensors if isinstance(each, torch.Tensor))
+
+
+@cache
+def _is_of_data(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex or dtype == torch.int8
 
 
 def is_launch(node: fx.Node) -> bool:

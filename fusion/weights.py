@@ -51,10 +51,10 @@ def derived(source: fx.Graph, parameters: Collection[str], constants: bool = Fal
     for node in source.nodes:
         if node.op == "placeholder" and node.name in parameters and not is_written(node):
             found.add(node)
-        if node.op != "call_function" or not _is_repeatable(node):
-            continue
-        if all(each in found or each in constant for each in node.all_input_nodes):
-            (found if any(each in found for each in node.all_input_nodes) else constant).add(node)
+        read = node.all_input_nodes
+        known = node.op == "call_function" and all(each in found or each in constant for each in read)
+        if known and _is_repeatable(node):
+            (constant if found.isdisjoint(read) else found).add(node)
     return found | constant if constants else found
 
 

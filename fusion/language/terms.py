@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from fusion.graph import Dim, Graph, Reading, Value
+from fusion.graph import Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 
 Bindings = Mapping[Any, Any]  # term → value; "D" → size of a named dim; RELIES → names of inputs
@@ -103,21 +103,24 @@ class Capture(Tensorial):
         return frozenset()
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        fixed = [name for name in self.dims if not name.startswith("*")]
         value = self.fit(value, cx)
-        starred = len(fixed) < len(self.dims)
-        if value.rank < len(fixed) or (value.rank > len(fixed) and not starred):
-            return
+        fixed = self.dims[self._starred :]
         lead = value.rank - len(fixed)
+        if lead < 0 or (lead and not self._starred):
+            return
         sizes: dict[Any, Any] = dict(bound)
-        pairs: list[tuple[str, Dim | tuple[Dim, ...]]] = list(zip(fixed, value.shape[lead:], strict=True))
-        if starred:
-            pairs.insert(0, (self.dims[0], value.shape[:lead]))
-        for name, size in pairs:
+        if self._starred and sizes.setdefault(self.dims[0], value.shape[:lead]) != value.shape[:lead]:
+            return
+        for name, size in zip(fixed, value.shape[lead:], strict=True):
             known = int(name) if name.isdigit() else sizes.setdefault(name, size)
             if known != size:
                 return
         yield sizes
+
+    @cached_property
+    def _starred(self) -> bool:
+        """Whether the first of its dims stands for any number of them."""
+        return any(name.startswith("*") for name in self.dims)
 
     def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         """As for every term; what is bound has lost the leading dims of size 1 that its dims do not name."""
@@ -126,7 +129,7 @@ class Capture(Tensorial):
     def fit(self, value: Value, cx: Context) -> Value:
         """Drop leading dims of size 1 beyond the declared ones."""
         extra = value.rank - len(self.dims)
-        if any(name.startswith("*") for name in self.dims) or extra <= 0 or any(d != 1 for d in value.shape[:extra]):
+        if self._starred or extra <= 0 or any(size != 1 for size in value.shape[:extra]):
             return value
         return cx.graph.algebra.reshape(value, value.shape[extra:])
 

@@ -178,14 +178,14 @@ def _is_none_of(a: Any, several: Iterable[Any], decide: Decide) -> bool | None:
 
 def same(a: Any, b: Any, decide: Decide = proven) -> bool | None:
     """Whether two sizes, attributes, shapes or lists are equal; None when not proven."""
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and _every(same(x, y, decide) for x, y in zip(a, b, strict=True))
     return decide(a == b)
 
 
 def tensors(value: Any) -> tuple[torch.Tensor, ...]:
     """The tensors of an argument: itself, those of a list, or none."""
-    several = value if isinstance(value, tuple | list) else (value,)
+    several = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(each for each in several if isinstance(each, torch.Tensor))
 
 
@@ -193,6 +193,9 @@ def _term(node: ast.expr) -> _Term:
     match node:
         case ast.Constant(value=value):
             return lambda values: value
+        case ast.Tuple() if all(isinstance(each, ast.Constant) for each in node.elts):
+            whole = ast.literal_eval(node)
+            return lambda values: whole
         case ast.Tuple():
             items = [*map(_term, node.elts)]
             return lambda values: tuple(item(values) for item in items)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion import Target, lowering, pattern, require, scalar, variants
-from patterns.attention.calls import Call, Parts
+from patterns.attention.calls import Call
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
 from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Visibility
@@ -59,15 +59,12 @@ class LatentAttention(SoftmaxAttention):
     @variants(**SEVERAL)
     def apart(self, encoding, source, result, seen, scale, values, version):
         """Latent and rotated lanes apart."""
-        keys, call = Keys(source, seen, encoding.first_rows), Call(scale, version, result.lse)
-        return _apart(encoding, encoding.queries(), keys, result, call, values)
-
-    @lowering
-    @variants(**SEVERAL)
-    def apart_of_heads(self, encoding, source, result, seen, scale, values, version):
-        """The same for queries of heads that are projected first."""
-        keys, call = Keys(source, seen, encoding.first_rows), Call(scale, version, result.lse)
-        return _apart(encoding, encoding.queries_of_heads(), keys, result, call, values)
+        keys, scales = Keys(source, seen, encoding.first_rows), encoding.scales(version)
+        shown = isinstance(seen, Dense) and not source.paged
+        require(not (scales and shown), "a mask is shown of int8 keys in pages alone")
+        call, heads_first = Call(scale, version, result.lse), values == "heads first"
+        y, lse = calls.apart(encoding.queries(), keys, call, heads_first=heads_first, **scales)
+        return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
 
     @lowering
     @variants(**JOINED)
@@ -85,12 +82,3 @@ class LatentAttention(SoftmaxAttention):
         keys, (q, up) = Keys(source, seen, encoding.first_rows), encoding.parts_of_heads()
         y, lse = calls.expanded(q, keys, up, Call(scale, version, result.lse))
         return result.restored(y, lse, seen)
-
-
-def _apart(encoding: Any, q: Parts, keys: Keys, result: Any, call: Call, values: str) -> Any:
-    """What the rule gives, with latent and rotated lanes apart."""
-    scales = encoding.scales(call.version)
-    shown = isinstance(keys.seen, Dense) and not keys.source.paged
-    require(not (scales and shown), "a mask is shown of int8 keys in pages alone")
-    y, lse = calls.apart(q, keys, call, heads_first=values == "heads first", **scales)
-    return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, keys.seen)

@@ -73,12 +73,6 @@ class Floats(Encoding):
         """Queries as the model has them over the latent, and their rotated lanes."""
         return self.absorbed, self.q_rope
 
-    def queries_of_heads(self) -> Parts:
-        """The same for queries of heads that are projected first."""
-        absorbed = any(each is None for each in (self.nope, self.up_key))
-        require(not absorbed, "the model itself absorbs the projection of the keys")
-        return head_projection.turned(self.nope.transpose(1, 2), self.up_key).transpose(1, 2), self.q_rope
-
     def parts_of_heads(self) -> tuple[Any, Any]:
         """Queries of heads with their rotated lanes, and both projections."""
         require(self.nope is not None and self.up_value is not None, "the model itself absorbs the projections")
@@ -146,11 +140,6 @@ class Int8(_Int8):
 
     def refuse_blocks(self, source: Any) -> None:
         """The operator says of pages in blocks of NZ which it reads."""
-
-    def queries_of_heads(self) -> Parts:
-        """Only the model can quantise them."""
-        require(False, "int8 queries are projected before they are quantised")
-        return self.queries()
 
     def parts_of_heads(self) -> tuple[Any, Any]:
         """Only floats are expanded."""
