@@ -134,6 +134,10 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     "joined heads of some": (lambda *a: joined(*a)[2], (X, COS, SIN)),
     "joined heads of one sequence": (joined_behind_mask, (X[:1, :2],)),
     "with gaps": (lambda *a: turned(*a).new_zeros(2, 4, 8, 80)[..., :64].copy_(turned(*a)), (X, COS, SIN)),
+    "memory with gaps": (
+        lambda *a: torch.empty_strided((2, 4, 8, 64), (2560, 640, 80, 1)).copy_(turned(*a)),
+        (X, COS, SIN),
+    ),
     "top-k": (lambda y: (*(t := y.softmax(-1).topk(8)), t.values[:, :2], t.indices[:2]), (Y,)),
 }
 
