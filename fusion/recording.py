@@ -24,7 +24,6 @@ from fusion._torch import (
     schema_of,
     without_view_tracking,
 )
-from fusion.cost import is_data, is_view
 from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
@@ -134,12 +133,6 @@ def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args, *(each.default_value for each in rest))
 
 
-def touches_data(step: Step, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a call makes or reads floating-point or quantised numbers; arithmetic on positions is bookkeeping."""
-    read = [inputs[each.name] for each in leaves(step.args, step.kwargs) if isinstance(each, Input)]
-    return is_data(step.result) or any(map(is_data, read))
-
-
 class Fakes:
     """Fake tensors for the values of one graph, and sizes for its symbolic dims."""
 
@@ -148,7 +141,7 @@ class Fakes:
         vals = [node.meta.get("val") for node in graph.source.nodes]
         self._mode: Any = next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), nullcontext())
         self._known: dict[Value, torch.Tensor] = {}
-        self._launches: dict[Value, int] = {}
+        self._steps: dict[Value, tuple[Sequence[Step], Mapping[str, torch.Tensor]]] = {}
         self._runs: dict[Any, tuple[Any, Exception | None]] = {}
         self._ran: Ran = {}
         sizes = [size for val in vals for size in (val.shape if isinstance(val, torch.Tensor) else (val,))]
@@ -190,13 +183,13 @@ class Fakes:
             raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
         args = {str(number): self.of(arg) for number, arg in enumerate(recipe.args)}
         recorder, result = self.record(lambda given: build(recipe, self.size, *given.values()), args)
-        self._launches[value] = sum(not is_view(step.target) and touches_data(step, args) for step in recorder.steps)
+        self._steps[value] = recorder.steps, args
         return result
 
-    def launches(self, value: Value) -> int:
-        """How many kernels build `value` from its arguments: a reshape may have to copy."""
+    def steps(self, value: Value) -> tuple[Sequence[Step], Mapping[str, torch.Tensor]]:
+        """The calls that build `value` from its arguments, which are the inputs: a reshape may have to copy."""
         self.of(value)
-        return self._launches.get(value, 0)
+        return self._steps.get(value, ((), {}))
 
     def record(
         self, function: Callable[[Mapping[str, torch.Tensor]], Any], inputs: Mapping[str, torch.Tensor]

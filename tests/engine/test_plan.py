@@ -12,11 +12,13 @@ from sympy import Symbol
 
 from fusion import Rule, calls, lowering, pattern, scalar, tensor
 from fusion.facts import Facts
+from fusion.graph.contractions import matmul
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.stages.canonicalise import canonicalise
-from fusion.stages.plan import _in_order
+from fusion.stages.plan import Planner, _in_order
 from fusion.stages.plan.recorded import PlanBook
+from fusion.target import Target
 from fusion.testing import capture
 from fusion.weights import marks, parameter_inputs
 
@@ -34,6 +36,19 @@ def test_what_is_repeated_a_symbolic_number_of_times_is_not_prepared():
     book = PlanBook(graph, Fakes(graph), (), "", Options(), None)
     assert book.is_prepared(graph.algebra.expand(weight, (3, 64)))
     assert not book.is_prepared(graph.algebra.expand(weight, (Symbol("tokens"), 64)))
+
+
+def test_what_no_node_holds_is_priced_by_the_bytes_and_the_arithmetic_of_building_it():
+    target = Target.resolve("ascend910_93")
+    gm = traced(lambda x, w: x @ w, numbers(1, 8, 1024), numbers(1024, 2048, seed=1))
+    graph = canonicalise(gm.graph)
+    x, w = (each for each in graph.places if each.op == "input")
+    planner = Planner(graph, Fakes(graph), target, "eager", (), Options())
+    squares = graph.algebra.power(w, 2.0)
+    (copied,), (product,) = (planner._kernels_of(each) for each in (squares, matmul(graph.algebra, x, squares)))
+    assert copied == pytest.approx(target.launch + 2 * w.shape[0] * w.shape[1] * 4 / target.bandwidth)
+    assert product > target.launch + w.shape[0] * w.shape[1] * 4 / target.bandwidth
+    assert planner._kernels_of(graph.algebra.reshape(w, (2048, 1024))) == ()
 
 
 def test_nodes_that_somebody_else_reads_do_not_go():

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.fx as fx
 
-from fusion.cost import is_launch, node_cost
+from fusion.cost import call_cost, is_launch, node_cost
 from fusion.errors import Failure
 from fusion.failures import failure, raised
 from fusion.graph import Graph, Value, dims_of, is_dense
@@ -31,7 +31,7 @@ from fusion.records import Candidate, Match, Plan, Refusal
 from fusion.shelf import Shelf
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.kept import Plans
-from fusion.stages.plan.recorded import PlanBook
+from fusion.stages.plan.recorded import PlanBook, Run
 from fusion.target import Target
 
 _T = TypeVar("_T")
@@ -67,6 +67,7 @@ class Planner:
         self._launches = cache(is_launch)
         self._below = cache(self._needless)
         self._calls = cache(_calls)
+        self._kernels = cache(self._kernels_of)
         self._copies = Copies(graph, fakes, target, self._cost)
         self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
 
@@ -238,9 +239,17 @@ class Planner:
 
     def _built(self, built: Sequence[Value], shared: _Sharing) -> tuple[float, float]:
         """What it costs to build values for one of those that read them, and by how many launches."""
-        kernels = {value: self.fakes.launches(value) for value in built if not self._book.is_prepared(value)}
-        return sum(self.target.launch * n / shared.readers[value] for value, n in kernels.items()), sum(
-            kernels.values()
+        kernels = {value: self._kernels(value) for value in built if not self._book.is_prepared(value)}
+        cost = math.fsum(sum(costs) / shared.readers[value] for value, costs in kernels.items())
+        return cost, sum(map(len, kernels.values()))
+
+    def _kernels_of(self, value: Value) -> tuple[float, ...]:
+        """What each kernel costs that builds a value from its arguments."""
+        ran = Run(*self.fakes.steps(value))
+        return tuple(
+            call_cost(step.target, ran.operands(step).values(), step.result, self.target, ran.flops(step))
+            for step in ran.steps
+            if ran.is_kernel(step)
         )
 
     def _are_prepared(self, names: frozenset[str], match: Match) -> bool:

@@ -151,9 +151,11 @@ class PlanBook:
             named = tuple(recorder.name(each) for each in results)
         except Refused as refused:
             return refused
-        ran = _Run(tuple(recorder.steps), inputs)
+        ran = Run(tuple(recorder.steps), inputs)
         used = ran.used | {each.name for each in named if isinstance(each, Input)}
-        return Plan(ran.steps, named, results, self._limits(ran, kept.prepared), self._costs(ran, kept.owned), used)
+        return Plan(
+            tuple(ran.steps), named, results, self._limits(ran, kept.prepared), self._costs(ran, kept.owned), used
+        )
 
     def _fitted(self, result: torch.Tensor, value: Value) -> torch.Tensor:
         """A result with the dims of size 1 that the model's has."""
@@ -162,25 +164,24 @@ class PlanBook:
             return result
         return result.reshape([self._fakes.size(size) for size in value.shape])
 
-    def _costs(self, ran: _Run, owned: frozenset[str]) -> tuple[tuple[float, frozenset[str]], ...]:
+    def _costs(self, ran: Run, owned: frozenset[str]) -> tuple[tuple[float, frozenset[str]], ...]:
         """What each kernel costs; writes into what is `owned` are priced without the copy: they will be in place."""
         costs: list[tuple[float, frozenset[str]]] = []
         for step, names in zip(ran.steps, ran.sources, strict=True):
-            read = list(dict.fromkeys(_references(step)))  # each once
-            operands = [ran.lookup(each) for each in read]
-            if is_view(step.target) or not is_data((step.result, operands)):
+            if not ran.is_kernel(step):
                 continue
-            moved, result = operands, step.result
+            operands, result = ran.operands(step), step.result
+            moved = operands.values()
             written = {each: ran.origin(each) for each in _overwritten(step)}
             caches = [each for each, origin in written.items() if origin & owned]
             # memory of its own is moved once
             if caches and all(origin & owned or not origin for origin in written.values()):
-                moved = [each for one, each in zip(read, operands, strict=True) if one not in caches]
+                moved = [each for one, each in operands.items() if one not in caches]
                 result = None
             costs.append((call_cost(step.target, moved, result, self._targets[0], ran.flops(step)), names))
         return tuple(costs)
 
-    def _limits(self, ran: _Run, prepared: frozenset[str]) -> dict[str, str]:
+    def _limits(self, ran: Run, prepared: frozenset[str]) -> dict[str, str]:
         """For each target, the first limit that forbids one of these calls; what is prepared runs eagerly."""
         calls = [
             (operator, ran.arguments(step), bool(names) and names <= prepared)
@@ -211,10 +212,10 @@ class PlanBook:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What a lowering ran on these inputs."""
+class Run:
+    """What was run on these inputs."""
 
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
     inputs: Mapping[str, torch.Tensor]
 
     @cached_property
@@ -241,6 +242,14 @@ class _Run:
             return self.inputs[reference.name]
         result = self.steps[reference.step].result
         return result if reference.item is None else result[reference.item]
+
+    def operands(self, step: Step) -> dict[Input | Output, Any]:
+        """The tensors that a step reads, each once."""
+        return {each: self.lookup(each) for each in _references(step)}
+
+    def is_kernel(self, step: Step) -> bool:
+        """Whether a step makes or reads data by more than a view; arithmetic on positions is bookkeeping."""
+        return not is_view(step.target) and is_data((step.result, [*self.operands(step).values()]))
 
     @cached_property
     def arguments(self) -> Callable[[Step], tuple[Any, Any]]:
