@@ -6,6 +6,7 @@ import torch
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
 BFLOAT16 = frozenset({torch.bfloat16})
+FLOAT16 = frozenset({torch.float16})
 FLOAT32 = frozenset({torch.float32})
 FLOATS = HALVES | FLOAT32
 INT8 = frozenset({torch.int8})

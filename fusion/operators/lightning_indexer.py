@@ -27,71 +27,82 @@ _FEW = 8
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """Rows that meet the same keys: query [G, R, N, D], weights [G, R, N], keys [G, T, D].
+class Groups:
+    """Rows that meet the same keys: query [G, R, N, D], weights [G, R, N], keys [G, T, D] and others [G, T, ..].
 
     A row sees the columns `first` … `first + seen - 1`, [G, R] each, which are tokens 0 … seen - 1 of its sequence.
     """
 
     query: Tensor
     weights: Tensor
-    keys: Tensor
+    keys: tuple[Tensor, ...]
     first: Tensor
     seen: Tensor
+
+    @property
+    def products(self) -> Tensor:
+        """relu(query · key) [G, R, N, T], in float32 at least; int8 numbers of 128 lanes lose nothing in it."""
+        wide = torch.float32 if self.query.dtype == torch.int8 else compute_dtype(self.query)
+        heads = self.query.flatten(1, 2).to(wide) @ self.keys[0].to(wide).transpose(1, 2)
+        return heads.relu().unflatten(1, tuple(self.weights.shape[1:]))
 
 
 def _lightning_indexer(given: Given) -> tuple[Tensor, Tensor]:
     query, count = given["query"], given["sparse_count"]
-    groups = _groups(given)
-    scores, column = _scores(groups), torch.arange(groups.keys.shape[1], device=query.device)
-    place = column - groups.first[..., None]
-    hidden = (place < 0) | (place >= groups.seen[..., None])
-    kept: Any = torch.sym_min(count, groups.keys.shape[1])
-    values, best = scores.masked_fill(hidden, -math.inf).topk(kept, dim=-1)
-    some = torch.arange(kept, device=query.device) < groups.seen[..., None]
-    tokens = torch.where(some, best - groups.first[..., None], -1).to(torch.int32)
-    shape = _shape(query, count)
-    indices = pad(tokens, (0, count - kept), value=-1).reshape(shape)
+    groups = groups_of(given, given["weights"], given["key"])
+    indices, values = chosen(given, groups, _scores(groups))
     if not given["return_value"]:
         return indices, query.new_empty([0])
-    return indices, pad(values, (0, count - kept), value=-math.inf).reshape(shape).to(query.dtype)
+    return indices, pad(values, (0, count - values.shape[-1]), value=-math.inf).reshape(indices.shape).to(query.dtype)
 
 
-def _groups(given: Given) -> _Groups:
-    query, key, weights, table = (given[name] for name in ("query", "key", "weights", "block_table"))
-    rows = rows_of(given, "key")
+def chosen(given: Given, groups: Groups, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens with the largest of scores [G, R, T], best first, as a call lists them; and their scores [G, R, K]."""
+    count, column = given["sparse_count"], torch.arange(scores.shape[-1], device=scores.device)
+    place = column - groups.first[..., None]
+    hidden = (place < 0) | (place >= groups.seen[..., None])
+    kept: Any = torch.sym_min(count, scores.shape[-1])
+    values, best = scores.masked_fill(hidden, -math.inf).topk(kept, dim=-1)
+    some = torch.arange(kept, device=scores.device) < groups.seen[..., None]
+    tokens = torch.where(some, best - groups.first[..., None], -1).to(torch.int32)
+    return pad(tokens, (0, count - kept), value=-1).reshape(shape_of(given["query"], count)), values
+
+
+def groups_of(given: Given, weights: Tensor, *keys: Tensor) -> Groups:
+    """The rows of a call with weights [.., N], and what lies like its keys [.., 1, D]."""
+    query, table, rows = given["query"], given["block_table"], rows_of(given, "key")
     if given["layout_query"] == "BSND":
-        keys = pages_of(key, table) if table is not None else key.select(-2, 0)
-        return _Groups(query, weights, keys, rows.first, rows.seen)
+        found = tuple(pages_of(each, table) if table is not None else each.select(-2, 0) for each in keys)
+        return Groups(query, weights, found, rows.first, rows.seen)
     if table is None:
-        return _Groups(query[None], weights[None], key.select(-2, 0)[None], rows.first[None], rows.seen[None])
+        packed = tuple(each.select(-2, 0)[None] for each in keys)
+        return Groups(query[None], weights[None], packed, rows.first[None], rows.seen[None])
     batch = table.shape[0]
     if known_true(query.shape[0] <= _FEW * batch) and not known_true(batch == 1):
-        keys = pages_of(key, table[rows.sequence])  # one group for each row [T], with the keys of its sequence
-        return _Groups(query[:, None], weights[:, None], keys, rows.first[:, None], rows.seen[:, None])
-    pages = pages_of(key, table)
-    first = rows.sequence * pages.shape[1]
-    return _Groups(query[None], weights[None], pages.flatten(0, 1)[None], first[None], rows.seen[None])
+        found = tuple(pages_of(each, table[rows.sequence]) for each in keys)  # of each row [T], those of its sequence
+        return Groups(query[:, None], weights[:, None], found, rows.first[:, None], rows.seen[:, None])
+    pages = [pages_of(each, table) for each in keys]
+    first = rows.sequence * pages[0].shape[1]
+    return Groups(query[None], weights[None], tuple(e.flatten(0, 1)[None] for e in pages), first[None], rows.seen[None])
 
 
-def _scores(groups: _Groups) -> Tensor:
+def _scores(groups: Groups) -> Tensor:
     """Σₙ weights[n] · relu(query[n] · key[t]), [G, R, T], in float32 at least."""
-    wide = compute_dtype(groups.query)
-    heads = groups.query.flatten(1, 2).to(wide) @ groups.keys.to(wide).transpose(1, 2)
-    each = heads.relu().unflatten(1, tuple(groups.weights.shape[1:]))
-    return (groups.weights.to(wide).unsqueeze(-2) @ each).squeeze(-2)
+    each = groups.products
+    return (groups.weights.to(each.dtype).unsqueeze(-2) @ each).squeeze(-2)
 
 
-def _shape(query: Tensor, sparse_count: int) -> tuple[int, ...]:
+def shape_of(query: Tensor, sparse_count: int) -> tuple[int, ...]:
+    """That of the lists of queries [B, S, N, D] or [T, N, D]."""
     return (*query.shape[:-2], 1, sparse_count)
 
 
 def _outputs(query: Tensor, sparse_count: int, return_value: bool) -> tuple[Tensor, Tensor]:
-    shape = _shape(query, sparse_count)
+    shape = shape_of(query, sparse_count)
     return query.new_empty(shape, dtype=torch.int32), query.new_empty(shape if return_value else [0])
 
 
-def _flops(given: Given) -> float:
+def every_key(given: Given) -> float:
     """Every key of every query; half of them where it is causal and there are as many queries."""
     query, key, table = given["query"], given["key"], given["block_table"]
     room = key.shape[0 if given["layout_key"] == "TND" else 1] * (1 if table is None else table.shape[1])
@@ -133,7 +144,7 @@ LIGHTNING_INDEXER = Operator(
         **dict.fromkeys(A2_A3, _A2),
         "ascend950": (*_KERNEL, "N in (8, 16, 24, 32, 64)", "dtype(weights) == dtype(query)"),
     },
-    flops=_flops,
+    flops=every_key,
     source="op-plugin: torch_npu.npu_lightning_indexer; kernel: ops-transformer lightning_indexer (A2/A3: float32)",
     summary=(
         "the sparse_count keys t with the largest Σₙ weights[n] · relu(query[n] · key[t]), in float32, as positions in "

@@ -6,6 +6,9 @@ Each row reads the keys that its list of indices names, and nothing else of the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,20 +26,43 @@ _PART = 1 << 26
 """Elements of gathered keys (256 MiB in float32) beyond which a prefill is computed in parts."""
 
 
+@dataclass(frozen=True)
+class KeyRows:
+    """Rows of a cache in the dtype of the computation: keys [R, K, D], values, and rotated lanes of keys, if any."""
+
+    keys: Tensor
+    values: Tensor
+    rope: Tensor | None
+
+
+Read = Callable[[list[Tensor]], KeyRows]
+"""What stands at places [R, K] in the leading dims of the keys."""
+
+
 def _sparse_flash_attention(given: Given) -> tuple[Tensor, ...]:
     query, rope = given["query"], given["query_rope"]
-    rows = rows_of(given, "kv")
-    tokens, used = _tokens(given["sparse_indices"].squeeze(-2), given["sparse_block_size"], rows)
-    lists = [*_places(given, rows, tokens), used]
-    queries = [each.flatten(0, -3) for each in (query, rope) if each is not None]
-    size = _part(tokens, given)
-    parts = zip(*(each.split(size) for each in (*(each.flatten(0, -2) for each in lists), *queries)), strict=True)
-    found = [_attended(given, part[: len(lists)], part[len(lists) :]) for part in parts]
-    out, top, total = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
+    out, top, total = listed_attention(given, (query, rope), partial(_read, given))
     _, *statistics = _outputs(query, given["return_softmax_lse"])
     if given["return_softmax_lse"]:
         statistics = [each.reshape(query.shape[:-1]).unsqueeze(-3) for each in (top, total)]
-    return out.reshape(query.shape), *statistics
+    return out, *statistics
+
+
+def listed_attention(given: Given, queries: Sequence[Tensor | None], read: Read) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of queries [.., N, D] and their rotated lanes over the keys that the lists of a call name.
+
+    The result [.., N, D]; largest score and sum of every row, flat.
+    """
+    rows = rows_of(given, "kv")
+    tokens, used = _tokens(given["sparse_indices"].squeeze(-2), given["sparse_block_size"], rows)
+    lists = [*_places(given, rows, tokens), used]
+    flat = [each.flatten(0, -3) for each in queries if each is not None]
+    size = _part(tokens, given)
+    parts = zip(*(each.split(size) for each in (*(each.flatten(0, -2) for each in lists), *flat)), strict=True)
+    found = [_attended(given, read, part[: len(lists)], part[len(lists) :]) for part in parts]
+    out, top, total = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
+    shape = given["query"].shape[:-1]
+    return out.reshape(*shape, out.shape[-1]), top, total
 
 
 def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -72,22 +98,27 @@ def _part(tokens: Tensor, given: Given) -> int:
     return min(max(_PART // max(tokens.shape[-1] * width, 1), 1), max(count, 1))
 
 
-def _attended(given: Given, lists: tuple[Tensor, ...], queries: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _attended(
+    given: Given, read: Read, lists: tuple[Tensor, ...], queries: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output [R, N, D], largest score and sum [R, N, 1] of some rows."""
     *places, used = lists
-    key, value, key_rope = given["key"], given["value"], given["key_rope"]
-    wide = compute_dtype(queries[0])
-
-    keys = _taken(key, places).to(wide)
-    values = keys if value is None or value is key else _taken(value, places).to(wide)
-    every = [keys] if key_rope is None else [keys, _taken(key_rope, places).to(wide)]
+    rows, wide, stored = read(places), compute_dtype(queries[0]), given["query"].dtype
+    every = [rows.keys] if rows.rope is None else [rows.keys, rows.rope]
     pairs = [(query.to(wide), each) for query, each in zip(queries, every, strict=True)]
-    stored = given["query"].dtype
-    out, top, total = rounded_softmax(pairs, values, Visible(used[:, None]), given["scale_value"], stored)
+    out, top, total = rounded_softmax(pairs, rows.values, Visible(used[:, None]), given["scale_value"], stored)
     return out.to(stored), top, total
 
 
-def _taken(cache: Tensor, places: list[Tensor]) -> Tensor:
+def _read(given: Given, places: list[Tensor]) -> KeyRows:
+    key, value, rope = given["key"], given["value"], given["key_rope"]
+    wide = compute_dtype(given["query"])
+    keys = taken(key, places).to(wide)
+    values = keys if value is None or value is key else taken(value, places).to(wide)
+    return KeyRows(keys, values, None if rope is None else taken(rope, places).to(wide))
+
+
+def taken(cache: Tensor, places: list[Tensor]) -> Tensor:
     """Rows [R, K, D] of a cache [.., 1, D]; a cache whose leading dims cannot be one is not copied for that."""
     rows = cache.select(-2, 0)
     if len(places) == 2 and known_true(rows.stride(0) == rows.shape[1] * rows.stride(1)):
@@ -115,7 +146,7 @@ def _flops(given: Given) -> float:
     return scores(count(query) / hint(query.shape[-1]) * keys, width)
 
 
-_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
+BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 _KERNEL = (
     *sparse_limits.kernel("kv"),
     Limit("given(value)", because="CANN takes calls without a value from 9.2 on; pass the key"),
@@ -128,8 +159,8 @@ _KERNEL = (
 )
 _A2 = (
     *_KERNEL,
-    f"N in {_BLOCKS}",
-    f"sparse_block_size in {_BLOCKS}",
+    f"N in {BLOCKS}",
+    f"sparse_block_size in {BLOCKS}",
     Limit("Size % sparse_block_size == 0", when="layout_kv == 'PA_BSND'"),
 )
 

@@ -53,10 +53,12 @@ def host(keys: str) -> tuple[Limit, ...]:
 
 def kernel(keys: str) -> tuple[Limit, ...]:
     """What the kernels of every chip ask for."""
-    return (
-        Limit("dtype(key) == dtype(query)"),
-        Limit("Size % 16 == 0 and Size <= 1024", when=f"layout_{keys} == '{_PAGED}'"),
-    )
+    return Limit("dtype(key) == dtype(query)"), *pages(keys)
+
+
+def pages(keys: str) -> tuple[Limit, ...]:
+    """How large pages may be."""
+    return (Limit("Size % 16 == 0 and Size <= 1024", when=f"layout_{keys} == '{_PAGED}'"),)
 
 
 def in_graphs(text: str, because: str) -> tuple[Limit, ...]:

@@ -187,6 +187,8 @@ REFERENCES = {
     "npu_transpose_batchmatmul": sparse.product,
     "npu_lightning_indexer": sparse.indexer,
     "npu_sparse_flash_attention": sparse.attention,
+    "npu_quant_lightning_indexer": sparse.quant_indexer,
+    "npu_kv_quant_sparse_flash_attention": sparse.quant_attention,
     **quant.REFERENCES,
     "atb::npu_multi_head_latent_attention": atb.latent,
     "atb::npu_multi_head_latent_attention.tensor_lengths": atb.latent,

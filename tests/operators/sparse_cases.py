@@ -212,3 +212,77 @@ ATTENTION: tuple[tuple[str, Make], ...] = (
     ("statistics, BSND", attention(Sparse(rows=(4, 2), keys=(3, 7)), return_softmax_lse=True)),
     ("statistics, TND", attention(Sparse(("TND", "TND"), rows=(2, 3), keys=(1, 7)), return_softmax_lse=True)),
 )
+
+
+# int8 queries, keys and rows ---------------------------------------------------------------------------------------
+
+
+def quant_indexer(a: Sparse, count: int = 5, **more: Any) -> Make:
+    """Numbers of few bits, so that what a kernel rounds loses nothing in any dtype."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        def of_queries(*width: int) -> Tensor:
+            return torch.randint(1, 5, (*leading(a), *width)).to(dtype) / 4
+
+        keys = of_keys(a, a.d, torch.float32)
+        scales = 1 + torch.randperm(128)[: keys[..., 0].numel()].reshape(keys.shape[:-1]) / 128
+        call = {
+            "query": torch.randint(-5, 6, (*leading(a), a.n, a.d), dtype=torch.int8),
+            "key": keys.mul(2).round().clamp(-5, 5).to(torch.int8),
+            "weights": of_queries(a.n),
+            "query_dequant_scale": of_queries(a.n),
+            "key_dequant_scale": scales.to(dtype),
+            "query_quant_mode": 0,
+            "key_quant_mode": 0,
+            "sparse_count": count,
+        }
+        return call | about_sequences(a, "key") | a.more | more
+
+    return make
+
+
+QUANT_INDEXER: tuple[tuple[str, Make], ...] = tuple((label, quant_indexer(a)) for label, a in SEQUENCES)
+
+
+def packed_rows(latent: Tensor, rope: Tensor, tile: int) -> Tensor:
+    """[int8(latent / scale) | bits(rope) | bits(scale)], a scale in float32 of each tile."""
+    runs = latent.float().unflatten(-1, (-1, tile))
+    scale = runs.abs().amax(-1, keepdim=True) / 127
+    parts = ((runs / scale).round().to(torch.int8).flatten(-2), rope.view(torch.int8), scale[..., 0].view(torch.int8))
+    return torch.cat(parts, dim=-1)
+
+
+def quant_attention(a: Sparse, block: int = 1, tile: int = 4, rope: int = 8, **more: Any) -> Make:
+    """Rotated keys whose bits are those of bfloat16 for every query but one in float16."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        stored = dtype if dtype == torch.float16 else torch.bfloat16
+        rows = packed_rows(of_keys(a, a.d, dtype), of_keys(a, rope, stored), tile)
+        call: dict[str, Any] = {
+            "query": random(*leading(a), a.n, a.d + rope, dtype=dtype),
+            "key": rows,
+            "value": rows,
+            "sparse_indices": lists(a, 6, block),
+            "scale_value": 0.3,
+            "key_quant_mode": 2,
+            "value_quant_mode": 2,
+            "attention_mode": 2,
+            "sparse_block_size": block,
+            "tile_size": tile,
+            "rope_head_dim": rope,
+        }
+        return call | about_sequences(a, "kv") | a.more | more
+
+    return make
+
+
+def in_bfloat16(make: Make) -> Make:
+    """A call in bfloat16 where it is asked for in float16: what the bits of a row are, a wide query does not say."""
+    return lambda dtype: make(torch.bfloat16 if dtype == torch.float16 else dtype)
+
+
+QUANT_ATTENTION: tuple[tuple[str, Make], ...] = (
+    *((label, in_bfloat16(quant_attention(a))) for label, a in SEQUENCES),
+    ("blocks of 2", in_bfloat16(quant_attention(Sparse(("TND", "PA_BSND"), rows=(2, 3), keys=(9, 6)), block=2))),
+    ("one tile", in_bfloat16(quant_attention(Sparse(), tile=16))),
+)

@@ -269,37 +269,57 @@ def attention(
     return tensors | ropes | lists | about(query, keys, "kv") | more
 
 
-def both(make: Any, name: str) -> list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]]:
+def quant_indexer(
+    query: str = "TND", keys: str = "PA_BSND", n: int = 8, d: int = 128, size: int = 128, **more: Any
+) -> dict[str, Any]:
+    heads = {name: t(*lead(query), n, dtype=F16) for name in ("weights", "query_dequant_scale")}
+    whole = {"query": t(*lead(query), n, d, dtype=torch.int8), "key": cache(keys, d, size).to(torch.int8)}
+    scale = {"key_dequant_scale": cache(keys, 1, size).to(F16)[..., 0], "query_quant_mode": 0, "key_quant_mode": 0}
+    return whole | heads | scale | about(query, keys, "key") | more
+
+
+def quant_attention(
+    query: str = "TND", keys: str = "PA_BSND", n: int = 8, d: int = 576, row: int = 656, size: int = 128, **more: Any
+) -> dict[str, Any]:
+    rows = cache(keys, row, size).to(torch.int8)
+    call = {"query": t(*lead(query), n, d), "key": rows, "value": rows, "scale_value": 0.1, "attention_mode": 2}
+    lists = {"sparse_indices": t(*lead(query), 1, 16, dtype=INT), "key_quant_mode": 2, "value_quant_mode": 2}
+    return call | lists | about(query, keys, "kv") | more
+
+
+def both(
+    make: Any, name: str, chips: tuple[str, ...] = CHIPS
+) -> list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]]:
     """Edges that the indexer and attention have in common."""
     told = f"actual_seq_lengths_{name}"
-    plain = make("BSND", "BSND")
+    plain, every = make("BSND", "BSND"), (HOST, *chips)
     return [
-        (EVERY, make(sparse_mode=0), make(sparse_mode=2), "sparse_mode in (0, 3)"),
-        (EVERY, make(), make(pre_tokens=8), "pre_tokens == 9223372036854775807"),
-        (EVERY, make(), make(next_tokens=0), "next_tokens == 9223372036854775807"),
-        (EVERY, make(), make(block_table=None), "given(block_table)"),
-        (EVERY, plain, plain | {"block_table": t(2, 3, dtype=INT)}, "not given(block_table)"),
+        (every, make(sparse_mode=0), make(sparse_mode=2), "sparse_mode in (0, 3)"),
+        (every, make(), make(pre_tokens=8), "pre_tokens == 9223372036854775807"),
+        (every, make(), make(next_tokens=0), "next_tokens == 9223372036854775807"),
+        (every, make(), make(block_table=None), "given(block_table)"),
+        (every, plain, plain | {"block_table": t(2, 3, dtype=INT)}, "not given(block_table)"),
         (
-            EVERY,
+            every,
             plain | {"actual_seq_lengths_query": None},
             make(actual_seq_lengths_query=None),
             "given(actual_seq_lengths_query)",
         ),
-        (EVERY, plain | {told: None}, make(**{told: None}), f"given({told})"),
-        (EVERY, make("TND", "TND"), make("TND", "TND", **{told: None}), f"given({told})"),
-        (EVERY, make("BSND"), make("BSND") | {f"layout_{name}": "TND"}, "needs layout_query='BSND' or"),
-        (EVERY, make(), make() | {"layout_query": "BNSD"}, "needs layout_query='BSND' or"),
-        (EVERY, make(), make(key=t(9, 128, 2, make()["key"].shape[-1])), "needs key as [Blocks Size 1 D]"),
-        (EVERY, make(), make(**{told: t(3, dtype=INT)}), f"needs {told} as [B]"),
-        (CHIPS, make(), make(key=make()["key"].half()), "dtype(key) == dtype(query)"),
-        (CHIPS, make(size=1024), make(size=1040), "Size % 16 == 0 and Size <= 1024"),
-        (CHIPS, make(), make(block_table=t(2, 3, dtype=LONG)), "needs block_table in int32"),
-        (CHIPS, make(), make(**{told: t(2, dtype=LONG)}), f"needs {told} in int32"),
+        (every, plain | {told: None}, make(**{told: None}), f"given({told})"),
+        (every, make("TND", "TND"), make("TND", "TND", **{told: None}), f"given({told})"),
+        (every, make("BSND"), make("BSND") | {f"layout_{name}": "TND"}, "needs layout_query='BSND' or"),
+        (every, make(), make() | {"layout_query": "BNSD"}, "needs layout_query='BSND' or"),
+        (every, make(), make(key=t(9, 128, 2, make()["key"].shape[-1])), "needs key as [Blocks Size 1 "),
+        (every, make(), make(**{told: t(3, dtype=INT)}), f"needs {told} as [B]"),
+        (chips, make(size=1024), make(size=1040), "Size % 16 == 0 and Size <= 1024"),
+        (chips, make(), make(block_table=t(2, 3, dtype=LONG)), "needs block_table in int32"),
+        (chips, make(), make(**{told: t(2, dtype=LONG)}), f"needs {told} in int32"),
     ]
 
 
 _INDEXER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     *both(indexer, "key"),
+    (CHIPS, indexer(), indexer(key=indexer()["key"].half()), "dtype(key) == dtype(query)"),
     (EVERY, indexer(sparse_count=1), indexer(sparse_count=0), "sparse_count > 0"),
     (CHIPS, indexer(), indexer(d=64), "D == 128"),
     (CHIPS, indexer(sparse_count=2048), indexer(sparse_count=2049), "sparse_count <= 2048 or sparse_count in"),
@@ -312,6 +332,7 @@ _INDEXER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
 _BARE = {"query_rope": None, "key_rope": None}
 _ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     *both(attention, "kv"),
+    (CHIPS, attention(), attention(key=attention()["key"].half()), "dtype(key) == dtype(query)"),
     (EVERY, attention(), attention(attention_mode=0), "attention_mode == 2"),
     (EVERY, attention(), attention(sinks=t(8, dtype=F32)), "not given(sinks)"),
     (EVERY, attention(), attention(sparse_block_size=0), "sparse_block_size >= 1"),
@@ -345,6 +366,65 @@ _ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = 
     ),
     ((A5,), attention(), attention(sparse_block_size=2), "sparse_block_size == 1"),
 ]
+_QUANT_INDEXER: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    *both(quant_indexer, "key", (A2, A3)),
+    (EVERY[:3], quant_indexer(sparse_count=1), quant_indexer(sparse_count=0), "sparse_count > 0"),
+    ((A2, A3), quant_indexer(), quant_indexer(d=64), "D == 128"),
+    ((A2, A3), quant_indexer(n=64), quant_indexer(n=65), "N <= 64"),
+    ((A2, A3), quant_indexer(sparse_count=2048), quant_indexer(sparse_count=3072), "sparse_count <= 2048"),
+    *(
+        (EVERY[:3], quant_indexer(), quant_indexer(**{name: 1}), "query_quant_mode == 0 and key_quant_mode == 0")
+        for name in ("query_quant_mode", "key_quant_mode")
+    ),
+    (EVERY[:3], quant_indexer(), quant_indexer(key_dequant_scale=t(9, 128, 1, 1, dtype=F16)), "[Blocks Size 1]"),
+    *(
+        ((A2, A3), quant_indexer(), quant_indexer(**{name: quant_indexer()[name].float()}), f"needs {name} in float16")
+        for name in ("weights", "query_dequant_scale", "key_dequant_scale")
+    ),
+    *(
+        (EVERY[:3], quant_indexer(), quant_indexer() | {name: quant_indexer()[name].half()}, f"{name}")
+        for name in ("query", "key")
+    ),
+]
+_QUANT_ATTENTION: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    *both(quant_attention, "kv", (A2, A3)),
+    (EVERY[:3], quant_attention(), quant_attention(attention_mode=0), "attention_mode == 2"),
+    *(
+        (EVERY[:3], quant_attention(), quant_attention(**{name: 0}), "key_quant_mode == 2 and value_quant_mode == 2")
+        for name in ("key_quant_mode", "value_quant_mode")
+    ),
+    (EVERY[:3], quant_attention(), quant_attention(quant_scale_repo_mode=0), "quant_scale_repo_mode == 1"),
+    *(
+        (EVERY[:3], quant_attention(), quant_attention(**{name: t(4, dtype=F32)}), "not given(key_dequant_scale)")
+        for name in ("key_dequant_scale", "value_dequant_scale")
+    ),
+    (EVERY[:3], quant_attention(), quant_attention(sparse_indices=t(9, 2, 16, dtype=INT)), "sparse_indices as [T 1 K]"),
+    ((A2, A3), quant_attention(), quant_attention(d=512), "D == 576"),
+    ((A2, A3), quant_attention(), quant_attention(rope_head_dim=32), "rope_head_dim == 64"),
+    ((A2, A3), quant_attention(), quant_attention(tile_size=64), "tile_size == 128"),
+    (EVERY[:3], quant_attention(), quant_attention(tile_size=0), "tile_size >= 1"),
+    ((A2, A3), quant_attention(), quant_attention(row=640), "Row == 656"),
+    (EVERY[:3], quant_attention(), quant_attention(value=cache("PA_BSND", 640).to(torch.int8)), "W == Row"),
+    ((A2, A3), quant_attention(n=128), quant_attention(n=48), "N in (1, 2, 4, 8, 16, 32, 64, 128)"),
+    ((A2, A3), quant_attention(sparse_block_size=16), quant_attention(sparse_block_size=32), "sparse_block_size in"),
+    (EVERY[:3], quant_attention(), quant_attention(sparse_block_size=0), "sparse_block_size >= 1"),
+    (
+        (A2, A3),
+        quant_attention(),
+        quant_attention() | {"query": t(9, 8, 576, dtype=F32)},
+        "needs query in bfloat16, float16",
+    ),
+    (
+        (A2, A3),
+        quant_attention(),
+        quant_attention(sparse_indices=t(9, 1, 16, dtype=LONG)),
+        "needs sparse_indices in int32",
+    ),
+    *(
+        (EVERY[:3], quant_attention(), quant_attention(**{name: cache("PA_BSND", 656)}), f"{name}")
+        for name in ("key", "value")
+    ),
+]
 EDGES: list[Edge] = [
     *((name, *edge) for name in ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional") for edge in _PROLOG),
     *((f"npu_mla_prolog.{form}", *edge) for form in ("in_place", "functional") for edge in _OLDEST),
@@ -352,4 +432,6 @@ EDGES: list[Edge] = [
     *(("npu_transpose_batchmatmul", *edge) for edge in _PRODUCT),
     *(("npu_lightning_indexer", *edge) for edge in _INDEXER),
     *(("npu_sparse_flash_attention", *edge) for edge in _ATTENTION),
+    *(("npu_quant_lightning_indexer", *edge) for edge in _QUANT_INDEXER),
+    *(("npu_kv_quant_sparse_flash_attention", *edge) for edge in _QUANT_ATTENTION),
 ]

@@ -162,3 +162,29 @@ def attention(
     if not return_softmax_lse:
         return out, query.new_empty(0), query.new_empty(0)
     return out, top.unsqueeze(-3), total.unsqueeze(-3)
+
+
+def quant_indexer(
+    query: Tensor, key: Tensor, weights: Tensor, query_dequant_scale: Tensor, key_dequant_scale: Tensor,
+    query_quant_mode: int, key_quant_mode: int, **call: Any,
+) -> Tensor:  # fmt: skip
+    """Without what the kernel rounds."""
+    assert query_quant_mode == key_quant_mode == 0
+    scaled = (query.double() * query_dequant_scale[..., None], key.double() * key_dequant_scale[..., None])
+    return indexer(*scaled, weights, **call)[0]
+
+
+def quant_attention(
+    query: Tensor, key: Tensor, value: Tensor, sparse_indices: Tensor, scale_value: float, key_quant_mode: int,
+    value_quant_mode: int, tile_size: int, rope_head_dim: int, **call: Any,
+) -> Tensor:  # fmt: skip
+    """The same over rows that are unpacked, their rotated keys from bfloat16."""
+    assert key_quant_mode == value_quant_mode == 2
+    assert value is key
+    width = query.shape[-1] - rope_head_dim
+    latent, rope, scale = key.split([width, 2 * rope_head_dim, 4 * width // tile_size], dim=-1)
+    scales = scale.contiguous().view(torch.float32).double().repeat_interleave(tile_size, dim=-1)
+    keys = latent.double() * scales
+    q, q_rope = query.double().split([width, rope_head_dim], dim=-1)
+    k_rope = rope.contiguous().view(torch.bfloat16).double()
+    return attention(q, keys, keys, sparse_indices, scale_value, query_rope=q_rope, key_rope=k_rope, **call)[0]

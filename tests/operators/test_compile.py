@@ -81,8 +81,20 @@ def latent(x: Tensor) -> tuple[Tensor, ...]:
     )
     call = {"actual_seq_lengths_kv": lengths, "layout_kv": "PA_BSND", "query_rope": rope, "key_rope": ropes}
     out, _, _ = npu.npu_sparse_flash_attention(query, keys, keys, indices, 0.1, attention_mode=2, **of, **call)
+    listed = by_int8(query, keys, of | {"actual_seq_lengths_key": lengths, "layout_key": "PA_BSND"})
+    packed = torch.zeros(*keys.shape[:-1], 64 + 32 + 4, dtype=torch.int8, device=x.device)
+    rows = {"attention_mode": 2, "tile_size": 64, "rope_head_dim": 16, **of, "layout_kv": "PA_BSND"}
+    whole = torch.cat([query, rope], -1), packed, packed, listed, 0.1, 2, 2
+    out = out + npu.npu_kv_quant_sparse_flash_attention(*whole, actual_seq_lengths_kv=lengths, **rows)
     y = npu.npu_transpose_batchmatmul(out.flatten(0, 1), weights[2].mT, perm_x1=[1, 0, 2])
     return y, *by_atb(query.flatten(0, 1), rope.flatten(0, 1), keys, ropes), keys
+
+
+def by_int8(query: Tensor, keys: Tensor, of: dict[str, Any]) -> Tensor:
+    """The keys that the int8 indexer lists for queries [B, S, N, D]."""
+    whole = [each.sign().to(torch.int8) for each in (query, keys)]
+    scale, of_keys = query[..., 0].abs().half(), keys[..., 0].abs().half()
+    return torch.ops.npu.npu_quant_lightning_indexer(*whole, scale, scale, of_keys, 0, 0, sparse_count=3, **of)
 
 
 def by_atb(query: Tensor, rope: Tensor, keys: Tensor, ropes: Tensor) -> tuple[Tensor, ...]:

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from fusion.operators import OPERATORS
-from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
+from fusion.operators.mla_prolog_numbers import packed
+from tests.operators.cases import flat
+from tests.operators.sparse_cases import Sparse, attention, indexer, packed_rows, prolog, quant_attention
 from tests.operators.sparse_references import prolog as reference
 
 LOW = [torch.bfloat16, torch.float16]
 PROLOG = "npu::npu_mla_prolog_v3"
 INDEXER = "npu::npu_lightning_indexer"
 ATTENTION = "npu::npu_sparse_flash_attention"
+QUANT_INDEXER = "npu::npu_quant_lightning_indexer"
+QUANT_ATTENTION = "npu::npu_kv_quant_sparse_flash_attention"
 DECODE = Sparse(("TND", "PA_BSND"), rows=(1, 1), keys=(11, 6))
 
 
@@ -155,10 +159,54 @@ def test_sparse_attention_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(OPERATORS[ATTENTION].fallback(**call), whole)
 
 
+def test_the_int8_indexer_rounds_scores_of_heads_and_scaled_weights_to_float16():
+    torch.manual_seed(5)
+    rows, keys, heads, width = 64, 64, 16, 128
+    base = torch.randint(-100, 101, (width,))  # scores that are large, and close to each other
+    query, key = (
+        (base + torch.randint(-9, 10, (1, n, h, width))).to(torch.int8) for n, h in ((rows, heads), (keys, 1))
+    )
+    weights, scales = (torch.rand(1, rows, heads).half() for _ in range(2))
+    of_keys = torch.ones(1, keys, 1).half()
+    call = dict(query=query, key=key, weights=weights, query_dequant_scale=scales, key_dequant_scale=of_keys)
+    modes = dict(query_quant_mode=0, key_quant_mode=0, sparse_mode=0)
+    found = OPERATORS[QUANT_INDEXER].fallback(**call, **modes, sparse_count=8)[0, :, 0].long()
+    dots = torch.einsum("rnd,td->rnt", query[0].double(), key[0, :, 0].double()).relu() / 1024
+
+    def best(heads: Tensor, weights: Tensor) -> Tensor:
+        return (torch.einsum("rn,rnt->rt", weights, heads) * of_keys[0, :, 0].double()).topk(8).indices
+
+    exact = weights[0].double() * scales[0].double()
+    assert agreeing(found, best(dots.half().double(), (weights[0] * scales[0]).double())) > 0.99
+    assert agreeing(found, best(dots, exact)) < 0.99
+
+
+def test_rotated_keys_of_packed_rows_have_the_dtype_of_the_query():
+    call = made(quant_attention(Sparse()), torch.float16)
+    out = OPERATORS[QUANT_ATTENTION].fallback(**call)
+    latent, rope, scale = call["key"].split([16, 16, 16], dim=-1)
+    keys = latent.float() * scale.contiguous().view(torch.float32).repeat_interleave(4, dim=-1)
+    q, q_rope = call["query"].split([16, 8], dim=-1)
+    plain = {
+        name: call[name] for name in ("sparse_indices", "scale_value", "attention_mode", "layout_query", "layout_kv")
+    }
+    latents = dict.fromkeys(("key", "value"), keys.half())
+    ropes = {"query_rope": q_rope, "key_rope": rope.contiguous().view(torch.float16)}
+    assert torch.equal(out, OPERATORS[ATTENTION].fallback(q, **latents, **ropes, **plain)[0])
+
+
+def test_packed_rows_are_those_that_the_prolog_writes():
+    rows, rope = torch.randn(5, 256), torch.randn(5, 64).bfloat16()
+    assert torch.equal(packed_rows(rows, rope, 128), packed(rows, rope, torch.ones(1), 128))
+
+
+@pytest.mark.parametrize("name", [ATTENTION, QUANT_ATTENTION])
 @pytest.mark.parametrize("apart", [False, True], ids=["one cache", "pages of two caches in turn"])
-def test_sparse_attention_reads_no_row_that_is_not_listed(apart: bool):
-    call = made(attention(Sparse(("TND", "PA_BSND"), rows=(4,), keys=(40,)), count=3))
-    expected = OPERATORS[ATTENTION].fallback(**call)
+def test_sparse_attention_reads_no_row_that_is_not_listed(name: str, apart: bool):
+    a = Sparse(("TND", "PA_BSND"), rows=(4,), keys=(40,))
+    call = made(attention(a, count=3) if name == ATTENTION else quant_attention(a))
+    call["sparse_indices"] = call["sparse_indices"][..., :3]
+    expected = OPERATORS[name].fallback(**call)
     if apart:
         between = torch.stack([call["key"], torch.zeros_like(call["key"])], dim=1)
         call["key"] = call["value"] = between[:, 0]  # no view gives these pages one dim of tokens
@@ -173,6 +221,6 @@ def test_sparse_attention_reads_no_row_that_is_not_listed(apart: bool):
             return result
 
     with Watch():
-        got = OPERATORS[ATTENTION].fallback(**call)
-    assert all(map(torch.equal, got, expected))
-    assert max(sizes) <= 4 * 3 * 16 + 4 * 8 * 16, "the listed keys, or the queries"
+        got = OPERATORS[name].fallback(**call)
+    assert all(map(torch.equal, flat(got), flat(expected)))
+    assert max(sizes) <= 4 * 3 * call["key"].shape[-1] + 4 * 8 * 24, "the listed keys, or the queries"
