@@ -114,6 +114,9 @@ class Positions:
                 axis, start, _, step = x.attrs
                 moved = at[axis].times(step).plus(start)
                 return x.arg, (*at[:axis], moved, *at[axis + 1 :])
+            case "narrow":
+                axis, start, _ = x.attrs
+                return x.arg, (*at[:axis], at[axis].plus(start), *at[axis + 1 :])
             case "reshape":
                 kept = [each for each, size in zip(at, x.shape, strict=True) if size != 1]
                 if but_ones(x.shape) != but_ones(x.arg.shape):

@@ -57,8 +57,25 @@ def _slice(
     a: Algebra, out: Out, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Translated:
     start, end = 0 if start is None else start, MAX_STOP if end is None else end
-    must(isinstance(start, int) and isinstance(end, int))
-    return a.slice(x, dim, start, end, step)
+    known = all(isinstance(each, int) for each in (start, end, x.shape[dim]))
+    return a.slice(x, dim, start, end, step) if known else _narrowed(a, x, dim % x.rank, start, end, step, out.shape)
+
+
+def _narrowed(
+    a: Algebra, x: Value, axis: int, start: Any, end: Any, step: int, shape: Sequence[Any]
+) -> Value | None:
+    """Neighbours along an axis where sizes are symbolic, of which none was cut off; a start that may count from the end
+    is none.
+    """
+    size, length = x.shape[axis], shape[axis]
+    stop = size if isinstance(end, int) and end >= MAX_STOP else end
+    if start == -length and stop is size:
+        start = size - length
+    elif not isinstance(start, int) or start < 0 or stop - start != length:
+        return None
+    if step != 1 or length == size:
+        return x if step == 1 else None
+    return a.make("narrow", (x,), (axis, start, length), shape, x.dtype)
 
 
 @arranges("aten.narrow.default")
@@ -213,6 +230,10 @@ def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any
         return source
     if end - start != source.shape[axis]:
         return None
+    narrow = a.make("narrow", (x,), (0, 0, source.shape[0]), (source.shape[0], *x.shape[1:]), x.dtype)
+    first = _first_sequences(a, x, source, narrow) if (axis, start) == (0, 0) else None
+    if first is not None:
+        return first
     place = number(a, start, x)
     known = isinstance(start, int) and start >= 0
     place = place if known else a.make("wrap", (place,), (size,), (), place.dtype)
@@ -229,7 +250,7 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     size = int(x.shape[axis])
     if stop - start == size:
         return source
-    first = _first_sequences(a, x, source, stop)
+    first = _first_sequences(a, x, source, a.slice(x, 0, 0, stop))
     if first is not None:
         return first
     before = [proven(a.slice(x, axis, 0, start))] if start else []
@@ -240,9 +261,9 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     return _covered(a, written) or written
 
 
-def _first_sequences(a: Algebra, x: Value, source: Value, stop: int) -> Value | None:
-    """x[:b][.., start:stop] = rows: one write of as many sequences as there are rows for."""
-    if source.op not in ("write", "slice_scatter") or source.arg is not a.slice(x, 0, 0, stop):
+def _first_sequences(a: Algebra, x: Value, source: Value, first: Value | None) -> Value | None:
+    """x[:b][.., start:stop] = rows: one write of as many sequences as there are rows for; `first` is x[:b]."""
+    if source.op not in ("write", "slice_scatter") or source.arg is not first:
         return None
     axis, placed = source.attrs[0], source.op == "slice_scatter"
     if axis == 0 or (placed and source.attrs[3] != 1):

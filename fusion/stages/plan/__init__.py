@@ -264,8 +264,9 @@ class Planner:
         memory = {memory_of(node) for node in kept}
         views = (node for value in read for node in self.graph.places.get(value, ()) if memory_of(node) in memory)
         kept.update(views)
-        # a copy of what is read, as a write into a slice makes one, is left to the match that replaces the value
-        kept.update(each for value in read for each in self.graph.places.get(value, ()) if each in self._replaceable)
+        held = {self.graph.held[node] for value in read for node in self.graph.reads(value)}
+        copies = (node for value in held for node in self.graph.places.get(value, ()) if node in self._replaceable)
+        kept.update(copies)  # as a write into a slice makes them: they go with the value
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]
         while waiting:
