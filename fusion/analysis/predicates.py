@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
+from itertools import accumulate
 from operator import add, mul
 from types import MappingProxyType
 from typing import Any
@@ -44,6 +45,7 @@ class Positions:
         """`keep_lists`: a list of all places stays a list, for those who look for one."""
         self.shape, self._folder, self._assumed, self._keep_lists = tuple(shape), folder, assumed, keep_lists
         self.relied: set[Value] = set()  # inputs of which something was assumed
+        self.lengths: set[Any] = set()  # of what is joined: sizes, which are not negative
         self.lists_all = False  # whether a list of all places was among what was evaluated
         self.origin = tuple(self.axis(place) for place in range(len(shape)))
 
@@ -72,6 +74,31 @@ class Positions:
         if isinstance(high, (int, float)) and high <= 0:
             return True
         return False if isinstance(low, (int, float)) and low > 0 else ("le", expression)
+
+    def implies(self, formula: Formula, other: Formula) -> bool:
+        """Whether it is proven that `other` holds wherever `formula` does."""
+        if other is True or formula is False or formula == other:
+            return True
+        if formula is True or other is False:
+            return False
+        if formula[0] == "or" or other[0] == "and":
+            pairs = [(each, other) for each in formula[1]] if formula[0] == "or" else [(formula, e) for e in other[1]]
+            return all(self.implies(*pair) for pair in pairs)
+        if formula[0] == "and" or other[0] == "or":
+            return any(self.implies(each, other) for each in formula[1] if formula[0] == "and") or any(
+                self.implies(formula, each) for each in other[1] if other[0] == "or"
+            )
+        return formula[0] == other[0] == "le" and self.below_one(other[1] + formula[1].times(-1)) is True
+
+    def choice(self, condition: Formula, yes: Formula, no: Formula) -> Formula:
+        """`yes` where the condition holds, else `no`."""
+        otherwise = negation(condition)
+        for here, there, where, elsewhere in ((yes, no, condition, otherwise), (no, yes, otherwise, condition)):
+            if here is True:
+                return there if self.implies(where, there) else disjunction(where, there)
+            if here is False:
+                return there if self.implies(there, elsewhere) else conjunction(elsewhere, there)
+        return disjunction(conjunction(condition, yes), conjunction(otherwise, no))
 
     # whole numbers ---------------------------------------------------------------------------------------------
 
@@ -136,6 +163,25 @@ class Positions:
         found = tuple(self.affine(each, _spread(each, x, at)) for each in indices)
         return (source, found) if all(self.below_one(each.times(-1)) is True for each in found) else None
 
+    def _pieces(self, x: Value, at: Sequence[Affine]) -> list[tuple[Value, tuple[Affine, ...]]]:
+        """What is joined, each piece with the positions in it."""
+        axis, start, found = x.attrs[0], 0, []
+        for piece in x.args:
+            moved = number(0) if piece.shape[axis] == 1 else at[axis].plus(-start)
+            found.append((piece, (*at[:axis], moved, *at[axis + 1 :])))
+            self.lengths.add(piece.shape[axis])
+            start += piece.shape[axis]
+        return found
+
+    def _of_pieces(self, formulas: Sequence[Formula], x: Value, at: Sequence[Affine]) -> Formula:
+        """The formula of each piece where that piece stands."""
+        axis = x.attrs[0]
+        *ends, _ = accumulate(piece.shape[axis] for piece in x.args)
+        *firsts, found = formulas
+        for end, formula in zip(reversed(ends), reversed(firsts), strict=True):
+            found = self.choice(self.below_one(at[axis].plus(1 - end)), formula, found)
+        return found
+
     # truths ----------------------------------------------------------------------------------------------------
 
     def truth(self, x: Value, at: Sequence[Affine]) -> Formula:
@@ -164,8 +210,9 @@ class Positions:
             case "not":
                 return negation(self.truth(x.arg, at))
             case "where":
-                condition, yes, no = (self.truth(each, _spread(each, x, at)) for each in x.args)
-                return disjunction(conjunction(condition, yes), conjunction(negation(condition), no))
+                return self.choice(*(self.truth(each, _spread(each, x, at)) for each in x.args))
+            case "cat":
+                return self._of_pieces([self.truth(*each) for each in self._pieces(x, at)], x, at)
             case "cast" if x.arg.dtype is torch.bool:
                 return self.truth(x.arg, at)
             case "cast" if is_integer(x.arg):
@@ -242,8 +289,18 @@ class Positions:
                 return None if pairs is None else _merged([(how(u, v), formula) for u, v, formula in pairs], x.dtype)
             case "where":
                 return self._chosen(x, at)
+            case "cat":
+                return self._joined(x, at)
             case _:
                 return None
+
+    @proof
+    def _joined(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
+        """Numbers of several pieces, each where a piece that has it stands and has it."""
+        pieces = [proven(self.constants(*each)) for each in self._pieces(x, at)]
+        numbers = dict.fromkeys(number for each in pieces for number in each)
+        pairs = ((n, self._of_pieces([each.get(n, False) for each in pieces], x, at)) for n in numbers)
+        return _merged(pairs, x.dtype)
 
     @proof
     def _mapped(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:

@@ -133,7 +133,7 @@ class Masks:
         if formula is True:
             return found | (self._explicit() if self.positions.lists_all else {})
         bounds = self.limits(formula)
-        some = sees_some(bounds, *self.sizes[2:])
+        some = sees_some(bounds, *self.sizes[2:], self.positions.lengths)
         empty = "zero" if some or sunk else unseen(self.positions, self.terms, empty)
         if not empty:
             return (
@@ -241,10 +241,14 @@ def unseen(positions: Positions, terms: Sequence[Term], softmax: str) -> str:
     return "mean" if (replaced or alone) and len(set(numbers)) == 1 else ""
 
 
-def sees_some(bounds: Limits, queries: Any, keys: Any) -> bool:
-    """Whether every query sees a key, where positions that are read from tensors are not negative."""
+def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] = ()) -> bool:
+    """Whether every query sees a key, where positions that are read from tensors are not negative, nor are `lengths`."""
     high, low = bounds.high, bounds.low
-    if bounds.rest or high is None or not isinstance(high.constant, int):
+    if bounds.rest or high is None:
+        return False
+    if high.constant in lengths and not high.terms and low is None:
+        return True
+    if not isinstance(high.constant, int):
         return False
     if any(not isinstance(term, Leaf) or factor != 1 for term, factor in high.terms.items()):
         return False

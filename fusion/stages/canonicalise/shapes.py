@@ -13,6 +13,7 @@ import torch
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import MAX_STOP
 from fusion.graph.proof import must, proven
+from fusion.stages.canonicalise import parts
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 arranges = partial(translates, of_complex="parts")
@@ -68,14 +69,19 @@ def _narrowed(
     is none.
     """
     size, length = x.shape[axis], shape[axis]
-    stop = size if isinstance(end, int) and end >= MAX_STOP else end
-    if start == -length and stop is size:
-        start = size - length
-    elif not isinstance(start, int) or start < 0 or stop - start != length:
+    first = _first(size, length, start, end)
+    if step != 1 or first is None:
         return None
-    if step != 1 or length == size:
-        return x if step == 1 else None
-    return a.make("narrow", (x,), (axis, start, length), shape, x.dtype)
+    return x if length == size else a.make("narrow", (x,), (axis, first, length), shape, x.dtype)
+
+
+def _first(size: Any, length: Any, start: Any, end: Any) -> Any:
+    """Where `length` neighbours of `size` begin; None where some may be cut off, or `start` may count from the end."""
+    last = isinstance(end, int) and end >= MAX_STOP
+    if last and start == -length:
+        return size - length
+    inside = isinstance(start, int) and start >= 0 and (size if last else end) - start == length
+    return start if inside else None
 
 
 @arranges("aten.narrow.default")
@@ -228,6 +234,12 @@ def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any
     size = x.shape[axis]
     if source.shape[axis] == size:
         return source
+    found = _first(size, source.shape[axis], start, end)
+    if found is not None:
+        part = a.make("narrow", (x,), (axis, found, source.shape[axis]), source.shape, x.dtype)
+        changed = parts.whole(a, x, part, source, axis, found)
+        if changed is not None:
+            return changed
     if end - start != source.shape[axis]:
         return None
     narrow = a.make("narrow", (x,), (0, 0, source.shape[0]), (source.shape[0], *x.shape[1:]), x.dtype)
@@ -253,6 +265,9 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     first = _first_sequences(a, x, source, a.slice(x, 0, 0, stop))
     if first is not None:
         return first
+    changed = parts.whole(a, x, a.cut(x, axis, start, stop), source, axis, start)
+    if changed is not None:
+        return changed
     before = [proven(a.slice(x, axis, 0, start))] if start else []
     after = [proven(a.slice(x, axis, stop, size))] if stop < size else []
     if x.op == "cat" and not any(each.op == "slice" and each.arg is x for each in (*before, *after)):
