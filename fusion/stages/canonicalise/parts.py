@@ -37,8 +37,9 @@ def _changed(a: Algebra, x: Value, part: Value, source: Value, place: tuple[int,
         case "cast":  # of what is not changed every number is kept
             must(widens(x.dtype, source.dtype))
             return a.cast(proven(_changed(a, x, part, source.arg, place)), source.dtype)
-        case "add":
-            left, right = source.args
+        case "add" | "shift":
+            given = constant(a, source.attrs[0], (1,), source.dtype) if source.op == "shift" else source.args[1]
+            left, right = source.arg, given
             below, other = (left, right) if _stems(left, part) else (right, left)
             padded = _padded(a, other, x, constant(a, 0, (), other.dtype), place, source.shape)
             return a.add(proven(_changed(a, x, part, below, place)), padded)
@@ -57,12 +58,10 @@ def _changed(a: Algebra, x: Value, part: Value, source: Value, place: tuple[int,
 
 def _stems(x: Value, part: Value) -> bool:
     """Whether `x` is a part that was changed in the ways that are followed."""
-    return x is part or (x.op in ("cast", "add", "where") and any(_stems(each, part) for each in x.args[-2:]))
+    return x is part or (x.op in ("cast", "add", "shift", "where") and any(_stems(each, part) for each in x.args[-2:]))
 
 
-def _padded(
-    a: Algebra, other: Value, x: Value, fill: Value, place: tuple[int, Dim], shape: tuple[Any, ...]
-) -> Value:
+def _padded(a: Algebra, other: Value, x: Value, fill: Value, place: tuple[int, Dim], shape: tuple[Any, ...]) -> Value:
     """What a part is changed by, with numbers that change nothing beside it; `shape` is that of the part."""
     axis, start = place
     other = a.reshape(other, ((1,) * (len(shape) - other.rank)) + other.shape)

@@ -62,9 +62,7 @@ def _slice(
     return a.slice(x, dim, start, end, step) if known else _narrowed(a, x, dim % x.rank, start, end, step, out.shape)
 
 
-def _narrowed(
-    a: Algebra, x: Value, axis: int, start: Any, end: Any, step: int, shape: Sequence[Any]
-) -> Value | None:
+def _narrowed(a: Algebra, x: Value, axis: int, start: Any, end: Any, step: int, shape: Sequence[Any]) -> Value | None:
     """Neighbours along an axis where sizes are symbolic, of which none was cut off; a start that may count from the end
     is none.
     """

@@ -264,9 +264,9 @@ class Planner:
         memory = {memory_of(node) for node in kept}
         views = (node for value in read for node in self.graph.places.get(value, ()) if memory_of(node) in memory)
         kept.update(views)
-        held = {self.graph.held[node] for value in read for node in self.graph.reads(value)}
-        copies = (node for value in held for node in self.graph.places.get(value, ()) if node in self._replaceable)
-        kept.update(copies)  # as a write into a slice makes them: they go with the value
+        held = (self.graph.held[node] for value in read for node in self.graph.reads(value))
+        places = (node for value in held if isinstance(value, Value) for node in self.graph.places[value])
+        kept.update(self._replaceable.intersection(places))  # copies too, as of a write into a slice, go with the value
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]
         while waiting:
