@@ -41,6 +41,7 @@ def _changed(a: Algebra, x: Value, part: Value, source: Value, place: tuple[int,
             given = constant(a, source.attrs[0], (1,), source.dtype) if source.op == "shift" else source.args[1]
             left, right = source.arg, given
             below, other = (left, right) if _stems(left, part) else (right, left)
+            must(_stems(below, part))
             padded = _padded(a, other, x, constant(a, 0, (), other.dtype), place, source.shape)
             return a.add(proven(_changed(a, x, part, below, place)), padded)
         case "where":
