@@ -29,8 +29,8 @@ _UNKNOWN = (
     "other graph has it; a mask that is None needs no assumption."
 )
 _UNFIT = (
-    "that tensor cannot be one: nothing is assumed of it. A mask is a bool, int or float tensor [B, N, S, T] or "
-    "[N, S, T], where B and N may be 1; one of [B, T] can be a padding mask only."
+    "that tensor cannot be one: nothing is assumed of it. A mask is a bool, int or float tensor [B, N, S, T], where B "
+    "and N may be 1, [B, S, T], [S, T], or [B, T] as a padding mask."
 )
 _OTHER = (
     "this call passes another one ({}, {}): such calls run the unfused graph, and are right but slow. Give what the "
@@ -62,7 +62,7 @@ def facts_of(source: fx.Graph, paths: Sequence[ArgumentPath], assume: Mapping[st
         known = f"the nearest are {', '.join(map(repr, near))}" if near else "it has none"
         _warn(name, assume[name], _UNKNOWN.format(known))
     assumed = {node.name: assume[name] for node, name in names.items() if name}
-    unfit = {node.name for node, name in names.items() if name and not can_be(node.meta["val"], assume[name])}
+    unfit = {node.name for node, name in names.items() if name and not can_be(node.meta["val"])}
     for name in sorted(unfit):
         _warn(arguments[name], assumed.pop(name), _UNFIT)
     return Facts(assumed=assumed, arguments=arguments)
@@ -81,17 +81,17 @@ def _shown(path: ArgumentPath) -> str:
     return ".".join(path[1:] if path[0] == "kwargs" and len(path) > 1 else path)
 
 
-def can_be(mask: Tensor, kind: str) -> bool:
+def can_be(mask: Tensor) -> bool:
     """Whether a tensor has a rank and dtype with which `holds` can be true."""
-    return mask.dim() in ((2, 3, 4) if kind == "padding" else (3, 4)) and not mask.is_complex()
+    return mask.dim() in (2, 3, 4) and not mask.is_complex()
 
 
 def holds(mask: Tensor, kind: str) -> bool:
     """Whether a real mask is what was assumed, for any lengths L_b in [S, T]. Waits for the device once.
 
-    Bool masks: True is visible. Integer masks, and float masks [B, T]: 1 is visible, 0 is masked. Other float masks are
-    added to scores: 0 is visible, at most half of the least finite number (−inf too) is masked. Any other content does
-    not hold.
+    Bool masks: True is visible. Integer masks, and float masks [B, T] of "padding": 1 is visible, 0 is masked. Other
+    float masks are added to scores: 0 is visible, at most half of the least finite number (−inf too) is masked. Any
+    other content does not hold.
 
     "padding" asks for one validity per key and sequence, the same for all queries and heads, and for nothing about
     where the invalid keys lie (left, right or between): a rewrite may take the masked keys from the mask, not count
@@ -102,26 +102,27 @@ def holds(mask: Tensor, kind: str) -> bool:
     then plain attention gives the mean over all keys, which no fused operator does.
 
     Args:
-        mask: [B | 1, N | 1, S, T], [N | 1, S, T] (L the same for all), or for "padding" also [B, T].
+        mask: [B | 1, N | 1, S, T], [B | 1, S, T], [S, T] (L the same for all), or for "padding" [B, T] instead.
         kind: "causal", "window:n" or "padding".
     """
-    if not can_be(mask, kind) or (mask.dim() > 2 and mask.shape[-2] > mask.shape[-1]):
+    of_keys = mask.dim() == 2 and kind == "padding"
+    if not can_be(mask) or (not of_keys and mask.shape[-2] > mask.shape[-1]):
         return False
     if not mask.numel():
         return True
-    visible, legal = _read(mask)
-    if mask.dim() == 2:
+    visible, legal = _read(mask, of_keys)
+    if of_keys:
         return bool(legal)
-    visible = visible[(None,) * (4 - mask.dim())]
+    visible = visible.reshape(mask.shape[0] if mask.dim() > 2 else 1, -1, *mask.shape[-2:])
     shape = _padding(visible) if kind == "padding" else _window(visible, window(kind))
     return bool(legal & (visible == shape).all())
 
 
-def _read(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Which entries are visible, and whether all of them mean anything."""
+def _read(mask: Tensor, of_keys: bool) -> tuple[Tensor, Tensor]:
+    """Which entries are visible, and whether all of them mean anything; `of_keys`: of a mask [B, T]."""
     if mask.dtype == torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
-    if mask.dim() == 2 or not mask.is_floating_point():
+    if of_keys or not mask.is_floating_point():
         return mask == 1, ((mask == 0) | (mask == 1)).all()
     visible, masked = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
     blind = ~visible.any(-1, keepdim=True)

@@ -70,6 +70,12 @@ def number(value: Any) -> Affine:
     return Affine(constant=value)
 
 
+def spread(x: Value, over: Value, at: Sequence[Affine]) -> tuple[Affine, ...]:
+    """Positions in an operand that broadcasts: its last dims, with position 0 where its size is 1."""
+    last = at[over.rank - x.rank :]
+    return tuple(number(0) if size == 1 else each for each, size in zip(last, x.shape, strict=True))
+
+
 # A formula: True, False, ("le", affine), ("eq", affine), ("is", leaf), ("not", f), ("and", fs), ("or", fs).
 Formula = Any
 

@@ -70,3 +70,9 @@ def pick_on(x: Value, pick: Pick) -> Pick:
 def without(x: Value, pick: Pick) -> tuple[Dim, ...]:
     """The shape of `x`, or of one entry of a dim of it."""
     return x.shape if pick is None else tuple(s for p, s in enumerate(x.shape) if p - x.rank != pick[0])
+
+
+def lists_all(chosen: Value) -> bool:
+    """Whether the places are all that there are: as many, and no two the same."""
+    places, size = chosen.arg, chosen.shape[-1]
+    return places.op == "largest_index" and places.attrs == (size,)

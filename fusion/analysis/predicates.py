@@ -9,29 +9,30 @@ the formula of where it stands. What cannot be followed is a leaf: a tensor read
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import accumulate
 from operator import add, mul
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, disjunction, negation, number
+from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, disjunction, negation, number, spread
 from fusion.analysis.constant_folding import COMPARE, Folder, band
-from fusion.analysis.dtypes import held_number, is_integer
+from fusion.analysis.dtypes import is_integer
+from fusion.analysis.elements import lists_all
+from fusion.analysis.extents import Extent
+from fusion.analysis.few_numbers import merged, of_truth
 from fusion.analysis.intervals import is_exact
 from fusion.graph import Value, but_ones
-from fusion.graph.proof import proof, proven
-
-MOST = 8  # different constants that a mask of floats may have
-
+from fusion.graph.proof import must, proof, proven
 
 Assumption = Callable[[Value, "Sequence[Affine]"], Formula | None]
 """Where a mask that is passed in shows a key, if anything is assumed of it."""
 
 
-class Positions:
+class Positions(Extent):
     """Evaluates values at the positions of one mask, whose dims have these sizes."""
 
     def __init__(
@@ -42,36 +43,19 @@ class Positions:
         keep_lists: bool = False,
     ) -> None:
         """`keep_lists`: a list of all places stays a list, for those who look for one."""
-        self.shape, self._folder, self._assumed, self._keep_lists = tuple(shape), folder, assumed, keep_lists
+        super().__init__(shape)
+        self._folder, self._assumed, self._keep_lists = folder, assumed, keep_lists
         self.relied: set[Value] = set()  # inputs of which something was assumed
+        self.lengths: set[Any] = set()  # of what is joined: sizes, which are not negative
         self.lists_all = False  # whether a list of all places was among what was evaluated
-        self.origin = tuple(self.axis(place) for place in range(len(shape)))
+
+    def over(self, shape: Sequence[Any]) -> Positions:
+        """The positions of a mask of another shape in the same graph."""
+        return Positions(shape, self._folder, self._assumed, self._keep_lists)
 
     def names(self) -> frozenset[str]:
         """Names of the inputs of which something was assumed."""
         return frozenset(each.attrs[0] for each in self.relied)
-
-    def axis(self, place: int) -> Affine:
-        """The position along one axis; a dim of size 1 has only position 0."""
-        return number(0) if self.shape[place] == 1 else Affine(MappingProxyType({place: 1}))
-
-    def of(self, mask: Value) -> tuple[Affine, ...]:
-        """The positions in a mask that broadcasts to the scores."""
-        last = self.origin[len(self.origin) - mask.rank :]
-        return tuple(number(0) if size == 1 else each for each, size in zip(last, mask.shape, strict=True))
-
-    def below_one(self, expression: Affine) -> Formula:
-        """`expression ≤ 0`: True or False where the sizes of the mask decide it."""
-        places = {place: factor for place, factor in expression.terms.items() if isinstance(place, int)}
-        if len(places) < len(expression.terms):
-            return ("le", expression)
-        low = high = expression.constant
-        for place, factor in places.items():
-            last = (self.shape[place] - 1) * factor
-            low, high = (low + last, high) if factor < 0 else (low, high + last)
-        if isinstance(high, (int, float)) and high <= 0:
-            return True
-        return False if isinstance(low, (int, float)) and low > 0 else ("le", expression)
 
     # whole numbers ---------------------------------------------------------------------------------------------
 
@@ -93,7 +77,7 @@ class Positions:
             case "scale" if x.arg.op != "mean":  # of which a sum is made
                 return self.affine(x.arg, at).times(int(x.attrs[0]))
             case "add":
-                left, right = (self.affine(each, _spread(each, x, at)) for each in x.args)
+                left, right = (self.affine(each, spread(each, x, at)) for each in x.args)
                 return left + right
             case "cast" if is_integer(x.arg):
                 return self.affine(x.arg, at)
@@ -106,7 +90,7 @@ class Positions:
         """Where a value only passes on elements of another: that one, and the positions there."""
         match x.op:
             case "expand":
-                return x.arg, _spread(x.arg, x, at)
+                return x.arg, spread(x.arg, x, at)
             case "permute":
                 back = {source: place for place, source in enumerate(x.attrs)}
                 return x.arg, tuple(at[back[place]] for place in range(x.rank))
@@ -114,6 +98,9 @@ class Positions:
                 axis, start, _, step = x.attrs
                 moved = at[axis].times(step).plus(start)
                 return x.arg, (*at[:axis], moved, *at[axis + 1 :])
+            case "narrow":
+                axis, start, _ = x.attrs
+                return x.arg, (*at[:axis], at[axis].plus(start), *at[axis + 1 :])
             case "reshape":
                 kept = [each for each, size in zip(at, x.shape, strict=True) if size != 1]
                 if but_ones(x.shape) != but_ones(x.arg.shape):
@@ -126,12 +113,39 @@ class Positions:
                 return None
 
     def _gathered(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]] | None:
-        """x[i, j] with one index for every dim of x, none of which counts from the end, as masks read padding."""
+        """x[i, j] or x[.., i], none of which counts from the end, as masks read padding and their rows."""
+        source, found = self._indexed(x, at)
+        taken = [found[place] for place in x.attrs if found]
+        return (source, found) if taken and all(self.below_one(e.times(-1)) is True for e in taken) else None
+
+    def _indexed(self, x: Value, at: Sequence[Affine]) -> tuple[Value, tuple[Affine, ...]]:
+        """Where an index for every dim of x, or for one, reads it, if none counts from the end; () for others."""
         source, indices = x.arg, x.args[1:]
-        if x.attrs != tuple(range(source.rank)):
-            return None
-        found = tuple(self.affine(each, _spread(each, x, at)) for each in indices)
-        return (source, found) if all(self.below_one(each.times(-1)) is True for each in found) else None
+        if x.attrs == tuple(range(source.rank)):
+            return source, tuple(self.affine(each, spread(each, x, at)) for each in indices)
+        if len(indices) != 1:
+            return source, ()
+        place, behind = x.attrs[0], x.attrs[0] + indices[0].rank
+        return source, (*at[:place], self.affine(indices[0], at[place:behind]), *at[behind:])
+
+    def _pieces(self, x: Value, at: Sequence[Affine]) -> list[tuple[Value, tuple[Affine, ...]]]:
+        """What is joined, each piece with the positions in it."""
+        axis, start, found = x.attrs[0], 0, []
+        for piece in x.args:
+            moved = number(0) if piece.shape[axis] == 1 else at[axis].plus(-start)
+            found.append((piece, (*at[:axis], moved, *at[axis + 1 :])))
+            self.lengths.add(piece.shape[axis])
+            start += piece.shape[axis]
+        return found
+
+    def _of_pieces(self, formulas: Sequence[Formula], x: Value, at: Sequence[Affine]) -> Formula:
+        """The formula of each piece where that piece stands."""
+        axis = x.attrs[0]
+        *ends, _ = accumulate(piece.shape[axis] for piece in x.args)
+        *firsts, found = formulas
+        for end, formula in zip(reversed(ends), reversed(firsts), strict=True):
+            found = self.choice(self.below_one(at[axis].plus(1 - end)), formula, found)
+        return found
 
     # truths ----------------------------------------------------------------------------------------------------
 
@@ -156,13 +170,14 @@ class Positions:
             case "compare":
                 return self._compared_values(x, at)
             case "and" | "or" | "mul" | "add":
-                parts = [self.truth(each, _spread(each, x, at)) for each in x.args]
+                parts = [self.truth(each, spread(each, x, at)) for each in x.args]
                 return conjunction(*parts) if x.op in ("and", "mul") else disjunction(*parts)
             case "not":
                 return negation(self.truth(x.arg, at))
             case "where":
-                condition, yes, no = (self.truth(each, _spread(each, x, at)) for each in x.args)
-                return disjunction(conjunction(condition, yes), conjunction(negation(condition), no))
+                return self.choice(*(self.truth(each, spread(each, x, at)) for each in x.args))
+            case "cat":
+                return self._of_pieces([self.truth(*each) for each in self._pieces(x, at)], x, at)
             case "cast" if x.arg.dtype is torch.bool:
                 return self.truth(x.arg, at)
             case "cast" if is_integer(x.arg):
@@ -214,7 +229,7 @@ class Positions:
             return disjunction(*(formula for u, v, formula in pairs if COMPARE[x.attrs[0]](u, v)))
         if not all(map(is_integer, x.args)):
             return ("is", Leaf(x, tuple(at)))
-        below, above = (self.affine(each, _spread(each, x, at)) for each in x.args)
+        below, above = (self.affine(each, spread(each, x, at)) for each in x.args)
         return self._compared(x.attrs[0], below + above.times(-1))
 
     # constants -------------------------------------------------------------------------------------------------
@@ -222,73 +237,66 @@ class Positions:
     def constants(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
         """The few numbers that a tensor consists of, each with where it stands; None where it has others, or many."""
         if x.dtype is torch.bool:
-            return _of_truth(x.dtype, self.truth(x, at))
+            return of_truth(x.dtype, self.truth(x, at))
         below = self._view(x, at)
         if below is not None:
             return self.constants(*below)
         said = self._said(x, at)
         if said is not None:
-            return _of_truth(x.dtype, said) if is_integer(x) else {0.0: said, -math.inf: negation(said)}
+            return of_truth(x.dtype, said) if is_integer(x) else {0.0: said, -math.inf: negation(said)}
         match x.op:
             case "full":
-                return _merged([(x.attrs[0], True)], x.dtype)
+                return merged([(x.attrs[0], True)], x.dtype)
             case "cast" | "scale" | "shift":
                 return self._mapped(x, at)
             case "add" | "mul":
                 pairs, how = self._pairs(x, at), add if x.op == "add" else mul
-                return None if pairs is None else _merged([(how(u, v), formula) for u, v, formula in pairs], x.dtype)
+                return None if pairs is None else merged([(how(u, v), formula) for u, v, formula in pairs], x.dtype)
             case "where":
                 return self._chosen(x, at)
+            case "cat":
+                return self._joined(x, at)
+            case "index" if len(x.args) == 2:
+                return self._picked(x, at)
             case _:
                 return None
+
+    @proof
+    def _picked(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
+        """Rows of a table of two numbers, one of them 0, by an index that may count from the end."""
+        source, index = x.args
+        anywhere = Affine(MappingProxyType({Leaf(index, ()): 1}))
+        place, behind = x.attrs[0], x.attrs[0] + index.rank
+        numbers = list(proven(self.constants(source, (*at[:place], anywhere, *at[behind:]))))
+        must(len(numbers) == 2 and 0 in numbers)
+        other = ("is", Leaf(x, tuple(at)))
+        return merged([(number, other if number else negation(other)) for number in numbers], x.dtype)
+
+    @proof
+    def _joined(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
+        """Numbers of several pieces, each where a piece that has it stands and has it."""
+        pieces = [proven(self.constants(*each)) for each in self._pieces(x, at)]
+        numbers = dict.fromkeys(number for each in pieces for number in each)
+        pairs = ((n, self._of_pieces([each.get(n, False) for each in pieces], x, at)) for n in numbers)
+        return merged(pairs, x.dtype)
 
     @proof
     def _mapped(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
         inner = proven(self.constants(x.arg, at)).items()
         if x.op == "cast":
-            return _merged(inner, x.dtype)
+            return merged(inner, x.dtype)
         change, how = int(x.attrs[0]) if is_integer(x) else x.attrs[0], mul if x.op == "scale" else add
-        return _merged([(how(value, change), formula) for value, formula in inner], x.dtype)
+        return merged([(how(value, change), formula) for value, formula in inner], x.dtype)
 
     @proof
     def _pairs(self, x: Value, at: Sequence[Affine]) -> list[tuple[float, float, Formula]] | None:
         """The constants of both operands, two at a time, with where these two meet."""
-        left, right = [self.constants(each, _spread(each, x, at)) for each in x.args]
+        left, right = [self.constants(each, spread(each, x, at)) for each in x.args]
         return [(u, v, conjunction(f, g)) for u, f in proven(left).items() for v, g in proven(right).items()]
 
     @proof
     def _chosen(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
-        condition = self.truth(x.args[0], _spread(x.args[0], x, at))
-        yes, no = [self.constants(each, _spread(each, x, at)) for each in x.args[1:]]
+        condition = self.truth(x.args[0], spread(x.args[0], x, at))
+        yes, no = [self.constants(each, spread(each, x, at)) for each in x.args[1:]]
         sides = ((condition, proven(yes)), (negation(condition), proven(no)))
-        return _merged([(value, conjunction(here, f)) for here, side in sides for value, f in side.items()], x.dtype)
-
-
-def _of_truth(dtype: torch.dtype | None, formula: Formula) -> dict[float, Formula] | None:
-    return _merged([(1, formula), (0, negation(formula))], dtype)
-
-
-def _merged(pairs: Iterable[tuple[float, Formula]], dtype: torch.dtype | None) -> dict[float, Formula] | None:
-    """One formula for each number as the dtype holds it; NaN, as of 0 · ∞, is one of them."""
-    found: dict[float, Formula] = {}
-    for value, formula in pairs:
-        if formula is False:
-            continue
-        kept = held_number(value, dtype)
-        if kept is None:
-            return None
-        kept = math.nan if math.isnan(kept) else kept
-        found[kept] = disjunction(found.get(kept, False), formula)
-    return found if len(found) <= MOST else None
-
-
-def _spread(x: Value, over: Value, at: Sequence[Affine]) -> tuple[Affine, ...]:
-    """Positions in an operand that broadcasts: its last dims, with position 0 where its size is 1."""
-    last = at[over.rank - x.rank :]
-    return tuple(number(0) if size == 1 else each for each, size in zip(last, x.shape, strict=True))
-
-
-def lists_all(chosen: Value) -> bool:
-    """Whether the places are all that there are: as many, and no two the same."""
-    places, size = chosen.arg, chosen.shape[-1]
-    return places.op == "largest_index" and places.attrs == (size,)
+        return merged([(value, conjunction(here, f)) for here, side in sides for value, f in side.items()], x.dtype)

@@ -165,6 +165,8 @@ class Algebra:
             _, first, _, stride = x.attrs
             stop = first + (start + len(range(start, stop, step)) * step - step) * stride + 1
             return self.cut(x.arg, axis, first + start * stride, stop, stride * step)
+        if x.op == "slice_scatter" and x.attrs == (axis, start, stop, step):
+            return x.args[1]
         if x.op == "permute" and x.arg.op == "cat" and x.arg.attrs == (x.attrs[axis],):
             return self.permute(self.cut(x.arg, x.attrs[axis], start, stop, step), x.attrs)
         if x.op == "cat" and x.attrs[0] == axis:

@@ -67,9 +67,9 @@ class Assumed:
         return frozenset(positions.affine(start, at) for start, at in starts.items())
 
     def visible(self, mask: Value, at: Sequence[Affine]) -> Formula | None:
-        """Where a mask [B | 1, N | 1, S, T] or [N | 1, S, T] shows a key; None where nothing is assumed of it."""
+        """Where a mask [B | 1, N | 1, S, T], [B | 1, S, T] or [S, T] shows a key; None where nothing is assumed."""
         kind = self.kinds.get(mask.attrs[0]) if mask.op == "input" and mask.attrs[1] == 0 else None
-        if kind is None or mask.rank not in (3, 4):
+        if kind is None or mask.rank not in (2, 3, 4) or (mask.rank == 2 and kind == "padding"):  # that is [B, T]
             return None
         last = None if kind == "padding" else self._last(mask, at)
         if last is None:  # then all that is said is that an added mask is one
@@ -87,17 +87,17 @@ class Assumed:
             return Affine()
         if window(self.kinds[mask.attrs[0]]) is not None:
             return None
-        counted = Leaf(self._count(mask), tuple(at[:-3]))
+        counted = Leaf(self._count(mask), tuple(at[: min(mask.rank - 2, 1)]))
         return Affine(MappingProxyType({counted: 1}), -1)
 
     def _count(self, mask: Value) -> Value:
         """How many keys the first query sees: [B | 1], or one number [] for a mask without B."""
         a = self.algebra
         row: Any = mask
-        for axis in range(mask.rank - 3, mask.rank - 1):
+        lead = mask.shape[: min(mask.rank - 2, 1)]
+        for axis in range(len(lead), mask.rank - 1):
             row = a.slice(row, axis, 0, 1)
         assert row is not None  # the first of at least one
-        lead = mask.shape[:-3]
         return a.make("count", (_shown(a, a.reshape(row, (*lead, mask.shape[-1]))),), (), lead, torch.int64)
 
 

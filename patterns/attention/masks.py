@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, conjuncts, disjunction, negation
+from fusion.analysis.affine import Affine, Formula, conjunction, conjuncts, disjunction, negation
 from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Value
 from fusion.graph.logic import either
+from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
 
 MASKED = -1e4  # a score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are all in use
 
@@ -76,12 +77,12 @@ class Masks:
         highs: list[tuple[Affine, int]] = []
         lows: list[tuple[Affine, int]] = []
         rest: list[Formula] = []
-        for part in conjuncts(formula):
-            bound = _bound(part, query, key)
-            if bound is None:
+        for part in self.positions.tightest(conjuncts(formula)):
+            found = bound(part, query, key)
+            if found is None:
                 rest.append(part)
             else:
-                (highs if bound[0] == "high" else lows).append(bound[1:])
+                (highs if found[0] == "high" else lows).append(found[1:])
         moving = {move for _, move in (*highs, *lows)}
         if len(highs) > 1 or len(lows) > 1 or len(moving) > 1:
             return Limits(None, None, False, conjuncts(formula))
@@ -112,7 +113,7 @@ class Masks:
                 return found
             within = isinstance(seen.constant, int) and isinstance(keys, int) and 0 < seen.constant <= keys
             return {**found, "kv_len": seen.constant} if within else {}
-        inside = queries == 1 or not moving or high in self.begins or all(map(_is_counted, high.terms))
+        inside = queries == 1 or not moving or high in self.begins or all(map(is_counted, high.terms))
         length = per_sequence(self.a, seen, batch) if inside else None
         if length is None or not isinstance(keys, int):
             return {}
@@ -133,7 +134,7 @@ class Masks:
         if formula is True:
             return found | (self._explicit() if self.positions.lists_all else {})
         bounds = self.limits(formula)
-        some = sees_some(bounds, *self.sizes[2:])
+        some = sees_some(bounds, *self.sizes[2:], self.positions.lengths) or self._lists_some(bounds)
         empty = "zero" if some or sunk else unseen(self.positions, self.terms, empty)
         if not empty:
             return (
@@ -147,6 +148,30 @@ class Masks:
             return "the mask differs from head to head"
         counts = "kv_lens" in words and not bounds.moving and bounds.low is None
         return found | {"count": words["kv_lens"]} if counts else found
+
+    def _lists_some(self, bounds: Limits) -> bool:
+        """Whether each query sees a key of a list, beside the bounds: the largest scores within the same bounds."""
+        inside = replace(bounds, rest=())
+        if len(bounds.rest) != 1 or not sees_some(inside, *self.sizes[2:], self.positions.lengths):
+            return False
+        kind, leaf = bounds.rest[0] if not isinstance(bounds.rest[0], bool) else ("", None)
+        if kind != "is" or leaf.value.op != "chosen" or leaf.index[-2:] != self.positions.origin[-2:]:
+            return False
+        places = leaf.value.arg.below("cast", "reshape")
+        masked = places.arg.below("cast") if places.op == "largest_index" and places.attrs[0] != 0 else places
+        found = self._masks_of(masked)
+        return found is not None and found.limits(found.visible()) == inside
+
+    def _masks_of(self, masked: Value) -> Masks | None:
+        """The mask that is put on scores [B, S, T] last, if what it hides is below all that it lets through."""
+        positions = self.positions.over(masked.shape)
+        for scores in masked.args[-2:] if masked.op in ("add", "where") else ():
+            term = mask_on(masked, scores)
+            formula = visible(positions, (term,)) if isinstance(term, Term) else term
+            if isinstance(term, Term) and not isinstance(formula, str) and _lost(positions, term):
+                self.positions.relied.update(positions.relied)
+                return replace(self, positions=positions, terms=(term,))
+        return None
 
     def _explicit(self) -> dict[str, Value]:
         """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads."""
@@ -162,23 +187,6 @@ class Masks:
             return {}
         flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
         return {"mask": self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """low(b) + i·moving ≤ j ≤ high(b) + i·moving, with `rest` of what the mask asks beside it.
-
-    Attributes:
-        high: the last visible key of query 0, None without such a bound.
-        low: the first visible key of query 0, None without such a bound.
-        moving: whether the bounds move on with the query, as causal masks do.
-        rest: what else must hold.
-    """
-
-    high: Affine | None
-    low: Affine | None
-    moving: bool
-    rest: tuple[Formula, ...]
 
 
 def mask_on(z: Value, scores: Value, factor: float = 1.0) -> Term | str:
@@ -222,6 +230,12 @@ def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
     return found
 
 
+def _lost(positions: Positions, term: Term) -> bool:
+    """Whether no score that a mask hides can be above one that it lets through."""
+    numbers = (term.fill,) if term.how != "add" else _added(positions, term) or ()
+    return all(number <= LOST for number in numbers if number != 0)
+
+
 def unseen(positions: Positions, terms: Sequence[Term], softmax: str) -> str:
     """What a query gives that sees no key: "mean" (of all values), what `softmax` makes of a row of -inf, or "".
 
@@ -239,72 +253,6 @@ def unseen(positions: Positions, terms: Sequence[Term], softmax: str) -> str:
     replaced = all(each.how != "add" for each in terms)
     alone = len(terms) == 1 and max(finite) <= LOST
     return "mean" if (replaced or alone) and len(set(numbers)) == 1 else ""
-
-
-def sees_some(bounds: Limits, queries: Any, keys: Any) -> bool:
-    """Whether every query sees a key, where positions that are read from tensors are not negative."""
-    high, low = bounds.high, bounds.low
-    if bounds.rest or high is None or not isinstance(high.constant, int):
-        return False
-    if any(not isinstance(term, Leaf) or factor != 1 for term, factor in high.terms.items()):
-        return False
-    counted = sum(map(_is_counted, high.terms))  # at least one key each
-    if high.constant + counted < 0:
-        return False
-    if low is None:
-        return True
-    span = high + low.times(-1)
-    last = low.plus(queries - 1 if bounds.moving else 0).plus(-keys)
-    within = last.constant < 0 if isinstance(last.constant, int) else bool(last.terms)
-    return within and not span.terms and isinstance(span.constant, int) and span.constant >= 0
-
-
-def _is_counted(term: int | Leaf) -> bool:
-    """Whether a term is the number of keys that a mask shows to the first query, checked to be one at least."""
-    return isinstance(term, Leaf) and term.value.op == "count"
-
-
-def _bound(part: Formula, query: int, key: int) -> tuple[str, Affine, int] | None:
-    """`j ≤ high + move · i` or `j ≥ low + move · i`, whatever else depending on the sequence alone."""
-    if isinstance(part, bool) or part[0] != "le":
-        return None
-    difference: Affine = part[1]
-    sign, move = difference.terms.get(key, 0), difference.terms.get(query, 0)
-    others = difference.without(query, key)
-    if sign not in (1, -1) or -sign * move not in (0, 1) or not others.axes() <= {0}:
-        return None
-    return ("high", others.times(-1), -move) if sign == 1 else ("low", others, move)
-
-
-def per_sequence(a: Algebra, expression: Affine, batch: Any) -> Value | None:
-    """The tensor [B] of an expression that depends on the sequence alone; None where it cannot be built."""
-    total: Value | None = None
-    for term, factor in expression.terms.items():
-        read = _element(a, term, batch) if isinstance(term, Leaf) else None
-        if read is None or not isinstance(factor, int):
-            return None
-        read = a.scale(a.cast(read, torch.int64), factor)
-        total = read if total is None else a.add(total, read)
-    if total is None or not isinstance(expression.constant, int):
-        return None
-    return a.expand(a.shift(total, expression.constant), (batch,))
-
-
-def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
-    """One element, or one for each sequence, of a tensor: [1] or [B]."""
-    value = leaf.value
-    size: Any = 1
-    for axis, index in enumerate(leaf.index):
-        if not index.terms and isinstance(index.constant, int):
-            taken = a.slice(value, axis, index.constant, index.constant + 1)
-            if taken is None:
-                return None
-            value = taken
-        elif index.terms == {0: 1} and value.shape[axis] == batch and size == 1:
-            size = batch
-        else:
-            return None
-    return a.reshape(value, (size,))
 
 
 def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:

@@ -22,7 +22,8 @@ from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import MOVED, Limits, Masks, Term, mask_on, sees_some
+from patterns.attention.bounds import Limits, sees_some
+from patterns.attention.masks import MOVED, Masks, Term, mask_on
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"

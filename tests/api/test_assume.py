@@ -96,7 +96,14 @@ TABLE: dict[str, tuple[Tensor, set[str]]] = {
     "a slot of a static cache": (tril(1, 8, 3)[None, None], {"causal", "padding", "window:4"}),
     "two lengths": (BOTH_LENGTHS, {"causal", "padding"}),
     "two lengths among heads": (BOTH_LENGTHS.transpose(0, 1), set()),
-    "two lengths, 3-D": (BOTH_LENGTHS[:, 0], set()),
+    "two lengths, 3-D": (BOTH_LENGTHS[:, 0], {"causal", "padding"}),
+    "one length, 2-D": (tril(3, 5), {"causal", "padding"}),
+    "a window, 2-D": (banded(6, 6, 4), {"window:4", "padding"}),
+    "added, 2-D": (added(tril(3, 5), INF), {"causal"}),
+    "a bias, 2-D": (added(tril(3, 5), INF) + 0.5, set()),
+    "ones that are added, 2-D": (tril(4, 4).float(), {"padding"}),
+    "more queries than keys, 2-D": (torch.ones(4, 3, dtype=torch.bool), {"padding"}),
+    "padded left, 3-D": (torch.stack((tril(4, 4) & LEFT, tril(4, 4))), {"padding"}),
     "added, least": (added(tril(3, 5), LEAST)[None, None], {"causal", "padding"}),
     "added, minus infinity": (added(tril(3, 5), INF)[None, None], {"causal", "padding"}),
     "added, bfloat16": (
@@ -465,11 +472,11 @@ def test_a_name_that_no_input_has_is_warned_of_with_the_nearest(spy):
 
 def test_a_tensor_that_cannot_be_such_a_mask_is_warned_of(spy):
     def validity(x, w, attention_mask):
-        return norm(x, w) * attention_mask[:, None, :, None]
+        return norm(x, w) * attention_mask[..., None, :, None]
 
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    with torch.no_grad(), pytest.warns(UserWarning, match=r"cannot be one.*\[B, T\] can be a padding mask only"):
-        close(compiled(validity, {"attention_mask": "causal"})(X, W, mask), validity(X, W, mask))
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"cannot be one.*\[B, T\] as a padding mask"):
+        close(compiled(validity, {"attention_mask": "causal"})(X, W, mask[0]), validity(X, W, mask[0]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fusion.explain(validity, X, W, mask, options={**HOST, "assume": {"attention_mask": "padding"}})

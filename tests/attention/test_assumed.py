@@ -118,7 +118,7 @@ def test_ones_of_keys_that_are_added_are_no_mask(added):
 
 @pytest.mark.parametrize(
     ("shape", "region", "known"),
-    [((2, 1, 4, 4), 0, True), ((1, 4, 4), 0, True), ((4, 4), 0, False), ((1, 4, 4), 1, False)],
+    [((2, 1, 4, 4), 0, True), ((1, 4, 4), 0, True), ((4, 4), 0, True), ((4,), 0, False), ((1, 4, 4), 1, False)],
 )
 def test_nothing_is_assumed_of_a_mask_of_other_dims_or_that_was_written_to(shape, region, known):
     a = Algebra()

@@ -25,6 +25,7 @@ from fusion.graph.recipe import build
 from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import TRANSLATORS, Out
 from fusion.testing import capture
+from patterns.attention import bounds as bounds_of
 from patterns.attention import masks as attention_masks
 from patterns.attention.assumed import Assumed
 from patterns.attention.masks import Term, visible
@@ -616,21 +617,21 @@ SIZE = Symbol("size", integer=True)
 def test_a_window_is_a_number(low: Affine | None, window: int | None):
     a = Algebra()
     masks = attention_masks.Masks(a, Positions((2, 1, 4, 6), Folder()), (), (2, 1, 4, 6), begins={HIGH})
-    bounds = attention_masks.Limits(HIGH, low, True, ())
+    bounds = bounds_of.Limits(HIGH, low, True, ())
     assert masks.bounded(bounds).get("window") == window
-    assert attention_masks.sees_some(bounds, 4, 6) == (low is None or window == 2)
+    assert bounds_of.sees_some(bounds, 4, 6) == (low is None or window == 2)
 
 
 @pytest.mark.parametrize(("last", "some"), [(0, True), (-1, False), (SIZE, False)])
 def test_a_last_key_that_is_not_known_before_may_be_none(last: Any, some: bool):
-    assert attention_masks.sees_some(attention_masks.Limits(number_of(last), None, True, ()), 4, 6) == some
+    assert bounds_of.sees_some(bounds_of.Limits(number_of(last), None, True, ()), 4, 6) == some
 
 
 def of_each(shape: tuple[Any, ...], *index: Affine, factor: Any = 1, more: Any = 0) -> Value | None:
     """The tensor of two sequences of an element of an input."""
     a = Algebra()
     leaf = Leaf(a.make("input", (), ("lengths", 0), shape, torch.int64), index)
-    return attention_masks.per_sequence(a, Affine({leaf: factor}, more), 2)
+    return bounds_of.per_sequence(a, Affine({leaf: factor}, more), 2)
 
 
 SEQUENCE, BACK = Affine({0: 1}), Affine({0: -1}, 1)

@@ -13,6 +13,7 @@ import torch
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import MAX_STOP
 from fusion.graph.proof import must, proven
+from fusion.stages.canonicalise import parts
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 arranges = partial(translates, of_complex="parts")
@@ -57,8 +58,28 @@ def _slice(
     a: Algebra, out: Out, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Translated:
     start, end = 0 if start is None else start, MAX_STOP if end is None else end
-    must(isinstance(start, int) and isinstance(end, int))
-    return a.slice(x, dim, start, end, step)
+    known = all(isinstance(each, int) for each in (start, end, x.shape[dim]))
+    return a.slice(x, dim, start, end, step) if known else _narrowed(a, x, dim % x.rank, start, end, step, out.shape)
+
+
+def _narrowed(a: Algebra, x: Value, axis: int, start: Any, end: Any, step: int, shape: Sequence[Any]) -> Value | None:
+    """Neighbours along an axis where sizes are symbolic, of which none was cut off; a start that may count from the end
+    is none.
+    """
+    size, length = x.shape[axis], shape[axis]
+    first = _first(size, length, start, end)
+    if step != 1 or first is None:
+        return None
+    return x if length == size else a.make("narrow", (x,), (axis, first, length), shape, x.dtype)
+
+
+def _first(size: Any, length: Any, start: Any, end: Any) -> Any:
+    """Where `length` neighbours of `size` begin; None where some may be cut off, or `start` may count from the end."""
+    last = isinstance(end, int) and end >= MAX_STOP
+    if last and start == -length:
+        return size - length
+    inside = isinstance(start, int) and start >= 0 and (size if last else end) - start == length
+    return start if inside else None
 
 
 @arranges("aten.narrow.default")
@@ -211,8 +232,18 @@ def _placed(a: Algebra, x: Value, source: Value, axis: int, start: Any, end: Any
     size = x.shape[axis]
     if source.shape[axis] == size:
         return source
+    found = _first(size, source.shape[axis], start, end)
+    if found is not None:
+        part = a.make("narrow", (x,), (axis, found, source.shape[axis]), source.shape, x.dtype)
+        changed = parts.whole(a, x, part, source, axis, found)
+        if changed is not None:
+            return changed
     if end - start != source.shape[axis]:
         return None
+    narrow = a.make("narrow", (x,), (0, 0, source.shape[0]), (source.shape[0], *x.shape[1:]), x.dtype)
+    first = _first_sequences(a, x, source, narrow) if (axis, start) == (0, 0) else None
+    if first is not None:
+        return first
     place = number(a, start, x)
     known = isinstance(start, int) and start >= 0
     place = place if known else a.make("wrap", (place,), (size,), (), place.dtype)
@@ -229,9 +260,12 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     size = int(x.shape[axis])
     if stop - start == size:
         return source
-    first = _first_sequences(a, x, source, stop)
+    first = _first_sequences(a, x, source, a.slice(x, 0, 0, stop))
     if first is not None:
         return first
+    changed = parts.whole(a, x, a.cut(x, axis, start, stop), source, axis, start)
+    if changed is not None:
+        return changed
     before = [proven(a.slice(x, axis, 0, start))] if start else []
     after = [proven(a.slice(x, axis, stop, size))] if stop < size else []
     if x.op == "cat" and not any(each.op == "slice" and each.arg is x for each in (*before, *after)):
@@ -240,9 +274,9 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     return _covered(a, written) or written
 
 
-def _first_sequences(a: Algebra, x: Value, source: Value, stop: int) -> Value | None:
-    """x[:b][.., start:stop] = rows: one write of as many sequences as there are rows for."""
-    if source.op not in ("write", "slice_scatter") or source.arg is not a.slice(x, 0, 0, stop):
+def _first_sequences(a: Algebra, x: Value, source: Value, first: Value | None) -> Value | None:
+    """x[:b][.., start:stop] = rows: one write of as many sequences as there are rows for; `first` is x[:b]."""
+    if source.op not in ("write", "slice_scatter") or source.arg is not first:
         return None
     axis, placed = source.attrs[0], source.op == "slice_scatter"
     if axis == 0 or (placed and source.attrs[3] != 1):

@@ -14,9 +14,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from fusion.analysis.intervals import bounds
 from fusion.analysis.runs import Run, run, wrapped
-from fusion.graph import Algebra, Dim, Value, but_ones
+from fusion.graph import Algebra, Dim, Value, but_ones, unviewed
 from fusion.graph.dims import INDEX_DTYPES, broadcast
 from fusion.graph.proof import must, proof, proven
 from fusion.stages.canonicalise import logic, shapes
@@ -37,11 +39,22 @@ def _index_put(
 ) -> Translated:
     given = [axis for axis, index in enumerate(indices) if index is not None]
     found = [index for index in indices if index is not None]
-    must(not accumulate and all(index.dtype in INDEX_DTYPES for index in found))
+    must(not accumulate)
+    if len(found) == 1 and found[0].dtype is torch.bool:
+        return _masked(a, cache, found[0], rows, given[0])
+    must(all(index.dtype in INDEX_DTYPES for index in found))
     if len(found) == 1:
         return _one_index(a, cache, found[0], rows, given[0])
     must(len(found) == 2 and given[0] == 0)
     return _by_batch(a, cache, found, rows, given[1]) or _by_page(a, cache, found, rows, given[1])
+
+
+def _masked(a: Algebra, x: Value, mask: Value, number: Value, axis: int) -> Value | None:
+    """x[.., mask] = number, of numbers that the graph computes: they are chosen."""
+    must(number.rank == 0 and number.dtype == x.dtype and unviewed(x).op != "input")
+    behind = x.rank - axis - mask.rank
+    condition = a.reshape(mask, (*mask.shape, *(1,) * behind))
+    return logic.where(a, condition, number, x, x.dtype)
 
 
 def _one_index(a: Algebra, cache: Value, index: Value, rows: Value, axis: int) -> Value | None:

@@ -70,6 +70,7 @@ class Planner:
         self._kernels = cache(self._kernels_of)
         self._copies = Copies(graph, fakes, target, self._cost)
         self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
+        self._replaceable: frozenset[fx.Node] = frozenset()
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`.
@@ -77,6 +78,9 @@ class Planner:
         A match that gives a value which no node holds is offered together with a match that reads it.
         """
         plans = {match: self._attempt(match, partial(self._book.of, match), {}) for match in matches}
+        self._replaceable = frozenset(
+            node for match, ways in plans.items() if self._is_legal(ways) for makers in match.roots for node in makers
+        )
         shared = self._sharing(plans)
         offers = {
             match: self._attempt(match, partial(self._offers, match, plans[match], shared), []) for match in plans
@@ -167,6 +171,10 @@ class Planner:
         if best is not None:
             self._note_elsewhere(match, list(plans.values()))
         return best
+
+    def _is_legal(self, plans: Plans) -> bool:
+        """Whether the target can run a match in some way."""
+        return any(isinstance(plan, Plan) and self.target.name not in plan.refusals for plan in plans.values())
 
     def _cause(self, offer: Candidate) -> Refused | str | None:
         """Why the target cannot run it."""
@@ -264,7 +272,10 @@ class Planner:
         kept = {node for value in read for node in self.graph.reads(value)}
         memory = {memory_of(node) for node in kept}
         views = (node for value in read for node in self.graph.places.get(value, ()) if memory_of(node) in memory)
-        kept.update(views)  # another match may replace the value everywhere
+        kept.update(views)
+        held = (self.graph.held[node] for value in read for node in self.graph.reads(value))
+        places = (node for value in held if isinstance(value, Value) for node in self.graph.places[value])
+        kept.update(self._replaceable.intersection(places))  # copies too, as of a write into a slice, go with the value
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]
         while waiting:

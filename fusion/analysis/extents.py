@@ -1,0 +1,74 @@
+"""What is true everywhere at the positions of a mask, whose sizes bound them: which formulas imply which others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+from fusion.analysis.affine import Affine, Formula, conjunction, disjunction, negation, number
+from fusion.graph import Value
+
+
+class Extent:
+    """The positions of one mask, whose dims have these sizes."""
+
+    def __init__(self, shape: Sequence[Any]) -> None:
+        self.shape = tuple(shape)
+        self.origin = tuple(self.axis(place) for place in range(len(self.shape)))
+
+    def axis(self, place: int) -> Affine:
+        """The position along one axis; a dim of size 1 has only position 0."""
+        return number(0) if self.shape[place] == 1 else Affine(MappingProxyType({place: 1}))
+
+    def of(self, mask: Value) -> tuple[Affine, ...]:
+        """The positions in a mask that broadcasts to the scores."""
+        last = self.origin[len(self.origin) - mask.rank :]
+        return tuple(number(0) if size == 1 else each for each, size in zip(last, mask.shape, strict=True))
+
+    def below_one(self, expression: Affine) -> Formula:
+        """`expression ≤ 0`: True or False where the sizes of the mask decide it."""
+        places = {place: factor for place, factor in expression.terms.items() if isinstance(place, int)}
+        if len(places) < len(expression.terms):
+            return ("le", expression)
+        low = high = expression.constant
+        for place, factor in places.items():
+            last = (self.shape[place] - 1) * factor
+            low, high = (low + last, high) if factor < 0 else (low, high + last)
+        if isinstance(high, (int, float)) and high <= 0:
+            return True
+        return False if isinstance(low, (int, float)) and low > 0 else ("le", expression)
+
+    def implies(self, formula: Formula, other: Formula) -> bool:
+        """Whether it is proven that `other` holds wherever `formula` does."""
+        if other is True or formula is False or formula == other:
+            return True
+        if formula is True or other is False:
+            return False
+        if formula[0] == "or":
+            return all(self.implies(each, other) for each in formula[1])
+        if other[0] == "and":
+            return all(self.implies(formula, each) for each in other[1])
+        if formula[0] == "and":
+            return any(self.implies(each, other) for each in formula[1])
+        if other[0] == "or":
+            return any(self.implies(formula, each) for each in other[1])
+        return formula[0] == other[0] == "le" and self.below_one(other[1] + formula[1].times(-1)) is True
+
+    def tightest(self, parts: Sequence[Formula]) -> list[Formula]:
+        """Of formulas that must all hold those that no other one implies."""
+        kept: list[Formula] = []
+        for each in parts:
+            if not any(self.implies(other, each) for other in kept):
+                kept = [*(other for other in kept if not self.implies(each, other)), each]
+        return kept
+
+    def choice(self, condition: Formula, yes: Formula, no: Formula) -> Formula:
+        """`yes` where the condition holds, else `no`."""
+        otherwise = negation(condition)
+        for here, there, where, elsewhere in ((yes, no, condition, otherwise), (no, yes, otherwise, condition)):
+            if here is True:
+                return there if self.implies(where, there) else disjunction(where, there)
+            if here is False:
+                return there if self.implies(there, elsewhere) else conjunction(elsewhere, there)
+        return disjunction(conjunction(condition, yes), conjunction(otherwise, no))

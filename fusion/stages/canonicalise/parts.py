@@ -1,0 +1,75 @@
+"""A part of computed numbers that something is added to, or chosen in: the same of all of them.
+
+x[.., a:b] += y               →  x + cat(0, y, 0)
+x[.., a:b] = where(c, v, x[.., a:b])   →  where(cat(false, c, false), v, x)
+
+Numbers that the caller holds stay as they are written: what is put into a cache are rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Dim, Value, unviewed
+from fusion.graph.algebra import widens
+from fusion.graph.logic import constant, where
+from fusion.graph.proof import must, proof, proven
+
+_WRITTEN = ("input", "full", "write", "write_rows", "slice_scatter", "cat")
+"""Ops of buffers and caches, which take rows."""
+
+
+@proof
+def whole(a: Algebra, x: Value, part: Value, source: Value, axis: int, start: Dim) -> Value | None:
+    """`x` with `source` in the place of its `part`, which begins at `start` along `axis`."""
+    if source is part:
+        return x
+    must(unviewed(x).op not in _WRITTEN and proven(x.dtype).is_floating_point)
+    return _changed(a, x, part, source, (axis, start))
+
+
+def _changed(a: Algebra, x: Value, part: Value, source: Value, place: tuple[int, Dim]) -> Value | None:
+    if source is part:
+        return x
+    match source.op:
+        case "cast":  # of what is not changed every number is kept
+            must(widens(x.dtype, source.dtype))
+            return a.cast(proven(_changed(a, x, part, source.arg, place)), source.dtype)
+        case "add" | "shift":
+            given = constant(a, source.attrs[0], (1,), source.dtype) if source.op == "shift" else source.args[1]
+            left, right = source.arg, given
+            below, other = (left, right) if _stems(left, part) else (right, left)
+            must(_stems(below, part))
+            padded = _padded(a, other, x, constant(a, 0, (), other.dtype), place, source.shape)
+            return a.add(proven(_changed(a, x, part, below, place)), padded)
+        case "where":
+            condition, yes, no = source.args
+            kept, fill = (no, yes) if _stems(no, part) else (yes, no)
+            must(fill.op == "full")
+            number = constant(a, fill.attrs[0], (), fill.dtype)
+            padded = _padded(a, condition, x, constant(a, kept is yes, (), torch.bool), place, source.shape)
+            changed = proven(_changed(a, x, part, kept, place))
+            sides = (changed, number) if kept is yes else (number, changed)
+            return where(a, padded, *sides, source.dtype)
+        case _:
+            return None
+
+
+def _stems(x: Value, part: Value) -> bool:
+    """Whether `x` is a part that was changed in the ways that are followed."""
+    return x is part or (x.op in ("cast", "add", "shift", "where") and any(_stems(each, part) for each in x.args[-2:]))
+
+
+def _padded(a: Algebra, other: Value, x: Value, fill: Value, place: tuple[int, Dim], shape: tuple[Any, ...]) -> Value:
+    """What a part is changed by, with numbers that change nothing beside it; `shape` is that of the part."""
+    axis, start = place
+    other = a.reshape(other, ((1,) * (len(shape) - other.rank)) + other.shape)
+    stop = start + shape[axis]
+    other = a.expand(other, (*other.shape[:axis], shape[axis], *other.shape[axis + 1 :]))
+    sizes = (start, x.shape[axis] - stop)
+    before, after = (
+        [] if size == 0 else [a.expand(fill, (*other.shape[:axis], size, *other.shape[axis + 1 :]))] for size in sizes
+    )
+    return a.cat([*before, other, *after], axis)

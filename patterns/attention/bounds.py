@@ -1,0 +1,99 @@
+"""Bounds on the keys that a query sees: low(b) + i ≤ j ≤ high(b) + i, read off the formula of a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion.analysis.affine import Affine, Formula, Leaf
+from fusion.graph import Algebra, Value
+
+
+@dataclass(frozen=True)
+class Limits:
+    """low(b) + i·moving ≤ j ≤ high(b) + i·moving, with `rest` of what the mask asks beside it.
+
+    Attributes:
+        high: the last visible key of query 0, None without such a bound.
+        low: the first visible key of query 0, None without such a bound.
+        moving: whether the bounds move on with the query, as causal masks do.
+        rest: what else must hold.
+    """
+
+    high: Affine | None
+    low: Affine | None
+    moving: bool
+    rest: tuple[Formula, ...]
+
+
+def sees_some(bounds: Limits, queries: Any, keys: Any, lengths: Collection[Any] = ()) -> bool:
+    """Whether every query sees a key; positions that are read from tensors are not negative, nor are `lengths`."""
+    high, low = bounds.high, bounds.low
+    if bounds.rest or high is None:
+        return False
+    if high.constant in lengths and not high.terms and low is None:
+        return True
+    if not isinstance(high.constant, int):
+        return False
+    if any(not isinstance(term, Leaf) or factor != 1 for term, factor in high.terms.items()):
+        return False
+    counted = sum(map(is_counted, high.terms))  # at least one key each
+    if high.constant + counted < 0:
+        return False
+    if low is None:
+        return True
+    span = high + low.times(-1)
+    last = low.plus(queries - 1 if bounds.moving else 0).plus(-keys)
+    within = last.constant < 0 if isinstance(last.constant, int) else bool(last.terms)
+    return within and not span.terms and isinstance(span.constant, int) and span.constant >= 0
+
+
+def is_counted(term: int | Leaf) -> bool:
+    """Whether a term is the number of keys that a mask shows to the first query, checked to be one at least."""
+    return isinstance(term, Leaf) and term.value.op == "count"
+
+
+def bound(part: Formula, query: int, key: int) -> tuple[str, Affine, int] | None:
+    """`j ≤ high + move · i` or `j ≥ low + move · i`, whatever else depending on the sequence alone."""
+    if isinstance(part, bool) or part[0] != "le":
+        return None
+    difference: Affine = part[1]
+    sign, move = difference.terms.get(key, 0), difference.terms.get(query, 0)
+    others = difference.without(query, key)
+    if sign not in (1, -1) or -sign * move not in (0, 1) or not others.axes() <= {0}:
+        return None
+    return ("high", others.times(-1), -move) if sign == 1 else ("low", others, move)
+
+
+def per_sequence(a: Algebra, expression: Affine, batch: Any) -> Value | None:
+    """The tensor [B] of an expression that depends on the sequence alone; None where it cannot be built."""
+    total: Value | None = None
+    for term, factor in expression.terms.items():
+        read = _element(a, term, batch) if isinstance(term, Leaf) else None
+        if read is None or not isinstance(factor, int):
+            return None
+        read = a.scale(a.cast(read, torch.int64), factor)
+        total = read if total is None else a.add(total, read)
+    if total is None or not isinstance(expression.constant, int):
+        return None
+    return a.expand(a.shift(total, expression.constant), (batch,))
+
+
+def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
+    """One element, or one for each sequence, of a tensor: [1] or [B]."""
+    value = leaf.value
+    size: Any = 1
+    for axis, index in enumerate(leaf.index):
+        if not index.terms and isinstance(index.constant, int):
+            taken = a.slice(value, axis, index.constant, index.constant + 1)
+            if taken is None:
+                return None
+            value = taken
+        elif index.terms == {0: 1} and value.shape[axis] == batch and size == 1:
+            size = batch
+        else:
+            return None
+    return a.reshape(value, (size,))
