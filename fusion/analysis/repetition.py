@@ -1,7 +1,7 @@
 """Entries that stand several times in a row along a dim, as heads of keys do for the queries that share them.
 
-    x.repeat_interleave(n, d)    x[:, :, None].expand(..).reshape(..)    x.expand(..)        every entry n times
-    x.repeat(1, n, 1)                                                                       all entries n times: none
+x.repeat_interleave(n, d)    x[:, :, None].expand(..).reshape(..)    x.expand(..)        every entry n times
+x.repeat(1, n, 1)                                                                       all entries n times: none
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Queries, keys and values come out as [B, N, S, D], every key head once, with wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite, prod
 from typing import Any
@@ -14,11 +15,10 @@ import torch.fx as fx
 
 from fusion import reader
 from fusion.analysis import factored_products
-from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.row_layout import Arrangement, Dims, Step, arranged, arrangement, carried, named, once, uncast
+from fusion.analysis.row_layout import Step, arranged, named, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
-from fusion.graph.contractions import swapped
 from patterns.attention.assumed import Assumed
+from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
 from patterns.attention.words import SOFTMAX_ATTENTION
@@ -28,6 +28,7 @@ from patterns.latent.words import FOLDED_QUERY, INT8_LATENT_ATTENTION, INT8_PROB
 from patterns.sparse.read import topk_mask
 from patterns.sparse.words import TOPK_MASK
 
+_APART = "keys or values are not the same for the queries of one head"
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
 
@@ -151,20 +152,41 @@ def _reading(
     assumed: Assumed, root: Value, product: Value, weights: Weights, scores: Scores, finish: Finish
 ) -> Outcome | Miss | str | None:
     a, shape = assumed.algebra, weights.softmax.shape[:-1]
-    assert scores.product is not None
-    if not 2 <= len(shape) <= 4:
+    if not 1 <= len(shape) <= 4:
         return "scores of more than five dims"
-    batch, heads, queries = shape[0], prod(shape[1:-1]), shape[-1]  # [X, S], [B, N, S] or [B, M, G, S]
+    attended = Attended.by(a, scores, product, weights)
+    if attended is None:
+        return _APART
+    odd: list[str] = []
+    for frame in attended.frames(shape, scores.sink is not None):
+        found = _framed(assumed, root, attended, frame, Parts(product, weights, scores, finish))
+        if not isinstance(found, str):
+            return found
+        odd.append(found)
+    return next((each for each in odd if each != _APART), _APART)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Attention taken apart: the product of weights and values, the softmax, the scores, and what follows."""
+
+    product: Value
+    weights: Weights
+    scores: Scores
+    finish: Finish
+
+
+def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str | None:
+    a, weights, scores, shape = assumed.algebra, of.weights, of.scores, of.weights.softmax.shape[:-1]
+    assert scores.product is not None
+    batch, heads, queries = frame.sizes
     x, rows = scores.product.arg, scores.product.shape[:-1]
     q = arranged(a, a.expand(x, (*rows, x.shape[-1])), scores.steps)
     if q.shape[:-1] != shape:
         return "one row of scores is masked in several ways"
-    k, v = _keys_and_values(a, scores, product, weights)
-    if (k is None or v is None) and len(shape) == 2:  # one query of each head, without a dim for it
-        k, v = _keys_and_values(a, scores, product, weights, ((),))
-        heads, queries = queries, 1
+    k, v = attended.keys_and_values(frame)
     if k is None or v is None:
-        return "keys or values are not the same for the queries of one head"
+        return _APART
     q = a.reshape(q, (batch, heads, queries, q.shape[-1]))
     shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
     if not _divides(k.shape[1], shared):
@@ -175,26 +197,27 @@ def _reading(
         return whole
     beside: Outcome = {}
     if whole is not None:
+        if scores.factors:
+            return "the scores of whole numbers are scaled by a tensor, where the operator takes a number"
         operands, beside = whole
     else:
         narrow = [uncast(a, each, root.dtype) for each in (q, k, v)]
         q, k, v = narrow if all(each.dtype == root.dtype for each in narrow) else (q, k, v)
-        operands = {"q": q, "k": k, "v": v}
-        given = product.dtype if ("cast", (root.dtype,)) in finish else root.dtype
+        operands = {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}
+        given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
         if len({given, q.dtype, k.dtype, v.dtype}) != 1:
             return "queries, keys, values and result have different dtypes"
     captures: dict[str, Any] = {**operands, "scale": scores.scale}
-    steps = _finish((batch, heads, queries), weights, v.shape[-1], finish)
+    steps = _finish(frame.sizes, weights, v.shape[-1], of.finish)
     if steps is None:
         return "the result is arranged by several symbolic sizes"
     captures["output_view"] = steps
     if scores.sink is not None:
-        sink = _per_head(a, scores.sink, shape, heads)
+        sink = per_head(a, scores.sink, frame)
         if sink is None:
             return "the sink is not one number for each head"
         captures["sink"] = sink
-    sizes = (batch, heads, queries, k.shape[2])
-    of_scores = ((*shape, k.shape[2]), scores.terms, sizes)
+    of_scores = ((*frame.shape, k.shape[2]), frame.masked(a, scores.terms), (*frame.sizes, k.shape[2]))
     masks = assumed.masks(*of_scores)
     mask = masks.told(weights.softmax.attrs[1], sunk=scores.sink is not None)
     if isinstance(mask, str):
@@ -203,41 +226,6 @@ def _reading(
     reading = Reading(name, captures | mask, masks.positions.names())
     listed = topk_mask(assumed.masks(*of_scores, keep_lists=True), mask["mask"]) if "mask" in mask else {}
     return {**beside, root: reading if mask.get("mask") in listed or whole else told_apart(a, reading), **listed}
-
-
-def _keys_and_values(
-    a: Algebra, scores: Scores, product: Value, weights: Weights, queries: Dims = ()
-) -> list[Value | None]:
-    """Keys [B, M, T, D] and values [B, M, T, E] for the batch dims that scores and weights have in the softmax."""
-    assert scores.product is not None
-    to, of = arrangement(scores.product.shape[:-1], scores.steps), weights.rows
-    k, v = swapped(a, scores.product.args[1]), product.args[1]
-    keys = None if to is None else _heads(a, k, to, to.before, (*to.after, *queries))
-    return [keys, _heads(a, v, of, of.after, (*of.before, *queries))]
-
-
-def _heads(a: Algebra, kv: Value, rows: Arrangement, own: Dims, wanted: Dims) -> Value | None:
-    """Keys or values with the batch dims `own` as [B, M, T, D], each of the M heads once, however often repeated."""
-    dims = (*(1,) * (len(own) + 1 - kv.rank), *kv.shape[:-2], 1, *kv.shape[-2:])  # one for rows, and what broadcasts
-    placed = carried(a, a.reshape(kv, dims), rows, own, wanted)
-    if placed is None:
-        return None
-    ends = [len(wanted[0]), sum(map(len, wanted[:-1]))]
-    full = [rows.sizes[atom] for run in wanted for atom in run]
-    lead, last = list(placed.shape[:-2]), placed.shape[-2:]
-    if any(size != 1 for size in lead[ends[1] :]):
-        return None
-    batch = _common(lead[: ends[0]], full[: ends[0]])
-    heads = _common(lead[ends[0] : ends[1]], full[ends[0] : ends[1]])
-    open_ = a.expand(placed, (*batch, *heads, *lead[ends[1] :], *last))
-    kv = once(a, a.reshape(open_, (prod(batch), prod(heads), *last)))
-    return a.expand(kv, (prod(full[: ends[0]]), *kv.shape[1:]))
-
-
-def _common(lead: Sequence[Any], full: Sequence[Any]) -> list[Any]:
-    """The sizes of dims of which only the last may be shared, so that neighbours share: others are repeated."""
-    own = next((place for place in reversed(range(len(lead))) if lead[place] != 1), -1)
-    return [*full[: own + 1], *lead[own + 1 :]]
 
 
 def _divides(part: Any, whole: Any) -> bool:
@@ -251,14 +239,6 @@ def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
         return kv
     opened = a.expand(a.reshape(kv, (batch, own, 1, *rows)), (batch, own, heads // own, *rows))
     return a.reshape(opened, (batch, heads, *rows))
-
-
-def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Value | None:
-    """One number for each head, [N], of a sink that was spread over all rows."""
-    while sink.op == "expand" or is_rounding(sink):
-        sink = sink.arg
-    lead = (*(1,) * (len(shape) + 1 - sink.rank), *sink.shape)
-    return a.reshape(sink, (heads,)) if len(shape) > 2 and prod(lead[1:-2]) == heads == prod(lead) else None
 
 
 def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:

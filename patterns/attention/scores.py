@@ -13,7 +13,7 @@ from math import prod
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.rounding import is_float
-from fusion.analysis.row_layout import Arrangement, Step, arrangement, row_step
+from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, row_step
 from fusion.graph import Algebra, Value
 from patterns.attention.masks import MOVED, REPLACED, Term, mask_on
 
@@ -29,13 +29,15 @@ class Weights:
 
 @dataclass(frozen=True)
 class Scores:
-    """scale · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was on the way.
+    """scale · factors · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was met.
 
-    `shifted`: something was taken from whole rows, which a softmax does not see.
+    `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifted`: something was taken from
+    whole rows, which a softmax does not see.
     """
 
     product: Value | None = None
     scale: float = 1.0
+    factors: tuple[Value, ...] = ()
     steps: tuple[Step, ...] = ()
     terms: tuple[Term, ...] = ()
     sink: Value | None = None
@@ -111,7 +113,7 @@ def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
 
 def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:
     """`z` permuted, below all that is done to single scores."""
-    if z.op in ("cast", "scale", "add", "where", "cat"):
+    if z.op in ("cast", "scale", "add", "where", "cat", "mul"):
         whole = [a.reshape(each, (*(1,) * (len(order) - each.rank), *each.shape)) for each in z.args]
         args = [each if not each.shape else _permuted(a, x, order) for each, x in zip(z.args, whole, strict=True)]
         return a.make(z.op, args, z.attrs, tuple(z.shape[axis] for axis in order), z.dtype)
@@ -136,7 +138,7 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
         case "scale":
             return scores_of(a, replace(found, scale=found.scale * z.attrs[0]), z.arg)
         case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
-            if found.scale != 1 or found.terms or found.steps or found.sink is not None:
+            if found.scale != 1 or found.factors or found.terms or found.steps or found.sink is not None:
                 return replace(found, odd="a sink is scaled or masked like a score")
             return scores_of(a, replace(found, sink=z.args[1]), z.arg)
         case "add" | "where":
@@ -148,8 +150,8 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return scores_of(a, replace(found, scale=found.scale * _number(factor)), scores)
         case "mul" if (whole := factored_products.scaled_sum(a, z)) is not None:
             return scores_of(a, found, whole)
-        case "mul" if _product_in(z) is not None:
-            return replace(found, odd="the scores are scaled by a tensor, where the operator takes a number")
+        case "mul":
+            return _multiplied(a, found, z)
         case _:
             return found
 
@@ -161,6 +163,22 @@ def _number(x: Value) -> float:
     if x.op in ("expand", "reshape") or (x.op == "cast" and is_float(x)):
         return _number(x.arg)
     return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
+
+
+def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
+    """Below a factor that is the same for all keys: queries may be multiplied by it instead."""
+    for scores, factor in (z.args, z.args[::-1]):
+        product = _product_in(scores)
+        if product is None:
+            continue
+        if factor.shape[-1:] not in ((), (1,)) or scores.shape != z.shape:
+            return replace(found, odd="the scores are scaled by a tensor that is not the same for all keys")
+        if computed_from(factor, product):
+            return replace(found, odd="the scores are scaled by what is computed from them")
+        if found.steps and prod(factor.shape) != 1:
+            factor = arranged(a, a.expand(factor, (*z.shape[:-1], 1)), found.steps)
+        return scores_of(a, replace(found, factors=(*found.factors, factor)), scores)
+    return found
 
 
 def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
@@ -176,7 +194,9 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
         of_rows = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
         if of_rows and found.sink is None and not found.terms and computed_from(term.mask, product):
             return scores_of(a, replace(found, shifted=True), scores)  # the same for a whole row, as its maximum
-    if found.steps:
+    if found.factors:
+        term = "the scores are scaled by a tensor after they are masked: what it makes of a hidden one is not known"
+    elif found.steps:
         term = MOVED if z.op == "add" else REPLACED
     if isinstance(term, str):
         return replace(found, odd=term)

@@ -478,10 +478,6 @@ def shared_by_twos_and_threes(q, k, v):
     return scores_of(q, k).softmax(-1) @ v
 
 
-def one_head_alone(q, k, v):
-    return scores_of(q[0, 0], k[0, 0]).softmax(-1) @ v[0, 0]
-
-
 def of_six_dims(q, k, v):
     q, k, v = (each.view(B, 2, 2, S, 2, D // 2).transpose(3, 4) for each in (q, k, v))
     return scores_of(q, k).softmax(-1) @ v
@@ -744,7 +740,6 @@ LOOKALIKES = (
     refused(keys_of_queries, "not the same for the queries of one head", more=tensors(activations(7, B, N, S, S, D))),
     refused(values_of_queries, "not the same for the queries of one head", more=tensors(activations(7, B, N, S, S, D))),
     refused(shared_by_twos_and_threes, "shared by other groups of heads"),
-    refused(one_head_alone),
     refused(of_six_dims, "more than five dims"),
     Entry(
         causal_with_matrices_of_queries, "causal_upper_left", layout="XSD", more=tensors(activations(7, S, D, D)),
