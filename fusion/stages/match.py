@@ -247,7 +247,8 @@ class _Search:
         return [value for head in sorted(term.heads()) for value in self._hidden.get(head, ())]
 
     def note_misses(self) -> None:
-        """Say why what looked to a reader like something is nothing of the kind."""
+        """Say why what looked to a reader like something is nothing of the kind, unless a rule took it for another."""
+        taken = {value for each in self.found.matches for value in each.results}
         for value, miss in self.graph.readings.missed():
-            if not self._readings.get(value):
+            if value not in taken and not self.readings(value, miss.rule):
                 self._refuse(miss.rule, miss.reason, value)
