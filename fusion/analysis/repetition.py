@@ -13,7 +13,7 @@ from fusion.graph import Algebra, Value
 
 
 def unrepeated(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
-    """`x` with entries along `axis` once that are repeated in a row, and how often each was; itself and 1 for others."""
+    """`x` with entries along `axis` once that are repeated in a row, and how often each was; else itself and 1."""
     match x.op:
         case "cast":
             below, times = unrepeated(a, x.arg, axis)

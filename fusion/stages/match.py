@@ -247,8 +247,7 @@ class _Search:
         return [value for head in sorted(term.heads()) for value in self._hidden.get(head, ())]
 
     def note_misses(self) -> None:
-        """Say why what looked to a reader like something is nothing of the kind, unless a rule took it for another."""
-        taken = {value for each in self.found.matches for value in each.results}
+        """Say why what looked to a reader like something is nothing of the kind."""
         for value, miss in self.graph.readings.missed():
-            if value not in taken and not self.readings(value, miss.rule):
+            if not self.readings(value, miss.rule):
                 self._refuse(miss.rule, miss.reason, value)

@@ -155,7 +155,7 @@ def per_head(a: Algebra, sink: Value, frame: Frame) -> Value | None:
 
 def scaled_queries(a: Algebra, q: Value, factors: Sequence[Value], frame: Frame) -> Value:
     """Queries [B, N, S, D] times factors of rows [*rows, 1], or of one number, which are rounded with the product."""
-    batch, heads, queries = frame.sizes
+    heads = frame.sizes[1]
     for factor in factors:
         factor = _unrounded(a, factor)
         if prod(factor.shape) == 1:

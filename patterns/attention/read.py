@@ -17,10 +17,12 @@ from fusion import reader
 from fusion.analysis import factored_products
 from fusion.analysis.row_layout import Step, arranged, named, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph.contractions import matmul, swapped
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
+from patterns.attention.unlike import unlike
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
 from patterns.latent.int8_probabilities import int8_probability_attention
@@ -50,6 +52,9 @@ def attentions(graph: Graph) -> Iterator[Found]:
         rounded = int8_probability_attention(graph.algebra, value, read) if outcome is None else None
         if isinstance(rounded, Miss) and not _ends(graph, value):
             continue
+        if not (outcome or rounded):
+            reason = unlike(stripped(value)[0])
+            outcome = Miss("softmax_attention", reason) if reason else {}
         outcome = rounded or outcome or {}
         yield from ((value, outcome),) if isinstance(outcome, Miss) else outcome.items()
 
@@ -103,7 +108,19 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
 
 def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:
     """The product of weights and values that `root` is computed from, and how it is arranged, innermost first."""
-    return factored_products.weighted_sum(a, root) or _divided_late(a, root) or stripped(root)
+    found = factored_products.weighted_sum(a, root) or _divided_late(a, root)
+    return found or _values_behind(a, *stripped(root))
+
+
+def _values_behind(a: Algebra, value: Value, finish: Finish) -> tuple[Value, Finish]:
+    """P v for the transpose of vᵀ Pᵀ; itself for others."""
+    views = ("cast", "reshape", "permute", "slice")
+    if value.op != "matmul" or [each.below(*views).op == "softmax" for each in value.args] != [False, True]:
+        return value, finish
+    product = matmul(a, *(swapped(a, each) for each in value.args[::-1]))
+    last = value.rank - 1
+    exchanged = (*range(last - 1), last, last - 1)
+    return (value, finish) if product is None else (product, (("permute", exchanged), *finish))
 
 
 def stripped(root: Value) -> tuple[Value, Finish]:

@@ -12,9 +12,11 @@ from math import prod
 
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.logarithms import differences
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, row_step
 from fusion.graph import Algebra, Value
+from fusion.graph.contractions import matmul, swapped
 from patterns.attention.masks import MOVED, REPLACED, Term, mask_on
 
 
@@ -61,6 +63,11 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
             steps = (step, *steps)
         elif p.op == "slice" and p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
             cut = True
+        elif p.op in ("permute", "mul"):
+            p = _of_columns(a, p) if p.op == "permute" else _beside_sink(a, p)
+            if p is None:
+                return None
+            continue
         elif not is_rounding(p):
             return None
         p = p.arg
@@ -68,6 +75,41 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
     steps = (("permute", order), *steps) if order else steps
     rows = arrangement(p.shape[:-1], steps)
     return None if rows is None else Weights(p, rows, cut)
+
+
+def _of_columns(a: Algebra, turned: Value) -> Value | None:
+    """softmax(zᵀ) over rows for the transpose of a softmax over columns; None for others."""
+    p = turned.arg
+    while is_rounding(p):
+        p = p.arg
+    if p.op != "softmax" or turned.attrs[-1] - p.rank != p.attrs[0]:
+        return None
+    z = _permuted(a, p.arg, turned.attrs)
+    return a.make("softmax", (z,), (-1, p.attrs[1]), z.shape, z.dtype)
+
+
+def _beside_sink(a: Algebra, p: Value) -> Value | None:
+    """The first of softmax([z, sink]) for exp(z) / (Σ exp(z) + exp(sink)), all less one number for each row or not."""
+    for exp, inverse in (p.args, p.args[::-1]):
+        total = inverse.arg if inverse.op == "power" and inverse.attrs == (-1.0,) else inverse
+        if exp.op != "exp" or total is inverse or total.op != "add" or not isinstance(exp.shape[-1], int):
+            continue
+        for summed, other in (total.args, total.args[::-1]):
+            if summed is a.sum(exp, (-1,)) and other.op == "exp" and other.shape[-1:] == (1,):
+                z, sink = _less_the_same(exp.arg, other.arg)
+                joined = a.cat([z, a.expand(sink, (*z.shape[:-1], 1))], -1)
+                weights = a.make("softmax", (joined,), (-1, "nan"), joined.shape, joined.dtype)
+                return a.cut(weights, -1, 0, exp.shape[-1])
+    return None
+
+
+def _less_the_same(z: Value, sink: Value) -> tuple[Value, Value]:
+    """Both before the same number of each row was subtracted from them; themselves where none was."""
+    for whole, less in differences(z):
+        minus = [each for each in sink.args if each.op == "scale" and each.attrs == (-1.0,) and each.arg is less]
+        if sink.op == "add" and minus:
+            return whole, sink.args[1] if sink.args[0] is minus[0] else sink.args[0]
+    return z, sink
 
 
 def _turned(a: Algebra, softmax: Value) -> tuple[Value, tuple[int, ...]]:
@@ -134,7 +176,10 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return replace(found, odd=f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats")
         case "reshape" | "permute":
             step = row_step(z)
-            return found if step is None else scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
+            if step is None:
+                turned = _of_keys_first(a, z)
+                return found if turned is None else scores_of(a, found, turned)
+            return scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
         case "scale":
             return scores_of(a, replace(found, scale=found.scale * z.attrs[0]), z.arg)
         case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
@@ -154,6 +199,16 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return _multiplied(a, found, z)
         case _:
             return found
+
+
+def _of_keys_first(a: Algebra, z: Value) -> Value | None:
+    """q kᵀ for the transpose of k qᵀ; None for others."""
+    last = z.rank - 1
+    if z.op != "permute" or z.arg.op != "matmul" or z.attrs[-1] != last - 1:
+        return None
+    product = matmul(a, *(swapped(a, each) for each in z.arg.args[::-1]))
+    exchanged = {last: last - 1, last - 1: last}
+    return product and a.permute(product, [exchanged.get(axis, axis) for axis in z.attrs])
 
 
 def _number(x: Value) -> float:
@@ -194,7 +249,9 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
         of_rows = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
         if of_rows and found.sink is None and not found.terms and computed_from(term.mask, product):
             return scores_of(a, replace(found, shifted=True), scores)  # the same for a whole row, as its maximum
-    if found.factors:
+    if isinstance(term, Term) and computed_from(term.mask, product):
+        term = "which keys are seen depends on the scores themselves"
+    elif found.factors:
         term = "the scores are scaled by a tensor after they are masked: what it makes of a hidden one is not known"
     elif found.steps:
         term = MOVED if z.op == "add" else REPLACED
