@@ -22,7 +22,7 @@ from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
-from patterns.attention.unlike import unlike
+from patterns.attention.unlike import OVER_QUERIES, unlike
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
 from patterns.latent.int8_probabilities import int8_probability_attention
@@ -95,7 +95,7 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
     if weights is None:
         return "some of the weights are dropped at random" if dropped(value.arg) else None
     if weights.softmax.attrs[0] != -1:
-        return "the softmax is taken over the queries, not over the keys"
+        return OVER_QUERIES
     scores = scores_of(a, Scores(), weights.softmax.arg)
     if scores.product is None:
         return scores.odd or None

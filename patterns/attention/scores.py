@@ -20,6 +20,9 @@ from fusion.graph.contractions import matmul, swapped
 from patterns.attention.masks import MOVED, REPLACED, Term, mask_on
 
 
+BIASED = "what is added to the scores is computed from them, and no mask"
+
+
 @dataclass(frozen=True)
 class Weights:
     """softmax(..), how its rows are arranged where they multiply v, and whether a sink is cut off."""
@@ -250,7 +253,7 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
         if of_rows and found.sink is None and not found.terms and computed_from(term.mask, product):
             return scores_of(a, replace(found, shifted=True), scores)  # the same for a whole row, as its maximum
     if isinstance(term, Term) and computed_from(term.mask, product):
-        term = "which keys are seen depends on the scores themselves"
+        term = BIASED if term.how == "add" else "which keys are seen depends on the scores themselves"
     elif found.factors:
         term = "the scores are scaled by a tensor after they are masked: what it makes of a hidden one is not known"
     elif found.steps:

@@ -18,12 +18,12 @@ from fusion.testing import LEVELS, Trial, capture
 from patterns.attention.visibility import Visibility
 from tests.corpus.base import activations
 
-from . import attention, attention_masks
+from . import attention, attention_heads, attention_masks, lookalikes_attention
 from .attention_base import Entry
-from .lookalikes_attention import LOOKALIKES
 
 HOST = Options(target="host", lower="eager")
-SPELLINGS = (*attention.SPELLINGS, *attention_masks.SPELLINGS)
+SPELLINGS = (*attention.SPELLINGS, *attention_heads.SPELLINGS, *attention_masks.SPELLINGS)
+LOOKALIKES = (*lookalikes_attention.LOOKALIKES, *attention_heads.LOOKALIKES)
 
 
 def settings(entries: tuple[Entry, ...], levels: int) -> Any:
