@@ -50,7 +50,7 @@ def _expanded(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
 
 def _joined(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
     """Pieces beside each other, each entry as often as it is in all of them."""
-    size = x.shape[axis]
+    size: Any = x.shape[axis]
     found = [unrepeated(a, each, axis) for each in x.args]
     often = [times for _, times in found]
     times = gcd(*often) if all(isinstance(each, int) for each in (size, *often)) else 1

@@ -5,7 +5,7 @@ Queries, keys and values come out as [B, N, S, D], every key head once, with wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, prod
@@ -167,7 +167,7 @@ def _replaced(a: Algebra, x: Value, old: Value, new: Value) -> Value:
 
 def _reading(
     assumed: Assumed, root: Value, product: Value, weights: Weights, scores: Scores, finish: Finish
-) -> Outcome | Miss | str | None:
+) -> Outcome | Miss | str:
     a, shape = assumed.algebra, weights.softmax.shape[:-1]
     if not 1 <= len(shape) <= 4:
         return "scores of more than five dims"
@@ -193,39 +193,15 @@ class Parts:
     finish: Finish
 
 
-def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str | None:
-    a, weights, scores, shape = assumed.algebra, of.weights, of.scores, of.weights.softmax.shape[:-1]
-    assert scores.product is not None
-    batch, heads, queries = frame.sizes
-    x, rows = scores.product.arg, scores.product.shape[:-1]
-    q = arranged(a, a.expand(x, (*rows, x.shape[-1])), scores.steps)
-    if q.shape[:-1] != shape:
-        return "one row of scores is masked in several ways"
-    k, v = attended.keys_and_values(frame)
-    if k is None or v is None:
-        return _APART
-    q = a.reshape(q, (batch, heads, queries, q.shape[-1]))
-    shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
-    if not _divides(k.shape[1], shared):
-        return "keys and values are shared by other groups of heads"
-    k, v = (_spread(a, each, shared) for each in (k, v))
-    whole = int8_operands.parts(a, q, k, v)
-    if isinstance(whole, Miss):
-        return whole
-    beside: Outcome = {}
-    if whole is not None:
-        if scores.factors:
-            return "the scores of whole numbers are scaled by a tensor, where the operator takes a number"
-        operands, beside = whole
-    else:
-        narrow = [uncast(a, each, root.dtype) for each in (q, k, v)]
-        q, k, v = narrow if all(each.dtype == root.dtype for each in narrow) else (q, k, v)
-        operands = {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}
-        given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
-        if len({given, q.dtype, k.dtype, v.dtype}) != 1:
-            return "queries, keys, values and result have different dtypes"
+def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str:
+    """What it is if the rows are those of a frame."""
+    a, scores = assumed.algebra, of.scores
+    found = _operands(a, root, attended, frame, of)
+    if not isinstance(found, tuple):
+        return found
+    operands, beside, (keys, width) = found
     captures: dict[str, Any] = {**operands, "scale": scores.scale}
-    steps = _finish(frame.sizes, weights, v.shape[-1], of.finish)
+    steps = _finish(frame.sizes, of.weights, width, of.finish)
     if steps is None:
         return "the result is arranged by several symbolic sizes"
     captures["output_view"] = steps
@@ -234,15 +210,47 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
         if sink is None:
             return "the sink is not one number for each head"
         captures["sink"] = sink
-    of_scores = ((*frame.shape, k.shape[2]), frame.masked(a, scores.terms), (*frame.sizes, k.shape[2]))
+    of_scores = ((*frame.shape, keys), frame.masked(a, scores.terms), (*frame.sizes, keys))
     masks = assumed.masks(*of_scores)
-    mask = masks.told(weights.softmax.attrs[1], sunk=scores.sink is not None)
+    mask = masks.told(of.weights.softmax.attrs[1], sunk=scores.sink is not None)
     if isinstance(mask, str):
         return mask
-    name = "softmax_attention" if whole is None else "int8_latent_attention"
+    in_floats = "q" in operands
+    name = "softmax_attention" if in_floats else "int8_latent_attention"
     reading = Reading(name, captures | mask, masks.positions.names())
     listed = topk_mask(assumed.masks(*of_scores, keep_lists=True), mask["mask"]) if "mask" in mask else {}
-    return {**beside, root: reading if mask.get("mask") in listed or whole else told_apart(a, reading), **listed}
+    told = reading if mask.get("mask") in listed or not in_floats else told_apart(a, reading)
+    return {**beside, root: told, **listed}
+
+
+Operands = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
+"""Queries, keys and values by their names, what else they mean, and how many keys and lanes of a value there are."""
+
+
+def _operands(a: Algebra, root: Value, attended: Attended, frame: Frame, of: Parts) -> Operands | Miss | str:
+    scores, product = of.scores, of.scores.product
+    assert product is not None
+    q = arranged(a, a.expand(product.arg, (*product.shape[:-1], product.arg.shape[-1])), scores.steps)
+    if q.shape[:-1] != of.weights.softmax.shape[:-1]:
+        return "one row of scores is scaled or masked in several ways"
+    k, v = attended.keys_and_values(frame)
+    if k is None or v is None:
+        return _APART
+    q = a.reshape(q, (*frame.sizes, q.shape[-1]))
+    shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
+    if not _divides(k.shape[1], shared):
+        return "keys and values are shared by other groups of heads"
+    k, v = (_spread(a, each, shared) for each in (k, v))
+    sizes = k.shape[2], v.shape[-1]
+    whole = int8_operands.parts(a, scaled_queries(a, q, scores.factors, frame), k, v)
+    if whole is not None:
+        return whole if isinstance(whole, Miss) else (*whole, sizes)
+    narrow = [uncast(a, each, root.dtype) for each in (q, k, v)]
+    q, k, v = narrow if all(each.dtype == root.dtype for each in narrow) else (q, k, v)
+    given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
+    if len({given, q.dtype, k.dtype, v.dtype}) != 1:
+        return "queries, keys, values and result have different dtypes"
+    return {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}, {}, sizes
 
 
 def _divides(part: Any, whole: Any) -> bool:

@@ -38,9 +38,10 @@ MOST = 128
 def _is_latent(a: Algebra, k: Value, v: Value, heads: Any) -> bool:
     """Whether values are the first or the last lanes of keys, of which so many heads may be."""
     width, count = k.shape[-1], v.shape[-1]
-    narrow = isinstance(width, int) and isinstance(count, int) and count < width
-    few = isinstance(heads, int) and heads <= MOST
-    return few and narrow and any(a.cut(k, -1, at, at + count) is v for at in (0, width - count))
+    if not all(isinstance(each, int) for each in (width, count, heads)) or heads > MOST:
+        return False
+    lanes: Any = width - count
+    return lanes > 0 and any(a.slice(k, -1, at, at + int(count)) is v for at in (0, lanes))
 
 
 def _are_by_heads(a: Algebra, q: Value, heads: Any) -> bool:

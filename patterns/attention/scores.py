@@ -19,7 +19,6 @@ from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.masks import MOVED, REPLACED, Term, mask_on
 
-
 BIASED = "what is added to the scores is computed from them, and no mask"
 
 
@@ -67,9 +66,10 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
         elif p.op == "slice" and p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
             cut = True
         elif p.op in ("permute", "mul"):
-            p = _of_columns(a, p) if p.op == "permute" else _beside_sink(a, p)
-            if p is None:
+            whole = _of_columns(a, p) if p.op == "permute" else _beside_sink(a, p)
+            if whole is None:
                 return None
+            p = whole
             continue
         elif not is_rounding(p):
             return None
@@ -210,8 +210,8 @@ def _of_keys_first(a: Algebra, z: Value) -> Value | None:
     if z.op != "permute" or z.arg.op != "matmul" or z.attrs[-1] != last - 1:
         return None
     product = matmul(a, *(swapped(a, each) for each in z.arg.args[::-1]))
-    exchanged = {last: last - 1, last - 1: last}
-    return product and a.permute(product, [exchanged.get(axis, axis) for axis in z.attrs])
+    exchanged = (*range(last - 1), last, last - 1)
+    return product and a.permute(product, [exchanged[axis] for axis in z.attrs])
 
 
 def _number(x: Value) -> float:
@@ -229,7 +229,7 @@ def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
         product = _product_in(scores)
         if product is None:
             continue
-        if factor.shape[-1:] not in ((), (1,)) or scores.shape != z.shape:
+        if factor.shape[-1:] not in ((), (1,)):
             return replace(found, odd="the scores are scaled by a tensor that is not the same for all keys")
         if computed_from(factor, product):
             return replace(found, odd="the scores are scaled by what is computed from them")
