@@ -15,9 +15,10 @@ from fusion.graph import Algebra, Value
 def unrepeated(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
     """`x` with entries along `axis` once that are repeated in a row, and how often each was; else itself and 1."""
     match x.op:
-        case "cast":
+        case "cast" | "scale":
             below, times = unrepeated(a, x.arg, axis)
-            return (a.cast(below, x.dtype), times) if below is not x.arg else (x, 1)
+            whole = a.cast(below, x.dtype) if x.op == "cast" else a.scale(below, *x.attrs)
+            return (whole, times) if below is not x.arg else (x, 1)
         case "slice" if x.attrs[0] != axis:
             below, times = unrepeated(a, x.arg, axis)
             return (a.cut(below, *x.attrs), times) if below is not x.arg else (x, 1)

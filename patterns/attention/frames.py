@@ -81,7 +81,7 @@ class Attended:
         assert scores.product is not None
         to = arrangement(scores.product.shape[:-1], scores.steps)
         keys = swapped(a, scores.product.args[1])
-        return None if to is None else cls(a, keys, product.args[1], to, weights.rows)
+        return None if to is None else cls(a, keys, _of_lanes(a, product.args[1], keys), to, weights.rows)
 
     def frames(self, shape: Sequence[Any], sunk: bool) -> Iterator[Frame]:
         """The ways to read rows of this shape, the likeliest first."""
@@ -136,6 +136,24 @@ class Attended:
         open_ = a.expand(placed, (*batch, *heads, *lead[ends[1] :], *last))
         kv = once(a, a.reshape(open_, (prod(batch), prod(heads), *last)))
         return a.expand(kv, (prod(full[: ends[0]]), *kv.shape[1:]))
+
+
+_SEEN = ("reshape", "permute", "expand", "cast")
+
+
+def _of_lanes(a: Algebra, values: Value, keys: Value) -> Value:
+    """Values that are gathered from lanes of what keys are gathered from, by the same places, as lanes of the keys."""
+    if values.op in _SEEN:
+        below = _of_lanes(a, values.arg, keys)
+        if below is values.arg:
+            return values
+        return a.cast(below, values.dtype) if values.op == "cast" else a.seen_as(below, values)
+    lanes = values.arg if values.op == "index" else values
+    if lanes is values or lanes.op != "slice" or lanes.attrs[0] != lanes.rank - 1 or lanes.attrs[0] in values.attrs:
+        return values
+    shape = (*values.shape[:-1], lanes.arg.shape[-1])
+    rows = a.make("index", (lanes.arg, *values.args[1:]), values.attrs, shape, values.dtype)
+    return a.cut(rows, -1, *lanes.attrs[1:]) if keys.below(*_SEEN, "slice") is rows else values
 
 
 def _common(lead: Sequence[Any], full: Sequence[Any]) -> list[Any]:

@@ -143,6 +143,24 @@ def widened_cut_and_joined(q, k, v):
     return ((q.float() @ keys.mT) * D**-0.5).softmax(-1).matmul(keys[..., :E]).to(q.dtype)
 
 
+def gathered_lanes(q, k, v, table):
+    keys, values = k[:, 0].flatten(0, 1)[table], k[:, 0, :, :E].flatten(0, 1)[table]
+    weights = torch.einsum("bhid,bjd->bhij", q, keys).mul(D**-0.5).softmax(-1)
+    return torch.einsum("bhij,bje->bhie", weights, values)
+
+
+def of_gathered_lanes(q, k, v, table):
+    """The meaning, for rows of all sequences."""
+    keys = k[:, 0].flatten(0, 1)[table][:, None]
+    return of_lanes(q, keys, v)
+
+
+def gathered_by_other_places(q, k, v, table, other):
+    keys, values = k[:, 0].flatten(0, 1)[table], k[:, 0, :, :E].flatten(0, 1)[other]
+    weights = torch.einsum("bhid,bjd->bhij", q, keys).mul(D**-0.5).softmax(-1)
+    return torch.einsum("bhij,bje->bhie", weights, values)
+
+
 def of_lanes(q, k, v):
     """The meaning of the three: values are the first lanes of keys."""
     return attend(q, k, k[..., :E], torch.ones(B, 1, S, S, dtype=torch.bool), D**-0.5)
@@ -324,6 +342,7 @@ def causal_seen(b, i, j):
 
 
 ragged = torch.tensor([[False] * 2 + [True] * 4, [True] * 6])
+PLACES = torch.tensor([[3, 0, 7, 7, 11, 2], [9, 5, 4, 1, 0, 10]])
 PADDED = dict(seen=lambda b, i, j: bool(ragged[b, j]), more=tensors(ragged))
 CAUSAL = ("causal_upper_left",)
 SUNK = dict(seen=causal_seen, more=tensors(activations(4, N)), meaning=causal_and_sunk)
@@ -346,6 +365,7 @@ SPELLINGS = (
     Entry(widened_once, heads=1, meaning=of_lanes),
     Entry(joined_after_they_are_spread, heads=1, meaning=of_lanes),
     Entry(widened_cut_and_joined, heads=1, meaning=of_lanes),
+    Entry(gathered_lanes, heads=1, more=tensors(PLACES), meaning=of_gathered_lanes),
     Entry(scaled_by_a_tensor, more=tensors(torch.tensor(0.25)), meaning=times(lambda x: x)),
     Entry(divided_by_its_root, more=tensors(torch.tensor(16.0)), meaning=times(lambda x: x**-0.5)),
     Entry(masked_behind_the_scale, *CAUSAL, more=tensors(torch.tensor([0.25])), meaning=times_causal),
@@ -369,6 +389,7 @@ LOOKALIKES = (
     Entry(tiled_before_they_change_places, heads=M, layout="BSND"),
     Entry(tiled_in_one_dim, heads=M),
     Entry(repeated_sequences),
+    Entry(gathered_by_other_places, heads=1, more=tensors(PLACES, PLACES.flip(0))),
     refused(keys_first_over_queries, "over the queries"),
     refused(scaled_by_key, "not the same for all keys", activations(8, S)),
     refused(scaled_by_a_column, "not the same for all keys", activations(8, S)),
