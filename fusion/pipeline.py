@@ -261,21 +261,27 @@ def _useless(candidates: Sequence[Candidate]) -> list[Refusal]:
 
 
 def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:
-    """Without those inside something that was fused after all, unless a larger fusion was refused around it.
+    """Without those inside something that was fused after all, unless a better fusion was refused there.
 
-    What a rule takes in one of its variants may be less than it would have taken in another.
+    What a rule takes in one of its variants may be less than it would have taken in another. Of several fusions of one
+    node that a limit has refused, the best is told.
     """
     gone = {node for candidate in chosen for node in candidate.dying}
-    made = {node: each.match for each in chosen for makers in each.match.roots for node in makers}
+    made = {node: each for each in chosen for makers in each.match.roots for node in makers}
     uses = {rule.name: rule.uses() for rule in rules}
+    best: dict[fx.Node, float] = {}
+    for each in refusals:
+        best[each.node] = max(each.benefit, best.get(each.node, each.benefit))
 
     def larger(each: Refusal) -> bool:
         by = made.get(each.node)
         if by is None:
             return False
-        varied = by.rule.name == each.rule and each.variant not in ("", by.variant)
-        return varied or bool(each.target) or by.rule.name in uses.get(each.rule, ())
+        if by.match.rule.name == each.rule:
+            return each.variant not in ("", by.match.variant) or bool(each.target)
+        return each.benefit > by.benefit or by.match.rule.name in uses.get(each.rule, ())
 
     told = [each for each in refusals if each.node not in gone or larger(each)]
+    told = [each for each in told if each.benefit == best[each.node] or each.node in made]
     unique = {(each.rule, each.reason, each.node, each.target): each for each in told}
     return list(unique.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch.fx as fx
@@ -24,6 +25,7 @@ class Refusal:
         node: the user's node at which it was decided.
         target: the target whose limit refused, "" where it would be refused anywhere.
         variant: the form that was refused, where forms of the rule vary.
+        benefit: predicted microseconds that it would have saved, -inf where that is not known.
     """
 
     rule: str
@@ -31,6 +33,7 @@ class Refusal:
     node: fx.Node = field(repr=False)
     target: str = ""
     variant: str = ""
+    benefit: float = field(default=-inf, repr=False)
 
     @property
     def reason(self) -> str:

@@ -99,6 +99,8 @@ def _joined(op: str, parts: Sequence[Formula], neutral: bool) -> Formula:
             flat.update(dict.fromkeys(part[1] if part[0] == op else (part,)))
     if not flat:
         return neutral
+    if any(negation(part) in flat for part in flat if part[0] not in ("and", "or")):
+        return not neutral
     return next(iter(flat)) if len(flat) == 1 else (op, tuple(flat))
 
 

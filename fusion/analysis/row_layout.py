@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from fusion.analysis.repetition import unrepeated
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 
@@ -124,28 +125,19 @@ def carried(a: Algebra, x: Value, found: Arrangement, source: Dims, target: Dims
 
 
 def once(a: Algebra, kv: Value) -> Value:
-    """Keys or values [B, N, T, D] without the repetition of heads: expanded, or expanded and joined with their dim."""
-    if kv.op == "cast":
-        return a.cast(once(a, kv.arg), kv.dtype)
-    if kv.op == "slice" and kv.attrs[0] >= kv.rank - 2:
-        cut = once(a, kv.arg)
-        return a.slice(cut, kv.attrs[0] - kv.rank, *kv.attrs[1:]) or kv
-    if kv.op == "permute" and kv.attrs[-2:] == (kv.rank - 1, kv.rank - 2):
-        return a.permute(once(a, kv.arg), (*range(kv.rank - 2), kv.rank - 1, kv.rank - 2))
-    if kv.op == "expand":
-        lead = tuple(old if place else new for place, (old, new) in enumerate(zip(kv.arg.shape, kv.shape, strict=True)))
-        return a.expand(kv.arg, (*lead[:-2], *kv.shape[-2:]))
-    if kv.op != "reshape" or kv.arg.op != "expand":
-        return kv
-    wide, base = kv.arg.shape, kv.arg.arg.shape
-    grouped = len(wide) == 5 and wide == (kv.shape[0], base[1], wide[2], *kv.shape[2:]) and base[2] == 1
-    return a.reshape(kv.arg.arg, (*base[:2], *base[3:])) if grouped and base[0] == wide[0] else kv
+    """Keys or values [B, N, T, D] without the repetition of heads."""
+    return unrepeated(a, kv, 1)[0]
 
 
 def uncast(a: Algebra, x: Value, dtype: Any = None) -> Value:
-    """`x` before it was widened from `dtype`, or from any."""
+    """`x` before it was widened from `dtype`, or from any; itself where it was not."""
     if x.op == "cast" and widens(x.arg.dtype, x.dtype) and dtype in (None, x.arg.dtype):
         return x.arg
     if x.op in ("permute", "expand", "reshape"):
         return a.seen_as(uncast(a, x.arg, dtype), x)
+    if x.op == "slice":
+        return a.cut(uncast(a, x.arg, dtype), *x.attrs)
+    if x.op == "cat":
+        pieces = [uncast(a, each, dtype) for each in x.args]
+        return a.cat(pieces, *x.attrs) if len({each.dtype for each in pieces}) == 1 else x
     return x

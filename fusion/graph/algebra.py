@@ -68,7 +68,7 @@ class Algebra:
             _, *bounds = x.attrs
             return self.cut(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), -1, *bounds)
         if x.op == "slice":
-            found = self._below_cut(x, shape) or self._rejoined_split(x, shape)
+            found = self._below_cut(x, shape) or self._rejoined_split(x, shape) or self._without_last(x, shape)
         else:
             found = self._below_cat(x, shape) if x.op == "cat" else None
         return found or self.make("reshape", (x,), (), shape, x.dtype)
@@ -81,6 +81,13 @@ class Algebra:
         place = [n for n, size in enumerate(shape) if size != 1][len(but_ones(cut.shape[:axis]))]
         opened = self.reshape(cut.arg, (*shape[:place], cut.arg.shape[axis], *shape[place + 1 :]))
         return self.cut(opened, place, *bounds)
+
+    def _without_last(self, cut: Value, shape: tuple[Dim, ...]) -> Value | None:
+        """Of what was cut before a last dim of size 1, which goes first; None where it stays."""
+        if cut.shape[-1:] != (1,) or cut.attrs[0] == cut.rank - 1 or shape[-1:] == (1,):
+            return None
+        squeezed = self._below_cut(cut, cut.shape[:-1])
+        return None if squeezed is None else self.reshape(squeezed, shape)
 
     def _below_cat(self, joined: Value, shape: tuple[Dim, ...]) -> Value | None:
         """Dims of size 1 before the joined one come or go in each piece; a change of later dims stays above."""

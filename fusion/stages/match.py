@@ -249,5 +249,5 @@ class _Search:
     def note_misses(self) -> None:
         """Say why what looked to a reader like something is nothing of the kind."""
         for value, miss in self.graph.readings.missed():
-            if not self._readings.get(value):
+            if not self.readings(value, miss.rule):
                 self._refuse(miss.rule, miss.reason, value)

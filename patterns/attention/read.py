@@ -5,7 +5,8 @@ Queries, keys and values come out as [B, N, S, D], every key head once, with wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite, prod
 from typing import Any
@@ -14,13 +15,14 @@ import torch.fx as fx
 
 from fusion import reader
 from fusion.analysis import factored_products
-from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.row_layout import Arrangement, Dims, Step, arranged, arrangement, carried, named, once, uncast
+from fusion.analysis.row_layout import Step, arranged, named, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
-from fusion.graph.contractions import swapped
+from fusion.graph.contractions import matmul, swapped
 from patterns.attention.assumed import Assumed
+from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
+from patterns.attention.unlike import OVER_QUERIES, unlike
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
 from patterns.latent.int8_probabilities import int8_probability_attention
@@ -28,6 +30,7 @@ from patterns.latent.words import FOLDED_QUERY, INT8_LATENT_ATTENTION, INT8_PROB
 from patterns.sparse.read import topk_mask
 from patterns.sparse.words import TOPK_MASK
 
+_APART = "keys or values are not the same for the queries of one head"
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
 
@@ -49,6 +52,9 @@ def attentions(graph: Graph) -> Iterator[Found]:
         rounded = int8_probability_attention(graph.algebra, value, read) if outcome is None else None
         if isinstance(rounded, Miss) and not _ends(graph, value):
             continue
+        if not (outcome or rounded):
+            reason = unlike(stripped(value)[0])
+            outcome = Miss("softmax_attention", reason) if reason else {}
         outcome = rounded or outcome or {}
         yield from ((value, outcome),) if isinstance(outcome, Miss) else outcome.items()
 
@@ -89,7 +95,7 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
     if weights is None:
         return "some of the weights are dropped at random" if dropped(value.arg) else None
     if weights.softmax.attrs[0] != -1:
-        return "the softmax is taken over the queries, not over the keys"
+        return OVER_QUERIES
     scores = scores_of(a, Scores(), weights.softmax.arg)
     if scores.product is None:
         return scores.odd or None
@@ -102,7 +108,19 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
 
 def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:
     """The product of weights and values that `root` is computed from, and how it is arranged, innermost first."""
-    return factored_products.weighted_sum(a, root) or _divided_late(a, root) or stripped(root)
+    found = factored_products.weighted_sum(a, root) or _divided_late(a, root)
+    return found or _values_behind(a, *stripped(root))
+
+
+def _values_behind(a: Algebra, value: Value, finish: Finish) -> tuple[Value, Finish]:
+    """P v for the transpose of vᵀ Pᵀ; itself for others."""
+    views = ("cast", "reshape", "permute", "slice")
+    if value.op != "matmul" or [each.below(*views).op == "softmax" for each in value.args] != [False, True]:
+        return value, finish
+    product = matmul(a, *(swapped(a, each) for each in value.args[::-1]))
+    last = value.rank - 1
+    exchanged = (*range(last - 1), last, last - 1)
+    return (value, finish) if product is None else (product, (("permute", exchanged), *finish))
 
 
 def stripped(root: Value) -> tuple[Value, Finish]:
@@ -149,95 +167,90 @@ def _replaced(a: Algebra, x: Value, old: Value, new: Value) -> Value:
 
 def _reading(
     assumed: Assumed, root: Value, product: Value, weights: Weights, scores: Scores, finish: Finish
-) -> Outcome | Miss | str | None:
+) -> Outcome | Miss | str:
     a, shape = assumed.algebra, weights.softmax.shape[:-1]
-    assert scores.product is not None
-    if not 2 <= len(shape) <= 4:
+    if not 1 <= len(shape) <= 4:
         return "scores of more than five dims"
-    batch, heads, queries = shape[0], prod(shape[1:-1]), shape[-1]  # [X, S], [B, N, S] or [B, M, G, S]
-    x, rows = scores.product.arg, scores.product.shape[:-1]
-    q = arranged(a, a.expand(x, (*rows, x.shape[-1])), scores.steps)
-    if q.shape[:-1] != shape:
-        return "one row of scores is masked in several ways"
-    k, v = _keys_and_values(a, scores, product, weights)
-    if (k is None or v is None) and len(shape) == 2:  # one query of each head, without a dim for it
-        k, v = _keys_and_values(a, scores, product, weights, ((),))
-        heads, queries = queries, 1
-    if k is None or v is None:
-        return "keys or values are not the same for the queries of one head"
-    q = a.reshape(q, (batch, heads, queries, q.shape[-1]))
-    shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
-    if not _divides(k.shape[1], shared):
-        return "keys and values are shared by other groups of heads"
-    k, v = (_spread(a, each, shared) for each in (k, v))
-    whole = int8_operands.parts(a, q, k, v)
-    if isinstance(whole, Miss):
-        return whole
-    beside: Outcome = {}
-    if whole is not None:
-        operands, beside = whole
-    else:
-        narrow = [uncast(a, each, root.dtype) for each in (q, k, v)]
-        q, k, v = narrow if all(each.dtype == root.dtype for each in narrow) else (q, k, v)
-        operands = {"q": q, "k": k, "v": v}
-        given = product.dtype if ("cast", (root.dtype,)) in finish else root.dtype
-        if len({given, q.dtype, k.dtype, v.dtype}) != 1:
-            return "queries, keys, values and result have different dtypes"
+    attended = Attended.by(a, scores, product, weights)
+    if attended is None:
+        return _APART
+    odd: list[str] = []
+    for frame in attended.frames(shape, scores.sink is not None):
+        found = _framed(assumed, root, attended, frame, Parts(product, weights, scores, finish))
+        if not isinstance(found, str):
+            return found
+        odd.append(found)
+    return next((each for each in odd if each != _APART), _APART)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Attention taken apart: the product of weights and values, the softmax, the scores, and what follows."""
+
+    product: Value
+    weights: Weights
+    scores: Scores
+    finish: Finish
+
+
+def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str:
+    """What it is if the rows are those of a frame."""
+    a, scores = assumed.algebra, of.scores
+    found = _operands(a, root, attended, frame, of)
+    if not isinstance(found, tuple):
+        return found
+    operands, beside, (keys, width) = found
     captures: dict[str, Any] = {**operands, "scale": scores.scale}
-    steps = _finish((batch, heads, queries), weights, v.shape[-1], finish)
+    steps = _finish(frame.sizes, of.weights, width, of.finish)
     if steps is None:
         return "the result is arranged by several symbolic sizes"
     captures["output_view"] = steps
     if scores.sink is not None:
-        sink = _per_head(a, scores.sink, shape, heads)
+        sink = per_head(a, scores.sink, frame)
         if sink is None:
             return "the sink is not one number for each head"
         captures["sink"] = sink
-    sizes = (batch, heads, queries, k.shape[2])
-    of_scores = ((*shape, k.shape[2]), scores.terms, sizes)
+    of_scores = ((*frame.shape, keys), frame.masked(a, scores.terms), (*frame.sizes, keys))
     masks = assumed.masks(*of_scores)
-    mask = masks.told(weights.softmax.attrs[1], sunk=scores.sink is not None)
+    mask = masks.told(of.weights.softmax.attrs[1], sunk=scores.sink is not None)
     if isinstance(mask, str):
         return mask
-    name = "softmax_attention" if whole is None else "int8_latent_attention"
+    in_floats = "q" in operands
+    name = "softmax_attention" if in_floats else "int8_latent_attention"
     reading = Reading(name, captures | mask, masks.positions.names())
     listed = topk_mask(assumed.masks(*of_scores, keep_lists=True), mask["mask"]) if "mask" in mask else {}
-    return {**beside, root: reading if mask.get("mask") in listed or whole else told_apart(a, reading), **listed}
+    told = reading if mask.get("mask") in listed or not in_floats else told_apart(a, reading)
+    return {**beside, root: told, **listed}
 
 
-def _keys_and_values(
-    a: Algebra, scores: Scores, product: Value, weights: Weights, queries: Dims = ()
-) -> list[Value | None]:
-    """Keys [B, M, T, D] and values [B, M, T, E] for the batch dims that scores and weights have in the softmax."""
-    assert scores.product is not None
-    to, of = arrangement(scores.product.shape[:-1], scores.steps), weights.rows
-    k, v = swapped(a, scores.product.args[1]), product.args[1]
-    keys = None if to is None else _heads(a, k, to, to.before, (*to.after, *queries))
-    return [keys, _heads(a, v, of, of.after, (*of.before, *queries))]
+Operands = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
+"""Queries, keys and values by their names, what else they mean, and how many keys and lanes of a value there are."""
 
 
-def _heads(a: Algebra, kv: Value, rows: Arrangement, own: Dims, wanted: Dims) -> Value | None:
-    """Keys or values with the batch dims `own` as [B, M, T, D], each of the M heads once, however often repeated."""
-    dims = (*(1,) * (len(own) + 1 - kv.rank), *kv.shape[:-2], 1, *kv.shape[-2:])  # one for rows, and what broadcasts
-    placed = carried(a, a.reshape(kv, dims), rows, own, wanted)
-    if placed is None:
-        return None
-    ends = [len(wanted[0]), sum(map(len, wanted[:-1]))]
-    full = [rows.sizes[atom] for run in wanted for atom in run]
-    lead, last = list(placed.shape[:-2]), placed.shape[-2:]
-    if any(size != 1 for size in lead[ends[1] :]):
-        return None
-    batch = _common(lead[: ends[0]], full[: ends[0]])
-    heads = _common(lead[ends[0] : ends[1]], full[ends[0] : ends[1]])
-    open_ = a.expand(placed, (*batch, *heads, *lead[ends[1] :], *last))
-    kv = once(a, a.reshape(open_, (prod(batch), prod(heads), *last)))
-    return a.expand(kv, (prod(full[: ends[0]]), *kv.shape[1:]))
-
-
-def _common(lead: Sequence[Any], full: Sequence[Any]) -> list[Any]:
-    """The sizes of dims of which only the last may be shared, so that neighbours share: others are repeated."""
-    own = next((place for place in reversed(range(len(lead))) if lead[place] != 1), -1)
-    return [*full[: own + 1], *lead[own + 1 :]]
+def _operands(a: Algebra, root: Value, attended: Attended, frame: Frame, of: Parts) -> Operands | Miss | str:
+    scores, product = of.scores, of.scores.product
+    assert product is not None
+    q = arranged(a, a.expand(product.arg, (*product.shape[:-1], product.arg.shape[-1])), scores.steps)
+    if q.shape[:-1] != of.weights.softmax.shape[:-1]:
+        return "one row of scores is scaled or masked in several ways"
+    k, v = attended.keys_and_values(frame)
+    if k is None or v is None:
+        return _APART
+    q = a.reshape(q, (*frame.sizes, q.shape[-1]))
+    shared = k.shape[1] if _divides(v.shape[1], k.shape[1]) else v.shape[1]
+    if not _divides(k.shape[1], shared):
+        return "keys and values are shared by other groups of heads"
+    k, v = (_spread(a, each, shared) for each in (k, v))
+    sizes = k.shape[2], v.shape[-1]
+    whole = int8_operands.parts(a, scaled_queries(a, q, scores.factors, frame), k, v)
+    if whole is not None:
+        return whole if isinstance(whole, Miss) else (*whole, sizes)
+    narrow = [uncast(a, each, root.dtype) for each in (q, k, v)]
+    q, k, v = narrow if all(each.dtype == root.dtype for each in narrow) else (q, k, v)
+    given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
+    if len({given, q.dtype, k.dtype, v.dtype}) != 1:
+        return "queries, keys, values and result have different dtypes"
+    return {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}, {}, sizes
 
 
 def _divides(part: Any, whole: Any) -> bool:
@@ -251,14 +264,6 @@ def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
         return kv
     opened = a.expand(a.reshape(kv, (batch, own, 1, *rows)), (batch, own, heads // own, *rows))
     return a.reshape(opened, (batch, heads, *rows))
-
-
-def _per_head(a: Algebra, sink: Value, shape: Sequence[Any], heads: Any) -> Value | None:
-    """One number for each head, [N], of a sink that was spread over all rows."""
-    while sink.op == "expand" or is_rounding(sink):
-        sink = sink.arg
-    lead = (*(1,) * (len(shape) + 1 - sink.rank), *sink.shape)
-    return a.reshape(sink, (heads,)) if len(shape) > 2 and prod(lead[1:-2]) == heads == prod(lead) else None
 
 
 def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:

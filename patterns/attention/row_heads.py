@@ -1,7 +1,8 @@
 """Attention of one query of each head over keys that all heads share, where heads have stood in the place of queries.
 
 Scores [B, N, T] may be those of one head with N queries, or of N heads with one query. They are read as the latter
-where a part of the queries is a product of N matrices, one for each row: heads differ in their weights, queries do not.
+where a part of the queries is a product of N matrices, one for each row: heads differ in their weights, queries do not;
+or where the values are lanes of the keys, which are a latent then: that is attended to by many heads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def told_apart(a: Algebra, attention: Reading) -> Reading:
     batch, one, heads, _ = q.shape
     alike = mask is None or (mask.op == "expand" and mask.arg.rank == 4 and mask.arg.shape[1:3] == (1, 1))
     alone = one == k.shape[1] == v.shape[1] == 1 and "sink" not in said
-    if not alike or not alone or not any(_by_heads(a, part, heads) for _, part in joined_parts(a, q)):
+    if not alike or not alone or not (_is_latent(a, k, v, heads) or _are_by_heads(a, q, heads)):
         return attention
     captures: dict[str, Any] = {**said, "q": a.reshape(q, (batch, heads, 1, q.shape[-1]))}
     if not said["output_view"] or said["output_view"][0][0] != "reshape":
@@ -28,6 +29,24 @@ def told_apart(a: Algebra, attention: Reading) -> Reading:
     if mask is not None:
         captures["mask"] = mask.arg
     return Reading(attention.op, captures, attention.relies)
+
+
+MOST = 128
+"""The most heads that attention over a latent is known to have."""
+
+
+def _is_latent(a: Algebra, k: Value, v: Value, heads: Any) -> bool:
+    """Whether values are the first or the last lanes of keys, of which so many heads may be."""
+    width, count = k.shape[-1], v.shape[-1]
+    if not all(isinstance(each, int) for each in (width, count, heads)) or heads > MOST:
+        return False
+    lanes: Any = width - count
+    return lanes > 0 and any(a.slice(k, -1, at, at + int(count)) is v for at in (0, lanes))
+
+
+def _are_by_heads(a: Algebra, q: Value, heads: Any) -> bool:
+    """Whether a part of the queries is a product for each head."""
+    return any(_by_heads(a, part, heads) for _, part in joined_parts(a, q))
 
 
 def _by_heads(a: Algebra, part: Value, heads: Any) -> bool:

@@ -12,10 +12,14 @@ from math import prod
 
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.logarithms import differences
 from fusion.analysis.rounding import is_float
-from fusion.analysis.row_layout import Arrangement, Step, arrangement, row_step
+from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, row_step
 from fusion.graph import Algebra, Value
+from fusion.graph.contractions import matmul, swapped
 from patterns.attention.masks import MOVED, REPLACED, Term, mask_on
+
+BIASED = "what is added to the scores is computed from them, and no mask"
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,15 @@ class Weights:
 
 @dataclass(frozen=True)
 class Scores:
-    """scale · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was on the way.
+    """scale · factors · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was met.
 
-    `shifted`: something was taken from whole rows, which a softmax does not see.
+    `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifted`: something was taken from
+    whole rows, which a softmax does not see.
     """
 
     product: Value | None = None
     scale: float = 1.0
+    factors: tuple[Value, ...] = ()
     steps: tuple[Step, ...] = ()
     terms: tuple[Term, ...] = ()
     sink: Value | None = None
@@ -59,6 +65,12 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
             steps = (step, *steps)
         elif p.op == "slice" and p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
             cut = True
+        elif p.op in ("permute", "mul"):
+            whole = _of_columns(a, p) if p.op == "permute" else _beside_sink(a, p)
+            if whole is None:
+                return None
+            p = whole
+            continue
         elif not is_rounding(p):
             return None
         p = p.arg
@@ -66,6 +78,41 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
     steps = (("permute", order), *steps) if order else steps
     rows = arrangement(p.shape[:-1], steps)
     return None if rows is None else Weights(p, rows, cut)
+
+
+def _of_columns(a: Algebra, turned: Value) -> Value | None:
+    """softmax(zᵀ) over rows for the transpose of a softmax over columns; None for others."""
+    p = turned.arg
+    while is_rounding(p):
+        p = p.arg
+    if p.op != "softmax" or turned.attrs[-1] - p.rank != p.attrs[0]:
+        return None
+    z = _permuted(a, p.arg, turned.attrs)
+    return a.make("softmax", (z,), (-1, p.attrs[1]), z.shape, z.dtype)
+
+
+def _beside_sink(a: Algebra, p: Value) -> Value | None:
+    """The first of softmax([z, sink]) for exp(z) / (Σ exp(z) + exp(sink)), all less one number for each row or not."""
+    for exp, inverse in (p.args, p.args[::-1]):
+        total = inverse.arg if inverse.op == "power" and inverse.attrs == (-1.0,) else inverse
+        if exp.op != "exp" or total is inverse or total.op != "add" or not isinstance(exp.shape[-1], int):
+            continue
+        for summed, other in (total.args, total.args[::-1]):
+            if summed is a.sum(exp, (-1,)) and other.op == "exp" and other.shape[-1:] == (1,):
+                z, sink = _less_the_same(exp.arg, other.arg)
+                joined = a.cat([z, a.expand(sink, (*z.shape[:-1], 1))], -1)
+                weights = a.make("softmax", (joined,), (-1, "nan"), joined.shape, joined.dtype)
+                return a.cut(weights, -1, 0, exp.shape[-1])
+    return None
+
+
+def _less_the_same(z: Value, sink: Value) -> tuple[Value, Value]:
+    """Both before the same number of each row was subtracted from them; themselves where none was."""
+    for whole, less in differences(z):
+        minus = [each for each in sink.args if each.op == "scale" and each.attrs == (-1.0,) and each.arg is less]
+        if sink.op == "add" and minus:
+            return whole, sink.args[1] if sink.args[0] is minus[0] else sink.args[0]
+    return z, sink
 
 
 def _turned(a: Algebra, softmax: Value) -> tuple[Value, tuple[int, ...]]:
@@ -111,7 +158,7 @@ def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
 
 def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:
     """`z` permuted, below all that is done to single scores."""
-    if z.op in ("cast", "scale", "add", "where", "cat"):
+    if z.op in ("cast", "scale", "add", "where", "cat", "mul"):
         whole = [a.reshape(each, (*(1,) * (len(order) - each.rank), *each.shape)) for each in z.args]
         args = [each if not each.shape else _permuted(a, x, order) for each, x in zip(z.args, whole, strict=True)]
         return a.make(z.op, args, z.attrs, tuple(z.shape[axis] for axis in order), z.dtype)
@@ -132,11 +179,14 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return replace(found, odd=f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats")
         case "reshape" | "permute":
             step = row_step(z)
-            return found if step is None else scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
+            if step is None:
+                turned = _of_keys_first(a, z)
+                return found if turned is None else scores_of(a, found, turned)
+            return scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
         case "scale":
             return scores_of(a, replace(found, scale=found.scale * z.attrs[0]), z.arg)
         case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
-            if found.scale != 1 or found.terms or found.steps or found.sink is not None:
+            if found.scale != 1 or found.factors or found.terms or found.steps or found.sink is not None:
                 return replace(found, odd="a sink is scaled or masked like a score")
             return scores_of(a, replace(found, sink=z.args[1]), z.arg)
         case "add" | "where":
@@ -148,10 +198,20 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return scores_of(a, replace(found, scale=found.scale * _number(factor)), scores)
         case "mul" if (whole := factored_products.scaled_sum(a, z)) is not None:
             return scores_of(a, found, whole)
-        case "mul" if _product_in(z) is not None:
-            return replace(found, odd="the scores are scaled by a tensor, where the operator takes a number")
+        case "mul":
+            return _multiplied(a, found, z)
         case _:
             return found
+
+
+def _of_keys_first(a: Algebra, z: Value) -> Value | None:
+    """q kᵀ for the transpose of k qᵀ; None for others."""
+    last = z.rank - 1
+    if z.op != "permute" or z.arg.op != "matmul" or z.attrs[-1] != last - 1:
+        return None
+    product = matmul(a, *(swapped(a, each) for each in z.arg.args[::-1]))
+    exchanged = (*range(last - 1), last, last - 1)
+    return product and a.permute(product, [exchanged[axis] for axis in z.attrs])
 
 
 def _number(x: Value) -> float:
@@ -161,6 +221,22 @@ def _number(x: Value) -> float:
     if x.op in ("expand", "reshape") or (x.op == "cast" and is_float(x)):
         return _number(x.arg)
     return _number(x.arg) ** x.attrs[0] if x.op == "power" and _number(x.arg) > 0 else 0.0
+
+
+def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
+    """Below a factor that is the same for all keys: queries may be multiplied by it instead."""
+    for scores, factor in (z.args, z.args[::-1]):
+        product = _product_in(scores)
+        if product is None:
+            continue
+        if factor.shape[-1:] not in ((), (1,)):
+            return replace(found, odd="the scores are scaled by a tensor that is not the same for all keys")
+        if computed_from(factor, product):
+            return replace(found, odd="the scores are scaled by what is computed from them")
+        if found.steps and prod(factor.shape) != 1:
+            factor = arranged(a, a.expand(factor, (*z.shape[:-1], 1)), found.steps)
+        return scores_of(a, replace(found, factors=(*found.factors, factor)), scores)
+    return found
 
 
 def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
@@ -176,7 +252,11 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
         of_rows = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
         if of_rows and found.sink is None and not found.terms and computed_from(term.mask, product):
             return scores_of(a, replace(found, shifted=True), scores)  # the same for a whole row, as its maximum
-    if found.steps:
+    if isinstance(term, Term) and computed_from(term.mask, product):
+        term = BIASED if term.how == "add" else "which keys are seen depends on the scores themselves"
+    elif found.factors:
+        term = "the scores are scaled by a tensor after they are masked: what it makes of a hidden one is not known"
+    elif found.steps:
         term = MOVED if z.op == "add" else REPLACED
     if isinstance(term, str):
         return replace(found, odd=term)

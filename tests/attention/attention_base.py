@@ -38,7 +38,7 @@ class Entry:
         queries: how many queries there are.
         values: width of a value.
         more: further arguments.
-        layout: dims of q, k, v and the result: "BNSD", "BSND", "BSH", "XSD" (X = B · N) or "NSD" (no batch).
+        layout: dims of q, k, v and the result: "BNSD", "BSND", "BSH", "XSD" (X = B · N), "NSD" or "SND" (no batch).
         scale: what the scores are multiplied by.
         meaning: the result [B, N, S, E] in float64, where it is not plain softmax attention.
     """
@@ -108,6 +108,8 @@ def arranged(x: Tensor, layout: str) -> Tensor:
             return x.flatten(0, 1)
         case "NSD":
             return x[0]
+        case "SND":
+            return x[0].transpose(0, 1)
         case _:
             return x
 

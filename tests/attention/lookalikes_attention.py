@@ -478,10 +478,6 @@ def shared_by_twos_and_threes(q, k, v):
     return scores_of(q, k).softmax(-1) @ v
 
 
-def one_head_alone(q, k, v):
-    return scores_of(q[0, 0], k[0, 0]).softmax(-1) @ v[0, 0]
-
-
 def of_six_dims(q, k, v):
     q, k, v = (each.view(B, 2, 2, S, 2, D // 2).transpose(3, 4) for each in (q, k, v))
     return scores_of(q, k).softmax(-1) @ v
@@ -718,17 +714,17 @@ LOOKALIKES = (
     refused(sdpa_biased, NOT_PROVEN, more=tensors(activations(8, B, N, S, S))),
     refused(dropped, "dropped"),
     refused(sdpa_dropped, "dropped"),
-    refused(heated, "by a tensor", more=tensors(activations(9, B, 1, S, 1))),
-    refused(scaled_by_argument, "by a tensor", more=tensors(torch.tensor(0.25))),
+    Entry(heated, more=tensors(activations(9, B, 1, S, 1))),
+    Entry(scaled_by_argument, more=tensors(torch.tensor(-0.25))),
     refused(times_nothing, "multiplied by 0"),
     refused(times_infinity, "multiplied by inf"),
     refused(dropped_gates),
     refused(softmax_of_an_input),
     refused(softmax_of_whole_numbers),
     refused(softmax_of_a_gated_input),
-    refused(raised_by_themselves, NOT_PROVEN),
-    refused(lowered_below_the_hidden, NOT_PROVEN),
-    refused(rows_hidden_by_their_scores, "differs from head to head"),
+    refused(raised_by_themselves, "computed from them"),
+    refused(lowered_below_the_hidden, "computed from them"),
+    refused(rows_hidden_by_their_scores, "depends on the scores themselves"),
     refused(scores_below_each_other, keys=1),
     refused(in_two_dtypes, "different dtypes"),
     refused(powers_cut_off),
@@ -744,7 +740,6 @@ LOOKALIKES = (
     refused(keys_of_queries, "not the same for the queries of one head", more=tensors(activations(7, B, N, S, S, D))),
     refused(values_of_queries, "not the same for the queries of one head", more=tensors(activations(7, B, N, S, S, D))),
     refused(shared_by_twos_and_threes, "shared by other groups of heads"),
-    refused(one_head_alone),
     refused(of_six_dims, "more than five dims"),
     Entry(
         causal_with_matrices_of_queries, "causal_upper_left", layout="XSD", more=tensors(activations(7, S, D, D)),
@@ -754,8 +749,8 @@ LOOKALIKES = (
     refused(relu),
     refused(lowered_by_one, "something else than a number"),
     refused(lowered_by_a_hundred, "a bias of -100.0"),
-    refused(multiplied_mask, "by a tensor"),
-    refused(multiplied_weights),
+    refused(multiplied_mask, "not the same for all keys"),
+    refused(multiplied_weights, "the weights go through a multiplication"),
     refused(powers_not_normalised),
     refused(softmax_over_more),
     refused(softmax_plus_one),
@@ -763,7 +758,7 @@ LOOKALIKES = (
     Entry(sink_cut_off, more=tensors(2 * activations(4, N))),
     refused(sink_that_is_scaled, "a sink is scaled or masked", more=tensors(activations(4, N))),
     refused(sink_that_is_turned, "a sink is scaled or masked", more=tensors(activations(4, N))),
-    refused(sink_beside_lowered_scores, NOT_PROVEN, more=tensors(activations(4, N))),
+    refused(sink_beside_lowered_scores, "computed from them", more=tensors(activations(4, N))),
     refused(two_sinks, more=tensors(activations(4, N))),
     refused(sink_in_a_sink, "a sink is scaled or masked", more=tensors(activations(4, N))),
     refused(two_columns_of_sinks, more=tensors(activations(4, N, 2))),

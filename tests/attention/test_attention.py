@@ -18,13 +18,13 @@ from fusion.testing import LEVELS, Trial, capture
 from patterns.attention.visibility import Visibility
 from tests.corpus.base import activations
 
-from . import attention, attention_masks, attention_pieces
+from . import attention, attention_heads, attention_masks, attention_pieces, lookalikes_attention
 from .attention_base import Entry
-from .lookalikes_attention import LOOKALIKES as OTHERS
 
 HOST = Options(target="host", lower="eager")
-SPELLINGS = (*attention.SPELLINGS, *attention_masks.SPELLINGS, *attention_pieces.SPELLINGS)
-LOOKALIKES = (*OTHERS, *attention_pieces.LOOKALIKES)
+_EACH = (attention, attention_heads, attention_masks, attention_pieces)
+SPELLINGS = tuple(spelling for each in _EACH for spelling in each.SPELLINGS)
+LOOKALIKES = (*lookalikes_attention.LOOKALIKES, *attention_heads.LOOKALIKES, *attention_pieces.LOOKALIKES)
 
 
 def settings(entries: tuple[Entry, ...], levels: int) -> Any:

@@ -167,6 +167,17 @@ def test_what_is_joined_is_cut_and_what_is_cut_is_joined():
     assert a.cat((a.cut(x, -1, 0, 8, 2), a.cut(x, -1, 7, 8)), -1).op == "cat"
 
 
+def test_a_last_dim_of_size_1_goes_before_rows_that_were_cut_are_joined():
+    a = Algebra()
+    x = a.make("input", (), ("x",), (2, 3, 7), torch.float32)
+    cut = a.cut(x, 2, 0, 6)
+    assert a.reshape(a.reshape(cut, (2, 3, 6, 1)), (6, 6)) is a.reshape(cut, (6, 6))
+    of_one = a.cut(x, 2, 0, 1)
+    assert a.reshape(a.reshape(of_one, (2, 3, 1, 1)), (6,)).shape == (6,)
+    rows = a.cut(x, 1, 0, 2)
+    assert a.reshape(rows, (4, 7)).op == "reshape"
+
+
 def test_powers_do_not_join_where_a_sign_would_be_lost():
     a = Algebra()
     x = a.make("input", (), ("x",), (8,), torch.float32)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
 
 from fusion.library import installed
 from fusion.testing import Captured, capture, captured
-from tests.attention import attention, attention_masks, lookalikes_attention
+from tests.attention import attention, attention_heads, attention_masks, lookalikes_attention
 from tests.corpus.entries import LOOKALIKES, SPELLINGS
 from tests.latent import latent_attention
 from tests.models.families import CONFIGS, MODES, build
@@ -62,7 +62,8 @@ def _entries() -> Iterator[Case]:
 
 
 def _attention() -> Iterator[Case]:
-    for entry in (*attention.SPELLINGS, *attention_masks.SPELLINGS, *lookalikes_attention.LOOKALIKES):
+    kept = (attention.SPELLINGS, attention_masks.SPELLINGS, lookalikes_attention.LOOKALIKES)
+    for entry in (*chain(*kept), *attention_heads.SPELLINGS, *attention_heads.LOOKALIKES):
         yield Case("corpus_attention", entry.name, partial(_traced, entry.form, partial(entry.inputs, DTYPE)))
 
 

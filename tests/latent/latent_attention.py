@@ -185,9 +185,33 @@ def by_sdpa(q, latent, rope, up, seen):
     return F.scaled_dot_product_attention(q, k, v, seen, scale=SCALE)
 
 
+def absorbed_and_widened_once(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    keys = torch.cat((latent, rope), -1).float()
+    query = torch.cat((q[..., :D] @ up_k, q[..., D:]), -1).float()
+    scores = torch.einsum("bnsc,btc->bnst", query, keys)
+    return torch.einsum("bnst,btc->bnsc", shares(scores, seen, torch.float32), keys[..., :C]).to(q.dtype) @ up_v.mT
+
+
+def absorbed_and_joined_for_all_heads(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    query = torch.cat((q[..., :D] @ up_k, q[..., D:]), -1)
+    keys = torch.cat([each.unsqueeze(1).expand(-1, N, -1, -1) for each in (latent, rope)], -1)
+    return (shares(query @ keys.mT, seen, q.dtype) @ keys[..., :C]) @ up_v.mT
+
+
+def absorbed_with_a_scale_of_each_head(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    nope, turn = q.split((D, R), -1)
+    scores = (nope @ up_k) @ latent[:, None].mT + turn @ rope[:, None].mT
+    scores = scores * torch.arange(1, N + 1).to(q.dtype).view(N, 1, 1)
+    return (shares(scores, seen, q.dtype) @ latent[:, None]) @ up_v.mT
+
+
 SPELLINGS: tuple[Callable[..., Tensor], ...] = (
     expanded_by_expand, expanded_by_repeat, expanded_by_two_sums, expanded_by_bmm, absorbed_by_matmul,
     absorbed_by_einsum, absorbed_and_joined, absorbed_and_scaled_on_both_sides, absorbed_by_sdpa, by_sdpa,
+    absorbed_and_widened_once, absorbed_and_joined_for_all_heads, absorbed_with_a_scale_of_each_head,
 )  # fmt: skip
 
 
@@ -240,11 +264,11 @@ def up_of_each_position(q, latent, rope, up, seen):
     return shares(q @ k.mT, seen, q.dtype) @ v
 
 
-def scale_of_each_head(q, latent, rope, up, seen):
+def scale_of_each_key(q, latent, rope, up, seen):
     up_k, up_v = ups(up)
     nope, turn = q.split((D, R), -1)
     scores = (nope @ up_k) @ latent[:, None].mT + turn @ rope[:, None].mT
-    scores = scores * torch.arange(1, N + 1).to(q.dtype).view(N, 1, 1)
+    scores = scores * torch.arange(1, latent.shape[1] + 1).to(q.dtype)
     return (shares(scores, seen, q.dtype) @ latent[:, None]) @ up_v.mT
 
 
@@ -265,7 +289,7 @@ def values_of_other_sequences(q, latent, rope, up, seen):
 LOOKALIKES: tuple[tuple[Callable[..., Tensor], str], ...] = (
     (values_of_another_latent, "different latents"),
     (up_of_each_position, "different latents"),
-    (scale_of_each_head, "scaled by a tensor"),
+    (scale_of_each_key, "not the same for all keys"),
     (softmax_over_queries, "taken over the queries"),
     (values_of_other_sequences, ""),
 )

@@ -158,7 +158,7 @@ class Planner:
                 options.append(offer)
                 continue
             on = self.target.name if isinstance(cause, str) and self.target.is_npu else ""
-            refusal = Refusal(match.rule.name, cause, match.node, on, match.variant)
+            refusal = Refusal(match.rule.name, cause, match.node, on, match.variant, offer.benefit)
             refused.append((refusal, offer.benefit, _operators(offer.plan)))
         best = max(options, key=_together, default=None)
         missed = [

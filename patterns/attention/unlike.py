@@ -1,0 +1,56 @@
+"""What stands where attention has a softmax between two products and nothing else, so that it is none.
+
+weights = f(softmax(g(q kᵀ)))        out = weights v        f and g are functions of single elements
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from fusion.graph import Value
+
+OVER_QUERIES = "the softmax is taken over the queries, not over the keys"
+_ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
+"""Ops of weights that attention has as well, and those that say nothing of what is computed."""
+_OF_SCORES = (*_ARRANGED, "scale", "shift", "add", "where", "cat")
+"""Those of scores, which are scaled and masked."""
+_WORDS = {"mul": "a multiplication", "add": "an addition", "where": "a choice", "matmul": "another product"}
+
+
+def unlike(product: Value) -> str:
+    """Why a product of a softmax over scores with values is no attention; "" where it is no such product."""
+    for side, axis in zip(product.args, (-1, -2), strict=True) if product.op == "matmul" else ():
+        odd, softmax = _down(side, "softmax", _ARRANGED)
+        other, scores = ("", None) if softmax is None else _down(softmax.arg, "matmul", _OF_SCORES)
+        if softmax is None or scores is None:
+            continue
+        if odd:
+            return f"between the softmax and the values the weights go through {odd}, which the operator does not do"
+        if other:
+            return f"between the product and the softmax the scores go through {other}, which the operator does not do"
+        if _place(side, side.rank + axis) not in (None, softmax.rank + softmax.attrs[0]):
+            return OVER_QUERIES
+    return ""
+
+
+def _place(x: Value, axis: int) -> int | None:
+    """Which dim of a softmax a dim of what is arranged from it is; None where that is not told by permutes alone."""
+    while x.op != "softmax":
+        if x.op not in ("cast", "permute"):
+            return None
+        axis, x = x.attrs[axis] if x.op == "permute" else axis, x.arg
+    return axis
+
+
+def _down(x: Value, op: str, passed: Sequence[str]) -> tuple[str, Value | None]:
+    """The first op that is not passed on the way down to the value of an op that has as many elements; that value."""
+    odd = ""
+    while x.op != op:
+        below = [each for each in x.args if x.op in _ARRANGED or prod(each.shape) == prod(x.shape)]
+        if not below:
+            return odd, None
+        if x.op not in passed and not odd:
+            odd = _WORDS.get(x.op, x.op.removeprefix("aten.").removesuffix(".default"))
+        x = max(below, key=lambda each: each.id) if x.op != "where" else below[-1]
+    return odd, x
