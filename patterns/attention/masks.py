@@ -150,18 +150,32 @@ class Masks:
 
     def _explicit(self) -> dict[str, Value]:
         """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads."""
+        wide, lead = self._joined()
+        batch, _, queries, keys = self.sizes
+        if any(size != 1 for size in lead[1:-2]):
+            return {}
+        flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
+        return {"mask": self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))}
+
+    def hidden_entries(self) -> Value | None:
+        """Where a list of every row but the last dim of rows hides an entry, [*rows but the last, T]; None where these
+        differ along that dim.
+        """
+        wide, lead = self._joined()
+        rows = self.positions.shape
+        if lead[-2] != 1:
+            return None
+        return self.a.expand(self.a.reshape(wide, (*lead[:-2], lead[-1])), (*rows[:-2], rows[-1]))
+
+    def _joined(self) -> tuple[Value, tuple[Any, ...]]:
+        """All masks as one, true where a key is hidden, and its dims with those of size 1 in front."""
         first, *others = _hidden(self.a, self.terms)
         joined: Value | None = first
         for each in others:
             joined = joined and either(self.a, joined, each)
         assert joined is not None  # masks of the same scores broadcast to each other
         wide = joined.arg if joined.op == "expand" else joined
-        lead = (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)
-        batch, _, queries, keys = self.sizes
-        if any(size != 1 for size in lead[1:-2]):
-            return {}
-        flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
-        return {"mask": self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))}
+        return wide, (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)
 
 
 @dataclass(frozen=True)

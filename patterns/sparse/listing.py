@@ -2,10 +2,12 @@
 
 Listing         a list of keys, and where an indexer makes it, its keys as rows
 PagedListing    the same of an indexer whose keys lie in pages, by a block table of its own
+GatheredRows    a list by which the model gathers the rows that it attends to
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +60,9 @@ class Listing(Group):
         """The keys of the indexer."""
         return self.key
 
-    def refuse(self, fully_masked_row: str) -> None:
+    def refuse(self, seen: Any) -> None:
         """Refuse a query that no key is left for, of which the operator gives 0."""
-        left = fully_masked_row == "zero" or (self.every_row_nonempty and self.query is not None)
+        left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and self.query is not None)
         require(left, "a query for which no key is left gives the mean of all values, the operator gives 0")
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
@@ -90,6 +92,14 @@ class Listing(Group):
         """The keys of the indexer, how many it reads untold, and what it is told of where they lie."""
         return self.key.unsqueeze(2), self.key.shape[1], dict(layout_key="BSND")
 
+    def posed(self, *queries: Tensor) -> Sequence[Tensor]:
+        """Queries [B, S, N, C] and [B, S, N, Dr] for which the operator gives what the model does."""
+        return queries
+
+    def restored(self, y: Tensor) -> Tensor:
+        """The result [B, S, N, C] with what plain attention gives without a key."""
+        return y
+
     def own(self) -> Tensor:
         """The list of the model as the operator takes it, [B, S, 1, K]: each key once, then -1.
 
@@ -117,11 +127,67 @@ class PagedListing(Listing):
         how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
         return p.paged_rows(rows=self.key, pages=self.pages, **how)
 
-    def refuse(self, fully_masked_row: str) -> None:
+    def refuse(self, seen: Any) -> None:
         """Refuse blocks of NZ too."""
         of_rows(self.layout)
-        super().refuse(fully_masked_row)
+        super().refuse(seen)
 
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:
         """The same of pages, of which it reads none untold."""
         return read(self.pages, self.size), None, dict(layout_key="PA_BSND", block_table=self.block_table.int())
+
+
+@dataclass(frozen=True)
+class GatheredRows(Group):
+    """A list of rows that the model gathers, each of which counts as often as it is listed.
+
+    Attributes:
+        places: numbers of rows, negative ones of entries that are hidden.
+        hidden: which entries are hidden besides.
+        ends: whether behind a hidden entry there are hidden ones alone.
+        fully_masked_row: what a query without keys gives.
+    """
+
+    places: Any = tensor("B S K")
+    hidden: Any = tensor("B S K", optional=True)
+    ends: Any = attribute()
+    fully_masked_row: Any = attribute()
+
+    def said(self) -> dict[str, Any]:
+        """As the reader says it."""
+        return {name: getattr(self, name) for name in self.declared()}
+
+    def refuse(self, seen: Any) -> None:
+        """What a query without keys gives is restored."""
+
+    def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
+        """As of `Listing`: every query may see all of the keys."""
+        return Listing(mask_kind="none", kv_len=None, kv_lens=None).lengths(queries, keys, room)
+
+    def found(self) -> Tensor:
+        """No indexer lists the rows."""
+        require(False, "the keys are not listed by an indexer")
+        return self.places
+
+    def own(self) -> Tensor:
+        """The list as the operator takes it, [B, S, 1, K]: it ends at the first negative entry."""
+        places = self.places.to(torch.int32)
+        if self.hidden is not None:
+            hidden = self.hidden & ~self._blind() if self.fully_masked_row == "mean" else self.hidden
+            places = places.masked_fill(hidden, -1)
+        return (places if self.ends else places.sort(dim=-1, descending=True).values).unsqueeze(2)
+
+    def posed(self, *queries: Tensor) -> Sequence[Tensor]:
+        """Queries that are 0 where all of their list is hidden, and seen so: they give the mean of what it names."""
+        if self.fully_masked_row != "mean":
+            return queries
+        return [each.masked_fill(self._blind().unsqueeze(-1), 0) for each in queries]
+
+    def restored(self, y: Tensor) -> Tensor:
+        """The result [B, S, N, C] with NaN where all of a list is hidden, if that is what the model gives."""
+        return y.masked_fill(self._blind().unsqueeze(-1), torch.nan) if self.fully_masked_row == "nan" else y
+
+    def _blind(self) -> Tensor:
+        """Which queries see nothing, [B, S, 1]."""
+        hidden = self.places < 0 if self.hidden is None else self.hidden
+        return hidden.all(-1, keepdim=True)
