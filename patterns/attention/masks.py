@@ -25,6 +25,10 @@ UNPROVEN = (
 
 REPLACED = "scores are replaced by something else than a number of at most -1e4"
 MOVED = "the scores are masked before they are arranged otherwise"
+_OF_EACH = (
+    "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
+    "one tensor that a list names"
+)
 UNDEFINED = (
     "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
 )
@@ -144,7 +148,7 @@ class Masks:
         if words and (some or (empty == "zero" and not bounds.moving)):
             return found | words
         if not mask:
-            return "the mask differs from head to head"
+            return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else "the mask differs from head to head"
         counts = "kv_lens" in words and not bounds.moving and bounds.low is None
         return found | {"count": words["kv_lens"]} if counts else found
 

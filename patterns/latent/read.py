@@ -141,12 +141,12 @@ def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
 def latent_operands(graph: Graph) -> Iterator[Found]:
     """What queries, keys and values of attention are, if they come from a latent; why they do not."""
     listed = {value for value, _ in (*graph.readings.all("topk_mask"), *graph.readings.missed("sparse_attention"))}
-    for _, attention in graph.readings.all("listed_attention"):
+    for root, attention in graph.readings.all("listed_attention"):
         parts = latents(graph.algebra, graph.readings, attention)
         if isinstance(parts, dict):
             yield from parts.items()
         else:
-            yield attention.captures["k"], Miss("sparse_attention", parts or _NO_LATENT)
+            yield root.arg, Miss("sparse_attention", parts or _NO_LATENT)  # what reads so itself is no miss
     for _, attention in graph.readings.all("softmax_attention"):
         parts = latents(graph.algebra, graph.readings, attention)
         if isinstance(parts, str):

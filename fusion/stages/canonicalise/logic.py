@@ -92,7 +92,12 @@ translations(
 
 @translates("aten.bitwise_not.default", "aten.logical_not.default")
 def _not(a: Algebra, out: Out, x: Value) -> Translated:
-    return x.arg if x.op == "not" else pointwise(a, "not", (a.cast(x, torch.bool),), (), torch.bool)
+    return negated(a, a.cast(x, torch.bool))
+
+
+def negated(a: Algebra, x: Value) -> Value:
+    """Where booleans are not true."""
+    return x.arg if x.op == "not" else proven(pointwise(a, "not", (x,), (), torch.bool))
 
 
 def _isnan(a: Algebra, x: Value) -> Value:
