@@ -161,15 +161,13 @@ class Masks:
         flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
         return {"mask": self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))}
 
-    def hidden_entries(self) -> Value | None:
-        """Where a list of every row but the last dim of rows hides an entry, [*rows but the last, T]; None where these
-        differ along that dim.
-        """
+    def hidden_entries(self, lists: int) -> Value | None:
+        """Where lists hide an entry, [*the first so many rows, T]; None where that differs along the other rows."""
         wide, lead = self._joined()
-        rows = self.positions.shape
-        if lead[-2] != 1:
+        if any(size != 1 for size in lead[lists:-1]):
             return None
-        return self.a.expand(self.a.reshape(wide, (*lead[:-2], lead[-1])), (*rows[:-2], rows[-1]))
+        shape = self.positions.shape
+        return self.a.expand(self.a.reshape(wide, (*lead[:lists], lead[-1])), (*shape[:lists], shape[-1]))
 
     def _joined(self) -> tuple[Value, tuple[Any, ...]]:
         """All masks as one, true where a key is hidden, and its dims with those of size 1 in front."""

@@ -129,12 +129,9 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     )
     if k is None or v is None or scores.product is None:
         return None
-    lists = (shape[0], prod(shape[1:-1]))
     q = arranged(a, a.expand(scores.product.arg, (*rows, scores.product.arg.shape[-1])), scores.steps)
-    q = a.reshape(q, (*lists, shape[-1], q.shape[-1]))
-    steps = _steps(weights, v.shape[-1], finish)
-    masks = assumed.masks((*shape, k.shape[2]), scores.terms, (*lists, shape[-1], k.shape[2]))
-    operands = Operands(q, *(_spread(a, each, lists[1]) for each in (k, v)), root.dtype, steps)
+    masks = assumed.masks((*shape, k.shape[2]), scores.terms, (shape[0], prod(shape[1:-1]), shape[-1], k.shape[2]))
+    operands = Operands(q, k, v, root.dtype, _steps(weights, v.shape[-1], finish))
     return listed_attention(masks, operands, scores.scale, weights.softmax.attrs[1])
 
 

@@ -8,7 +8,8 @@ An entry counts as often as it stands in a list, as for the operator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ _VIEWS = ("reshape", "expand", "permute")
 
 @dataclass(frozen=True)
 class Operands:
-    """Attention of N heads for each of X · M lists: q [X, M, N, D], k [X, M, K, D], v [X, M, K, E], and the result.
+    """Attention of heads for each list: q [*rows, D], k [X, M, K, D], v [X, M, K, E], and the result.
 
-    `finish` is how [X, M, N, E] becomes the result of `dtype`.
+    The first rows are the X · M lists, the others their N heads. `finish` is how [*rows, E] becomes the result of
+    `dtype`.
     """
 
     q: Value
@@ -45,12 +47,14 @@ class Entries:
     """Which entries of lists are seen.
 
     Attributes:
-        masks: those of the scores.
-        places: the numbers of rows [X, M, K].
+        masks: those of the scores [*rows, K].
+        lists: how many of the rows are lists.
+        places: the numbers of rows, [X, M, K].
         parts: what must hold where an entry is seen.
     """
 
     masks: Masks
+    lists: int
     places: Value
     parts: tuple[Formula, ...]
 
@@ -60,8 +64,9 @@ class Entries:
 
     def _opened(self, x: Value) -> tuple[Value, tuple[Affine, ...]]:
         """[X, M, K] as the scores of one head, and the positions there."""
-        *rows, _, entries = self.masks.positions.shape
-        opened = self.masks.a.reshape(x, (*rows, 1, entries))
+        *rows, entries = self.masks.positions.shape
+        heads = len(rows) - self.lists
+        opened = self.masks.a.reshape(x, (*rows[: self.lists], *[1] * heads, entries))
         return opened, self.masks.positions.of(opened)
 
     def holds(self, condition: Value, how: bool) -> bool:
@@ -110,7 +115,7 @@ def listed_attention(masks: Masks, of: Operands, scale: float, softmax: str) -> 
     """Attention over listed rows; why it is none; None if keys and values are not gathered by one list.
 
     Args:
-        masks: those of its scores, [X, M, N, K] or with other dims for X and M.
+        masks: those of its scores, [*rows, K].
         of: its operands.
         scale: what the scores are multiplied by.
         softmax: what the softmax makes of a row of -inf.
@@ -128,28 +133,29 @@ def listed_attention(masks: Masks, of: Operands, scale: float, softmax: str) -> 
     if not empty:
         return _miss("a query that sees none of its list would see what is lowered least: replace it by -inf")
     groups, size = k.source.shape[:2]
-    entries = Entries(masks, k.places, conjuncts(seen))
+    rows, count = masks.positions.shape[:-1], prod(of.k.shape[:2])
+    lists = proven(next((place for place in range(1, len(rows)) if prod(rows[:place]) == count), None))
+    entries = Entries(masks, lists, k.places, conjuncts(seen))
     entries = entries if empty == "mean" else _unclamped(a, entries)
     told = not entries.others(size) and empty != "mean"
-    hidden = None if told else masks.hidden_entries()
+    hidden = None if told else masks.hidden_entries(lists)
     if hidden is None and not told:
         return _miss("the mask of the rows that are listed differs from head to head")
     places = entries.places
     counted_back = k.counted_back and not entries.least(places)
     places = wrapped(a, places, size) if counted_back else places
     positive = counted_back or bounds(places)[0] >= 0 or (places is k.places and not k.counted_back)
-    lists, shape = _lists(groups, *of.q.shape[:2]), places.shape
-    rows = (("permute", (0, 2, 1, 3)), *of.finish)
-    view = proven(named(rows, {lists[1]: "S", lists[0]: "B"}))
+    batch, heads = _batch(groups, *of.k.shape[:2]), prod(rows[lists:])
+    view = proven(named((("permute", (0, 2, 1, 3)), *of.finish), {batch[1]: "S", batch[0]: "B"}))
     said: dict[str, Any] = {
-        "q": a.permute(a.reshape(q, (*lists, *q.shape[2:])), (0, 2, 1, 3)),
+        "q": a.permute(a.reshape(q, (*batch, heads, q.shape[-1])), (0, 2, 1, 3)),
         "k": a.reshape(k.source, (groups, 1, *k.source.shape[1:])),
         "v": a.reshape(v.source, (groups, 1, *v.source.shape[1:])),
-        "places": a.reshape(places, (*lists, shape[-1])), "scale": scale, "fully_masked_row": empty,
+        "places": a.reshape(places, (*batch, places.shape[-1])), "scale": scale, "fully_masked_row": empty,
         "ends": positive if told else entries.is_tail() and empty != "mean", "output_view": view,
     }  # fmt: skip
     if hidden is not None:
-        said["hidden"] = a.reshape(hidden, (*lists, shape[-1]))
+        said["hidden"] = a.reshape(hidden, (*batch, places.shape[-1]))
     return Reading("listed_attention", said, masks.positions.names())
 
 
@@ -157,7 +163,7 @@ def _miss(reason: str) -> Miss:
     return Miss("sparse_attention", reason)
 
 
-def _lists(groups: Any, first: Any, second: Any) -> tuple[Any, Any]:
+def _batch(groups: Any, first: Any, second: Any) -> tuple[Any, Any]:
     """B and S of first · second lists in so many groups."""
     if groups == 1:
         return 1, first * second
@@ -181,7 +187,7 @@ def _unclamped(a: Algebra, entries: Entries) -> Entries:
             inner = no
         elif _is_number(no) and entries.holds(condition, how=True):
             inner = yes
-    return entries if inner is None else _unclamped(a, Entries(entries.masks, inner, entries.parts))
+    return entries if inner is None else _unclamped(a, replace(entries, places=inner))
 
 
 def _is_number(x: Value) -> bool:

@@ -22,7 +22,7 @@ from patterns.attention.sources import Rows
 from patterns.attention.visibility import Visibility
 from patterns.latent.encodings import Plain
 from patterns.latent.head_projection import expanded
-from patterns.sparse.listing import GatheredRows, Listing, PagedListing
+from patterns.sparse.listing import GatheredRows, IndexedRows, Listing, PagedIndexedRows, PagedListing
 from patterns.sparse.pages import LatentPages
 
 SOURCES = (Rows, LatentPages)
@@ -57,12 +57,10 @@ class SparseAttention(Rule):
         return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.listed(p)))
 
     @pattern
-    @variants(source=(Rows,))
-    def by_gathered_rows(
-        self, p, source, listing: Any = GatheredRows, encoding: Any = Plain, result: Any = Output, scale=scalar()
-    ):
+    @variants(listing=(IndexedRows, PagedIndexedRows, GatheredRows), source=(Rows,))
+    def by_gathered_rows(self, p, listing, source, encoding: Any = Plain, result: Any = Output, scale=scalar()):
         """The rows that are listed are gathered first."""
-        return encoding.terms(p, source, result, dict(listing.said(), scale=scale), "listed_attention")
+        return encoding.terms(p, source, result, dict(listing.gathered(p), scale=scale), "listed_attention")
 
     def guard(self, listing: Any, source: Any, seen: Any):
         """What the operator gives for a query without keys, and how it reads pages."""
@@ -98,4 +96,4 @@ def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, scale: f
         query, rows, rows, listed, scale, actual_seq_lengths_kv=lengths, query_rope=rope, key_rope=turned,
         sparse_block_size=1, layout_query="BSND", sparse_mode=mode, attention_mode=2, **how,
     )[0]  # fmt: skip
-    return listing.restored(y)
+    return listing.restored(y, listed)

@@ -30,3 +30,9 @@ LISTED_ATTENTION = word(
     fully_masked_row='"zero", "nan" or "mean" (of the rows at all places): what a query gives of which all is hidden',
     output_view="steps from [B, N, S, E] to the value; sizes that are symbolic by name",
 )  # fmt: skip
+INDEXER_LIST = word(
+    "indexer_list",
+    "what a lightning indexer lists for each query, best first, and -1 behind it where a query sees fewer keys [.., K]",
+    query="[B, S, N, D]", key="[B, T, D]", weights="[B, S, N]", count="K", **_SEEN, dtype="of the list",
+    entries="how many keys are listed, as many as there are where these are fewer than K",
+)  # fmt: skip

@@ -154,9 +154,10 @@ def _gather(a: Algebra, out: Out, x: Value, dim: int, places: Value, **kwargs: A
     source, listed = (each.arg if each.op == "expand" else each for each in (x, places))
     rest = x.shape[dim + 1 :]
     must(all(size == 1 for size in listed.shape[dim + 1 :]) and places.shape[dim + 1 :] == rest)
-    must(source.shape[dim:] == x.shape[dim:])
-    own = [source.shape[place] for place in range(dim) if source.shape[place] != 1]
-    must(source.shape[: len(own)] == tuple(own) == places.shape[: len(own)])
+    own = [size for size in source.shape[:dim] if size != 1]
+    if source.shape[dim:] != x.shape[dim:] or source.shape[: len(own)] != tuple(own):
+        source, own = x, list(x.shape[:dim])
+    must(tuple(own) == places.shape[: len(own)])
     numbers = a.reshape(a.expand(listed, (*places.shape[: dim + 1], *[1] * len(rest))), places.shape[: dim + 1])
     return a.make("take", (a.reshape(source, (*own, *x.shape[dim:])), numbers), (), out.shape, out.dtype)
 
