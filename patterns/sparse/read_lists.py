@@ -41,11 +41,13 @@ def indexer_lists(graph: Graph) -> Iterator[Found]:
             captures |= {"places": places, "ends": "indexer"}
             yield places, found
             yield root, Reading("listed_attention", captures, attention.relies | found.relies)
-    for value in [each for each in graph.places if each.dtype in INDEX_DTYPES]:
+    lists = [each for each in graph.places if each.dtype in INDEX_DTYPES]
+    written = {_places(each) for each in lists if each.op == "where"}
+    for value in lists:
         found = listed(assumed, value)
         if isinstance(found, Reading):
             yield value, found
-        elif found is not None and value.op in ("largest_index", "where"):
+        elif found is not None and (value.op == "where" or (value.op == "largest_index" and value not in written)):
             yield value, Miss("indexer_topk", found)
 
 

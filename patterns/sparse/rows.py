@@ -116,7 +116,7 @@ def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) ->
         return Gathered(_rows(a, source, 1), a.reshape(a.expand(second, dims), x.shape[:-1]), counted_back=True)
     must(isinstance(groups, int) and isinstance(size, int))
     page, offset = (a.cast(wrapped(a, each, many), torch.int64) for each, many in ((first, groups), (second, size)))
-    places = a.expand(proven(a.add(a.scale(page, size), offset)), dims)
+    places = a.expand(proven(a.add(a.scale(page, int(size)), offset)), dims)
     flat = a.reshape(source, (groups * size, *source.shape[2:]))
     return Gathered(_rows(a, flat, 0), a.reshape(places, x.shape[:-1]), counted_back=False)
 

@@ -57,7 +57,7 @@ class SparseAttention(Rule):
         return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.listed(p)))
 
     @pattern
-    @variants(listing=(IndexedRows, PagedIndexedRows, GatheredRows), source=(Rows,))
+    @variants(listing=(IndexedRows, PagedIndexedRows, GatheredRows), source=SOURCES)
     def by_gathered_rows(self, p, listing, source, encoding: Any = Plain, result: Any = Output, scale=scalar()):
         """The rows that are listed are gathered first."""
         return encoding.terms(p, source, result, dict(listing.gathered(p), scale=scale), "listed_attention")
