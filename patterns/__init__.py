@@ -39,7 +39,9 @@ from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.rotary.rope_pair import RopePair
 from patterns.routing.expert_routing import ExpertRouting, ExpertShares
+from patterns.sparse.indexer_topk import IndexerTopk
 from patterns.sparse.read import lightning_indexers
+from patterns.sparse.read_lists import indexer_lists
 from patterns.sparse.sparse_attention import SparseAttention
 
 _RULES = (
@@ -64,6 +66,7 @@ _RULES = (
     LatentAttention(),
     LatentAttentionAtb(),
     SparseAttention(),
+    IndexerTopk(),
     KvRmsnormRopeCache(),
     MlaProlog(),
     MlaPreprocess(),
@@ -76,6 +79,7 @@ _READERS = (
     softmax_lse,
     merges,
     lightning_indexers,
+    indexer_lists,
     latent_operands,
     block_tables,
     cache_writes,

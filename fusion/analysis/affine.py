@@ -64,6 +64,17 @@ class Affine:
         """The expression without what it has of these axes themselves."""
         return Affine(MappingProxyType({t: f for t, f in self.terms.items() if t not in axes}), self.constant)
 
+    def at(self, places: Mapping[int, Affine]) -> Affine:
+        """The expression where each of its axes is at another place."""
+        found = Affine(constant=self.constant)
+        for term, factor in self.terms.items():
+            if isinstance(term, int):
+                found = found + places[term].times(factor)
+            else:
+                moved = Leaf(term.value, tuple(each.at(places) for each in term.index))
+                found = found + Affine(MappingProxyType({moved: factor}))
+        return found
+
 
 def number(value: Any) -> Affine:
     """A constant expression."""
@@ -120,6 +131,23 @@ def negation(formula: Formula) -> Formula:
             return conjunction(*map(negation, content))
         case _:
             return ("not", formula)
+
+
+def moved(formula: Formula, places: Mapping[int, Affine]) -> Formula:
+    """The formula where each axis is at another place."""
+    if isinstance(formula, bool):
+        return formula
+    op, content = formula
+    match op:
+        case "is":
+            return op, Leaf(content.value, tuple(each.at(places) for each in content.index))
+        case "not":
+            return negation(moved(content, places))
+        case "and" | "or":
+            parts = [moved(each, places) for each in content]
+            return conjunction(*parts) if op == "and" else disjunction(*parts)
+        case _:
+            return op, content.at(places)
 
 
 def conjuncts(formula: Formula) -> tuple[Formula, ...]:

@@ -109,6 +109,10 @@ class Positions(Extent):
                 return x.arg, tuple(number(0) if size == 1 else next(sizes) for size in x.arg.shape)
             case "index":
                 return self._gathered(x, at)
+            case "take":
+                source, places = x.args
+                own = source.rank - (x.rank - places.rank) - 1
+                return source, (*at[:own], self.affine(places, at[: places.rank]), *at[places.rank :])
             case _:
                 return None
 

@@ -34,7 +34,7 @@ def compare(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
 def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype | None) -> Value | None:
     """x where the condition holds, else y; a softmax with rows of -inf replaced by 0 is one that gives 0 there."""
     replaced = x.op == "full" and x.attrs == (0,) and y.op == "softmax" and y.attrs == (-1, "nan")
-    if replaced and (_sees_nothing(condition, y.arg) or _is_nan(condition, y) or _is_hidden(condition, y.arg)):
+    if replaced and (_sees_nothing(condition, y.arg) or _is_nan(condition, y) or _is_hidden(a, condition, y.arg)):
         return softmax(a, y.arg, -1, "zero")
     if _is_never(condition) and y.shape == condition.shape and math.prod(x.shape) == 1:
         return y
@@ -85,11 +85,30 @@ def _is_nan(condition: Value, x: Value) -> bool:
     return unequal or (condition.op == "isnan" and condition.arg is x)
 
 
-def _is_hidden(condition: Value, scores: Value) -> bool:
-    """Whether a condition holds where scores have been replaced by -inf."""
+def _is_hidden(a: Algebra, condition: Value, scores: Value) -> bool:
+    """Whether a condition holds where scores have been replaced by -inf, or in rows in which all have."""
     scores = scores.below("cast")
-    filled = scores.op == "where" and scores.args[0] is condition and scores.args[1].op == "full"
-    return filled and scores.args[1].attrs == (-math.inf,)
+    if scores.op != "where":
+        return False
+    lowest = [each.op == "full" and each.attrs == (-math.inf,) for each in scores.args[1:]]
+    if lowest[0] and scores.args[0] is condition:
+        return True
+    row = condition.below("reshape")
+    each = row.arg.below("reshape") if row.op == "not" else row
+    lead = (*(1,) * (scores.args[0].rank - condition.rank), *condition.shape)
+    if row is each or each.op != "any" or each.attrs != (-1,) or lead != (*scores.args[0].shape[:-1], 1):
+        return False
+    seen = a.reshape(each.arg, scores.args[0].shape)
+    return (lowest[1] and seen is scores.args[0]) or (lowest[0] and _are_contrary(a, seen, scores.args[0]))
+
+
+def _are_contrary(a: Algebra, x: Value, y: Value) -> bool:
+    """Whether one of two is what the other is not, perhaps with other dims."""
+    below = [each.below("reshape") for each in (x, y)]
+    return any(
+        one.op == "not" and math.prod(one.shape) == math.prod(other.shape) and a.reshape(one.arg, other.shape) is other
+        for one, other in ((below[0], y), (below[1], x))
+    )
 
 
 def softmax(a: Algebra, x: Value, dim: int, empty: str) -> Value:

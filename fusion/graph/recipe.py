@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -82,6 +83,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "mean": lambda value, sizes, x: x.mean(value.attrs, keepdim=True),
         "real": lambda value, sizes, z: torch.view_as_real(z).select(-1, 0),
         "imag": lambda value, sizes, z: torch.view_as_real(z).select(-1, 1),
+        "remainder": lambda value, sizes, x: x.remainder(value.attrs[0]),
+        "clamp": lambda value, sizes, x: x.clamp(*(each if math.isfinite(each) else None for each in value.attrs)),
         "at_most": lambda value, sizes, x: x.clamp(0, value.attrs[0]),
         "count": lambda value, sizes, x: x.sum(-1),
         "below": lambda value, sizes, x: x < value.attrs[0],

@@ -14,6 +14,7 @@ from fusion.language.rule import (
     lookalike,
     lowering,
     pattern,
+    refused_on,
     require,
     variants,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "ordered",
     "pattern",
     "reader",
+    "refused_on",
     "relied",
     "require",
     "scalar",

@@ -91,6 +91,16 @@ def calls(operator: str) -> Callable[[Method], Method]:
     return mark
 
 
+def refused_on(chip: str, because: str) -> Callable[[Method], Method]:
+    """Mark a lowering that does not give on a chip what the rule means, and why."""
+
+    def mark(method: Method) -> Method:
+        method.fusion_refused = {**getattr(method, "fusion_refused", {}), chip: because}  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
 @dataclass(frozen=True)
 class Lowering:
     """One way to run a rule: a method of it, with its variants chosen.
@@ -100,12 +110,14 @@ class Lowering:
         method: the method's name.
         chosen: its parameters that are no captures.
         operator: the one that it is for, "" where it names none.
+        refused_on: chips on which it does not give what the rule means, and why.
     """
 
     name: str
     method: str
     chosen: Mapping[str, Any]
     operator: str = ""
+    refused_on: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def suits(self, choices: Mapping[str, Any]) -> bool:
         """Whether it is for a form that chose these: what has the same name is the same."""
@@ -243,10 +255,15 @@ def _variants(name: str, method: Callable[..., Any]) -> Iterator[tuple[str, Mapp
 @cache
 def _lowerings(kind: type[Rule]) -> tuple[Lowering, ...]:
     return tuple(
-        Lowering(label, name, chosen, getattr(method, "fusion_calls", "").format(**chosen))
+        Lowering(label, name, chosen, _said(method, "calls", "").format(**chosen), _said(method, "refused", {}))
         for name, method in _marked(kind, "lowering")
         for label, chosen in _variants(name, method)
     )
+
+
+def _said(method: Callable[..., Any], what: str, unsaid: Any) -> Any:
+    """What a decorator says of a method."""
+    return getattr(method, f"fusion_{what}", unsaid)
 
 
 @cache

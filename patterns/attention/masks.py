@@ -26,6 +26,10 @@ UNPROVEN = (
 
 REPLACED = "scores are replaced by something else than a number of at most -1e4"
 MOVED = "the scores are masked before they are arranged otherwise"
+_OF_EACH = (
+    "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
+    "one tensor that a list names"
+)
 UNDEFINED = (
     "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
 )
@@ -145,7 +149,7 @@ class Masks:
         if words and (some or (empty == "zero" and not bounds.moving)):
             return found | words
         if not mask:
-            return "the mask differs from head to head"
+            return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else "the mask differs from head to head"
         counts = "kv_lens" in words and not bounds.moving and bounds.low is None
         return found | {"count": words["kv_lens"]} if counts else found
 
@@ -175,18 +179,30 @@ class Masks:
 
     def _explicit(self) -> dict[str, Value]:
         """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads."""
+        wide, lead = self._joined()
+        batch, _, queries, keys = self.sizes
+        if any(size != 1 for size in lead[1:-2]):
+            return {}
+        flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
+        return {"mask": self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))}
+
+    def hidden_entries(self, lists: int) -> Value | None:
+        """Where lists hide an entry, [*the first so many rows, T]; None where that differs along the other rows."""
+        wide, lead = self._joined()
+        if any(size != 1 for size in lead[lists:-1]):
+            return None
+        shape = self.positions.shape
+        return self.a.expand(self.a.reshape(wide, (*lead[:lists], lead[-1])), (*shape[:lists], shape[-1]))
+
+    def _joined(self) -> tuple[Value, tuple[Any, ...]]:
+        """All masks as one, true where a key is hidden, and its dims with those of size 1 in front."""
         first, *others = _hidden(self.a, self.terms)
         joined: Value | None = first
         for each in others:
             joined = joined and either(self.a, joined, each)
         assert joined is not None  # masks of the same scores broadcast to each other
         wide = joined.arg if joined.op == "expand" else joined
-        lead = (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)
-        batch, _, queries, keys = self.sizes
-        if any(size != 1 for size in lead[1:-2]):
-            return {}
-        flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
-        return {"mask": self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))}
+        return wide, (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)
 
 
 def mask_on(z: Value, scores: Value, factor: float = 1.0) -> Term | str:

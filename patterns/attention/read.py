@@ -27,8 +27,9 @@ from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
 from patterns.latent.int8_probabilities import int8_probability_attention
 from patterns.latent.words import FOLDED_QUERY, INT8_LATENT_ATTENTION, INT8_PROBABILITY_ATTENTION
+from patterns.sparse.listed import Operands, listed_attention
 from patterns.sparse.read import topk_mask
-from patterns.sparse.words import TOPK_MASK
+from patterns.sparse.words import LISTED_ATTENTION, TOPK_MASK
 
 _APART = "keys or values are not the same for the queries of one head"
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
@@ -39,10 +40,16 @@ Outcome = dict[Value, Reading | Miss]
 """What values mean, that of an attention last but for its mask."""
 
 
-@reader(gives=(SOFTMAX_ATTENTION, TOPK_MASK, INT8_LATENT_ATTENTION, FOLDED_QUERY, INT8_PROBABILITY_ATTENTION))
+_GIVEN = (
+    SOFTMAX_ATTENTION, TOPK_MASK, LISTED_ATTENTION, INT8_LATENT_ATTENTION, FOLDED_QUERY, INT8_PROBABILITY_ATTENTION,
+)  # fmt: skip
+
+
+@reader(gives=_GIVEN)
 def attentions(graph: Graph) -> Iterator[Found]:
     """Every attention that nodes compute, its mask if that lists keys; why what looks like one is none."""
-    read = partial(attention, Assumed.of(graph))
+    assumed = Assumed.of(graph)
+    read = partial(attention, assumed)
     for value in list(graph.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
             yield value, Miss("softmax_attention", _left_whole(graph.places[value][0]))
@@ -56,6 +63,11 @@ def attentions(graph: Graph) -> Iterator[Found]:
             reason = unlike(stripped(value)[0])
             outcome = Miss("softmax_attention", reason) if reason else {}
         outcome = rounded or outcome or {}
+        listed = _listed(assumed, value) if outcome else None
+        if isinstance(listed, Reading) or (listed and isinstance(outcome, Miss)):
+            yield value, listed
+        if listed and isinstance(outcome, Miss):
+            continue
         yield from ((value, outcome),) if isinstance(outcome, Miss) else outcome.items()
 
 
@@ -87,7 +99,12 @@ def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
 
 
 def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
-    a = assumed.algebra
+    found = _found(assumed.algebra, root)
+    return _reading(assumed, root, *found) if isinstance(found, tuple) else found
+
+
+def _found(a: Algebra, root: Value) -> tuple[Value, Weights, Scores, Finish] | str | None:
+    """The product with values below `root`, the weights, their scores, and how the product is arranged; or why not."""
     value, finish = contraction(a, root)
     if value.op != "matmul":
         return None
@@ -103,7 +120,25 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
         return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
     if weights.cut != (scores.sink is not None):
         return "the weights are cut, but not from a sink that stands last"
-    return _reading(assumed, root, value, weights, scores, finish)
+    return value, weights, scores, finish
+
+
+def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
+    """Attention over rows that the model gathers by lists; why it is none; None if nothing is gathered so."""
+    a, found = assumed.algebra, _found(assumed.algebra, root)
+    if not isinstance(found, tuple):
+        return None
+    product, weights, scores, finish = found
+    shape, rows = weights.softmax.shape[:-1], scores.product.shape[:-1] if scores.product else ()
+    k, v = (
+        _keys_and_values(a, scores, product, weights) if 2 <= len(shape) <= 4 and scores.sink is None else (None, None)
+    )
+    if k is None or v is None or scores.product is None:
+        return None
+    q = arranged(a, a.expand(scores.product.arg, (*rows, scores.product.arg.shape[-1])), scores.steps)
+    masks = assumed.masks((*shape, k.shape[2]), scores.terms, (shape[0], prod(shape[1:-1]), shape[-1], k.shape[2]))
+    operands = Operands(q, k, v, root.dtype, _steps(weights, v.shape[-1], finish))
+    return listed_attention(masks, operands, scores.scale, weights.softmax.attrs[1])
 
 
 def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:
@@ -268,6 +303,13 @@ def _spread(a: Algebra, kv: Value, heads: Any) -> Value:
 
 def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Finish) -> Finish | None:
     """How [B, N, S, E] becomes the result; a symbolic size is "B", "S" or -1, and the dtype a cast."""
+    names = {rows[2]: "S", rows[0]: "B"}
+    said = named(_steps(weights, width, finish), names)
+    return said[1:] if said and said[:1] == named([("reshape", (*rows, width))], names) else said
+
+
+def _steps(weights: Weights, width: Any, finish: Finish) -> list[Step]:
+    """The same with all sizes as they are, from a reshape on."""
     sizes, before, after = weights.rows.sizes, weights.rows.before, weights.rows.after
     order = [atom for run in before for atom in run]
     wanted = [atom for run in after for atom in run]
@@ -277,7 +319,4 @@ def _finish(rows: tuple[Any, Any, Any], weights: Weights, width: Any, finish: Fi
         ("permute", (*(order.index(atom) for atom in wanted), len(order))),
         ("reshape", (*(prod(sizes[atom] for atom in run) for run in after), width)),
     )
-    moved = [(op, how) for op, how in (*steps, *finish) if op != "permute" or how != tuple(range(len(how)))]
-    names = {rows[2]: "S", rows[0]: "B"}
-    said = named(moved, names)
-    return said[1:] if said and said[:1] == named([("reshape", (*rows, width))], names) else said
+    return [(op, how) for op, how in (*steps, *finish) if op != "permute" or how != tuple(range(len(how)))]

@@ -42,14 +42,18 @@ _OF_LATENTS = ("latent_keys", "latent_values")
 Sizes = tuple[Any, Any, Any, Any]
 
 
-@reader(gives=(PAGED_ROWS,), needs=("softmax_attention", *_INT8, *_OF_LATENTS, "lightning_indexer"))
+_ATTENTION = ("softmax_attention", "listed_attention")
+_INDEXERS = ("lightning_indexer", "indexer_list")
+
+
+@reader(gives=(PAGED_ROWS,), needs=(*_ATTENTION, *_INT8, *_OF_LATENTS, *_INDEXERS))
 def block_tables(graph: Graph) -> Iterator[Found]:
     """Keys, values and latents of attention, and keys of indexers, that are gathered from pages."""
-    indexed = (each.captures["key"] for _, each in graph.readings.all("lightning_indexer"))
+    indexed = (each.captures["key"] for _, each in graph.readings.all(*_INDEXERS))
     yield from _each(graph, ((key, (key.shape[0], 1, *key.shape[1:])) for key in indexed))
     for _, attention in graph.readings.all(*_INT8):
         yield from _of_int8(graph, attention)
-    for _, attention in graph.readings.all("softmax_attention"):
+    for _, attention in graph.readings.all(*_ATTENTION):
         both = (attention.captures["k"], attention.captures["v"])
         batch, _, keys, _ = both[0].shape
         yield from _each(graph, ((each, (batch, each.shape[1], keys, each.shape[-1])) for each in both))

@@ -56,13 +56,13 @@ class Floats(Encoding):
     up_key: Any = tensor("N D C", optional=True)
     up_value: Any = tensor("N C E", optional=True)
 
-    def terms(self, p, source, result, said: dict[str, Any]) -> Any:
-        """The results of a form."""
+    def terms(self, p, source, result, said: dict[str, Any], word: str = "softmax_attention") -> Any:
+        """The results of a form; `word` is what reads as attention of these queries, keys and values."""
         latent, k_rope = source.latent_terms(p)
         k = p.latent_keys(latent=latent, rope=k_rope, up=self.up_key, rows=self.first_rows)
         q = p.latent_queries(nope=self.nope, rope=self.q_rope, absorbed=self.absorbed, keys=k)
         v = p.latent_values(latent=latent, up=self.up_value)
-        attended = partial(p.softmax_attention, q=q, k=k, v=v, **said)
+        attended = partial(getattr(p, word), q=q, k=k, v=v, **said)
         return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **said))
 
     def refuse_blocks(self, source: Any) -> None:

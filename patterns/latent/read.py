@@ -25,6 +25,7 @@ from fusion.graph.proof import must, proof, proven
 from patterns.latent.words import ABSORBED_QUERY, HEAD_LANES, LATENT_KEYS, LATENT_QUERIES, LATENT_VALUES
 
 Operands = dict[Value, Reading]
+_NO_LATENT = "the rows that are listed are no latent with rotated lanes, of which the values are the latent"
 
 
 @dataclass(frozen=True)
@@ -135,11 +136,17 @@ def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
 
 @reader(
     gives=(LATENT_QUERIES, LATENT_KEYS, LATENT_VALUES, ABSORBED_QUERY, HEAD_LANES),
-    needs=("softmax_attention", "topk_mask", "rotation"),
+    needs=("softmax_attention", "listed_attention", "topk_mask", "rotation"),
 )
 def latent_operands(graph: Graph) -> Iterator[Found]:
     """What queries, keys and values of attention are, if they come from a latent; why they do not."""
     listed = {value for value, _ in (*graph.readings.all("topk_mask"), *graph.readings.missed("sparse_attention"))}
+    for root, attention in graph.readings.all("listed_attention"):
+        parts = latents(graph.algebra, graph.readings, attention)
+        if isinstance(parts, dict):
+            yield from parts.items()
+        else:
+            yield root.arg, Miss("sparse_attention", parts or _NO_LATENT)  # what reads so itself is no miss
     for _, attention in graph.readings.all("softmax_attention"):
         parts = latents(graph.algebra, graph.readings, attention)
         if isinstance(parts, str):

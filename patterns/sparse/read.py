@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusion import reader
-from fusion.analysis.affine import number
+from fusion.analysis.affine import Formula, number
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.row_layout import Step, arranged, arrangement, row_step, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
@@ -27,7 +27,7 @@ from patterns.attention.masks import MOVED, Masks, Term, mask_on
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
-_SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
+NOT_A_SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
 _SIGN = "scores are multiplied by a number that is not positive, which changes their order"
 
 
@@ -106,6 +106,25 @@ def lightning_indexers(graph: Graph) -> Iterator[Found]:
 
 def lightning_indexer(assumed: Assumed, places: Value) -> Reading | str:
     """What lists the keys, if it is a lightning indexer; why it is none."""
+    found = indexed(assumed, places)
+    if isinstance(found, str):
+        return found
+    listed = assumed.algebra.reshape(places, (*found.captures["query"].shape[:2], places.attrs[0]))
+    captures = {**found.captures, "places": listed}
+    return Reading("lightning_indexer", captures, found.masks.positions.names())
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """A lightning indexer: what is said of it, the masks of what it chooses from, and where they let a key through."""
+
+    captures: dict[str, Any]
+    masks: Masks
+    seen: Formula
+
+
+def indexed(assumed: Assumed, places: Value) -> Indexed | str:
+    """The indexer that lists places; why it is none."""
     a = assumed.algebra
     if places.op != "largest_index":
         return "the keys that are listed are not the largest of a row of scores"
@@ -119,7 +138,7 @@ def lightning_indexer(assumed: Assumed, places: Value) -> Reading | str:
     batch, queries, _, _ = query.shape
     keys = key.shape[1]
     if found.shape[-2:] != (queries, keys) or prod(found.shape[:-2]) != batch or places.shape[-2:-1] != (queries,):
-        return _SUM
+        return NOT_A_SUM
     masks = assumed.masks(found.shape, found.terms, (batch, 1, queries, keys))
     formula = masks.visible()
     if isinstance(formula, str):
@@ -130,9 +149,7 @@ def lightning_indexer(assumed: Assumed, places: Value) -> Reading | str:
     count = _at_most(places.attrs[0])
     if count is None:
         return "how many keys are listed is not known"
-    listed = a.reshape(places, (batch, queries, places.attrs[0]))
-    captures = {"query": query, "key": key, "weights": weights, "places": listed, "count": count}
-    return Reading("lightning_indexer", captures | words, masks.positions.names())
+    return Indexed({"query": query, "key": key, "weights": weights, "count": count, **words}, masks, formula)
 
 
 def _at_most(count: Any) -> int | None:
@@ -182,10 +199,10 @@ def _parts(a: Algebra, total: Value) -> tuple[Value, Value, Value] | str:
         rows = (*query.shape[:3], 1)
         weights = a.permute(weights, order)
         if broadcast(weights.shape, rows) != rows:
-            return _SUM
+            return NOT_A_SUM
         weights = _plain(a, a.reshape(a.expand(weights, rows), rows[:3]))
         return (query, key, weights) if isinstance(weights, Value) else weights
-    return _SUM
+    return NOT_A_SUM
 
 
 def _products(a: Algebra, total: Value) -> list[tuple[Value, Value, tuple[int, ...]]]:

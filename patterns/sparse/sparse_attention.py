@@ -1,7 +1,8 @@
 """out = softmax(scale · q kᵀ over the keys that an indexer lists) v, of keys and values that one latent gives.
 
 *Matches* dense attention behind a mask of listed keys, with keys and values expanded from a latent (DeepSeek-V3.2,
-2025), over rows, or over pages that block tables name. *Replaces with* `npu_lightning_indexer` and
+2025), over rows, or over pages that block tables name; or attention over rows of a latent that the model gathers by a
+list itself (FlashMLA, 2025). *Replaces with* `npu_lightning_indexer` and
 `npu_sparse_flash_attention` on the latent itself, in place: queries and results take the expansion over (`q · (W c) =
 (q W) · c`), which is exact for every list of keys.
 """
@@ -21,7 +22,7 @@ from patterns.attention.sources import Rows
 from patterns.attention.visibility import Visibility
 from patterns.latent.encodings import Plain
 from patterns.latent.head_projection import expanded
-from patterns.sparse.listing import Listing, PagedListing
+from patterns.sparse.listing import GatheredRows, IndexedRows, Listing, PagedIndexedRows, PagedListing
 from patterns.sparse.pages import LatentPages
 
 SOURCES = (Rows, LatentPages)
@@ -55,9 +56,15 @@ class SparseAttention(Rule):
         """The keys are listed in whatever way."""
         return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.listed(p)))
 
+    @pattern
+    @variants(listing=(IndexedRows, PagedIndexedRows, GatheredRows), source=SOURCES)
+    def by_gathered_rows(self, p, listing, source, encoding: Any = Plain, result: Any = Output, scale=scalar()):
+        """The rows that are listed are gathered first."""
+        return encoding.terms(p, source, result, dict(listing.gathered(p), scale=scale), "listed_attention")
+
     def guard(self, listing: Any, source: Any, seen: Any):
         """What the operator gives for a query without keys, and how it reads pages."""
-        listing.refuse(seen.fully_masked_row)
+        listing.refuse(seen)
         source.refuse_blocks()
 
     @lowering
@@ -77,7 +84,7 @@ class SparseAttention(Rule):
 
 def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, scale: float) -> Tensor:
     """Absorbed queries over the listed rows of a latent, as [B, S, N, C]."""
-    query, rope = (each.transpose(1, 2) for each in encoding.queries())
+    query, rope = listing.posed(*(each.transpose(1, 2) for each in encoding.queries()))
     batch = query.shape[0]
     rows, turned = source.read(batch)
     room, how = source.keys(batch), dict[str, Any](layout_kv="BSND")
@@ -85,7 +92,8 @@ def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, scale: f
     if source.paged:
         room, how = None, dict(layout_kv="PA_BSND", block_table=source.block_table.int())
     mode, lengths = listing.lengths(query, keys, room)
-    return torch.ops.npu.npu_sparse_flash_attention(
+    y = torch.ops.npu.npu_sparse_flash_attention(
         query, rows, rows, listed, scale, actual_seq_lengths_kv=lengths, query_rope=rope, key_rope=turned,
         sparse_block_size=1, layout_query="BSND", sparse_mode=mode, attention_mode=2, **how,
     )[0]  # fmt: skip
+    return listing.restored(y, listed)

@@ -20,3 +20,19 @@ LIGHTNING_INDEXER = word(
     "places of the K largest of Σ_n weights[i, n] · relu(query[i, n] · key[j]) [B, S, K]",
     query="[B, S, N, D]", key="[B, T, D]", weights="[B, S, N]", places="the list itself", count="K", **_SEEN,
 )  # fmt: skip
+LISTED_ATTENTION = word(
+    "listed_attention",
+    "softmax(scale · q kᵀ) v over the keys in a list, each as often as it is named, arranged as output_view says",
+    q="[B, N, S, D]", k="[B, 1, T, D]", v="[B, 1, T, E]", scale="a number",
+    places="[B, S, K]; one that is negative hides its entry",
+    hidden="[B, S, K], True for an entry that is hidden besides",
+    ends="whether an entry that is hidden is followed by hidden ones alone",
+    fully_masked_row='"zero", "nan" or "mean" (of the rows at all places): what a query gives of which all is hidden',
+    output_view="steps from [B, N, S, E] to the value; sizes that are symbolic by name",
+)  # fmt: skip
+INDEXER_LIST = word(
+    "indexer_list",
+    "what a lightning indexer lists for each query, best first, and -1 behind it where a query sees fewer keys [.., K]",
+    query="[B, S, N, D]", key="[B, T, D]", weights="[B, S, N]", count="K", **_SEEN, dtype="of the list",
+    entries="how many keys are listed, as many as there are where these are fewer than K",
+)  # fmt: skip

@@ -88,7 +88,14 @@ def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translat
     """x modulo a positive number, never negative itself; or x divided by it and rounded down."""
     must(isinstance(x, Value))  # of a number by a tensor nothing is known
     fits = x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
-    return a.make(op, (x,), (divisor,), x.shape, x.dtype) if fits else None
+    return _of_whole(a, op, x, (divisor,)) if fits else None
+
+
+def _of_whole(a: Algebra, op: str, x: Value, attrs: tuple[Any, ...]) -> Value:
+    """A function of single whole numbers; what is repeated is repeated behind it."""
+    if x.op == "expand":
+        return a.expand(_of_whole(a, op, x.arg, attrs), x.shape)
+    return a.make(op, (x,), attrs, x.shape, x.dtype)
 
 
 _floor_divide = partial(_by_divisor, "floor_divide")
@@ -109,7 +116,7 @@ def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) ->
     if proven(x.dtype).is_floating_point:
         return a.make("clip", (x,), tuple(map(float, limits)), x.shape, x.dtype)
     must(x.dtype in INDEX_DTYPES)  # others wrap round what they cannot hold
-    return a.make("clamp", (x,), limits, x.shape, x.dtype)
+    return _of_whole(a, "clamp", x, limits)
 
 
 @translates("aten.maximum.default")

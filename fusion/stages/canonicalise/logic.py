@@ -4,6 +4,7 @@ arange(start, …, step)          → arange: start + step · position      zero
 x >= y, x > y                   → compare(y ≤ x), compare(y < x)       tril, triu            → where
 masked_fill(x, c, v)            → where(c, v, x)                       softmax in all forms  → softmax
 x.scatter(-1, places, value)    → where(chosen(places), value, x)      chosen: true at the places that a row lists
+x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end
 
 The k largest are values "largest" and places "largest_index", which share x and k. Sorted or not: where a model asks
 for no order, descending is one of those that it may get. Which of equal values are chosen, and in what order they
@@ -91,7 +92,12 @@ translations(
 
 @translates("aten.bitwise_not.default", "aten.logical_not.default")
 def _not(a: Algebra, out: Out, x: Value) -> Translated:
-    return x.arg if x.op == "not" else pointwise(a, "not", (a.cast(x, torch.bool),), (), torch.bool)
+    return negated(a, a.cast(x, torch.bool))
+
+
+def negated(a: Algebra, x: Value) -> Value:
+    """Where booleans are not true."""
+    return x.arg if x.op == "not" else proven(pointwise(a, "not", (x,), (), torch.bool))
 
 
 def _isnan(a: Algebra, x: Value) -> Value:
@@ -136,6 +142,24 @@ def index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated:
     given = [(place, each) for place, each in enumerate(indices) if each is not None]
     must(all(isinstance(each, Value) and each.dtype in INDEX_DTYPES for _, each in given))
     return a.make("index", (x, *(each for _, each in given)), tuple(place for place, _ in given), out.shape, out.dtype)
+
+
+@translates("aten.gather.default")
+def _gather(a: Algebra, out: Out, x: Value, dim: int, places: Value, **kwargs: Any) -> Translated:
+    """Rows of the last dims, where places are repeated along these; x[i, ..] of its own position in every dim before.
+
+    A dim before that `x` is repeated along is left out, if all behind it are.
+    """
+    dim %= x.rank
+    source, listed = (each.arg if each.op == "expand" else each for each in (x, places))
+    rest = x.shape[dim + 1 :]
+    must(all(size == 1 for size in listed.shape[dim + 1 :]) and places.shape[dim + 1 :] == rest)
+    own = [size for size in source.shape[:dim] if size != 1]
+    if source.shape[dim:] != x.shape[dim:] or source.shape[: len(own)] != tuple(own):
+        source, own = x, list(x.shape[:dim])
+    must(tuple(own) == places.shape[: len(own)])
+    numbers = a.reshape(a.expand(listed, (*places.shape[: dim + 1], *[1] * len(rest))), places.shape[: dim + 1])
+    return a.make("take", (a.reshape(source, (*own, *x.shape[dim:])), numbers), (), out.shape, out.dtype)
 
 
 def _softmax(empty: str, a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Translated:

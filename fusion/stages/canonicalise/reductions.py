@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from fusion.analysis.logarithms import differences, summed
 from fusion.graph import Algebra, Value
 from fusion.graph.proof import must, proven
+from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 
@@ -41,12 +42,19 @@ def _any(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Tra
     return a.reshape(a.reduce("any", a.cast(x, torch.bool), [dim]), out.shape)
 
 
+@translates("aten.all.dim")
+def _all(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
+    """Not any that is not."""
+    others = logic.negated(a, a.cast(x, torch.bool))
+    return logic.negated(a, a.reshape(a.reduce("any", others, [dim]), out.shape))
+
+
 def _variance(a: Algebra, x: Value, dim: Any, correction: Any) -> tuple[Value, Value]:
     """Variance about the mean, over (count - correction), and the mean."""
     axes, less = _axes(x, dim), 1 if correction is None else correction
     average = a.mean(x, axes)
     centred = proven(a.add(x, a.scale(average, -1)))
-    count: Any = prod(x.shape[axis] for axis in axes)
+    count: Any = math.prod(x.shape[axis] for axis in axes)
     must(isinstance(count, int) and isinstance(less, (int, float)) and less < count)
     return a.scale(a.mean(a.power(centred, 2), axes), count / (count - less)), average
 
@@ -81,14 +89,32 @@ def log_softmax(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> 
     return a.add(x, a.scale(a.reduce("log_sum_exp", x, [dim]), -1))
 
 
+def _but_infinite(x: Value) -> Value | None:
+    """y of where(y == -inf, inf, y), perhaps with other dims."""
+    below = x.below("reshape")
+    condition, number, other = below.args if below.op == "where" else (below, below, below)
+    lowest = condition.op == "compare" and condition.attrs == ("eq",) and condition.arg is other
+    bounds = [each.attrs for each in (*condition.args[1:], number) if each.op == "full"]
+    return other if lowest and bounds == [(-math.inf,), (math.inf,)] else None
+
+
 @translates("aten.exp.default")
 def exp(a: Algebra, out: Out, x: Value) -> Translated:
     """exp(x), where exp(x - log Σ exp(x)) is a softmax."""
     x = a.cast(x, out.dtype)
     for z, less in differences(x):
-        if summed(less) is z:
-            return a.make("softmax", (z,), (-1, "nan"), x.shape, x.dtype)
+        safe = _but_infinite(less)
+        if summed(less if safe is None else safe) is z:
+            return a.make("softmax", (z,), (-1, "nan" if safe is None else "zero"), x.shape, x.dtype)
     return a.unary("exp", x)
+
+
+@translates("aten.exp2.default")
+def _exp2(a: Algebra, out: Out, x: Value) -> Translated:
+    """exp(x · log 2), of each part of a sum by itself."""
+    x = a.cast(x, out.dtype)
+    parts = [a.scale(each, math.log(2)) for each in (x.args if x.op == "add" else (x,))]
+    return exp(a, out, parts[0] if len(parts) == 1 else proven(a.add(*parts)))
 
 
 translations(

@@ -153,9 +153,12 @@ class PlanBook:
             return refused
         ran = Run(tuple(recorder.steps), inputs)
         used = ran.used | {each.name for each in named if isinstance(each, Input)}
-        return Plan(
-            tuple(ran.steps), named, results, self._limits(ran, kept.prepared), self._costs(ran, kept.owned), used
-        )
+        limits = {**self._limits(ran, kept.prepared), **self._refused_on(lowering)}
+        return Plan(tuple(ran.steps), named, results, limits, self._costs(ran, kept.owned), used)
+
+    def _refused_on(self, lowering: Lowering) -> dict[str, str]:
+        """The targets on which a lowering does not give what its rule means, and why."""
+        return {each.name: lowering.refused_on[each.name] for each in self._targets if each.name in lowering.refused_on}
 
     def _fitted(self, result: torch.Tensor, value: Value) -> torch.Tensor:
         """A result with the dims of size 1 that the model's has."""

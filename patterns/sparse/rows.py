@@ -1,0 +1,127 @@
+"""Rows that are gathered by a list of places: x[r, :] = source[g(r), places[r], :].
+
+    source[:, places]    source[arange(B)[:, None], places]    source.index_select(0, places)    source.gather(1, ..)
+
+A table of pages that is read as rows is a source too, and so is [Block, Size, D] with the places block · Size + offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from fusion.analysis.runs import Run, run, wrapped
+from fusion.graph import Algebra, Value
+from fusion.graph.algebra import widens
+from fusion.graph.proof import must, proof, proven
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Rows of a source [G, T, D] at places [*R]: those of row-major R are of the first of the G groups, of the next, ..
+
+    `counted_back`: whether a negative place counts from the end of the source; else there is none.
+    """
+
+    source: Value
+    places: Value
+    counted_back: bool
+
+    @property
+    def groups(self) -> Any:
+        """How many groups of rows there are."""
+        return self.source.shape[0]
+
+
+@proof
+def gathered(a: Algebra, x: Value) -> Gathered | None:
+    """`x` [*R, D] as rows of a source, below views that leave every row together, and before it was widened."""
+    match x.op:
+        case "cast" | "reshape" | "permute" | "expand":
+            return _viewed(a, x, proven(gathered(a, x.arg)))
+        case "slice" if x.attrs[0] == x.rank - 1:
+            below = proven(gathered(a, x.arg))
+            return Gathered(proven(a.slice(below.source, 2, *x.attrs[1:])), below.places, below.counted_back)
+        case "cat" if x.attrs == (x.rank - 1,):
+            return _joined(a, [proven(gathered(a, each)) for each in x.args])
+        case "take":
+            return _taken(a, x)
+        case "index":
+            return _indexed(a, x)
+        case _:
+            return None
+
+
+def _viewed(a: Algebra, x: Value, below: Gathered) -> Gathered:
+    """The same before a cast that loses nothing, or after a view of rows that keeps groups one behind the other."""
+    if x.op == "cast":
+        must(widens(x.arg.dtype, x.dtype))
+        return below
+    must(x.shape[-1] == x.arg.shape[-1])
+    if x.op == "reshape":
+        return Gathered(below.source, a.reshape(below.places, x.shape[:-1]), below.counted_back)
+    must(below.groups == 1 or x.arg.shape[0] == below.groups == x.shape[0])
+    if x.op == "expand":
+        return Gathered(below.source, a.expand(below.places, x.shape[:-1]), below.counted_back)
+    must(x.attrs[-1] == x.rank - 1 and (below.groups == 1 or x.attrs[0] == 0))
+    return Gathered(below.source, a.permute(below.places, x.attrs[:-1]), below.counted_back)
+
+
+def _joined(a: Algebra, parts: list[Gathered]) -> Gathered:
+    """Lanes side by side, each of a source of its own, at the same places."""
+    first = parts[0]
+    for each in parts[1:]:
+        must((each.places, each.counted_back) == (first.places, first.counted_back))
+        must(each.source.shape[:2] == first.source.shape[:2])
+    return Gathered(a.cat([each.source for each in parts], 2), first.places, first.counted_back)
+
+
+def _rows(a: Algebra, source: Value, lead: int) -> Value:
+    """[*lead dims, T, .., D] as [G, T, D], where one row lies behind a place."""
+    must(source.rank > lead + 1 and all(size == 1 for size in source.shape[lead + 1 : -1]))
+    return a.reshape(source, (prod(source.shape[:lead]), source.shape[lead], source.shape[-1]))
+
+
+def _taken(a: Algebra, x: Value) -> Gathered:
+    """Each group of its own dims before."""
+    source, places = x.args
+    lead = source.rank - (x.rank - places.rank) - 1
+    return Gathered(_rows(a, source, lead), a.reshape(places, x.shape[:-1]), counted_back=False)
+
+
+def _indexed(a: Algebra, x: Value) -> Gathered | None:
+    """One index, of a dim behind that of groups or not; or two, of which one names every group, or a page."""
+    source, *index = x.args
+    match x.attrs:
+        case (0,):
+            return Gathered(_rows(a, source, 0), a.reshape(index[0], x.shape[:-1]), counted_back=True)
+        case (1,):
+            batch = source.shape[:1]
+            every = a.expand(a.reshape(index[0], (1, *index[0].shape)), (*batch, *index[0].shape))
+            return Gathered(_rows(a, source, 1), a.reshape(every, x.shape[:-1]), counted_back=True)
+        case (0, 1):
+            return _by_two(a, x, source, *index)
+        case _:
+            return None
+
+
+def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) -> Gathered:
+    """source[first, second]: the rows of every group by a list of its own, or those of pages."""
+    dims = x.shape[: x.rank - source.rank + 2]
+    groups, size = source.shape[:2]
+    if groups == 1 or _counts(a, first, groups, len(dims)):
+        return Gathered(_rows(a, source, 1), a.reshape(a.expand(second, dims), x.shape[:-1]), counted_back=True)
+    must(isinstance(groups, int) and isinstance(size, int))
+    page, offset = (a.cast(wrapped(a, each, many), torch.int64) for each, many in ((first, groups), (second, size)))
+    places = a.expand(proven(a.add(a.scale(page, int(size)), offset)), dims)
+    flat = a.reshape(source, (groups * size, *source.shape[2:]))
+    return Gathered(_rows(a, flat, 0), a.reshape(places, x.shape[:-1]), counted_back=False)
+
+
+def _counts(a: Algebra, index: Value, groups: Any, rank: int) -> bool:
+    """Whether an index of so many dims names every group by its own number along the first, and along no other."""
+    whole = index.rank == rank and index.shape == (groups, *[1] * (rank - 1))
+    return whole and run(a, a.reshape(index, (groups,))) == Run(None, 0)

@@ -1,0 +1,226 @@
+"""Lists of keys that a model uses itself: as DeepSeek-V3.2, vLLM and SGLang write them, and what looks like them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patterns.examples.sparse_attention import by_einsum, by_matmul, by_sum, index
+from tests.corpus.base import activations
+
+B, S, T, K, LARGE = 2, 6, 16, 4, 128
+Inputs = tuple[Tensor, ...]
+
+
+def indexed(queries: int, keys: int) -> Inputs:
+    """Queries [B, S, H, T], keys [B, T, T] and weights [B, S, H] whose sums differ and are rounded by no dtype."""
+    query, key, weights = index(queries, keys)
+    return query, key.expand(B, -1, -1).clone(), weights
+
+
+def prompt(keys: int = T) -> Inputs:
+    """As many queries as keys."""
+    return indexed(keys if keys == LARGE else T, keys)
+
+
+def step(keys: int = T) -> Inputs:
+    return indexed(1, keys)
+
+
+def with_lengths(keys: int = T) -> Inputs:
+    """One query, and how many keys each sequence has, fewer than are listed of one."""
+    return *indexed(1, keys), torch.tensor([K - 1, keys - 2])
+
+
+def attended(keys: int = T) -> Inputs:
+    """The same, with a query [B, S, N, D] and the rows [B, T, D] that it attends to."""
+    lanes, heads = (576, 16) if keys == LARGE else (24, 4)
+    return *with_lengths(keys), activations(3, B, 1, heads, lanes), activations(4, B, keys, lanes)
+
+
+def attended_in_line(keys: int = T) -> Inputs:
+    """The same of a prompt."""
+    lanes, heads = (576, 16) if keys == LARGE else (24, 4)
+    given = prompt(keys)
+    return *given, activations(3, B, given[0].shape[1], heads, lanes), activations(4, B, keys, lanes)
+
+
+def later(scores: Tensor) -> Tensor:
+    """Where a key stands behind the query [S, T]."""
+    return torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+
+
+def hidden(scores: Tensor) -> Tensor:
+    return scores.masked_fill(later(scores), -math.inf)
+
+
+def attend(q: Tensor, kv: Tensor, places: Tensor, seen: Tensor | None) -> Tensor:
+    rows = kv[torch.arange(B)[:, None, None], places.clamp(min=0)]
+    scores = q @ rows.mT * 0.3
+    scores = scores if seen is None else torch.where(seen.unsqueeze(2), scores, -math.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return weights @ rows[..., : 16 if q.shape[-1] == 24 else 512]
+
+
+# spellings -----------------------------------------------------------------------------------------------------------
+
+
+def returned(q, k, w):
+    return by_einsum(q, k, w).topk(K, -1)[1]
+
+
+def narrow(q, k, w):
+    return by_matmul(q, k, w).topk(K, dim=-1).indices.to(torch.int32)
+
+
+def as_many_as_there_are(q, k, w):
+    scores = by_sum(q, k, w)
+    return scores.topk(min(K, scores.shape[-1]), dim=-1).indices
+
+
+def sorted_first(q, k, w):
+    return by_einsum(q, k, w).sort(dim=-1, descending=True).indices[..., :K]
+
+
+def marked_by_scores(q, k, w):
+    best, places = hidden(by_einsum(q, k, w)).topk(K, -1)
+    return places.masked_fill(best == -math.inf, -1)
+
+
+def kept_by_scores(q, k, w):
+    best, places = (
+        by_matmul(q, k, w) + torch.zeros(q.shape[1], k.shape[1]).masked_fill(later(by_matmul(q, k, w)), -math.inf)
+    ).topk(K)
+    return torch.where(best > -math.inf, places, -1).to(torch.int32)
+
+
+def marked_by_places(q, k, w):
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return torch.where(places <= torch.arange(q.shape[1])[:, None], places, -1)
+
+
+def marked_by_the_mask(q, k, w):
+    """The mask at the places that were found."""
+    scores = by_einsum(q, k, w)
+    places = hidden(scores).topk(K, -1).indices
+    return places.masked_fill(later(scores).expand(scores.shape).gather(-1, places), -1)
+
+
+def marked_by_length(q, k, w, lengths):
+    scores = by_einsum(q, k, w).masked_fill(torch.arange(k.shape[1]) >= lengths[:, None, None], -math.inf)
+    places = scores.topk(K, -1).indices
+    return places.masked_fill(places >= lengths[:, None, None], -1)
+
+
+def last_of_several(q, k, w):
+    """Queries that stand behind so many keys that each sees enough."""
+    scores = by_einsum(q[:, : K + 1], k, w[:, : K + 1])
+    seen = torch.arange(k.shape[1]) <= torch.arange(K + 1)[:, None] + K - 1
+    return scores.masked_fill(~seen, -math.inf).topk(K, -1).indices
+
+
+def gathered(q, k, w, lengths, query, kv):
+    places = marked_by_length(q, k, w, lengths)
+    return attend(query, kv, places, places >= 0)
+
+
+def gathered_and_returned(q, k, w, lengths, query, kv):
+    places = returned(q, k, w)
+    return attend(query, kv, places, None), places
+
+
+def gathered_in_line(q, k, w, query, kv):
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return attend(query, kv, places, places <= torch.arange(q.shape[1])[:, None])
+
+
+Form = Callable[..., Any]
+RETURNED: dict[Form, Callable[[int], Inputs]] = {
+    returned: step, narrow: prompt, as_many_as_there_are: step, sorted_first: step, marked_by_scores: prompt,
+    kept_by_scores: prompt, marked_by_places: prompt, marked_by_the_mask: prompt, marked_by_length: with_lengths,
+    last_of_several: prompt,
+}  # fmt: skip
+GATHERED: dict[Form, Callable[[int], Inputs]] = {
+    gathered: attended, gathered_and_returned: attended, gathered_in_line: attended_in_line,
+}  # fmt: skip
+
+
+# look-alikes ---------------------------------------------------------------------------------------------------------
+
+
+def raw(q, k, w):
+    """Places of hidden keys stay what they are."""
+    return hidden(by_einsum(q, k, w)).topk(K, -1).indices
+
+
+def of_a_length(q, k, w):
+    """Only the first keys are seen, fewer than are listed."""
+    scores = by_einsum(q, k, w).masked_fill(torch.arange(k.shape[1]) >= K - 1, -math.inf)
+    return scores.topk(K, -1).indices
+
+
+def last_of_too_few(q, k, w):
+    """The first query sees a key less than are listed."""
+    scores = by_einsum(q[:, : K + 1], k, w[:, : K + 1])
+    seen = torch.arange(k.shape[1]) <= torch.arange(K + 1)[:, None] + K - 2
+    return scores.masked_fill(~seen, -math.inf).topk(K, -1).indices
+
+
+def itself_too(q, k, w):
+    """-1 for the query's own place as well."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return torch.where(places < torch.arange(q.shape[1])[:, None], places, -1)
+
+
+def some_of_them(q, k, w):
+    """The key right behind the query stays."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return torch.where(places <= torch.arange(q.shape[1])[:, None] + 1, places, -1)
+
+
+def zeros(q, k, w):
+    """Other numbers than -1."""
+    best, places = hidden(by_einsum(q, k, w)).topk(K, -1)
+    return places.masked_fill(best == -math.inf, 0)
+
+
+def the_others(q, k, w):
+    """-1 for those that are seen."""
+    best, places = hidden(by_einsum(q, k, w)).topk(K, -1)
+    return places.masked_fill(best != -math.inf, -1)
+
+
+def never(q, k, w):
+    """Scores that are lowered, but not to -inf."""
+    scores = by_einsum(q, k, w)
+    best, places = scores.masked_fill(later(scores), -30000.0).topk(K, -1)
+    return places.masked_fill(best == -math.inf, -1)
+
+
+def by_other_scores(q, k, w):
+    """The scores of another list."""
+    places, best = hidden(by_einsum(q, k, w)).topk(K, -1).indices, hidden(by_einsum(q, k, w * 2)).topk(K + 1, -1).values
+    return places.masked_fill(best[..., 1:] == -math.inf, -1)
+
+
+def of_the_next(q, k, w):
+    """-1 where the list of the next query has it."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return places.masked_fill(places.roll(1, 1) > torch.arange(q.shape[1])[:, None], -1)
+
+
+_FEW, _OTHERS = "fewer keys than are listed", "-1 is not written over the places"
+LOOKALIKES: dict[Form, str] = {
+    raw: _FEW, of_a_length: _FEW, last_of_too_few: _FEW, itself_too: _OTHERS, some_of_them: _OTHERS, zeros: _OTHERS,
+    the_others: _OTHERS, never: _OTHERS, by_other_scores: _OTHERS, of_the_next: _OTHERS,
+}  # fmt: skip
+
+
+def gathered_too_many(q, k, w, query, kv):
+    """One more key than those before the query is seen, if it is listed."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return attend(query, kv, places, places <= torch.arange(q.shape[1])[:, None] + 1)

@@ -1,0 +1,76 @@
+"""A list that a model uses itself is an indexer's where it has -1 for what a query does not see, or sees enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusion import Example
+from fusion.library import installed
+from fusion.options import Options
+from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
+
+from . import indexer_lists
+from .indexer_lists import GATHERED, LARGE, LOOKALIKES, RETURNED, Form
+
+RULES = {rule.name: rule for rule in installed().rules}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def tried(form: Form, rule: str, dtype: torch.dtype, level: Level = "composite", target: str = "host") -> Trial:
+    make: Callable[..., Any] = (RETURNED | GATHERED).get(form, indexer_lists.prompt)
+
+    def inputs(of: torch.dtype) -> tuple[Any, ...]:
+        given = make() if target == "host" else make(LARGE)
+        return tuple(each.to(of) if each.is_floating_point() else each for each in given)
+
+    options = Options(target=target, lower="eager")
+    return trial(RULES[rule], Example(form.__name__, form, inputs), dtype, level, options)
+
+
+def forms(t: Trial) -> list[str]:
+    assert not t.outcome.failures
+    return [each.match.form for each in t.outcome.chosen if each.match.rule is t.rule]
+
+
+@pytest.mark.parametrize("number", range(9), ids=lambda each: f"{LEVELS[each % 3]}-{DTYPES[each // 3]}")
+@pytest.mark.parametrize("form", RETURNED, ids=lambda each: each.__name__)
+def test_a_list_is_found_by_the_operator(form: Form, number: int, request: pytest.FixtureRequest):
+    t = tried(form, "indexer_topk", DTYPES[number // 3], LEVELS[number % 3])
+    assert forms(t) == ["listed[Indexer]"], "\n".join(map(str, t.outcome.refusals))
+    means_what_it_says(t)
+    emits_valid_calls(t)
+
+
+@pytest.mark.parametrize("form", GATHERED, ids=lambda each: each.__name__)
+def test_rows_of_a_list_are_attended_to(form: Form):
+    t = tried(form, "sparse_attention", torch.bfloat16)
+    (found,) = forms(t)
+    assert found in ("by_gathered_rows[IndexedRows, Rows]", "by_gathered_rows[GatheredRows, Rows]")
+    means_what_it_says(t)
+    emits_valid_calls(t)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", [*RETURNED, *GATHERED], ids=lambda each: each.__name__)
+def test_lists_of_the_size_of_a_chip(form: Form):
+    rule = "indexer_topk" if form in RETURNED else "sparse_attention"
+    t = tried(form, rule, torch.bfloat16, target="ascend910_93")
+    assert len(forms(t)) == 1, "\n".join(map(str, t.outcome.refusals))
+    assert form not in (indexer_lists.gathered, indexer_lists.gathered_in_line) or "IndexedRows" in forms(t)[0]
+    emits_valid_calls(t)
+
+
+@pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
+def test_look_alike_is_refused(form: Form):
+    t = tried(form, "indexer_topk", torch.bfloat16)
+    refuses(t, LOOKALIKES[form])
+    means_what_it_says(t)
+
+
+def test_a_chip_that_lists_in_no_order_is_refused():
+    t = tried(indexer_lists.returned, "indexer_topk", torch.bfloat16, target="ascend950")
+    refuses(t, "in no order")

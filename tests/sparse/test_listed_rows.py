@@ -1,0 +1,70 @@
+"""Attention over rows that a model gathers itself reads them in place; what only resembles it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fusion import Example
+from fusion.library import installed
+from fusion.options import Options
+from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
+
+from . import listed_rows
+from .listed_rows import LARGE, LOOKALIKES, ONE, SMALL, SPELLINGS, Form, Sizes
+
+RULE = next(each for each in installed().rules if each.name == "sparse_attention")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def settings(often: int) -> Iterator[Any]:
+    """Every spelling once at a level and in a dtype, one in so many at each push; in all of them every night."""
+    for number, form in enumerate(SPELLINGS):
+        for place in range(len(LEVELS) * len(DTYPES)):
+            level, dtype = LEVELS[(number + place) % 3], DTYPES[(number + place // 3) % 3]
+            marks = [pytest.mark.nightly] if place or number % often else []
+            yield pytest.param(form, level, dtype, id=f"{form.__name__}-{level}-{dtype}", marks=marks)
+
+
+def tried(form: Form, z: Sizes, dtype: torch.dtype, level: Level = "composite", target: str = "host") -> Trial:
+    def inputs(of: torch.dtype) -> tuple[Any, ...]:
+        given = SPELLINGS.get(form, listed_rows.batched)(z)
+        return tuple(each.to(of) if each.is_floating_point() else each for each in given)
+
+    example = Example(form.__name__, form, inputs)
+    return trial(RULE, example, dtype, level, Options(target=target, lower="eager"))
+
+
+def reads_in_place(t: Trial) -> None:
+    (form,) = (each.match.form for each in t.outcome.chosen if each.match.rule is RULE)
+    assert form == "by_gathered_rows[GatheredRows, Rows]"
+    assert not t.outcome.failures
+    means_what_it_says(t)
+    emits_valid_calls(t)
+
+
+@pytest.mark.parametrize(("form", "level", "dtype"), settings(1))
+def test_rows_are_read_in_place(form: Form, level: Level, dtype: torch.dtype):
+    reads_in_place(tried(form, SMALL, dtype, level))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
+def test_one_query_of_one_sequence(form: Form):
+    reads_in_place(tried(form, ONE, torch.bfloat16))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
+def test_rows_of_the_size_of_a_chip(form: Form):
+    reads_in_place(tried(form, LARGE, torch.bfloat16, target="ascend910_93"))
+
+
+@pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
+def test_look_alike_is_refused(form: Form):
+    t = tried(form, SMALL, torch.bfloat16)
+    refuses(t, LOOKALIKES[form])
+    means_what_it_says(t)
