@@ -34,6 +34,7 @@ from patterns.quant.quant_matmul import QuantMatmul
 from patterns.quant.read_matmul import int8_matmuls
 from patterns.quant.read_packed_rows import packed_rows
 from patterns.quant.read_quantise import quantised
+from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.rotary.partial_rope import PartialRope
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
@@ -86,6 +87,7 @@ _READERS = (
     page_gathers,
     quantised,
     packed_rows,
+    unpacked_rows,
     int8_matmuls,
     linears,
     int8_queries,

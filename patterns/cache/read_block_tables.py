@@ -46,11 +46,13 @@ _ATTENTION = ("softmax_attention", "listed_attention")
 _INDEXERS = ("lightning_indexer", "indexer_list")
 
 
-@reader(gives=(PAGED_ROWS,), needs=(*_ATTENTION, *_INT8, *_OF_LATENTS, *_INDEXERS))
+@reader(gives=(PAGED_ROWS,), needs=(*_ATTENTION, *_INT8, *_OF_LATENTS, "unpacked_latent", *_INDEXERS))
 def block_tables(graph: Graph) -> Iterator[Found]:
     """Keys, values and latents of attention, and keys of indexers, that are gathered from pages."""
     indexed = (each.captures["key"] for _, each in graph.readings.all(*_INDEXERS))
     yield from _each(graph, ((key, (key.shape[0], 1, *key.shape[1:])) for key in indexed))
+    packed = (each.captures["rows"] for _, each in graph.readings.all("unpacked_latent"))
+    yield from _each(graph, ((rows, (*_by_sequence(rows), rows.shape[-1])) for rows in packed))
     for _, attention in graph.readings.all(*_INT8):
         yield from _of_int8(graph, attention)
     for _, attention in graph.readings.all(*_ATTENTION):
@@ -82,6 +84,12 @@ def _keys(latent: Value, batch: Any) -> Any:
     count = prod(latent.shape[:-1])
     packed = latent.shape[0] != batch and isinstance(count, int) and isinstance(batch, int) and batch > 0
     return count // batch if packed else prod(latent.shape[1:-1])
+
+
+def _by_sequence(rows: Value) -> tuple[Any, int, Any]:
+    """B, one head, and T of rows [B, .., Row], or [T, Row] of one sequence."""
+    lead = rows.shape[:-1] if rows.rank > 2 else (1, *rows.shape[:-1])
+    return lead[0], 1, prod(lead[1:])
 
 
 def _latents(reading: Reading | None) -> list[Value]:

@@ -22,7 +22,7 @@ from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Miss, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.masks import Masks, unseen
-from patterns.sparse.rows import gathered
+from patterns.sparse.rows import distinct, gathered
 
 _VIEWS = ("reshape", "expand", "permute")
 
@@ -152,7 +152,8 @@ def listed_attention(masks: Masks, of: Operands, scale: float, softmax: str) -> 
         "k": a.reshape(k.source, (groups, 1, *k.source.shape[1:])),
         "v": a.reshape(v.source, (groups, 1, *v.source.shape[1:])),
         "places": a.reshape(places, (*batch, places.shape[-1])), "scale": scale, "fully_masked_row": empty,
-        "ends": positive if told else entries.is_tail() and empty != "mean", "output_view": view,
+        "distinct": distinct(places), "ends": positive if told else entries.is_tail() and empty != "mean",
+        "output_view": view,
     }  # fmt: skip
     if hidden is not None:
         said["hidden"] = a.reshape(hidden, (*batch, places.shape[-1]))

@@ -45,8 +45,13 @@ class Listing(Indexer):
     def refuse(self, seen: Any) -> None:
         """Refuse a query that no key is left for, of which the operator gives 0."""
         self.refuse_blocks()
-        left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and self.query is not None)
+        every = self.mask_kind == "none" and self.kv_len is None and self.kv_lens is None  # what is listed is seen
+        left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and (every or self.query is not None))
         require(left, "a query for which no key is left gives the mean of all values, the operator gives 0")
+
+    def is_distinct(self) -> bool:
+        """Whether the list that the operator is given names no key twice: what is named again is left out of it."""
+        return True
 
     def posed(self, *queries: Tensor) -> Sequence[Tensor]:
         """Queries [B, S, N, C] and [B, S, N, Dr] for which the operator gives what the model does."""
@@ -81,12 +86,14 @@ class GatheredRows(Group):
     Attributes:
         places: numbers of rows, negative ones of entries that are hidden.
         hidden: which entries are hidden besides.
+        distinct: whether no row of them names a key twice.
         ends: whether behind a hidden entry there are hidden ones alone.
         fully_masked_row: what a query without keys gives.
     """
 
     places: Any = tensor("B S K")
     hidden: Any = tensor("B S K", optional=True)
+    distinct: Any = attribute()
     ends: Any = attribute(True, False)
     fully_masked_row: Any = attribute()
 
@@ -96,6 +103,10 @@ class GatheredRows(Group):
 
     def refuse(self, seen: Any) -> None:
         """What a query without keys gives is restored."""
+
+    def is_distinct(self) -> bool:
+        """Whether the list that the operator is given names no key twice."""
+        return self.distinct
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
         """As of an indexer: every query may see all of the keys."""
@@ -137,16 +148,23 @@ class IndexedRows(Indexer):
     Attributes:
         fully_masked_row: what a query without keys gives.
         dtype, entries: of the list, and how many each query has.
+        distinct: whether no row of it names a key twice.
     """
 
     fully_masked_row: Any = attribute()
+    distinct: Any = attribute()
     dtype: Any = attribute()
     entries: Any = attribute()
 
     def gathered(self, p) -> dict[str, Any]:
         """As the reader says it."""
         places = p.indexer_list(dtype=self.dtype, entries=self.entries, **self.said(p))
-        return dict(places=places, ends="indexer", fully_masked_row=self.fully_masked_row)
+        rows = dict(fully_masked_row=self.fully_masked_row, distinct=self.distinct)
+        return dict(places=places, ends="indexer", **rows)
+
+    def is_distinct(self) -> bool:
+        """An indexer names no key twice."""
+        return True
 
     def refuse(self, seen: Any) -> None:
         """What a query without keys gives is restored."""

@@ -1,15 +1,42 @@
-"""Pages as the operators of sparse attention read them: rows of one head, by one block table for each call."""
+"""Where the latent of sparse attention lies: in rows, or in pages of rows of one head, by one block table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusion import attribute, require, tensor
 from patterns.attention import calls
 from patterns.attention.pages import Pages
+from patterns.attention.sources import Rows
+
+ROWS: dict[str, Any] = {"layout_kv": "BSND"}
+"""What an operator is told of rows."""
+
+
+def attended(queries: calls.Parts, kv: calls.Parts, listed: Tensor, scale: float, **where: Any) -> Tensor:
+    """Absorbed queries [B, S, N, C] and rotated lanes over the listed rows of a latent, as [B, S, N, C]."""
+    (query, query_rope), (rows, key_rope) = queries, kv
+    return torch.ops.npu.npu_sparse_flash_attention(
+        query, rows, rows, listed, scale, query_rope=query_rope, key_rope=key_rope, sparse_block_size=1,
+        layout_query="BSND", attention_mode=2, **where,
+    )[0]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LatentRows(Rows):
+    """Rows of a latent, and of its rotated lanes."""
+
+    def refuse_lists(self, distinct: bool) -> None:
+        """A key counts as often as a list names it."""
+
+    def attended(self, queries: calls.Parts, listed: Tensor, scale: float, **seen: Any) -> Tensor:
+        """See `attended`."""
+        rows, turned = self.read(queries[0].shape[0])
+        return attended(queries, (rows, turned), listed, scale, **ROWS, **seen)
 
 
 @dataclass(frozen=True)
@@ -34,9 +61,18 @@ class LatentPages(Pages):
             one, "the pages of a latent and of its rotated lanes have block tables of their own: the operator has one"
         )
 
-    def read(self, batch: Any, heads: Any = 1) -> list[Tensor]:
-        """Both as [Block, Size, 1, D]."""
-        return [read(each, self.size) for each in (self.first_pages, self.second_pages)]
+    def refuse_lists(self, distinct: bool) -> None:
+        """A key counts as often as a list names it."""
+
+    def attended(self, queries: calls.Parts, listed: Tensor, scale: float, **seen: Any) -> Tensor:
+        """See `attended`."""
+        rows, turned = (read(each, self.size) for each in (self.first_pages, self.second_pages))
+        return attended(queries, (rows, turned), listed, scale, **paged(self.block_table), **seen)
+
+
+def paged(block_table: Tensor) -> dict[str, Any]:
+    """What an operator is told of pages."""
+    return {"layout_kv": "PA_BSND", "block_table": block_table.int()}
 
 
 def of_rows(*layouts: str) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import torch
-
 from fusion import reader
 from fusion.analysis.affine import Formula, number
 from fusion.analysis.dtypes import is_rounding
@@ -24,6 +22,7 @@ from fusion.graph.contractions import swapped
 from patterns.attention.assumed import Assumed
 from patterns.attention.bounds import Limits, sees_some
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
+from patterns.sparse.rows import distinct
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
@@ -57,19 +56,8 @@ def topk_mask(masks: Masks, mask: Value) -> dict[Value, Reading | Miss]:
         }
     count = places.shape[-1]
     listed = a.expand(a.reshape(places, (prod(lead), queries, count)), (batch, queries, count))
-    captures = {"places": listed, "distinct": _distinct(places), **words}
+    captures = {"places": listed, "distinct": distinct(places), **words}
     return {mask: Reading("topk_mask", captures, positions.names())}
-
-
-def _distinct(places: Value) -> bool:
-    """Whether no row of places names one of them twice."""
-    while places.op in ("cast", "reshape", "permute", "expand", "slice"):
-        kept = places.op == "slice" or places.shape[-1:] == places.arg.shape[-1:]
-        moved = places.op == "permute" and places.attrs[-1] != places.rank - 1
-        if not kept or moved or places.dtype not in (torch.int32, torch.int64):
-            return False
-        places = places.arg
-    return places.op == "largest_index"
 
 
 def _miss(reason: str) -> Miss:

@@ -17,6 +17,7 @@ from fusion.analysis.runs import Run, run, wrapped
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 from fusion.graph.proof import must, proof, proven
+from patterns.quant.read_unpacked_rows import latent, unpacked_latent
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Gathered:
 def gathered(a: Algebra, x: Value) -> Gathered | None:
     """`x` [*R, D] as rows of a source, below views that leave every row together, and before it was widened."""
     match x.op:
+        case "cast" | "reshape" if (packed := latent(a, x)) is not None:
+            below = proven(gathered(a, packed.rows))
+            source = unpacked_latent(a, below.source, packed.width, packed.tile, x.dtype)
+            return Gathered(source, a.reshape(below.places, x.shape[:-1]), below.counted_back)
+        case "bits":
+            below = proven(gathered(a, x.arg))
+            source = a.make("bits", (below.source,), (), (*below.source.shape[:-1], x.shape[-1]), x.dtype)
+            return Gathered(source, below.places, below.counted_back)
         case "cast" | "reshape" | "permute" | "expand":
             return _viewed(a, x, proven(gathered(a, x.arg)))
         case "slice" if x.attrs[0] == x.rank - 1:
@@ -125,3 +134,14 @@ def _counts(a: Algebra, index: Value, groups: Any, rank: int) -> bool:
     """Whether an index of so many dims names every group by its own number along the first, and along no other."""
     whole = index.rank == rank and index.shape == (groups, *[1] * (rank - 1))
     return whole and run(a, a.reshape(index, (groups,))) == Run(None, 0)
+
+
+def distinct(places: Value) -> bool:
+    """Whether no row of places names one of them twice, but for negative numbers, which name none."""
+    while places.op in ("cast", "reshape", "permute", "expand", "slice"):
+        kept = places.op == "slice" or places.shape[-1:] == places.arg.shape[-1:]
+        moved = places.op == "permute" and places.attrs[-1] != places.rank - 1
+        if not kept or moved or places.dtype not in (torch.int32, torch.int64):
+            return False
+        places = places.arg
+    return places.op == "largest_index"

@@ -3,7 +3,8 @@
 *Matches* dense attention behind a mask of listed keys, with keys and values expanded from a latent (DeepSeek-V3.2,
 2025), over rows, or over pages that block tables name; or attention over rows of a latent that the model gathers by a
 list itself (FlashMLA, 2025). *Replaces with* `npu_lightning_indexer` and
-`npu_sparse_flash_attention` on the latent itself, in place: queries and results take the expansion over (`q · (W c) =
+`npu_sparse_flash_attention` on the latent itself, in place, or on packed rows with
+`npu_kv_quant_sparse_flash_attention`: queries and results take the expansion over (`q · (W c) =
 (q W) · c`), which is exact for every list of keys.
 """
 
@@ -18,14 +19,14 @@ from torch import Tensor
 from fusion import Rule, lowering, pattern, scalar, variants
 from patterns.attention.calls import viewed
 from patterns.attention.results import Output
-from patterns.attention.sources import Rows
 from patterns.attention.visibility import Visibility
 from patterns.latent.encodings import Plain
 from patterns.latent.head_projection import expanded
 from patterns.sparse.listing import GatheredRows, IndexedRows, Listing, PagedIndexedRows, PagedListing
-from patterns.sparse.pages import LatentPages
+from patterns.sparse.packed import PackedPages, PackedRows
+from patterns.sparse.pages import LatentPages, LatentRows
 
-SOURCES = (Rows, LatentPages)
+SOURCES = (LatentRows, LatentPages, PackedRows, PackedPages)
 VALUES = ("transposed", "multiplied")
 """How the values of all heads are expanded, see `expanded`."""
 
@@ -66,6 +67,7 @@ class SparseAttention(Rule):
         """What the operator gives for a query without keys, and how it reads pages."""
         listing.refuse(seen)
         source.refuse_blocks()
+        source.refuse_lists(listing.is_distinct())
 
     @lowering
     @variants(values=VALUES)
@@ -85,15 +87,8 @@ class SparseAttention(Rule):
 def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, scale: float) -> Tensor:
     """Absorbed queries over the listed rows of a latent, as [B, S, N, C]."""
     query, rope = listing.posed(*(each.transpose(1, 2) for each in encoding.queries()))
-    batch = query.shape[0]
-    rows, turned = source.read(batch)
-    room, how = source.keys(batch), dict[str, Any](layout_kv="BSND")
+    room = source.keys(query.shape[0])
     keys = room if encoding.first_rows is None else encoding.first_rows
-    if source.paged:
-        room, how = None, dict(layout_kv="PA_BSND", block_table=source.block_table.int())
-    mode, lengths = listing.lengths(query, keys, room)
-    y = torch.ops.npu.npu_sparse_flash_attention(
-        query, rows, rows, listed, scale, actual_seq_lengths_kv=lengths, query_rope=rope, key_rope=turned,
-        sparse_block_size=1, layout_query="BSND", sparse_mode=mode, attention_mode=2, **how,
-    )[0]  # fmt: skip
+    mode, lengths = listing.lengths(query, keys, None if source.paged else room)
+    y = source.attended((query, rope), listed, scale, sparse_mode=mode, actual_seq_lengths_kv=lengths)
     return listing.restored(y, listed)

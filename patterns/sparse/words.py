@@ -26,6 +26,7 @@ LISTED_ATTENTION = word(
     q="[B, N, S, D]", k="[B, 1, T, D]", v="[B, 1, T, E]", scale="a number",
     places="[B, S, K]; one that is negative hides its entry",
     hidden="[B, S, K], True for an entry that is hidden besides",
+    distinct="whether no row of them names a key twice",
     ends="whether an entry that is hidden is followed by hidden ones alone",
     fully_masked_row='"zero", "nan" or "mean" (of the rows at all places): what a query gives of which all is hidden',
     output_view="steps from [B, N, S, E] to the value; sizes that are symbolic by name",
