@@ -17,7 +17,7 @@ from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.proof import must, proof, proven
 
 _ATTENDING = ("latent_keys", "latent_values", "listed_attention")
-_ORDER = "packed rows hold {what}; the operator reads int8 numbers, then rotated keys, then scales in float32"
+_ORDER = "packed rows hold their parts in another order: the operator reads int8 numbers, rotated keys, then scales"
 
 UNPACKED_LATENT = word(
     "unpacked_latent",
@@ -41,30 +41,45 @@ class Latent:
 def latent(a: Algebra, value: Value) -> Latent | None:
     """`value` [*B, C] as what rows hold, perhaps with other dims."""
     product = value.below("cast", "reshape")
-    must(product.op == "mul" and isinstance(value.shape[-1], int))
+    must(product.op == "mul")
     bits = proven(next((e for e in (arg.below("reshape", "expand") for arg in product.args) if e.op == "bits"), None))
     must(bits.dtype == torch.float32 and bits.arg.op == "slice" and bits.arg.attrs[0] == bits.arg.rank - 1)
     rows, tiles, width = bits.arg.arg, bits.shape[-1], value.shape[-1]
-    must(rows.dtype == torch.int8 and isinstance(tiles, int) and width % tiles == 0)
-    must(bits.arg.attrs[2] == rows.shape[-1])
-    start = bits.arg.attrs[1]
-    built = unpacked_latent(a, rows, width, width // tiles, value.dtype)
-    must(a.reshape(built, value.shape) is value)
-    return Latent(rows, width, width // tiles, start)
+    must(rows.dtype == torch.int8 and isinstance(tiles, int) and isinstance(width, int))
+    assert isinstance(tiles, int)
+    assert isinstance(width, int)
+    must(tiles and width % tiles == 0)
+    found = Latent(rows, width, width // tiles, bits.arg.attrs[1])
+    forms = (form(a, found, rows, value.dtype) for form in (unpacked, _by_lane))
+    must(any(a.reshape(form, value.shape) is value for form in forms))
+    return found
 
 
-def unpacked_latent(a: Algebra, rows: Value, width: int, tile: int, dtype: torch.dtype | None) -> Value:
-    """The first `width` lanes of rows, each by the scale of its tile, which stand at the end."""
-    lead, tiles, end = rows.shape[:-1], width // tile, int(rows.shape[-1])
-    of_scales = a.cut(rows, -1, end - tiles * torch.float32.itemsize, end)
-    scales = a.make("bits", (of_scales,), (), (*lead, tiles), torch.float32)
-    whole = a.cast(a.reshape(a.cut(rows, -1, 0, width), (*lead, tiles, tile)), torch.float32)
-    product = proven(a.mul(whole, a.reshape(scales, (*lead, tiles, 1))))
-    return a.cast(a.reshape(product, (*lead, width)), dtype)
+def unpacked(a: Algebra, like: Latent, rows: Value, dtype: torch.dtype | None) -> Value:
+    """The latent of rows that are packed as those of another, each tile by its scale."""
+    lead, tiles = rows.shape[:-1], like.width // like.tile
+    whole = a.reshape(a.cut(rows, -1, 0, like.width), (*lead, tiles, like.tile))
+    product = proven(a.mul(a.cast(whole, torch.float32), _scales(a, like, rows)))
+    return a.cast(a.reshape(product, (*lead, like.width)), dtype)
+
+
+def _by_lane(a: Algebra, like: Latent, rows: Value, dtype: torch.dtype | None) -> Value:
+    """The same where the model repeats scales for every lane."""
+    scales = _scales(a, like, rows)
+    lanes = a.reshape(a.expand(scales, (*scales.shape[:-1], like.tile)), (*rows.shape[:-1], like.width))
+    return a.cast(proven(a.mul(a.cast(a.cut(rows, -1, 0, like.width), torch.float32), lanes)), dtype)
+
+
+def _scales(a: Algebra, like: Latent, rows: Value) -> Value:
+    """The numbers [.., tiles, 1] in float32 whose bits rows hold."""
+    tiles = like.width // like.tile
+    part = a.cut(rows, -1, like.scales, like.scales + tiles * torch.float32.itemsize)
+    scales = a.make("bits", (part,), (), (*rows.shape[:-1], tiles), torch.float32)
+    return a.reshape(scales, (*scales.shape, 1))
 
 
 @proof
-def rope(a: Algebra, value: Value) -> tuple[Value, int, int] | None:
+def rope(value: Value) -> tuple[Value, int, int] | None:
     """Rows of which `value` [*B, Dr] is the bits of some bytes; the first of them, and the one behind the last."""
     bits = value.below("reshape")
     must(bits.op == "bits" and bits.arg.op == "slice" and bits.arg.attrs[0] == bits.arg.rank - 1)
@@ -78,11 +93,14 @@ def unpacked_rows(graph: Graph) -> Iterator[Found]:
     a = graph.algebra
     for _, attended in graph.readings.all("latent_keys"):
         of_latent, of_rope = attended.captures["latent"], attended.captures.get("rope")
-        found, turned = latent(a, of_latent), None if of_rope is None else rope(a, of_rope)
+        found = latent(a, of_latent)
+        turned = rope(of_rope) if isinstance(of_rope, Value) else None
         if found is None or turned is None or turned[0] is not found.rows:
             continue
-        if (of_latent.shape[-1], found.scales) != turned[1:]:
-            yield of_latent, Miss("sparse_attention", _ORDER.format(what="their parts in another order"))
+        end = found.scales + found.width // found.tile * torch.float32.itemsize
+        if (found.width, found.scales, found.rows.shape[-1]) != (*turned[1:], end):
+            yield of_latent, Miss("sparse_attention", _ORDER)
             continue
         yield of_latent, Reading("unpacked_latent", {"rows": found.rows, "tile": found.tile})
+        assert of_rope is not None
         yield of_rope, Reading("unpacked_rope", {"rows": found.rows})

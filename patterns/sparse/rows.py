@@ -17,7 +17,7 @@ from fusion.analysis.runs import Run, run, wrapped
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 from fusion.graph.proof import must, proof, proven
-from patterns.quant.read_unpacked_rows import latent, unpacked_latent
+from patterns.quant.read_unpacked_rows import latent, unpacked
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def gathered(a: Algebra, x: Value) -> Gathered | None:
     match x.op:
         case "cast" | "reshape" if (packed := latent(a, x)) is not None:
             below = proven(gathered(a, packed.rows))
-            source = unpacked_latent(a, below.source, packed.width, packed.tile, x.dtype)
+            source = unpacked(a, packed, below.source, x.dtype)
             return Gathered(source, a.reshape(below.places, x.shape[:-1]), below.counted_back)
         case "bits":
             below = proven(gathered(a, x.arg))

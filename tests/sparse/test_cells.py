@@ -19,7 +19,7 @@ from .cells import LARGE, SMALL
 RULE = next(each for each in installed().rules if each.name == "sparse_attention")
 TABLES = "the pages of a latent and of its rotated lanes have block tables of their own"
 NZ = "not in blocks of NZ"
-READ = {"rows": "Rows", "pages": "LatentPages"}
+READ = {"rows": "LatentRows", "pages": "LatentPages"}
 REASONS = {"NZ pages": NZ, "two tables": TABLES, "two sizes": TABLES, "NZ indexer": NZ}
 
 
@@ -46,7 +46,7 @@ def fits(t: Trial, name: str) -> None:
         if listing == "list"
         else "by_indexer[" + ("PagedListing" if listing == "paged indexer" else "Listing")
     )
-    assert form == f"{own}, {READ.get(source, 'Rows')}]"
+    assert form == f"{own}, {READ.get(source, 'LatentRows')}]"
     told = [each.reason for each in t.outcome.refusals if each.rule == RULE.name]
     for wanted in (REASONS[each] for each in (listing, source) if each in REASONS):
         assert any(wanted in each for each in told), told
