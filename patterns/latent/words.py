@@ -24,6 +24,16 @@ LATENT_KEYS = word(
     "keys of all heads",
     latent="c", rope="r", up="W_UK [N, D, C]", rows="only so many of the first keys are read, None for all",
 )  # fmt: skip
+UNROTATED_QUERIES = word(
+    "unrotated_queries",
+    "queries of all heads [B, N, S, D] over keys without rotated lanes",
+    nope="themselves", absorbed="nope W_UK [B, N, S, C]", keys="those keys",
+)  # fmt: skip
+UNROTATED_KEYS = word(
+    "unrotated_keys",
+    "keys of all heads without rotated lanes",
+    latent="c", up="W_UK [N, D, C]", rows="only so many of the first keys are read, None for all",
+)  # fmt: skip
 LATENT_VALUES = word("latent_values", "values of all heads", latent="c", up="W_UV [N, C, E]")
 ABSORBED_QUERY = word(
     "absorbed_query",
