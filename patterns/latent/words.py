@@ -35,6 +35,21 @@ UNROTATED_KEYS = word(
     latent="c", up="W_UK [N, D, C]", rows="only so many of the first keys are read, None for all",
 )  # fmt: skip
 LATENT_VALUES = word("latent_values", "values of all heads", latent="c", up="W_UV [N, C, E]")
+_OF_ROWS = {
+    "latent": "c", "rows": "only so many of the first keys are read, None for all", "dtype": "of the product",
+    "output_view": "steps from the product to the value; sizes that are symbolic by name",
+}  # fmt: skip
+LATENT_SCORES = word(
+    "latent_scores",
+    "scale · q kᵀ of keys that are projected from a latent [B, N, S, T]",
+    nope="[B, N, S, D]", absorbed="nope W_UK [B, N, S, C]", rope="[B, N, S, Dr], if any lanes are rotated", k_rope="r",
+    up="W_UK [N, D, C]", scale="a number", **_OF_ROWS,
+)  # fmt: skip
+LATENT_CONTEXT = word(
+    "latent_context",
+    "weights of keys times values that are projected from a latent [B, N, S, E]",
+    weights="[B, N, S, T]", up="W_UV [N, C, E]", **_OF_ROWS,
+)  # fmt: skip
 ABSORBED_QUERY = word(
     "absorbed_query",
     "lanes of every head of x Wᵀ times W_UK [B, N, S, C]",
