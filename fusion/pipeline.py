@@ -274,7 +274,8 @@ def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rul
         if by is None:
             return False
         varied = by.rule.name == each.rule and each.variant not in ("", by.variant)
-        return varied or bool(each.target) or by.rule.name in uses.get(each.rule, ())
+        whole = by.rule.name in uses.get(each.rule, ()) or each.rule in by.rule.within()
+        return varied or bool(each.target) or whole
 
     told = [each for each in refusals if each.node not in gone or larger(each)]
     unique = {(each.rule, each.reason, each.node, each.target): each for each in told}

@@ -247,7 +247,9 @@ class _Search:
         return [value for head in sorted(term.heads()) for value in self._hidden.get(head, ())]
 
     def note_misses(self) -> None:
-        """Say why what looked to a reader like something is nothing of the kind."""
+        """Say why what looked to a reader like something is nothing of the kind, or is only in part what it might be."""
+        parts = {rule: rule.within() for rule in self.found.sound if rule.within()}
         for value, miss in self.graph.readings.missed():
-            if not self._readings.get(value):
+            less = {name for rule, whole in parts.items() if miss.rule in whole for name in (rule.name, *rule.uses())}
+            if all(each.op in less for each in self._readings.get(value, ())):
                 self._refuse(miss.rule, miss.reason, value)

@@ -18,7 +18,10 @@ from fusion import Group, Rule, Target, attribute, lowering, pattern, scalar, te
 from patterns.attention.calls import viewed
 from patterns.latent import head_projection
 
-PROJECTED = ("transposed", "heads first", "multiplied")
+PROJECTED = ("transposed", "heads first")
+"""How `npu_transpose_batchmatmul` reads the heads that it projects."""
+WHOLE = frozenset({"softmax_attention", "latent_attention"})
+REMARK = "absorbed as plain products: what the model does with its scores stays as it is"
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,13 @@ class AbsorbedScores(Rule):
         told = {name: getattr(of, name) for name in Rows.declared()}
         return p.latent_scores(nope=nope, absorbed=absorbed, rope=rope, k_rope=k_rope, up=up, scale=scale, **told)
 
+    def within(self) -> frozenset[str]:
+        """Attention as a whole."""
+        return WHOLE
+
     def remark(self) -> str:
         """Which form was chosen."""
-        return _REMARK
+        return REMARK
 
     @lowering
     @variants(projected=PROJECTED)
@@ -73,11 +80,8 @@ class AbsorbedScores(Rule):
 
     @lowering
     def projected(self, absorbed, rope, k_rope, scale, of):
-        """Queries as something else projects them."""
+        """Queries as something else projects them, or a product of heads."""
         return viewed(_scores(absorbed, rope, k_rope, scale, of), of.output_view)
-
-
-_REMARK = "absorbed as plain products: what the model does with its scores stays as it is"
 
 
 @dataclass(frozen=True)
@@ -93,19 +97,24 @@ class AbsorbedContext(Rule):
         """Whatever the weights are."""
         return p.latent_context(weights=weights, up=up, **{name: getattr(of, name) for name in Rows.declared()})
 
+    def within(self) -> frozenset[str]:
+        """Attention as a whole."""
+        return WHOLE
+
     def remark(self) -> str:
         """Which form was chosen."""
-        return _REMARK
+        return REMARK
 
     @lowering
     @variants(projected=PROJECTED)
     def expanding(self, weights, up, of, projected):
-        """Weights over the latent, then every head by its own matrix."""
-        batch, heads = weights.shape[:2]
-        latent = of.read(of.latent, batch)
-        y = torch.bmm(weights.flatten(1, 2).to(of.dtype), latent).unflatten(1, (heads, -1))
-        narrow = y.to(up.dtype)
-        return viewed(head_projection.expanded(narrow.transpose(1, 2), up, projected).to(of.dtype), of.output_view)
+        """Weights over the latent, and heads turned back behind tokens."""
+        return viewed(_context(weights, up, of, projected), of.output_view)
+
+    @lowering
+    def multiplying(self, weights, up, of):
+        """Weights over the latent, and a batched product of heads, which takes any sizes."""
+        return viewed(_context(weights, up, of, "multiplied"), of.output_view)
 
 
 def _scores(absorbed: Tensor, rope: Any, k_rope: Any, scale: float, of: Rows) -> Tensor:
@@ -118,3 +127,10 @@ def _scores(absorbed: Tensor, rope: Any, k_rope: Any, scale: float, of: Rows) ->
         return torch.bmm(q if scale == 1 else q * scale, k).unflatten(1, (heads, -1))
     scores = torch.baddbmm(torch.bmm(*sides[0]), *sides[1], beta=scale, alpha=scale)
     return scores.unflatten(1, (heads, -1))
+
+
+def _context(weights: Tensor, up: Tensor, of: Rows, projected: str) -> Tensor:
+    """Weights [B, N, S, T] over the latent, and every head times its matrix: [B, N, S, E]."""
+    batch, heads = weights.shape[:2]
+    y = torch.bmm(weights.to(of.dtype).flatten(1, 2), of.read(of.latent, batch)).unflatten(1, (heads, -1))
+    return head_projection.expanded(y.to(up.dtype).transpose(1, 2), up, projected).to(of.dtype)
