@@ -8,13 +8,14 @@ projections: where no operator takes the attention as a whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from fusion import Group, Rule, Target, attribute, lowering, pattern, scalar, tensor, variants
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention.calls import viewed
 from patterns.latent import head_projection
 
@@ -40,6 +41,26 @@ class Rows(Group):
 
 
 @dataclass(frozen=True)
+class Projected(Group):
+    """Queries of heads over keys that W_UK projects from a latent, with rotated lanes of both, if there are any."""
+
+    nope: Any = tensor("B N S D")
+    absorbed: Any = tensor("B N S C")
+    rope: Any = tensor("B N S Dr", optional=True)
+    k_rope: Any = tensor("*G Dr", optional=True)
+    up: Any = tensor("N D C")
+    scale: Any = scalar()
+
+    def said(self) -> dict[str, Any]:
+        """As the readers say it."""
+        return {name: getattr(self, name) for name in Projected.declared()}
+
+    def projected(self, how: str) -> Tensor:
+        """Queries over the latent [B, N, S, C]."""
+        return head_projection.expanded(self.nope.transpose(1, 2), self.up, how)
+
+
+@dataclass(frozen=True)
 class AbsorbedScores(Rule):
     """Scores of queries over keys that are projected from a latent."""
 
@@ -48,20 +69,10 @@ class AbsorbedScores(Rule):
         return nope @ (latent.unsqueeze(1) @ up.transpose(1, 2)).transpose(2, 3)
 
     @pattern
-    def written(
-        self,
-        p,
-        nope=tensor("B N S D"),
-        absorbed=tensor("B N S C"),
-        rope=tensor("B N S Dr", optional=True),
-        k_rope=tensor("*G Dr", optional=True),
-        up=tensor("N D C"),
-        scale=scalar(),
-        of: Any = Rows,
-    ):
+    def written(self, p, keys: Any = Projected, of: Any = Rows):
         """With rotated lanes beside the latent, or without."""
         told = {name: getattr(of, name) for name in Rows.declared()}
-        return p.latent_scores(nope=nope, absorbed=absorbed, rope=rope, k_rope=k_rope, up=up, scale=scale, **told)
+        return p.latent_scores(**keys.said(), **told)
 
     def within(self) -> frozenset[str]:
         """Attention as a whole."""
@@ -73,15 +84,14 @@ class AbsorbedScores(Rule):
 
     @lowering
     @variants(projected=PROJECTED)
-    def projecting(self, nope, rope, k_rope, up, scale, of, projected):
+    def projecting(self, keys, of, projected):
         """Queries projected for this product."""
-        absorbed = head_projection.expanded(nope.transpose(1, 2), up, projected)
-        return viewed(_scores(absorbed, rope, k_rope, scale, of), of.output_view)
+        return viewed(_scores(keys.projected(projected), keys, of), of.output_view)
 
     @lowering
-    def projected(self, absorbed, rope, k_rope, scale, of):
+    def projected(self, keys, of):
         """Queries as something else projects them, or a product of heads."""
-        return viewed(_scores(absorbed, rope, k_rope, scale, of), of.output_view)
+        return viewed(_scores(keys.absorbed, keys, of), of.output_view)
 
 
 @dataclass(frozen=True)
@@ -117,15 +127,85 @@ class AbsorbedContext(Rule):
         return viewed(_context(weights, up, of, "multiplied"), of.output_view)
 
 
-def _scores(absorbed: Tensor, rope: Any, k_rope: Any, scale: float, of: Rows) -> Tensor:
+@dataclass(frozen=True)
+class AbsorbedSdpa(Rule):
+    """Attention of PyTorch's own over keys and values that are projected from latents, whatever mask it is given."""
+
+    def reference(self, nope: Tensor, up: Tensor, of: Tensor, up_value: Tensor, scale: float) -> Tensor:
+        """The meaning without rotated lanes and mask: nope [B, N, S, D], latents [B, T, C] → [B, N, S, E]."""
+        latent = of.unsqueeze(1)
+        return scaled_dot_product_attention(nope, latent @ up.transpose(1, 2), latent @ up_value, scale=scale)
+
+    @pattern
+    def written(
+        self,
+        p,
+        keys: Any = Projected,
+        values=tensor("*H C", optional=True),
+        up_value=tensor("N C E"),
+        value_rows=attribute(),
+        bias=tensor("*M", optional=True),
+        of: Any = Rows,
+    ):
+        """One call, which holds scores and weights."""
+        told = {name: getattr(of, name) for name in Rows.declared()}
+        return p.latent_sdpa(values=values, up_value=up_value, value_rows=value_rows, bias=bias, **keys.said(), **told)
+
+    def guard(self, keys: Any, bias: Any, of: Any, up_value: Any):
+        """A mask of [.., S, T] as the call takes it."""
+        require(bias is None or bias.rank >= 2, "the mask has no dim of queries")
+        require(keys.up.dtype == of.dtype == up_value.dtype, "queries, keys and values have different dtypes")
+
+    def within(self) -> frozenset[str]:
+        """Attention as a whole."""
+        return WHOLE
+
+    def remark(self) -> str:
+        """Which form was chosen."""
+        return REMARK
+
+    @lowering
+    @variants(projected=PROJECTED)
+    def projecting(self, keys, values, up_value, value_rows, bias, of, projected):
+        """The same call over the latents, of which all heads of a sequence are queries."""
+        y = _attended(keys.projected(projected), keys, (values, value_rows), bias, of)
+        return head_projection.expanded(y.transpose(1, 2), up_value, projected)
+
+    @lowering
+    def multiplying(self, keys, values, up_value, value_rows, bias, of):
+        """The same of queries that something else projects, and batched products of heads."""
+        y = _attended(keys.absorbed, keys, (values, value_rows), bias, of)
+        return head_projection.expanded(y.transpose(1, 2), up_value, "multiplied")
+
+
+def _attended(absorbed: Tensor, keys: Projected, values: tuple[Any, Any], bias: Tensor | None, of: Rows) -> Tensor:
+    """Queries [B, N, S, C], and rotated ones, over the latent as the one head of keys and values: [B, N, S, C].
+
+    `values` is another latent and how many rows of it are read, where values are not of the same as the keys.
+    """
+    batch, heads, queries = absorbed.shape[:3]
+    q, k = absorbed, of.read(of.latent, batch)
+    if keys.rope is not None:
+        q, k = torch.cat((q, keys.rope), -1), torch.cat((k, of.read(keys.k_rope, batch)), -1)
+    v = k if values[0] is None else replace(of, rows=values[1]).read(values[0], batch)
+    width = absorbed.shape[-1] if values[0] is None else v.shape[-1]
+    if bias is not None:
+        rows = bias.reshape(*(1,) * (4 - bias.dim()), *bias.shape)
+        bias = rows.expand(-1, heads, queries, -1).flatten(1, 2).unsqueeze(1)
+    q = q.flatten(1, 2).unsqueeze(1)
+    y = scaled_dot_product_attention(q, k.unsqueeze(1), v.unsqueeze(1), attn_mask=bias, scale=keys.scale)
+    return y[..., :width].squeeze(1).unflatten(1, (heads, -1))
+
+
+def _scores(absorbed: Tensor, keys: Projected, of: Rows) -> Tensor:
     """Queries [B, N, S, C] and perhaps [B, N, S, Dr] over the latent and its rotated lanes: [B, N, S, T]."""
     batch, heads = absorbed.shape[:2]
-    parts = [(absorbed, of.latent)] if rope is None else [(rope, k_rope), (absorbed, of.latent)]
-    sides = [(q.to(of.dtype).flatten(1, 2), of.read(k, batch).transpose(1, 2)) for q, k in parts]
-    if rope is None:
+    pairs = [(absorbed, of.latent)] if keys.rope is None else [(keys.rope, keys.k_rope), (absorbed, of.latent)]
+    sides = [(q.to(of.dtype).flatten(1, 2), of.read(k, batch).transpose(1, 2)) for q, k in pairs]
+    if keys.rope is None:
         q, k = sides[0]
-        return torch.bmm(q if scale == 1 else q * scale, k).unflatten(1, (heads, -1))
-    scores = torch.baddbmm(torch.bmm(*sides[0]), *sides[1], beta=scale, alpha=scale)
+        return torch.bmm(q if keys.scale == 1 else q * keys.scale, k).unflatten(1, (heads, -1))
+    scores = torch.baddbmm(torch.bmm(*sides[0]), *sides[1], beta=keys.scale, alpha=keys.scale)
     return scores.unflatten(1, (heads, -1))
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import prod, sqrt
 from typing import Any
+
+import torch
+import torch.fx as fx
 
 from fusion import reader
 from fusion.analysis import factored_products
@@ -21,12 +24,12 @@ from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proof, proven
 from patterns.latent.read import heads_projection, keys_of_latent, read_keys
-from patterns.latent.words import LATENT_CONTEXT, LATENT_SCORES
+from patterns.latent.words import LATENT_CONTEXT, LATENT_SCORES, LATENT_SDPA
 
 _OUTER = ("matmul", "add", "scale", "cast", "reshape", "permute")
 """Ops of nodes that may hold such a product."""
-Source = tuple[Value, Value | None]
-"""A layer's input, and the first rows of it."""
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,17 @@ class Product:
     dtype: Any
 
 
-@reader(gives=(LATENT_SCORES, LATENT_CONTEXT), needs=("latent_keys", "rotation"))
+@reader(gives=(LATENT_SCORES, LATENT_CONTEXT, LATENT_SDPA), needs=("latent_keys", "rotation"))
 def latent_products(graph: Graph) -> Iterator[Found]:
     """Every product of queries with such keys, and of weights with such values."""
     for value in list(graph.places):
-        if value.op not in _OUTER or not is_float(value):
+        if not is_float(value):
             continue
-        found = product_in(graph, value)
+        called = [node for node in graph.places[value] if node.target is _SDPA]
+        if called:
+            yield from (_whole(graph, value, called[0]) or {}).items()
+            continue
+        found = product_in(graph, value) if value.op in _OUTER else None
         if found is None:
             continue
         yield from (_scores(graph, value, found) or _context(graph, value, found) or {}).items()
@@ -96,8 +103,46 @@ def _is_of_heads(z: Value) -> bool:
 @proof
 def _scores(graph: Graph, value: Value, of: Product) -> dict[Value, Reading] | None:
     """Queries times keys."""
+    given, sources = proven(_keys(graph, of.x, swapped(graph.algebra, of.y)))
+    told = {"scale": of.number, "dtype": of.dtype, "output_view": of.steps}
+    return {value: Reading("latent_scores", given | told), **sources}
+
+
+@proof
+def _context(graph: Graph, value: Value, of: Product) -> dict[Value, Reading] | None:
+    """Weights times values."""
+    must(of.number == 1)
+    latent, up, rows = proven(_values(graph.algebra, of.y))
+    given = {"weights": of.x, "latent": latent, "up": up, "rows": rows}
+    return {value: Reading("latent_context", {**given, "dtype": of.dtype, "output_view": of.steps})}
+
+
+@proof
+def _whole(graph: Graph, value: Value, node: fx.Node) -> dict[Value, Reading] | None:
+    """A call of scaled_dot_product_attention, whose softmax no node holds."""
+    given = {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+    of_heads = not given.get("is_causal") and not given.get("enable_gqa") and not given.get("dropout_p")
+    q, k, v = (graph.held.get(given[name]) for name in _ARGUMENTS[:3])
+    must(of_heads and isinstance(q, Value) and isinstance(k, Value) and isinstance(v, Value) and isinstance(value, Value))
+    assert isinstance(q, Value) and isinstance(k, Value) and isinstance(v, Value)
+    must(q.rank == k.rank == v.rank == 4 and q.shape[1] == k.shape[1] == v.shape[1] != 1)
+    keys, sources = proven(_keys(graph, q, k))
+    latent, up, rows = proven(_values(graph.algebra, v))
+    scale = given.get("scale")
+    told = {"scale": 1 / sqrt(q.shape[-1]) if scale is None else scale, "dtype": q.dtype, "output_view": ()}
+    values = {"up_value": up, "value_rows": rows}
+    values |= {} if latent is keys["latent"] and rows == keys["rows"] else {"values": latent}
+    mask = given.get("attn_mask")
+    bias = None if mask is None else proven(graph.held.get(mask))
+    seen = {} if bias is None else {"bias": bias}
+    return {value: Reading("latent_sdpa", {**keys, **values, **told, **seen}), **sources}
+
+
+@proof
+def _keys(graph: Graph, q: Value, k: Value) -> tuple[dict[str, Any], dict[Value, Reading]] | None:
+    """What is said of queries and keys, and where the queries come from."""
     a = graph.algebra
-    q, k = _narrow(a, of.x, swapped(a, of.y))
+    q, k = _narrow(a, q, k)
     k, rows = first_rows(k)
     heads, count = k.shape[1:3]
     keys = proven(keys_of_latent(a, k, heads, count))
@@ -106,21 +151,15 @@ def _scores(graph: Graph, value: Value, of: Product) -> dict[Value, Reading] | N
     of_query, of_keys = (readings[each].captures for each in (q, k))
     given = {name: of_query[name] for name in ("nope", "absorbed", "rope") if name in of_query}
     given |= {"latent": of_keys["latent"], "up": of_keys["up"], "rows": rows}
-    given |= {"k_rope": of_keys["rope"]} if "rope" in of_keys else {}
-    told = {"scale": of.number, "dtype": of.dtype, "output_view": of.steps}
-    return {value: Reading("latent_scores", given | told), **sources}
+    return given | ({"k_rope": of_keys["rope"]} if "rope" in of_keys else {}), sources
 
 
 @proof
-def _context(graph: Graph, value: Value, of: Product) -> dict[Value, Reading] | None:
-    """Weights times values."""
-    a = graph.algebra
-    must(of.number == 1)
-    v, rows = first_rows(uncast(a, of.y))
+def _values(a: Algebra, v: Value) -> tuple[Value, Value, Any] | None:
+    """A latent, W_UV and how many of its first rows values are of."""
+    v, rows = first_rows(uncast(a, v))
     values = proven(heads_projection(a, v, v.shape[1], v.shape[2]))
-    up = swapped(a, values.lanes(a, v.shape[-1]))
-    given = {"weights": of.x, "latent": values.source, "up": up, "rows": rows}
-    return {value: Reading("latent_context", {**given, "dtype": of.dtype, "output_view": of.steps})}
+    return values.source, swapped(a, values.lanes(a, v.shape[-1])), rows
 
 
 def _narrow(a: Algebra, *both: Value) -> tuple[Value, ...]:

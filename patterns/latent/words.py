@@ -50,6 +50,13 @@ LATENT_CONTEXT = word(
     "weights of keys times values that are projected from a latent [B, N, S, E]",
     weights="[B, N, S, T]", up="W_UV [N, C, E]", **_OF_ROWS,
 )  # fmt: skip
+LATENT_SDPA = word(
+    "latent_sdpa",
+    "scaled_dot_product_attention over keys and values that are projected from latents, as the model calls it",
+    nope="[B, N, S, D]", absorbed="nope W_UK [B, N, S, C]", rope="[B, N, S, Dr], if any lanes are rotated", k_rope="r",
+    up="W_UK [N, D, C]", scale="a number", bias="attn_mask, whatever it is", values="c of the values, where it is another",
+    up_value="W_UV [N, C, E]", value_rows="as rows, of the values", **_OF_ROWS,
+)  # fmt: skip
 ABSORBED_QUERY = word(
     "absorbed_query",
     "lanes of every head of x Wᵀ times W_UK [B, N, S, C]",
