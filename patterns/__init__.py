@@ -12,7 +12,7 @@ from patterns.cache.page_gather import PageGather
 from patterns.cache.read_block_tables import block_tables
 from patterns.cache.read_page_gather import page_gathers
 from patterns.cache.read_writes import cache_writes
-from patterns.latent.absorbed_products import AbsorbedContext, AbsorbedScores, AbsorbedSdpa
+from patterns.latent.absorbed_products import AbsorbedProducts
 from patterns.latent.attention import LatentAttention
 from patterns.latent.attention_atb import LatentAttentionAtb
 from patterns.latent.head_projection import HeadProjection
@@ -65,9 +65,7 @@ _RULES = (
     RingMla(),
     LatentAttention(),
     LatentAttentionAtb(),
-    AbsorbedScores(),
-    AbsorbedContext(),
-    AbsorbedSdpa(),
+    AbsorbedProducts(),
     SparseAttention(),
     KvRmsnormRopeCache(),
     MlaProlog(),

@@ -247,7 +247,7 @@ class _Search:
         return [value for head in sorted(term.heads()) for value in self._hidden.get(head, ())]
 
     def note_misses(self) -> None:
-        """Say why what looked to a reader like something is nothing of the kind, or is only in part what it might be."""
+        """Say why what looked to a reader like something is nothing of the kind, or only in part."""
         parts = {rule: rule.within() for rule in self.found.sound if rule.within()}
         for value, miss in self.graph.readings.missed():
             less = {name for rule, whole in parts.items() if miss.rule in whole for name in (rule.name, *rule.uses())}

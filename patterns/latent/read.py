@@ -143,7 +143,13 @@ def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
 
 @reader(
     gives=(
-        LATENT_QUERIES, LATENT_KEYS, LATENT_VALUES, UNROTATED_QUERIES, UNROTATED_KEYS, ABSORBED_QUERY, HEAD_LANES,
+        LATENT_QUERIES,
+        LATENT_KEYS,
+        LATENT_VALUES,
+        UNROTATED_QUERIES,
+        UNROTATED_KEYS,
+        ABSORBED_QUERY,
+        HEAD_LANES,
     ),
     needs=("softmax_attention", "topk_mask", "rotation"),
 )

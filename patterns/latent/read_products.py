@@ -7,10 +7,11 @@ Both hold for any weights: no softmax, mask or bias need be read.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -23,13 +24,29 @@ from fusion.analysis.row_layout import Step, named, uncast
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proof, proven
-from patterns.latent.read import heads_projection, keys_of_latent, read_keys
+from patterns.latent.read import KeysOfLatent, heads_projection, keys_of_latent, read_keys
 from patterns.latent.words import LATENT_CONTEXT, LATENT_SCORES, LATENT_SDPA
 
 _OUTER = ("matmul", "add", "scale", "cast", "reshape", "permute")
 """Ops of nodes that may hold such a product."""
-_SDPA = torch.ops.aten.scaled_dot_product_attention.default
-_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_CALLED = {
+    torch.ops.aten.scaled_dot_product_attention.default: (
+        "query",
+        "key",
+        "value",
+        "attn_mask",
+        "dropout_p",
+        "is_causal",
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        "query",
+        "key",
+        "value",
+        "dropout_p",
+        "is_causal",
+    ),
+}
+"""PyTorch's own attention -> its first arguments."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +66,18 @@ def latent_products(graph: Graph) -> Iterator[Found]:
     for value in list(graph.places):
         if not is_float(value):
             continue
-        called = [node for node in graph.places[value] if node.target is _SDPA]
-        if called:
-            yield from (_whole(graph, value, called[0]) or {}).items()
+        called = _call(graph.places[value][0])
+        if called is not None:
+            yield from (_whole(graph, value, called) or {}).items()
             continue
-        found = product_in(graph, value) if value.op in _OUTER else None
+        found = _product_in(graph, value) if value.op in _OUTER else None
         if found is None:
             continue
         yield from (_scores(graph, value, found) or _context(graph, value, found) or {}).items()
 
 
 @proof
-def product_in(graph: Graph, value: Value) -> Product | None:
+def _product_in(graph: Graph, value: Value) -> Product | None:
     """The product of heads that only `value` holds; None where another node holds it, or the steps have no names."""
     a = graph.algebra
     z, number = value, 1.0
@@ -117,25 +134,37 @@ def _context(graph: Graph, value: Value, of: Product) -> dict[Value, Reading] | 
     return {value: Reading("latent_context", {**given, "dtype": of.dtype, "output_view": of.steps})}
 
 
+def _call(node: fx.Node) -> fx.Node | None:
+    """The call of PyTorch's own attention that gives a node, perhaps beside a log-sum-exp; None for another node."""
+    source = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else node
+    return source if isinstance(source, fx.Node) and source.target in _CALLED else None
+
+
 @proof
 def _whole(graph: Graph, value: Value, node: fx.Node) -> dict[Value, Reading] | None:
     """A call of scaled_dot_product_attention, whose softmax no node holds."""
-    given = {**dict(zip(_ARGUMENTS, node.args, strict=False)), **node.kwargs}
-    of_heads = not given.get("is_causal") and not given.get("enable_gqa") and not given.get("dropout_p")
-    q, k, v = (graph.held.get(given[name]) for name in _ARGUMENTS[:3])
-    must(of_heads and isinstance(q, Value) and isinstance(k, Value) and isinstance(v, Value) and isinstance(value, Value))
-    assert isinstance(q, Value) and isinstance(k, Value) and isinstance(v, Value)
+    given: dict[str, Any] = {**dict(zip(_CALLED[cast(Any, node.target)], node.args, strict=False)), **node.kwargs}
+    must(not given.get("is_causal") and not given.get("enable_gqa") and not given.get("dropout_p"))
+    q, k, v, bias = (_held(graph, given.get(name)) for name in ("query", "key", "value", "attn_mask"))
+    assert q is not None
+    assert k is not None
+    assert v is not None
     must(q.rank == k.rank == v.rank == 4 and q.shape[1] == k.shape[1] == v.shape[1] != 1)
     keys, sources = proven(_keys(graph, q, k))
     latent, up, rows = proven(_values(graph.algebra, v))
+    must(keys["up"].dtype == up.dtype == q.dtype)
     scale = given.get("scale")
     told = {"scale": 1 / sqrt(q.shape[-1]) if scale is None else scale, "dtype": q.dtype, "output_view": ()}
-    values = {"up_value": up, "value_rows": rows}
+    values: dict[str, Any] = {"up_value": up, "value_rows": rows}
     values |= {} if latent is keys["latent"] and rows == keys["rows"] else {"values": latent}
-    mask = given.get("attn_mask")
-    bias = None if mask is None else proven(graph.held.get(mask))
     seen = {} if bias is None else {"bias": bias}
     return {value: Reading("latent_sdpa", {**keys, **values, **told, **seen}), **sources}
+
+
+def _held(graph: Graph, argument: Any) -> Value | None:
+    """The value of an argument, None for one that is left out."""
+    held = graph.held[argument] if isinstance(argument, fx.Node) else None
+    return held if isinstance(held, Value) else None
 
 
 @proof
@@ -143,10 +172,11 @@ def _keys(graph: Graph, q: Value, k: Value) -> tuple[dict[str, Any], dict[Value,
     """What is said of queries and keys, and where the queries come from."""
     a = graph.algebra
     q, k = _narrow(a, q, k)
-    k, rows = first_rows(k)
+    k, rows = _first_rows(k)
     heads, count = k.shape[1:3]
-    keys = proven(keys_of_latent(a, k, heads, count))
-    must(not isinstance(keys, str))
+    keys = keys_of_latent(a, k, heads, count)
+    if not isinstance(keys, KeysOfLatent):
+        return None
     readings, sources = proven(read_keys(a, graph.readings, q, k, keys, rows))
     of_query, of_keys = (readings[each].captures for each in (q, k))
     given = {name: of_query[name] for name in ("nope", "absorbed", "rope") if name in of_query}
@@ -157,7 +187,7 @@ def _keys(graph: Graph, q: Value, k: Value) -> tuple[dict[str, Any], dict[Value,
 @proof
 def _values(a: Algebra, v: Value) -> tuple[Value, Value, Any] | None:
     """A latent, W_UV and how many of its first rows values are of."""
-    v, rows = first_rows(uncast(a, v))
+    v, rows = _first_rows(uncast(a, v))
     values = proven(heads_projection(a, v, v.shape[1], v.shape[2]))
     return values.source, swapped(a, values.lanes(a, v.shape[-1])), rows
 
@@ -168,7 +198,7 @@ def _narrow(a: Algebra, *both: Value) -> tuple[Value, ...]:
     return narrow if len({each.dtype for each in narrow}) == 1 else both
 
 
-def first_rows(k: Value) -> tuple[Value, Any]:
+def _first_rows(k: Value) -> tuple[Value, Any]:
     """Of what these are the first so many rows, and how many; themselves and None where they are no such cut."""
     if k.op == "slice" and k.attrs[0] == k.rank - 2 and k.attrs[1] == 0 and k.attrs[3] == 1:
         return k.arg, k.attrs[2]

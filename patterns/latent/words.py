@@ -54,7 +54,8 @@ LATENT_SDPA = word(
     "latent_sdpa",
     "scaled_dot_product_attention over keys and values that are projected from latents, as the model calls it",
     nope="[B, N, S, D]", absorbed="nope W_UK [B, N, S, C]", rope="[B, N, S, Dr], if any lanes are rotated", k_rope="r",
-    up="W_UK [N, D, C]", scale="a number", bias="attn_mask, whatever it is", values="c of the values, where it is another",
+    up="W_UK [N, D, C]", scale="a number", bias="attn_mask, whatever it is",
+    values="c of the values, where it is another",
     up_value="W_UV [N, C, E]", value_rows="as rows, of the values", **_OF_ROWS,
 )  # fmt: skip
 ABSORBED_QUERY = word(

@@ -34,7 +34,7 @@ def pairs(found: Sequence[Candidate], beside: Callable[[Candidate, Candidate], C
 
 
 def _sharing(found: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
-    """Two candidates that replace different nodes, where all that reads some node goes with one of them or the other."""
+    """Two candidates that replace different nodes, where all that reads some node goes with either of them."""
     alone = [each for each in found if each.needs is None]
     readers: dict[fx.Node, list[int]] = defaultdict(list)
     for number, each in enumerate(alone):
