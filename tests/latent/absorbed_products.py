@@ -1,4 +1,4 @@
-"""Attention over keys and values of a latent as people write it, where no operator takes it as a whole, or none is known.
+"""Attention over keys and values of a latent as people write it, mostly where no operator takes it as a whole.
 
 The ways are those of teaching code of latent attention without rotated lanes (up-projections of keys and of values
 behind one cached latent), of official inference code in float32, and of biases as BLOOM, T5, MPT and Gemma add them.
