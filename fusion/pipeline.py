@@ -279,7 +279,8 @@ def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rul
             return False
         if by.match.rule.name == each.rule:
             return each.variant not in ("", by.match.variant) or bool(each.target)
-        return each.benefit > by.benefit or by.match.rule.name in uses.get(each.rule, ())
+        whole = by.match.rule.name in uses.get(each.rule, ()) or each.rule in by.match.rule.within()
+        return each.benefit > by.benefit or whole
 
     told = [each for each in refusals if each.node not in gone or larger(each)]
     told = [each for each in told if each.benefit == best[each.node] or each.node in made]

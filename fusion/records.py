@@ -197,8 +197,9 @@ class Candidate:
         dying: the nodes that nothing needs once the match is rewritten (its roots among them).
         benefit: predicted microseconds saved on the target.
         launches: launches saved, if it shares none of what it builds with other matches.
-        needs: the one that reads what no node holds and only this one gives: both are chosen, or this one is not. Then
-            `dying`, `benefit` and `launches` are what comes on top of those of `needs`.
+        needs: the one that reads what no node holds and only this one gives, or with which it leaves more needless than
+            either alone: both are chosen, or this one is not. Then `dying`, `benefit` and `launches` are what comes on
+            top of those of `needs`.
     """
 
     match: Match

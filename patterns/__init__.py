@@ -12,6 +12,7 @@ from patterns.cache.page_gather import PageGather
 from patterns.cache.read_block_tables import block_tables
 from patterns.cache.read_page_gather import page_gathers
 from patterns.cache.read_writes import cache_writes
+from patterns.latent.absorbed_products import AbsorbedProducts
 from patterns.latent.attention import LatentAttention
 from patterns.latent.attention_atb import LatentAttentionAtb
 from patterns.latent.head_projection import HeadProjection
@@ -21,6 +22,7 @@ from patterns.latent.prolog import MlaProlog
 from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
+from patterns.latent.read_products import latent_products
 from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
 from patterns.linear.swiglu import Swiglu
@@ -66,6 +68,7 @@ _RULES = (
     RingMla(),
     LatentAttention(),
     LatentAttentionAtb(),
+    AbsorbedProducts(),
     SparseAttention(),
     IndexerTopk(),
     KvRmsnormRopeCache(),
@@ -82,6 +85,7 @@ _READERS = (
     lightning_indexers,
     indexer_lists,
     latent_operands,
+    latent_products,
     block_tables,
     cache_writes,
     page_gathers,

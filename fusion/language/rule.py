@@ -229,6 +229,10 @@ class Rule:
         """Names of rules that read what this one gives and no node holds: it is offered together with one of them."""
         return frozenset()
 
+    def within(self) -> frozenset[str]:
+        """Names of the larger fusions of which this one is a part: why those did not happen is told beside it."""
+        return frozenset()
+
     def uses(self) -> frozenset[str]:
         """The semantic ops that its patterns mention."""
         return frozenset(name for name, _ in self.applies())

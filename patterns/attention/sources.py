@@ -46,8 +46,9 @@ class Rows(Group):
         """Refuse blocks of NZ of other widths; rows have none."""
 
     def read(self, batch: Any, heads: Any = 1) -> list[Tensor]:
-        """A latent and its rotated lanes as the operator reads them, [B, T, 1, C] and [B, T, 1, Dr]."""
-        return [each.reshape(batch, -1, 1, each.shape[-1]) for each in (self.first, self.second)]
+        """A latent and its rotated lanes, if any, as the operator reads them: [B, T, 1, C] and [B, T, 1, Dr]."""
+        parts = (each for each in (self.first, self.second) if each is not None)
+        return [each.reshape(batch, -1, 1, each.shape[-1]) for each in parts]
 
     def keys(self, batch: Any) -> Any:
         """How many keys each sequence has of a latent [B, .., T, C] or, packed, [B · T, C]."""

@@ -17,11 +17,11 @@ from typing import Any
 from fusion import Target, lowering, pattern, require, scalar, variants
 from patterns.attention.calls import Call
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
-from patterns.attention.sources import SOURCES
+from patterns.attention.sources import SOURCES, Rows
 from patterns.attention.visibility import Dense, Structured, Visibility
 from patterns.latent import attention_call as calls
 from patterns.latent.attention_call import Keys
-from patterns.latent.encodings import Int8, Plain
+from patterns.latent.encodings import Int8, Plain, Unrotated
 
 SEVERAL = dict(seen=(Structured, Dense), values=("transposed", "heads first", "multiplied"), version=(2, 1))
 """How the operator learns what is seen, how the values are expanded, and which version of the operator runs."""
@@ -44,6 +44,14 @@ class LatentAttention(SoftmaxAttention):
         self, p, source, encoding: Any = Int8, result: Any = Output, seen: Any = Visibility, scale=scalar()
     ):
         """An int8 latent behind any mask, or none; of its scores the operator gives no log-sum-exp."""
+        return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
+
+    @pattern
+    @variants(result=RESULTS)
+    def written_unrotated(
+        self, p, result, encoding: Any = Unrotated, source: Any = Rows, seen: Any = Visibility, scale=scalar()
+    ):
+        """A latent without rotated lanes, in rows, behind any mask, or none."""
         return encoding.terms(p, source, result, dict(scale=scale, **seen.said()))
 
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any):
@@ -73,6 +81,14 @@ class LatentAttention(SoftmaxAttention):
         keys, q = Keys(source, seen, encoding.first_rows), encoding.queries()
         require(not encoding.scales(version), "int8 queries and rotated lanes are not joined")
         y, lse = calls.joined(q, keys, Call(scale, version, result.lse))
+        return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
+
+    @lowering
+    @variants(**JOINED)
+    def unrotated(self, encoding, source, result, seen, scale, values, version):
+        """The latent as the one head of keys and values, where no lanes are rotated."""
+        keys = Keys(source, seen, encoding.first_rows)
+        y, lse = calls.unrotated(encoding.unrotated(values), keys, Call(scale, version, result.lse))
         return result.restored(encoding.expanded(y.transpose(1, 2), values), lse, seen)
 
     @lowering

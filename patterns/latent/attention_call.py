@@ -1,5 +1,6 @@
 """How dense attention over a latent is put to the operator: its rotated lanes apart, joined to it, or all expanded.
 
+unrotated q W_UK [B, N, S, C] over a latent [.., C] without rotated lanes
 apart     q_nope W_UK [B, N, S, C] and q_rope [B, N, S, Dr] over a latent [.., C] and its rotated lanes [.., Dr]
 joined    both side by side, as one key head of C + Dr lanes
 expanded  keys c W_UK [.., N, D] and values c W_UV [.., N, E] of all heads, the rotated lanes apart
@@ -23,6 +24,7 @@ from patterns.cache import pages as cached
 
 APART = (512, 64)
 """The widths of a latent and of its rotated lanes that the operator knows apart."""
+NO_LANES = "no lanes are rotated: the latent is all there is of a key"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ def apart(q: Parts, keys: Keys, call: Call, heads_first: bool = False, **scales:
 
     `scales` say of int8 queries and an int8 latent what they stand for.
     """
+    require(len(q) == 2, NO_LANES)
     batch, heads, queries = q[0].shape[:3]
     source, count = keys.source, keys.count(batch)
     latent, rope = source.read(batch)
@@ -81,11 +84,26 @@ def apart(q: Parts, keys: Keys, call: Call, heads_first: bool = False, **scales:
 
 def joined(q: Parts, keys: Keys, call: Call) -> Parts:
     """Queries and keys [.., C + Dr], and values of which the first C lanes count: the result [B, N, S, C]."""
+    require(len(q) == 2, NO_LANES)
     require(not keys.source.paged, "pages are read in place, latent and rotated lanes apart")
     require(tuple(each.shape[-1] for each in q) != APART, "the operator takes these widths apart")
     key = keys.cut(torch.cat(keys.source.read(q[0].shape[0]), dim=-1)).transpose(1, 2)
     y, lse = Rows(key, key).batched(torch.cat(q, dim=-1), keys.seen, call)
     return y[..., : q[0].shape[-1]], lse
+
+
+def unrotated(q: Tensor, keys: Keys, call: Call) -> Parts:
+    """Queries [B, N, S, C] over a latent that is keys and values at once: the result [B, N, S, C]."""
+    source = Rows(keys.cut(keys.source.read(q.shape[0])[0]).transpose(1, 2))
+    latent = source.first.transpose(1, 2)
+    count = latent.shape[1]
+    (q,), seen = source.posed((q,), keys.seen, count)
+    lengths, asked = seen.asked(source, q, count)
+    y, lse = calls.fused(
+        q.transpose(1, 2), latent, latent, lengths, call, num_query_heads=q.shape[1], num_key_value_heads=1,
+        input_layout="BSND", **asked,
+    )  # fmt: skip
+    return seen.restored(y, last=True, values=source.first).transpose(1, 2), lse
 
 
 def expanded(q: Parts, keys: Keys, up: Parts, call: Call) -> Parts:

@@ -30,6 +30,10 @@ class Encoding(Group):
         """What atb is told of scales."""
         return {}
 
+    def unrotated(self, values: str) -> Any:
+        """Queries over a latent of which no lanes are rotated."""
+        require(False, "some lanes are rotated")
+
     def expanded(self, y: Tensor, values: str) -> Tensor:
         """A result over the latent [B, S, N, C] times W_UV, [B, N, S, E], or as [B, N, S, C] where none follows."""
         return head_projection.expanded(y, self.up_value, values)
@@ -83,10 +87,15 @@ class Floats(Encoding):
         if self.up_key is None or self.up_value is None:
             return ""
         form = "expanded" if lowering.startswith("expanded") else "absorbed"
-        heads, width, rank = self.up_key.shape
-        even = break_even(machine, Sizes(heads, rank, width, self.q_rope.shape[3], self.up_value.shape[2]))
-        until = f"expanding costs less from about {even} queries on" if even else "expanding never costs less"
-        return f"{form}: behind a long context, on {machine.name}, {until}"
+        return _compared(form, machine, self.up_key, self.up_value, self.q_rope.shape[3])
+
+
+def _compared(form: str, machine: Target, up_key: Any, up_value: Any, rope: Any) -> str:
+    """Which form was chosen, and from how many queries on the other one costs less."""
+    heads, width, rank = up_key.shape
+    even = break_even(machine, Sizes(heads, rank, width, rope, up_value.shape[2]))
+    until = f"expanding costs less from about {even} queries on" if even else "expanding never costs less"
+    return f"{form}: behind a long context, on {machine.name}, {until}"
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,49 @@ class Plain(Floats):
     """The same where the model may speak of the first rows of the latent alone; None for all."""
 
     first_rows: Any = attribute()
+
+
+@dataclass(frozen=True)
+class Unrotated(Encoding):
+    """Floats, of a latent without rotated lanes, which is keys and values of one head that all share.
+
+    Attributes:
+        as of `Floats`.
+    """
+
+    nope: Any = tensor("B N S D")
+    absorbed: Any = tensor("B N S C")
+    up_key: Any = tensor("N D C")
+    up_value: Any = tensor("N C E")
+    first_rows: Any = attribute()
+
+    def terms(self, p, source, result, said: dict[str, Any]) -> Any:
+        """The results of a form."""
+        k = p.unrotated_keys(latent=source.first, up=self.up_key, rows=self.first_rows)
+        q = p.unrotated_queries(nope=self.nope, absorbed=self.absorbed, keys=k)
+        v = p.latent_values(latent=source.first, up=self.up_value)
+        attended = partial(p.softmax_attention, q=q, k=k, v=v, **said)
+        return result.terms(attended, partial(p.softmax_lse, q=q, k=k, **said))
+
+    def refuse_blocks(self, source: Any) -> None:
+        """Rows have no blocks of NZ."""
+
+    def queries(self) -> tuple[Any, ...]:
+        """Queries over the latent."""
+        return (self.absorbed,)
+
+    def unrotated(self, values: str) -> Tensor:
+        """Queries of heads [B, N, S, D] times W_UK, [B, N, S, C], in the same way as the values."""
+        return head_projection.expanded(self.nope.transpose(1, 2), self.up_key, values)
+
+    def parts_of_heads(self) -> tuple[Any, Any]:
+        """What is expanded is attention of heads as any other."""
+        require(False, "keys and values without rotated lanes are expanded as the model has them")
+        return (), ()
+
+    def remark(self, lowering: str, machine: Target) -> str:
+        """As of `Floats`, where the other form is attention to what the model expands."""
+        return _compared("absorbed", machine, self.up_key, self.up_value, 0)
 
 
 @dataclass(frozen=True)

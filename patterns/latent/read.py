@@ -22,7 +22,15 @@ from fusion.graph import Algebra, Found, Graph, Miss, Reading, Readings, Value
 from fusion.graph.contractions import matmul, swapped
 from fusion.graph.dims import but_ones
 from fusion.graph.proof import must, proof, proven
-from patterns.latent.words import ABSORBED_QUERY, HEAD_LANES, LATENT_KEYS, LATENT_QUERIES, LATENT_VALUES
+from patterns.latent.words import (
+    ABSORBED_QUERY,
+    HEAD_LANES,
+    LATENT_KEYS,
+    LATENT_QUERIES,
+    LATENT_VALUES,
+    UNROTATED_KEYS,
+    UNROTATED_QUERIES,
+)
 
 Operands = dict[Value, Reading]
 _NO_LATENT = "the rows that are listed are no latent with rotated lanes, of which the values are the latent"
@@ -135,7 +143,15 @@ def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
 
 
 @reader(
-    gives=(LATENT_QUERIES, LATENT_KEYS, LATENT_VALUES, ABSORBED_QUERY, HEAD_LANES),
+    gives=(
+        LATENT_QUERIES,
+        LATENT_KEYS,
+        LATENT_VALUES,
+        UNROTATED_QUERIES,
+        UNROTATED_KEYS,
+        ABSORBED_QUERY,
+        HEAD_LANES,
+    ),
     needs=("softmax_attention", "listed_attention", "topk_mask", "rotation"),
 )
 def latent_operands(graph: Graph) -> Iterator[Found]:
@@ -163,28 +179,68 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
     if v.shape[1] == k.shape[1] == 1:
         return _absorbed(a, found, attention)
     whole, rows = _uncut(k, v)
-    parts = joined_parts(a, whole[0])
-    heads, keys = q.shape[1], whole[0].shape[2]
-    values = proven(heads_projection(a, whole[1], heads, keys))
-    of_heads = ((start, each, heads_projection(a, each, heads, keys)) for start, each in parts)
+    heads, count = q.shape[1], whole[0].shape[2]
+    values = proven(heads_projection(a, whole[1], heads, count))
+    keys = proven(keys_of_latent(a, whole[0], heads, count))
+    if isinstance(keys, str):
+        return keys
+    if keys.up.of["x"] is not values.of["x"]:
+        return "keys and values are projected from different latents"
+    v_read = {v: Reading("latent_values", {"latent": keys.up.source, "up": swapped(a, values.lanes(a, v.shape[-1]))})}
+    read, sources = proven(read_keys(a, found, q, k, keys, rows))
+    return read | v_read | sources
+
+
+@dataclass(frozen=True)
+class KeysOfLatent:
+    """Keys [B, N, T, D]: `part`, lanes from `start` on that are projected for each head, and rotated ones of all heads.
+
+    `rope`, from lane `offset` on, is None where no lanes are rotated.
+    """
+
+    up: HeadProjection
+    part: Value
+    start: int = 0
+    rope: Value | None = None
+    offset: int = 0
+
+
+@proof
+def keys_of_latent(a: Algebra, k: Value, heads: Any, count: Any) -> KeysOfLatent | str | None:
+    """What keys [B, N, T, D] are made of, if some of their lanes are projected from a latent; why they are not."""
+    parts = joined_parts(a, k)
+    of_heads = ((start, each, heads_projection(a, each, heads, count)) for start, each in parts)
     projected = [(start, each, p) for start, each, p in of_heads if p is not None]
-    shared = [(start, each) for start, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
-    must(projected and len(parts) > 1)
+    must(projected)
+    start, part, up = projected[0]
+    if len(parts) == 1:
+        return KeysOfLatent(up, part)
+    shared = [(at, each) for at, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
     if len(shared) != 1 or len(parts) != 2:
         return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
-    (start, part, up), (offset, rope) = projected[0], shared[0]
-    if up.of["x"] is not values.of["x"]:
-        return "keys and values are projected from different latents"
-    nope, rotated = (proven(_lanes(a, q, at, each.shape[-1])) for at, each in ((start, part), (offset, rope)))
-    up_key, up_value = up.lanes(a, part.shape[-1]), swapped(a, values.lanes(a, v.shape[-1]))
-    turned = rotations(a, found, rotated)
-    absorbed = _absorbing(a, nope, up_key, turned)
-    read: Operands = {
-        q: Reading("latent_queries", {"nope": nope, "rope": rotated, "absorbed": absorbed, "keys": k}),
-        k: Reading("latent_keys", {"latent": up.source, "rope": rope, "up": up_key, "rows": rows}),
-        v: Reading("latent_values", {"latent": up.source, "up": up_value}),
-    }
-    return read | query_sources(a, (nope, up_key), absorbed, turned)
+    return KeysOfLatent(up, part, start, shared[0][1], shared[0][0])
+
+
+@proof
+def read_keys(
+    a: Algebra, found: Readings, q: Value, k: Value, keys: KeysOfLatent, rows: Any
+) -> tuple[Operands, Operands] | None:
+    """Readings of queries and of the first `rows` such keys; and where both parts of the queries come from."""
+    up = keys.up.lanes(a, keys.part.shape[-1])
+    nope = proven(_lanes(a, q, keys.start, keys.part.shape[-1]))
+    rope = None if keys.rope is None else proven(_lanes(a, q, keys.offset, keys.rope.shape[-1]))
+    turned = [] if rope is None else rotations(a, found, rope)
+    absorbed = _absorbing(a, nope, up, turned)
+    of_query = {"nope": nope, "absorbed": absorbed, "keys": k}
+    of_keys = {"latent": keys.up.source, "up": up, "rows": rows}
+    if rope is None:
+        read = {q: Reading("unrotated_queries", of_query), k: Reading("unrotated_keys", of_keys)}
+    else:
+        read = {
+            q: Reading("latent_queries", {**of_query, "rope": rope}),
+            k: Reading("latent_keys", {**of_keys, "rope": keys.rope}),
+        }
+    return read, query_sources(a, (nope, up), absorbed, turned)
 
 
 @proof

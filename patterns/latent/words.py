@@ -24,7 +24,40 @@ LATENT_KEYS = word(
     "keys of all heads",
     latent="c", rope="r", up="W_UK [N, D, C]", rows="only so many of the first keys are read, None for all",
 )  # fmt: skip
+UNROTATED_QUERIES = word(
+    "unrotated_queries",
+    "queries of all heads [B, N, S, D] over keys without rotated lanes",
+    nope="themselves", absorbed="nope W_UK [B, N, S, C]", keys="those keys",
+)  # fmt: skip
+UNROTATED_KEYS = word(
+    "unrotated_keys",
+    "keys of all heads without rotated lanes",
+    latent="c", up="W_UK [N, D, C]", rows="only so many of the first keys are read, None for all",
+)  # fmt: skip
 LATENT_VALUES = word("latent_values", "values of all heads", latent="c", up="W_UV [N, C, E]")
+_OF_ROWS = {
+    "latent": "c", "rows": "only so many of the first keys are read, None for all", "dtype": "of the product",
+    "output_view": "steps from the product to the value; sizes that are symbolic by name",
+}  # fmt: skip
+LATENT_SCORES = word(
+    "latent_scores",
+    "scale · q kᵀ of keys that are projected from a latent [B, N, S, T]",
+    nope="[B, N, S, D]", absorbed="nope W_UK [B, N, S, C]", rope="[B, N, S, Dr], if any lanes are rotated", k_rope="r",
+    up="W_UK [N, D, C]", scale="a number", **_OF_ROWS,
+)  # fmt: skip
+LATENT_CONTEXT = word(
+    "latent_context",
+    "weights of keys times values that are projected from a latent [B, N, S, E]",
+    weights="[B, N, S, T]", up="W_UV [N, C, E]", **_OF_ROWS,
+)  # fmt: skip
+LATENT_SDPA = word(
+    "latent_sdpa",
+    "scaled_dot_product_attention over keys and values that are projected from latents, as the model calls it",
+    nope="[B, N, S, D]", absorbed="nope W_UK [B, N, S, C]", rope="[B, N, S, Dr], if any lanes are rotated", k_rope="r",
+    up="W_UK [N, D, C]", scale="a number", bias="attn_mask, whatever it is",
+    values="c of the values, where it is another",
+    up_value="W_UV [N, C, E]", value_rows="as rows, of the values", **_OF_ROWS,
+)  # fmt: skip
 ABSORBED_QUERY = word(
     "absorbed_query",
     "lanes of every head of x Wᵀ times W_UK [B, N, S, C]",

@@ -130,13 +130,22 @@ def of_attention(a: Algebra, q: Value, k: Value, v: Value) -> dict[Value, Readin
     return latents(a, Readings(), Reading("softmax_attention", {"q": q, "k": k, "v": v}))
 
 
-def test_keys_without_a_projected_and_a_shared_part_are_not_like_those_of_a_latent():
+def test_keys_without_a_projected_part_are_not_like_those_of_a_latent():
     a = Algebra()
     heads = opened(a, projected(a))
     rope = a.expand(given(a, "rope", B, 1, S, 4), (B, N, S, 4))
     q, v = given(a, "q", B, N, 2, 8), cut(a, heads, -1, 4, WIDTH)
     assert of_attention(a, q, a.cat([given(a, "own", B, N, S, 4), rope], -1), v) is None
-    assert of_attention(a, q, heads, v) is None
+
+
+def test_keys_that_are_projected_whole_are_of_a_latent_without_rotated_lanes():
+    a = Algebra()
+    heads = opened(a, projected(a))
+    q, v = given(a, "q", B, N, 2, 8), cut(a, heads, -1, 4, WIDTH)
+    found = of_attention(a, q, heads, v)
+    assert isinstance(found, dict)
+    assert found[heads].op == "unrotated_keys"
+    assert "rope" not in found[heads].captures
 
 
 @pytest.mark.parametrize("width", [C, C + 4, SOME])

@@ -29,6 +29,7 @@ from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Candidate, Match, Plan, Refusal
 from fusion.shelf import Shelf
+from fusion.stages.plan import together
 from fusion.stages.plan.copies import Copies
 from fusion.stages.plan.kept import Plans
 from fusion.stages.plan.recorded import PlanBook, Run
@@ -92,7 +93,11 @@ class Planner:
                 offers[match] = self._beside(offers[match], made, offers, shared)
             best = self._best(match, plans[match], offers[match])
             found.extend(() if best is None else (best,))
-        return found
+        return [*found, *together.pairs(found, partial(self._beside_another, shared))]
+
+    def _beside_another(self, shared: _Sharing, one: Candidate, other: Candidate) -> Candidate:
+        """A candidate with what it saves on top of another that is chosen too."""
+        return self._offer(one.match, one.lowering, one.plan, shared, other)
 
     @property
     def failures(self) -> Sequence[Failure]:

@@ -1,0 +1,60 @@
+"""Rewrites that leave nodes needless together and neither alone: both halves of a layer that each takes a part of.
+
+y = x W;  f(y[:n]), g(y[n:])   →   F(x, W[:n]), G(x, W[n:])      neither makes y needless, both do
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch.fx as fx
+
+from fusion.records import Candidate
+
+LEAST = 1e-6
+"""Microseconds that a pair must save more than its members alone."""
+
+
+def pairs(found: Sequence[Candidate], beside: Callable[[Candidate, Candidate], Candidate]) -> list[Candidate]:
+    """For every two of these that save more together, the second as one that needs the first.
+
+    `beside` gives the one candidate with what comes on top of the other. What both save is told of each in halves: they
+    are chosen together or not at all.
+    """
+    offered: list[Candidate] = []
+    for one, other in _sharing(found):
+        more = beside(other, one)
+        total = one.benefit + more.benefit
+        if total > sum(max(each.benefit, 0.0) for each in (one, other)) + LEAST:
+            half = replace(one, benefit=total / 2)
+            offered.append(replace(more, benefit=total / 2, needs=half))
+    return offered
+
+
+def _sharing(found: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+    """Two candidates that replace different nodes, where all that reads some node goes with either of them."""
+    alone = [each for each in found if each.needs is None]
+    readers: dict[fx.Node, list[int]] = defaultdict(list)
+    for number, each in enumerate(alone):
+        for source in dict.fromkeys(source for node in each.dying for source in node.all_input_nodes):
+            if source.op == "call_function" and source not in each.dying and len(source.users) > 1:
+                readers[source].append(number)
+    both = {(min(pair), max(pair)) for node, numbers in readers.items() for pair in _covering(node, numbers, alone)}
+    return ((alone[one], alone[other]) for one, other in sorted(both))
+
+
+def _covering(node: fx.Node, numbers: Sequence[int], alone: Sequence[Candidate]) -> Iterator[tuple[int, int]]:
+    for place, one in enumerate(numbers):
+        for other in numbers[place + 1 :]:
+            first, second = alone[one], alone[other]
+            left = [user for user in node.users if user not in first.dying]
+            if left and all(user in second.dying for user in left) and not _overlap(first, second):
+                yield one, other
+
+
+def _overlap(one: Candidate, other: Candidate) -> bool:
+    """Whether one replaces a node that the other replaces or needs no more."""
+    pairs = ((one, other), (other, one))
+    return any(node in of.dying for by, of in pairs for makers in by.match.roots for node in makers)

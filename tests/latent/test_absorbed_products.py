@@ -1,0 +1,161 @@
+"""Latents are absorbed whatever stands between the products of attention; expanded where that costs less."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import product
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fusion import Report, explain, testing
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.testing import LEVELS, Trial, capture
+
+from . import absorbed_products as corpus
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HOST = Options(target="host", lower="eager")
+
+
+def tried(form: Callable[..., Any], of: corpus.Setting, options: Options = HOST, biased: bool = False) -> Trial:
+    module = corpus.Attention(form, of.dtype, biased)
+    captured = capture(module, corpus.inputs(of.dtype, of.of), of.level)
+    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    outcome = fuse_graph(graph.graph, installed(), options, captured.facts)
+    graph.recompile()
+    return Trial(installed(), captured, graph, outcome)
+
+
+def applied(t: Trial) -> set[str]:
+    return {each.match.rule.name for each in t.outcome.chosen}
+
+
+def settings(forms: tuple[Callable[..., Any], ...]) -> Iterator[Any]:
+    """Every way in one setting; in all of them every night."""
+    cells = list(product(corpus.SIZES, DTYPES, LEVELS))
+    for number, form in enumerate(forms):
+        for place, (sizes, dtype, level) in enumerate(cells):
+            marks = [] if place == (number * 7) % len(cells) else [pytest.mark.nightly]
+            setting = corpus.Setting(corpus.SIZES[sizes], dtype, level)
+            name = f"{form.__name__}-{sizes}-{str(dtype).removeprefix('torch.')}-{level}"
+            yield pytest.param(form, setting, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("form", "of"), settings(corpus.UNROTATED + corpus.PLAIN))
+def test_neither_keys_nor_values_are_computed(form: Callable[..., Any], of: corpus.Setting):
+    t = tried(form, of)
+    assert applied(t) & {"absorbed_products", "latent_attention"}, "\n".join(map(str, t.outcome.refusals))
+    testing.means_what_it_says(t)
+    testing.emits_valid_calls(t)
+
+
+@pytest.mark.parametrize(("form", "of"), settings(corpus.LOOKALIKES))
+def test_look_alike_is_left_alone(form: Callable[..., Any], of: corpus.Setting):
+    t = tried(form, of, biased=form is corpus.biased_layer)
+    assert "absorbed_products" not in applied(t)
+    testing.means_what_it_says(t)
+
+
+# which form is chosen, at the sizes of models -------------------------------------------------------------------------
+
+A3 = "ascend910_93"
+
+
+class Model(nn.Module):
+    """Attention with heads of 128 lanes over a latent of 512; `weigh` makes weights of scores."""
+
+    def __init__(self, heads: int = 16, weigh: Callable[..., Tensor] | None = None, together: bool = False) -> None:
+        super().__init__()
+        self.heads, self.weigh = heads, weigh
+        shapes = [(heads * 256, 512)] if together else [(heads * 128, 512)] * 2
+        self.up = nn.ParameterList(torch.zeros(*each, dtype=torch.bfloat16) for each in shapes)
+
+    def forward(self, q: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+        of_heads = [F.linear(c, each).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.up]
+        k, v = of_heads if len(of_heads) == 2 else of_heads[0].split(128, -1)
+        if self.weigh is None:
+            return F.scaled_dot_product_attention(q, k, v)
+        return self.weigh(q @ k.transpose(2, 3) * 0.1, bias) @ v
+
+
+def biased(scores: Tensor, bias: Tensor) -> Tensor:
+    return torch.softmax(scores + bias, -1)
+
+
+def capped(scores: Tensor, bias: Tensor) -> Tensor:
+    return torch.softmax(torch.tanh(scores / 30) * 30, -1)
+
+
+def explained(model: Model, queries: int = 1, keys: int = 4096, batch: int = 1) -> Report:
+    q, c = (
+        torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((batch, model.heads, queries, 128), (batch, keys, 512))
+    )
+    bias = torch.zeros(batch, model.heads, queries, keys, dtype=torch.bfloat16)
+    with torch.no_grad():
+        return explain(model, q, c, bias, options={"target": A3})
+
+
+def rules(report: Report) -> list[str]:
+    return [each.rule for each in report.matches]
+
+
+def test_a_latent_without_rotated_lanes_is_one_head_of_keys_and_values():
+    report = explained(Model())
+    assert rules(report) == ["latent_attention"]
+    assert report.ops == {"npu::npu_fused_infer_attention_score_v2": 1, "npu::npu_transpose_batchmatmul": 2}
+    assert report.launches[1] == 3
+    assert "absorbed: behind a long context" in str(report)
+
+
+def test_more_heads_than_share_one_are_absorbed_as_products():
+    report = explained(Model(heads=128))
+    assert set(rules(report)) == {"absorbed_products"}
+    assert any("64" in each.reason for each in report.refusals if each.rule == "latent_attention")
+
+
+def test_a_prompt_is_expanded():
+    assert "attention" in rules(explained(Model(), queries=512))
+
+
+@pytest.mark.parametrize(("weigh", "why"), [(biased, "a bias is added"), (capped, "capped softly by tanh")])
+def test_why_the_whole_is_no_attention_is_told_beside_its_products(weigh: Callable[..., Tensor], why: str):
+    report = explained(Model(weigh=weigh))
+    assert rules(report) == ["absorbed_products"] * 2
+    assert any(why in each.reason for each in report.refusals if each.rule == "softmax_attention")
+
+
+def test_a_layer_of_keys_and_values_goes_with_both_products_though_neither_alone_would_pay():
+    report = explained(Model(weigh=biased, together=True), queries=8, keys=1024)
+    assert rules(report) == ["absorbed_products"] * 2
+    assert "aten.linear" not in report.graphs[0].code
+
+
+def test_several_queries_of_a_prompt_keep_what_the_model_computes():
+    report = explained(Model(weigh=biased), queries=512)
+    assert "absorbed_products" not in rules(report)
+    assert any("more, not less" in each.reason for each in report.refusals if each.rule == "absorbed_products")
+
+
+@pytest.mark.nightly
+def test_how_much_faster_it_is_here(capsys: pytest.CaptureFixture[str]):
+    """A figure to look at; the clock of a shared machine decides nothing."""
+    t = tried(corpus.added_bias_of_one_layer, corpus.Setting(corpus.Sizes(1, 1, 4096), torch.float32))
+    graphs = ((t.captured.graph, t.inputs()[: len(t.captured.inputs)]), (t.fused, t.inputs()))
+    seconds = [min(_timed(graph, args) for _ in range(5)) for graph, args in graphs]
+    with capsys.disabled():
+        print(f"\nabsorbed behind a bias, 4096 keys: {seconds[0] / seconds[1]:.1f} times as fast")
+
+
+def _timed(graph: Callable[..., Any], args: tuple[Tensor, ...]) -> float:
+    start = perf_counter()
+    with torch.no_grad():
+        graph(*args)
+    return perf_counter() - start
