@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, tensor, variants
+from fusion import Rule, attribute, lowering, pattern, require, tensor, variants
 from patterns.cache.pages import of_one_head
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages, Rows
 from patterns.latent.terms import LatentRow, Tables
+from patterns.rotary.orders import HALF, INTERLEAVED
 
 CACHES, WITH_ROWS = "caches", "rows and caches"
 Storage = Rows | Pages
@@ -48,8 +49,12 @@ class KvRmsnormRopeCache(Rule):
         caches = storage.written(p, *rows)
         return (*rows, *caches) if results == WITH_ROWS else tuple(caches)
 
-    def guard(self, kv: Any, storage: Storage):
-        """How the tokens and the caches are laid out."""
+    def guard(self, kv: Any, row: LatentRow, storage: Storage):
+        """How the tokens, their lanes and the caches are laid out."""
+        orders = dict(source=row.source, result=row.result)
+        turned = (row.source, row.result) == (INTERLEAVED, HALF)
+        said = "keys are rotated from {source} to {result} order, by the operator from interleaved to half order"
+        require(turned, said, **orders)
         storage.guard(kv)
 
     @lowering
@@ -61,7 +66,7 @@ class KvRmsnormRopeCache(Rule):
         index = first + torch.arange(lines.shape[1], device=lines.device)
         index = torch.where(index < size, index, -1)
         caches = (_sequences(storage.kv_cache, storage.axis), _sequences(storage.kr_cache, storage.axis))
-        *_, kr, latents = _called(lines, row, tables.of_tokens(lines), index, caches, cache_mode="Norm")
+        *_, kr, latents = _called(lines, row, tables.of_tokens(lines, kv.dtype), index, caches, cache_mode="Norm")
         return storage.restored(latents, kr)
 
     @lowering
@@ -86,8 +91,9 @@ def _called(
     """Rotated keys and latents [B, 1, S, ..] of lines [B, S, W], and their caches, with tables [B, S, Dr]."""
     cos, sin = (each.unsqueeze(1).contiguous() for each in tables)
     latents, ropes = caches
+    gamma = row.scaled_gamma(kv.dtype)
     return torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional(
-        kv.unsqueeze(1).contiguous(), row.scaled_gamma(), cos, sin, index, ropes, latents, epsilon=row.eps, **how
+        kv.unsqueeze(1).contiguous(), gamma, cos, sin, index, ropes, latents, epsilon=row.eps, **how
     )
 
 
@@ -96,7 +102,7 @@ def _paged(kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Stor
     slots: Any = storage.index(kv)
     slots = slots.flatten()
     tokens, lines = slots.shape[0], kv[..., begin : row.end]
-    of_tokens = [each.reshape(tokens, 1, -1) for each in tables.of_tokens(kv)]
+    of_tokens = [each.reshape(tokens, 1, -1) for each in tables.of_tokens(kv, kv.dtype)]
     widths = (row.split - begin, row.end - row.split)
     mode = "PA_NZ" if storage.layout(kv) == "PA_NZ" else "PA_BNSD"
     return _called(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
+from patterns.rotary.orders import HALF, in_order
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,14 @@ class Tables(Group):
     cos: Any = tensor("T U Dr")
     sin: Any = tensor("T U Dr")
 
-    def of_tokens(self, x: Tensor) -> list[Tensor]:
-        """Both as [B, S, D] for tokens [B, S, H], or as [T, D] for those without their sequences, [T, H]."""
+    def of_tokens(self, x: Tensor, dtype: torch.dtype, order: str = HALF) -> list[Tensor]:
+        """Both as [B, S, D] for tokens [B, S, H], or as [T, D] for those without their sequences, [T, H].
+
+        They come in this order of lanes and are given in halves, rounded to `dtype`, as the operators read them.
+        """
         batch, rows = x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
-        both = (_of_tokens(each, batch, rows) for each in (self.cos, self.sin))
-        return [each.reshape(*x.shape[:-1], each.shape[-1]) for each in both]
+        both = (in_order(each.to(dtype), order, HALF) for each in (self.cos, self.sin))
+        return [_of_tokens(each, batch, rows).reshape(*x.shape[:-1], each.shape[-1]) for each in both]
 
 
 @dataclass(frozen=True)
@@ -37,18 +41,24 @@ class LatentRow(Group):
     factor: Any = scalar()
     split: Any = attribute()
     end: Any = attribute()
+    source: Any = attribute()
+    result: Any = attribute()
     dtype: Any = attribute()
 
-    def terms(self, p, both, tables, like, begin=0, source="interleaved"):
+    def terms(self, p, both, tables, like, begin=0):
         """The latent, which may be multiplied by a number, and the rotated key, of what holds them from `begin` on."""
         latent, turning = (p.lanes(p.reshaped(both), *of) for of in ((begin, self.split), (self.split, self.end)))
         norm = p.rms_norm(x=latent, gamma=self.gamma, eps=self.eps)
-        rope = rotated_lanes(p, turning, tables.cos, tables.sin, self.dtype, like, source=source)
+        rope = rotated_lanes(p, turning, tables, self, like)
         return p.maybe_scaled(norm, self.factor), rope
 
-    def scaled_gamma(self) -> Tensor:
-        """The gain of the norm, times what the latent is multiplied by."""
-        return self.gamma if self.factor == 1 else self.gamma * self.factor
+    def reordered(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Both rows, of which the rotated key comes in halves, in the order that the model has."""
+        return latent, in_order(rope, HALF, self.result)
+
+    def scaled_gamma(self, dtype: torch.dtype) -> Tensor:
+        """The gain of the norm, times what the latent is multiplied by, rounded to `dtype`."""
+        return (self.gamma if self.factor == 1 else self.gamma * self.factor).to(dtype)
 
     @property
     def widths(self) -> tuple[Any, Any]:
@@ -67,6 +77,8 @@ class LatentQueries(Group):
     begin: Any = attribute()
     first: Any = attribute()
     heads_first: Any = attribute()
+    source: Any = attribute()
+    result: Any = attribute()
     dtype: Any = attribute()
 
     def norm(self, p, low):
@@ -80,19 +92,26 @@ class LatentQueries(Group):
         require(row.end == dkv.shape[0], "latent and rotated key do not make up one projection")
         whole = self.width == self.first + row.end - row.split
         require(whole, "the heads have more lanes than both parts of the queries")
+        orders = dict(queries=self.result, keys=row.result)
+        require(self.result == row.result, "rotated queries are in {queries} order, keys in {keys} order", **orders)
 
     def restored(self, query: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
         """Rotated and absorbed queries [B, S, N, C] or [T, N, C] as the model has them."""
         heads_before = query.transpose(1, 2) if query.dim() == 4 else query
+        rope = self.reordered(rope)
         return rope.transpose(1, 2) if self.heads_first else rope, heads_before
 
+    def reordered(self, rope: Tensor) -> Tensor:
+        """Rotated queries that come in halves, in the order that the model has them in."""
+        return in_order(rope, HALF, self.result)
 
-def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None, factor=1.0, source="interleaved"):
-    """Computed in float32, as by the operators, or in the dtype of the model."""
-    tables = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
-    cos, sin = (each if factor == 1 else p.maybe_scaled(each, factor) for each in tables)
-    wide = p.maybe_cast(x, to=torch.float32)
-    return p.as_dtype(p.rotation(x=wide, cos=cos, sin=sin, source=source, result="half", dtype=dtype), like)
+
+def rotated_lanes(p, x, tables, of, like, heads_first=None, factor=1.0):
+    """Lanes of the queries or the row `of`, computed in float32, as by the operators, or in the dtype of the model."""
+    both = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (tables.cos, tables.sin))
+    cos, sin = (each if factor == 1 else p.maybe_scaled(each, factor) for each in both)
+    how = dict(source=of.source, result=of.result, dtype=of.dtype)
+    return p.as_dtype(p.rotation(x=p.maybe_cast(x, to=torch.float32), cos=cos, sin=sin, **how), like)
 
 
 def _of_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:

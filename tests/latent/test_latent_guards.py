@@ -13,9 +13,10 @@ from fusion.graph import Algebra
 from fusion.language import Refused
 from patterns.cache.stores import Fresh, Pages
 from patterns.latent.head_projection import HeadProjection
-from patterns.latent.preprocess import EPSILON, MlaPreprocess, RowOrder, _pages
+from patterns.latent.preprocess import EPSILON, JoinedRows, MlaPreprocess, _pages
 from patterns.latent.prolog import Int8QueryPages, MlaProlog
 from patterns.quant.schemes import StaticInt8Layers
+from patterns.rotary.orders import HALF, INTERLEAVED, RowOrder
 
 NOTHING = SimpleNamespace(guard=lambda *args: None)
 X = torch.zeros(2, 3, 64)
@@ -66,10 +67,21 @@ def test_pages_that_lie_otherwise_are_not_written(place: int, block: int | None)
 def test_rotated_lanes_of_every_head_are_put_in_halves():
     pairs = torch.arange(12).reshape(12, 1)
     dq, dkv = torch.full((1, 1), -1), torch.arange(6).reshape(6, 1)
-    down, wide = RowOrder(2, 4, "interleaved").joined(dq, dkv, pairs)
+    down, wide = JoinedRows(RowOrder(4, HALF), 2, INTERLEAVED, INTERLEAVED).joined(dq, dkv, pairs)
     assert down.flatten().tolist() == [0, 1, 2, 4, 3, 5, -1]
     assert wide.flatten().tolist() == [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]
-    assert RowOrder(2, 4, "half").joined(dq, dkv, pairs)[1] is pairs
+    assert JoinedRows(RowOrder(4, HALF), 2, HALF, INTERLEAVED).joined(dq, dkv, pairs)[1] is pairs
+    down, wide = JoinedRows(RowOrder(4, HALF), 2, INTERLEAVED, HALF).joined(dq, dkv, pairs)
+    assert down.flatten().tolist() == [0, 1, 2, 3, 4, 5, -1]
+
+
+def test_rotated_lanes_of_every_head_are_put_in_pairs():
+    rows = RowOrder(4, INTERLEAVED)
+    assert rows.of(torch.arange(12), HALF, 2).tolist() == [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]
+    assert rows.of(torch.arange(6)[:, None], HALF).flatten().tolist() == [0, 1, 2, 4, 3, 5]
+    six = RowOrder(6, INTERLEAVED)
+    assert six.of(torch.arange(7), HALF).tolist() == [0, 1, 4, 2, 5, 3, 6]
+    assert RowOrder(6, HALF).of(torch.arange(7), INTERLEAVED).tolist() == [0, 1, 3, 5, 2, 4, 6]
 
 
 @pytest.mark.parametrize("name", ["dq_bias", "uq_bias", "dkv_bias"])
