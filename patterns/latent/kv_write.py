@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, require, tensor, variants
+from fusion import Rule, lowering, pattern, require, tensor, variants
 from patterns.cache.pages import of_one_head
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages, Rows
 from patterns.latent.terms import LatentRow, Tables
@@ -41,11 +41,9 @@ class KvRmsnormRopeCache(Rule):
 
     @pattern
     @variants(storage=(Rows, *PAGES, Int8LatentPages), results=(CACHES, WITH_ROWS))
-    def written(
-        self, p, storage, results, kv=tensor("*B W"), row: Any = LatentRow, tables: Any = Tables, begin=attribute()
-    ):
-        """Of one projection, whose lanes before `begin` are something else."""
-        rows = row.terms(p, kv, tables, kv, begin=begin)
+    def written(self, p, storage, results, kv=tensor("*B W"), row: Any = LatentRow, tables: Any = Tables):
+        """Of one projection, whose lanes before and behind may be something else."""
+        rows = row.terms(p, kv, tables, kv)
         caches = storage.written(p, *rows)
         return (*rows, *caches) if results == WITH_ROWS else tuple(caches)
 
@@ -59,9 +57,9 @@ class KvRmsnormRopeCache(Rule):
 
     @lowering
     @variants(storage=(Rows,), results=(CACHES,))
-    def by_position(self, kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Rows) -> tuple[Tensor, ...]:
+    def by_position(self, kv: Tensor, row: LatentRow, tables: Tables, storage: Rows) -> tuple[Tensor, ...]:
         """One call, into sequences that lie one behind the other."""
-        lines, size = kv[..., begin : row.end], storage.kv_cache.shape[storage.axis]
+        lines, size = kv[..., row.begin : row.end], storage.kv_cache.shape[storage.axis]
         first = storage.start.reshape(-1, 1).long().expand(lines.shape[0], 1)
         index = first + torch.arange(lines.shape[1], device=lines.device)
         index = torch.where(index < size, index, -1)
@@ -71,18 +69,18 @@ class KvRmsnormRopeCache(Rule):
 
     @lowering
     @variants(results=(CACHES,))
-    def by_page(self, kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Storage) -> tuple[Tensor, ...]:
+    def by_page(self, kv: Tensor, row: LatentRow, tables: Tables, storage: Storage) -> tuple[Tensor, ...]:
         """One call, into pages, which may be those of a contiguous cache of more sequences than there are tokens of."""
-        *_, kr, latents = _paged(kv, begin, row, tables, storage)
+        *_, kr, latents = _paged(kv, row, tables, storage)
         return storage.restored(latents, kr)
 
     @lowering
     @variants(results=(WITH_ROWS,))
-    def with_rows(self, kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Storage) -> tuple[Tensor, ...]:
+    def with_rows(self, kv: Tensor, row: LatentRow, tables: Tables, storage: Storage) -> tuple[Tensor, ...]:
         """The same, and the rows."""
-        rope, latent, kr, latents = _paged(kv, begin, row, tables, storage, is_output_kv=True)
-        rows = latent.reshape(*kv.shape[:-1], row.split - begin), rope.reshape(*kv.shape[:-1], row.end - row.split)
-        return *rows, *storage.restored(latents, kr)
+        rope, latent, kr, latents = _paged(kv, row, tables, storage, is_output_kv=True)
+        both = zip((latent, rope), row.widths, strict=True)
+        return *(each.reshape(*kv.shape[:-1], width) for each, width in both), *storage.restored(latents, kr)
 
 
 def _called(
@@ -97,13 +95,13 @@ def _called(
     )
 
 
-def _paged(kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Storage, **how: Any) -> Four:
+def _paged(kv: Tensor, row: LatentRow, tables: Tables, storage: Storage, **how: Any) -> Four:
     """Rotated keys and latents [T, 1, 1, ..], and both caches, rows going to slots of all pages."""
     slots: Any = storage.index(kv)
     slots = slots.flatten()
-    tokens, lines = slots.shape[0], kv[..., begin : row.end]
+    tokens, lines = slots.shape[0], kv[..., row.begin : row.end]
     of_tokens = [each.reshape(tokens, 1, -1) for each in tables.of_tokens(kv, kv.dtype)]
-    widths = (row.split - begin, row.end - row.split)
+    widths = row.widths
     mode = "PA_NZ" if storage.layout(kv) == "PA_NZ" else "PA_BNSD"
     return _called(
         lines.reshape(tokens, 1, -1), row, of_tokens, slots, storage.caches(kv, widths, kv), cache_mode=mode,

@@ -114,7 +114,8 @@ class MlaPreprocess(Rule):
 
     def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: TokenInt8Layers, storage: Pages):
         """As for `MlaProlog`; and what the kernel takes no argument for."""
-        queries.guard(projection.dkv, row)
+        queries.guard(row)
+        row.guard(projection.dkv)
         for eps in (norm.eps, queries.eps, row.eps):
             require(eps == EPSILON, "a norm adds {eps}, the kernel of npu_mla_preprocess 1e-6", eps=eps)
         projection.guard()

@@ -25,11 +25,12 @@ from fusion.analysis.rounding import exact
 from patterns.cache.stores import PAGES, Fresh, Int8LatentPages, PackedPages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
 from patterns.quant.dynamic_quant import quantised_rows
+from patterns.quant.joined_schemes import JOINED
 from patterns.quant.scales import multipliers
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
 from patterns.rotary.orders import INTERLEAVED, RowOrder
 
-PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers)
+PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers, *JOINED)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Queries(LatentQueries):
         """Layers that give the lanes which are rotated in pairs, as the operators read them."""
         order = RowOrder(row.widths[1], INTERLEAVED)
         of_heads = partial(order.of, source=self.source, heads=self.up.shape[0])
-        return projection.reordered(of_heads, partial(order.of, source=row.source))
+        return projection.apart(row).reordered(of_heads, partial(order.of, source=row.source))
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class MlaProlog(Rule):
 
     def guard(self, x: Any, projection: FloatLayers, storage: Any, queries: Queries, row: LatentRow):
         """How the tokens, the weights and the caches are laid out."""
-        queries.guard(projection.dkv, row)
+        queries.guard(row)
+        projection.guard_row(row)
         projection.guard(queries)
         lowest = min(projection.factor(queries.factor), row.factor)
         require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)

@@ -34,20 +34,21 @@ class Tables(Group):
 
 @dataclass(frozen=True)
 class LatentRow(Group):
-    """The row of a token: lanes up to `split` are its latent, those from there to `end` its rotated key."""
+    """The row of a token: lanes `begin` … `split` are its latent, those from there to `end` its rotated key."""
 
     gamma: Any = tensor("Hckv")
     eps: Any = scalar()
     factor: Any = scalar()
+    begin: Any = attribute()
     split: Any = attribute()
     end: Any = attribute()
     source: Any = attribute()
     result: Any = attribute()
     dtype: Any = attribute()
 
-    def terms(self, p, both, tables, like, begin=0):
-        """The latent, which may be multiplied by a number, and the rotated key, of what holds them from `begin` on."""
-        latent, turning = (p.lanes(p.reshaped(both), *of) for of in ((begin, self.split), (self.split, self.end)))
+    def terms(self, p, both, tables, like):
+        """The latent, which may be multiplied by a number, and the rotated key, of what holds them."""
+        latent, turning = (p.lanes(p.reshaped(both), *of) for of in ((self.begin, self.split), (self.split, self.end)))
         norm = p.rms_norm(x=latent, gamma=self.gamma, eps=self.eps)
         rope = rotated_lanes(p, turning, tables, self, like)
         return p.maybe_scaled(norm, self.factor), rope
@@ -63,7 +64,12 @@ class LatentRow(Group):
     @property
     def widths(self) -> tuple[Any, Any]:
         """Lanes of the latent, and of the rotated key."""
-        return self.split, self.end - self.split
+        return self.split - self.begin, self.end - self.split
+
+    def guard(self, dkv: Any) -> None:
+        """Refuse a layer that gives other lanes as well."""
+        whole = self.begin == 0 and self.end == dkv.shape[0]
+        require(whole, "latent and rotated key do not make up one projection")
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,10 @@ class LatentQueries(Group):
         """Of the latent, as the first layer gives it."""
         return p.rms_norm(x=low, gamma=self.gamma, eps=self.eps)
 
-    def guard(self, dkv: Any, row: LatentRow) -> None:
+    def guard(self, row: LatentRow) -> None:
         """Refuse lanes that lie otherwise than those of the operators: rotated ones last, and no others."""
         last = self.begin == 0 and self.first == self.up.shape[1]
         require(last, "the lanes that are rotated do not follow those that are not")
-        require(row.end == dkv.shape[0], "latent and rotated key do not make up one projection")
         whole = self.width == self.first + row.end - row.split
         require(whole, "the heads have more lanes than both parts of the queries")
         orders = dict(queries=self.result, keys=row.result)

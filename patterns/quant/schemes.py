@@ -66,6 +66,14 @@ class FloatLayers(Group):
         """What the latent of the queries is multiplied by, if the model multiplies its norm by this number."""
         return behind_norm
 
+    def guard_row(self, row: Any) -> None:
+        """Refuse a layer of x that gives more than the row of a token."""
+        row.guard(self.dkv)
+
+    def apart(self, row: Any) -> Self:
+        """The same with a layer of its own for the row of a token."""
+        return self
+
     def reordered(self, of_heads: Order, of_row: Order) -> Self:
         """The same with the rows of W_UQ and of W_DKV in other orders."""
         return replace(self, uq=of_heads(self.uq), dkv=of_row(self.dkv))
