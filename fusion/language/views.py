@@ -57,6 +57,19 @@ class Reshaped(Above):
 
 
 @dataclass(frozen=True, eq=False)
+class Repeated(Above):
+    """A value that is `inner` with each of its lanes `times` over, one beside the other; or `inner` itself."""
+
+    times: int
+    step = "reshape"
+    follows = Above._inner_follows
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        once = _once(value, self.times, cx)
+        yield from self.inner.match(value if once is None else once, bound, cx)
+
+
+@dataclass(frozen=True, eq=False)
 class PerToken(Tensorial):
     """A table that `of` is multiplied by, taken as [B or 1, S or 1, D].
 
@@ -105,6 +118,15 @@ def _sources(value: Value, cx: Context) -> Iterator[Value]:
                 continue
             if prod(below.shape) == prod(value.shape) and cx.graph.algebra.reshape(below, value.shape) is value:
                 yield below
+
+
+def _once(value: Value, times: int, cx: Context) -> Value | None:
+    """[.., D] of a value [.., D · times] that has each of its lanes so many times over."""
+    wide = value.arg if value.op == "reshape" else None
+    if wide is None or wide.op != "expand" or wide.shape != (*wide.arg.shape[:-1], times) or wide.arg.shape[-1] != 1:
+        return None
+    size = prod(wide.shape) // prod(value.shape[:-1]) // times
+    return cx.graph.algebra.reshape(wide.arg, (*value.shape[:-1], size)) if size * times == value.shape[-1] else None
 
 
 def _per_token(table: Value, rows: Sequence[Any], heads_first: bool | None, cx: Context) -> Value | None:

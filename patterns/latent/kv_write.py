@@ -64,7 +64,7 @@ class KvRmsnormRopeCache(Rule):
         index = first + torch.arange(lines.shape[1], device=lines.device)
         index = torch.where(index < size, index, -1)
         caches = (_sequences(storage.kv_cache, storage.axis), _sequences(storage.kr_cache, storage.axis))
-        *_, kr, latents = _called(lines, row, tables.of_tokens(lines, kv.dtype), index, caches, cache_mode="Norm")
+        *_, kr, latents = _called(lines, row, tables.of_tokens(lines, row, kv.dtype), index, caches, cache_mode="Norm")
         return storage.restored(latents, kr)
 
     @lowering
@@ -100,7 +100,7 @@ def _paged(kv: Tensor, row: LatentRow, tables: Tables, storage: Storage, **how: 
     slots: Any = storage.index(kv)
     slots = slots.flatten()
     tokens, lines = slots.shape[0], kv[..., row.begin : row.end]
-    of_tokens = [each.reshape(tokens, 1, -1) for each in tables.of_tokens(kv, kv.dtype)]
+    of_tokens = [each.reshape(tokens, 1, -1) for each in tables.of_tokens(kv, row, kv.dtype)]
     widths = row.widths
     mode = "PA_NZ" if storage.layout(kv) == "PA_NZ" else "PA_BNSD"
     return _called(

@@ -125,7 +125,7 @@ class MlaPreprocess(Rule):
     @lowering
     def run(self, x, norm, queries, row, tables, projection, storage):
         """One call, that writes to the pages and to fresh memory."""
-        cos, sin = (each.flatten(0, -2) for each in tables.of_tokens(x, x.dtype))
+        cos, sin = (each.flatten(0, -2) for each in tables.of_tokens(x, row, x.dtype))
         tokens, turning, (heads, _, width) = storage.slots.numel(), cos.shape[-1], queries.up.shape
         order = JoinedRows(RowOrder(turning, HALF), heads, queries.source, row.source)
         down, wide = map(_nz, order.joined(projection.dq, projection.dkv, projection.uq))

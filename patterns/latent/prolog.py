@@ -170,5 +170,5 @@ class MlaProlog(Rule):
 def read(x: Tensor, projection: FloatLayers, queries: Queries, row: LatentRow, tables: Tables) -> tuple[Tensor, ...]:
     """What every version reads first, gains and tables rounded to the dtype of W_UK."""
     (dq, uq, dkv), dtype = projection.weights(), queries.up.dtype
-    cos, sin = (each.contiguous() for each in tables.of_tokens(x, dtype, row.result))
+    cos, sin = (each.contiguous() for each in tables.of_tokens(x, row, dtype))
     return x, dq, uq, queries.up.contiguous(), dkv, queries.gamma.to(dtype), row.gamma.to(dtype), sin, cos
