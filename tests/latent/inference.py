@@ -49,9 +49,14 @@ def frequencies(length: int, width: int) -> Tensor:
 
 def rotated(x: Tensor, freqs: Tensor) -> Tensor:
     """x [B, S, N, R] in pairs of neighbours, which stay neighbours."""
-    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+    pairs = torch.view_as_complex(wide(x).view(*x.shape[:-1], -1, 2))
     freqs = freqs.view(1, x.size(1), 1, pairs.size(-1))
     return torch.view_as_real(pairs * freqs).flatten(3).to(x.dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32; what is exact stays so."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class Norm(nn.Module):
@@ -74,10 +79,10 @@ class WideNorm(nn.Module):
         self.weight = nn.Parameter(1 + torch.randn(width, dtype=torch.float32) / 8)
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
-        wide = x.float() if residual is None else x.float() + residual.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        both = wide(x) if residual is None else wide(x) + wide(residual)
+        normed = both * torch.rsqrt(both.pow(2).mean(-1, keepdim=True) + self.eps)
         y = (self.weight * normed).to(x.dtype)
-        return y if residual is None else (y, wide.to(x.dtype))
+        return y if residual is None else (y, both.to(x.dtype))
 
 
 class WideLayerNorm(nn.Module):
@@ -89,7 +94,7 @@ class WideLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.randn(width, dtype=torch.float32) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, 1e-6).type_as(x)
+        return F.layer_norm(wide(x), self.weight.shape, self.weight, self.bias, 1e-6).type_as(x)
 
 
 class Linear(nn.Module):
@@ -141,7 +146,7 @@ class Attention(nn.Module):
             scores = (scores + torch.einsum("bshr,btr->bsht", q_pe, self.pe_cache[:bsz, :end_pos])) * of.scale
         if mask is not None:
             scores += mask.unsqueeze(1)
-        scores = scores.softmax(dim=-1, dtype=torch.float32).type_as(x)
+        scores = scores.softmax(dim=-1, dtype=wide(scores).dtype).type_as(x)
         if not self.absorbs:
             return self.wo(torch.einsum("bsht,bthd->bshd", scores, self.pe_cache[:bsz, :end_pos]).flatten(2))
         y = torch.einsum("bsht,btc->bshc", scores, self.kv_cache[:bsz, :end_pos])
@@ -149,18 +154,18 @@ class Attention(nn.Module):
 
 
 class Gate(nn.Module):
-    """The dense feed-forward layer; `wide` multiplies in float32."""
+    """The dense feed-forward layer; `widens` multiplies in float32."""
 
-    def __init__(self, of: Sizes = SIZES, wide: bool = False) -> None:
+    def __init__(self, of: Sizes = SIZES, widens: bool = False) -> None:
         super().__init__()
-        self.wide = wide
+        self.widens = widens
         self.w1, self.w3 = (Linear(of.hidden, of.inter) for _ in range(2))
         self.w2 = Linear(of.inter, of.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.wide:
+        if not self.widens:
             return self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return self.w2((F.silu(self.w1(x).float()) * self.w3(x).float()).type_as(x))
+        return self.w2((F.silu(wide(self.w1(x))) * wide(self.w3(x))).type_as(x))
 
 
 class Block(nn.Module):
@@ -225,7 +230,7 @@ class Indexer(nn.Module):
         k = torch.cat([rotated(k_pe.unsqueeze(2), freqs).squeeze(2), k_nope], dim=-1) @ self.turn
         self.k_cache[:bsz, start_pos:end_pos] = k
         weights = self.weights_proj(x) * of.index_heads**-0.5 * of.index_width**-0.5
-        products = torch.einsum("bshd,btd->bsht", q.float(), self.k_cache[:bsz, :end_pos].float())
+        products = torch.einsum("bshd,btd->bsht", wide(q), wide(self.k_cache[:bsz, :end_pos]))
         scores = (products.relu() * weights.unsqueeze(-1)).sum(dim=2)
         if mask is not None:
             scores += mask
@@ -253,20 +258,20 @@ class SparseAttention(Attention):
             q = torch.cat([q_nope, q_pe], dim=-1)
             k_nope, v = torch.split(self.wkv_b(kv).view(bsz, seqlen, of.heads, -1), [of.nope, of.value], dim=-1)
             k = torch.cat([k_nope, k_pe.expand(-1, -1, of.heads, -1)], dim=-1)
-            scores = torch.einsum("bshd,bthd->bsht", q.float(), k.float()) * of.scale
+            scores = torch.einsum("bshd,bthd->bsht", wide(q), wide(k)) * of.scale
             listed = self.indexer(x, qr, start_pos, freqs, mask)
             shown = torch.full((bsz, seqlen, seqlen), float("-inf")).scatter_(-1, listed, 0)
             shown += mask
             scores += shown.unsqueeze(2)
-            scores = scores.softmax(dim=-1, dtype=torch.float32)
+            scores = scores.softmax(dim=-1, dtype=wide(scores).dtype)
             return self.wo(torch.einsum("bsht,bthd->bshd", scores.type_as(x), v).flatten(2))
         wkv_b = self.wkv_b.weight.view(of.heads, -1, of.rank)
         q_nope = torch.einsum("bshd,hdc->bshc", q_nope, wkv_b[:, : of.nope])
-        scores = torch.einsum("bshc,btc->bsht", q_nope.float(), self.kv_cache[:bsz, :end_pos].float())
-        scores = scores + torch.einsum("bshr,btr->bsht", q_pe.float(), self.pe_cache[:bsz, :end_pos].float())
+        scores = torch.einsum("bshc,btc->bsht", wide(q_nope), wide(self.kv_cache[:bsz, :end_pos]))
+        scores = scores + torch.einsum("bshr,btr->bsht", wide(q_pe), wide(self.pe_cache[:bsz, :end_pos]))
         listed = self.indexer(x, qr, start_pos, freqs, mask)
         shown = torch.full((bsz, 1, end_pos), float("-inf")).scatter_(-1, listed, 0)
-        scores = (scores * of.scale + shown.unsqueeze(2)).softmax(dim=-1, dtype=torch.float32)
+        scores = (scores * of.scale + shown.unsqueeze(2)).softmax(dim=-1, dtype=wide(scores).dtype)
         y = torch.einsum("bsht,btc->bshc", scores.type_as(x), self.kv_cache[:bsz, :end_pos])
         return self.wo(torch.einsum("bshc,hdc->bshd", y, wkv_b[:, -of.value :]).flatten(2))
 
@@ -276,7 +281,7 @@ class SparseBlock(nn.Module):
 
     def __init__(self, of: Sizes = SIZES) -> None:
         super().__init__()
-        self.attn, self.ffn = SparseAttention(of), Gate(of, wide=True)
+        self.attn, self.ffn = SparseAttention(of), Gate(of, widens=True)
         self.attn_norm, self.ffn_norm = WideNorm(of.hidden), WideNorm(of.hidden)
 
     def forward(self, x: Tensor, residual: Tensor | None, start_pos: int, freqs: Tensor, mask: Tensor | None):
@@ -309,8 +314,8 @@ def in_dtype(model: nn.Module, dtype: torch.dtype, gains: torch.dtype | None = N
         if not held.is_complex():
             held.requires_grad_(False)
     for module in model.modules():
-        wide = isinstance(module, WideNorm | WideLayerNorm)
+        is_wide = isinstance(module, WideNorm | WideLayerNorm)
         for held in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if not held.is_complex():
-                held.data = held.data.to((gains or held.dtype) if wide else dtype)
+                held.data = held.data.to((gains or held.dtype) if is_wide else dtype)
     return model.eval()
