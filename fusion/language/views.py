@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
-from fusion.graph import Value
+from fusion.graph import Algebra, Value
 from fusion.language.terms import Above, Bindings, Context, Operation, Parameter, Tensorial, Term, attributes
 
 
@@ -65,7 +65,7 @@ class Repeated(Above):
     follows = Above._inner_follows
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        once = _once(value, self.times, cx)
+        once = _once(cx.graph.algebra, value, self.times)
         yield from self.inner.match(value if once is None else once, bound, cx)
 
 
@@ -120,13 +120,20 @@ def _sources(value: Value, cx: Context) -> Iterator[Value]:
                 yield below
 
 
-def _once(value: Value, times: int, cx: Context) -> Value | None:
+def _once(a: Algebra, value: Value, times: int) -> Value | None:
     """[.., D] of a value [.., D · times] that has each of its lanes so many times over."""
-    wide = value.arg if value.op == "reshape" else None
-    if wide is None or wide.op != "expand" or wide.shape != (*wide.arg.shape[:-1], times) or wide.arg.shape[-1] != 1:
+    if value.op == "slice" and value.attrs[0] != value.rank - 1:
+        once = _once(a, value.arg, times)
+        return None if once is None else a.cut(once, *value.attrs)
+    if value.op != "reshape":
         return None
-    size = prod(wide.shape) // prod(value.shape[:-1]) // times
-    return cx.graph.algebra.reshape(wide.arg, (*value.shape[:-1], size)) if size * times == value.shape[-1] else None
+    wide, lead = value.arg, value.shape[:-1]
+    if wide.shape[-1:] == value.shape[-1:]:
+        once = _once(a, wide, times)
+        return None if once is None else a.reshape(once, (*lead, once.shape[-1]))
+    lanes = wide.op == "expand" and wide.arg.shape[-1] == 1 and wide.shape == (*wide.arg.shape[:-1], times)
+    whole = lanes and wide.rank > 1 and wide.shape[-2] * times == value.shape[-1]
+    return a.reshape(wide.arg, (*lead, wide.shape[-2])) if whole else None
 
 
 def _per_token(table: Value, rows: Sequence[Any], heads_first: bool | None, cx: Context) -> Value | None:
