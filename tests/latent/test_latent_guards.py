@@ -13,12 +13,14 @@ from fusion.graph import Algebra
 from fusion.language import Refused
 from patterns.cache.stores import Fresh, Pages
 from patterns.latent.head_projection import HeadProjection
+from patterns.latent.kv_write import KvRmsnormRopeCache
 from patterns.latent.preprocess import EPSILON, JoinedRows, MlaPreprocess, _pages
 from patterns.latent.prolog import Int8QueryPages, MlaProlog
+from patterns.latent.terms import LatentQueries, LatentRow
 from patterns.quant.schemes import StaticInt8Layers
 from patterns.rotary.orders import HALF, INTERLEAVED, RowOrder
 
-NOTHING = SimpleNamespace(guard=lambda *args: None)
+NOTHING = SimpleNamespace(guard=lambda *args: None, guard_order=lambda order: None)
 X = torch.zeros(2, 3, 64)
 
 
@@ -42,7 +44,7 @@ def test_the_older_versions_take_less():
 
 
 def norms(*eps: float) -> dict[str, Any]:
-    first, second, third = (SimpleNamespace(eps=each, guard=NOTHING.guard) for each in eps)
+    first, second, third = (SimpleNamespace(eps=each, guard=NOTHING.guard, result=HALF) for each in eps)
     return dict(norm=first, queries=second, row=third)
 
 
@@ -110,3 +112,48 @@ def test_a_latent_is_read_with_the_scale_that_it_is_written_with():
 def test_heads_first_is_for_one_sequence():
     with pytest.raises(Refused, match="each sequence stand apart"):
         HeadProjection().first(torch.zeros(2, 3, 4, 8), torch.zeros(3, 8, 6), ())
+
+
+ORDERS = [(HALF, HALF), (HALF, INTERLEAVED), (INTERLEAVED, INTERLEAVED)]
+
+
+@pytest.mark.parametrize(("source", "result"), ORDERS)
+def test_the_operator_of_a_row_rotates_pairs_to_halves(source: str, result: str):
+    rule, row = KvRmsnormRopeCache(), SimpleNamespace(source=INTERLEAVED, result=HALF)
+    rule.guard(X, row, NOTHING)
+    with pytest.raises(Refused, match=f"from {source} to {result} order"):
+        rule.guard(X, SimpleNamespace(source=source, result=result), NOTHING)
+
+
+def test_a_cache_keeps_the_order_that_it_has():
+    pages = Pages(kv_cache=None, kr_cache=None, slots=None, nz_block=None)
+    pages.guard_order(HALF)
+    Fresh().guard_order(INTERLEAVED)
+    with pytest.raises(Refused, match="keeps rotated lanes in pairs"):
+        pages.guard_order(INTERLEAVED)
+    rest = dict(projection=SimpleNamespace(dkv=None, guard=NOTHING.guard), storage=pages)
+    row = SimpleNamespace(eps=EPSILON, guard=NOTHING.guard, result=INTERLEAVED)
+    with pytest.raises(Refused, match="keeps rotated lanes in pairs"):
+        MlaPreprocess().guard(X, **norms(EPSILON, EPSILON, EPSILON) | dict(row=row), **rest)
+
+
+def row_of(**other: Any) -> LatentRow:
+    lanes = dict(begin=0, split=512, end=576, source=INTERLEAVED, result=HALF)
+    return LatentRow(**dict(gamma=None, eps=1e-6, factor=1.0, dtype=None) | lanes | other)
+
+
+def test_queries_and_keys_lie_alike():
+    lanes = dict(width=192, begin=0, first=128, heads_first=True, source=INTERLEAVED, result=HALF)
+    queries = LatentQueries(**lanes, gamma=None, eps=1e-6, up=SimpleNamespace(shape=(4, 128, 512)), dtype=None)
+    queries.guard(row_of())
+    queries.guard(row_of(source=HALF))
+    with pytest.raises(Refused, match="rotated queries are in half order, keys in interleaved order"):
+        queries.guard(row_of(result=INTERLEAVED))
+
+
+def test_a_row_is_all_that_its_layer_gives():
+    layer = SimpleNamespace(shape=(576, 64))
+    row_of().guard(layer)
+    for lanes in (dict(begin=64, split=576, end=640), dict(end=568), dict(begin=8)):
+        with pytest.raises(Refused, match="do not make up one projection"):
+            row_of(**lanes).guard(layer)
