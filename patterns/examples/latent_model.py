@@ -339,7 +339,8 @@ class Layers:
 def projected(layers: Layers, rows: Any, g: Given, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Both products of x by one layer, the row of a token first."""
     pairs = ((g.dkv, g.dq), (g.dkv_scale, g.dq_scale), (g.dkv_bias, g.dq_bias))
-    both = layers.layer(rows, *(torch.cat(each) for each in pairs), dtype)
+    weight, scale, bias = (torch.cat(each) for each in pairs)
+    both = layers.layer(rows, weight, scale, bias, dtype)
     down, low = both.split((g.dkv.shape[0], g.dq.shape[0]), dim=-1)
     return low, down
 
