@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
-from fusion.graph import Value
+from fusion.graph import Algebra, Value
 from fusion.language.terms import Above, Bindings, Context, Operation, Parameter, Tensorial, Term, attributes
 
 
@@ -54,6 +54,19 @@ class Reshaped(Above):
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         for each in _forms(value, cx):
             yield from self.inner.match(each, bound, cx)
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated(Above):
+    """A value that is `inner` with each of its lanes `times` over, one beside the other; or `inner` itself."""
+
+    times: int
+    step = "reshape"
+    follows = Above._inner_follows
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        once = _once(cx.graph.algebra, value, self.times)
+        yield from self.inner.match(value if once is None else once, bound, cx)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +118,22 @@ def _sources(value: Value, cx: Context) -> Iterator[Value]:
                 continue
             if prod(below.shape) == prod(value.shape) and cx.graph.algebra.reshape(below, value.shape) is value:
                 yield below
+
+
+def _once(a: Algebra, value: Value, times: int) -> Value | None:
+    """[.., D] of a value [.., D · times] that has each of its lanes so many times over."""
+    if value.op == "slice" and value.attrs[0] != value.rank - 1:
+        once = _once(a, value.arg, times)
+        return None if once is None else a.cut(once, *value.attrs)
+    if value.op != "reshape":
+        return None
+    wide, lead = value.arg, value.shape[:-1]
+    if wide.shape[-1:] == value.shape[-1:]:
+        once = _once(a, wide, times)
+        return None if once is None else a.reshape(once, (*lead, once.shape[-1]))
+    lanes = wide.op == "expand" and wide.arg.shape[-1] == 1 and wide.shape == (*wide.arg.shape[:-1], times)
+    whole = lanes and wide.rank > 1 and wide.shape[-2] * times == value.shape[-1]
+    return a.reshape(wide.arg, (*lead, wide.shape[-2])) if whole else None
 
 
 def _per_token(table: Value, rows: Sequence[Any], heads_first: bool | None, cx: Context) -> Value | None:

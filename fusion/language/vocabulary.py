@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusion.language.terms import Apply, Capture, Cast, Meaning, Term
-from fusion.language.views import Lanes, PerToken, Reshaped, Scaled
+from fusion.language.views import Lanes, PerToken, Repeated, Reshaped, Scaled
 
 
 class Vocabulary:
@@ -91,6 +91,10 @@ class Vocabulary:
     def op(self, names: str | tuple[str, ...], *args: Term) -> Term:
         """An aten op without canonical form, by the name it has in a graph, whatever its other arguments."""
         return Apply(args, (names,) if isinstance(names, str) else names, None)
+
+    def maybe_repeated(self, x: Term, times: int) -> Term:
+        """`x`, or each lane of `x` so many times over; `x` is what is repeated wherever that is seen."""
+        return Repeated(x, times)
 
     def maybe_cast(self, x: Term, to: torch.dtype | Capture) -> Term:
         """`x`, or `x` cast to exactly this dtype (or the dtype of this capture)."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from fusion import Group, attribute, require, scalar, tensor
 from patterns.cache import pages
 from patterns.quant.scales import multipliers
+from patterns.rotary.orders import HALF
 
 Both = tuple[Tensor, Tensor]
 TILE = 128
@@ -32,6 +33,10 @@ TILE = 128
 @dataclass(frozen=True)
 class Store(Group):
     """Any store; by itself one of rows as they are, beside queries as they are."""
+
+    def guard_order(self, order: str) -> None:
+        """Refuse a cache that keeps the lanes of rotated keys in another order than an operator writes them."""
+        require(order == HALF, "the cache keeps rotated lanes in pairs, the operator writes halves")
 
     def queries(self, p, rotated, absorbed):
         """Queries as the attention reads them."""
@@ -64,6 +69,9 @@ class Fresh(Store):
 
     def guard(self, tokens: Any) -> None:
         """Nothing speaks against them."""
+
+    def guard_order(self, order: str) -> None:
+        """Rows of the model's own are put in any order."""
 
     def caches(self, tokens: Tensor, widths: tuple[Any, Any], like: Tensor) -> Both:
         """Memory [.., 1, D] for the rows of tokens [.., H]."""

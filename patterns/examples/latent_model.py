@@ -188,11 +188,13 @@ def norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
 Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of lanes rotated, the first of each pair in the first half of the result."""
+def turned(x: Tensor, cos: Tensor, sin: Tensor, source: str = "interleaved", result: str = "half") -> Tensor:
+    """Pairs of lanes rotated, by default the first of each pair in the first half of the result."""
     half = x.shape[-1] // 2
-    even, odd, cos, sin = x[..., ::2], x[..., 1::2], cos[..., :half], sin[..., :half]
-    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    first, second = (x[..., ::2], x[..., 1::2]) if source == "interleaved" else (x[..., :half], x[..., half:])
+    cos, sin = cos[..., :half], sin[..., :half]
+    both = first * cos - second * sin, second * cos + first * sin
+    return torch.cat(both, dim=-1) if result == "half" else torch.stack(both, dim=-1).flatten(-2)
 
 
 def times(x: Tensor, factor: float) -> Tensor:
@@ -334,6 +336,15 @@ class Layers:
         return self.multiply(rows, weight, scale, bias).to(dtype)
 
 
+def projected(layers: Layers, rows: Any, g: Given, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Both products of x by one layer, the row of a token first."""
+    pairs = ((g.dkv, g.dq), (g.dkv_scale, g.dq_scale), (g.dkv_bias, g.dq_bias))
+    weight, scale, bias = (torch.cat(each) for each in pairs)
+    both = layers.layer(rows, weight, scale, bias, dtype)
+    down, low = both.split((g.dkv.shape[0], g.dq.shape[0]), dim=-1)
+    return low, down
+
+
 def model(
     store: Store,
     attend: Attention = expanded,
@@ -342,9 +353,10 @@ def model(
     layers: Layers = Layers(),
     turn: Turn = turned,
     tokens_first: bool = False,
+    joint: bool = False,
     also: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Any]:
-    """A function of these parts; `also` reads the latent of the queries too.
+    """A function of these parts; `also` reads the latent of the queries too; `joint` makes one layer of both of x.
 
     Packed tokens [T, He] are of a sequence each, or by lists of keys of one sequence.
     """
@@ -354,7 +366,15 @@ def model(
         dtype, tokens = g.x.dtype, g.seen.shape[:2] if g.seen.dim() == 3 else g.x.shape[:-1]
         x = g.x if layers.eps is None else layers.shift(norm(g.x, g.gain, layers.eps), g.beta)
         rows = layers.rows(x, g.dq, g.scale, g.zero)
-        low = norm(layers.layer(rows, g.dq, g.dq_scale, g.dq_bias, dtype), g.gain_q)
+        low, down = (
+            projected(layers, rows, g, dtype)
+            if joint
+            else (
+                layers.layer(rows, *of, dtype)
+                for of in ((g.dq, g.dq_scale, g.dq_bias), (g.dkv, g.dkv_scale, g.dkv_bias))
+            )
+        )
+        low = norm(low, g.gain_q)
         low = layers.shift(times(low, factors.latent), g.beta_q)
         q = layers.layer(layers.rows(low, g.uq, g.scale_q, g.zero_q), g.uq, g.uq_scale, g.uq_bias, dtype)
         q = times(q, factors.heads).view(*tokens, g.up.shape[0], -1)
@@ -365,7 +385,6 @@ def model(
         if before:
             nope, rope = (each.unsqueeze(2) if packed else each.transpose(1, 2) for each in (nope, rope))
         c, dr = g.gain_kv.shape[-1], g.cos.shape[-1]
-        down = layers.layer(rows, g.dkv, g.dkv_scale, g.dkv_bias, dtype)
         latent, turning = down[..., : c + dr].split((c, dr), dim=-1)
         kept = store(times(norm(latent, g.gain_kv), factors.row), turn(turning, g.cos, g.sin), g, *caches)
         y = attend(nope, rope, kept, g)

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, tensor, variants
+from fusion import Rule, lowering, pattern, require, tensor, variants
 from patterns.cache.pages import of_one_head
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages, Rows
 from patterns.latent.terms import LatentRow, Tables
+from patterns.rotary.orders import HALF, INTERLEAVED
 
 CACHES, WITH_ROWS = "caches", "rows and caches"
 Storage = Rows | Pages
@@ -40,44 +41,46 @@ class KvRmsnormRopeCache(Rule):
 
     @pattern
     @variants(storage=(Rows, *PAGES, Int8LatentPages), results=(CACHES, WITH_ROWS))
-    def written(
-        self, p, storage, results, kv=tensor("*B W"), row: Any = LatentRow, tables: Any = Tables, begin=attribute()
-    ):
-        """Of one projection, whose lanes before `begin` are something else."""
-        rows = row.terms(p, kv, tables, kv, begin=begin)
+    def written(self, p, storage, results, kv=tensor("*B W"), row: Any = LatentRow, tables: Any = Tables):
+        """Of one projection, whose lanes before and behind may be something else."""
+        rows = row.terms(p, kv, tables, kv)
         caches = storage.written(p, *rows)
         return (*rows, *caches) if results == WITH_ROWS else tuple(caches)
 
-    def guard(self, kv: Any, storage: Storage):
-        """How the tokens and the caches are laid out."""
+    def guard(self, kv: Any, row: LatentRow, storage: Storage):
+        """How the tokens, their lanes and the caches are laid out."""
+        orders = dict(source=row.source, result=row.result)
+        turned = (row.source, row.result) == (INTERLEAVED, HALF)
+        said = "keys are rotated from {source} to {result} order, by the operator from interleaved to half order"
+        require(turned, said, **orders)
         storage.guard(kv)
 
     @lowering
     @variants(storage=(Rows,), results=(CACHES,))
-    def by_position(self, kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Rows) -> tuple[Tensor, ...]:
+    def by_position(self, kv: Tensor, row: LatentRow, tables: Tables, storage: Rows) -> tuple[Tensor, ...]:
         """One call, into sequences that lie one behind the other."""
-        lines, size = kv[..., begin : row.end], storage.kv_cache.shape[storage.axis]
+        lines, size = kv[..., row.begin : row.end], storage.kv_cache.shape[storage.axis]
         first = storage.start.reshape(-1, 1).long().expand(lines.shape[0], 1)
         index = first + torch.arange(lines.shape[1], device=lines.device)
         index = torch.where(index < size, index, -1)
         caches = (_sequences(storage.kv_cache, storage.axis), _sequences(storage.kr_cache, storage.axis))
-        *_, kr, latents = _called(lines, row, tables.of_tokens(lines), index, caches, cache_mode="Norm")
+        *_, kr, latents = _called(lines, row, tables.of_tokens(lines, row, kv.dtype), index, caches, cache_mode="Norm")
         return storage.restored(latents, kr)
 
     @lowering
     @variants(results=(CACHES,))
-    def by_page(self, kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Storage) -> tuple[Tensor, ...]:
+    def by_page(self, kv: Tensor, row: LatentRow, tables: Tables, storage: Storage) -> tuple[Tensor, ...]:
         """One call, into pages, which may be those of a contiguous cache of more sequences than there are tokens of."""
-        *_, kr, latents = _paged(kv, begin, row, tables, storage)
+        *_, kr, latents = _paged(kv, row, tables, storage)
         return storage.restored(latents, kr)
 
     @lowering
     @variants(results=(WITH_ROWS,))
-    def with_rows(self, kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Storage) -> tuple[Tensor, ...]:
+    def with_rows(self, kv: Tensor, row: LatentRow, tables: Tables, storage: Storage) -> tuple[Tensor, ...]:
         """The same, and the rows."""
-        rope, latent, kr, latents = _paged(kv, begin, row, tables, storage, is_output_kv=True)
-        rows = latent.reshape(*kv.shape[:-1], row.split - begin), rope.reshape(*kv.shape[:-1], row.end - row.split)
-        return *rows, *storage.restored(latents, kr)
+        rope, latent, kr, latents = _paged(kv, row, tables, storage, is_output_kv=True)
+        both = zip((latent, rope), row.widths, strict=True)
+        return *(each.reshape(*kv.shape[:-1], width) for each, width in both), *storage.restored(latents, kr)
 
 
 def _called(
@@ -86,18 +89,19 @@ def _called(
     """Rotated keys and latents [B, 1, S, ..] of lines [B, S, W], and their caches, with tables [B, S, Dr]."""
     cos, sin = (each.unsqueeze(1).contiguous() for each in tables)
     latents, ropes = caches
+    gamma = row.scaled_gamma(kv.dtype)
     return torch.ops.npu.npu_kv_rmsnorm_rope_cache_v2_functional(
-        kv.unsqueeze(1).contiguous(), row.scaled_gamma(), cos, sin, index, ropes, latents, epsilon=row.eps, **how
+        kv.unsqueeze(1).contiguous(), gamma, cos, sin, index, ropes, latents, epsilon=row.eps, **how
     )
 
 
-def _paged(kv: Tensor, begin: int, row: LatentRow, tables: Tables, storage: Storage, **how: Any) -> Four:
+def _paged(kv: Tensor, row: LatentRow, tables: Tables, storage: Storage, **how: Any) -> Four:
     """Rotated keys and latents [T, 1, 1, ..], and both caches, rows going to slots of all pages."""
     slots: Any = storage.index(kv)
     slots = slots.flatten()
-    tokens, lines = slots.shape[0], kv[..., begin : row.end]
-    of_tokens = [each.reshape(tokens, 1, -1) for each in tables.of_tokens(kv)]
-    widths = (row.split - begin, row.end - row.split)
+    tokens, lines = slots.shape[0], kv[..., row.begin : row.end]
+    of_tokens = [each.reshape(tokens, 1, -1) for each in tables.of_tokens(kv, row, kv.dtype)]
+    widths = row.widths
     mode = "PA_NZ" if storage.layout(kv) == "PA_NZ" else "PA_BNSD"
     return _called(
         lines.reshape(tokens, 1, -1), row, of_tokens, slots, storage.caches(kv, widths, kv), cache_mode=mode,

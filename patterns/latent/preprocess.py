@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Group, Rule, lowering, pattern, require, scalar, tensor, variants
 from patterns.attention.calls import laid
 from patterns.cache.pages import NZ_INT8, in_rows
 from patterns.cache.stores import PAGES, Int8LatentPages, Pages
@@ -27,6 +27,7 @@ from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lane
 from patterns.quant.quant_matmul import NZ
 from patterns.quant.scales import exact_scale
 from patterns.quant.schemes import StaticInt8Layers, TokenInt8Layers
+from patterns.rotary.orders import HALF, RowOrder
 
 EPSILON = 1e-6  # compiled into the kernel
 
@@ -41,16 +42,13 @@ class Norm(Group):
 
 @dataclass(frozen=True)
 class Queries(LatentQueries):
-    """Queries whose rotated lanes come in the order `source`."""
-
-    source: Any = attribute()
+    """Queries of layers in int8."""
 
     def terms(self, p, low, projection, tables):
         """Rotated and absorbed queries; `low` projects x to their latent."""
         heads = projection.heads(p, self.norm(p, low))
         lanes = p.layer_lanes(layer=heads, width=self.width, start=self.first, heads_first=self.heads_first)
-        how = (tables.cos, tables.sin, self.dtype, self.gamma, self.heads_first)
-        rotated = rotated_lanes(p, lanes, *how, source=self.source)
+        rotated = rotated_lanes(p, lanes, tables, self, self.gamma, self.heads_first)
         return rotated, p.layer_query(layer=heads, width=self.width, start=self.begin, up=self.up)
 
 
@@ -111,30 +109,32 @@ class MlaPreprocess(Rule):
         """Rows of all pages by their number, or by a block and a place in it."""
         low, both = projection.down(p, p.rms_norm(x=x, gamma=norm.gamma, eps=norm.eps))
         rotated, absorbed = queries.terms(p, low, projection, tables)
-        rows = row.terms(p, both, tables, queries.gamma, source=queries.source)
+        rows = row.terms(p, both, tables, queries.gamma)
         return *storage.queries(p, rotated, absorbed), *storage.written(p, *rows)
 
     def guard(self, x: Any, norm: Norm, queries: Queries, row: LatentRow, projection: TokenInt8Layers, storage: Pages):
         """As for `MlaProlog`; and what the kernel takes no argument for."""
-        queries.guard(projection.dkv, row)
+        queries.guard(row)
+        row.guard(projection.dkv)
         for eps in (norm.eps, queries.eps, row.eps):
             require(eps == EPSILON, "a norm adds {eps}, the kernel of npu_mla_preprocess 1e-6", eps=eps)
         projection.guard()
+        storage.guard_order(row.result)
         storage.guard(x)
 
     @lowering
     def run(self, x, norm, queries, row, tables, projection, storage):
         """One call, that writes to the pages and to fresh memory."""
-        cos, sin = (each.flatten(0, -2) for each in tables.of_tokens(x))
+        cos, sin = (each.flatten(0, -2) for each in tables.of_tokens(x, row, x.dtype))
         tokens, turning, (heads, _, width) = storage.slots.numel(), cos.shape[-1], queries.up.shape
-        order = RowOrder(heads, turning, queries.source)
+        order = JoinedRows(RowOrder(turning, HALF), heads, queries.source, row.source)
         down, wide = map(_nz, order.joined(projection.dq, projection.dkv, projection.uq))
         scales = order.joined(projection.dq_scale, projection.dkv_scale, projection.uq_scale)
         betas, told = _told(projection, x, (norm.gamma, queries.gamma), order)
         kv, kr, mode = _pages(storage)
         query, kv, rope, kr = torch.ops.atb.npu_mla_preprocess.functional(
             x.reshape(tokens, -1), norm.gamma, betas[0], down, scales[0].float(), queries.gamma, betas[1], wide,
-            scales[1].float(), row.scaled_gamma(), cos, sin, queries.up.contiguous(), kv, kr,
+            scales[1].float(), row.scaled_gamma(x.dtype), cos, sin, queries.up.contiguous(), kv, kr,
             storage.slots.reshape(-1).to(torch.int32),
             q_out0=torch.empty((tokens, heads, width), dtype=kv.dtype, device=x.device), kv_cache_out0=kv,
             q_out1=torch.empty((tokens, heads, turning), dtype=x.dtype, device=x.device), kv_cache_out1=kr,
@@ -145,27 +145,20 @@ class MlaPreprocess(Rule):
 
 
 @dataclass(frozen=True)
-class RowOrder:
-    """In which order the operator reads what belongs to rows of layers: rotated lanes of every head by halves, last."""
+class JoinedRows:
+    """In which order the operator reads what belongs to rows of layers; how lanes of queries and keys come."""
 
+    order: RowOrder
     heads: int
-    rotated: int
-    source: str
+    of_queries: str
+    of_keys: str
 
     def joined(self, dq: Tensor, dkv: Tensor, uq: Tensor) -> tuple[Tensor, Tensor]:
         """Of the layers of x, W_dkv before W_dq, and of all heads."""
-        return torch.cat((self._by_halves(dkv, 1), dq)), self._by_halves(uq, self.heads)
-
-    def _by_halves(self, rows: Tensor, heads: int) -> Tensor:
-        """Of rows [N · W, ..]."""
-        if self.source == "half":
-            return rows
-        each = rows.unflatten(0, (heads, -1))
-        kept, pairs = each[:, : -self.rotated], each[:, -self.rotated :]
-        return torch.cat((kept, pairs[:, ::2], pairs[:, 1::2]), dim=1).flatten(0, 1)
+        return torch.cat((self.order.of(dkv, self.of_keys), dq)), self.order.of(uq, self.of_queries, self.heads)
 
 
-def _told(of: Any, x: Tensor, gammas: tuple[Tensor, Tensor], order: RowOrder) -> tuple[list[Tensor], dict[str, Any]]:
+def _told(of: Any, x: Tensor, gammas: tuple[Tensor, Tensor], order: JoinedRows) -> tuple[list[Tensor], dict[str, Any]]:
     """What the norms of x and of the queries' latent add behind their gain, and how the layers are quantised."""
     if not isinstance(of, StaticInt8Layers):
         return [torch.zeros_like(each) for each in gammas], dict(quant_mode="per_token_quant_symm")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from fusion.analysis.rounding import exact
 from patterns.cache.stores import PAGES, Fresh, Int8LatentPages, PackedPages, Rows
 from patterns.latent.terms import LatentQueries, LatentRow, Tables, rotated_lanes
 from patterns.quant.dynamic_quant import quantised_rows
+from patterns.quant.joined_schemes import JOINED
 from patterns.quant.scales import multipliers
 from patterns.quant.schemes import FloatLayers, Int8Layers, Int8QueryLayer
+from patterns.rotary.orders import INTERLEAVED, RowOrder
 
-PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers)
+PROJECTIONS = (FloatLayers, Int8QueryLayer, Int8Layers, *JOINED)
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,14 @@ class Queries(LatentQueries):
     def terms(self, p, low, projection, tables, like):
         """Rotated queries, absorbed ones, and what the latent is for the projection; `low` projects x to it."""
         lanes, absorbed, latent = projection.queries(p, self.norm(p, low), self)
-        how = (tables.cos, tables.sin, self.dtype, like, self.heads_first, self.factor_of_tables)
-        return rotated_lanes(p, lanes, *how), absorbed, latent
+        rotated = rotated_lanes(p, lanes, tables, self, like, self.heads_first, self.factor_of_tables)
+        return rotated, absorbed, latent
+
+    def reordered_layers(self, projection: FloatLayers, row: LatentRow) -> FloatLayers:
+        """Layers that give the lanes which are rotated in pairs, as the operators read them."""
+        order = RowOrder(row.widths[1], INTERLEAVED)
+        of_heads = partial(order.of, source=self.source, heads=self.up.shape[0])
+        return projection.apart(row).reordered(of_heads, partial(order.of, source=row.source))
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Int8QueryPages(Int8LatentPages):
 
     def restored_queries(self, queries: Queries, query: Tensor, rope: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         """Queries, rotated ones and scales, heads first."""
-        scale = scale.reshape(*query.shape[:-1], 1)
+        scale, rope = scale.reshape(*query.shape[:-1], 1), queries.reordered(rope)
         return query.transpose(1, 2), rope.transpose(1, 2), scale.transpose(1, 2).to(self.dtype)
 
 
@@ -117,15 +126,18 @@ class MlaProlog(Rule):
 
     def guard(self, x: Any, projection: FloatLayers, storage: Any, queries: Queries, row: LatentRow):
         """How the tokens, the weights and the caches are laid out."""
-        queries.guard(projection.dkv, row)
+        queries.guard(row)
+        projection.guard_row(row)
         projection.guard(queries)
         lowest = min(projection.factor(queries.factor), row.factor)
         require(lowest > 0, "a latent is multiplied by {factor}, which is not positive", factor=lowest)
+        storage.guard_order(row.result)
         storage.guard(x)
 
     @lowering
     def run(self, x, projection, storage, queries, row, tables):
         """One call of the third version."""
+        projection = queries.reordered_layers(projection, row)
         query, rope, scales, latent, scale, *caches = torch.ops.npu.npu_mla_prolog_v3_functional(
             *read(x, projection, queries, row, tables), *storage.caches(x, row.widths, queries.up),
             rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, query_norm_flag=True,
@@ -133,7 +145,7 @@ class MlaProlog(Rule):
             cache_index=storage.index(x), **projection.arguments(), **storage.prolog_arguments(row.widths, x.device),
         )  # fmt: skip
         found = storage.restored_queries(queries, query, rope, scales)
-        return *found, *projection.restored(latent, scale), *storage.restored(*caches)
+        return *found, *projection.restored(latent, scale), *storage.restored(*row.reordered(*caches))
 
     @lowering
     @variants(version=("npu_mla_prolog_v2", "npu_mla_prolog"))
@@ -146,16 +158,17 @@ class MlaProlog(Rule):
         require(not told, "the older versions of the operator are taken without quantisation")
         ones = queries.factor == row.factor == 1
         require(ones, "the older versions of the operator multiply no latent by a number")
+        projection = queries.reordered_layers(projection, row)
         query, rope, *caches = getattr(torch.ops.npu, version).functional(
             *read(x, projection, queries, row, tables), index, *storage.caches(x, row.widths, queries.up),
             rmsnorm_epsilon_cq=queries.eps, rmsnorm_epsilon_ckv=row.eps, cache_mode=storage.layout(x),
         )  # fmt: skip
         latent = torch.ops.npu.npu_rms_norm(torch.nn.functional.linear(x, projection.dq), queries.gamma, queries.eps)[0]
-        return *queries.restored(query, rope), latent, *storage.restored(*caches)
+        return *queries.restored(query, rope), latent, *storage.restored(*row.reordered(*caches))
 
 
 def read(x: Tensor, projection: FloatLayers, queries: Queries, row: LatentRow, tables: Tables) -> tuple[Tensor, ...]:
-    """What every version reads first."""
-    dq, uq, dkv = projection.weights()
-    cos, sin = (each.contiguous() for each in tables.of_tokens(x))
-    return x, dq, uq, queries.up.contiguous(), dkv, queries.gamma, row.gamma, sin, cos
+    """What every version reads first, gains and tables rounded to the dtype of W_UK."""
+    (dq, uq, dkv), dtype = projection.weights(), queries.up.dtype
+    cos, sin = (each.contiguous() for each in tables.of_tokens(x, row, dtype))
+    return x, dq, uq, queries.up.contiguous(), dkv, queries.gamma.to(dtype), row.gamma.to(dtype), sin, cos

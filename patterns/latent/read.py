@@ -306,10 +306,22 @@ def absorption(a: Algebra, absorbed: Value) -> tuple[Value, Value] | None:
         must(x.rank == 4)
     else:
         must(product.rank == x.rank == 3)
-        x, rows = (a.permute(each, (1, 0, 2)) for each in (x, product))
-        must(_opened(a, rows, absorbed) is absorbed)
-        x = _opened(a, x, absorbed)
+        opened = proven(
+            next((each for each in (_by_tokens, _by_heads_first) if each(a, product, absorbed) is absorbed), None)
+        )
+        x = opened(a, x, absorbed)
     return a.scale(x, number), a.reshape(up, up.shape[-3:])
+
+
+def _by_tokens(a: Algebra, flat: Value, like: Value) -> Value:
+    """Heads [N, T, D] of tokens as [B, N, S, D], tokens put first."""
+    return _opened(a, a.permute(flat, (1, 0, 2)), like)
+
+
+def _by_heads_first(a: Algebra, flat: Value, like: Value) -> Value:
+    """The same where tokens are opened behind their heads."""
+    batch, count, rows, _ = like.shape
+    return a.permute(a.reshape(flat, (count, batch, rows, flat.shape[-1])), (1, 0, 2, 3))
 
 
 def packed(a: Algebra, heads: Value) -> Value:
@@ -330,7 +342,23 @@ def _opened(a: Algebra, flat: Value, like: Value) -> Value:
 
 
 def _lanes(a: Algebra, x: Value, start: int, count: Any) -> Value | None:
-    return a.slice(x, -1, start, start + count)
+    """Some lanes of a value; where it arranges what is joined of them, of what is joined, arranged alike."""
+    views, joined = [], x
+    while joined.op in ("reshape", "permute") and _keeps_lanes(joined):
+        views.append(joined)
+        joined = joined.arg
+    if not views or joined.op != "cat" or joined.attrs != (joined.rank - 1,):
+        return a.slice(x, -1, start, start + count)
+    lanes = a.cut(joined, -1, start, start + count)
+    for view in reversed(views):
+        is_turned = view.op == "permute"
+        lanes = a.permute(lanes, view.attrs) if is_turned else a.reshape(lanes, (*view.shape[:-1], count))
+    return lanes
+
+
+def _keeps_lanes(view: Value) -> bool:
+    """Whether the last dim stays the last, and as it is."""
+    return view.attrs[-1] == view.rank - 1 if view.op == "permute" else view.shape[-1:] == view.arg.shape[-1:]
 
 
 Factors = tuple[Value, Value]

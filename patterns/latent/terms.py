@@ -12,48 +12,69 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
+from patterns.rotary.orders import HALF, in_order
 
 
 @dataclass(frozen=True)
 class Tables(Group):
-    """cos and sin of every token, which queries and keys are rotated by."""
+    """cos and sin of every token, which queries and keys are rotated by: of every lane, or of every pair."""
 
-    cos: Any = tensor("T U Dr")
-    sin: Any = tensor("T U Dr")
+    cos: Any = tensor("T U Angles")
+    sin: Any = tensor("T U Angles")
 
-    def of_tokens(self, x: Tensor) -> list[Tensor]:
-        """Both as [B, S, D] for tokens [B, S, H], or as [T, D] for those without their sequences, [T, H]."""
+    def terms(self, p):
+        """Both, wherever a table of pairs is written out for their lanes."""
+        return [p.maybe_cast(p.maybe_repeated(each, 2), to=torch.float32) for each in (self.cos, self.sin)]
+
+    def of_tokens(self, x: Tensor, row: LatentRow, dtype: torch.dtype) -> list[Tensor]:
+        """Both as [B, S, D] for tokens [B, S, H], or as [T, D] for those without their sequences, [T, H].
+
+        They come in the order of the rotated key and are given in halves, rounded to `dtype`: the operators read them
+        so, and what a table in float32 loses is no more than a rotated lane is rounded by.
+        """
         batch, rows = x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
-        both = (_of_tokens(each, batch, rows) for each in (self.cos, self.sin))
+        both = (_in_halves(_of_tokens(each, batch, rows), row, dtype) for each in (self.cos, self.sin))
         return [each.reshape(*x.shape[:-1], each.shape[-1]) for each in both]
 
 
 @dataclass(frozen=True)
 class LatentRow(Group):
-    """The row of a token: lanes up to `split` are its latent, those from there to `end` its rotated key."""
+    """The row of a token: lanes `begin` … `split` are its latent, those from there to `end` its rotated key."""
 
     gamma: Any = tensor("Hckv")
     eps: Any = scalar()
     factor: Any = scalar()
+    begin: Any = attribute()
     split: Any = attribute()
     end: Any = attribute()
+    source: Any = attribute()
+    result: Any = attribute()
     dtype: Any = attribute()
 
-    def terms(self, p, both, tables, like, begin=0, source="interleaved"):
-        """The latent, which may be multiplied by a number, and the rotated key, of what holds them from `begin` on."""
-        latent, turning = (p.lanes(p.reshaped(both), *of) for of in ((begin, self.split), (self.split, self.end)))
+    def terms(self, p, both, tables, like):
+        """The latent, which may be multiplied by a number, and the rotated key, of what holds them."""
+        latent, turning = (p.lanes(p.reshaped(both), *of) for of in ((self.begin, self.split), (self.split, self.end)))
         norm = p.rms_norm(x=latent, gamma=self.gamma, eps=self.eps)
-        rope = rotated_lanes(p, turning, tables.cos, tables.sin, self.dtype, like, source=source)
+        rope = rotated_lanes(p, turning, tables, self, like)
         return p.maybe_scaled(norm, self.factor), rope
 
-    def scaled_gamma(self) -> Tensor:
-        """The gain of the norm, times what the latent is multiplied by."""
-        return self.gamma if self.factor == 1 else self.gamma * self.factor
+    def reordered(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Both rows, of which the rotated key comes in halves, in the order that the model has."""
+        return latent, in_order(rope, HALF, self.result)
+
+    def scaled_gamma(self, dtype: torch.dtype) -> Tensor:
+        """The gain of the norm, times what the latent is multiplied by, rounded to `dtype`."""
+        return (self.gamma if self.factor == 1 else self.gamma * self.factor).to(dtype)
 
     @property
     def widths(self) -> tuple[Any, Any]:
         """Lanes of the latent, and of the rotated key."""
-        return self.split, self.end - self.split
+        return self.split - self.begin, self.end - self.split
+
+    def guard(self, dkv: Any) -> None:
+        """Refuse a layer that gives other lanes as well."""
+        whole = self.begin == 0 and self.end == dkv.shape[0]
+        require(whole, "latent and rotated key do not make up one projection")
 
 
 @dataclass(frozen=True)
@@ -67,32 +88,48 @@ class LatentQueries(Group):
     begin: Any = attribute()
     first: Any = attribute()
     heads_first: Any = attribute()
+    source: Any = attribute()
+    result: Any = attribute()
     dtype: Any = attribute()
 
     def norm(self, p, low):
         """Of the latent, as the first layer gives it."""
         return p.rms_norm(x=low, gamma=self.gamma, eps=self.eps)
 
-    def guard(self, dkv: Any, row: LatentRow) -> None:
+    def guard(self, row: LatentRow) -> None:
         """Refuse lanes that lie otherwise than those of the operators: rotated ones last, and no others."""
         last = self.begin == 0 and self.first == self.up.shape[1]
         require(last, "the lanes that are rotated do not follow those that are not")
-        require(row.end == dkv.shape[0], "latent and rotated key do not make up one projection")
         whole = self.width == self.first + row.end - row.split
         require(whole, "the heads have more lanes than both parts of the queries")
+        orders = dict(queries=self.result, keys=row.result)
+        require(self.result == row.result, "rotated queries are in {queries} order, keys in {keys} order", **orders)
 
     def restored(self, query: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
         """Rotated and absorbed queries [B, S, N, C] or [T, N, C] as the model has them."""
         heads_before = query.transpose(1, 2) if query.dim() == 4 else query
+        rope = self.reordered(rope)
         return rope.transpose(1, 2) if self.heads_first else rope, heads_before
 
+    def reordered(self, rope: Tensor) -> Tensor:
+        """Rotated queries that come in halves, in the order that the model has them in."""
+        return in_order(rope, HALF, self.result)
 
-def rotated_lanes(p, x, cos, sin, dtype, like, heads_first=None, factor=1.0, source="interleaved"):
-    """Computed in float32, as by the operators, or in the dtype of the model."""
-    tables = (p.per_token(p.maybe_cast(each, to=torch.float32), x, heads_first) for each in (cos, sin))
-    cos, sin = (each if factor == 1 else p.maybe_scaled(each, factor) for each in tables)
-    wide = p.maybe_cast(x, to=torch.float32)
-    return p.as_dtype(p.rotation(x=wide, cos=cos, sin=sin, source=source, result="half", dtype=dtype), like)
+
+def rotated_lanes(p, x, tables, of, like, heads_first=None, factor=1.0):
+    """Lanes of the queries or the row `of`, computed in float32, as by the operators, or in the dtype of the model."""
+    both = (p.per_token(each, x, heads_first) for each in tables.terms(p))
+    cos, sin = (each if factor == 1 else p.maybe_scaled(each, factor) for each in both)
+    how = dict(source=of.source, result=of.result, dtype=of.dtype)
+    return p.as_dtype(p.rotation(x=p.maybe_cast(x, to=torch.float32), cos=cos, sin=sin, **how), like)
+
+
+def _in_halves(table: Tensor, row: LatentRow, dtype: torch.dtype) -> Tensor:
+    """A table [B, S, D], or [B, S, D / 2] of pairs, as the operators read it."""
+    if table.shape[-1] == row.widths[1]:
+        return in_order(table.to(dtype), row.result, HALF)
+    pairs = table.unsqueeze(-1).expand(*table.shape, 2)
+    return (pairs if row.result == HALF else pairs.transpose(-1, -2)).to(dtype).flatten(-2)
 
 
 def _of_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:

@@ -11,8 +11,9 @@ A scheme gives both latents (`down`), what the heads of the queries are read fro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch import Tensor
 from fusion import Group, attribute, require, scalar, tensor
 from patterns.quant.dynamic_quant import quantised_rows
 from patterns.quant.quant_matmul import prepared
+
+Order = Callable[[Tensor], Tensor]
+"""What puts rows of a layer in another order."""
 
 
 def int8_layer(p, x, layers, name, **more):
@@ -62,6 +66,18 @@ class FloatLayers(Group):
         """What the latent of the queries is multiplied by, if the model multiplies its norm by this number."""
         return behind_norm
 
+    def guard_row(self, row: Any) -> None:
+        """Refuse a layer of x that gives more than the row of a token."""
+        row.guard(self.dkv)
+
+    def apart(self, row: Any) -> Self:
+        """The same with a layer of its own for the row of a token."""
+        return self
+
+    def reordered(self, of_heads: Order, of_row: Order) -> Self:
+        """The same with the rows of W_UQ and of W_DKV in other orders."""
+        return replace(self, uq=of_heads(self.uq), dkv=of_row(self.dkv))
+
     def weights(self) -> list[Tensor]:
         """W_DQ, W_UQ and W_DKV as the operators read them."""
         return [prepared(each) for each in (self.dq, self.uq, self.dkv)]
@@ -102,6 +118,10 @@ class Int8QueryLayer(FloatLayers):
         """Refuse queries of which both parts are not multiplied alike."""
         _alike(self.factor_of_lanes * of.factor_of_tables, self.factor_of_heads)
 
+    def reordered(self, of_heads: Order, of_row: Order) -> Self:
+        """The same with the rows of W_UQ and of W_DKV, and their scales, in other orders."""
+        return replace(super().reordered(of_heads, of_row), uq_scale=of_heads(self.uq_scale))
+
     def factor(self, behind_norm: float) -> float:
         """The same times the number of the heads: int8 stays as it is, its scale takes both."""
         return behind_norm * self.factor_of_heads
@@ -127,6 +147,10 @@ class Int8Layers(Int8QueryLayer):
     def down(self, p, x):
         """x W_DQ and x W_DKV."""
         return [int8_layer(p, x, self, name, tokens=p.reshaped(self.tokens)) for name in ("dq", "dkv")]
+
+    def reordered(self, of_heads: Order, of_row: Order) -> Self:
+        """The same with the rows of W_UQ and of W_DKV, and their scales, in other orders."""
+        return replace(super().reordered(of_heads, of_row), dkv_scale=of_row(self.dkv_scale))
 
     def arguments(self) -> dict[str, Any]:
         """What `npu_mla_prolog_v3` is told of scales."""

@@ -61,14 +61,24 @@ def cell(
     refusal: str = "",
     instead: str = "",
     also: Callable[[Tensor], Tensor] | None = None,
+    orders: tuple[str, str] = ("interleaved", "half"),
+    joint: bool = False,
 ) -> Example:
     """The example of one cell, of a token in a cache or of two without one."""
     said = "".join(f", {name} x {by}" for name, by in vars(factors).items() if by != 1)
-    kind = STORES[store]
-    function = model(kind.store, kind.attend, partial(mla.rope_last, factors=factors), factors, also=also)
-    return Example(
-        f"{layers} layers, {store}{said}", function, replace(kind.setting, int8=INT8[layers]), refusal, instead
-    )
+    said += f", {orders[0]} to {orders[1]}" * (orders != ("interleaved", "half")) + ", joined" * joint
+    kind, turn = STORES[store], partial(mla.turned, source=orders[0], result=orders[1])
+    rotate = partial(mla.rope_last, factors=factors, turn=turn)
+    function = model(kind.store, kind.attend, rotate, factors, turn=turn, joint=joint, also=also)
+    setting = replace(kind.setting, int8=INT8[layers])
+    return Example(f"{layers} layers, {store}{said}", function, setting, refusal, instead)
+
+
+ORDERS = tuple(product(("half", "interleaved"), repeat=2))
+"""How pairs lie, in the lanes that are rotated and in the result."""
+IN_PAIRS = "keeps rotated lanes in pairs"
+JOINTLY = (("float", "rows"), ("int8 heads", "pages"), ("int8", "fresh"), ("int8", "packed"))
+"""Cells of which both layers of x are one."""
 
 
 def legal() -> Iterator[tuple[str, str]]:
@@ -95,6 +105,11 @@ EXAMPLES = (
         for each in illegal()
         if "NZ" not in each[1]
     ),
+    cell("float", "rows", orders=("half", "half")),
+    cell("float", "fresh", orders=("interleaved", "interleaved")),
+    cell("float", "rows", orders=("half", "interleaved"), refusal=IN_PAIRS, instead="Fresh"),
+    cell("float", "rows", joint=True),
+    cell("int8", "fresh", joint=True),
     *(cell(layers, "rows", Factors(nope=2.0), "rotated queries are multiplied by") for layers in INT8),
 )
 

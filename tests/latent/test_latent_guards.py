@@ -13,11 +13,14 @@ from fusion.graph import Algebra
 from fusion.language import Refused
 from patterns.cache.stores import Fresh, Pages
 from patterns.latent.head_projection import HeadProjection
-from patterns.latent.preprocess import EPSILON, MlaPreprocess, RowOrder, _pages
+from patterns.latent.kv_write import KvRmsnormRopeCache
+from patterns.latent.preprocess import EPSILON, JoinedRows, MlaPreprocess, _pages
 from patterns.latent.prolog import Int8QueryPages, MlaProlog
+from patterns.latent.terms import LatentQueries, LatentRow
 from patterns.quant.schemes import StaticInt8Layers
+from patterns.rotary.orders import HALF, INTERLEAVED, RowOrder
 
-NOTHING = SimpleNamespace(guard=lambda *args: None)
+NOTHING = SimpleNamespace(guard=lambda *args: None, guard_order=lambda order: None)
 X = torch.zeros(2, 3, 64)
 
 
@@ -41,7 +44,7 @@ def test_the_older_versions_take_less():
 
 
 def norms(*eps: float) -> dict[str, Any]:
-    first, second, third = (SimpleNamespace(eps=each, guard=NOTHING.guard) for each in eps)
+    first, second, third = (SimpleNamespace(eps=each, guard=NOTHING.guard, result=HALF) for each in eps)
     return dict(norm=first, queries=second, row=third)
 
 
@@ -66,10 +69,21 @@ def test_pages_that_lie_otherwise_are_not_written(place: int, block: int | None)
 def test_rotated_lanes_of_every_head_are_put_in_halves():
     pairs = torch.arange(12).reshape(12, 1)
     dq, dkv = torch.full((1, 1), -1), torch.arange(6).reshape(6, 1)
-    down, wide = RowOrder(2, 4, "interleaved").joined(dq, dkv, pairs)
+    down, wide = JoinedRows(RowOrder(4, HALF), 2, INTERLEAVED, INTERLEAVED).joined(dq, dkv, pairs)
     assert down.flatten().tolist() == [0, 1, 2, 4, 3, 5, -1]
     assert wide.flatten().tolist() == [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]
-    assert RowOrder(2, 4, "half").joined(dq, dkv, pairs)[1] is pairs
+    assert JoinedRows(RowOrder(4, HALF), 2, HALF, INTERLEAVED).joined(dq, dkv, pairs)[1] is pairs
+    down, wide = JoinedRows(RowOrder(4, HALF), 2, INTERLEAVED, HALF).joined(dq, dkv, pairs)
+    assert down.flatten().tolist() == [0, 1, 2, 3, 4, 5, -1]
+
+
+def test_rotated_lanes_of_every_head_are_put_in_pairs():
+    rows = RowOrder(4, INTERLEAVED)
+    assert rows.of(torch.arange(12), HALF, 2).tolist() == [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]
+    assert rows.of(torch.arange(6)[:, None], HALF).flatten().tolist() == [0, 1, 2, 4, 3, 5]
+    six = RowOrder(6, INTERLEAVED)
+    assert six.of(torch.arange(7), HALF).tolist() == [0, 1, 4, 2, 5, 3, 6]
+    assert RowOrder(6, HALF).of(torch.arange(7), INTERLEAVED).tolist() == [0, 1, 3, 5, 2, 4, 6]
 
 
 @pytest.mark.parametrize("name", ["dq_bias", "uq_bias", "dkv_bias"])
@@ -98,3 +112,48 @@ def test_a_latent_is_read_with_the_scale_that_it_is_written_with():
 def test_heads_first_is_for_one_sequence():
     with pytest.raises(Refused, match="each sequence stand apart"):
         HeadProjection().first(torch.zeros(2, 3, 4, 8), torch.zeros(3, 8, 6), ())
+
+
+ORDERS = [(HALF, HALF), (HALF, INTERLEAVED), (INTERLEAVED, INTERLEAVED)]
+
+
+@pytest.mark.parametrize(("source", "result"), ORDERS)
+def test_the_operator_of_a_row_rotates_pairs_to_halves(source: str, result: str):
+    rule, row = KvRmsnormRopeCache(), SimpleNamespace(source=INTERLEAVED, result=HALF)
+    rule.guard(X, row, NOTHING)
+    with pytest.raises(Refused, match=f"from {source} to {result} order"):
+        rule.guard(X, SimpleNamespace(source=source, result=result), NOTHING)
+
+
+def test_a_cache_keeps_the_order_that_it_has():
+    pages = Pages(kv_cache=None, kr_cache=None, slots=None, nz_block=None)
+    pages.guard_order(HALF)
+    Fresh().guard_order(INTERLEAVED)
+    with pytest.raises(Refused, match="keeps rotated lanes in pairs"):
+        pages.guard_order(INTERLEAVED)
+    rest = dict(projection=SimpleNamespace(dkv=None, guard=NOTHING.guard), storage=pages)
+    row = SimpleNamespace(eps=EPSILON, guard=NOTHING.guard, result=INTERLEAVED)
+    with pytest.raises(Refused, match="keeps rotated lanes in pairs"):
+        MlaPreprocess().guard(X, **norms(EPSILON, EPSILON, EPSILON) | dict(row=row), **rest)
+
+
+def row_of(**other: Any) -> LatentRow:
+    lanes = dict(begin=0, split=512, end=576, source=INTERLEAVED, result=HALF)
+    return LatentRow(**dict(gamma=None, eps=1e-6, factor=1.0, dtype=None) | lanes | other)
+
+
+def test_queries_and_keys_lie_alike():
+    lanes = dict(width=192, begin=0, first=128, heads_first=True, source=INTERLEAVED, result=HALF)
+    queries = LatentQueries(**lanes, gamma=None, eps=1e-6, up=SimpleNamespace(shape=(4, 128, 512)), dtype=None)
+    queries.guard(row_of())
+    queries.guard(row_of(source=HALF))
+    with pytest.raises(Refused, match="rotated queries are in half order, keys in interleaved order"):
+        queries.guard(row_of(result=INTERLEAVED))
+
+
+def test_a_row_is_all_that_its_layer_gives():
+    layer = SimpleNamespace(shape=(576, 64))
+    row_of().guard(layer)
+    for lanes in (dict(begin=64, split=576, end=640), dict(end=568), dict(begin=8)):
+        with pytest.raises(Refused, match="do not make up one projection"):
+            row_of(**lanes).guard(layer)

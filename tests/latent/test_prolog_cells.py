@@ -16,7 +16,7 @@ from patterns.examples.latent_model import Factors
 from patterns.examples.quantisation import quantised
 from patterns.latent.prolog import MlaProlog
 
-from .prolog_cells import INT8, MODES, STORES, cell, illegal, legal
+from .prolog_cells import IN_PAIRS, INT8, JOINTLY, MODES, ORDERS, STORES, cell, illegal, legal
 
 DTYPE = torch.bfloat16
 LAYERS = tuple(INT8)
@@ -75,6 +75,25 @@ def test_a_number_behind_a_norm_is_the_operators(layers: str, store: str, factor
     held(t)
     assert told(t, "qc_qr_scale") == pytest.approx(factors.latent * factors.heads * factors.parts)
     assert told(t, "kc_scale") == (1 if store == "fresh" else factors.row)  # the model multiplies what it keeps itself
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("orders", ORDERS, ids=" to ".join)
+@pytest.mark.parametrize(("layers", "store"), legal())
+def test_lanes_come_and_go_in_either_order(layers: str, store: str, orders: tuple[str, str]):
+    """What is rotated is put in pairs by the rows of its layer; only rows of the model's own may be kept in pairs."""
+    if orders[1] == "half" or store == "fresh":
+        held(testing.trial(MlaProlog(), cell(layers, store, orders=orders), DTYPE))
+    else:
+        testing.check(MlaProlog(), cell(layers, store, orders=orders, refusal=IN_PAIRS, instead="Fresh"), DTYPE)
+
+
+@pytest.mark.parametrize("orders", [("half", "half"), ("interleaved", "interleaved")], ids=" to ".join)
+@pytest.mark.parametrize(("layers", "store"), JOINTLY)
+def test_layers_of_one_input_may_be_one(layers: str, store: str, orders: tuple[str, str]):
+    in_pairs = orders[1] == "interleaved" and store != "fresh"
+    if not in_pairs:
+        held(testing.trial(MlaProlog(), cell(layers, store, orders=orders, joint=True), DTYPE))
 
 
 def test_every_mode_that_goes_together_is_a_cell():
