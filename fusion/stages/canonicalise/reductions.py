@@ -25,7 +25,7 @@ def _reduction(
     op: str, a: Algebra, out: Out, x: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Translated:
     """Over some dims, which go again where the user's result has not kept them."""
-    reduce = a.sum if op == "sum" else partial(a.reduce, op)
+    reduce = {"sum": a.sum, "mean": a.mean}.get(op) or partial(a.reduce, op)
     return a.reshape(proven(reduce(a.cast(x, out.dtype), _axes(x, dim))), out.shape)
 
 
