@@ -82,6 +82,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "mean": lambda value, sizes, x: x.mean(value.attrs, keepdim=True),
         "real": lambda value, sizes, z: torch.view_as_real(z).select(-1, 0),
         "imag": lambda value, sizes, z: torch.view_as_real(z).select(-1, 1),
+        "parts": lambda value, sizes, z: torch.view_as_real(z).movedim(-1, 0),
         "at_most": lambda value, sizes, x: x.clamp(0, value.attrs[0]),
         "count": lambda value, sizes, x: x.sum(-1),
         "below": lambda value, sizes, x: x < value.attrs[0],

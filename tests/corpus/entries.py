@@ -6,7 +6,14 @@ from tests.cache import cache_write, lookalikes_cache_write
 from tests.linear import lookalikes_swiglu, swiglu, swiglu_projections
 from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
 from tests.quant import quantisation
-from tests.rotary import lookalikes_rope, rope_half, rope_half_partial, rope_interleaved, rope_interleaved_to_half
+from tests.rotary import (
+    lookalikes_rope,
+    rope_half,
+    rope_half_partial,
+    rope_interleaved,
+    rope_interleaved_to_half,
+    rope_signs,
+)
 from tests.routing import expert_routing
 
 from .base import LookAlike, Spelling
@@ -17,6 +24,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *add_rms_norm.SPELLINGS,
     *rope_half.SPELLINGS,
     *rope_half_partial.SPELLINGS,
+    *rope_signs.SPELLINGS,
     *rope_interleaved.SPELLINGS,
     *rope_interleaved_to_half.SPELLINGS,
     *swiglu.SPELLINGS,

@@ -54,6 +54,10 @@ translations(
         "aten.full.default aten.full_like.default aten.new_full.default": lambda a, out, like, *args, **how: _held(
             a, args[-1], out.shape, out.dtype
         ),
+        "aten.fill.Scalar": lambda a, out, x, number: _held(a, number, out.shape, out.dtype),
+        "aten.fill.Tensor": lambda a, out, x, one: (
+            _held(a, *one.attrs, out.shape, out.dtype) if one.op == "full" else None
+        ),
         "aten.scalar_tensor.default": lambda a, out, number, **how: _held(a, number, (), out.dtype),
     }
 )
