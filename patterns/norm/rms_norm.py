@@ -131,9 +131,14 @@ class RMSNorm(Rule):
         return p.power(p.mean(p.op("abs", x)) + eps, root)
 
     @lookalike("the length is clamped from below, instead of having eps added under the root")
-    def clamped(self, p, x=tensor("*B 1"), root=attribute()):
+    def clamped(self, p, x=tensor("*B D"), root=attribute(), factor=scalar()):
         """X / max(‖x‖, eps), as F.normalize."""
-        return p.power(p.op("clip", x), root)
+        return p.power(p.op("clip", p.maybe_scaled(p.power(p.mean(p.square(x)), 0.5), factor)), root)
+
+    @lookalike("the mean square is clamped from below, instead of having eps added to it")
+    def clamped_square(self, p, x=tensor("*B D"), root=attribute()):
+        """X / sqrt(max(mean(x²), eps))."""
+        return p.power(p.op("clip", p.mean(p.square(x))), root)
 
     @lowering
     def npu(self, x: Tensor, gamma: Tensor | None, weight: Tensor | None, eps: float):
