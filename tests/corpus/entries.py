@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.cache import cache_write, lookalikes_cache_write
 from tests.linear import lookalikes_swiglu, swiglu, swiglu_projections
 from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
-from tests.quant import quantisation
+from tests.quant import quantisation, weight_only
 from tests.rotary import (
     lookalikes_rope,
     rope_half,
@@ -32,6 +32,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *expert_routing.SPELLINGS,
     *cache_write.SPELLINGS,
     *quantisation.SPELLINGS,
+    *weight_only.SPELLINGS,
 )
 LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_rms_norm.LOOKALIKES,
@@ -42,4 +43,5 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     *expert_routing.LOOKALIKES,
     *lookalikes_cache_write.LOOKALIKES,
     *quantisation.LOOKALIKES,
+    *weight_only.LOOKALIKES,
 )
