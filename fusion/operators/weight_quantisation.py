@@ -83,8 +83,7 @@ def _rotate_quant(x: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     return quantised(turned.to(wide))
 
 
-INT8_CODE = 1
-"""torch's number of int8."""
+_CODE = 1  # torch's number of int8
 _MX = "of MX formats, which Ascend 950 alone has"
 
 ROTATE_QUANT = Operator(
@@ -103,7 +102,7 @@ ROTATE_QUANT = Operator(
         "host": (
             "D % K == 0",
             "axis in (-1, 1)",
-            Limit(f"dst_dtype in (None, {INT8_CODE})", because="other results than int8 are not decomposed"),
+            Limit(f"dst_dtype in (None, {_CODE})", because="other results than int8 are not decomposed"),
             Limit("round_mode == 'rint'", because="other roundings are not decomposed"),
             Limit("scale_alg == 0", because=f"it is {_MX}"),
             Limit("dst_type_max == 0", because=f"it is {_MX}"),
@@ -118,7 +117,7 @@ ROTATE_QUANT = Operator(
                 "D >= 128 and D <= 16000",
                 "D % 8 == 0",
                 Limit(
-                    f"dst_dtype == {INT8_CODE}",
+                    f"dst_dtype == {_CODE}",
                     lowering="torchair",
                     because="its converter takes a dtype that is not given for uint8",
                 ),

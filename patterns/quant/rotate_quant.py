@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, require, scalar, tensor
-from fusion.operators.weight_quantisation import INT8_CODE
 from patterns.quant.dynamic_quant import DynamicQuant, quantised_rows
+
+INT8 = 1
+"""The number by which the operator is told the dtype of its result."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,6 @@ class RotateQuant(Rule):
     @lowering
     def npu(self, x: Tensor, rotation: Tensor, factor: float, dtype: torch.dtype):
         """One operator; a factor of the rows is one of their scales."""
-        int8, scale = torch.ops.npu.npu_rotate_quant(x.reshape(-1, x.shape[-1]), rotation.t(), dst_dtype=INT8_CODE)
+        int8, scale = torch.ops.npu.npu_rotate_quant(x.reshape(-1, x.shape[-1]), rotation.t(), dst_dtype=INT8)
         scale = scale if factor == 1 else scale * factor
         return int8.reshape(x.shape), scale.reshape(*x.shape[:-1], 1).to(dtype)
