@@ -473,8 +473,12 @@ def shares_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
+_MOST_NUMBERS = 256
+_NUMBERS = frozenset({torch.int32, torch.int64, torch.float32})
+
+
 def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
-    """The integers of a small tensor, or the one number of any, that the code itself writes down; else None.
+    """The numbers of a small tensor that the code itself writes down; else None.
 
     A graph holds it as an attribute and copies it wherever it is read; Parameters and buffers, which others may change,
     are read as they are.
@@ -489,7 +493,7 @@ def constant_numbers(node: fx.Node) -> tuple[float, ...] | None:
         found = found.constant
     if not isinstance(found, torch.Tensor) or found.is_complex():
         return None
-    if found.numel() > (64 if found.dtype in (torch.int32, torch.int64) else 1):
+    if found.numel() > (_MOST_NUMBERS if found.dtype in _NUMBERS else 1):
         return None
     with unset_fake_temporarily():
         return tuple(found.detach().reshape(-1).tolist())

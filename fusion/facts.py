@@ -25,12 +25,19 @@ class Facts:
         strides: how each result of the graph lies when the model runs without a compiler, None where it is not known;
             empty if it is known of none. A functional graph may say otherwise: what it computes from a cache that is
             written in place lies like a copy of that cache.
+        extensible: whether the graph may be given further inputs even if none of its own holds a Parameter.
     """
 
     parameters: frozenset[str] = frozenset()
     assumed: Mapping[str, str] = immutable_dict()
     arguments: Mapping[str, str] = immutable_dict()
     strides: tuple[tuple[Any, ...] | None, ...] = ()
+    extensible: bool = False
+
+    @property
+    def prepares(self) -> bool:
+        """Whether what is prepared can be handed to the graph."""
+        return self.extensible or bool(self.parameters)
 
     def assumption(self, name: str) -> tuple[str, str]:
         """Where an input is found in the arguments, and what is assumed of it."""

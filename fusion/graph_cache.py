@@ -178,7 +178,13 @@ def entry(source: fx.Graph, facts: Facts, library: Library, options: Options) ->
         told = [_told_of(node, source) for node in source.nodes]
     except UnwrittenError:
         return None
-    known = [sorted(facts.parameters), sorted(facts.assumed.items()), sorted(facts.arguments.items()), facts.strides]
+    known = [
+        sorted(facts.parameters),
+        sorted(facts.assumed.items()),
+        sorted(facts.arguments.items()),
+        facts.strides,
+        facts.prepares,
+    ]
     parts = [*told, names_of(library), Target.resolve(options.target).name, repr(options.key()), repr(known)]
     digest = sha256("\n".join(parts).encode()).hexdigest()
     return Entry(digest, source, facts, _nodes(source), partial(fake_tensor, mode), graphs)

@@ -41,7 +41,8 @@ class Known:
     def facts(self, source: fx.Graph, assume: Mapping[str, str]) -> Facts:
         """Of the captured graph: which inputs hold Parameters, what the user says of them, how results lie."""
         told = facts_of(source, self.paths, assume)
-        return replace(told, parameters=parameter_inputs(source, self.marked), strides=strides_of(self.results, source))
+        lie = strides_of(self.results, source)
+        return replace(told, parameters=parameter_inputs(source, self.marked), strides=lie, extensible=True)
 
 
 def _named(path: ArgumentPath, positional: Sequence[str]) -> ArgumentPath:

@@ -63,7 +63,8 @@ class Captured:
     @property
     def facts(self) -> Facts:
         """Which of the inputs are Parameters, and how the results lie when the function runs without a compiler."""
-        return Facts(parameter_inputs(self.graph.graph, marks(self.inputs)), strides=self.strides)
+        parameters = parameter_inputs(self.graph.graph, marks(self.inputs))
+        return Facts(parameters, strides=self.strides, extensible=True)
 
 
 class _Stop(Exception):  # noqa: N818 - carries the result out of a compiled function

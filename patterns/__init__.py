@@ -37,6 +37,9 @@ from patterns.quant.read_matmul import int8_matmuls
 from patterns.quant.read_packed_rows import packed_rows
 from patterns.quant.read_quantise import quantised
 from patterns.quant.read_unpacked_rows import unpacked_rows
+from patterns.quant.read_weight_only import int8_weight_linears
+from patterns.quant.rotate_quant import RotateQuant
+from patterns.quant.weight_only_linear import WeightOnlyLinear
 from patterns.rotary.partial_rope import PartialRope
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
@@ -60,7 +63,9 @@ _RULES = (
     JoinedProjections(),
     HeadProjection(),
     DynamicQuant(),
+    RotateQuant(),
     QuantMatmul(),
+    WeightOnlyLinear(),
     ExpertRouting(),
     ExpertShares(),
     Attention(),
@@ -93,6 +98,7 @@ _READERS = (
     packed_rows,
     unpacked_rows,
     int8_matmuls,
+    int8_weight_linears,
     linears,
     int8_queries,
     head_products,

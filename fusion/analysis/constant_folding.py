@@ -51,6 +51,14 @@ def _slice(value: Value, x: Array) -> Array:
 COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {"le": le, "lt": lt, "eq": eq, "ne": ne}
 """What each comparison says of two numbers, or of those of two arrays."""
 
+
+def _slice_scatter(value: Value, x: Array, written: Array) -> Array:
+    axis, start, stop, step = value.attrs
+    made = x.copy()
+    made[(slice(None),) * axis + (slice(start, stop, step),)] = written
+    return made
+
+
 _FOLDS: Mapping[str, Callable[..., Any]] = {
     "arange": lambda value: value.attrs[0] + value.attrs[1] * np.arange(value.shape[0]),
     "constant": lambda value: np.array(value.attrs[0]).reshape(value.shape),
@@ -59,6 +67,7 @@ _FOLDS: Mapping[str, Callable[..., Any]] = {
     "expand": lambda value, x: np.broadcast_to(x, value.shape),
     "permute": lambda value, x: x.transpose(value.attrs),
     "slice": _slice,
+    "slice_scatter": _slice_scatter,
     "cat": lambda value, *pieces: np.concatenate(pieces, value.attrs[0]),
     "cast": lambda value, x: x,
     "scale": _scale,

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fusion.analysis.constant_folding import Folder
 from fusion.analysis.dtypes import is_rounding
 from fusion.graph import Value
-from fusion.graph.algebra import widens
+from fusion.graph.algebra import of_constants, widens
 
 Index = NDArray[np.int64]
 NONE = -1
@@ -87,11 +88,21 @@ class Leaves:
     found: list[tuple[Value, int]] = field(default_factory=list)
     computed: set[torch.dtype | None] = field(default_factory=set)
 
+    folder: Folder = field(default_factory=Folder)
+
     def number(self, value: Value, depth: int) -> int:
-        """Number of this leaf, new or known."""
-        if (value, depth) not in self.found:
+        """Number of this leaf, new or known; the same lanes in another shape are the same leaf."""
+        known = (place for place, each in enumerate(self.found) if _run_of(*each) == _run_of(value, depth))
+        number = next(known, len(self.found))
+        if number == len(self.found):
             self.found.append((value, depth))
-        return self.found.index((value, depth))
+        return number
+
+
+def _run_of(value: Value, depth: int) -> tuple[object, ...]:
+    """What a leaf is, however its dims of lanes are divided."""
+    lead = value.rank - depth
+    return value.below("reshape"), value.shape[:lead], math.prod(value.shape[lead:])
 
 
 def rows(value: Value) -> Rows | None:
@@ -184,6 +195,10 @@ def factor(at: Rows, leaves: Leaves) -> Factor:
         return Factor(inner.coefficient * value.attrs[0], inner.leaf, inner.index)
     if value.op == "cast" and widens(value.arg.dtype, value.dtype):
         return factor(at.below(), leaves)
+    if value.op == "mul" and (split := _by_constants(at, leaves)) is not None:
+        numbers, source = split
+        inner = factor(source, leaves)
+        return Factor(inner.coefficient * numbers, inner.leaf, inner.index)
     parts = descend(at)
     if parts is not None:
         joined = _join([(where, factor(source, leaves)) for where, source in parts], len(at.index))
@@ -216,6 +231,9 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
         case "scale":
             inner = terms(at.below(), leaves, limit)
             return inner and [Term(each.coefficient * value.attrs[0], each.first, each.second) for each in inner]
+        case "mul" if (split := _by_constants(at, leaves)) is not None:
+            inner = terms(split[1], leaves, limit)
+            return inner and [Term(each.coefficient * split[0], each.first, each.second) for each in inner]
         case "mul":
             left, right = (_operand(at, each) for each in value.args)
             if left is None or right is None:
@@ -231,6 +249,17 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
                 alone = factor(at, leaves)
                 return [Term(alone.coefficient, alone, _join([], size))]
             return _join_terms([(where, terms(source, leaves, limit)) for where, source in parts], size)
+
+
+def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] | None:
+    """The numbers that a product multiplies its lanes by, where one operand is numbers alone, and the other operand."""
+    for other, constant in (at.value.args, at.value.args[::-1]):
+        sides = _operand(at, constant), _operand(at, other)
+        numbers = leaves.folder.fold(constant) if of_constants(constant) else None
+        if numbers is None or sides[0] is None or sides[1] is None or numbers.size != math.prod(sides[0].lanes):
+            continue
+        return numbers.reshape(-1)[sides[0].index].astype(np.float64), sides[1]
+    return None
 
 
 def _operand(at: Rows, operand: Value) -> Rows | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from fusion.analysis.dtypes import is_rounding
 from fusion.graph import Value
 from fusion.graph.algebra import widens
@@ -17,26 +19,51 @@ def exact(x: Value) -> Value:
     return x
 
 
+_WHOLE = frozenset({torch.int16, torch.int32, torch.int64})
+
+
 @dataclass(frozen=True)
 class Rounded:
-    """round(quotient) on the way to int8, and between which bounds."""
+    """round(quotient) on the way to int8, and between which bounds.
+
+    `cut` says that fractions were cut off before anything rounded them, `unbounded` that dtypes of whole numbers held
+    the quotient before it was bounded by what they hold.
+    """
 
     quotient: Value
     low: float = -math.inf
     high: float = math.inf
     rounded: bool = False
+    cut: bool = False
+    unbounded: bool = False
 
 
 def rounded(value: Value) -> Rounded:
-    """What is cast to int8, below its rounding, its bounds and casts between floats."""
-    if value.op == "round":
-        return replace(rounded(value.arg), rounded=True)
-    if value.op == "clip":
-        found, (low, high) = rounded(value.arg), value.attrs
-        return replace(found, low=max(found.low, low), high=min(found.high, high))
-    if value.op == "reshape" or is_rounding(value):
-        return rounded(value.arg)
-    return Rounded(value)
+    """What is cast to int8, below its rounding, its bounds and casts between floats and whole numbers."""
+    passed = value.op == "reshape" or is_rounding(value) or (value.op == "cast" and value.arg.dtype in _WHOLE)
+    if value.op not in ("round", "clip", "clamp", "trunc") and not (passed or _becomes_whole(value)):
+        return Rounded(value)
+    found = rounded(value.arg)
+    match value.op:
+        case "round":
+            return replace(found, rounded=not found.cut)
+        case "clip" | "clamp":
+            low, high = value.attrs
+            return replace(found, low=max(found.low, low), high=min(found.high, high))
+        case _ if value.op == "trunc" or _becomes_whole(value):
+            return _cut_off(found, value.dtype)
+        case _:
+            return found
+
+
+def _becomes_whole(value: Value) -> bool:
+    return value.op == "cast" and value.dtype in _WHOLE and is_float(value.arg)
+
+
+def _cut_off(found: Rounded, dtype: torch.dtype | None) -> Rounded:
+    """Without fractions, which what was rounded has not, perhaps in a dtype of whole numbers."""
+    beyond = dtype in _WHOLE and not torch.iinfo(dtype).min <= found.low <= found.high <= torch.iinfo(dtype).max
+    return replace(found, cut=found.cut or not found.rounded, unbounded=found.unbounded or beyond)
 
 
 def is_float(value: Value) -> bool:

@@ -268,7 +268,8 @@ class Algebra:
         if x is y:
             return self.power(x, 2)
         x, y = _unexpanded(x, y)
-        return self._softmax(x, y) or self._softmax(y, x) or self._commuted("mul", x, y)
+        softmax = self._softmax(x, y) or self._softmax(y, x)
+        return softmax or self._commuted("mul", *(self._normalised(x, y) or self._normalised(y, x) or (x, y)))
 
     def _commuted(self, op: str, x: Value, y: Value) -> Value | None:
         if x.id > y.id:
@@ -287,6 +288,18 @@ class Algebra:
             return None
         return self.make("softmax", (numerator.arg,), (axes[0], "nan"), numerator.shape, numerator.dtype)
 
+    def _normalised(self, x: Value, root: Value) -> tuple[Value, Value] | None:
+        """x = z · s beside (mean(z²) · s² + eps)^e, which is (mean(x²) + eps)^e: the factor stays inside."""
+        if x.op != "scale" or root.op != "power" or root.arg.op != "shift" or root.arg.arg.op != "scale":
+            return None
+        average, factor = root.arg.arg.arg, root.arg.arg.attrs[0]
+        squares = average.arg if average.op == "mean" else average
+        alike = squares.op == "power" and squares.attrs == (2.0,) and squares.arg is x.arg
+        if average.op != "mean" or not alike or not math.isclose(factor, x.attrs[0] ** 2, rel_tol=1e-12):
+            return None
+        whole = self.make("power", (x,), (2.0,), x.shape, x.dtype)
+        return x, self.power(self.shift(self.mean(whole, average.attrs), *root.arg.attrs), *root.attrs)
+
     def add(self, x: Value, y: Value) -> Value | None:
         """x + y, in either order; x + x·w with one weight per channel becomes x · (1 + w)."""
         if x is y:
@@ -295,7 +308,8 @@ class Algebra:
         gain = self._gain(x, y) or self._gain(y, x)
         if gain is not None:
             return self.mul(*gain)
-        return self._variance(x, y) or self._variance(y, x) or self._commuted("add", x, y)
+        spread = self._variance(x, y) or self._variance(y, x) or self._second_moment(x, y) or self._second_moment(y, x)
+        return spread or self._commuted("add", x, y)
 
     def _variance(self, squares: Value, other: Value) -> Value | None:
         """mean(x²) - mean(x)² is the mean of (x - mean(x))²."""
@@ -306,6 +320,15 @@ class Algebra:
             return None
         centred = self.add(average.arg, self.scale(average, -1))
         return centred and self.mean(self.power(centred, 2), average.attrs)
+
+    def _second_moment(self, spread: Value, other: Value) -> Value | None:
+        """mean((x - mean(x))²) + mean(x)² is mean(x²)."""
+        average = other.arg if other.op == "power" and other.attrs == (2.0,) else other
+        if other.op != "power" or average.op != "mean" or spread.op != "mean" or spread.attrs != average.attrs:
+            return None
+        centred = self.add(average.arg, self.scale(average, -1))
+        alike = centred is not None and spread is self.mean(self.power(centred, 2), average.attrs)
+        return self.mean(self.power(average.arg, 2), average.attrs) if alike else None
 
     def _gain(self, x: Value, product: Value) -> tuple[Value, Value] | None:
         if product.op != "mul" or x not in product.args:
@@ -322,6 +345,8 @@ class Algebra:
             inner = x.attrs[0]
             if not (inner in (0.5, -0.5) and float(exponent * inner).is_integer()) or _nonnegative(x.arg):
                 x, exponent = x.arg, exponent * inner
+        if x.op == "abs" and exponent % 2 == 0:
+            return self.power(x.arg, exponent)
         if x.op == "scale" and x.attrs[0] > 0 and abs(math.log(x.attrs[0]) * exponent) < LARGE:
             return self.scale(self.power(x.arg, exponent), x.attrs[0] ** exponent)
         if exponent == 1:
@@ -344,7 +369,9 @@ class Algebra:
         return self.make(op, (x,), axes, shape, x.dtype)
 
     def mean(self, x: Value, axes: Sequence[int]) -> Value:
-        """Average over `axes`."""
+        """Average over `axes`; a factor of powers stands outside, as they put it outside themselves."""
+        if x.op == "scale" and x.arg.op == "power" and not of_constants(x):
+            return self.scale(self.mean(x.arg, axes), *x.attrs)
         return self.reduce("mean", x, axes)
 
     def sum(self, x: Value, axes: Sequence[int]) -> Value | None:

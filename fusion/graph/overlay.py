@@ -23,7 +23,7 @@ Made = TypeVar("Made")
 
 _VIEWS = ("reshape", "permute")
 _SEEN = ("permute", "slice", "expand")  # built from what they see, without computing anything
-_RESHAPED_INSIDE = ("cat", "cast")
+_RESHAPED_INSIDE = ("cat", "cast", "scale")
 
 
 def _size(value: Value) -> Hashable:
@@ -105,11 +105,11 @@ class Graph:
         """What builds `value`, which no node holds: an equal value, whose args are held or have a recipe.
 
         Every reshape of x is a value of x alone; where all users of x read it through one other reshape, x is read
-        there too, so that what makes that reshape can be replaced. A reshape of what is joined or cast is joined or
-        cast from reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed.
+        there too, so that what makes that reshape can be replaced. A reshape of what is joined, cast or scaled is made
+        of reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed.
         """
         if value.op in _RESHAPED_INSIDE:
-            alike = self._joined_or_cast.get(_size(value), ())
+            alike = self._made_of_reshapes.get(_size(value), ())
             read = next((each for each in alike if self.algebra.reshape(each, value.shape) is value), None)
         elif value.op == "reshape":
             read = self._passed_on(value.arg)
@@ -118,7 +118,7 @@ class Graph:
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
 
     @cached_property
-    def _joined_or_cast(self) -> Mapping[Hashable, Sequence[Value]]:
+    def _made_of_reshapes(self) -> Mapping[Hashable, Sequence[Value]]:
         """Held values that a reshape changes inside, by op, dtype and number of elements."""
         found: dict[Hashable, list[Value]] = {}
         for value in self.places:

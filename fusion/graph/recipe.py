@@ -85,6 +85,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "imag": lambda value, sizes, z: torch.view_as_real(z).select(-1, 1),
         "remainder": lambda value, sizes, x: x.remainder(value.attrs[0]),
         "clamp": lambda value, sizes, x: x.clamp(*(each if math.isfinite(each) else None for each in value.attrs)),
+        "parts": lambda value, sizes, z: torch.view_as_real(z).movedim(-1, 0),
         "at_most": lambda value, sizes, x: x.clamp(0, value.attrs[0]),
         "count": lambda value, sizes, x: x.sum(-1),
         "below": lambda value, sizes, x: x < value.attrs[0],

@@ -27,7 +27,8 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
     Each value that the rest of the graph needs becomes a placeholder behind the others. Views of Parameters stay: they
     cost nothing. With `prepack` "replace", a concatenation of Parameters along dim 0 is to take their place.
     """
-    if not facts.parameters:  # whoever hands over no Parameters may not be able to hand over what is prepared, either
+    placeholders = source.find_nodes(op="placeholder")
+    if not facts.prepares or not placeholders:
         return ()
     found = derived(source, facts.parameters, constants=True)
     wanted = _frontier(source, found)
@@ -37,8 +38,9 @@ def prepare(source: fx.Graph, facts: Facts, prepack: str) -> tuple[Prepared, ...
     for node, recipe in [(node, _extract(node, prepack == "replace", modules)) for node in wanted]:
         same = (recipe.key, recipe.sources)
         if same not in placed:
-            with source.inserting_after(source.find_nodes(op="placeholder")[-1]):
+            with source.inserting_after(placeholders[-1]):
                 place = source.placeholder(f"prepared_{len(placed)}")
+            placeholders.append(place)
             place.meta["val"] = node.meta["val"]
             placed[same] = place, replace(recipe, name=place.name)
         node.replace_all_uses_with(placed[same][0])

@@ -159,4 +159,85 @@ PRODUCTS = (
     Example("sums in float16", scaled(short), layer(5), "computed in float16"),
 )
 
-TRIED = {"dynamic_quant": ROWS, "quant_matmul": PRODUCTS}
+
+def narrow_layer(*rows: int, groups: int = 0, zeros: bool = False, bias: bool = False, k: int = 2 * K) -> Inputs:
+    """x [*rows, K], weight [N, K] of int8, powers of two as scales [N] or [N, G], zero points alike, a bias [N]."""
+    shape = (N, groups) if groups else (N,)
+    numbers = torch.Generator().manual_seed(4)
+    scale = 2.0 ** torch.randint(-9, -5, shape, generator=numbers)
+    points = [torch.randint(-9, 9, shape, generator=numbers).float()] if zeros else []
+    return tensors(grid(0, *rows, k), weights(1, N, k), scale, *points, *([normal(3, N).float()] if bias else []))
+
+
+def of_channels(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A scale of each output channel on the weight."""
+    return linear(x, weight.to(x.dtype) * scale.to(x.dtype).unsqueeze(-1))
+
+
+def behind(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The same behind the product."""
+    return linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
+
+
+def transposed(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """A weight [K, N], and a bias."""
+    return x @ (weight.t().to(x.dtype) * scale.to(x.dtype)) + bias.to(x.dtype)
+
+
+def with_zeros(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Zero points of each channel."""
+    return linear(x, (weight.to(x.dtype) - zero.to(x.dtype).unsqueeze(-1)) * scale.to(x.dtype).unsqueeze(-1))
+
+
+def of_groups(x: Tensor, weight: Tensor, scale: Tensor, *zero: Tensor) -> Tensor:
+    """Scales, and zero points, of groups of inputs."""
+    parts = weight.to(x.dtype).unflatten(-1, (scale.shape[1], -1))
+    parts = parts - zero[0].to(x.dtype).unsqueeze(-1) if zero else parts
+    return linear(x, (parts * scale.to(x.dtype).unsqueeze(-1)).flatten(1))
+
+
+def of_inputs(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Scales of inputs."""
+    return linear(x, weight.to(x.dtype) * scale.repeat(4).to(x.dtype))
+
+
+def zeros_behind(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Zero points that are added to the scaled weight."""
+    return linear(x, weight.to(x.dtype) * scale.to(x.dtype).unsqueeze(-1) - zero.to(x.dtype).unsqueeze(-1))
+
+
+WEIGHTS = (
+    Example("scales of channels", of_channels, narrow_layer(5)),
+    Example("scales behind the product", behind, narrow_layer(2, 3)),
+    Example("turned, with a bias", transposed, narrow_layer(5, bias=True)),
+    Example("zero points", with_zeros, narrow_layer(2, 3, zeros=True)),
+    Example("groups of inputs", of_groups, narrow_layer(5, groups=3)),
+    Example("groups of inputs with zero points", of_groups, narrow_layer(2, 3, groups=3, zeros=True)),
+    Example("scales of inputs", of_inputs, narrow_layer(5), "neither one of each output channel"),
+    Example(
+        "zero points behind", zeros_behind, narrow_layer(5, zeros=True), "added to the int8 weight behind its scale"
+    ),
+)
+
+
+def signs(size: int) -> Tensor:
+    """A permutation of so many lanes, with signs."""
+    numbers = torch.Generator().manual_seed(5)
+    order, sign = torch.randperm(size, generator=numbers), torch.randint(0, 2, (size,), generator=numbers) * 2 - 1
+    return torch.eye(size, dtype=torch.float64)[order] * sign
+
+
+def turned(*rows: int, size: int = 128) -> Inputs:
+    """x [*rows, D] and a matrix [D, D] that keeps the numbers of each row."""
+    return tensors(grid(0, *rows), signs(size))
+
+
+ROTATED = (
+    Example("rows", lambda x, matrix: quantised(x @ matrix), turned(5, 128)),
+    Example("heads, half as large", lambda x, matrix: quantised(linear(x, matrix) * 0.5), turned(2, 3, 4, 128)),
+    Example(
+        "negative", lambda x, matrix: quantised((x @ matrix) * -0.5), turned(5, 128), "multiplied by -0.5, which is not"
+    ),
+)
+
+TRIED = {"dynamic_quant": ROWS, "quant_matmul": PRODUCTS, "weight_only_linear": WEIGHTS, "rotate_quant": ROTATED}

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
-from patterns.norm.rms_norm import RMSNorm
+from patterns.norm.rms_norm import RMSNorm, unit_gain
 
 f32 = torch.float32
+GAIN = tensor("D", optional=True)
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class AddRMSNorm(Rule):
         return RMSNorm().reference(s, gamma, eps), s
 
     @pattern
-    def rounded_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+    def rounded_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=GAIN, eps=scalar()):
         """The norm of the sum as the next layer reads it."""
         s = a + b
         return p.rms_norm(x=s, gamma=gamma, eps=eps), s
 
     @pattern
-    def float32_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=tensor("D"), eps=scalar()):
+    def float32_sum(self, p, a=tensor("*B D"), b=tensor("*B D"), gamma=GAIN, eps=scalar()):
         """The norm of the sum in float32, before it is rounded for the next layer."""
         s = p.maybe_cast(a, to=f32) + p.maybe_cast(b, to=f32)
         return p.as_dtype(p.rms_norm(x=s, gamma=gamma, eps=eps), like=a), p.as_dtype(s, like=a)
@@ -58,8 +59,9 @@ class AddRMSNorm(Rule):
         return p.rms_norm(x=a + b, gamma=gamma, eps=eps)
 
     @lowering
-    def npu(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float):
+    def npu(self, a: Tensor, b: Tensor, gamma: Tensor | None, eps: float):
         """One operator."""
         require(a.dtype == b.dtype, "the addends have different dtypes")
+        gamma = unit_gain(a) if gamma is None else gamma
         y, _, s = torch.ops.npu.npu_add_rms_norm(a, b, gamma.to(a.dtype), eps)
         return y, s

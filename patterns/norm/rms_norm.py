@@ -16,6 +16,11 @@ from fusion import Rule, attribute, lookalike, lowering, pattern, require, scala
 f32 = torch.float32
 
 
+def unit_gain(x: Tensor) -> Tensor:
+    """The gain [D] of a norm of x [.., D] that has none."""
+    return torch.ones(x.shape[-1:], dtype=x.dtype, device=x.device)
+
+
 @dataclass(frozen=True)
 class RMSNorm(Rule):
     """Root mean square normalisation over the last dim, accumulated in float32."""
@@ -93,6 +98,13 @@ class RMSNorm(Rule):
         """Rsqrt(sum(x²) + eps)."""
         return p.rsqrt(p.shift(p.scale(p.mean(p.square(x)), factor), eps))
 
+    @lookalike("the variance beside the squared mean has a factor {factor}: it is unbiased, so both are no mean square")
+    def unbiased(self, p, x=tensor("*B D"), eps=scalar(), factor=scalar()):
+        """Rsqrt(var(correction=1) + mean² + eps)."""
+        average = p.mean(x)
+        moment = p.scale(p.mean(p.square(x - average)), factor) + p.square(average)
+        return p.rsqrt(p.shift(moment, eps))
+
     @lookalike("eps={eps} is added to each square, not to their mean")
     def eps_inside(self, p, x=tensor("*B D"), eps=scalar(), root=attribute()):
         """(mean(x² + eps))ᵃ."""
@@ -119,15 +131,20 @@ class RMSNorm(Rule):
         return p.power(p.mean(p.op("abs", x)) + eps, root)
 
     @lookalike("the length is clamped from below, instead of having eps added under the root")
-    def clamped(self, p, x=tensor("*B 1"), root=attribute()):
+    def clamped(self, p, x=tensor("*B D"), root=attribute(), factor=scalar()):
         """X / max(‖x‖, eps), as F.normalize."""
-        return p.power(p.op("clip", x), root)
+        return p.power(p.op("clip", p.maybe_scaled(p.power(p.mean(p.square(x)), 0.5), factor)), root)
+
+    @lookalike("the mean square is clamped from below, instead of having eps added to it")
+    def clamped_square(self, p, x=tensor("*B D"), root=attribute()):
+        """X / sqrt(max(mean(x²), eps))."""
+        return p.power(p.op("clip", p.mean(p.square(x))), root)
 
     @lowering
     def npu(self, x: Tensor, gamma: Tensor | None, weight: Tensor | None, eps: float):
         """One operator; gamma in x's dtype or float32."""
         require(weight is None, "the gain is 1 + weight, not a tensor of its own")
-        gain = torch.ones(x.shape[-1:], dtype=x.dtype, device=x.device) if gamma is None else gamma
+        gain = unit_gain(x) if gamma is None else gamma
         gain = gain if gain.dtype in (x.dtype, f32) else gain.to(f32)
         return torch.ops.npu.npu_rms_norm(x, gain, eps)[0]
 

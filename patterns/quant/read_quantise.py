@@ -27,6 +27,7 @@ _CUT = "numbers are cut off toward zero, where the operator rounds to the neares
 _FLOAT = "the zero point is held in {dtype} and so not proven to be a whole number; the operator takes int8"
 _PART = "the zero point {zero:g} is no whole number of 8 bits"
 _BOUNDS = "whole {what} are bounded by {low:g} and {high:g}, those of the operator by -128 and 127"
+_WHOLE = "numbers become int32 before they are bounded by -128 and 127: what int32 does not hold is not defined"
 _SEVERAL = "rows with a zero point are not divided by one scale of the whole tensor"
 _TIMES = "rows with a zero point are multiplied by a scale, where the operator divides"
 _DIVIDED = "queries are divided by a scale of each head, where the operator multiplies by one"
@@ -46,9 +47,9 @@ TOKEN_SCALE = word("token_scale", "max|x| / 127 over the last dim [*B, 1]", x="[
 def quantised(graph: Graph) -> Iterator[Found]:
     """Every value of int8 that is made of floating-point numbers: how it is quantised, and why not otherwise."""
     for value in graph.places:
-        if value.op != "cast" or value.dtype != torch.int8 or not is_float(value.arg):
+        below = rounded(value.arg) if value.op == "cast" and value.dtype == torch.int8 else None
+        if below is None or not is_float(below.quotient):
             continue
-        below = rounded(value.arg)
         heads = _by_head(graph.algebra, below)
         if heads is not None:
             yield value, _found("quantise", heads)
@@ -73,6 +74,8 @@ def _found(rule: str, outcome: Reading | str) -> Reading | Miss:
 
 def _unbounded(below: Rounded, what: str) -> str:
     """Why the bounds of int8 are not those of the operator, "" if they are."""
+    if below.unbounded:
+        return _WHOLE
     alike = (below.low, below.high) == (_LEAST, _MOST)
     return "" if alike else _BOUNDS.format(what=what, low=below.low, high=below.high)
 

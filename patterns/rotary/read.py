@@ -1,7 +1,7 @@
 """out[j] = x[j]·cos[j] ∓ x[partner(j)]·sin[j]: a rotation of pairs of lanes, proven lane by lane in any spelling.
 
 The pairs are (p, p + D/2) in "half" order or (2p, 2p + 1) in "interleaved" order; input and output may differ in order.
-Tables become full-width values [.., D] that are read at the lane of the result.
+Tables become full-width values [.., D] that are read at the lane of the result; by the negative angle, minus the sines.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from fusion import reader, word
-from fusion.analysis.lanes import NONE, Index, Leaves, Rows, Term, rows, same_lanes, terms
+from fusion.analysis.lanes import NONE, Index, Leaves, Rows, Term, rows, terms
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from patterns.rotary.tables import KnownTables
 
 _ROTATED: dict[str, str] = {
     "x": "[.., D]", "cos": "[.., D]", "sin": "[.., D]", "dtype": "of the result",
@@ -43,21 +44,6 @@ class _Sum(NamedTuple):
     where: Index
 
 
-class KnownTables:
-    """The tables of one graph that were read so far: all rotations of a model share a few."""
-
-    def __init__(self, algebra: Algebra) -> None:
-        self.algebra = algebra
-        self._known: dict[tuple[Value, bytes], Value | None] = {}
-
-    def of(self, flat: Value, index: Index) -> Value | None:
-        """A full-width value whose lane j is lane index[j] of a table."""
-        key = flat, index.tobytes()
-        if key not in self._known:
-            self._known[key] = _table(self.algebra, flat, index)
-        return self._known[key]
-
-
 class _Side(NamedTuple):
     """One product, by lane of the result: the lane of x, the table and its lane that it is multiplied by, a factor."""
 
@@ -75,7 +61,7 @@ _TURNING = ("add", "cat", "reshape", "slice_scatter", "cast")
 def rotations(graph: Graph) -> Iterator[Found]:
     """Rotations of lanes, of values that nodes hold; one that only carries another along is none of its own."""
     turned: set[Value] = set()
-    known = KnownTables(graph.algebra)
+    known = KnownTables(graph.algebra, graph.places)
     for value in list(graph.places):
         if value.op not in _TURNING or (value.op == "cast" and value.arg in graph.places):
             continue
@@ -156,11 +142,11 @@ def _apart(found: _Sum) -> str | None:
     return "the term with the sine rotates another tensor than the one with the cosine" if both else None
 
 
-def _multiplies(value: Value, depth: int = 5) -> bool:
+def _multiplies(value: Value, depth: int = 8) -> bool:
     """Whether a product stands closely below `value`: a cheap test before the lanes are followed."""
     if value.op == "mul":
         return True
-    moving = ("add", "scale", "cast", "reshape", "permute", "cat", "slice_scatter")
+    moving = ("add", "scale", "cast", "reshape", "permute", "slice", "cat", "slice_scatter")
     return depth > 0 and value.op in moving and any(_multiplies(each, depth - 1) for each in value.args)
 
 
@@ -221,9 +207,7 @@ def _refusal(cos: _Side, sin: _Side) -> str | None:
     gain = cos.factor[0]
     if gain <= 0 or not (cos.factor == gain).all():
         return "the terms with the cosine do not all have the same positive factor"
-    if (sin.factor == -gain).all():
-        return "the sine has the opposite sign: this rotates by the negative angle"
-    if not (sin.factor == gain).all():
+    if not (sin.factor == sin.factor[0]).all():
         return "the signs of the sine terms are not those of a rotation (one plus and one minus in each pair)"
     return None
 
@@ -244,11 +228,13 @@ def _reading(
     x = a.slice(_flat(a, *leaves.found[leaf]), -1, first, first + size)
     if x is None or x.shape != (*root.shape[:-1], size):
         return "the rotated tensor is broadcast along the tables"
-    tables = [known.of(_flat(a, *leaves.found[int(each.table[0])]), each.entry) for each in sides]
-    if tables[0] is None or tables[1] is None:
+    cos, sin = (
+        known.scaled(_flat(a, *leaves.found[int(each.table[0])]), each.entry, float(each.factor[0])) for each in sides
+    )
+    if cos is None or sin is None:
         return "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
-    cos, sin = (a.cast(a.scale(each, float(sides[0].factor[0])), compute) for each in tables if each is not None)
-    captures = {"x": a.cast(x, compute), "cos": cos, "sin": sin, "dtype": root.dtype, **orders}
+    tables = {"cos": a.cast(cos, compute), "sin": a.cast(sin, compute)}
+    captures = {"x": a.cast(x, compute), **tables, "dtype": root.dtype, **orders}
     if size == root.shape[-1]:
         return Reading("rotation", captures)
     rest = _passing(a, found)
@@ -280,32 +266,3 @@ def _passing(a: Algebra, found: _Sum) -> Value | None:
         return None
     rest = a.slice(_flat(a, *leaves.found[int(leaf[0])]), -1, int(lane[0]), int(lane[-1]) + 1)
     return rest if rest is not None and rest.shape[:-1] == root.shape[:-1] and rest.dtype == root.dtype else None
-
-
-def _table(a: Algebra, flat: Value, index: Index) -> Value | None:
-    size = len(index)
-    for base, repeated in _readings_of(index):
-        step = int(base[1] - base[0]) if len(base) > 1 else 1
-        if step < 1 or not (np.diff(base) == step).all():
-            continue
-        start = int(base[0])
-        whole = np.arange(start, start + size)
-        if start + size <= flat.shape[-1] and same_lanes(flat, whole, index):
-            return a.slice(flat, -1, start, start + size)
-        part = a.slice(flat, -1, start, int(base[-1]) + 1, step)
-        if part is None or repeated == "no":
-            return part
-        if repeated == "halves":
-            return a.cat([part, part], -1)
-        opened = a.expand(a.reshape(part, (*part.shape, 1)), (*part.shape, 2))
-        return a.reshape(opened, (*part.shape[:-1], size))
-    return None
-
-
-def _readings_of(index: Index) -> Iterator[tuple[Index, str]]:
-    half = len(index) // 2
-    if (index[:half] == index[half:]).all():
-        yield index[:half], "halves"
-    if (index[::2] == index[1::2]).all():
-        yield index[::2], "pairs"
-    yield index, "no"

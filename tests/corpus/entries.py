@@ -5,8 +5,15 @@ from __future__ import annotations
 from tests.cache import cache_write, lookalikes_cache_write
 from tests.linear import lookalikes_swiglu, swiglu, swiglu_projections
 from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
-from tests.quant import quantisation
-from tests.rotary import lookalikes_rope, rope_half, rope_half_partial, rope_interleaved, rope_interleaved_to_half
+from tests.quant import quantisation, weight_only
+from tests.rotary import (
+    lookalikes_rope,
+    rope_half,
+    rope_half_partial,
+    rope_interleaved,
+    rope_interleaved_to_half,
+    rope_signs,
+)
 from tests.routing import expert_routing
 
 from .base import LookAlike, Spelling
@@ -17,6 +24,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *add_rms_norm.SPELLINGS,
     *rope_half.SPELLINGS,
     *rope_half_partial.SPELLINGS,
+    *rope_signs.SPELLINGS,
     *rope_interleaved.SPELLINGS,
     *rope_interleaved_to_half.SPELLINGS,
     *swiglu.SPELLINGS,
@@ -24,6 +32,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *expert_routing.SPELLINGS,
     *cache_write.SPELLINGS,
     *quantisation.SPELLINGS,
+    *weight_only.SPELLINGS,
 )
 LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_rms_norm.LOOKALIKES,
@@ -34,4 +43,5 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     *expert_routing.LOOKALIKES,
     *lookalikes_cache_write.LOOKALIKES,
     *quantisation.LOOKALIKES,
+    *weight_only.LOOKALIKES,
 )

@@ -37,6 +37,7 @@ MINIMUM = {
     "cache_write": 20,
     "dynamic_quant": 10,
     "quant_matmul": 8,
+    "weight_only_linear": 14,
 }
 
 every_spelling = pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)

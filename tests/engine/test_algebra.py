@@ -32,6 +32,17 @@ EQUAL = {
         lambda x: (x.unsqueeze(-2) @ x.unsqueeze(-1)).squeeze(-1).squeeze(-1),
         lambda x: torch.linalg.vector_norm(x, dim=-1) ** 2, lambda x: x.norm(dim=-1).square(),
     ],
+    "mean square": [
+        lambda x: x.square().mean(-1, True), lambda x: (x * x * 0.125).sum(-1, True),
+        lambda x: x.abs().pow(2).mean(-1, True),
+        lambda x: x.var(-1, False, keepdim=True) + x.mean(-1, True).square(),
+        lambda x: x.mean(-1, True) ** 2 + x.var(-1, False, keepdim=True), lambda x: (4 * x.square()).mean(-1, True) / 4,
+    ],
+    "scaled over its length": [
+        lambda x: 2 * x * ((2 * x).square().mean(-1, True) + 1).rsqrt(),
+        lambda x: (2 * x) * (4 * x.square().mean(-1, True) + 1).rsqrt(),
+        lambda x: (x.square().sum(-1, True) / 2 + 1).rsqrt() * (x * 2),
+    ],
     "variance": [
         lambda x: x.var(-1, unbiased=False, keepdim=True), lambda x: (x - x.mean(-1, True)).pow(2).mean(-1, True),
         lambda x: x.square().mean(-1, True) - x.mean(-1, True).square(),
@@ -94,6 +105,33 @@ DIFFERENT = {
     "less the square of another": (
         lambda x, y: y.square().mean(-1, True) - x.mean(-1, True).square(),
         lambda x, y: x.var(-1, False, keepdim=True),
+    ),
+    "variance and a mean": (
+        lambda x: x.var(-1, False, keepdim=True) + x.mean(-1, True), lambda x: x.square().mean(-1, True)
+    ),
+    "variance and a cube": (
+        lambda x: x.var(-1, False, keepdim=True) + x.mean(-1, True) ** 3, lambda x: x.square().mean(-1, True)
+    ),
+    "variance and the square of another": (
+        lambda x, y: x.var(-1, False, keepdim=True) + y.mean(-1, True).square(),
+        lambda x, y: x.square().mean(-1, True),
+    ),
+    "variance and the square of another mean": (
+        lambda x: x.var(-1, False, keepdim=True) + x.mean((-2, -1), True).square(),
+        lambda x: x.square().mean(-1, True),
+    ),
+    "cube of magnitudes": (lambda x: x.abs() ** 3, lambda x: x**3),
+    "scaled over another length": (
+        lambda x: 2 * x * ((2 * x).square().mean(-1, True) + 1).rsqrt(),
+        lambda x: 2 * x * (2 * x.square().mean(-1, True) + 1).rsqrt(),
+    ),
+    "scaled over the length of another": (
+        lambda x, y: 2 * x * ((2 * x).square().mean(-1, True) + 1).rsqrt(),
+        lambda x, y: 2 * x * (4 * y.square().mean(-1, True) + 1).rsqrt(),
+    ),
+    "scaled over cubes": (
+        lambda x: 2 * x * ((2 * x).square().mean(-1, True) + 1).rsqrt(),
+        lambda x: 2 * x * (4 * (x**3).mean(-1, True) + 1).rsqrt(),
     ),
     "square of a sigmoid's": (lambda x: (1 + x.exp()) ** 2, lambda x: (-x).sigmoid()),
     "two in a sigmoid": (lambda x: 1 / (2 + x.exp()), lambda x: (-x).sigmoid()),

@@ -107,7 +107,8 @@ def test_a_match_never_takes_what_its_own_result_is_needed_for():
 
     one = numbers(1, 1, 8)
     for each in found(form, (one, numbers(1, 1, 8, seed=1), A), AddRMSNorm(), RMSNorm()).matches:
-        assert len(each.results) == 1 or each.captures["gamma"].op == "input"
+        gamma = each.captures.get("gamma")
+        assert len(each.results) == 1 or gamma is None or gamma.op == "input"
 
 
 def test_pairs_are_found_once_and_only_with_the_same_tables():

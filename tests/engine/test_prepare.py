@@ -53,6 +53,24 @@ def inputs_of(gm):
     return [node.name for node in gm.graph.find_nodes(op="placeholder")]
 
 
+def test_constants_are_prepared_without_any_parameter():
+    captured = capture(lambda x: F.rms_norm(x + 1, (3,)) + F.rms_norm(x - 1, (3,)), (X,))
+    gm, known = captured.graph, captured.facts
+    outcome = fuse_graph(gm.graph, fusion.library.installed(), Options(target="host", lower="eager"), known)
+    (each,) = outcome.prepared
+    assert (each.sources, each.bytes) == ((), 3 * 4)
+    assert inputs_of(gm) == ["arg0_1", each.name]
+
+
+def test_nothing_is_prepared_for_whom_it_cannot_be_handed():
+    captured = capture(lambda x: F.rms_norm(x, (3,)), (X,))
+    gm = captured.graph
+    outcome = fuse_graph(gm.graph, fusion.library.installed(), Options(target="host", lower="eager"), Facts())
+    assert outcome.chosen
+    assert not outcome.prepared
+    assert inputs_of(gm) == ["arg0_1"]
+
+
 def test_what_parameters_alone_give_becomes_the_last_input():
     gm, outcome = prepared(gated, X, A, B)
     (each,) = outcome.prepared

@@ -361,3 +361,16 @@ def test_a_stamp_is_address_and_version():
     with torch.inference_mode():
         uncounted = nn.Parameter(numbers(4))
     assert stamps([weight, uncounted]) == ([address, uncounted.data_ptr()], [version + 1, -1])
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_constants_alone_are_prepared_once(lower):
+    def model(x):
+        return nn.functional.rms_norm(x * 2, x.shape[-1:]) + 1
+
+    run = fusion.fuse(model, target="host", lower=lower)
+    for context in (torch.no_grad, torch.inference_mode, torch.no_grad):
+        with context():
+            close(run(X.float()), model(X.float()))
+    (entry,) = entries()
+    assert entry.tensor.tolist() == [1.0] * 3

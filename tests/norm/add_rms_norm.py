@@ -37,6 +37,16 @@ def torch_add(x, residual, weight):
     return F.rms_norm(residual, (residual.shape[-1],), weight, EPS), residual
 
 
+def without_gain(x, residual, weight):
+    h = x + residual
+    return F.rms_norm(h, (h.shape[-1],), None, EPS), h
+
+
+def without_gain_in_float(x, residual, weight):
+    h = x.float() + residual.float()
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS)).to(x.dtype), h.to(x.dtype)
+
+
 def dropout_in_eval(x, residual, weight):
     h = F.dropout(x, p=0.1, training=False) + residual
     return rms_norm(h, weight), h
@@ -198,6 +208,15 @@ SPELLINGS = (
     _spelling("decoder_layer", decoder_layer, "transformers: residual + hidden_states, then the next norm", D=128),
     _spelling("branch_first", branch_first, "original Llama code: x + attention, then the norm"),
     _spelling("torch_add", torch_add, "torch.add and F.rms_norm"),
+    *(
+        _spelling(
+            form.__name__,
+            form,
+            "nanochat, DeepSeek-V4: no gain; the ones are made once",
+            meaning=lambda x, residual, gamma: _both(x + residual, torch.ones_like(gamma)),
+        )
+        for form in (without_gain, without_gain_in_float)
+    ),
     _spelling("dropout_in_eval", dropout_in_eval, "dropout that is off at inference"),
     _spelling("added_in_place", added_in_place, "residual.add_(x) on a local copy"),
     _spelling(

@@ -46,6 +46,27 @@ def unit_length(x, weight):
     return F.normalize(x, dim=-1, eps=EPS) * x.shape[-1] ** 0.5 * weight
 
 
+def scaled_but_not_its_squares(x, weight):
+    h = x.float()
+    return ((2 * h) * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS) * weight).to(x.dtype)
+
+
+def squares_of_another_scale(x, weight):
+    h = 2 * x.float()
+    return (h * torch.rsqrt(2 * h.pow(2).mean(-1, keepdim=True) + EPS) * weight).to(x.dtype)
+
+
+def unbiased_second_moment(x, weight):
+    h = x.float()
+    moment = h.var(-1, keepdim=True) + h.mean(-1, keepdim=True) ** 2
+    return (h * torch.rsqrt(moment + EPS) * weight).to(x.dtype)
+
+
+def third_power_of_magnitudes(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(h.abs().pow(3).mean(-1, keepdim=True) + EPS) * weight).to(x.dtype)
+
+
 def mean_over_tokens(x, weight):
     h = x.float()
     return (h * torch.rsqrt(h.pow(2).mean(-2, keepdim=True) + EPS)).to(x.dtype) * weight
@@ -213,6 +234,18 @@ LOOKALIKES = (
     _not_rms(eps_under_the_sum, "sum.*mean|mean"),
     _not_rms(clamped, "eps|clamp", _tiny_x_weight),
     _not_rms(unit_length, "eps|clamp", _tiny_x_weight, note="F.normalize clamps the length from below"),
+    look_alike(
+        "rms_norm",
+        scaled_but_not_its_squares,
+        "",
+        (GEMMA_RMS_NORM,),
+        _x_weight,
+        _rms,
+        "twice the norm of x, which may fuse; it is not the norm of 2 x",
+    ),
+    _not_rms(squares_of_another_scale, "factor"),
+    _not_rms(unbiased_second_moment, "unbiased"),
+    _not_rms(third_power_of_magnitudes, "power"),
     _not_rms(mean_over_tokens, "last dim|dim(ension)? -?\\d"),
     _not_rms(mean_over_two_dimensions, "last dim|dim(ension)?s?"),
     _not_rms(sum_of_squares, "sum.*mean|1 ?/ ?D|mean"),

@@ -8,6 +8,7 @@ from torch import Tensor
 from tests.corpus.base import GEMMA_RMS_NORM, RMS_NORM, Form, Spelling, activations, build, weights, wide
 
 from . import rms_norm_forms as forms
+from . import rms_norm_means as means
 from .rms_norm_forms import EPS
 
 
@@ -30,8 +31,12 @@ def _spelling(
     weighted: bool = True,
     one_plus: bool = False,
     weight_in_float: bool = False,
+    times: float = 1.0,
 ) -> Spelling:
-    """`form` takes x [B, S, D] (or [B, S, N, D] for given heads) and weight [D]; eps None is torch's default."""
+    """`form` takes x [B, S, D] (or [B, S, N, D] for given heads) and weight [D]; eps None is torch's default.
+
+    The form takes the norm of x · `times`.
+    """
 
     def inputs(B: int, S: int) -> tuple[Tensor, Tensor]:
         shape = (B, S, D) if heads is None else (B, S, heads, D)
@@ -45,7 +50,7 @@ def _spelling(
     def expected(dtype: torch.dtype, B: int, S: int) -> tuple[Tensor, ...]:
         x, weight = inputs(B, S)
         gamma = weight + 1 if one_plus else weight if weighted else torch.ones_like(weight)
-        return (reference(x, gamma, torch.finfo(wide(dtype)).eps if eps is None else eps),)
+        return (reference(x * times, gamma, torch.finfo(wide(dtype)).eps if eps is None else eps),)
 
     expect = {GEMMA_RMS_NORM if one_plus else RMS_NORM: 1}
     return Spelling(f"rms_norm/{label}", "rms_norm", make, expect, expected, note)
@@ -100,4 +105,14 @@ SPELLINGS = (
     _spelling("weight_plus_one_over_root", forms.weight_plus_one_over_root, "weight + 1 in float32", one_plus=True),
     _spelling("plus_weighted_self", forms.plus_weighted_self, "x + x * weight", one_plus=True),
     _spelling("functional_one_plus", forms.functional_one_plus, "rms_norm called with 1 + weight", one_plus=True),
+    _spelling("sum_of_scaled_squares", means.sum_of_scaled_squares, "the factor 1 / D on each square"),
+    _spelling("length_of_scaled", means.length_of_scaled, "the length of x / sqrt(D)", D=128),
+    _spelling("length_times_root_of_size", means.length_times_root_of_size, "norm · D^-0.5, squared again"),
+    _spelling("second_moment", means.second_moment, "variance plus the square of the mean"),
+    _spelling("magnitudes", means.magnitudes, "abs before the square"),
+    _spelling("matmul_of_rows", means.matmul_of_rows, "each row times itself by matmul"),
+    _spelling("size_under_the_root", means.size_under_the_root, "sqrt(D) outside, D · eps inside", weighted=False),
+    _spelling("scaled_embedding", means.scaled_embedding, "Gemma: embeddings times sqrt(D)", times=4),
+    _spelling("functional_of_scaled", means.functional_of_scaled, "a divided input", times=0.25),
+    _spelling("functional_of_scaled_bare", means.functional_of_scaled_bare, "no weight", times=0.5, weighted=False),
 )

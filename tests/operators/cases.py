@@ -317,6 +317,8 @@ CASES = (
     *(Case("npu_dynamic_quant", label, make) for label, make in quant.QUANT),
     *(Case("npu_quant_matmul", label, make) for label, make in quant.PRODUCTS),
     *(Case("npu_add_rms_norm_dynamic_quant", label, make) for label, make in quant.NORMS),
+    *(Case("npu_weight_quant_batchmatmul", label, make) for label, make in quant.WEIGHTED),
+    *(Case("npu_rotate_quant", label, make) for label, make in quant.TURNED),
     *(Case(name, label, make) for name, label, make in atb.LATENT),
     *(Case(atb.RING, label, make) for label, make in atb.STEPS),
     *(case for label, make in atb.BEFORE for case in _both(atb.PREPROCESS, label, make)),

@@ -100,3 +100,58 @@ NORMS: tuple[tuple[str, Make], ...] = (
     ("both results", normed(7, 64, output_mask=[True, True])),
     ("the second result", normed(7, 64, output_mask=[False, True], smooth_scale2=Tensor)),
 )
+
+
+def weighted(m: int, k: int = 96, n: int = 24, *, turned: bool = False, groups: int = 0, offset: bool = False,
+             bias: bool = False, one: bool = False) -> Make:  # fmt: skip
+    """Floats times a weight of int8; scales are powers of two, so that no product with them is rounded."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        shape = (-(-k // groups), n) if groups else (1 if one else n,)
+        scale = (2.0 ** torch.randint(-9, -5, shape)).to(dtype)
+        call: dict[str, Any] = {
+            "x": (torch.randn(m, k, dtype=torch.float64) * 8).round().to(dtype) / 8,
+            "weight": whole(n, k).t() if turned else whole(k, n), "antiquant_scale": scale,
+        }  # fmt: skip
+        more: dict[str, Any] = {"antiquant_offset": torch.randint(-100, 100, shape).to(dtype)} if offset else {}
+        if bias:
+            more["bias"] = torch.randn(n, dtype=torch.float64).to({torch.bfloat16: torch.float32}.get(dtype, dtype))
+        return call | more | {"antiquant_group_size": groups}
+
+    return make
+
+
+WEIGHTED: tuple[tuple[str, Make], ...] = (
+    ("tokens", weighted(7)),
+    ("one token", weighted(1)),
+    ("a turned weight", weighted(7, turned=True)),
+    ("offsets", weighted(7, offset=True)),
+    ("a bias", weighted(7, bias=True)),
+    ("one scale for all", weighted(7, one=True)),
+    ("one scale and offset for all", weighted(7, one=True, offset=True)),
+    ("groups", weighted(7, groups=32)),
+    ("groups, offsets, a bias", weighted(7, groups=64, offset=True, bias=True, turned=True)),
+)
+
+
+def turned(*shape: int, k: int, swap: bool = False, zeros: bool = False) -> Make:
+    """Rows times a permutation with signs: their numbers stay those of a grid."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = grid(*shape).to(dtype)
+        if zeros:
+            x[0] = 0
+        rotation = torch.eye(k, dtype=torch.float64)[torch.randperm(k)] * (torch.randint(0, 2, (k,)) * 2 - 1)
+        rotation = rotation.to(dtype)
+        return {"x": x, "rotation": rotation.t() if swap else rotation, "dst_dtype": 1}
+
+    return make
+
+
+TURNED: tuple[tuple[str, Make], ...] = (
+    ("tokens", turned(7, 128, k=128)),
+    ("one token", turned(1, 128, k=128)),
+    ("blocks", turned(5, 192, k=64)),
+    ("a turned rotation", turned(5, 128, k=128, swap=True)),
+    ("rows of zeros", turned(4, 128, k=32, zeros=True)),
+)

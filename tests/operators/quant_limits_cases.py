@@ -105,8 +105,91 @@ NORMS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     ),
     (CHIPS, norm(), {"x1": t(7, 48, dtype=F32), "x2": t(7, 48), "gamma": t(48)}, "needs x1 in bfloat16, float16"),
 ]
+
+
+def weighted(m: int = 5, k: int = 96, n: int = 24, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
+    given = {"x": t(m, k, dtype=dtype), "weight": t(k, n, dtype=torch.int8), "antiquant_scale": t(n, dtype=dtype)}
+    return given | more
+
+
+def grouped(size: int, k: int = 96, count: int | None = None, **more: Any) -> dict[str, Any]:
+    scale = t(-(-k // size) if count is None else count, 24)
+    return weighted(k=k, antiquant_scale=scale, antiquant_group_size=size) | more
+
+
+_PACKED = {"quant_scale": t(24, dtype=F32), "quant_offset": t(24, dtype=F32), "weight_dtype": 1}
+WEIGHTED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    *((ON_ALL, weighted(), weighted(**{name: value}), f"not given({name})") for name, value in _PACKED.items()),
+    (ON_ALL, weighted(), weighted(inner_precise=1), "inner_precise == 0"),
+    (ON_ALL, weighted(), weighted(weight=t(95, 24, dtype=torch.int8)), "needs x as [M K]"),
+    (ON_ALL, weighted(antiquant_scale=t(1)), weighted(antiquant_scale=t(2)), "needs antiquant_scale as"),
+    (ON_ALL, grouped(32), grouped(32) | {"antiquant_group_size": 0}, "rank(antiquant_scale) == 1"),
+    (ON_ALL, grouped(32), weighted(antiquant_group_size=32), "rank(antiquant_scale) == 2"),
+    (ON_ALL, grouped(32), grouped(32, count=2), "K <= length(antiquant_scale) * antiquant_group_size"),
+    (
+        ON_ALL,
+        grouped(32),
+        grouped(32, count=4),
+        "length(antiquant_scale) * antiquant_group_size < K + antiquant_group_size",
+    ),
+    (
+        ON_ALL,
+        weighted(antiquant_offset=t(24)),
+        weighted(antiquant_offset=t(1)),
+        "shape(antiquant_offset) == shape(antiquant_scale)",
+    ),
+    (ON_ALL, weighted(bias=t(24, dtype=F32)), weighted(bias=t(23, dtype=F32)), "needs bias as [N]"),
+    ((A2, A3), weighted(k=65535), weighted(k=65536), "K <= 65535 and N <= 65535"),
+    ((A2, A3), weighted(n=65535), weighted(n=65536), "K <= 65535 and N <= 65535"),
+    ((A2, A3), weighted(), weighted(antiquant_scale=t(24, dtype=F16)), "dtype(antiquant_scale) == dtype(x)"),
+    (
+        (A2, A3),
+        weighted(antiquant_offset=t(24)),
+        weighted(antiquant_offset=t(24, dtype=F16)),
+        "dtype(antiquant_offset) == dtype(x)",
+    ),
+    ((A2, A3), weighted(bias=t(24, dtype=F32)), weighted(bias=t(24)), "dtype(bias) == 'float32'"),
+    (
+        (A2, A3),
+        weighted(dtype=F16, bias=t(24, dtype=F16)),
+        weighted(dtype=F16, bias=t(24, dtype=F32)),
+        "dtype(bias) == 'float16'",
+    ),
+    ((A2, A3), grouped(32), grouped(16), "antiquant_group_size >= 32 and antiquant_group_size < K"),
+    ((A2, A3), grouped(64), grouped(96), "antiquant_group_size >= 32 and antiquant_group_size < K"),
+    ((A2, A3), grouped(32), grouped(48), "antiquant_group_size % 32 == 0"),
+    ((A2, A3), weighted(), weighted(dtype=F32), "needs x in bfloat16, float16"),
+    ((A2, A3), weighted(), weighted(weight=t(96, 24)), "needs weight in int8"),
+]
+
+
+def turned(m: int = 5, d: int = 128, k: int = 128, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
+    return {"x": t(m, d, dtype=dtype), "rotation": t(k, k, dtype=dtype), "dst_dtype": 1} | more
+
+
+TURNED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    (ON_ALL, turned(d=256), turned(d=192), "D % K == 0"),
+    (ON_ALL, turned(axis=1), turned(axis=0), "axis in (-1, 1)"),
+    (ON_ALL, turned(), turned(dst_dtype=16), "dst_dtype in (None, 1)"),
+    (ON_ALL, turned(), turned(round_mode="floor"), "round_mode == 'rint'"),
+    (ON_ALL, turned(), turned(scale_alg=1), "scale_alg == 0"),
+    (ON_ALL, turned(), turned(dst_type_max=6.0), "dst_type_max == 0"),
+    (ON_ALL, turned(), turned(transpose_y=True), "transpose_y == False"),
+    (ON_ALL, turned(), turned(alpha=t(1, dtype=F32)), "not given(alpha)"),
+    (ON_ALL, turned(), turned(x=t(5, 1, 128)), "needs x as [M D]"),
+    (ON_ALL, turned(), turned(rotation=t(128, 64)), "needs rotation as [K K]"),
+    ((A2, A3), turned(), turned(rotation=t(128, 128, dtype=F16)), "dtype(rotation) == dtype(x)"),
+    ((A2, A3), turned(k=16), turned(k=8), "K >= 16 and K <= 1024"),
+    ((A2, A3), turned(d=1024, k=1024), turned(d=1032, k=1032), "K >= 16 and K <= 1024"),
+    ((A2, A3), turned(), turned(d=112, k=16), "D >= 128 and D <= 16000"),
+    ((A2, A3), turned(d=16000, k=16), turned(d=16016, k=16), "D >= 128 and D <= 16000"),
+    ((A2, A3), turned(d=136, k=17 * 8), turned(d=132, k=132), "D % 8 == 0"),
+    ((A2, A3), turned(), turned(dtype=F32), "needs x in bfloat16, float16"),
+]
 EDGES: list[Edge] = [
     *(("npu_dynamic_quant", *edge) for edge in QUANT),
     *(("npu_quant_matmul", *edge) for edge in PRODUCTS),
     *(("npu_add_rms_norm_dynamic_quant", *edge) for edge in NORMS),
+    *(("npu_weight_quant_batchmatmul", *edge) for edge in WEIGHTED),
+    *(("npu_rotate_quant", *edge) for edge in TURNED),
 ]

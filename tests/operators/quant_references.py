@@ -48,8 +48,31 @@ def norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float, **more: Any) -> 
     return made[0][0], made[1][0], total, made[0][1], made[1][1]
 
 
+def weight_quant_batchmatmul(
+    x: Tensor, weight: Tensor, antiquant_scale: Tensor, antiquant_group_size: int,
+    antiquant_offset: Tensor | None = None, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    k, n = weight.shape
+    group = [row // antiquant_group_size for row in range(k)] if antiquant_group_size else None
+    scale, offset = (
+        None if each is None else each[group] if group else each.expand(k, n)
+        for each in (antiquant_scale, antiquant_offset)
+    )
+    real = (weight.double() + (0 if offset is None else offset)) * scale
+    out = torch.stack([(row[:, None] * real).sum(0) for row in x])
+    return out if bias is None else out + bias
+
+
+def rotate_quant(x: Tensor, rotation: Tensor, dst_dtype: int) -> tuple[Tensor, Tensor]:
+    k = rotation.shape[0]
+    parts = [torch.einsum("mi,ij->mj", x[:, start : start + k], rotation) for start in range(0, x.shape[1], k)]
+    return rows(torch.cat(parts, 1))
+
+
 REFERENCES = {
     "npu_dynamic_quant": dynamic_quant,
     "npu_quant_matmul": quant_matmul,
     "npu_add_rms_norm_dynamic_quant": norm,
+    "npu_weight_quant_batchmatmul": weight_quant_batchmatmul,
+    "npu_rotate_quant": rotate_quant,
 }

@@ -510,6 +510,10 @@ def test_what_a_lowering_cannot_take():
         assert refusal(mul, chip, (), paired, lowering="eager") is None
         assert "under torchair needs rotary_mode == 'half'" in str(refusal(mul, chip, (), paired, lowering="torchair"))
     assert refusal(mul, A2, (), rotary(*HALF), lowering="torchair") is None
+    turn, rows = OPERATORS["npu::npu_rotate_quant"], {"x": t(5, 128), "rotation": t(128, 128)}
+    assert refusal(turn, A2, (), rows | {"dst_dtype": 1}, lowering="torchair") is None
+    assert refusal(turn, A2, (), rows, lowering="eager") is None
+    assert "under torchair needs dst_dtype == 1" in str(refusal(turn, A2, (), rows, lowering="torchair"))
     assert refusal(mul, A5, (), paired, lowering="torchair") is None
 
 

@@ -66,6 +66,30 @@ def in_model_dtype(x):
     return (x / scale).round().clamp(-128, 127).to(torch.int8), scale
 
 
+def through_int32_and_half(x):
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    whole = (x.float() / scale).round().to(torch.int32)
+    return whole.to(torch.float16).trunc().to(torch.int8), scale
+
+
+def through_int64(x):
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    return (x.float() / scale).round().long().clamp(-128, 127).to(torch.int8), scale
+
+
+def smallest_and_largest(x):
+    low, high = x.float().amin(-1, keepdim=True), x.float().amax(-1, keepdim=True)
+    scale = torch.maximum(-low, high) / 127
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def smallest_and_largest_around_zero(x):
+    low, high = torch.aminmax(x.float(), dim=-1)
+    zero = torch.zeros_like(low)
+    scale = (torch.max(-torch.min(low, zero), torch.max(high, zero)) / 127).clamp(min=1e-8)[..., None]
+    return torch.clamp(torch.round(x.float() / scale), -128, 127).to(torch.int8), scale
+
+
 def int_mm(q, tokens, weight, scale):
     total = torch._int_mm(q.view(-1, q.shape[-1]), weight.t()).view(*q.shape[:-1], -1)
     return total.float() * tokens * scale
@@ -182,6 +206,10 @@ SPELLINGS = (
     _spelling(_ROWS, layer(zeros_replaced), "rows of zeros get the scale 1"),
     _spelling(_ROWS, layer(zeros_filled), "the same by masked_fill"),
     _spelling(_ROWS, layer(in_model_dtype), "16-bit arithmetic"),
+    _spelling(_ROWS, layer(through_int32_and_half), "references of CANN: int32, float16, trunc"),
+    _spelling(_ROWS, layer(through_int64), "whole numbers before their bounds"),
+    _spelling(_ROWS, layer(smallest_and_largest), "max(-min, max)"),
+    _spelling(_ROWS, layer(smallest_and_largest_around_zero), "torchao: both bounded by 0"),
     _spelling(_PRODUCT, layer(divided, rows_stay_flat), "flat rows up to the end, one promotion to float32"),
     _spelling(_PRODUCT, layer(divided, in_float32), "whole numbers in float32; scales multiplied first"),
     _spelling(_PRODUCT, layer(divided, in_int32), "int32 matmul"),

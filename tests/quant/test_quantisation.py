@@ -121,6 +121,24 @@ QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "another scale where a difference is 0": (lambda x: x / torch.where(by_row(x) - 1 == 0, 1.0, by_row(x)), UNSCALED),
     "an upper bound of the negative scale": (lambda x: x / -(-by_row(x)).clamp(min=-0.02), "has an upper bound"),
     "divided by the root of the scale": (lambda x: x / by_row(x).sqrt(), UNSCALED),
+    "by the smallest of each row": (lambda x: x / (x.amin(-1, keepdim=True) / -127), UNSCALED),
+    "by the larger of the smallest and the largest": (
+        lambda x: x * (127 / torch.maximum(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))), UNSCALED,
+    ),
+    "by the largest of two tensors": (
+        lambda x: x * (127 / torch.maximum(-(x + 1).amin(-1, keepdim=True), x.amax(-1, keepdim=True))), UNSCALED,
+    ),
+    "by the smallest bounded by 1": (
+        lambda x: x * (127 / torch.maximum(-x.amin(-1, True).clamp(max=1), x.amax(-1, True))), UNSCALED,
+    ),
+    "by twice the smallest": (
+        lambda x: x * (127 / torch.maximum(-2 * x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))), UNSCALED,
+    ),
+    "by the smallest along other dims": (
+        lambda x: x * (127 / torch.maximum(-x.amin(-2, keepdim=True), x.amax(-1, keepdim=True))), UNSCALED,
+    ),
+    "whole before it is rounded": (lambda x: (x / by_row(x)).int().float(), "cut off toward zero"),
+    "without fractions before it is rounded": (lambda x: (x / by_row(x)).trunc(), "cut off toward zero"),
     "times 0": (lambda x: x * 0.0 / by_row(x), ZERO),
     "divided by 0": (lambda x: x / (by_row(x) * 0.0), ZERO),
     "the scale of zeros": (lambda x: x / by_row(x * 0.0), OTHERS),
@@ -225,6 +243,28 @@ def test_a_product_ends_where_its_channels_are_taken_apart():
     graph = read_graph(capture(scaled(finish), given).graph.graph)
     [(value, _)] = graph.readings.all("int8_matmul")
     assert value.shape == (6, given[1].shape[0])
+
+
+BOUNDED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "behind int32": (lambda x: x.round().int().clamp(-128, 127), False),
+    "behind int16 and half": (lambda x: x.round().to(torch.int16).half().clamp(-128, 127), False),
+    "above alone before int32": (lambda x: x.round().clamp(max=127).int().clamp(-128, 127), False),
+    "below alone before int32": (lambda x: x.round().clamp(min=-128).int().clamp(-128, 127), False),
+    "before int32": (lambda x: x.round().clamp(-128, 127).int(), True),
+    "before and behind int32": (lambda x: x.round().clamp(-1000, 1000).int().half().clamp(-128, 127), True),
+    "before a trunc": (lambda x: x.round().trunc().clamp(-128, 127), True),
+}
+
+
+@pytest.mark.parametrize(("bounded", "found"), BOUNDED.values(), ids=BOUNDED)
+def test_numbers_by_a_constant_are_bounded_before_they_become_whole(bounded: Callable[[Tensor], Tensor], found: bool):
+    def rows(x: Tensor, scale: Tensor) -> Tensor:
+        return bounded(x / scale).to(torch.int8)
+
+    graph = read_graph(capture(rows, (X, ONE)).graph.graph)
+    assert bool(graph.readings.all("quantise")) == found
+    reasons = [each.reason for _, each in graph.readings.missed("quantise")]
+    assert found == (not any("become int32 before they are bounded" in each for each in reasons))
 
 
 def static_rows(quotient: Callable[..., Tensor], *inputs: Tensor) -> list[dict[str, Any]]:

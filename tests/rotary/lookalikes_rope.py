@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.corpus.base import APPLY_ROTARY, INTERLEAVE_ROPE, ROTARY_MUL, Form, LookAlike
 
-from .rope import Rope, Tables, complex_batch, cos_sin, doubled_halves
+from .rope import Rope, Tables, cos_sin, doubled_halves
 from .rope_half import rotate_half
 
 ROTATIONS = (ROTARY_MUL, APPLY_ROTARY, INTERLEAVE_ROPE)
@@ -18,9 +18,25 @@ def one_wrong_sign(x, cos, sin):
     return torch.cat((x1 * cos + x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
-def inverse_rotation(x, cos, sin):
-    x1, x2 = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((x2, -x1), dim=-1) * sin
+def signs_of_quarters(x, cos, sin):
+    ones = torch.ones(x.shape[-1] // 4)
+    sign = torch.cat((-ones, ones, -ones, ones)).to(x.dtype)
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sign * sin
+
+
+def signs_of_one_kind(x, cos, sin):
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * torch.tensor([-1.0] * x.shape[-1]).to(x.dtype) * sin
+
+
+def signs_of_other_sizes(x, cos, sin):
+    half = x.shape[-1] // 2
+    sign = torch.tensor([-1.0] * half + [2.0] * half).to(x.dtype)
+    return x * cos + torch.roll(x, half, -1) * (sign * sin)
+
+
+def signs_of_tokens(x, cos, sin):
+    sign = torch.where(torch.arange(x.shape[-2]) < 1, -1.0, 1.0).to(x.dtype)[:, None]
+    return x * cos + torch.roll(x, x.shape[-1] // 2, -1) * sign * sin
 
 
 def no_sign(x, cos, sin):
@@ -88,11 +104,6 @@ def odd_before_even(x, cos, sin):
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
-def conjugated_table(x, freqs_cis):
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * freqs_cis.conj()).flatten(-2).to(x.dtype)
-
-
 def odd_half_first(x, cos, sin):
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.cat((odd * cos + even * sin, even * cos - odd * sin), dim=-1)
@@ -140,9 +151,10 @@ def _tokens_rotated(form: Form, reason: str) -> LookAlike:
 
 LOOKALIKES = (
     _not_rope(one_wrong_sign, "sign", tables=cos_sin),
-    _not_rope(
-        inverse_rotation, "sign|inverse", note="the rotation by the negative angle, as after attention in DeepSeek-V4"
-    ),
+    _not_rope(signs_of_quarters, "sign"),
+    _not_rope(signs_of_one_kind, "sign"),
+    _not_rope(signs_of_other_sizes, "sign"),
+    _not_rope(signs_of_tokens, "", note="signs of positions, not of lanes"),
     _not_rope(no_sign, "sign"),
     _not_rope(mixed_widths, "width|table|different"),
     _not_rope(split_off_centre, "half|halves"),
@@ -168,7 +180,6 @@ LOOKALIKES = (
     ),
     _not_rope(negated_odd_only, "sign", "rope_interleaved", cos_sin),
     _not_rope(odd_before_even, "order|sign|pair", "rope_interleaved", cos_sin),
-    _not_rope(conjugated_table, "conj|sign|inverse", "rope_interleaved", complex_batch),
     _not_rope(odd_half_first, "order|half|halves|sign", "rope_interleaved_to_half", cos_sin),
     _not_rope(even_channels_twice, "term|rotat|pair", "rope_interleaved_to_half", cos_sin),
 )

@@ -160,7 +160,8 @@ def both(form: Form) -> Form:
 class Rope:
     """One RoPE entry: `form` takes q and k (or q alone) in `layout` and the tables.
 
-    `part` is the range of the D channels that rotates; `q_heads` and `per_sequence` describe the inputs.
+    `part` is the range of the D channels that rotates; `q_heads` and `per_sequence` describe the inputs;
+    `inverse` rotates by the negative angle.
     """
 
     form: Form
@@ -172,6 +173,7 @@ class Rope:
     alone: bool = False
     q_heads: int = Q_HEADS
     per_sequence: bool = True
+    inverse: bool = False
 
     def inputs(self, B: int, S: int) -> RopeInputs:
         R = len(range(self.D)[slice(*self.part)])
@@ -188,10 +190,10 @@ class Rope:
     def reference(self, dtype: torch.dtype, B: int, S: int) -> tuple[Tensor, ...]:
         i = self.inputs(B, S)
         outputs: list[Tensor] = []
-        part = slice(*self.part)
+        part, angles = slice(*self.part), -i.angles if self.inverse else i.angles
         for x in self.subjects(i):
             out = x.clone()
-            out[..., part] = rotate(x[..., part], i.angles, self.family)
+            out[..., part] = rotate(x[..., part], angles, self.family)
             outputs.append(LAYOUTS[self.layout](out))
         return tuple(outputs)
 

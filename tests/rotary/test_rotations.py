@@ -14,8 +14,9 @@ from torch import Tensor
 from fusion.graph import Algebra, Reading, Value
 from fusion.language import Refused
 from fusion.operators import ensure
-from patterns.rotary.read import KnownTables, rotation
+from patterns.rotary.read import rotation
 from patterns.rotary.rope import Rope, Turned
+from patterns.rotary.tables import KnownTables
 from tests.analysis.test_lanes import SIZE, computed, leaf
 from tests.engine.graphs import numbers, read_graph, rotate, traced
 
@@ -45,15 +46,20 @@ def rotated(a: Algebra, x: Value, cos: Value, sin: Value, source: str, result: s
 
 @pytest.mark.parametrize("source", ORDERS)
 @pytest.mark.parametrize("result", ORDERS)
-@given(batch=st.sampled_from([(2, 3), (1,), (2, 4, 3)]), half=st.integers(1, 6), scale=st.sampled_from([1.0, 0.5, 3.0]))
+@given(
+    batch=st.sampled_from([(2, 3), (1,), (2, 4, 3)]),
+    half=st.integers(1, 6),
+    scale=st.sampled_from([1.0, 0.5, 3.0]),
+    sign=st.sampled_from([1.0, -1.0]),
+)
 @settings(max_examples=25, deadline=None)
-def test_a_claimed_rotation_is_the_one_that_is_computed(source, result, batch, half, scale):
+def test_a_claimed_rotation_is_the_one_that_is_computed(source, result, batch, half, scale, sign):
     a = Algebra()
     (x, data), (cos, c), (sin, s) = (
         leaf(a, name, *shape, seed=seed)
         for seed, (name, shape) in enumerate((("x", (*batch, 2 * half)), ("cos", (half,)), ("sin", (half,))))
     )
-    value = rotated(a, x, a.scale(cos, scale), a.scale(sin, scale), source, result)
+    value = rotated(a, x, a.scale(cos, scale), a.scale(sin, scale), source, result, sign)
     reading = rotation(KnownTables(a), value)
     if half == 1 and isinstance(reading, Reading):  # one pair: both orders are the same
         source, result = reading.captures["source"], reading.captures["result"]
@@ -77,13 +83,26 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, source: str, result: str) -> 
     return out
 
 
-@pytest.mark.parametrize("source", ORDERS)
-def test_the_negative_angle_is_told_apart(source):
+def test_a_negative_angle_has_negative_sines_which_the_model_may_hold():
     a = Algebra()
     x, cos, sin = (leaf(a, name, *shape)[0] for name, shape in (("x", (3, 8)), ("cos", (4,)), ("sin", (4,))))
-    assert rotation(KnownTables(a), rotated(a, x, cos, sin, source, source, sign=-1.0)) == (
-        "the sine has the opposite sign: this rotates by the negative angle"
-    )
+    value, negative = rotated(a, x, cos, sin, "half", "half", sign=-1.0), a.scale(sin, -1)
+    made, held = (rotation(KnownTables(a, each), value) for each in ((), {negative}))
+    assert isinstance(made, Reading)
+    assert isinstance(held, Reading)
+    assert made.captures["sin"] is a.scale(a.cat([sin, sin], -1), -1)
+    assert held.captures["sin"] is a.cat([negative, negative], -1)
+
+
+def test_tables_of_one_complex_table_are_repeated_together():
+    a = Algebra()
+    x, z = leaf(a, "x", 3, 8)[0], a.make("input", (), ("z",), (3, 4), torch.complex64)
+    cos, sin = (a.make(op, (z,), (), z.shape, torch.float32) for op in ("real", "imag"))
+    reading = rotation(KnownTables(a), rotated(a, x, cos, sin, "half", "half"))
+    assert isinstance(reading, Reading)
+    tables = [reading.captures[name].below("cast", "reshape") for name in ("cos", "sin")]
+    assert [each.attrs[:3] for each in tables] == [(0, 0, 1), (0, 1, 2)]
+    assert tables[0].arg is tables[1].arg
 
 
 @given(st.permutations(range(SIZE)))

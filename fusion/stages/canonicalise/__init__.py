@@ -88,10 +88,10 @@ class _Walk:
 
     def _constant(self, val: torch.Tensor, numbers: tuple[float, ...] | None) -> Value | None:
         """A tensor that the graph holds, whose numbers are known."""
-        if not numbers or math.isnan(numbers[0]):  # NaN is not equal to itself
+        if not numbers or any(map(math.isnan, numbers)):  # NaN is not equal to itself
             return None
         shape = dims_of(val.shape)
-        if val.is_floating_point() or not shape:
+        if len(numbers) == 1 and (val.is_floating_point() or not shape):
             return logic.constant(self.algebra, numbers[0], shape, val.dtype)
         return self.algebra.make("constant", (), (numbers,), shape, val.dtype)
 

@@ -119,12 +119,39 @@ def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) ->
     return _of_whole(a, "clamp", x, limits)
 
 
+def _bounded(a: Algebra, x: Value, y: Value) -> tuple[Value, Any] | None:
+    """A tensor, and the number that another one is everywhere."""
+    for kept, other in ((x, y), (y, x)):
+        bound = other.below("expand")
+        if bound.op == "full":
+            return kept, bound.attrs[0]
+    return None
+
+
 @translates("aten.maximum.default")
 def _maximum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
-    """The larger of a tensor and the same number everywhere."""
-    x, y = (y, x) if x.op == "full" else (x, y)
-    bound = y.arg if y.op == "expand" else y
-    return _clamp(a, out, x, bound.attrs[0]) if bound.op == "full" else None
+    """The larger of a tensor and the same number everywhere; of -min(x) and max(x), perhaps from 0 on, max |x|."""
+    found = _bounded(a, x, y)
+    if found is not None:
+        return _clamp(a, out, *found)
+    return _magnitude(a, out, x, y) or _magnitude(a, out, y, x)
+
+
+def _magnitude(a: Algebra, out: Out, negated: Value, largest: Value) -> Translated:
+    if negated.op != "scale" or negated.attrs != (-1.0,):
+        return None
+    low, high = negated.arg.below("reshape"), largest.below("reshape")
+    low = low.arg.below("reshape") if low.op == "clip" and low.attrs == (-math.inf, 0.0) else low
+    high = high.arg.below("reshape") if high.op == "relu" else high
+    alike = (low.op, high.op) == ("least", "greatest") and (low.args, low.attrs) == (high.args, high.attrs)
+    return a.reshape(a.reduce("greatest", a.unary("abs", high.arg), high.attrs), out.shape) if alike else None
+
+
+@translates("aten.minimum.default")
+def _minimum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
+    """The smaller of a tensor and the same number everywhere."""
+    kept, bound = proven(_bounded(a, x, y))
+    return _clamp(a, out, kept, None, bound)
 
 
 translations(
@@ -146,7 +173,7 @@ translations(
         "aten.fmod.Scalar": lambda a, out, x, divisor: a.make("fmod", (x,), (divisor,), out.shape, out.dtype),
         **{
             f"aten.{op}.default": partial(_function, op)
-            for op in ("sigmoid", "cos", "sin", "tanh", "log", "abs", "round")
+            for op in ("sigmoid", "cos", "sin", "tanh", "log", "abs", "round", "trunc")
         },
     }
 )

@@ -55,9 +55,16 @@ translations(
         "aten.full.default aten.full_like.default aten.new_full.default": lambda a, out, like, *args, **how: _held(
             a, args[-1], out.shape, out.dtype
         ),
+        "aten.fill.Scalar": lambda a, out, x, number: _held(a, number, out.shape, out.dtype),
         "aten.scalar_tensor.default": lambda a, out, number, **how: _held(a, number, (), out.dtype),
     }
 )
+
+
+@translates("aten.fill.Tensor", any_rank=True)
+def _fill(a: Algebra, out: Out, x: Value, one: Value) -> Translated:
+    """The same number everywhere, where it is known."""
+    return _held(a, one.attrs[0], out.shape, out.dtype) if one.op == "full" else None
 
 
 def _comparison(op: str, swap: bool, a: Algebra, out: Out, x: Value, y: Any) -> Translated:

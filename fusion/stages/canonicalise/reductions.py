@@ -26,15 +26,28 @@ def _reduction(
     op: str, a: Algebra, out: Out, x: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Translated:
     """Over some dims, which go again where the user's result has not kept them."""
-    reduce = a.sum if op == "sum" else partial(a.reduce, op)
+    reduce = {"sum": a.sum, "mean": a.mean}.get(op) or partial(a.reduce, op)
     return a.reshape(proven(reduce(a.cast(x, out.dtype), _axes(x, dim))), out.shape)
+
+
+def _of_dim(a: Algebra, op: str, x: Value, dim: int, keepdim: bool) -> Value:
+    found = a.reduce(op, x, [dim])
+    return a.reshape(found, [size for place, size in enumerate(found.shape) if keepdim or place != dim % x.rank])
 
 
 @translates("aten.max.dim")
 def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    found = a.reduce("greatest", x, [dim])
-    kept = [size for place, size in enumerate(found.shape) if keepdim or place != dim % x.rank]
-    return a.reshape(found, kept), None
+    return _of_dim(a, "greatest", x, dim, keepdim), None
+
+
+@translates("aten.min.dim")
+def _min_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
+    return _of_dim(a, "least", x, dim, keepdim), None
+
+
+@translates("aten.aminmax.default")
+def _aminmax(a: Algebra, out: Out, x: Value, *, dim: int | None = None, keepdim: bool = False) -> Translated:
+    return tuple(_of_dim(a, op, x, proven(dim), keepdim) for op in ("least", "greatest"))
 
 
 @translates("aten.any.dim")
@@ -122,6 +135,7 @@ translations(
         "aten.mean.dim aten.mean.default": partial(_reduction, "mean"),
         "aten.sum.dim_IntList aten.sum.default": partial(_reduction, "sum"),
         "aten.amax.default aten.max.default": partial(_reduction, "greatest"),
+        "aten.amin.default aten.min.default": partial(_reduction, "least"),
         "aten.logsumexp.default": partial(_reduction, "log_sum_exp"),
         "aten.var.correction": partial(_deviation, 1),
         "aten.std.correction": partial(_deviation, 0.5),

@@ -267,7 +267,7 @@ class Planner:
 
     def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
         """Whether a step that reads these captures alone is computed once, outside the graph; constants beside them."""
-        return bool(self.graph.fixed) and all(self._book.is_prepared(match.captures[name]) for name in names)
+        return self.graph.facts.prepares and all(self._book.is_prepared(match.captures[name]) for name in names)
 
     def _dying(self, matches: Sequence[Match], read: frozenset[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""

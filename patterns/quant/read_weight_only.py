@@ -1,0 +1,215 @@
+"""Linear layers of floats with int8 weights: x ((weight + offset) · scale)ᵀ (+ bias).
+
+A scale is one of each output channel or of each group of inputs of a channel; one of each channel may also stand behind
+the product. The model may keep the weight [N, K] or [K, N].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusion import reader, word
+from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.nodes import are_read_by, is_computed
+from fusion.analysis.rounding import exact, is_float
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph.proof import must, proof, proven
+from patterns.linear.read import linear
+
+INT8_WEIGHT_LINEAR = word(
+    "int8_weight_linear",
+    "x ((weight + offset) · scale)ᵀ (+ bias) of floats x",
+    x="[*B, K]", weight="[N, K] in int8", scale="[1], [N], or [G, N] for G groups of inputs", offset="as scale",
+    bias="[N]",
+)  # fmt: skip
+
+_ALONG = (
+    "the int8 weight has a scale or an offset that is neither one of each output channel nor of each group of inputs"
+)
+_BEHIND = "an offset is added to the int8 weight behind its scale, where the operator adds it before"
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """(base + offset) · scale · number: a weight [N, K], or in groups [N, G, K / G].
+
+    Its factors are [N | 1, 1 | G], in groups [N | 1, G | 1, 1].
+    """
+
+    base: Value
+    scale: Value | None = None
+    offset: Value | None = None
+    number: float = 1.0
+    odd: str = ""
+
+
+@proof
+def _weight(a: Algebra, value: Value) -> _Weight | None:
+    """The int8 weight that `value` is computed from; None where it is none."""
+    must(is_float(value))
+    match value.op:
+        case "cast" if value.arg.dtype == torch.int8:
+            return _Weight(value.arg)
+        case "cast" if is_rounding(value):
+            return _weight(a, value.arg)
+        case "permute":
+            return _weight(a, proven(_turned_below(a, value)))
+        case "reshape":
+            return _regrouped(a, proven(_weight(a, value.arg)), value)
+        case "scale":
+            found = proven(_weight(a, value.arg))
+            return replace(found, number=found.number * value.attrs[0])
+        case "mul":
+            return _multiplied(a, value, *value.args) or _multiplied(a, value, *value.args[::-1])
+        case "add":
+            return _added(a, value, *value.args) or _added(a, value, *value.args[::-1])
+        case _:
+            return None
+
+
+@proof
+def _turned_below(a: Algebra, turned: Value) -> Value:
+    """A permuted value as its last step, of one element or of a view that groups inputs [G, K / G, N], above others."""
+    value, order = turned.arg, turned.attrs
+    if value.op == "reshape":
+        must(order == (1, 0) and value.arg.rank == 3 and value.arg.shape[-1] == value.shape[-1])
+        return a.make("reshape", (a.permute(value.arg, (2, 0, 1)),), (), turned.shape, turned.dtype)
+    must(value.op in ("cast", "scale", "mul", "add"))
+    args = [a.permute(a.reshape(each, _aligned(each, value)), order) for each in value.args]
+    return a.make(value.op, args, value.attrs, turned.shape, value.dtype)
+
+
+def _aligned(each: Value, value: Value) -> tuple[Any, ...]:
+    """The shape of an operand with as many dims as the result."""
+    return (*(1,) * (value.rank - each.rank), *each.shape)
+
+
+@proof
+def _multiplied(a: Algebra, value: Value, inner: Value, factor: Value) -> _Weight | None:
+    must(inner.shape == value.shape)
+    found, factor = proven(_weight(a, inner)), exact(factor)
+    of_rows = _of_rows(a, factor, value)
+    if of_rows is None:
+        return replace(found, odd=found.odd or _ALONG)
+    scale = of_rows if found.scale is None else proven(a.mul(found.scale, a.cast(of_rows, found.scale.dtype)))
+    return replace(found, scale=scale)
+
+
+@proof
+def _added(a: Algebra, value: Value, inner: Value, offset: Value) -> _Weight | None:
+    must(inner.shape == value.shape)
+    found, of_rows = proven(_weight(a, inner)), _of_rows(a, exact(offset), value)
+    must(found.offset is None)
+    odd = _ALONG if of_rows is None else "" if found.scale is None and found.number == 1 else _BEHIND
+    return replace(found, offset=of_rows, odd=found.odd or odd)
+
+
+def _of_rows(a: Algebra, factor: Value, value: Value) -> Value | None:
+    """A factor as one number for each row of the last dim [.., 1], for all, or for each of its groups [.., G]."""
+    if factor.op == "scale":
+        below = _of_rows(a, factor.arg, value)
+        return below and a.scale(below, *factor.attrs)
+    shape = _aligned(factor, value)
+    if shape[-1:] == (1,) and all(size in (1, whole) for size, whole in zip(shape, value.shape, strict=True)):
+        return a.reshape(factor, shape)
+    wide = factor.arg if factor.op == "reshape" else factor
+    if wide.op != "expand" or wide.rank != value.rank + 1 or wide.shape[:-2] != value.shape[:-1]:
+        return None
+    return a.reshape(wide.arg, wide.shape[:-1]) if wide.arg.shape == (*wide.shape[:-1], 1) else None
+
+
+@proof
+def _regrouped(a: Algebra, found: _Weight, view: Value) -> _Weight:
+    """[N, K] of a weight in groups, or in groups of one that has no factors yet."""
+    base = a.reshape(found.base, view.shape)
+    if found.scale is None and found.offset is None:
+        return replace(found, base=base)
+    groups = found.base.shape[:-1]
+    must(view.rank == 2 and len(groups) == 2 and view.shape[0] == groups[0])
+    return replace(found, base=base, **{
+        name: a.reshape(a.expand(each, (*groups, 1)), groups)
+        for name, each in (("scale", found.scale), ("offset", found.offset)) if each is not None
+    })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """x weightᵀ (+ bias), and perhaps a scale of each channel behind the product; `made` is the weight in floats."""
+
+    x: Value
+    made: Value
+    weight: _Weight
+    bias: Value | None = None
+    behind: Value | None = None
+
+
+@proof
+def _layer(a: Algebra, graph: Graph, value: Value) -> _Layer | None:
+    """How `value` is such a layer; None where it is none."""
+    parts = linear(a, graph.places, value)
+    if parts is not None:
+        return _Layer(parts[0], parts[1], proven(_weight(a, parts[1])), parts[2])
+    if value.op == "reshape" and value.shape[-1:] == value.arg.shape[-1:]:
+        below = proven(_layer(a, graph, value.arg))
+        return replace(below, x=a.reshape(below.x, (*value.shape[:-1], below.x.shape[-1])))
+    must(value.op in ("mul", "add"))
+    for inner, line in (value.args, value.args[::-1]):
+        below = _layer(a, graph, inner) if _is_line(line, value) and inner.shape == value.shape else None
+        if below is None or below.bias is not None or (value.op == "mul" and below.behind is not None):
+            continue
+        line = a.reshape(exact(line), value.shape[-1:])
+        return replace(below, bias=line) if value.op == "add" else replace(below, behind=line)
+    return None
+
+
+def _is_line(line: Value, value: Value) -> bool:
+    """One number for each output channel that the model holds: of a single token, activations are as many.
+
+    What is added has one dim.
+    """
+    if line.shape[-1:] != value.shape[-1:] or math.prod(line.shape) != line.shape[-1]:
+        return False
+    while len(line.args) == 1 and value.op == "mul":
+        line = line.arg
+    return not line.args if value.op == "mul" else line.rank == 1
+
+
+def _reading(a: Algebra, layer: _Layer) -> Reading | str | None:
+    weight = layer.weight
+    if weight.odd or (weight.scale is None and layer.behind is None):
+        return weight.odd or None
+    scale, offset = (_for_operator(a, each) for each in (weight.scale, weight.offset))
+    if layer.behind is not None:
+        scale = layer.behind if scale is None else a.mul(scale, layer.behind)
+    if scale is None or (offset is not None and scale.shape != offset.shape):
+        return "the int8 weight has a scale and an offset of other groups" if scale is not None else None
+    named = {"scale": a.scale(scale, weight.number), "offset": offset, "bias": layer.bias}
+    given = {name: each for name, each in named.items() if each is not None}
+    return Reading("int8_weight_linear", {"x": layer.x, "weight": weight.base, **given})
+
+
+def _for_operator(a: Algebra, factor: Value | None) -> Value | None:
+    """[1] or [N], or [G, N] of one for each group [N, G]."""
+    if factor is not None and factor.rank == 2 and factor.shape[-1] != 1:
+        return a.permute(factor, (1, 0))
+    return factor and a.reshape(factor, (math.prod(factor.shape),))
+
+
+@reader(gives=(INT8_WEIGHT_LINEAR,))
+def int8_weight_linears(graph: Graph) -> Iterator[Found]:
+    """All layers with int8 weights, as far as each goes on; why others are none."""
+    found = {value: each for value in list(graph.places) if (each := _layer(graph.algebra, graph, value)) is not None}
+    held = {node for value in found for node in graph.places[value]}
+    for value, each in found.items():
+        if not is_computed(graph, value) or are_read_by(graph.places[value], held):
+            continue
+        made = _reading(graph.algebra, each)
+        if isinstance(made, str):
+            yield each.made if each.made in graph.places else value, Miss("weight_only_linear", made)
+        elif made is not None:
+            yield value, made
