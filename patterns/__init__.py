@@ -38,7 +38,9 @@ from patterns.rotary.partial_rope import PartialRope
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.rotary.rope_pair import RopePair
+from patterns.routing.expert_gating import ExpertGating
 from patterns.routing.expert_routing import ExpertRouting, ExpertShares
+from patterns.routing.read import expert_choices
 from patterns.sparse.read import lightning_indexers
 from patterns.sparse.sparse_attention import SparseAttention
 
@@ -58,6 +60,7 @@ _RULES = (
     QuantMatmul(),
     ExpertRouting(),
     ExpertShares(),
+    ExpertGating(),
     Attention(),
     AttentionUpdate(),
     RingMla(),
@@ -84,6 +87,7 @@ _READERS = (
     packed_rows,
     int8_matmuls,
     linears,
+    expert_choices,
     int8_queries,
     head_products,
 )

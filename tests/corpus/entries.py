@@ -7,7 +7,7 @@ from tests.linear import lookalikes_swiglu, swiglu, swiglu_projections
 from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
 from tests.quant import quantisation
 from tests.rotary import lookalikes_rope, rope_half, rope_half_partial, rope_interleaved, rope_interleaved_to_half
-from tests.routing import expert_routing
+from tests.routing import expert_gating, expert_routing
 
 from .base import LookAlike, Spelling
 
@@ -22,6 +22,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *swiglu.SPELLINGS,
     *swiglu_projections.SPELLINGS,
     *expert_routing.SPELLINGS,
+    *expert_gating.SPELLINGS,
     *cache_write.SPELLINGS,
     *quantisation.SPELLINGS,
 )
@@ -32,6 +33,7 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_swiglu.LOOKALIKES,
     *swiglu_projections.LOOKALIKES,
     *expert_routing.LOOKALIKES,
+    *expert_gating.LOOKALIKES,
     *lookalikes_cache_write.LOOKALIKES,
     *quantisation.LOOKALIKES,
 )

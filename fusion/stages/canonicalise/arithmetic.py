@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusion.analysis.dtypes import INTEGERS, held_number, is_exact
-from fusion.analysis.intervals import of_dtype
+from fusion.analysis.intervals import bounds, of_dtype
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import LONGEST, of_constants
 from fusion.graph.dims import INDEX_DTYPES
@@ -87,8 +87,9 @@ def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
 def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translated:
     """x modulo a positive number, never negative itself; or x divided by it and rounded down."""
     must(isinstance(x, Value))  # of a number by a tensor nothing is known
-    fits = x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
-    return a.make(op, (x,), (divisor,), x.shape, x.dtype) if fits else None
+    must(x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1])
+    low, high = bounds(x)
+    return x if op == "remainder" and 0 <= low <= high < divisor else a.make(op, (x,), (divisor,), x.shape, x.dtype)
 
 
 _floor_divide = partial(_by_divisor, "floor_divide")

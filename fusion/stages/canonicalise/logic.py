@@ -4,6 +4,7 @@ arange(start, …, step)          → arange: start + step · position      zero
 x >= y, x > y                   → compare(y ≤ x), compare(y < x)       tril, triu            → where
 masked_fill(x, c, v)            → where(c, v, x)                       softmax in all forms  → softmax
 x.scatter(-1, places, value)    → where(chosen(places), value, x)      chosen: true at the places that a row lists
+x.gather(-1, places)            → gather, largest where these are the places of the largest of x
 
 The k largest are values "largest" and places "largest_index", which share x and k. Sorted or not: where a model asks
 for no order, descending is one of those that it may get. Which of equal values are chosen, and in what order they
@@ -171,6 +172,18 @@ def _topk(
 def _sort(a: Algebra, out: Out, x: Value, dim: int = -1, descending: bool = False) -> Translated:
     """In descending order, all are the largest."""
     return _topk(a, out, x, x.shape[dim], dim) if descending else None
+
+
+@translates("aten.gather.default")
+def _gather(a: Algebra, out: Out, x: Value, dim: int, places: Value, **how: Any) -> Translated:
+    """Of each row, what stands at the places that it lists."""
+    rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and dim % x.rank == x.rank - 1
+    if not rows:
+        return None
+    places = uncast(places)
+    if places.op == "largest_index" and places.arg is x:
+        return a.make("largest", (x,), places.attrs, out.shape, out.dtype)
+    return a.make("gather", (x, places), (), out.shape, out.dtype)
 
 
 @translates("aten.scatter.value")
