@@ -21,8 +21,10 @@ from patterns.latent.prolog import MlaProlog
 from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
+from patterns.linear.clipped_swiglu import ClippedSwiglu
 from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
+from patterns.linear.read_gates import gate_lanes
 from patterns.linear.swiglu import Swiglu
 from patterns.linear.swiglu_projections import SwigluProjections
 from patterns.norm.add_rms_norm import AddRMSNorm
@@ -54,6 +56,7 @@ _RULES = (
     RopePair(),
     Swiglu(),
     SwigluProjections(),
+    ClippedSwiglu(),
     JoinedProjections(),
     HeadProjection(),
     DynamicQuant(),
@@ -87,6 +90,7 @@ _READERS = (
     packed_rows,
     int8_matmuls,
     linears,
+    gate_lanes,
     expert_choices,
     int8_queries,
     head_products,

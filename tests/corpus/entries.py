@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cache import cache_write, lookalikes_cache_write
-from tests.linear import lookalikes_swiglu, swiglu, swiglu_projections
+from tests.linear import clipped_swiglu, lookalikes_swiglu, swiglu, swiglu_projections
 from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
 from tests.quant import quantisation
 from tests.rotary import lookalikes_rope, rope_half, rope_half_partial, rope_interleaved, rope_interleaved_to_half
@@ -21,6 +21,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *rope_interleaved_to_half.SPELLINGS,
     *swiglu.SPELLINGS,
     *swiglu_projections.SPELLINGS,
+    *clipped_swiglu.SPELLINGS,
     *expert_routing.SPELLINGS,
     *expert_gating.SPELLINGS,
     *cache_write.SPELLINGS,
@@ -32,6 +33,7 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_rope.LOOKALIKES,
     *lookalikes_swiglu.LOOKALIKES,
     *swiglu_projections.LOOKALIKES,
+    *clipped_swiglu.LOOKALIKES,
     *expert_routing.LOOKALIKES,
     *expert_gating.LOOKALIKES,
     *lookalikes_cache_write.LOOKALIKES,

@@ -100,6 +100,13 @@ def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str 
     return _floor_divide(a, out, x, divisor) if rounding_mode == "floor" else None
 
 
+def _clip(a: Algebra, x: Value, low: float, high: float) -> Value:
+    """Floats between two bounds; of those that lie between others already, between what is left of these."""
+    if x.op == "clip" and low <= high and x.attrs[0] <= x.attrs[1]:
+        x, (low, high) = x.arg, (min(max(each, low), high) for each in x.attrs)
+    return a.make("clip", (x,), (low, high), x.shape, x.dtype)
+
+
 @translates("aten.clamp.default", "aten.clamp_min.default")
 def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) -> Translated:
     """Whole numbers between two others, infinite where there is no bound; "clip" for others."""
@@ -108,17 +115,17 @@ def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) ->
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
     must(all(map(is_number, limits)))
     if proven(x.dtype).is_floating_point:
-        return a.make("clip", (x,), tuple(map(float, limits)), x.shape, x.dtype)
+        return _clip(a, x, *map(float, limits))
     must(x.dtype in INDEX_DTYPES)  # others wrap round what they cannot hold
     return a.make("clamp", (x,), limits, x.shape, x.dtype)
 
 
-@translates("aten.maximum.default")
-def _maximum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
-    """The larger of a tensor and the same number everywhere."""
+def _bounded(above: bool, a: Algebra, out: Out, x: Value, y: Value) -> Translated:
+    """The larger, or the smaller, of a tensor and the same number everywhere."""
     x, y = (y, x) if x.op == "full" else (x, y)
     bound = y.arg if y.op == "expand" else y
-    return _clamp(a, out, x, bound.attrs[0]) if bound.op == "full" else None
+    must(bound.op == "full")
+    return _clamp(a, out, x, None, bound.attrs[0]) if above else _clamp(a, out, x, bound.attrs[0])
 
 
 translations(
@@ -136,6 +143,8 @@ translations(
         "aten.silu.default": lambda a, out, x: a.mul(x, a.unary("sigmoid", x)),
         "aten.remainder.Scalar": partial(_by_divisor, "remainder"),
         "aten.floor_divide.default": _floor_divide,
+        "aten.maximum.default": partial(_bounded, False),
+        "aten.minimum.default": partial(_bounded, True),
         "aten.clamp_max.default": lambda a, out, x, high: _clamp(a, out, x, None, high),
         "aten.fmod.Scalar": lambda a, out, x, divisor: a.make("fmod", (x,), (divisor,), out.shape, out.dtype),
         **{
