@@ -55,17 +55,19 @@ def _is_float(x: Value) -> bool:
 
 
 def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Found]:
+    best = graph.algebra.make("largest", places.args, places.attrs, places.shape, places.arg.dtype)
+    weights = [best] if gate["bias"] is None and best in graph.places else []
+    weights += [each for each in list(graph.places) if each.op == "gather" and _reads(each, scores, places)]
+    if not weights:
+        biased = "the weights are those scores to which the bias was added: the operator's are without"
+        others = "the weights are not the scores of the experts that are chosen"
+        yield places, Miss(RULE, biased if best in graph.places else others)
+        return
     said = {name: each for name, each in gate.items() if each is not None}
     for value in _with_casts(graph, places):
         yield value, Reading("expert_choice", {**said, "dtype": value.dtype})
-    best = graph.algebra.make("largest", places.args, places.attrs, places.shape, places.arg.dtype)
-    if best in graph.places and gate["bias"] is not None:
-        yield best, Miss(RULE, "the weights are those scores to which the bias was added: the operator's are without")
-    weights = [best] if gate["bias"] is None else []
-    weights += [each for each in list(graph.places) if each.op == "gather" and _reads(each, scores, places)]
-    for each in weights:
-        for value in _with_casts(graph, each):
-            yield value, Reading("chosen_scores", {**said, "dtype": value.dtype})
+    for value in (each for weight in weights for each in _with_casts(graph, weight)):
+        yield value, Reading("chosen_scores", {**said, "dtype": value.dtype})
 
 
 def _reads(gathered: Value, scores: Value, places: Value) -> bool:
@@ -75,10 +77,9 @@ def _reads(gathered: Value, scores: Value, places: Value) -> bool:
 
 
 def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:
-    """A value that a node holds, and those that are cast from it to another dtype of its kind."""
+    """A value, and those that are cast from it to another dtype of its kind."""
     kinds = INDEX_DTYPES if value.dtype in INDEX_DTYPES else {torch.float32, torch.bfloat16, torch.float16}
-    if value in graph.places:
-        yield value
+    yield value
     for each in list(graph.places):
         if each.op == "cast" and each.arg is value and each.dtype in kinds:
             yield each
@@ -135,11 +136,12 @@ def _masked(a: Algebra, x: Value) -> _Masked | str | None:
         condition, filled, kept = inner.args
         swapped = kept.op == "full"
         fill, choice = (kept, filled) if swapped else (filled, kept)
-        told = _told(condition, inner)
-        if fill.op == "full" and told is None and _lists(condition) and _scores(a, choice) is not None:
-            return "what is filled is not proven to be groups of experts that stand side by side"
-        if fill.op != "full" or told is None:
+        if fill.op != "full" or choice.shape != inner.shape:
             return None
+        told = _told(condition, inner)
+        if told is None:
+            looks = _lists(condition) and _scores(a, choice) is not None
+            return "what is filled is not proven to be groups of experts that stand side by side" if looks else None
         if told.sides != ((True, False) if swapped else (False, True)):
             return "what is filled is not the groups that were not chosen"
         return _Masked(a.reshape(choice, x.shape), told.groups, told.size, fill.attrs[0])
@@ -251,7 +253,7 @@ def _groups(masked: _Masked, choice: Value, bias: Value | None) -> dict[str, Any
         return "groups are not chosen by the largest, or the two largest, of what experts are chosen by"
     grouped, score = scored
     groups, kept, experts = listed.arg.shape[-1], listed.attrs[0], choice.shape[-1]
-    if grouped.shape[-2:] != (groups, masked.size) or groups * masked.size != experts:
+    if grouped.shape[-1] != masked.size or groups * masked.size != experts:
         return "the groups are not runs of experts that stand side by side"
     if kept == groups:
         return _ALL
