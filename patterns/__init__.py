@@ -23,8 +23,10 @@ from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
 from patterns.latent.read_products import latent_products
+from patterns.linear.clipped_swiglu import ClippedSwiglu
 from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
+from patterns.linear.read_gates import gate_lanes
 from patterns.linear.swiglu import Swiglu
 from patterns.linear.swiglu_projections import SwigluProjections
 from patterns.norm.add_rms_norm import AddRMSNorm
@@ -44,7 +46,9 @@ from patterns.rotary.partial_rope import PartialRope
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.rotary.rope_pair import RopePair
+from patterns.routing.expert_gating import ExpertGating
 from patterns.routing.expert_routing import ExpertRouting, ExpertShares
+from patterns.routing.read import expert_choices
 from patterns.sparse.indexer_topk import IndexerTopk
 from patterns.sparse.read import lightning_indexers
 from patterns.sparse.read_lists import indexer_lists
@@ -60,6 +64,7 @@ _RULES = (
     RopePair(),
     Swiglu(),
     SwigluProjections(),
+    ClippedSwiglu(),
     JoinedProjections(),
     HeadProjection(),
     DynamicQuant(),
@@ -68,6 +73,7 @@ _RULES = (
     WeightOnlyLinear(),
     ExpertRouting(),
     ExpertShares(),
+    ExpertGating(),
     Attention(),
     AttentionUpdate(),
     RingMla(),
@@ -100,6 +106,8 @@ _READERS = (
     int8_matmuls,
     int8_weight_linears,
     linears,
+    gate_lanes,
+    expert_choices,
     int8_queries,
     head_products,
 )

@@ -44,6 +44,10 @@ class Vocabulary:
         """x · sigmoid(x)."""
         return x * self.sigmoid(x)
 
+    def clip(self, x: Term, low: Any, high: Any) -> Term:
+        """x between two numbers, infinite where there is no bound."""
+        return Apply((x,), ("clip",), (low, high))
+
     def softmax(self, x: Term) -> Term:
         """exp(x) / Σ exp(x) over the last dim."""
         return Apply((x,), ("softmax",), (-1, "nan"))

@@ -85,7 +85,7 @@ class Attended:
 
     def frames(self, shape: Sequence[Any], sunk: bool) -> Iterator[Frame]:
         """The ways to read rows of this shape, the likeliest first."""
-        plain = Frame(tuple(shape), self.to.after, self.of.before)
+        plain = self.plain(shape)
         if len(shape) == 1:
             yield plain.unbatched(2)
             return
@@ -98,6 +98,10 @@ class Attended:
             yield plain.of_one_query()
         if len(shape) < 4 and sunk:
             yield plain.unbatched()
+
+    def plain(self, shape: Sequence[Any]) -> Frame:
+        """The dims of the softmax as they stand."""
+        return Frame(tuple(shape), self.to.after, self.of.before)
 
     def _is_repeated(self, frame: Frame) -> bool:
         """Whether several sequences [X, S] have the same keys: these are heads."""

@@ -129,12 +129,14 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     if not isinstance(found, tuple):
         return None
     product, weights, scores, finish = found
-    shape, rows = weights.softmax.shape[:-1], scores.product.shape[:-1] if scores.product else ()
-    k, v = (
-        _keys_and_values(a, scores, product, weights) if 2 <= len(shape) <= 4 and scores.sink is None else (None, None)
-    )
-    if k is None or v is None or scores.product is None:
+    shape = weights.softmax.shape[:-1]
+    attended = Attended.by(a, scores, product, weights) if scores.sink is None and not scores.factors else None
+    if scores.product is None or attended is None or not 2 <= len(shape) <= 4:
         return None
+    k, v = attended.keys_and_values(attended.plain(shape))
+    if k is None or v is None:
+        return None
+    rows = scores.product.shape[:-1]
     q = arranged(a, a.expand(scores.product.arg, (*rows, scores.product.arg.shape[-1])), scores.steps)
     masks = assumed.masks((*shape, k.shape[2]), scores.terms, (shape[0], prod(shape[1:-1]), shape[-1], k.shape[2]))
     operands = Operands(q, k, v, root.dtype, _steps(weights, v.shape[-1], finish))
@@ -258,11 +260,11 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
     return {**beside, root: told, **listed}
 
 
-Operands = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
+Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
 """Queries, keys and values by their names, what else they mean, and how many keys and lanes of a value there are."""
 
 
-def _operands(a: Algebra, root: Value, attended: Attended, frame: Frame, of: Parts) -> Operands | Miss | str:
+def _operands(a: Algebra, root: Value, attended: Attended, frame: Frame, of: Parts) -> Inputs | Miss | str:
     scores, product = of.scores, of.scores.product
     assert product is not None
     q = arranged(a, a.expand(product.arg, (*product.shape[:-1], product.arg.shape[-1])), scores.steps)

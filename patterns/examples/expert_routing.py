@@ -67,7 +67,6 @@ EXAMPLES = (
     Example("divided by their sum", partial(largest, finish=divided), FLAT),
     Example("in batches, unsorted", IN_BATCHES, _logits(2, 3)),
     Example("softmax over tokens", _along_tokens, FLAT, "runs along another dim"),
-    Example("sigmoid scores", lambda x: x.sigmoid().topk(4, dim=-1), FLAT, "by their sigmoids"),
     Example("divided by twice their sum", TWICE, FLAT, "something else than their sum"),
 )
 SHARES = (

@@ -54,11 +54,6 @@ class Swiglu(Rule):
         g = p.maybe_cast(gate, to=f32)
         return p.maybe_cast(p.silu(g), to=gate) * up
 
-    @lookalike("the gate is a plain sigmoid: silu multiplies it by the gate itself", apart=("gate", "up"))
-    def sigmoid_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
-        """Sigmoid(gate) · up."""
-        return p.sigmoid(gate) * up
-
     @lookalike("the gate is gelu, not silu")
     def gelu_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
         """Gelu(gate) · up."""

@@ -46,11 +46,6 @@ class ExpertRouting(Rule):
         """Any other softmax over the largest."""
         return p.op("softmax", p.maybe_cast(p.largest(logits, count), to=f32))
 
-    @lookalike("the experts are chosen by their sigmoids: the operator takes a softmax")
-    def sigmoids(self, p, logits=tensor("*B E"), count=attribute()):
-        """Sigmoid scores."""
-        return p.largest(p.sigmoid(logits), count)
-
     def guard(self, count: int, factor: float | None):
         """What the mean is multiplied by to be the sum."""
         sums = factor is None or abs(factor * count - 1) < 1e-9

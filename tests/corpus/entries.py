@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cache import cache_write, lookalikes_cache_write
-from tests.linear import lookalikes_swiglu, swiglu, swiglu_projections
+from tests.linear import clipped_swiglu, lookalikes_swiglu, swiglu, swiglu_projections
 from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
 from tests.quant import quantisation, weight_only
 from tests.rotary import (
@@ -14,7 +14,7 @@ from tests.rotary import (
     rope_interleaved_to_half,
     rope_signs,
 )
-from tests.routing import expert_routing
+from tests.routing import expert_gating, expert_routing
 
 from .base import LookAlike, Spelling
 
@@ -29,7 +29,9 @@ SPELLINGS: tuple[Spelling, ...] = (
     *rope_interleaved_to_half.SPELLINGS,
     *swiglu.SPELLINGS,
     *swiglu_projections.SPELLINGS,
+    *clipped_swiglu.SPELLINGS,
     *expert_routing.SPELLINGS,
+    *expert_gating.SPELLINGS,
     *cache_write.SPELLINGS,
     *quantisation.SPELLINGS,
     *weight_only.SPELLINGS,
@@ -40,7 +42,9 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_rope.LOOKALIKES,
     *lookalikes_swiglu.LOOKALIKES,
     *swiglu_projections.LOOKALIKES,
+    *clipped_swiglu.LOOKALIKES,
     *expert_routing.LOOKALIKES,
+    *expert_gating.LOOKALIKES,
     *lookalikes_cache_write.LOOKALIKES,
     *quantisation.LOOKALIKES,
     *weight_only.LOOKALIKES,

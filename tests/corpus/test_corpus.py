@@ -34,6 +34,8 @@ MINIMUM = {
     "swiglu": 6,
     "swiglu_projections": 8,
     "expert_routing": 8,
+    "clipped_swiglu": 7,
+    "expert_gating": 12,
     "cache_write": 20,
     "dynamic_quant": 10,
     "quant_matmul": 8,

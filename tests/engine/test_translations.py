@@ -183,6 +183,7 @@ STAY = {
     "bytes within what they cannot hold": call(aten.clamp.default, (4,), more=(-1,), dtype=torch.uint8),
     "whole numbers within a fraction": call(aten.clamp.default, (4,), more=(0.5,), dtype=i64),
     "bits that are turned": call(aten.bitwise_not.default, (4,), dtype=i64),
+    "the smaller of two tensors": call(aten.minimum.default, (8,), (8,)),
     "the larger of a row and many numbers": lambda build: build(
         aten.maximum.default, build.input(1, 8), build(aten.full.default, [4, 8], 1.0)
     ),
@@ -246,6 +247,12 @@ STAY = {
     "places in three dims": put([2, None, (2, 1, 3)], (4, 3, 9, 8), (2, 1, 2, 3, 8)),
     "a number in some rows": scattered((4, 8), (2, 3)),
     "a number along columns": scattered((4, 8), (4, 3), dim=0),
+    "what stands in columns": lambda build: build(
+        aten.gather.default, build.input(4, 8), 0, build.input(4, 8, dtype=i64)
+    ),
+    "what stands in the first rows": lambda build: build(
+        aten.gather.default, build.input(4, 8), 1, build.input(2, 3, dtype=i64)
+    ),
     "the largest of columns": lambda build: build(
         operator.getitem, build(aten.topk.default, build.input(4, 8), 2, 0), 0
     ),
@@ -311,6 +318,42 @@ FORMS = {
     "the greatest": (
         lambda build: build(operator.getitem, build(aten.max.dim, build.input(4, 8), -1), 0),
         "reshape(greatest(arg0_1, -1))",
+    ),
+    "the smaller of a tensor and a number": (
+        lambda build: build(aten.minimum.default, build(aten.full.default, [], 2.0), build.input(8)),
+        "clip(arg1_1, -inf, 2.0)",
+    ),
+    "bounds in a row": (
+        lambda build: build(aten.clamp.default, build(aten.clamp.default, build.input(8), -1.0, 5.0), 2.0, 3.0),
+        "clip(arg0_1, 2.0, 3.0)",
+    ),
+    "bounds that exclude each other": (
+        lambda build: build(aten.clamp.default, build(aten.clamp.default, build.input(8), -1.0, 0.0), 2.0, 3.0),
+        "clip(arg0_1, 2.0, 2.0)",
+    ),
+    "bounds in the wrong order": (
+        lambda build: build(aten.clamp.default, build(aten.clamp.default, build.input(8), 5.0, -1.0), 2.0, 3.0),
+        "clip(clip(arg0_1, 5.0, -1.0), 2.0, 3.0)",
+    ),
+    "bounds in the wrong order behind others": (
+        lambda build: build(aten.clamp.default, build(aten.clamp.default, build.input(8), -1.0, 5.0), 3.0, 2.0),
+        "clip(clip(arg0_1, -1.0, 5.0), 3.0, 2.0)",
+    ),
+    "what stands at places": (
+        lambda build: build(aten.gather.default, build.input(4, 8), -1, build.input(4, 3, dtype=i64)),
+        "gather(arg0_1, arg1_1)",
+    ),
+    "the rest of places by more than there are": (
+        lambda build: build(aten.remainder.Scalar, build(aten.arange.default, 8), 8),
+        "arange(0, 1)",
+    ),
+    "the rest of places by fewer": (
+        lambda build: build(aten.remainder.Scalar, build(aten.arange.default, 8), 7),
+        "remainder(arange(0, 1), 7)",
+    ),
+    "the rest of places from below 0": (
+        lambda build: build(aten.remainder.Scalar, build(aten.arange.start, -1, 7), 8),
+        "remainder(arange(-1, 1), 8)",
     ),
     "true as a mask": (call(aten.bitwise_and.Scalar, (4,), more=(True,), dtype=b8), "and(arg0_1, full(True))"),
     "lanes that alternate": (lanes(8, (0, 8, 2), (1, 8, 2)), "reshape(cat(reshape(arg1_1), reshape(arg2_1), 2))"),

@@ -131,6 +131,28 @@ def _gating(*shape: int, **more: Any):
     return lambda dtype: {"x": (torch.rand(shape).argsort(-1) / 8).to(dtype), **more}
 
 
+def _clipped(*shape: int, swap: bool = False, **more: Any):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = (6 * torch.randn(*shape, dtype=torch.float64)).to(dtype)
+        return {"x": x.transpose(0, 1) if swap else x, **more}
+
+    return make
+
+
+def _grouped(tokens: int, experts: int, biased: bool = True, step: float = 0.125, **more: Any):
+    """A bias of whole steps, some of them negative, so that every dtype chooses the same experts."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = (torch.rand(tokens, experts).argsort(-1) * step - 1).to(dtype)
+        bias = {"bias": (torch.rand(experts).argsort() * 4.0 - experts).to(dtype)} if biased else {}
+        return {"x": x, **bias, **more}
+
+    return make
+
+
+_EIGHT = {"k": 6, "k_group": 3, "group_count": 8, "group_select_mode": 1, "norm_type": 1}
+
+
 def _format(*shape: int, acl_format: int = 29, swap: bool = False):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x = torch.randn(*shape, dtype=torch.float64).to(dtype)
@@ -283,6 +305,16 @@ CASES = (
     Case("npu_moe_gating_top_k_softmax_v2", "top-k first", _gating(7, 16, k=3, renorm=1)),
     Case("npu_moe_gating_top_k_softmax_v2", "3-D", _gating(2, 5, 16, k=2)),
     Case("npu_moe_gating_top_k_softmax_v2", "with the softmax", _gating(7, 16, k=3, output_softmax=True)),
+    Case("npu_moe_gating_top_k", "sigmoid, groups", _grouped(7, 32, **_EIGHT)),
+    Case("npu_moe_gating_top_k", "sigmoid, scaled", _grouped(1, 32, **_EIGHT, routed_scaling_factor=2.5, eps=0.5)),
+    Case("npu_moe_gating_top_k", "sigmoid, no groups", _grouped(5, 24, k=4, norm_type=1, out_flag=True)),
+    Case("npu_moe_gating_top_k", "of equals the first", lambda dtype: {"x": torch.zeros(3, 32, dtype=dtype), **_EIGHT}),
+    Case("npu_moe_gating_top_k", "softmax, best of groups", _grouped(7, 32, False, k=5, k_group=2, group_count=4)),
+    Case("npu_moe_gating_top_k", "softmax, renormalised", _grouped(3, 12, k=12, renorm=1, routed_scaling_factor=0.5)),
+    Case("npu_clipped_swiglu", "pairs", _clipped(2, 5, 64)),
+    Case("npu_clipped_swiglu", "halves", _clipped(3, 64, alpha=1.0, limit=3.0, bias=0.0, interleaved=False)),
+    Case("npu_clipped_swiglu", "halves of the first dim", _clipped(6, 8, dim=0, bias=-0.5, interleaved=False)),
+    Case("npu_clipped_swiglu", "pairs, transposed", _clipped(64, 5, dim=1, swap=True)),
     Case("npu_format_cast", "weight", _format(32, 64)),
     Case("npu_format_cast", "back, transposed", _format(32, 64, acl_format=2, swap=True)),
     *_both(_ND, "rows", _scatter(9, 16, rows=((2,), (7,), (0,)))),

@@ -92,6 +92,52 @@ def gating(x: Tensor, k: int, renorm: int = 0, output_softmax: bool = False) -> 
     return y, index, shares if output_softmax and not renorm else x.new_empty(0)
 
 
+def grouped_gating(
+    x: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    norm_type: int = 0,
+    renorm: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Token by token, in lists: the groups, then the experts in them, of equal ones the first."""
+    assert x.isfinite().all(), "what is chosen among NaN is not defined"
+    assert bias is None or bias.isfinite().all(), "the same"
+    scores = 1 / (1 + (-x).exp()) if norm_type else x.exp() / x.exp().sum(-1, keepdim=True)
+    shares, chosen = [], []
+    for row in scores:
+        keys = (row if bias is None else row + bias).tolist()
+        size = len(keys) // group_count
+        groups = [range(first, first + size) for first in range(0, len(keys), size)]
+        best = [sum(sorted((keys[e] for e in each), reverse=True)[: group_select_mode + 1]) for each in groups]
+        kept = sorted(range(group_count), key=lambda g: -best[g])[:k_group]
+        experts = sorted((e for g in sorted(kept) for e in groups[g]), key=lambda e: -keys[e])[:k]
+        share = row[experts]
+        shares.append(routed_scaling_factor * (share / (share.sum() + eps) if norm_type or renorm else share))
+        chosen.append(experts)
+    return torch.stack(shares), torch.tensor(chosen), scores
+
+
+def clipped_swiglu(
+    x: Tensor,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> Tensor:
+    x = x.movedim(dim, -1)
+    half = x.shape[-1] // 2
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    a, b = a.minimum(x.new_tensor(limit)), b.minimum(x.new_tensor(limit)).maximum(x.new_tensor(-limit))
+    return (a / (1 + (-alpha * a).exp()) * (b + bias)).movedim(-1, dim)
+
+
 def format_cast(input: Tensor, acl_format: int) -> Tensor:
     return input.clone()
 
@@ -166,6 +212,8 @@ REFERENCES = {
     "npu_swiglu": swiglu,
     "npu_scatter_nd_update": scatter_nd_update,
     "npu_moe_gating_top_k_softmax_v2": gating,
+    "npu_moe_gating_top_k": grouped_gating,
+    "npu_clipped_swiglu": clipped_swiglu,
     "npu_format_cast": format_cast,
     "npu_fusion_attention": attention.fusion,
     "npu_fused_infer_attention_score": attention.fused_infer_v1,

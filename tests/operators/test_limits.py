@@ -74,6 +74,16 @@ def rope(
 
 NZ = {"input": t(32, 64), "acl_format": 29}
 GATE = {"x": t(7, 16), "k": 2}
+SIGMOID = {
+    "x": t(7, 256),
+    "k": 8,
+    "bias": t(256),
+    "k_group": 4,
+    "group_count": 8,
+    "group_select_mode": 1,
+    "norm_type": 1,
+}
+CLIPPED = {"x": t(2, 3, 64)}
 NORM = {"input": t(2, 3, 64), "gamma": t(64)}
 ADD = {"x1": t(2, 3, 64), "x2": t(2, 3, 64), "gamma": t(64)}
 DEEP = (1, 1, 1, 1, 1, 1, 2, 3, 64)
@@ -332,6 +342,89 @@ EDGES = [
     ("npu_format_cast", (A2, A3), NZ, NZ | {"input": t(32)}, "rank(input) >= 2"),
     ("npu_format_cast", (A2, A3), NZ, NZ | {"customize_dtype": 1}, "not given(customize_dtype)"),
     ("npu_format_cast", (A2, A3), NZ, NZ | {"input_dtype": 1}, "not given(input_dtype)"),
+    # npu_clipped_swiglu
+    ("npu_clipped_swiglu", (HOST, A2, A3), CLIPPED | {"dim": 2}, CLIPPED | {"dim": 3}, "dim < rank(x)"),
+    ("npu_clipped_swiglu", (HOST, A2, A3), CLIPPED, {"x": t(2, 3, 63)}, "size(x, dim) % 2 == 0"),
+    ("npu_clipped_swiglu", (HOST, A2, A3), CLIPPED, CLIPPED | {"group_index": t(2, dtype=torch.int64)}, "group_index"),
+    ("npu_clipped_swiglu", (A2, A3), {"x": t(1, 64)}, {"x": t(64)}, "rank(x) > 1"),
+    (
+        "npu_clipped_swiglu",
+        (A2, A3),
+        {"x": t(2, 4, 64), "dim": 1, "interleaved": False},
+        {"x": t(2, 4, 64), "dim": 1},
+        "dim in (-1, rank(x) - 1) or not interleaved",
+    ),
+    # npu_moe_gating_top_k
+    ("npu_moe_gating_top_k", (HOST, *CHIPS), SIGMOID, SIGMOID | {"group_count": 9}, "E % group_count == 0"),
+    (
+        "npu_moe_gating_top_k",
+        (HOST, *CHIPS),
+        SIGMOID | {"k_group": 8},
+        SIGMOID | {"k_group": 9},
+        "k_group <= group_count",
+    ),
+    ("npu_moe_gating_top_k", (HOST, *CHIPS), SIGMOID, SIGMOID | {"k_group": 0}, "0 < k_group"),
+    (
+        "npu_moe_gating_top_k",
+        (HOST, *CHIPS),
+        SIGMOID | {"k": 128},
+        SIGMOID | {"k": 129},
+        "k * group_count <= E * k_group",
+    ),
+    ("npu_moe_gating_top_k", (HOST, *CHIPS), SIGMOID, SIGMOID | {"k": 0}, "0 < k"),
+    (
+        "npu_moe_gating_top_k",
+        (HOST, *CHIPS),
+        SIGMOID,
+        SIGMOID | {"group_select_mode": 2},
+        "group_select_mode in (0, 1)",
+    ),
+    (
+        "npu_moe_gating_top_k",
+        (HOST,),
+        {"x": t(7, 16), "k": 1, "group_count": 8, "group_select_mode": 1},
+        {"x": t(7, 8), "k": 1, "group_count": 8, "group_select_mode": 1},
+        "E >= 2 * group_count",
+    ),
+    ("npu_moe_gating_top_k", (HOST,), SIGMOID | {"renorm": 1}, SIGMOID | {"renorm": 2}, "renorm in (0, 1)"),
+    ("npu_moe_gating_top_k", CHIPS, SIGMOID, SIGMOID | {"renorm": 1}, "renorm == 0"),
+    ("npu_moe_gating_top_k", (HOST, *CHIPS), SIGMOID | {"norm_type": 0}, SIGMOID | {"norm_type": 2}, "norm_type in"),
+    (
+        "npu_moe_gating_top_k",
+        (HOST, *CHIPS),
+        SIGMOID,
+        SIGMOID | {"input_ids": t(7, dtype=torch.int64)},
+        "not given(input_ids)",
+    ),
+    (
+        "npu_moe_gating_top_k",
+        (HOST, *CHIPS),
+        SIGMOID,
+        SIGMOID | {"tid2eid": t(9, 8, dtype=torch.int64)},
+        "not given(tid2eid)",
+    ),
+    ("npu_moe_gating_top_k", CHIPS, {"x": t(7, 2048), "k": 8}, {"x": t(7, 2049), "k": 8}, "E <= 2048"),
+    (
+        "npu_moe_gating_top_k",
+        CHIPS,
+        {"x": t(7, 24), "k": 1, "group_count": 8},
+        {"x": t(7, 16), "k": 1, "group_count": 8},
+        "E > 2 * group_count",
+    ),
+    (
+        "npu_moe_gating_top_k",
+        CHIPS,
+        {"x": t(7, 192), "k": 1, "group_count": 64},
+        {"x": t(7, 195), "k": 1, "group_count": 65},
+        "<= 2048",
+    ),
+    (
+        "npu_moe_gating_top_k",
+        CHIPS,
+        SIGMOID | {"x": t(7, 256, dtype=F32), "bias": t(256, dtype=F32)},
+        SIGMOID | {"bias": t(256, dtype=F32)},
+        "dtype(bias) == dtype(x)",
+    ),
     # npu_moe_gating_top_k_softmax_v2
     ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE, GATE | {"x": t(16)}, "rank(x) in (2, 3)"),
     ("npu_moe_gating_top_k_softmax_v2", (HOST, A2, A3), GATE | {"k": 16}, GATE | {"k": 17}, "0 < k and k <= E"),

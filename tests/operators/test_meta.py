@@ -119,6 +119,8 @@ GROWING = [
         },
     ),
     ("npu_swiglu", lambda b, s: {"input": torch.randn(b, s, 32)}),
+    ("npu_clipped_swiglu", lambda b, s: {"x": torch.randn(b, s, 32)}),
+    ("npu_moe_gating_top_k", lambda b, s: {"x": torch.randn(b * s, 32), "k": 4, "group_count": 4, "k_group": 2}),
     ("npu_dynamic_quant", lambda b, s: {"input": torch.randn(b, s, 32)}),
     ("npu_quant_matmul", lambda b, s: product(b * s)(torch.bfloat16)),
     (

@@ -58,11 +58,6 @@ def plain_unsorted(logits):
     return _dense(logits, experts, shares)
 
 
-def sigmoid_scores(logits):
-    shares, experts = logits.sigmoid().topk(CHOSEN, dim=-1)
-    return _dense(logits, experts, shares / shares.sum(-1, keepdim=True))
-
-
 def softmax_over_tokens(logits):
     values, experts = logits.topk(CHOSEN, dim=-1)
     return _dense(logits, experts, values.softmax(0))
@@ -114,7 +109,6 @@ SPELLINGS = (
     _spelling(plain_unsorted, "transformers: DeepSeek-V2", plain),
 )
 LOOKALIKES = (
-    _other(sigmoid_scores, "sigmoid"),
     _other(softmax_over_tokens, "another dim"),
     _other(softmax_over_tokens_first, "another dim", plain),
 )

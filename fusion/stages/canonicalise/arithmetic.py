@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusion.analysis.dtypes import INTEGERS, held_number, is_exact
-from fusion.analysis.intervals import of_dtype
+from fusion.analysis.intervals import bounds, of_dtype
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import LONGEST, of_constants
 from fusion.graph.dims import INDEX_DTYPES
@@ -87,8 +87,9 @@ def _function(op: str, a: Algebra, out: Out, x: Value) -> Translated:
 def _by_divisor(op: str, a: Algebra, out: Out, x: Any, divisor: Any) -> Translated:
     """x modulo a positive number, never negative itself; or x divided by it and rounded down."""
     must(isinstance(x, Value))  # of a number by a tensor nothing is known
-    fits = x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1]
-    return _of_whole(a, op, x, (divisor,)) if fits else None
+    must(x.dtype in INDEX_DTYPES and isinstance(divisor, int) and 0 < divisor <= of_dtype(x.dtype)[1])
+    low, high = bounds(x)
+    return x if op == "remainder" and 0 <= low <= high < divisor else _of_whole(a, op, x, (divisor,))
 
 
 def _of_whole(a: Algebra, op: str, x: Value, attrs: tuple[Any, ...]) -> Value:
@@ -106,6 +107,13 @@ def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str 
     return _floor_divide(a, out, x, divisor) if rounding_mode == "floor" else None
 
 
+def _clip(a: Algebra, x: Value, low: float, high: float) -> Value:
+    """Floats between two bounds; of those that lie between others already, between what is left of these."""
+    if x.op == "clip" and low <= high and x.attrs[0] <= x.attrs[1]:
+        x, (low, high) = x.arg, (min(max(each, low), high) for each in x.attrs)
+    return a.make("clip", (x,), (low, high), x.shape, x.dtype)
+
+
 @translates("aten.clamp.default", "aten.clamp_min.default")
 def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) -> Translated:
     """Whole numbers between two others, infinite where there is no bound; "clip" for others."""
@@ -114,7 +122,7 @@ def _clamp(a: Algebra, out: Out, x: Value, low: Any = None, high: Any = None) ->
     limits = (-math.inf if low is None else low, math.inf if high is None else high)
     must(all(map(is_number, limits)))
     if proven(x.dtype).is_floating_point:
-        return a.make("clip", (x,), tuple(map(float, limits)), x.shape, x.dtype)
+        return _clip(a, x, *map(float, limits))
     must(x.dtype in INDEX_DTYPES)  # others wrap round what they cannot hold
     return _of_whole(a, "clamp", x, limits)
 

@@ -4,7 +4,8 @@ arange(start, …, step)          → arange: start + step · position      zero
 x >= y, x > y                   → compare(y ≤ x), compare(y < x)       tril, triu            → where
 masked_fill(x, c, v)            → where(c, v, x)                       softmax in all forms  → softmax
 x.scatter(-1, places, value)    → where(chosen(places), value, x)      chosen: true at the places that a row lists
-x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end
+x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end;
+                                  largest(x) where these are the places of the largest of x
 
 The k largest are values "largest" and places "largest_index", which share x and k. Sorted or not: where a model asks
 for no order, descending is one of those that it may get. Which of equal values are chosen, and in what order they
@@ -155,9 +156,13 @@ def index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated:
 def _gather(a: Algebra, out: Out, x: Value, dim: int, places: Value, **kwargs: Any) -> Translated:
     """Rows of the last dims, where places are repeated along these; x[i, ..] of its own position in every dim before.
 
-    A dim before that `x` is repeated along is left out, if all behind it are.
+    A dim before that `x` is repeated along is left out, if all behind it are. What stands at the places of the largest
+    are the largest.
     """
     dim %= x.rank
+    largest = uncast(places)
+    if largest.op == "largest_index" and largest.arg is x and dim == x.rank - 1:
+        return a.make("largest", (x,), largest.attrs, out.shape, out.dtype)
     source, listed = (each.arg if each.op == "expand" else each for each in (x, places))
     rest = x.shape[dim + 1 :]
     must(all(size == 1 for size in listed.shape[dim + 1 :]) and places.shape[dim + 1 :] == rest)

@@ -1,0 +1,77 @@
+"""Gate and up of one tensor: its two halves, or every second lane  (gpt-oss, 2025, interleaves them)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fusion import reader, word
+from fusion.graph import Found, Graph, Miss, Reading, Value
+
+GATE_LANES = word(
+    "gate_lanes", "half of the lanes [*B, H]",
+    x="[*B, 2 · H]", second="whether it is the second half, or begins with the second lane",
+    interleaved="whether it is every second lane",
+)  # fmt: skip
+
+
+@reader(gives=(GATE_LANES,))
+def gate_lanes(graph: Graph) -> Iterator[Found]:
+    """Every half of a tensor; what is multiplied by a sigmoid, and is no silu of it."""
+    yield from _others(graph)
+    for value in list(graph.places):
+        found = _half(graph, value)
+        if found is not None:
+            x, second, interleaved = found
+            yield value, Reading("gate_lanes", {"x": x, "second": second, "interleaved": interleaved})
+
+
+def _half(graph: Graph, value: Value) -> tuple[Value, bool, bool] | None:
+    """The tensor of which a value is one half of the lanes, which, and whether these are every second one."""
+    cut = value.arg if value.op == "reshape" and value.arg.op == "slice" else value
+    if cut.op != "slice" or not cut.rank or not value.rank:
+        return None
+    axis, start, _, step = cut.attrs
+    whole, size = cut.arg, value.shape[-1]
+    if cut is value:
+        if axis != value.rank - 1 or whole.shape[-1] != 2 * size:
+            return None
+        interleaved = step == 2
+        return (whole, start != 0, interleaved) if start in ((0, 1) if interleaved else (0, size)) else None
+    pairs, runs = (*value.shape, 2), (*value.shape[:-1], 2, size)
+    split = pairs if axis == cut.rank - 1 else runs
+    one = axis in (cut.rank - 1, cut.rank - 2) and cut.shape[axis] == 1
+    if not one or whole.shape != split:
+        return None
+    return graph.algebra.reshape(whole, (*value.shape[:-1], 2 * size)), start == 1, split is pairs
+
+
+def _others(graph: Graph) -> Iterator[Found]:
+    """Products with a sigmoid that is not of another factor, or of one that was multiplied by a number before."""
+    products = [each for each in list(graph.places) if each.op == "mul"]
+    beside: dict[Value, set[Value]] = {}
+    for product in products:
+        factors = _factors(product)
+        for each in factors:
+            if each.op == "sigmoid":
+                beside.setdefault(each, set()).update(factors)
+    for product in products:
+        for sigmoid in product.args:
+            reason = _why_no_silu(sigmoid.arg.below("cast"), beside[sigmoid]) if sigmoid.op == "sigmoid" else ""
+            if reason:
+                yield product, Miss("swiglu", reason)
+
+
+def _why_no_silu(gate: Value, beside: set[Value]) -> str:
+    """What is different in a sigmoid of `gate` that is multiplied by others; "" where nothing is, or it is no gate."""
+    if gate in beside:
+        return ""
+    if gate.op != "scale" or gate.arg not in beside:
+        return "the gate is a plain sigmoid: silu multiplies it by the gate itself"
+    is_gate = len(beside) > 2 and gate.arg.op != "clip"  # else it is of another rule, or multiplies nothing more
+    return f"the gate is multiplied by {gate.attrs[0]} in the sigmoid, not in silu" if is_gate else ""
+
+
+def _factors(value: Value) -> set[Value]:
+    """What a product is of, without casts."""
+    value = value.below("cast")
+    return _factors(value.args[0]) | _factors(value.args[1]) if value.op == "mul" else {value}

@@ -1,0 +1,133 @@
+"""weights, experts = the k largest of scores + bias, in the best groups of experts  (DeepSeek-V3, 2024, eq. 16).
+
+*Matches* what `patterns.routing.read` finds of a router, with its scores as they are or divided by their sum, and times
+a factor. *Replaces with* `npu_moe_gating_top_k`, in float32: where the model rounds its scores to less before it
+chooses, experts may change places whose scores are equal but for that rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor
+
+_SCORE = {"max": 0, "sum": 1}
+_NORM = {"softmax": 0, "sigmoid": 1}
+
+
+@dataclass(frozen=True)
+class Gate(Group):
+    """What a router chooses by.
+
+    Attributes:
+        logits: [*T, E], of whose `norm` the scores are.
+        bias: added to what experts are chosen by.
+        groups, kept: groups of experts, and in how many of them experts are chosen.
+        group_score: what groups are chosen by, "max" or "sum" of the two largest.
+        count: how many experts are chosen.
+    """
+
+    logits: Any = tensor("*T E")
+    bias: Any = tensor("E", optional=True)
+    norm: Any = attribute()
+    groups: Any = attribute()
+    kept: Any = attribute()
+    group_score: Any = attribute()
+    count: Any = attribute()
+
+    def routed(self, factor: float = 1.0, eps: float = 0.0, scores: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights and experts [*T, K] in float32 and int32, and the scores [*T, E] if they are asked for."""
+        lead = self.logits.shape[:-1]
+        flat = self.logits.reshape(-1, self.logits.shape[-1]).to(torch.float32)
+        several = torch.ops.npu.npu_moe_gating_top_k(
+            flat,
+            self.count,
+            bias=None if self.bias is None else self.bias.to(torch.float32),
+            k_group=self.kept,
+            group_count=self.groups,
+            group_select_mode=_SCORE[self.group_score],
+            norm_type=_NORM[self.norm],
+            out_flag=scores,
+            routed_scaling_factor=factor,
+            eps=eps,
+        )
+        weights, experts, all_scores = (each.reshape(*lead, each.shape[-1]) for each in several)
+        return weights, experts, all_scores
+
+
+@dataclass(frozen=True)
+class SigmoidGate(Gate):
+    """One of sigmoids, which the operator divides by their sum."""
+
+    norm: Any = attribute("sigmoid")
+
+
+@dataclass(frozen=True)
+class To(Group):
+    """What becomes of the result: dtypes of the scores and of the list, and factors, before and after a division."""
+
+    dtype: Any = attribute()
+    listed: Any = attribute()
+    before: Any = scalar()
+    after: Any = scalar()
+
+    def factor(self) -> float:
+        """By which the weights are multiplied."""
+        return (1.0 if self.before is None else self.before) * self.after
+
+
+@dataclass(frozen=True)
+class ExpertGating(Rule):
+    """The experts that a router chooses with a bias, by groups or by sigmoids, and what each of them counts."""
+
+    def reference(self, logits: Tensor, bias: Tensor, count: int, factor: float) -> tuple[Tensor, Tensor]:
+        """The meaning without groups: logits [*T, E], bias [E] → weights [*T, K], experts int64 [*T, K]."""
+        scores = logits.sigmoid()
+        experts = (scores + bias).topk(count)[1]
+        weights = scores.gather(-1, experts)
+        return weights / weights.sum(-1, keepdim=True) * factor, experts
+
+    @pattern
+    def divided(self, p, gate: Any = SigmoidGate, to: Any = To, size=scalar(), eps=scalar()):
+        """Scores by their sum and eps."""
+        scores = p.chosen_scores(**vars(gate), dtype=to.dtype)
+        total = p.shift(p.scale(p.mean(scores), size), eps)
+        weights = p.maybe_scaled(p.maybe_scaled(scores, to.before) * p.power(total, -1.0), to.after)
+        return weights, p.expert_choice(**vars(gate), dtype=to.listed)
+
+    @pattern
+    def divided_plainly(self, p, gate: Any = SigmoidGate, to: Any = To, inverse=scalar()):
+        """Scores by their sum."""
+        scores = p.chosen_scores(**vars(gate), dtype=to.dtype)
+        total = p.scale(p.power(p.mean(scores), -1.0), inverse)
+        weights = p.maybe_scaled(p.maybe_scaled(scores, to.before) * total, to.after)
+        return weights, p.expert_choice(**vars(gate), dtype=to.listed)
+
+    @pattern
+    def undivided(self, p, gate: Any = Gate, to: Any = To):
+        """The scores as they are."""
+        scores = p.chosen_scores(**vars(gate), dtype=to.dtype)
+        return p.maybe_scaled(scores, to.after), p.expert_choice(**vars(gate), dtype=to.listed)
+
+    def guard(self, gate: Gate, size: float | None, inverse: float | None, eps: float | None):
+        """What the mean is multiplied by to be the sum."""
+        sums = [
+            size is None or abs(size / gate.count - 1) < 1e-9,
+            inverse is None or abs(inverse * gate.count - 1) < 1e-9,
+        ]
+        require(all(sums), "the chosen scores are divided by something else than their sum")
+        require(eps is None or eps >= 0, "eps={eps} makes the sum smaller", eps=eps)
+
+    @lowering
+    def npu(self, gate: Gate, to: To, size: float | None, inverse: float | None, eps: float | None):
+        """One operator; sigmoids that are not divided by their sum are read from its third result."""
+        if gate.norm == "softmax" or size is not None or inverse is not None:
+            weights, experts, _ = gate.routed(to.factor(), eps or 0.0)
+            return weights.to(to.dtype), experts.to(to.listed)
+        _, experts, scores = gate.routed(scores=True)
+        weights = scores.gather(-1, experts.to(torch.int64)) * to.factor()
+        return weights.to(to.dtype), experts.to(to.listed)

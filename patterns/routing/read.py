@@ -1,0 +1,281 @@
+"""Routers with a correction bias, with groups, or with sigmoid scores  (DeepSeek-V2, 2024; DeepSeek-V3, 2024).
+
+    scores = sigmoid(logits) or softmax(logits)              choice = scores + bias
+    group  = max, or the sum of the two largest, of choice in each of G groups
+    experts = the k largest of choice in the best groups     weights = scores at the experts
+
+Outside of these groups `choice` is filled with -inf. Filled with 0 it is the same where no score can be negative: 0 is
+then not larger than any score that may be chosen, and which of equal ones is chosen torch leaves open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion import reader
+from fusion.analysis.constant_folding import COMPARE
+from fusion.analysis.intervals import uncast
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph.dims import INDEX_DTYPES
+from patterns.routing.words import CHOSEN_SCORES, EXPERT_CHOICE
+
+RULE = "expert_gating"
+_ALL = {"groups": 1, "kept": 1, "group_score": "max"}
+Sides = tuple[Any, Any]  # of an element of a group that is kept, and of one that is not
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """What is chosen from: a choice, and what stands outside of the groups that are kept."""
+
+    choice: Value
+    groups: Value  # the list of groups
+    size: Any  # experts of a group
+    fill: float
+
+
+@reader(gives=(EXPERT_CHOICE, CHOSEN_SCORES))
+def expert_choices(graph: Graph) -> Iterator[Found]:
+    """Every list of the largest that is a router's, with the scores at these places."""
+    lists = [each for each in list(graph.places) if each.op == "largest_index" and _is_float(each.arg)]
+    for places in lists:
+        found = _gate(graph.algebra, places)
+        if isinstance(found, str):
+            yield places, Miss(RULE, found)
+        elif found is not None:
+            yield from _readings(graph, places, *found)
+
+
+def _is_float(x: Value) -> bool:
+    return x.dtype is not None and x.dtype.is_floating_point
+
+
+def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Found]:
+    best = graph.algebra.make("largest", places.args, places.attrs, places.shape, places.arg.dtype)
+    weights = [best] if gate["bias"] is None and best in graph.places else []
+    weights += [each for each in list(graph.places) if each.op == "take" and _reads(each, scores, places)]
+    if not weights:
+        biased = "the weights are those scores to which the bias was added: the operator's are without"
+        others = "the weights are not the scores of the experts that are chosen"
+        yield places, Miss(RULE, biased if best in graph.places else others)
+        return
+    said = {name: each for name, each in gate.items() if each is not None}
+    for value in _with_casts(graph, places):
+        yield value, Reading("expert_choice", {**said, "dtype": value.dtype})
+    for value in (each for weight in weights for each in _with_casts(graph, weight)):
+        yield value, Reading("chosen_scores", {**said, "dtype": value.dtype})
+
+
+def _reads(gathered: Value, scores: Value, places: Value) -> bool:
+    """Whether it takes these scores, perhaps in a wider dtype, at these places."""
+    x, at = gathered.args
+    one = x.below("cast", "reshape") is scores.below("cast", "reshape") and x.shape[-1] == scores.shape[-1]
+    return uncast(at) is places and one and _is_float(x)
+
+
+def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:
+    """A value, and those that are cast from it to another dtype of its kind."""
+    kinds = INDEX_DTYPES if value.dtype in INDEX_DTYPES else {torch.float32, torch.bfloat16, torch.float16}
+    yield value
+    for each in list(graph.places):
+        if each.op == "cast" and each.arg is value and each.dtype in kinds:
+            yield each
+
+
+# what is chosen from ------------------------------------------------------------------------------------------------
+
+
+def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | None:
+    """What a router takes to choose `places`, and its scores; why it is none; None where nothing looks like one."""
+    masked = _masked(a, places.arg)
+    if isinstance(masked, str):
+        return masked
+    choice = places.arg if masked is None else masked.choice
+    parts = _scores(a, choice)
+    if parts is None:
+        return None if masked is None else "what is chosen from is not sigmoid or softmax of logits, plus a bias"
+    scores, bias = parts
+    norm = scores.below("cast")
+    if masked is None and (norm.op == "softmax" and bias is None):
+        return None  # which is another rule's
+    groups = _groups(masked, choice, bias) if masked else _ALL
+    if isinstance(groups, str):
+        return groups
+    logits = a.reshape(norm.arg, choice.shape)
+    return {"logits": logits, "bias": bias, "norm": norm.op, **groups, "count": places.attrs[0]}, scores
+
+
+def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
+    """Scores of all experts, and what was added to them, [E]."""
+    if _is_score(choice):
+        return choice, None
+    if choice.op != "add":
+        return None
+    for scores, bias in (choice.args, choice.args[::-1]):
+        if (
+            _is_score(scores)
+            and scores.shape == choice.shape
+            and bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1])
+        ):
+            return scores, a.reshape(bias, bias.shape[-1:])
+    return None
+
+
+def _is_score(x: Value) -> bool:
+    x = x.below("cast")
+    return x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1)
+
+
+def _masked(a: Algebra, x: Value) -> _Masked | str | None:
+    """`x` as a choice of which some groups are filled, or why that is another one; None where it is nothing alike."""
+    inner = x.below("reshape")
+    if inner.op == "where":
+        condition, filled, kept = inner.args
+        swapped = kept.op == "full"
+        fill, choice = (kept, filled) if swapped else (filled, kept)
+        if fill.op != "full" or choice.shape != inner.shape:
+            return None
+        told = _told(condition, inner)
+        if told is None:
+            looks = _lists(condition) and _scores(a, choice) is not None
+            return "what is filled is not proven to be groups of experts that stand side by side" if looks else None
+        if told.sides != ((True, False) if swapped else (False, True)):
+            return "what is filled is not the groups that were not chosen"
+        return _Masked(a.reshape(choice, x.shape), told.groups, told.size, fill.attrs[0])
+    if inner.op == "mul":
+        for mask, choice in (inner.args, inner.args[::-1]):
+            told = _told(mask, inner)
+            if told is not None and choice.shape == inner.shape:
+                kept_alone = told.sides == (1, 0)
+                return _Masked(a.reshape(choice, x.shape), told.groups, told.size, 0.0) if kept_alone else _WEIGHED
+    return None
+
+
+_WEIGHED = "the scores of groups that were chosen, or were not, are multiplied by other numbers than 1 and 0"
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A mask of groups: the list that it is made of, experts of a group, and what it holds for those listed or not."""
+
+    groups: Value
+    size: Any
+    sides: Sides
+
+
+def _told(mask: Value, over: Value) -> _Told | None:
+    """What a mask of `over` says of groups, if it speaks of them alone."""
+    lists: dict[tuple[Value, Any], None] = {}
+    if mask.shape == over.shape:
+        sides = _sides(mask, lists, None)
+    else:
+        sides = _sides(mask, lists, over.shape[-1]) if mask.shape == (*over.shape[:-1], 1) else None
+    if sides is None or len(lists) != 1:
+        return None
+    groups, size = next(iter(lists))
+    return _Told(groups, size, sides)
+
+
+def _lists(mask: Value) -> bool:
+    """Whether a mask is made of a list."""
+    waiting, seen = [mask], {mask}
+    while waiting:
+        each = waiting.pop()
+        if each.op == "chosen":
+            return True
+        waiting += [arg for arg in each.args if arg not in seen and each.op in _OF_MASKS]
+        seen.update(each.args)
+    return False
+
+
+_OF_MASKS = ("reshape", "permute", "expand", "slice", "cast", "not", "and", "or", "compare", "where", "scale", "shift")
+_CHANGES: dict[str, Callable[[Any, Any], Any]] = {"scale": lambda x, y: x * y, "shift": lambda x, y: x + y}
+
+
+def _sides(x: Value, lists: dict[tuple[Value, Any], None], size: Any) -> Sides | None:
+    """What `x` holds where its group is listed, and where not; `size`: experts of a group, None where `x` is of those.
+
+    Elements of a mask stand in the order of the experts, through reshapes and functions of single elements, until a dim
+    of size 1 behind the groups is expanded: from there on they are the groups themselves.
+    """
+    match x.op:
+        case "reshape":
+            return _sides(x.arg, lists, size)
+        case "expand" if size is None and x.arg.shape == (*x.shape[:-1], 1):
+            return _sides(x.arg, lists, x.shape[-1])
+        case "chosen" if size is not None:
+            lists[x.arg, size] = None
+            return True, False
+        case "full":
+            return x.attrs[0], x.attrs[0]
+        case "not":
+            return _each(lambda it: not it, _sides(x.arg, lists, size))
+        case "cast":
+            to = bool if x.dtype is torch.bool else float
+            return _each(to, _sides(x.arg, lists, size))
+        case "scale" | "shift":
+            return _each(lambda it: _CHANGES[x.op](it, x.attrs[0]), _sides(x.arg, lists, size))
+        case "compare" | "where":
+            return _joined(x, [_sides(each, lists, size) for each in x.args])
+        case _:
+            return None
+
+
+def _each(change: Callable[[Any], Any], sides: Sides | None) -> Sides | None:
+    return None if sides is None else (change(sides[0]), change(sides[1]))
+
+
+def _joined(x: Value, parts: list[Sides | None]) -> Sides | None:
+    """Of operands that are alike, or the same everywhere."""
+    if any(
+        each is None or (arg.op != "full" and arg.shape != x.shape) for each, arg in zip(parts, x.args, strict=True)
+    ):
+        return None
+    listed, others = zip(*(each for each in parts if each is not None), strict=True)
+    if x.op == "compare":
+        return COMPARE[x.attrs[0]](*listed), COMPARE[x.attrs[0]](*others)
+    return (listed[1] if listed[0] else listed[2]), (others[1] if others[0] else others[2])
+
+
+# groups -------------------------------------------------------------------------------------------------------------
+
+
+def _groups(masked: _Masked, choice: Value, bias: Value | None) -> dict[str, Any] | str:
+    """How many groups there are, how many are kept, and by what; why the operator does not choose so."""
+    listed = masked.groups
+    if listed.op != "largest_index":
+        return "the groups that are kept are not the largest of a row of scores"
+    scored = _scored(listed.arg)
+    if scored is None or scored[0].below("reshape") is not choice.below("reshape"):
+        return "groups are not chosen by the largest, or the two largest, of what experts are chosen by"
+    grouped, score = scored
+    groups, kept, experts = listed.arg.shape[-1], listed.attrs[0], choice.shape[-1]
+    if grouped.shape[-1] != masked.size or groups * masked.size != experts:
+        return "the groups are not runs of experts that stand side by side"
+    if kept == groups:
+        return _ALL
+    if masked.fill == 0 and bias is not None:
+        return (
+            "the groups that are not chosen are filled with 0, which is chosen before a negative score: with a bias "
+            "scores may be negative, and the operator fills with -inf"
+        )
+    if masked.fill not in (0, -math.inf):
+        return f"the groups that are not chosen are filled with {masked.fill}, not with -inf as the operator does"
+    return {"groups": groups, "kept": kept, "group_score": score}
+
+
+def _scored(x: Value) -> tuple[Value, str] | None:
+    """What groups are scored by [*T, G, E / G], and how; a positive factor changes no order."""
+    while x.op == "reshape" or (x.op == "scale" and x.attrs[0] > 0):
+        x = x.arg
+    if x.op == "greatest" and x.attrs == (-1,):
+        return x.arg, "max"
+    if x.op == "mean" and x.attrs == (-1,):
+        best = x.arg.below("reshape")
+        return (best.arg, "sum") if best.op == "largest" and best.attrs == x.arg.shape[-1:] == (2,) else None
+    return (x.arg, "max") if x.op == "largest" and x.attrs == (1,) else None

@@ -1,0 +1,169 @@
+"""A router's list of experts is read as one; what only looks like it is refused with its reason, or is no router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.graphs import numbers, read_graph, traced
+
+TOKENS, EXPERTS, GROUPS, SIZE, KEPT, COUNT = 6, 32, 8, 4, 3, 5
+ENDS = -torch.inf
+
+
+def two(choice: Tensor, groups: int = GROUPS) -> Tensor:
+    return choice.unflatten(-1, (groups, -1)).topk(2, dim=-1)[0].sum(-1)
+
+
+def out(best: Tensor, columns: int = 0) -> Tensor:
+    """True for groups that are not chosen."""
+    flags = torch.ones(*best.shape[:-1], columns or best.shape[-1], dtype=torch.bool)
+    return flags.scatter(-1, best.topk(KEPT, dim=-1)[1], False)
+
+
+def spread(flags: Tensor, size: int = SIZE) -> Tensor:
+    return flags.unsqueeze(-1).expand(*flags.shape, size).flatten(-2)
+
+
+def routed(hide: Callable[..., Any], fill: float = ENDS, scores: Callable[..., Any] = torch.sigmoid):
+    """A router whose scores are filled where `hide` says."""
+
+    def router(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        share = scores(logits)
+        choice = share + bias
+        experts = choice.masked_fill(hide(choice), fill).topk(COUNT, dim=-1)[1]
+        return share.gather(-1, experts), experts
+
+    return router
+
+
+def pairs_of_tokens(choice: Tensor) -> Tensor:
+    return spread(out(two(choice.view(TOKENS // 2, 2 * EXPERTS))), 2 * SIZE).view(TOKENS, EXPERTS)
+
+
+def columns_of_two_tokens(choice: Tensor) -> Tensor:
+    best = two(choice.view(TOKENS // 2, 2 * EXPERTS))
+    return spread(out(best, 2 * GROUPS)).view(TOKENS, EXPERTS)
+
+
+def of_two_lists(choice: Tensor) -> Tensor:
+    first = out(two(choice))
+    second = two(choice).topk(KEPT + 1, dim=-1)[1]
+    return spread(first.scatter(-1, second, False))
+
+
+def groups_beside_groups(choice: Tensor) -> Tensor:
+    flags = out(two(choice)).float()
+    return (flags[:, :, None] == flags[:, None, :])[:, :, :SIZE].flatten(1)
+
+
+def weighed(factor: float, shift: float):
+    def router(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.softmax(-1)
+        kept = spread(~out(scores.unflatten(-1, (GROUPS, -1)).amax(-1))).to(scores.dtype) * factor + shift
+        return (scores * kept).topk(COUNT, dim=-1)
+
+    return router
+
+
+def weights_of_logits(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    experts = (logits.sigmoid() + bias).topk(COUNT, dim=-1)[1]
+    return logits.gather(-1, experts).softmax(-1), experts
+
+
+def weights_elsewhere(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.sigmoid()
+    experts = (scores + bias).topk(COUNT, dim=-1)[1]
+    return scores.gather(-1, experts.flip(0)), experts
+
+
+def shared_scores(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores of one token, of which each token hides groups of its own."""
+    scores = logits[:1].sigmoid()
+    choice = torch.where(spread(out(two(logits))), ENDS, scores)
+    return choice.topk(COUNT, dim=-1)
+
+
+def filled_with_others(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    choice = logits.sigmoid() + bias
+    return torch.where(spread(out(two(choice))), logits, choice).topk(COUNT, dim=-1)
+
+
+def read(router: Callable[..., Any]) -> tuple[set[str], list[str]]:
+    graph = read_graph(traced(router, numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1)).graph)
+    words = {each.op for _, each in graph.readings} & {"expert_choice", "chosen_scores"}
+    return words, [each.reason for _, each in graph.readings.missed("expert_gating")]
+
+
+def gate(router: Callable[..., Any]) -> Any:
+    graph = read_graph(traced(router, numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1)).graph)
+    ((_, found),) = graph.readings.all("expert_choice")
+    return found.captures
+
+
+OTHERS = {
+    "groups of two tokens": (routed(pairs_of_tokens), "not runs of experts"),
+    "more flags than groups": (routed(columns_of_two_tokens), "not runs of experts"),
+    "two lists": (routed(of_two_lists), "not proven to be groups"),
+    "groups beside groups": (routed(groups_beside_groups), "not proven to be groups"),
+    "experts that are listed": (routed(lambda choice: out(choice)), "not proven to be groups"),
+    "groups by their best three": (
+        routed(lambda choice: spread(out(choice.unflatten(-1, (GROUPS, -1)).topk(3, dim=-1)[0].sum(-1)))),
+        "what experts are chosen by",
+    ),
+    "groups by less than their best": (routed(lambda choice: spread(out(-two(choice)))), "what experts are chosen by"),
+    "groups by their columns": (
+        routed(lambda choice: spread(out(choice.unflatten(-1, (SIZE, -1)).topk(2, dim=1)[0].sum(1)))),
+        "what experts are chosen by",
+    ),
+    "groups that are passed in": (
+        routed(
+            lambda choice: spread(torch.ones(TOKENS, GROUPS, dtype=torch.bool).scatter(1, choice[:, :3].long(), False))
+        ),
+        "not the largest of a row",
+    ),
+    "the groups that are kept": (routed(lambda choice: ~spread(out(two(choice)))), "not the groups that were not"),
+    "weighed groups": (weighed(1.0, 0.5), "multiplied by other numbers"),
+    "doubled groups": (weighed(2.0, 0.0), "multiplied by other numbers"),
+    "a softmax over tokens": (
+        routed(lambda choice: spread(out(two(choice))), scores=lambda logits: logits.softmax(0)),
+        "not sigmoid or softmax",
+    ),
+    "weights of logits": (weights_of_logits, "not the scores of the experts"),
+    "weights of other places": (weights_elsewhere, "not the scores of the experts"),
+    "scores of one token": (shared_scores, None),
+    "filled with logits": (filled_with_others, None),
+    "no router at all": (lambda logits, bias: (logits + bias).topk(COUNT), None),
+    "a softmax alone": (lambda logits, bias: logits.softmax(-1).topk(COUNT), None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_looks_like_a_router_is_none(name: str):
+    router, reason = OTHERS[name]
+    words, reasons = read(router)
+    assert not words
+    assert any(reason in each for each in reasons) if reason else not reasons
+
+
+def test_groups_are_read_with_what_they_are_chosen_by():
+    found = gate(routed(lambda choice: spread(out(two(choice)))))
+    assert [found[each] for each in ("norm", "groups", "kept", "group_score", "count")] == ["sigmoid", 8, 3, "sum", 5]
+    assert found["bias"].shape == (EXPERTS,)
+
+
+def test_what_is_filled_does_not_matter_where_all_groups_are_chosen():
+    def hide(choice: Tensor) -> Tensor:
+        flags = torch.ones(TOKENS, 2, dtype=torch.bool).scatter(-1, two(choice, 2).topk(2, dim=-1)[1], False)
+        return spread(flags, EXPERTS // 2)
+
+    found = gate(routed(hide, 0.0))
+    assert (found["groups"], found["kept"]) == (1, 1)
+
+
+def test_groups_times_0_are_those_filled_with_0():
+    assert gate(weighed(1.0, 0.0))["group_score"] == "max"
