@@ -1,7 +1,7 @@
 """What a piece is: a block or a function in the manner of a public repository, and what must become of it.
 
-Pieces are written anew: of a repository they have the order of operations, the layouts of its caches and the way in which
-its masks are made, none of its text.
+Pieces are written anew: of a repository they have the order of operations, the layouts of its caches and the way in
+which its masks are made, none of its text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In the manner of meta-llama/llama and meta-llama/llama3: pairs rotated as complex numbers, caches written by slices."""
+"""In the manner of meta-llama/llama and llama3: pairs rotated as complex numbers, caches written by slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In the manner of karpathy/nanoGPT, karpathy/nanochat and jingyaogong/minimind: small models that are read to learn."""
+"""In the manner of karpathy/nanoGPT and nanochat, and of jingyaogong/minimind: models that are read to learn."""
 
 from __future__ import annotations
 
