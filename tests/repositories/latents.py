@@ -159,7 +159,9 @@ class Gate(nn.Module):
     def corrected(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         choice = scores.view(-1, self.experts) + self.e_score_correction_bias.unsqueeze(0)
         of_group = choice.view(-1, self.groups, self.experts // self.groups).topk(2, dim=-1)[0].sum(dim=-1)
-        chosen = torch.topk(choice.masked_fill(~self.kept(of_group, 4).bool(), 0.0), k=8, dim=-1, sorted=False)[1]
+        chosen = torch.topk(
+            choice.masked_fill(~self.kept(of_group, min(4, self.groups)).bool(), 0.0), k=8, dim=-1, sorted=False
+        )[1]
         shares = scores.gather(1, chosen)
         return chosen, shares / (shares.sum(dim=-1, keepdim=True) + 1e-20) * 2.5
 

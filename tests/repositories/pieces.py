@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from . import books, encoders, gemma, gpt_fast, gpt_oss, latents, litgpt, llama, mistral, nano, references
+from . import (
+    books,
+    cann,
+    encoders,
+    gemma,
+    gpt_fast,
+    gpt_oss,
+    latents,
+    litgpt,
+    llama,
+    lucid,
+    mistral,
+    nano,
+    qwen,
+    references,
+    serving,
+    torchtune,
+)
 from .base import Piece
 
 PIECES: tuple[Piece, ...] = (
@@ -10,11 +27,16 @@ PIECES: tuple[Piece, ...] = (
     *gemma.PIECES,
     *gpt_oss.PIECES,
     *mistral.PIECES,
+    *qwen.PIECES,
     *latents.PIECES,
     *gpt_fast.PIECES,
     *litgpt.PIECES,
+    *torchtune.PIECES,
+    *lucid.PIECES,
     *nano.PIECES,
     *books.PIECES,
     *encoders.PIECES,
+    *serving.PIECES,
     *references.PIECES,
+    *cann.PIECES,
 )

@@ -135,10 +135,8 @@ def flashinfer(batch: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale:
     s, t, n = q.shape[0] // batch, k.shape[0] // batch, q.shape[1]
     one, two = q.view(batch, s, n, -1).float(), k.view(batch, t, n, -1).float()
     scores = torch.einsum("bmhd,bnhd->bhmn", one, two) * scale
-    if causal:
-        mask = torch.arange(t - s, t).unsqueeze(1) >= torch.arange(0, t).unsqueeze(0)
-    else:
-        mask = torch.ones(s, t)
+    ordered = torch.arange(t - s, t).unsqueeze(1) >= torch.arange(0, t).unsqueeze(0)
+    mask = ordered if causal else torch.ones(s, t)
     scores = scores.masked_fill(mask.unsqueeze(0).unsqueeze(0) == 0, float("-inf"))
     sums = torch.logsumexp(scores, -1).transpose(-1, -2)
     weights = torch.softmax(scores, dim=-1)

@@ -1,0 +1,74 @@
+"""What public repositories write becomes what the texts say, with the same numbers, and the report says why the rest does not."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from torch import fx
+
+from fusion import testing
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.report import live_calls
+from fusion.testing import DTYPES, LEVELS, Level, Trial, capture
+from tests.goldens.outcome import kept
+
+from .base import Piece
+from .families import ATTENTIONS, read
+from .pieces import PIECES
+
+HOST = Options(target="host", lower="eager")
+LAWS = (
+    testing.means_what_it_says,
+    testing.emits_valid_calls,
+    testing.idempotent,
+    testing.leaves_the_rest_alone,
+)
+
+
+def fused(piece: Piece, level: Level, dtype: torch.dtype) -> Trial:
+    captured = capture(*piece.made(dtype), level)
+    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    outcome = fuse_graph(graph.graph, installed(), HOST, captured.facts)
+    graph.recompile()
+    return Trial(installed(), captured, graph, outcome)
+
+
+def launches(graph: fx.Graph) -> int:
+    return sum(each.launches for each in live_calls(graph).values())
+
+
+def check(piece: Piece, level: Level, dtype: torch.dtype) -> None:
+    t = fused(piece, level, dtype)
+    assert launches(t.fused.graph) <= launches(t.captured.graph.graph)
+    for law in LAWS:
+        law(t)
+
+
+SETTINGS = [(piece, LEVELS[n % 3], DTYPES[n // 3 % 3]) for n, piece in enumerate(PIECES)]
+
+
+def names(settings):
+    for piece, level, dtype in settings:
+        name = f"{piece.name.replace('/', '-')}-{level}-{str(dtype).removeprefix('torch.')}"
+        yield pytest.param(piece, level, dtype, id=name)
+
+
+@pytest.mark.parametrize(("piece", "level", "dtype"), names(SETTINGS))
+def test_numbers_stay(piece: Piece, level: Level, dtype: torch.dtype):
+    check(piece, level, dtype)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("piece", "level", "dtype"), names(product(PIECES, LEVELS, DTYPES)))
+def test_numbers_stay_in_every_setting(piece: Piece, level: Level, dtype: torch.dtype):
+    check(piece, level, dtype)
+
+
+def test_names_are_unique():
+    assert [name for name, count in Counter(piece.name for piece in PIECES).items() if count > 1] == []
