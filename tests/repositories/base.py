@@ -25,7 +25,7 @@ class Piece:
         what: what it is, and in which mode: "block, decode".
         make: gives the code in a dtype and its arguments, drawn from torch's own generator.
         attentions: how many softmax attentions it computes.
-        left: how many of them no operator can compute as they are written.
+        left: how many of them stay as they are written.
         why: text of the reason that is given for these.
     """
 
@@ -40,6 +40,11 @@ class Piece:
     def name(self) -> str:
         """How it is called among all pieces."""
         return f"{self.repository} {self.what}"
+
+    @property
+    def file(self) -> str:
+        """The file in which it is kept what becomes of it."""
+        return f"repository_{self.make.__module__.rpartition('.')[2]}"
 
     def made(self, dtype: torch.dtype) -> Made:
         """Its code and arguments, the same at every call."""
