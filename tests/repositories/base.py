@@ -25,15 +25,13 @@ class Piece:
         what: what it is, and in which mode: "block, decode".
         make: gives the code in a dtype and its arguments, drawn from torch's own generator.
         attentions: how many softmax attentions it computes.
-        left: how many of them stay as they are written.
-        why: text of the reason that is given for these.
+        why: text of the reason that is given where one of them stays as it is written.
     """
 
     repository: str
     what: str
     make: Callable[[torch.dtype], Made]
     attentions: int = 1
-    left: int = 0
     why: str = ""
 
     @property

@@ -174,14 +174,12 @@ PIECES = (
         "google-research/text-to-text-transfer-transformer",
         "encoder attention",
         lambda dtype: (Relative(False).to(dtype), (normal(dtype, 2, 24, DIM),)),
-        left=1,
         why="bias",
     ),
     Piece(
         "google-research/text-to-text-transfer-transformer",
         "decoder attention",
         lambda dtype: (Relative(True).to(dtype), (normal(dtype, 2, 24, DIM),)),
-        left=1,
         why="bias",
     ),
 )

@@ -32,6 +32,11 @@ class Told:
     refused: tuple[str, ...]
 
     @property
+    def reasons(self) -> list[str]:
+        """Why attention stays as it is written."""
+        return [each for each in self.refused if each.partition(":")[0] in (*ATTENTIONS, "softmax_attention")]
+
+    @property
     def attentions(self) -> int:
         """How many attentions became one operator each."""
         return sum(self.rules[rule] for rule in ATTENTIONS)

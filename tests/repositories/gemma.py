@@ -108,8 +108,8 @@ class Quantised(nn.Module):
 PIECES = (
     Piece("google/gemma_pytorch", "Gemma 1 block, prefill", lambda dtype: block(dtype, 1, 24)),
     Piece("google/gemma_pytorch", "Gemma 1 block, decode", lambda dtype: block(dtype, 1, 1, 30)),
-    Piece("google/gemma_pytorch", "Gemma 2 block, prefill", lambda dtype: block(dtype, 2, 24), left=1, why="tanh"),
-    Piece("google/gemma_pytorch", "Gemma 2 block, decode", lambda dtype: block(dtype, 2, 1, 30), left=1, why="tanh"),
+    Piece("google/gemma_pytorch", "Gemma 2 block, prefill", lambda dtype: block(dtype, 2, 24), why="tanh"),
+    Piece("google/gemma_pytorch", "Gemma 2 block, decode", lambda dtype: block(dtype, 2, 1, 30), why="tanh"),
     Piece("google/gemma_pytorch", "Gemma 3 local block, prefill", lambda dtype: block(dtype, 3, 24, window=WINDOW)),
     Piece("google/gemma_pytorch", "Gemma 3 local block, decode", lambda dtype: block(dtype, 3, 1, 30, WINDOW)),
     Piece("google/gemma_pytorch", "Gemma 3 global block, decode", lambda dtype: block(dtype, 3, 1, 30)),

@@ -204,7 +204,6 @@ PIECES = (
         NAME,
         "block with soft caps",
         lambda dtype: block(dtype, 24, further=True, cap=50.0),
-        left=1,
         why="tanh",
     ),
     Piece(NAME, "latent block, prompt without a cache", lambda dtype: latent(dtype, 24)),

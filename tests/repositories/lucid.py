@@ -115,7 +115,7 @@ PIECES = (
     Piece(NAME, "attention with one head of keys", lambda dtype: attention(dtype, 1)),
     Piece(NAME, "attention with one head of keys, flash", lambda dtype: attention(dtype, 1, flash=True)),
     Piece(NAME, "attention with tiled heads", lambda dtype: attention(dtype, 2)),
-    Piece(NAME, "attention with soft caps", lambda dtype: attention(dtype, cap=50.0), left=1, why="tanh"),
+    Piece(NAME, "attention with soft caps", lambda dtype: attention(dtype, cap=50.0), why="tanh"),
     Piece(NAME, "attention with a key of zeros", lambda dtype: attention(dtype, causal=False, zero=True)),
     Piece("lucidrains/rotary-embedding-torch", "queries and keys", of_heads, attentions=0),
 )

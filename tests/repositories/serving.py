@@ -203,7 +203,6 @@ PIECES = (
         "ref_paged_attn, soft caps",
         lambda d: of_paged(d, (1, 20), (100, 90), None, 50.0),
         attentions=2,
-        left=2,
         why="tanh",
     ),
     Piece(VLLM, "decoder layer, all but attention", layer, attentions=0),
