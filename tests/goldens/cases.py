@@ -88,11 +88,7 @@ def _block(entry: Any, mode: str) -> Captured:
 
 def _repositories() -> Iterator[Case]:
     for piece in PIECES:
-        yield Case(piece.file, piece.name, partial(_piece, piece))
-
-
-def _piece(piece: Any) -> Captured:
-    return capture(*piece.made(DTYPE))
+        yield Case(piece.file, piece.name, partial(piece.captured, DTYPE))
 
 
 def _examples() -> Iterator[Case]:

@@ -7,11 +7,13 @@ which its masks are made, none of its text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fusion.testing import Captured, Level, capture
 
 Made = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -25,6 +27,7 @@ class Piece:
         what: what it is, and in which mode: "block, decode".
         make: gives the code in a dtype and its arguments, drawn from torch's own generator.
         attentions: how many softmax attentions it computes.
+        assume: what is said of arguments, as the option `assume` says it: the place of each, and its kind.
         why: text of the reason that is given where one of them stays as it is written.
     """
 
@@ -32,6 +35,7 @@ class Piece:
     what: str
     make: Callable[[torch.dtype], Made]
     attentions: int = 1
+    assume: tuple[tuple[int, str], ...] = ()
     why: str = ""
 
     @property
@@ -52,6 +56,15 @@ class Piece:
         if isinstance(code, nn.Module):
             code.eval().requires_grad_(False)
         return code, inputs
+
+    def captured(self, dtype: torch.dtype, level: Level = "composite") -> Captured:
+        """Its graph, with what is assumed of it."""
+        code, inputs = self.made(dtype)
+        found = capture(code, inputs, level)
+        names = [node.name for node in found.graph.graph.find_nodes(op="placeholder")]
+        placed = dict(zip(names, found.inputs, strict=True))
+        kinds = [(inputs[place], kind) for place, kind in self.assume]
+        return replace(found, assumed={n: kind for n, x in placed.items() for mask, kind in kinds if x is mask})
 
 
 def normal(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -59,11 +59,9 @@ class Speech(nn.Module):
         self.attn, self.attn_ln = Heads(), Norm(DIM)
         self.cross_attn, self.cross_attn_ln = (Heads(), Norm(DIM)) if cross else (None, None)
         self.mlp, self.mlp_ln = nn.Sequential(Linear(DIM, 4 * DIM), nn.GELU(), Linear(4 * DIM, DIM)), Norm(DIM)
-        mask = torch.empty(TEXT, TEXT).fill_(-np.inf).triu_(1)
-        self.register_buffer("mask", mask, persistent=False)
 
-    def forward(self, x: Tensor, xa: Tensor | None = None, past=None, kept=None) -> Tensor:
-        x = x + self.attn(self.attn_ln(x), mask=self.mask if self.cross_attn else None, past=past)
+    def forward(self, x: Tensor, xa: Tensor | None = None, mask: Tensor | None = None, past=None, kept=None) -> Tensor:
+        x = x + self.attn(self.attn_ln(x), mask=mask, past=past)
         if self.cross_attn is not None and self.cross_attn_ln is not None:
             x = x + self.cross_attn(self.cross_attn_ln(x), xa, kept=kept)
         return x + self.mlp(self.mlp_ln(x))
@@ -76,7 +74,8 @@ def speech(dtype: torch.dtype) -> Made:
 def text(dtype: torch.dtype, s: int, past: int = 0) -> Made:
     kept = tuple(normal(dtype, 2, past, DIM) for _ in range(2)) if past else None
     seen = tuple(normal(dtype, 2, 48, DIM) for _ in range(2)) if past else None
-    return Speech(True).to(dtype), (normal(dtype, 2, s, DIM), normal(dtype, 2, 48, DIM), kept, seen)
+    mask = torch.empty(TEXT, TEXT).fill_(-np.inf).triu_(1)
+    return Speech(True).to(dtype), (normal(dtype, 2, s, DIM), normal(dtype, 2, 48, DIM), mask, kept, seen)
 
 
 class Bert(nn.Module):
@@ -164,8 +163,8 @@ class Relative(nn.Module):
 
 PIECES = (
     Piece("openai/whisper", "encoder block", speech),
-    Piece("openai/whisper", "decoder block, prefill", lambda dtype: text(dtype, 24), attentions=2),
-    Piece("openai/whisper", "decoder block, decode", lambda dtype: text(dtype, 1, 20), attentions=2),
+    Piece("openai/whisper", "decoder block, prefill", lambda dtype: text(dtype, 24), 2, ((2, "causal"),)),
+    Piece("openai/whisper", "decoder block, decode", lambda dtype: text(dtype, 1, 20), 2, ((2, "causal"),)),
     Piece("google-research/bert", "block, padded", bert),
     Piece(
         "google-research/vision_transformer", "block", lambda dtype: (Vision().to(dtype), (normal(dtype, 2, 49, DIM),))

@@ -67,18 +67,18 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: of Gemma 1, or with the further norms of Gemma 2 and 3; the mask is made as `generate` makes it."""
+    """One layer: of Gemma 1, or with the further norms of Gemma 2 and 3; `generate` makes the mask."""
 
-    def __init__(self, version: int, window: int | None) -> None:
+    def __init__(self, version: int) -> None:
         super().__init__()
         self.attention = Attention(version == 3, 50.0 if version == 2 else None)
         self.before, self.after = Norm(DIM), Norm(DIM)
         self.gate, self.up, self.down = linear(DIM, 1024), linear(DIM, 1024), linear(1024, DIM)
         self.further = nn.ModuleList([Norm(DIM), Norm(DIM)] if version > 1 else [])
-        self.window = window
 
-    def forward(self, x: Tensor, turns: Tensor, positions: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-        mask = masks(self.window).index_select(2, positions)
+    def forward(
+        self, x: Tensor, turns: Tensor, positions: Tensor, cache: tuple[Tensor, Tensor], mask: Tensor
+    ) -> Tensor:
         turns = turns.index_select(0, positions)
         h = self.attention(self.before(x), turns, positions, cache, mask)
         h = x + (self.after(h) if self.further else h)
@@ -89,8 +89,9 @@ class Block(nn.Module):
 
 def block(dtype: torch.dtype, version: int, s: int, start: int = 0, window: int | None = None) -> Made:
     cache = normal(dtype, 2, ROOM, GROUPS, D), normal(dtype, 2, ROOM, GROUPS, D)
-    inputs = normal(dtype, 2, s, DIM), rotations(2 * ROOM, D), torch.arange(start, start + s), cache
-    return Block(version, window).to(dtype), inputs
+    positions = torch.arange(start, start + s)
+    inputs = normal(dtype, 2, s, DIM), rotations(2 * ROOM, D), positions, cache
+    return Block(version).to(dtype), (*inputs, masks(window).index_select(2, positions))
 
 
 class Quantised(nn.Module):
@@ -105,18 +106,16 @@ class Quantised(nn.Module):
         return F.linear(x, self.weight * self.weight_scaler.unsqueeze(-1))
 
 
+NAME = "google/gemma_pytorch"
+CAUSAL, LOCAL = ((4, "causal"),), ((4, f"window:{WINDOW}"),)
 PIECES = (
-    Piece("google/gemma_pytorch", "Gemma 1 block, prefill", lambda dtype: block(dtype, 1, 24)),
-    Piece("google/gemma_pytorch", "Gemma 1 block, decode", lambda dtype: block(dtype, 1, 1, 30)),
-    Piece("google/gemma_pytorch", "Gemma 2 block, prefill", lambda dtype: block(dtype, 2, 24), why="tanh"),
-    Piece("google/gemma_pytorch", "Gemma 2 block, decode", lambda dtype: block(dtype, 2, 1, 30), why="tanh"),
-    Piece("google/gemma_pytorch", "Gemma 3 local block, prefill", lambda dtype: block(dtype, 3, 24, window=WINDOW)),
-    Piece("google/gemma_pytorch", "Gemma 3 local block, decode", lambda dtype: block(dtype, 3, 1, 30, WINDOW)),
-    Piece("google/gemma_pytorch", "Gemma 3 global block, decode", lambda dtype: block(dtype, 3, 1, 30)),
-    Piece(
-        "google/gemma_pytorch",
-        "int8 weights, projection",
-        lambda dtype: (Quantised().to(dtype), (normal(dtype, 16, DIM),)),
-        attentions=0,
-    ),
+    Piece(NAME, "Gemma 1 block, prefill", lambda dtype: block(dtype, 1, 24), assume=CAUSAL),
+    Piece(NAME, "Gemma 1 block, decode", lambda dtype: block(dtype, 1, 1, 30), assume=CAUSAL),
+    Piece(NAME, "Gemma 1 block, decode, nothing assumed", lambda dtype: block(dtype, 1, 1, 30), why="assume"),
+    Piece(NAME, "Gemma 2 block, prefill", lambda dtype: block(dtype, 2, 24), assume=CAUSAL, why="tanh"),
+    Piece(NAME, "Gemma 2 block, decode", lambda dtype: block(dtype, 2, 1, 30), assume=CAUSAL, why="tanh"),
+    Piece(NAME, "Gemma 3 local block, prefill", lambda dtype: block(dtype, 3, 24, window=WINDOW), assume=LOCAL),
+    Piece(NAME, "Gemma 3 local block, decode", lambda dtype: block(dtype, 3, 1, 30, WINDOW), assume=LOCAL),
+    Piece(NAME, "Gemma 3 global block, decode", lambda dtype: block(dtype, 3, 1, 30), assume=CAUSAL),
+    Piece(NAME, "int8 weights, projection", lambda dtype: (Quantised().to(dtype), (normal(dtype, 16, DIM),)), 0),
 )

@@ -15,7 +15,7 @@ from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.report import live_calls
-from fusion.testing import DTYPES, LEVELS, Level, Trial, capture
+from fusion.testing import DTYPES, LEVELS, Level, Trial
 
 from .base import Piece
 from .families import told
@@ -26,7 +26,7 @@ LAWS = (testing.means_what_it_says, testing.emits_valid_calls, testing.leaves_th
 
 
 def fused(piece: Piece, level: Level, dtype: torch.dtype) -> Trial:
-    captured = capture(*piece.made(dtype), level)
+    captured = piece.captured(dtype, level)
     graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
     outcome = fuse_graph(graph.graph, installed(), HOST, captured.facts)
     graph.recompile()
