@@ -232,7 +232,7 @@ class Positions:
         match x.op:
             case "full":
                 return _merged([(x.attrs[0], True)], x.dtype)
-            case "cast" | "scale" | "shift":
+            case "cast" | "scale" | "shift" | "log":
                 return self._mapped(x, at)
             case "add" | "mul":
                 pairs, how = self._pairs(x, at), add if x.op == "add" else mul
@@ -247,6 +247,8 @@ class Positions:
         inner = proven(self.constants(x.arg, at)).items()
         if x.op == "cast":
             return _merged(inner, x.dtype)
+        if x.op == "log":
+            return _merged([(_log(value), formula) for value, formula in inner], x.dtype)
         change, how = int(x.attrs[0]) if is_integer(x) else x.attrs[0], mul if x.op == "scale" else add
         return _merged([(how(value, change), formula) for value, formula in inner], x.dtype)
 
@@ -262,6 +264,10 @@ class Positions:
         yes, no = [self.constants(each, _spread(each, x, at)) for each in x.args[1:]]
         sides = ((condition, proven(yes)), (negation(condition), proven(no)))
         return _merged([(value, conjunction(here, f)) for here, side in sides for value, f in side.items()], x.dtype)
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf if value == 0 else math.nan
 
 
 def _of_truth(dtype: torch.dtype | None, formula: Formula) -> dict[float, Formula] | None:
