@@ -44,7 +44,7 @@ def check(piece: Piece, level: Level, dtype: torch.dtype) -> None:
         law(t)
 
 
-LEAST = 88
+LEAST = 90
 SETTINGS = [(piece, LEVELS[n % 3], DTYPES[n // 3 % 3]) for n, piece in enumerate(PIECES)]
 
 
