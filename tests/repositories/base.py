@@ -83,6 +83,11 @@ def rotations(positions: int, lanes: int) -> Tensor:
     return torch.polar(torch.ones_like(turned), turned)
 
 
+def of_experts(shares: Tensor, chosen: Tensor, experts: int) -> Tensor:
+    """The share of every expert, [tokens, experts]: what was chosen in no order."""
+    return torch.zeros(shares.shape[0], experts, dtype=shares.dtype).scatter(1, chosen.long(), shares)
+
+
 def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     """A projection whose results have about the size of what it is given."""
     made = nn.Linear(inputs, outputs, bias=bias)

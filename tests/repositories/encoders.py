@@ -54,6 +54,8 @@ class Heads(nn.Module):
 
 
 class Speech(nn.Module):
+    """Its weights stay in float32 and are cast when they are used."""
+
     def __init__(self, cross: bool) -> None:
         super().__init__()
         self.attn, self.attn_ln = Heads(), Norm(DIM)
@@ -68,14 +70,14 @@ class Speech(nn.Module):
 
 
 def speech(dtype: torch.dtype) -> Made:
-    return Speech(False).to(dtype), (normal(dtype, 2, 48, DIM),)
+    return Speech(False), (normal(dtype, 2, 48, DIM),)
 
 
 def text(dtype: torch.dtype, s: int, past: int = 0) -> Made:
     kept = tuple(normal(dtype, 2, past, DIM) for _ in range(2)) if past else None
     seen = tuple(normal(dtype, 2, 48, DIM) for _ in range(2)) if past else None
     mask = torch.empty(TEXT, TEXT).fill_(-np.inf).triu_(1)
-    return Speech(True).to(dtype), (normal(dtype, 2, s, DIM), normal(dtype, 2, 48, DIM), mask, kept, seen)
+    return Speech(True), (normal(dtype, 2, s, DIM), normal(dtype, 2, 48, DIM), mask, kept, seen)
 
 
 class Bert(nn.Module):

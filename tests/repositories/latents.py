@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Made, Piece, angles, linear, normal
+from .base import Made, Piece, angles, linear, normal, of_experts
 
 DIM, ROOM = 512, 320
 
@@ -136,7 +136,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.randn(experts, DIM) * DIM**-0.5)
         self.e_score_correction_bias = nn.Parameter(torch.randn(experts) * 0.1)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         x = x.view(-1, x.shape[-1])
         logits = F.linear(x.type(torch.float32), self.weight.type(torch.float32), None)
         if self.method == "noaux_tc":
@@ -147,7 +147,7 @@ class Gate(nn.Module):
             of_group = scores.view(x.shape[0], self.groups, -1).max(dim=-1).values
             choice = scores.masked_fill(~self.kept(of_group, 3).bool(), 0.0)
         shares, chosen = torch.topk(choice, k=6, dim=-1, sorted=False)
-        return chosen, shares * 16.0
+        return of_experts(shares * 16.0, chosen, self.experts)
 
     def kept(self, of_group: Tensor, count: int) -> Tensor:
         best = torch.topk(of_group, k=count, dim=-1, sorted=False)[1]
@@ -156,14 +156,15 @@ class Gate(nn.Module):
         size = self.experts // self.groups
         return mask.unsqueeze(-1).expand(-1, self.groups, size).reshape(-1, self.experts)
 
-    def corrected(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def corrected(self, scores: Tensor) -> Tensor:
         choice = scores.view(-1, self.experts) + self.e_score_correction_bias.unsqueeze(0)
         of_group = choice.view(-1, self.groups, self.experts // self.groups).topk(2, dim=-1)[0].sum(dim=-1)
         chosen = torch.topk(
             choice.masked_fill(~self.kept(of_group, min(4, self.groups)).bool(), 0.0), k=8, dim=-1, sorted=False
         )[1]
         shares = scores.gather(1, chosen)
-        return chosen, shares / (shares.sum(dim=-1, keepdim=True) + 1e-20) * 2.5
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20) * 2.5
+        return of_experts(shares, chosen, self.experts)
 
 
 def gate(dtype: torch.dtype, method: str, groups: int = 8) -> Made:

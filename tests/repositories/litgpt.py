@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Made, Piece, angles, linear, normal
+from .base import Made, Piece, angles, linear, normal, of_experts
 
 DIM, HEADS, GROUPS, D, ROOM = 512, 8, 2, 64, 96
 
@@ -178,7 +178,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.randn(experts, DIM) * DIM**-0.5)
         self.register_buffer("bias", torch.randn(experts))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         scores = F.linear(x.type(torch.float32), self.weight.type(torch.float32)).sigmoid()
         choice = scores.view(-1, self.experts) + self.bias.unsqueeze(0)
         size = self.experts // self.groups
@@ -190,7 +190,7 @@ class Router(nn.Module):
         chosen = torch.topk(choice.masked_fill(~kept.bool(), 0.0), k=6, dim=-1, sorted=False)[1]
         shares = scores.gather(1, chosen)
         shares /= shares.sum(dim=-1, keepdim=True) + 1e-20
-        return shares, chosen
+        return of_experts(shares, chosen, self.experts)
 
 
 NAME = "Lightning-AI/litgpt"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .base import Made, Piece, angles, linear, normal
+from .base import Made, Piece, angles, linear, normal, of_experts
 
 HEADS, GROUPS, D, PAGE, DIM = 8, 2, 64, 16, 512
 
@@ -153,7 +153,8 @@ def grouped_topk(logits: Tensor, bias: Tensor | None, top: int = 6, groups: int 
     shares, chosen = torch.topk(choice, k=top, dim=-1, sorted=False)
     if bias is not None:
         shares = scores.gather(1, chosen)
-    return (shares / shares.sum(dim=-1, keepdim=True)).to(torch.float32), chosen.to(torch.int32)
+    shares = (shares / shares.sum(dim=-1, keepdim=True)).to(torch.float32)
+    return of_experts(shares, chosen.to(torch.int32), scores.shape[-1])
 
 
 class Layer(nn.Module):
