@@ -1,10 +1,11 @@
-"""Write what the documentation takes from the code: the pages of operators and rules, and the listing in the README."""
+"""Write what the documentation takes from the code: generated pages, and the listing in the README."""
 
 from __future__ import annotations
 
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ def generated() -> dict[Path, str]:
         ROOT / "docs" / "operators.md": operators_page(),
         ROOT / "docs" / "rules.md": rules_page(),
         ROOT / "docs" / "words.md": words_page(),
+        ROOT / "docs" / "families.md": families_page(),
         readme: MARKS.sub(lambda found: f"{found[1]}{listing()}{found[2]}", readme.read_text()),
     }
 
@@ -96,6 +98,36 @@ def _rule(entry: RuleEntry) -> str:
 
 def _list(title: str, described: dict[str, str]) -> list[str]:
     return [f"{title}:\n", *(f"* `{name}`: {text}" for name, text in described.items()), ""] if described else []
+
+
+def families_page() -> str:
+    """What becomes of code in the manner of public repositories, from the texts in tests/goldens/expected."""
+    sys.path.insert(0, str(ROOT))
+    from tests.repositories.families import told
+    from tests.repositories.pieces import PIECES
+
+    found = {piece: told(piece) for piece in PIECES}
+    names = dict.fromkeys(piece.repository for piece in PIECES)
+    fused, all_of_them = sum(each.attentions for each in found.values()), sum(piece.attentions for piece in PIECES)
+    head = (
+        "# Families\n\nHow public repositories write attention, norms, rotations, caches and routers, and what "
+        "becomes of it in bfloat16 on ascend910_93. Each piece is written anew, in the manner of its repository: "
+        "[tests/repositories](../tests/repositories/pieces.py). "
+        f"{len(PIECES)} pieces of {len(names)} repositories; {fused} of {all_of_them} attentions become one operator "
+        "each, the last column says why the others do not. Written by `make docs`.\n"
+    )
+    return head + "".join(_family(name, found) for name in names)
+
+
+def _family(name: str, found: dict[Any, Any]) -> str:
+    lines = [f"\n## {name}\n", "| | launches | attentions | fused by | not, because |", "|---|---|---|---|---|"]
+    for piece, each in found.items():
+        if piece.repository == name:
+            rules = ", ".join(f"{rule}{f' ×{count}' if count > 1 else ''}" for rule, count in each.rules.items())
+            many = f"{each.attentions} of {piece.attentions}" if piece.attentions else ""
+            reasons = "<br>".join(_escaped(reason) for reason in each.refused)
+            lines.append(f"| {piece.what} | {each.before} → {each.after} | {many} | {_escaped(rules)} | {reasons} |")
+    return "\n".join(lines) + "\n"
 
 
 def listing() -> str:

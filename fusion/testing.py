@@ -7,7 +7,7 @@ widen(graph)                                   the same in float64, so that only
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.fx.immutable_collections import immutable_dict
 
 from fusion._torch import (
     Boxed,
@@ -54,17 +55,21 @@ BYTES = 64
 
 @dataclass(frozen=True)
 class Captured:
-    """A functional aten graph and the tensors (and sizes) that it takes, parameters included."""
+    """A functional aten graph and the tensors (and sizes) that it takes, parameters included.
+
+    `assumed` names inputs of the graph of which a user says what they are, as `Facts.assumed`.
+    """
 
     graph: fx.GraphModule
     inputs: tuple[Any, ...]
     strides: tuple[tuple[Any, ...] | None, ...] = ()
+    assumed: Mapping[str, str] = immutable_dict()
 
     @property
     def facts(self) -> Facts:
         """Which of the inputs are Parameters, and how the results lie when the function runs without a compiler."""
         parameters = parameter_inputs(self.graph.graph, marks(self.inputs))
-        return Facts(parameters, strides=self.strides, extensible=True)
+        return Facts(parameters, assumed=self.assumed, strides=self.strides, extensible=True)
 
 
 class _Stop(Exception):  # noqa: N818 - carries the result out of a compiled function

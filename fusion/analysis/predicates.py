@@ -251,7 +251,7 @@ class Positions(Extent):
         match x.op:
             case "full":
                 return merged([(x.attrs[0], True)], x.dtype)
-            case "cast" | "scale" | "shift":
+            case "cast" | "scale" | "shift" | "log":
                 return self._mapped(x, at)
             case "add" | "mul":
                 pairs, how = self._pairs(x, at), add if x.op == "add" else mul
@@ -289,6 +289,8 @@ class Positions(Extent):
         inner = proven(self.constants(x.arg, at)).items()
         if x.op == "cast":
             return merged(inner, x.dtype)
+        if x.op == "log":
+            return merged([(_log(value), formula) for value, formula in inner], x.dtype)
         change, how = int(x.attrs[0]) if is_integer(x) else x.attrs[0], mul if x.op == "scale" else add
         return merged([(how(value, change), formula) for value, formula in inner], x.dtype)
 
@@ -304,3 +306,7 @@ class Positions(Extent):
         yes, no = [self.constants(each, spread(each, x, at)) for each in x.args[1:]]
         sides = ((condition, proven(yes)), (negation(condition), proven(no)))
         return merged([(value, conjunction(here, f)) for here, side in sides for value, f in side.items()], x.dtype)
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf if value == 0 else math.nan

@@ -43,6 +43,11 @@ def added_infinity(q, k, v):
     return (hidden + scores_of(q, k)).softmax(-1) @ v
 
 
+def added_logarithm(q, k, v):
+    seen = torch.triu(torch.tril(torch.full((S, S), fill_value=1, dtype=q.dtype)), diagonal=-2)
+    return (scores_of(q, k) + torch.log(seen)).softmax(-1) @ v
+
+
 def added_lowest_of_one_minus(q, k, v):
     seen = torch.ones(S, S, dtype=q.dtype).tril()
     return (scores_of(q, k) + (1.0 - seen) * lowest(q)).softmax(-1) @ v
@@ -292,6 +297,7 @@ SPELLINGS = (
     Entry(filled_lowest, "causal_upper_left", seen=causal_seen),
     Entry(filled_billion, "causal_upper_left", seen=causal_seen),
     Entry(added_infinity, "causal_upper_left", seen=causal_seen),
+    Entry(added_logarithm, "causal_lower_right window 2", seen=lambda b, i, j: i - 2 <= j <= i),
     Entry(added_lowest_of_one_minus, "causal_upper_left", seen=causal_seen),
     Entry(added_times_ten_thousand, "causal_upper_left", seen=causal_seen),
     Entry(where_compared, "causal_upper_left", seen=causal_seen),

@@ -174,6 +174,18 @@ def scores_cut_off(q, k, v):
     return scores_of(q, k).to(torch.int32).to(q.dtype).softmax(-1) @ v
 
 
+def logarithm_of_two(q, k, v):
+    """Each query sees its own key twice."""
+    seen = torch.ones(S, S, dtype=q.dtype).tril()
+    return (scores_of(q, k) + torch.log(seen + seen.triu())).softmax(-1) @ v
+
+
+def logarithm_of_less(q, k, v):
+    """NaN where a key is hidden, not -inf."""
+    hidden = torch.ones(S, S, dtype=q.dtype).triu(1)
+    return (scores_of(q, k) + torch.log(1 - 2 * hidden)).softmax(-1) @ v
+
+
 def sums_cut_off(q, k, v):
     whole = q.to(torch.int8).to(q.dtype) @ k.to(torch.int8).to(q.dtype).mT
     return (whole + (q @ k.mT).to(torch.int32).to(q.dtype)).softmax(-1) @ v
@@ -671,6 +683,8 @@ LOOKALIKES = (
     refused(infinity_taken_from_itself, "is NaN"),
     refused(filled_with_nan, "something else than a number"),
     refused(scores_cut_off, "not both floats"),
+    refused(logarithm_of_two, "a bias of 0.69"),
+    refused(logarithm_of_less, "is NaN"),
     refused(sums_cut_off, "not proven to be a mask"),
     refused(weights_cut_off),
     Entry(

@@ -1,4 +1,4 @@
-"""What is recorded: every entry of the corpus, every example of a rule, every model in every mode."""
+"""What is recorded: the corpus, pieces in the manner of repositories, every example of a rule, every model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.attention import attention, attention_heads, attention_masks, lookali
 from tests.corpus.entries import LOOKALIKES, SPELLINGS
 from tests.latent import latent_attention
 from tests.models.families import CONFIGS, MODES, build
+from tests.repositories.pieces import PIECES
 from tests.sparse.test_sparse_attention import LOOKALIKES as LISTED_LOOKALIKES
 from tests.sparse.test_sparse_attention import SPELLINGS as LISTED
 from tests.support.tried import cases
@@ -44,6 +45,7 @@ def every() -> Iterator[Case]:
     yield from _attention()
     yield from _latent_attention()
     yield from _sparse_attention()
+    yield from _repositories()
     yield from _examples()
     yield from _models()
 
@@ -83,6 +85,11 @@ def _sparse_attention() -> Iterator[Case]:
 
 def _block(entry: Any, mode: str) -> Captured:
     return capture(entry.make(mode, DTYPE), entry.inputs(mode, DTYPE))
+
+
+def _repositories() -> Iterator[Case]:
+    for piece in PIECES:
+        yield Case(piece.file, piece.name, partial(piece.captured, DTYPE))
 
 
 def _examples() -> Iterator[Case]:

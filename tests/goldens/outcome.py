@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx as fx
@@ -16,7 +17,8 @@ from fusion.pipeline import Outcome, fuse_graph
 from fusion.report import live_calls
 from fusion.testing import Captured
 
-from .cases import Case
+if TYPE_CHECKING:
+    from .cases import Case
 
 FOLDER = Path(__file__).parent / "expected"
 TARGETS = ("host", "ascend910_93")

@@ -13,8 +13,8 @@ CASES = list(every())
 
 
 def settings() -> list[object]:
-    """A share of the examples at each push; corpora and models, which have tests of their own, every night."""
-    nightly = [() if case.file.startswith("example_") else (pytest.mark.nightly,) for case in CASES]
+    """A share of the examples and pieces at each push; corpora and models, which have their own tests, every night."""
+    nightly = [() if case.file.startswith(("example_", "repository_")) else (pytest.mark.nightly,) for case in CASES]
     return [
         pytest.param(case, id=f"{case.file}-{case.name}", marks=marks)
         for case, marks in zip(CASES, nightly, strict=True)

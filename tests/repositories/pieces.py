@@ -1,0 +1,42 @@
+"""All pieces."""
+
+from __future__ import annotations
+
+from . import (
+    books,
+    cann,
+    encoders,
+    gemma,
+    gpt_fast,
+    gpt_oss,
+    latents,
+    litgpt,
+    llama,
+    lucid,
+    mistral,
+    nano,
+    qwen,
+    references,
+    serving,
+    torchtune,
+)
+from .base import Piece
+
+PIECES: tuple[Piece, ...] = (
+    *llama.PIECES,
+    *gemma.PIECES,
+    *gpt_oss.PIECES,
+    *mistral.PIECES,
+    *qwen.PIECES,
+    *latents.PIECES,
+    *gpt_fast.PIECES,
+    *litgpt.PIECES,
+    *torchtune.PIECES,
+    *lucid.PIECES,
+    *nano.PIECES,
+    *books.PIECES,
+    *encoders.PIECES,
+    *serving.PIECES,
+    *references.PIECES,
+    *cann.PIECES,
+)
