@@ -80,5 +80,6 @@ def test_published_style_keeps_its_order(absorbs: bool, lora: bool, mode: str):
     names = applied(t)
     assert not any("prolog" in each for each in names)
     testing.means_what_it_says(t)
-    assert ("latent_attention" if absorbs else "attention") in names, "\n".join(map(str, t.outcome.refusals))
+    fitting = {"latent_attention", "attention"} if absorbs else {"attention"}  # of small sizes either is as good
+    assert fitting.intersection(names), "\n".join(map(str, t.outcome.refusals))
     assert names.count("rope") == 2
