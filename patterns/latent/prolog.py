@@ -3,11 +3,13 @@
     c = s norm(x W_DQ)    [q, q_r] = c W_UQ, per head      query = q W_UK        query_rope = rope(q_r)
     [k, k_r] = x W_DKV    latent = t norm(k)               key_rope = rope(k_r)  both written to a cache
 
-*Matches* the projections of both latents, their norms, the rotation of pairs to halves and the writes of a store
-(DeepSeek-V2, 2024), with layers in floats or W8A8, beside an attention that reads absorbed queries; where the latent is
-stored in int8 by one scale, those are quantised for each token and head. *Replaces with* `npu_mla_prolog_v3`, whose
-contract says which of these go together, and which quantises before numbers would be rounded. Where that is left out,
-with its older versions, launched one by one.
+*Matches* the projections of both latents, apart or joined, their norms, the rotation of pairs in either order to either
+order and the writes of a store (DeepSeek-V2, 2024), with layers in floats or W8A8, beside an attention that reads
+absorbed queries; where the latent is stored in int8 by one scale, those are quantised for each token and head.
+*Replaces with* `npu_mla_prolog_v3`, whose contract says which of these go together, and which quantises before numbers
+would be rounded; it gives halves, so that a cache that keeps pairs is written from rows of its own, put in pairs. Gains
+and tables in float32 are rounded to the dtype of the model. Where it is left out, with its older versions, launched one
+by one.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_look_alike_is_no_latent_attention(form: Callable[..., Any], reason: str
 
 @pytest.mark.parametrize(("absorbs", "lora", "mode"), list(product((True, False), (True, False), ("prompt", "step"))))
 def test_published_style_keeps_its_order(absorbs: bool, lora: bool, mode: str):
-    """Rotated neighbours stay neighbours in the cache: a rotation and a write, never the prolog."""
+    """Rotated neighbours stay neighbours in the cache; without gains of norms, a rotation and a write, no prolog."""
     tokens, start = (6, 0) if mode == "prompt" else (1, 9)
     block = corpus.Block(absorbs, torch.bfloat16, lora)
     x = corpus.activations(30, corpus.B, tokens, corpus.HIDDEN).to(torch.bfloat16)
