@@ -25,7 +25,7 @@ class Refusal:
         node: the user's node at which it was decided.
         target: the target whose limit refused, "" where it would be refused anywhere.
         variant: the form that was refused, where forms of the rule vary.
-        benefit: predicted microseconds that it would have saved, -inf where that is not known.
+        benefit: predicted microseconds that it would have saved where a limit refused it, else -inf.
     """
 
     rule: str

@@ -1,9 +1,17 @@
-"""How the result of attention may be arranged where sizes are symbolic."""
+"""How the result of attention may be arranged where sizes are symbolic, what its rows are, and what is told of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
 from fusion.testing import capture
 from tests.engine.graphs import numbers, read_graph
 
@@ -21,3 +29,58 @@ def test_a_result_that_is_arranged_by_several_symbolic_sizes_is_left_alone():
     assert [each.reason for _, each in readings.missed("softmax_attention")] == [
         "the result is arranged by several symbolic sizes"
     ]
+
+
+def decoded(q: Tensor, rows: Tensor) -> Tensor:
+    """q [B, 1, N, C + Dr] over rows [B, T, C + Dr] whose first 32 lanes are values."""
+    weights = torch.einsum("bshc,btc->bsht", q, rows).softmax(-1)
+    return torch.einsum("bsht,btc->bshc", weights, rows[..., :32])
+
+
+def last_lanes(q: Tensor, rows: Tensor) -> Tensor:
+    """The same where the values are the last lanes."""
+    weights = torch.einsum("bshc,btc->bsht", q, rows).softmax(-1)
+    return torch.einsum("bsht,btc->bshc", weights, rows[..., 16:])
+
+
+def other_values(q: Tensor, rows: Tensor) -> Tensor:
+    """The same of lanes in the middle, which are no latent beside its rotated lanes."""
+    weights = torch.einsum("bshc,btc->bsht", q, rows).softmax(-1)
+    return torch.einsum("bsht,btc->bshc", weights, rows[..., 8:40])
+
+
+def queries_of(form: Callable[..., Tensor], heads: int = 16) -> list[Any]:
+    """Sizes of the queries of the one attention that is read, N and S."""
+    captured = capture(form, (numbers(2, 1, heads, 48), numbers(2, 64, 48, seed=1)))
+    readings = read_graph(captured.graph.graph, captured.facts).readings
+    return [each.captures["q"].shape[1:3] for _, each in readings.all("softmax_attention")]
+
+
+def test_rows_over_a_latent_are_heads_of_one_query():
+    assert queries_of(decoded) == queries_of(last_lanes) == [(16, 1)]
+    assert queries_of(other_values) == [(1, 16)]
+    assert queries_of(decoded, heads=144) == [(1, 144)]
+
+
+def over_a_latent(q: Tensor, rows: Tensor) -> Tensor:
+    """q [B, N, C + Dr] over rows [B, T, C + Dr]."""
+    return F.scaled_dot_product_attention(q, rows, rows[..., :512], scale=0.07)
+
+
+def in_float32(q: Tensor, rows: Tensor) -> Tensor:
+    """The same, of which the result is kept in float32: the operator would round it."""
+    weights = (q.float() @ rows.float().mT).mul(0.07).softmax(-1)
+    return weights @ rows[..., :512].float()
+
+
+def refusals(form: Callable[..., Tensor]) -> list[tuple[str, str]]:
+    """The rules that are refused on a chip, and why."""
+    captured = capture(form, (numbers(2, 16, 576).bfloat16(), numbers(2, 128, 576, seed=1).bfloat16()))
+    outcome = fuse_graph(captured.graph.graph, installed(), Options(target="ascend910_93"), captured.facts)
+    return [(each.rule, each.reason) for each in outcome.refusals]
+
+
+def test_of_one_attention_one_reason_is_told_and_none_where_it_is_fused():
+    assert refusals(over_a_latent) == []
+    ((_, reason),) = refusals(in_float32)
+    assert "needs query in bfloat16" in reason

@@ -162,8 +162,10 @@ class Planner:
             if cause is None:
                 options.append(offer)
                 continue
-            on = self.target.name if isinstance(cause, str) and self.target.is_npu else ""
-            refusal = Refusal(match.rule.name, cause, match.node, on, match.variant, offer.benefit)
+            by_limit = isinstance(cause, str)
+            on = self.target.name if by_limit and self.target.is_npu else ""
+            lost = offer.benefit if by_limit else -math.inf
+            refusal = Refusal(match.rule.name, cause, match.node, on, match.variant, lost)
             refused.append((refusal, offer.benefit, _operators(offer.plan)))
         best = max(options, key=_together, default=None)
         missed = [
