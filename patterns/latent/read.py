@@ -170,6 +170,10 @@ def latent_operands(graph: Graph) -> Iterator[Found]:
             yield attention.captures["k"], Miss(rule, parts)
         elif parts is not None:
             yield from parts.items()
+            k = attention.captures["k"]
+            if k is attention.captures["v"] and k in parts:  # one projection gives both
+                of = parts[k].captures
+                yield k, Reading("latent_values", {"latent": of["latent"], "up": swapped(graph.algebra, of["up"])})
 
 
 @proof
@@ -188,7 +192,7 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
         return "keys and values are projected from different latents"
     v_read = {v: Reading("latent_values", {"latent": keys.up.source, "up": swapped(a, values.lanes(a, v.shape[-1]))})}
     read, sources = proven(read_keys(a, found, q, k, keys, rows))
-    return read | v_read | sources
+    return v_read | read | sources
 
 
 @dataclass(frozen=True)
