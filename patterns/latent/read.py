@@ -133,7 +133,9 @@ def sources(value: Value) -> Iterator[Value]:
 def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
     """From which lane of each head of [B, S, N, width] on `value` is, and whether heads stand before positions."""
     count: Any = value.shape[-1]
-    both = (opened, a.permute(opened, (0, 2, 1, 3)))
+    both = [opened, a.permute(opened, (0, 2, 1, 3))]
+    if opened.shape[0] == 1:  # turned before one sequence had a dim
+        both.append(a.reshape(a.permute(a.reshape(opened, opened.shape[1:]), (1, 0, 2)), both[1].shape))
     starts = {0, *(each.attrs[1] for each in sources(value) if each.op == "slice")} if isinstance(count, int) else ()
     for start in sorted(starts):
         forms = [a.slice(each, -1, start, start + count) for each in both]
