@@ -133,7 +133,9 @@ def sources(value: Value) -> Iterator[Value]:
 def placed(a: Algebra, value: Value, opened: Value) -> tuple[int, bool] | None:
     """From which lane of each head of [B, S, N, width] on `value` is, and whether heads stand before positions."""
     count: Any = value.shape[-1]
-    both = (opened, a.permute(opened, (0, 2, 1, 3)))
+    both = [opened, a.permute(opened, (0, 2, 1, 3))]
+    if opened.shape[0] == 1:  # turned before one sequence had a dim
+        both.append(a.reshape(a.permute(a.reshape(opened, opened.shape[1:]), (1, 0, 2)), both[1].shape))
     starts = {0, *(each.attrs[1] for each in sources(value) if each.op == "slice")} if isinstance(count, int) else ()
     for start in sorted(starts):
         forms = [a.slice(each, -1, start, start + count) for each in both]
@@ -170,6 +172,10 @@ def latent_operands(graph: Graph) -> Iterator[Found]:
             yield attention.captures["k"], Miss(rule, parts)
         elif parts is not None:
             yield from parts.items()
+            k = attention.captures["k"]
+            if k is attention.captures["v"] and k in parts:  # one projection gives both
+                of = parts[k].captures
+                yield k, Reading("latent_values", {"latent": of["latent"], "up": swapped(graph.algebra, of["up"])})
 
 
 @proof
@@ -188,7 +194,7 @@ def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str |
         return "keys and values are projected from different latents"
     v_read = {v: Reading("latent_values", {"latent": keys.up.source, "up": swapped(a, values.lanes(a, v.shape[-1]))})}
     read, sources = proven(read_keys(a, found, q, k, keys, rows))
-    return read | v_read | sources
+    return v_read | read | sources
 
 
 @dataclass(frozen=True)

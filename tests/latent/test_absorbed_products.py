@@ -17,6 +17,8 @@ from fusion import Report, explain, testing
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.stages.canonicalise import canonicalise
+from fusion.stages.read import read
 from fusion.testing import LEVELS, Trial, capture
 
 from . import absorbed_products as corpus
@@ -38,6 +40,12 @@ def applied(t: Trial) -> set[str]:
     return {each.match.rule.name for each in t.outcome.chosen}
 
 
+def costs_less_expanded(t: Trial) -> bool:
+    """Whether a latent is read, but the operator of attention takes less for what the model expands."""
+    graph, _ = read(canonicalise(t.captured.graph.graph, t.captured.facts), installed().readers)
+    return "attention" in applied(t) and bool(graph.readings.all("unrotated_keys"))
+
+
 def settings(forms: tuple[Callable[..., Any], ...]) -> Iterator[Any]:
     """Every way in one setting; in all of them every night."""
     cells = list(product(corpus.SIZES, DTYPES, LEVELS))
@@ -52,7 +60,8 @@ def settings(forms: tuple[Callable[..., Any], ...]) -> Iterator[Any]:
 @pytest.mark.parametrize(("form", "of"), settings(corpus.UNROTATED + corpus.PLAIN))
 def test_neither_keys_nor_values_are_computed(form: Callable[..., Any], of: corpus.Setting):
     t = tried(form, of)
-    assert applied(t) & {"absorbed_products", "latent_attention"}, "\n".join(map(str, t.outcome.refusals))
+    absorbed = applied(t) & {"absorbed_products", "latent_attention"}
+    assert absorbed or costs_less_expanded(t), "\n".join(map(str, t.outcome.refusals))
     testing.means_what_it_says(t)
     testing.emits_valid_calls(t)
 
