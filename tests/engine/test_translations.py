@@ -341,7 +341,7 @@ FORMS = {
     ),
     "what stands at places": (
         lambda build: build(aten.gather.default, build.input(4, 8), -1, build.input(4, 3, dtype=i64)),
-        "gather(arg0_1, arg1_1)",
+        "take(arg0_1, arg1_1)",
     ),
     "the rest of places by more than there are": (
         lambda build: build(aten.remainder.Scalar, build(aten.arange.default, 8), 8),
