@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, tensor, variants
+from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,6 @@ class CacheWrite(Rule):
     def slid(self, p, into):
         """A roll by S whose last S positions are overwritten: the canonicaliser proves which positions stay."""
         return p.slide(**vars(into))
-
-    @lookalike("its rows are added to what the cache holds, or chosen by a mask: the operator replaces numbered rows")
-    def accumulated(self, p, cache=tensor("*C"), index=tensor("*I"), rows=tensor("*R")):
-        """What is left of index_put: accumulate, or an index of booleans."""
-        return p.op(("aten.index_put.default", "aten._unsafe_index_put.default"), cache, index, rows)
 
     def guard(self, into: Any):
         """What a pair of caches asks for."""

@@ -27,10 +27,14 @@ _UNREAD = (
 )  # fmt: skip
 """Ops without canonical form that change some elements of their first argument."""
 
+_PUT = ("aten.index_put.default", "aten._unsafe_index_put.default")
+"""What is left of them: an index of booleans, or rows that are added."""
+
 Outcome = Reading | str | None
 
 _STEP = "the rows go to every position in {step}; the operator replaces neighbours"
 _MULTIPLIED = "what it replaces is multiplied by 0, which keeps infinities and NaN; select with torch.where"
+_ADDED = "its rows are added to what the cache holds, or chosen by a mask: the operator replaces numbered rows"
 _NO_FORM = "its rows are not proven to go, one by one, to places of their own along one axis or in pages"
 _SEVERAL = "it selects by something other than one position for every sequence: {why}"
 
@@ -87,7 +91,8 @@ class Writes:
             return self._rows(*value.args, axis=value.attrs[0])
         if value.op in others:
             return (others[value.op](value),)
-        return (_NO_FORM,) if value.op in _UNREAD and self._is_cache(value.arg) else ()
+        added = (_ADDED,) if value.op in _PUT and unviewed(value.arg).op == "input" else ()
+        return (*added, *((_NO_FORM,) if value.op in _UNREAD and self._is_cache(value.arg) else ()))
 
     def _is_cache(self, value: Value) -> bool:
         """Whether a value is, whole, an input that the graph changes, as it was or after a write."""

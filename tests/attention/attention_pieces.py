@@ -56,6 +56,11 @@ def three_pieces(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
+def padded_with_zeros(q, k, v):
+    bias = torch.zeros(S, S, dtype=q.dtype).masked_fill_(future(S), -math.inf)
+    return (scores_of(q, k) + F.pad(bias, (P, 0))).softmax(-1) @ v
+
+
 def hidden_first_keys(q, k, v):
     mask = torch.cat((torch.full((S, P), -math.inf), above(S)), -1).to(q.dtype)
     return (scores_of(q, k) + mask).softmax(-1) @ v
@@ -148,6 +153,7 @@ SPELLINGS = (
         Entry(form, "causal_lower_right", seen=ends, keys=T)
         for form in (
             zeros_before_a_triangle, least_behind_zeros, false_before_true, ones_before_tril, three_pieces,
+            padded_with_zeros,
             added_to_the_last, assigned_to_the_last, filled_in_the_last, kept_in_the_last, indexed_in_the_last,
         )
     ),

@@ -26,6 +26,14 @@ from patterns.attention.assumed import Assumed
 HOST = Options(target="host", lower="eager")
 
 
+def attend_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention with a mask [S, T] or [B, S, T]."""
+    each = mask if mask.dim() < 3 else mask[:, None]
+    scores = q @ k.repeat_interleave(2, 1).mT / 8
+    scores = scores.masked_fill(~each, -torch.inf) if mask.dtype == torch.bool else scores + each
+    return scores.softmax(-1) @ v.repeat_interleave(2, 1)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
@@ -44,18 +52,22 @@ def mask_of(kind: str, queries: int, keys: int, lengths: list[int], dtype: torch
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
-def fused(kind: str, mask: Tensor, queries: int, keys: int) -> tuple[dict[str, Any] | None, Any]:
+def fused(
+    kind: str, mask: Tensor, queries: int, keys: int, batch: int = 0, form: Any = attend
+) -> tuple[dict[str, Any] | None, Any]:
     """The arguments of the operator that attention becomes, and the outcome; its numbers are eager's."""
     g = torch.Generator().manual_seed(0)
-    batch = mask.shape[0]
+    batch = batch or mask.shape[0]
     shapes = ((batch, 4, queries, 64), (batch, 2, keys, 64), (batch, 2, keys, 64))
     inputs = (*(torch.randn(shape, generator=g) for shape in shapes), mask)
     assert holds(mask, kind), "the test's own mask"
-    graph = testing.capture(attend, inputs, "composite").graph
-    name = graph.graph.find_nodes(op="placeholder")[3].name
+    captured = testing.capture(form, inputs, "composite")
+    graph = captured.graph
+    places = graph.graph.find_nodes(op="placeholder")
+    name = next(node.name for node in places if node.meta["val"].shape == mask.shape)
     outcome = fuse_graph(graph.graph, installed(), HOST, Facts(assumed={name: kind}))
     graph.recompile()
-    torch.testing.assert_close(graph(*inputs)[0], attend(*inputs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(graph(*captured.inputs)[0], form(*inputs), rtol=1e-5, atol=1e-5)
     assert outcome.assumed <= {name}
     calls = [node for node in graph.graph.nodes if emitted(node)]
     return (dict(calls[0].kwargs) if calls else None), outcome
@@ -69,6 +81,28 @@ def test_a_whole_sequence_needs_no_mask(kind, dtype):
     assert given.get("pre_tokens", 2) == 2
     assert list(given["atten_mask"].meta["val"].shape) == [2048, 2048]
     assert len(outcome.assumed) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("lengths", [[9], [5, 16, 9]], ids=["S T", "B S T"])
+@pytest.mark.parametrize("queries", [3, 16])
+def test_a_mask_without_heads_is_told_as_well(queries, lengths, dtype):
+    lengths = [16] * len(lengths) if queries == 16 else lengths
+    mask = mask_of("causal", queries, 16, lengths, dtype)[:, 0]
+    given, outcome = fused("causal", mask[0] if len(lengths) == 1 else mask, queries, 16, 3, attend_by_hand)
+    assert ("actual_seq_kvlen" in given and given["actual_seq_kvlen"] is not None) == (queries == 3)
+    assert given["sparse_mode"] == (3 if queries == 3 else 2)
+    assert len(outcome.assumed) == 1
+
+
+def test_a_mask_of_another_length_for_each_head_is_not_told():
+    def by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.repeat_interleave(2, 1).mT + mask).softmax(-1) @ v.repeat_interleave(2, 1)
+
+    mask = mask_of("causal", 3, 16, [5, 16, 9, 7], torch.float32)[:, 0]
+    given, outcome = fused("causal", mask, 3, 16, 2, by_heads)
+    assert given is None
+    assert any("differs from head to head" in each.reason for each in outcome.refusals)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])

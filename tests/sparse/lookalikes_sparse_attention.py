@@ -7,10 +7,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.attention.attention_base import lowest
-
 from .sparse_attention_base import HEADS, UNFUSED, B, K, X, choose, entry, hide, score
 from .sparse_attention_blocks import PagedApart, in_pages
+from .sparse_attention_lists import lowered_twice
 
 SEVERAL = ("prefill", "chunk")
 SUM = "what is chosen from is not the sum over heads"
@@ -266,10 +265,16 @@ def for_other_sequences(places, seen, x):
     return hide(places.flip(0), seen, x)
 
 
-def lowered_twice(places, seen, x):
-    causal = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, lowest(x) / 2)
-    listed = torch.zeros(*places.shape[:2], seen.shape[-1], dtype=x.dtype)
-    return (listed + lowest(x) / 4).scatter(-1, places, 0.0).unsqueeze(1) + causal
+def of_all(scores, seen):
+    return scores.topk(min(K, scores.shape[-1]), -1).indices
+
+
+def of_lowered(scores, seen):
+    return (scores - 20000.0 * (~seen).to(scores.dtype)).topk(min(K, scores.shape[-1]), -1).indices
+
+
+def of_others(scores, seen):
+    return scores.masked_fill(seen, -math.inf).topk(min(K, scores.shape[-1]), -1).indices
 
 
 def list_of_one_sequence(places, seen, x):
@@ -329,7 +334,9 @@ LOOKALIKES = (
     entry("counted_from_the_end", hide=counted_from_the_end, **UNFUSED),
     entry("for_other_queries", hide=for_other_queries, **UNFUSED),
     entry("for_other_sequences", hide=for_other_sequences, indexer=0),
-    entry("lowered_twice", ("prefill", "chunk", "step"), hide=lowered_twice, **UNFUSED, reason="lowered least"),
+    entry("chosen_of_all", ("chunk",), choose=of_all, hide=lowered_twice, **UNFUSED, reason="lowered least"),
+    entry("chosen_of_lowered", ("chunk",), choose=of_lowered, hide=lowered_twice, **UNFUSED, reason="lowered least"),
+    entry("chosen_of_others", ("chunk",), choose=of_others, hide=lowered_twice, **UNFUSED, reason="lowered least"),
     entry("keys_of_queries", ("chunk",), score=keys_of_queries, tokens=2, indexer=0, reason=SUM),
     entry("keys_of_queries_turned", ("chunk",), score=keys_of_queries_turned, tokens=2, indexer=0, reason=SUM),
     entry("paged_apart", ("step",), block=PagedApart, cache=in_pages, reason="have block tables of their own"),

@@ -176,6 +176,12 @@ def scattered_tensor(places, seen, x):
     return (listed.scatter(-1, places, torch.ones_like(places, dtype=torch.bool)) & seen).unsqueeze(1)
 
 
+def lowered_twice(places, seen, x):
+    causal = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, lowest(x) / 2)
+    listed = torch.zeros(*places.shape[:2], seen.shape[-1], dtype=x.dtype)
+    return (listed + lowest(x) / 4).scatter(-1, places, 0.0).unsqueeze(1) + causal
+
+
 def turned_to_lowest(places, seen, x):
     listed = torch.zeros(*places.shape[:2], seen.shape[-1], dtype=x.dtype).scatter(-1, places, 1.0)
     return ((1.0 - listed * seen.to(x.dtype)) * lowest(x)).unsqueeze(1)
@@ -266,6 +272,7 @@ SPELLINGS = (
     entry("scattered_in_place", hide=scattered_in_place),
     entry("scattered_ones", hide=scattered_ones),
     entry("scattered_tensor", hide=scattered_tensor),
+    entry("lowered_twice", hide=lowered_twice),
     entry("turned_to_lowest", hide=turned_to_lowest),
     entry("compared", hide=compared),
     entry("one_hot", hide=one_hot),

@@ -12,6 +12,7 @@ import torch
 
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import MAX_STOP
+from fusion.graph.logic import constant
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise import parts
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
@@ -173,6 +174,25 @@ def _roll(a: Algebra, out: Out, x: Value, shifts: Sequence[Any], dims: Sequence[
 def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value:
     """`x` from its position `first` on, and then what stands before."""
     return a.cat([proven(a.slice(x, axis, first, int(x.shape[axis]))), proven(a.slice(x, axis, 0, first))], axis)
+
+
+@arranges("aten.constant_pad_nd.default", "aten.pad.default")
+def _pad(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], *how: Any) -> Translated:
+    """Numbers beside those of a mask that no input gives, from the last dim on."""
+    mode, fill = how if how[:1] and isinstance(how[0], str) else ("constant", how[0] if how else 0)
+    must(mode == "constant" and all(isinstance(each, int) and each >= 0 for each in sizes))
+    must(isinstance(fill or 0, (int, float)) and _is_constant(x))
+    for place, count in enumerate(sizes):
+        if count:
+            axis = x.rank - 1 - place // 2
+            beside = constant(a, fill or 0, (*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
+            x = a.cat([x, beside] if place % 2 else [beside, x], axis)
+    return x
+
+
+def _is_constant(x: Value) -> bool:
+    """Whether no input is among what a value is computed from."""
+    return x.op != "input" and not x.op.startswith("aten.") and all(map(_is_constant, x.args))
 
 
 @arranges("aten.flip.default")
