@@ -46,7 +46,7 @@ def reads_in_place(t: Trial) -> None:
     emits_valid_calls(t)
 
 
-@pytest.mark.parametrize(("form", "level", "dtype"), settings(1))
+@pytest.mark.parametrize(("form", "level", "dtype"), settings(2))
 def test_rows_are_read_in_place(form: Form, level: Level, dtype: torch.dtype):
     reads_in_place(tried(form, SMALL, dtype, level))
 
