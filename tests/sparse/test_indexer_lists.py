@@ -57,7 +57,7 @@ def test_a_list_is_found_by_the_operator(form: Form, level: Level, dtype: torch.
 def test_rows_of_a_list_are_attended_to(form: Form):
     t = tried(form, "sparse_attention", torch.bfloat16)
     (found,) = forms(t)
-    assert found in ("by_gathered_rows[IndexedRows, Rows]", "by_gathered_rows[GatheredRows, Rows]")
+    assert found in ("by_gathered_rows[IndexedRows, LatentRows]", "by_gathered_rows[GatheredRows, LatentRows]")
     means_what_it_says(t)
     emits_valid_calls(t)
 
