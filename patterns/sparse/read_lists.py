@@ -14,7 +14,7 @@ from fusion import reader
 from fusion.analysis.affine import Affine, Formula, conjuncts, moved, number
 from fusion.analysis.intervals import uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
-from fusion.graph.dims import INDEX_DTYPES
+from fusion.graph.dims import INDEX_DTYPES, but_ones
 from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.masks import Masks, Term, unseen
@@ -65,6 +65,9 @@ def listed(assumed: Assumed, value: Value) -> Reading | str | None:
     found = indexed(assumed, places)
     if isinstance(found, str):
         return None if found == NOT_A_SUM else found
+    rows = (*found.captures["query"].shape[:2], places.shape[-1])
+    if value.shape[-1:] != places.shape[-1:] or but_ones(value.shape) != but_ones(rows):
+        return None
     if written.op == "where":
         same = _hides(assumed, written, places, found)
     else:
@@ -92,7 +95,10 @@ def _all_see(masks: Masks, seen: Formula, count: Any) -> bool:
     if bounds.rest or bounds.low is not None:
         return False
     first = bounds.high
-    return first is None or (not first.terms and isinstance(first.constant, int) and first.constant + 1 >= count)
+    if first is None:
+        return True
+    known = not first.terms and isinstance(first.constant, int) and isinstance(count, int)
+    return known and first.constant + 1 >= count
 
 
 def _hides(assumed: Assumed, written: Value, places: Value, found: Indexed) -> bool:

@@ -77,6 +77,10 @@ def narrow(q, k, w):
     return by_matmul(q, k, w).topk(K, dim=-1).indices.to(torch.int32)
 
 
+def flattened(q, k, w):
+    return by_einsum(q, k, w).topk(K, -1).indices.flatten(1) * 2
+
+
 def as_many_as_there_are(q, k, w):
     scores = by_sum(q, k, w)
     return scores.topk(min(K, scores.shape[-1]), dim=-1).indices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,10 +36,18 @@ def forms(t: Trial) -> list[str]:
     return [each.match.form for each in t.outcome.chosen if each.match.rule is t.rule]
 
 
-@pytest.mark.parametrize("number", range(9), ids=lambda each: f"{LEVELS[each % 3]}-{DTYPES[each // 3]}")
-@pytest.mark.parametrize("form", RETURNED, ids=lambda each: each.__name__)
-def test_a_list_is_found_by_the_operator(form: Form, number: int, request: pytest.FixtureRequest):
-    t = tried(form, "indexer_topk", DTYPES[number // 3], LEVELS[number % 3])
+def settings() -> Iterator[Any]:
+    """Every spelling at one level in one dtype; in all of them every night."""
+    for number, form in enumerate(RETURNED):
+        for place in range(len(LEVELS) * len(DTYPES)):
+            level, dtype = LEVELS[(number + place) % 3], DTYPES[(number + place // 3) % 3]
+            marks = [pytest.mark.nightly] if place else []
+            yield pytest.param(form, level, dtype, id=f"{form.__name__}-{level}-{dtype}", marks=marks)
+
+
+@pytest.mark.parametrize(("form", "level", "dtype"), settings())
+def test_a_list_is_found_by_the_operator(form: Form, level: Level, dtype: torch.dtype):
+    t = tried(form, "indexer_topk", dtype, level)
     assert forms(t) == ["listed[Indexer]"], "\n".join(map(str, t.outcome.refusals))
     means_what_it_says(t)
     emits_valid_calls(t)
@@ -49,7 +57,7 @@ def test_a_list_is_found_by_the_operator(form: Form, number: int, request: pytes
 def test_rows_of_a_list_are_attended_to(form: Form):
     t = tried(form, "sparse_attention", torch.bfloat16)
     (found,) = forms(t)
-    assert found in ("by_gathered_rows[IndexedRows, Rows]", "by_gathered_rows[GatheredRows, Rows]")
+    assert found in ("by_gathered_rows[IndexedRows, LatentRows]", "by_gathered_rows[GatheredRows, LatentRows]")
     means_what_it_says(t)
     emits_valid_calls(t)
 
