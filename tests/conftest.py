@@ -40,7 +40,7 @@ SHARES = {
     "models/test_projections.py": 2,
     "models/test_sparse_attention.py": 4,
     "latent/test_w8a8c8.py": 3,
-    "repositories/test_pieces.py": 40,
+    "repositories/test_pieces.py": 25,
     "operators/test_fallbacks.py": 8,
     "operators/test_meta.py": 8,
 }
