@@ -46,7 +46,7 @@ def check(piece: Piece, level: Level, dtype: torch.dtype) -> None:
         law(t)
 
 
-LEAST = 90
+LEAST = 100
 """How many attentions of all pieces become one operator each, at least."""
 SETTINGS = [(piece, LEVELS[n % 3], DTYPES[n // 3 % 3]) for n, piece in enumerate(PIECES)]
 
@@ -73,14 +73,7 @@ def test_names_are_unique():
 
 
 # Stay as they are, and nothing says why yet.
-SILENT = {
-    "jingyaogong/minimind block, decode": "a mask is added to a part of the scores",
-    "jingyaogong/minimind block, a prompt behind another": "a mask is added to a part of the scores",
-    "vllm-project/vllm ref_paged_attn, soft caps": "scores without a batch are capped",
-    "deepseek-ai/FlashMLA sparse prefill": "rows are gathered by a list",
-    "deepseek-ai/FlashMLA sparse decode": "rows are gathered by a list",
-    "hicann/cann-recipes-infer attention over chosen rows": "one query, without a dim for it",
-}
+SILENT = {"vllm-project/vllm ref_paged_attn, soft caps": "that the second product is no projection is told instead"}
 
 
 def test_attentions_become_one_operator_or_have_a_reason():
