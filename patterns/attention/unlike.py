@@ -43,12 +43,19 @@ def _place(x: Value, axis: int) -> int | None:
     return axis
 
 
+def _is_attended(product: Value) -> bool:
+    """Whether a product sums over the dim of a softmax: it is weights times values itself."""
+    sides = ((side, side.rank + axis) for side, axis in zip(product.args, (-1, -2), strict=True))
+    found = ((side.below("cast", "permute"), _place(side, axis)) for side, axis in sides)
+    return any(place is not None and place == softmax.rank + softmax.attrs[0] for softmax, place in found)
+
+
 def _down(x: Value, op: str, passed: Sequence[str]) -> tuple[str, Value | None]:
     """The first op that is not passed on the way down to the value of an op that has as many elements; that value."""
     odd = ""
     while x.op != op:
         below = [each for each in x.args if x.op in _ARRANGED or prod(each.shape) == prod(x.shape)]
-        if not below:
+        if not below or (x.op == "matmul" and _is_attended(x)):
             return odd, None
         if x.op not in passed and not odd:
             odd = _WORDS.get(x.op, x.op.removeprefix("aten.").removesuffix(".default"))

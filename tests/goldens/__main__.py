@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from multiprocessing import get_context
 
 from rich.progress import track
 
@@ -40,7 +41,7 @@ def main() -> int:
         names = ", ".join(sorted({case.file for case in _cases()}))
         parser.error(f"no file has {given.files!r} in its name; there are {names}")
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    with ProcessPoolExecutor(given.workers) as pool:
+    with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:  # torch's threads do not survive a fork
         texts = pool.map(_text, chosen, chunksize=4)
         for number, body in zip(chosen, track(texts, "recording", total=len(chosen)), strict=True):
             case = _cases()[number]

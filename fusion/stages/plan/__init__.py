@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import sub
 from types import MappingProxyType
@@ -93,11 +93,16 @@ class Planner:
                 offers[match] = self._beside(offers[match], made, offers, shared)
             best = self._best(match, plans[match], offers[match])
             found.extend(() if best is None else (best,))
-        return [*found, *together.pairs(found, partial(self._beside_another, shared))]
+        return [*found, *together.pairs(found, self._beside_another)]
 
-    def _beside_another(self, shared: _Sharing, one: Candidate, other: Candidate) -> Candidate:
-        """A candidate with what it saves on top of another that is chosen too."""
-        return self._offer(one.match, one.lowering, one.plan, shared, other)
+    def _beside_another(self, one: Candidate, other: Candidate) -> Candidate:
+        """A candidate with what nothing needs any more once another is chosen too."""
+        read = (value for each in (one, other) for value in each.plan.tensors(each.match).values())
+        gone = self._dying([one.match, other.match], frozenset(read)) - one.dying - other.dying
+        launches = one.launches + sum(map(self._launches, gone))
+        return replace(
+            one, dying=one.dying | gone, benefit=one.benefit + self._worth(gone), launches=launches, needs=other
+        )
 
     @property
     def failures(self) -> Sequence[Failure]:
