@@ -172,7 +172,7 @@ def _is_line(line: Value, value: Value) -> bool:
 
     What is added has one dim.
     """
-    if line.shape[-1:] != value.shape[-1:] or math.prod(line.shape) != line.shape[-1]:
+    if not line.shape or line.shape[-1:] != value.shape[-1:] or math.prod(line.shape) != line.shape[-1]:
         return False
     while len(line.args) == 1 and value.op == "mul":
         line = line.arg

@@ -510,7 +510,7 @@ OF_SIZES = {
     "variance": (lambda x: x.var(0), "aten.var.correction"),
     "correction": (lambda x: x[:, :4].var(1, correction=x.shape[0] - 5), "aten.var.correction"),
     "begin": (lambda x: x[:, :6][:, x.shape[0] - 3 :].cos(), "aten.slice.Tensor"),
-    "end": (lambda x: x[:, :6][:, : x.shape[0] - 3].cos(), "aten.slice.Tensor"),
+    "end": (lambda x: x[:, :6][:, : x.shape[0] - 3].cos(), "narrow"),
     "entry": (lambda x: x[:, :6].select(1, x.shape[0] - 3), "aten.select.int"),
     "pieces": (lambda x: x.split([2, x.shape[0] - 2])[1].cos(), "aten.split_with_sizes.default"),
     "times": (lambda x: x.repeat_interleave(x.shape[0], 0), "aten.repeat_interleave.self_int"),

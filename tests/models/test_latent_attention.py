@@ -53,7 +53,7 @@ def named(report: fusion.Report) -> str:
         ("DeepseekV3", PROLOG, 6),  # with the norm behind the attention, which is of the next block
         ("DeepseekV3, no q_lora", LINE, 11),
         ("DeepseekV3, small", LINE, 12),
-        ("DeepseekV2", "npu::npu_rotary_mul", 22),
+        ("DeepseekV2", PROLOG, 10),
         ("Mistral4", "npu::npu_interleave_rope", 25),
     ],
 )

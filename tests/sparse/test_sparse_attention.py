@@ -19,7 +19,7 @@ from fusion.pipeline import fuse_graph
 from fusion.testing import LEVELS, Trial, capture
 from fusion.verification import relative_error
 from patterns.attention.assumed import Assumed
-from patterns.sparse import read
+from patterns.sparse import read, rows
 from tests.latent import lookalikes_latent_attention
 
 from . import lookalikes_sparse_attention, sparse_attention, sparse_attention_blocks, sparse_attention_lists
@@ -174,9 +174,9 @@ def test_places_of_one_row_are_distinct_only_while_it_stays_a_row():
     scores = a.make("input", (), ("scores", 0), (2, 4, 8), torch.float32)
     places = a.make("largest_index", (scores,), (4,), (2, 4, 4), torch.int64)
     for same in (places, a.cast(places, torch.int32), a.reshape(places, (2, 1, 4, 4)), a.permute(places, (1, 0, 2))):
-        assert read._distinct(same)
+        assert rows.distinct(same)
     for other in (a.cast(places, torch.int8), a.reshape(places, (2, 16)), a.permute(places, (0, 2, 1))):
-        assert not read._distinct(other)
+        assert not rows.distinct(other)
 
 
 def summed(a: Algebra, q: Shape, k: Shape, w: Shape, over: int = -2) -> Value:
