@@ -182,7 +182,10 @@ EXAMPLES = (
     Example("nothing left", BEHIND, listed(), NO_KEY),
     Example("scores that are not rectified", over(found(not_rectified)), indexed(), NOT_A_SUM, "by_places"),
     Example("the worst keys", over(found(lambda *index: -by_einsum(*index))), indexed(), "not positive", "by_places"),
-    Example("negative weights", over(found(lambda q, k, w: by_einsum(q, k, w * -0.5))), indexed(), "not positive", "by_places"),
+    Example(
+        "negative weights", over(found(lambda q, k, w: by_einsum(q, k, w * -0.5))), indexed(), "not positive",
+        "by_places",
+    ),
     Example("any mask", over(found(by_einsum, lambda seen: seen)), indexed(S, S, ITSELF), "the mask asks for more"),
     Example("chosen without the mask", over(lambda *of: chosen(by_einsum(*of)) & causal(S, S)), indexed(), NO_KEY),
     Example(

@@ -7,23 +7,13 @@ import difflib
 import sys
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from multiprocessing import get_context
 
 from rich.progress import track
 
 from . import __doc__ as about
-from .cases import Case, every
-from .outcome import FOLDER, keep, kept, text
-
-
-@cache
-def _cases() -> tuple[Case, ...]:
-    return tuple(every())
-
-
-def _text(number: int) -> str:
-    return text(_cases()[number])
+from .outcome import FOLDER, keep, kept
+from .recorded import numbered, recorded
 
 
 def main() -> int:
@@ -36,21 +26,21 @@ def main() -> int:
     given = parser.parse_args()
     if given.accept and given.share > 1:
         parser.error("what is kept must be whole: leave --share out, or --accept")
-    chosen = [number for number, case in enumerate(_cases()) if given.files in case.file][:: given.share]
+    chosen = [number for number, case in enumerate(numbered()) if given.files in case.file][:: given.share]
     if not chosen:
-        names = ", ".join(sorted({case.file for case in _cases()}))
+        names = ", ".join(sorted({case.file for case in numbered()}))
         parser.error(f"no file has {given.files!r} in its name; there are {names}")
     found: dict[str, dict[str, str]] = defaultdict(dict)
     with ProcessPoolExecutor(given.workers, get_context("spawn")) as pool:  # torch's threads do not survive a fork
-        texts = pool.map(_text, chosen, chunksize=4)
+        texts = pool.map(recorded, chosen, chunksize=4)
         for number, body in zip(chosen, track(texts, "recording", total=len(chosen)), strict=True):
-            case = _cases()[number]
+            case = numbered()[number]
             found[case.file][case.name] = body
     differing = [name for name in found if _show(name, _compared(kept(name), found[name], given.share), found[name])]
     if given.accept:
         for name, bodies in found.items():
             keep(name, bodies)
-        left = {path.stem for path in FOLDER.glob("*.txt")} - {case.file for case in _cases()}
+        left = {path.stem for path in FOLDER.glob("*.txt")} - {case.file for case in numbered()}
         for name in left if not given.files else ():
             (FOLDER / f"{name}.txt").unlink()
     print(f"{len(chosen)} cases in {len(found)} files; {len(differing)} files differ{' and were kept' * given.accept}")
