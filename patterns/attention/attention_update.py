@@ -31,7 +31,7 @@ class _Numbered(Group):
 
     def merged(self, p):
         """The term of their merge."""
-        return p.lse_merge(**{name: getattr(self, name) for name in self.declared()})
+        return p.lse_merge(**vars(self))
 
 
 _FIELDS = (("out", "*B D"), ("lse", "*B"))

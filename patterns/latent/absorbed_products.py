@@ -39,7 +39,7 @@ class Rows(Group):
 
     def said(self) -> dict[str, Any]:
         """As the readers say it."""
-        return {name: getattr(self, name) for name in Rows.declared()}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Scores(Group):
 
     def terms(self, p, of) -> Any:
         """Their product."""
-        return p.latent_scores(**{name: getattr(self, name) for name in Scores.declared()}, **of.said())
+        return p.latent_scores(**vars(self), **of.said())
 
     def queries(self, projected: str) -> Tensor:
         """Queries over the latent [B, N, S, C]; those that are "multiplied" something else may give."""
@@ -112,7 +112,7 @@ class Whole(Scores):
 
     def terms(self, p, of) -> Any:
         """The call."""
-        return p.latent_sdpa(**{name: getattr(self, name) for name in Whole.declared()}, **of.said())
+        return p.latent_sdpa(**vars(self), **of.said())
 
     def computed(self, of: Rows, projected: str) -> Tensor:
         """The same call over the latent as the one head of keys and values, of which all heads are queries."""

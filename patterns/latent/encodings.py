@@ -166,8 +166,7 @@ class _Int8(Encoding):
     def terms(self, p, source, result, said: dict[str, Any]) -> Any:
         """The result of a form."""
         latent, k_rope = source.latent_terms(p)
-        own = {name: getattr(self, name) for name in self.declared()}
-        return getattr(p, self.word)(latent=latent, k_rope=k_rope, output_view=result.view, **own, **said)
+        return getattr(p, self.word)(latent=latent, k_rope=k_rope, output_view=result.view, **vars(self), **said)
 
     def queries(self) -> Parts:
         """Queries over the latent, and their rotated lanes."""

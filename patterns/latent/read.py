@@ -273,9 +273,15 @@ def _absorbed(a: Algebra, found: Readings, attention: Reading) -> Operands | Non
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:
     """Keys and values of which both are the first so many rows; themselves and None where they are no such cut."""
-    if k.op == v.op == "slice" and k.attrs == v.attrs and k.attrs[0] == 2 and k.attrs[1] == 0 and k.attrs[3] == 1:
-        return (k.arg, v.arg), k.attrs[2]
-    return (k, v), None
+    (keys, rows), (values, alike) = first_rows(k), first_rows(v)
+    return ((keys, values), rows) if rows == alike else ((k, v), None)
+
+
+def first_rows(k: Value) -> tuple[Value, int | None]:
+    """Of what keys [.., T, D] are the first so many rows, and how many; themselves and None for other keys."""
+    if k.op == "slice" and k.attrs[0] == k.rank - 2 and k.attrs[1] == 0 and k.attrs[3] == 1:
+        return k.arg, k.attrs[2]
+    return k, None
 
 
 def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:

@@ -24,7 +24,7 @@ from fusion.analysis.row_layout import Step, named, uncast
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proof, proven
-from patterns.latent.read import KeysOfLatent, heads_projection, keys_of_latent, read_keys
+from patterns.latent.read import KeysOfLatent, first_rows, heads_projection, keys_of_latent, read_keys
 from patterns.latent.words import LATENT_CONTEXT, LATENT_SCORES, LATENT_SDPA
 
 _OUTER = ("matmul", "add", "scale", "cast", "reshape", "permute")
@@ -172,7 +172,7 @@ def _keys(graph: Graph, q: Value, k: Value) -> tuple[dict[str, Any], dict[Value,
     """What is said of queries and keys, and where the queries come from."""
     a = graph.algebra
     q, k = _narrow(a, q, k)
-    k, rows = _first_rows(k)
+    k, rows = first_rows(k)
     heads, count = k.shape[1:3]
     keys = keys_of_latent(a, k, heads, count)
     if not isinstance(keys, KeysOfLatent):
@@ -187,7 +187,7 @@ def _keys(graph: Graph, q: Value, k: Value) -> tuple[dict[str, Any], dict[Value,
 @proof
 def _values(a: Algebra, v: Value) -> tuple[Value, Value, Any] | None:
     """A latent, W_UV and how many of its first rows values are of."""
-    v, rows = _first_rows(uncast(a, v))
+    v, rows = first_rows(uncast(a, v))
     values = proven(heads_projection(a, v, v.shape[1], v.shape[2]))
     return values.source, swapped(a, values.lanes(a, v.shape[-1])), rows
 
@@ -196,10 +196,3 @@ def _narrow(a: Algebra, *both: Value) -> tuple[Value, ...]:
     """Queries and keys before both were widened."""
     narrow = tuple(uncast(a, each) for each in both)
     return narrow if len({each.dtype for each in narrow}) == 1 else both
-
-
-def _first_rows(k: Value) -> tuple[Value, Any]:
-    """Of what these are the first so many rows, and how many; themselves and None where they are no such cut."""
-    if k.op == "slice" and k.attrs[0] == k.rank - 2 and k.attrs[1] == 0 and k.attrs[3] == 1:
-        return k.arg, k.attrs[2]
-    return k, None

@@ -99,7 +99,7 @@ class GatheredRows(Group):
 
     def gathered(self, p) -> dict[str, Any]:
         """As the reader says it."""
-        return {name: getattr(self, name) for name in self.declared()}
+        return dict(vars(self))
 
     def refuse(self, seen: Any) -> None:
         """What a query without keys gives is restored."""

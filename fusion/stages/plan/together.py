@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import torch.fx as fx
 
@@ -46,12 +47,15 @@ def _sharing(found: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate]
 
 
 def _covering(node: fx.Node, numbers: Sequence[int], alone: Sequence[Candidate]) -> Iterator[tuple[int, int]]:
-    for place, one in enumerate(numbers):
-        for other in numbers[place + 1 :]:
-            first, second = alone[one], alone[other]
-            left = [user for user in node.users if user not in first.dying]
-            if left and all(user in second.dying for user in left) and not _overlap(first, second):
-                yield one, other
+    """Pairs with which all readers of a node go; what many share, as tables of rotations, no two of them cover."""
+    users = frozenset(node.users)
+    gone = {number: users.intersection(alone[number].dying) for number in numbers}
+    most = max(map(len, gone.values()))
+    able = [number for number in numbers if len(gone[number]) + most >= len(users)]
+    for one, other in combinations(able, 2):
+        covered = gone[one] != users and gone[one] | gone[other] == users
+        if covered and not _overlap(alone[one], alone[other]):
+            yield one, other
 
 
 def _overlap(one: Candidate, other: Candidate) -> bool:
