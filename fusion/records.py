@@ -185,6 +185,10 @@ class Prepared:
     bytes: int
 
 
+LEAST_BENEFIT = 1e-6
+"""Microseconds: less is the rounding of sums, and the pass would replace a node by its like for ever."""
+
+
 @dataclass(frozen=True, eq=False)
 class Candidate:
     """A match with the lowering chosen for it.

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import torch.fx as fx
 
 from fusion.graph import Graph
-from fusion.records import Candidate
+from fusion.records import LEAST_BENEFIT, Candidate
 
 if TYPE_CHECKING:
     import networkx as nx  # half a second to import: only where a model is fused
 
-LEAST = 1e-6  # microseconds; less is the rounding of sums, and the pass would replace a node by its like for ever
 TIE = 0.25  # microseconds below which two covers cost the same: the cost model knows no better
 EXACT = 4096  # parts of one group that are solved exactly; those that are left are covered greedily
 
@@ -34,7 +33,7 @@ class _Option:
 def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = None) -> list[Candidate]:
     """Return the chosen candidates in the order of the graph; `fuel` limits how many, none without what it needs."""
     options = [_option(each) for each in candidates]
-    useful = [each for each in options if all(member.benefit > LEAST for member in each.members)]
+    useful = [each for each in options if all(member.benefit > LEAST_BENEFIT for member in each.members)]
     chosen = _best(useful)
     while (waiting := _in_circle(chosen, graph)) is not None:
         useful = [each for each in useful if waiting not in each.members]

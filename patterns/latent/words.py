@@ -11,6 +11,7 @@ _SEEN = {
 }
 _PLACE = {"width": "lanes of a head", "start": "the first of them"}
 _LANES = {"weight": "[N · width, K]", **_PLACE}
+_ROWS = "only so many of the first keys are read, None for all"
 _LAYER = {"layer": "a value that reads as int8_matmul [.., N · width]", **_PLACE}
 
 LATENT_QUERIES = word(
@@ -22,7 +23,7 @@ LATENT_QUERIES = word(
 LATENT_KEYS = word(
     "latent_keys",
     "keys of all heads",
-    latent="c", rope="r", up="W_UK [N, D, C]", rows="only so many of the first keys are read, None for all",
+    latent="c", rope="r", up="W_UK [N, D, C]", rows=_ROWS,
 )  # fmt: skip
 UNROTATED_QUERIES = word(
     "unrotated_queries",
@@ -32,11 +33,11 @@ UNROTATED_QUERIES = word(
 UNROTATED_KEYS = word(
     "unrotated_keys",
     "keys of all heads without rotated lanes",
-    latent="c", up="W_UK [N, D, C]", rows="only so many of the first keys are read, None for all",
+    latent="c", up="W_UK [N, D, C]", rows=_ROWS,
 )  # fmt: skip
 LATENT_VALUES = word("latent_values", "values of all heads", latent="c", up="W_UV [N, C, E]")
 _OF_ROWS = {
-    "latent": "c", "rows": "only so many of the first keys are read, None for all", "dtype": "of the product",
+    "latent": "c", "rows": _ROWS, "dtype": "of the product",
     "output_view": "steps from the product to the value; sizes that are symbolic by name",
 }  # fmt: skip
 LATENT_SCORES = word(

@@ -12,10 +12,7 @@ from itertools import combinations
 
 import torch.fx as fx
 
-from fusion.records import Candidate
-
-LEAST = 1e-6
-"""Microseconds that a pair must save more than its members alone."""
+from fusion.records import LEAST_BENEFIT, Candidate
 
 
 def pairs(found: Sequence[Candidate], beside: Callable[[Candidate, Candidate], Candidate]) -> list[Candidate]:
@@ -28,7 +25,7 @@ def pairs(found: Sequence[Candidate], beside: Callable[[Candidate, Candidate], C
     for one, other in _sharing(found):
         more = beside(other, one)
         total = one.benefit + more.benefit
-        if total > sum(max(each.benefit, 0.0) for each in (one, other)) + LEAST:
+        if total > sum(max(each.benefit, 0.0) for each in (one, other)) + LEAST_BENEFIT:
             half = replace(one, benefit=total / 2)
             offered.append(replace(more, benefit=total / 2, needs=half))
     return offered
