@@ -32,8 +32,9 @@ class Input:
     Attributes:
         name: of the argument.
         dims: numbers, and names of sizes of the program.
-        values: what it holds: "normal", "gain" and "matrix" (Parameters), "scale", "bool", "int8", "left padded" and
-            "right padded" (0 or 1), "below n" and "distinct n" (whole numbers under a number or a size), "rows" (no
+        values: what it holds: "normal", "gain" and "matrix" (Parameters), "scale" and "scale n" (of int8 weights of n
+            lanes, as large as a matrix once they are multiplied), "bool", "int8", "left padded" and "right padded"
+            (0 or 1), "below n" and "distinct n" (whole numbers under a number or a size), "rows" (no
             quotient by the largest of a row is halfway between whole numbers), "apart" (no two of a row are near).
         dtype: of its numbers; "" for the program's.
         layout: how it lies in memory, one of `LAYOUTS`.
@@ -151,7 +152,7 @@ def _tensor(given: Input, sizes: dict[str, int], floating: str) -> Tensor:
     if given.dtype:
         made = made.to(getattr(torch, given.dtype))
     elif made.is_floating_point():
-        made = made.to(torch.float32 if given.values == "scale" else getattr(torch, floating))
+        made = made.to(torch.float32 if given.values.startswith("scale") else getattr(torch, floating))
     if given.values in ("gain", "matrix"):
         return nn.Parameter(made, requires_grad=False)
     return _laid(made, given.layout)
@@ -174,8 +175,8 @@ def _numbers(values: str, shape: tuple[int, ...], sizes: dict[str, int], random:
         return _padded(kind, shape)
     if values == "int8":
         return torch.randint(-127, 128, shape, generator=random, dtype=torch.int8)
-    if values == "scale":
-        return torch.randint(16, 64, shape, generator=random).double() / 2**12
+    if kind == "scale":
+        return torch.randint(16, 64, shape, generator=random).double() / 2**12 / _root(int(bound or 1))
     if values == "apart":
         rows = torch.rand(shape, generator=random).argsort(-1).double()
         return rows / 4 - shape[-1] / 8
@@ -183,11 +184,16 @@ def _numbers(values: str, shape: tuple[int, ...], sizes: dict[str, int], random:
     if values == "gain":
         return 1 + normal / 8
     if values == "matrix":
-        return normal / 2 ** math.ceil(math.log2(max(shape[-1], 1)) / 2)
+        return normal / _root(shape[-1])
     if values == "rows":
         largest = (normal * 32).abs().amax(-1, keepdim=True)
         return normal.scatter(-1, normal.abs().argmax(-1, keepdim=True), (largest + 1 - largest % 2) / 32)
     return normal
+
+
+def _root(lanes: int) -> float:
+    """About the square root, a power of two."""
+    return 2.0 ** math.ceil(math.log2(max(lanes, 1)) / 2)
 
 
 def _padded(side: str, shape: tuple[int, ...]) -> Tensor:

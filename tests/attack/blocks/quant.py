@@ -20,7 +20,7 @@ def quantised(w: Writer, x: str) -> tuple[str, str]:
 
 
 def product(w: Writer, whole: str, tokens: str, wide: int, rows: int, dtype: str) -> str:
-    weight, scale = w.input((rows, wide), "int8", name="w"), w.input((rows,), "scale", name="scale")
+    weight, scale = w.input((rows, wide), "int8", name="w"), w.input((rows,), f"scale {wide}", name="scale")
     if w.maybe():
         flat = w.let(f"torch._int_mm({whole}.reshape(-1, {wide}), {weight}.t())", "flat")
         total = w.let(f"{flat}.view(*{whole}.shape[:-1], {rows}).float() * {tokens} * {scale}", "total")
