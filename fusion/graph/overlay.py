@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from fusion.facts import Facts
 from fusion.graph.algebra import Algebra
-from fusion.graph.dims import is_dense
+from fusion.graph.dims import but_ones, is_dense
 from fusion.graph.readings import Readings
 from fusion.graph.value import Value
 
@@ -106,10 +106,12 @@ class Graph:
 
         Every reshape of x is a value of x alone; where all users of x read it through one other reshape, x is read
         there too, so that what makes that reshape can be replaced. A reshape of what is joined, cast or scaled is made
-        of reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed.
+        of reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed. Where
+        none does, it is made without dims of size 1, so that rows with and without heads share a table.
         """
         if value.op in _RESHAPED_INSIDE:
-            alike = self._made_of_reshapes.get(_size(value), ())
+            bare = self.algebra.reshape(value, but_ones(value.shape))
+            alike = (*self._made_of_reshapes.get(_size(value), ()), *((bare,) if bare is not value else ()))
             read = next((each for each in alike if self.algebra.reshape(each, value.shape) is value), None)
         elif value.op == "reshape":
             read = self._passed_on(value.arg)

@@ -18,7 +18,7 @@ from patterns.rotary.read import rotation
 from patterns.rotary.rope import Rope, Turned
 from patterns.rotary.tables import KnownTables
 from tests.analysis.test_lanes import SIZE, computed, leaf
-from tests.engine.graphs import numbers, read_graph, rotate, traced
+from tests.engine.graphs import fused, names, numbers, read_graph, replay, rotate, traced
 
 ORDERS = ("half", "interleaved")
 
@@ -296,3 +296,21 @@ def test_a_way_stands_back_where_another_one_does_the_same():
         Rope().rows_to_half(Turned(x, rows, rows, *to_half, x.dtype))
     with pytest.raises(Refused, match="depend on the heads"):
         Rope().rows_to_half(Turned(x[None], table[:, :, :1], table[:, :, :1], *to_half, x.dtype))
+
+
+def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of lanes [.., D] turned to halves by cos and sin [.., D / 2]."""
+    even, odd = x[..., ::2], x[..., 1::2]
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
+
+
+def test_heads_and_rows_without_heads_share_the_tables_that_are_made():
+    def function(cos: Tensor, sin: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return interleaved(q, cos[:, :, None], sin[:, :, None]), interleaved(k, cos, sin)
+
+    inputs = numbers(2, 6, 4), numbers(2, 6, 4, seed=1), numbers(2, 6, 4, 8, seed=2), numbers(2, 6, 8, seed=3)
+    gm, _ = fused(function, *inputs, target="ascend910_93")
+    assert names(gm).count("npu.npu_rotary_mul.default") == 2
+    assert names(gm).count("aten.cat.default") == 2
+    for have, want in zip(replay(gm, *inputs), function(*inputs), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
