@@ -74,7 +74,7 @@ def _reshaped(a: Algebra, x: Value, axis: int) -> tuple[Value, Any]:
     begin = next((n for n in range(len(wide) + 1) if prod(wide[:n]) == prod(x.shape[:axis])), None)
     ends = (n for n in reversed(range(len(wide) + 1)) if prod(wide[n:]) == prod(x.shape[axis + 1 :]))
     end = next(ends, None)
-    if 0 in x.shape or begin is None or end is None or prod(wide[begin:end]) != x.shape[axis]:
+    if begin is None or end is None or prod(wide[begin:end]) != x.shape[axis]:
         return x, 1
     times: Any = 1
     for place in reversed(range(begin, end)):

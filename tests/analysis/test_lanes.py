@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -204,3 +206,25 @@ def test_lanes_are_equal_in_whole_rows_alone():
     assert not same_lanes(a.reshape(twice, (2, 8)), left, np.arange(4, 6))
     pairs = a.cut(a.cat([pair, a.unary("cos", pair)], -1), 0, 1, 3)
     assert not same_lanes(a.reshape(pairs, (2, 4)), left, right)
+
+
+def test_numbers_of_several_rows_are_a_table_of_their_own():
+    """Only numbers that are the same in all rows are factors of the lanes."""
+    a = Algebra()
+    x, _ = leaf(a, "x", 2, SIZE)
+    for shape, factors in (((2, SIZE), False), ((1, SIZE), True), ((SIZE,), True)):
+        table = a.reshape(a.make("arange", (), (0, 1), (math.prod(shape),), torch.float64), shape)
+        at, leaves = rows(a.mul(x, table)), Leaves()
+        assert at is not None
+        found = terms(at, leaves)
+        assert found is not None
+        assert [each for each, _ in leaves.found] == ([x] if factors else [x, table])
+        assert (found[0].coefficient == (np.arange(SIZE) if factors else 1)).all()
+
+
+def test_tensors_without_dims_have_no_lanes():
+    a = Algebra()
+    x, one = leaf(a, "x", SIZE)[0], leaf(a, "one")[0]
+    numbers = a.make("arange", (), (0, 1), (SIZE,), torch.float64)
+    for value in (a.mul(x, a.reshape(a.slice(numbers, 0, 0, 1), ())), a.mul(one, numbers)):
+        assert terms(rows(value), Leaves()) is None

@@ -57,3 +57,14 @@ def test_a_mask_that_is_added_is_true_where_it_hides():
     shown = ("le", places.axis(0))
     assert places.truth(a.cast(given(a, "x", i64), b8), places.origin) == shown
     assert places.truth(a.cast(given(a, "y", f32), b8), places.origin) == negation(shown)
+
+
+def test_two_of_three_dims_that_are_indexed_are_followed_no_further():
+    a = Algebra()
+    source = a.make("input", (), ("x", 0), (4, 3, 5), i64)
+    for axes, shape in (((0, 1), (3, 5)), ((1,), (4, 3, 5))):
+        indices = [a.make("arange", (), (0, 1), (3,), i64) for _ in axes]
+        places = Positions(shape, Folder())
+        indexed = a.make("index", (source, *indices), axes, shape, i64)
+        followed = Affine(MappingProxyType({Leaf(source, places.origin): 1}))
+        assert places.affine(indexed, places.origin) == (followed if len(axes) == 1 else alone(indexed, places))

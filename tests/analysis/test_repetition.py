@@ -43,6 +43,11 @@ REPEATED: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
     "twice": (lambda x: x.repeat_interleave(2, 2).repeat_interleave(2, 2), 2, 4),
     "sequences and heads in one": (lambda x: grouped(x).transpose(1, 2).reshape(B * M * G, -1, D), 0, G),
     "one of many": (lambda x: x[:, :, :1].expand(-1, -1, 7, -1), 2, 7),
+    "a joined dim, of which the first of two parts is repeated": (
+        lambda x: grouped(x)[..., None, :].expand(-1, -1, -1, 2, -1).reshape(B, -1, 2 * M * G, D),
+        2,
+        2 * G,
+    ),
 }
 
 OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
@@ -55,6 +60,9 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "joined with others": (lambda x: torch.cat([grouped(x), x.repeat(1, 1, G, 1)], -1), 2),
     "read in another order": (lambda x: x[:, :, :, None].expand(-1, -1, -1, G, -1).reshape(B, -1, D, M * G), 3),
     "nothing": (lambda x: x[:0].repeat_interleave(G, 2), 2),
+    "a joined dim, of which the first part is repeated": (
+        lambda x: x[:, :, :, None].expand(-1, -1, -1, G, -1).reshape(B, -1, M * G * D), 2,
+    ),
 }  # fmt: skip
 
 

@@ -74,6 +74,10 @@ EQUAL = {
     "repeated": [
         lambda x: x.repeat_interleave(2, -1), lambda x: x.unsqueeze(-1).expand(2, 3, 8, 2).reshape(2, 3, 16),
     ],
+    "largest magnitude": [
+        lambda x: x.abs().amax(-1, True), lambda x: torch.maximum(-x.amin(-1, True), x.amax(-1, True)),
+        lambda x: torch.maximum(x.amax(-1, True), x.amin(-1, True).neg()),
+    ],
     "rolled": [lambda x: x.roll(3, -1), lambda x: torch.cat([x[..., 5:], x[..., :5]], -1)],
 }  # fmt: skip
 
@@ -119,6 +123,17 @@ DIFFERENT = {
     "variance and the square of another mean": (
         lambda x: x.var(-1, False, keepdim=True) + x.mean((-2, -1), True).square(),
         lambda x: x.square().mean(-1, True),
+    ),
+    "variance and the square of the mean of another": (
+        lambda x, y: x.var(-1, False, keepdim=True) + y.mean(-1, True).square(),
+        lambda x, y: y.square().mean(-1, True),
+    ),
+    "the largest, and one less than the least": (
+        lambda x: torch.maximum(x.amin(-1, True) - 1, x.amax(-1, True)), lambda x: x.abs().amax(-1, True)
+    ),
+    "scaled over a power of its length": (
+        lambda x: 3**0.5 * x * (x.square().mean(-1, True) ** 3 + 1).rsqrt(),
+        lambda x: 3**0.5 * x * ((3**0.5 * x).square().mean(-1, True) + 1).rsqrt(),
     ),
     "cube of magnitudes": (lambda x: x.abs() ** 3, lambda x: x**3),
     "scaled over another length": (

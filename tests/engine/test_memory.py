@@ -95,6 +95,9 @@ def test_what_calls_return_may_be_nobodys_memory():
     x, mean = build.input(2, 4, 3), build.input(4)
     assert aliased(aten._foreach_add_.Scalar, ([x], 1), {}) is None
     assert aliased(aten._native_batch_norm_legit.default, (x, None, None, mean, mean, True, 0.1, 1e-5), {}) is None
+    largest, place = build.input(4, 3), build.input(4, 3, dtype=torch.int64)
+    outs = {"max": largest, "max_values": place}
+    assert [aliased(aten.max.dim_max, (x, 0), outs, number) for number in range(2)] == [largest, place]
     assert shown(build(aten.t.default, build.input(4, 4))) is not None
     assert shown(build(aten.cos.default, x)) is None
 

@@ -480,7 +480,14 @@ def test_one_list_of_sequences_for_two_places_is_no_list_of_rows(form):
 
 @pytest.mark.parametrize(
     ("number", "form"),
-    [([2.5], "full(2.5)"), (3, "full(3)"), ([3, 4, 7], "constant((3, 4, 7))"), (math.nan, "_tensor_constant0")],
+    [
+        ([2.5], "full(2.5)"),
+        ([2.5, 3.5, 4.5], "constant((2.5, 3.5, 4.5))"),
+        (3, "full(3)"),
+        ([3], "constant((3,))"),
+        ([3, 4, 7], "constant((3, 4, 7))"),
+        (math.nan, "_tensor_constant0"),
+    ],
 )
 def test_numbers_that_the_code_writes_down_are_known(number, form):
     assert form in said(value(lambda x: x.where(x > 0, torch.tensor(number)), numbers(4, 3)))
@@ -534,3 +541,34 @@ def test_symbolic_sizes_may_stand_wherever_numbers_do(name):
     graph = capture(form, (numbers(7, 9),), dynamic=True).graph.graph
     (node,) = graph.output_node().args[0]
     assert f"{target}(" in said(canonicalise(graph).held[node])
+
+
+def of_first_rows(x):
+    count = x.shape[0] - 3
+    return count, x[:count].index_copy(1, torch.arange(2) + 1, x[:count, :2].cos())
+
+
+def put_where_they_stand(x):
+    count, changed = of_first_rows(x)
+    return x.slice_scatter(changed, 0, 0, count)
+
+
+def put_one_row_below(x):
+    count, changed = of_first_rows(x)
+    return x.slice_scatter(changed, 0, 1, 1 + count)
+
+
+@pytest.mark.parametrize(("form", "axis"), [(put_where_they_stand, 1), (put_one_row_below, 0)])
+def test_columns_of_the_first_rows_are_columns_only_where_these_rows_stand(form, axis):
+    graph = capture(form, (numbers(7, 9),), dynamic=True).graph.graph
+    (node,) = graph.output_node().args[0]
+    found = canonicalise(graph).held[node]
+    assert (found.op, found.attrs) == ("write", (axis,))
+
+
+@pytest.mark.parametrize(("sizes", "op"), [((), "where"), ((8,), "aten.index_put.default")])
+def test_one_number_is_chosen_by_a_mask_and_several_are_put_one_by_one(sizes, op):
+    build = Build()
+    x, mask = build(aten.cos.default, build.input(4, 8)), build.input(4, 8, dtype=b8)
+    node = build(aten.index_put.default, x, [mask], build.input(*sizes))
+    assert canonicalise(build.graph).held[node].op == op

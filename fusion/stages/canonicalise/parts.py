@@ -41,7 +41,6 @@ def _changed(a: Algebra, x: Value, part: Value, source: Value, place: tuple[int,
             given = constant(a, source.attrs[0], (1,), source.dtype) if source.op == "shift" else source.args[1]
             left, right = source.arg, given
             below, other = (left, right) if _stems(left, part) else (right, left)
-            must(_stems(below, part))
             padded = _padded(a, other, x, constant(a, 0, (), other.dtype), place, source.shape)
             return a.add(proven(_changed(a, x, part, below, place)), padded)
         case "where":
@@ -68,8 +67,7 @@ def _padded(a: Algebra, other: Value, x: Value, fill: Value, place: tuple[int, D
     other = a.reshape(other, ((1,) * (len(shape) - other.rank)) + other.shape)
     stop = start + shape[axis]
     other = a.expand(other, (*other.shape[:axis], shape[axis], *other.shape[axis + 1 :]))
-    sizes = (start, x.shape[axis] - stop)
     before, after = (
-        [] if size == 0 else [a.expand(fill, (*other.shape[:axis], size, *other.shape[axis + 1 :]))] for size in sizes
+        a.expand(fill, (*other.shape[:axis], size, *other.shape[axis + 1 :])) for size in (start, x.shape[axis] - stop)
     )
-    return a.cat([*before, other, *after], axis)
+    return a.cat([before, other, after], axis)
