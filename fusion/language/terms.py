@@ -244,10 +244,12 @@ class Cast(Above):
         inner: what is cast.
         dtype: the dtype to which it is cast if it is, or the capture whose dtype that is.
         always: whether the result must have that dtype, with or without a cast.
+        seen: whether there must be a cast.
     """
 
     dtype: torch.dtype | Capture
     always: bool
+    seen: bool = False
     step = "cast"
 
     @property
@@ -256,6 +258,10 @@ class Cast(Above):
         return self.inner.rank
 
     follows = Above._inner_follows
+
+    def heads(self) -> frozenset[str]:
+        """As of any step, or its own alone."""
+        return frozenset({self.step}) if self.seen else super().heads()
 
     def pinned(self, bound: Bindings) -> torch.dtype | None:
         """The dtype, once known."""
@@ -266,6 +272,8 @@ class Cast(Above):
             for found in self.inner.match(value.arg, bound, cx):
                 if value.dtype == self.pinned(found):
                     yield found
+        if self.seen:
+            return
         for found in self.inner.match(value, bound, cx):
             if not self.always or value.dtype == self.pinned(found):
                 yield found

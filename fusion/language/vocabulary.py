@@ -104,6 +104,10 @@ class Vocabulary:
         """`x`, or `x` cast to exactly this dtype (or the dtype of this capture)."""
         return Cast(x, to, always=False)
 
+    def cast(self, x: Term, to: torch.dtype | Capture) -> Term:
+        """`x` cast to exactly this dtype (or the dtype of this capture)."""
+        return Cast(x, to, always=True, seen=True)
+
     def as_dtype(self, x: Term, like: Capture) -> Term:
         """`x` in the dtype of `like`, cast if it was not computed in it."""
         return Cast(x, like, always=True)

@@ -7,13 +7,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, tensor, variants
-from patterns.rotary.rope import Rope, Turned
+from patterns.rotary.rope import TURNED, Rope
 
 WAYS = ("half", "pairs", "pairs_to_half", "pairs_to_half_by_batch", "rows_to_half", "through_half")
 """Lowerings of `rope`."""
@@ -28,9 +27,10 @@ class PartialRope(Rule):
         return torch.cat((Rope().reference(x, cos, sin), rest), dim=-1)
 
     @pattern
-    def rotated(self, p, turned: Any = Turned, rest=tensor("*B E"), rest_first=attribute()):
+    @variants(turned=TURNED)
+    def rotated(self, p, turned, rest=tensor("*B E"), rest_first=attribute()):
         """Some lanes are rotated."""
-        return p.partial_rotation(rest=rest, rest_first=rest_first, **vars(turned))
+        return turned.term(p, "partial_rotation", rest=rest, rest_first=rest_first)
 
     @lowering
     @variants(way=WAYS)

@@ -2,7 +2,8 @@
 
 *Matches* the rotation of pairs of lanes in every spelling, real or complex: the canonicaliser proves it lane by lane
 and gives full-width tables. Pairs are (j, j + D/2), "half", or (2j, 2j + 1), "interleaved"; input and output may
-differ. *Replaces with* `npu_rotary_mul` or `npu_interleave_rope`.
+differ. *Replaces with* `npu_rotary_mul` or `npu_interleave_rope`, which compute in float32: what is widened for that
+and rounded again is rotated as it is, by tables of its dtype, where that takes less.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, tensor
+from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
 
 
 def four_dims(x: Tensor) -> Tensor:
@@ -59,13 +60,6 @@ def turning(like: Tensor) -> Tensor:
     return torch.stack((second, -first), dim=1).reshape(width, width)
 
 
-def for_batch(table: Tensor, batch: int) -> Tensor:
-    """A table [1, .., D] written out for every sequence, for chips whose kernels do not broadcast the batch."""
-    table = four_dims(table)
-    require(table.shape[0] != batch, "the tables are there for every sequence")
-    return table.expand(batch, -1, -1, -1).contiguous()
-
-
 @dataclass(frozen=True)
 class Turned(Group):
     """Lanes that are rotated, in which orders their pairs stand, and the dtype of the result."""
@@ -77,9 +71,69 @@ class Turned(Group):
     result: Any = attribute()
     dtype: Any = attribute()
 
+    def term(self, p, word: str, **beside: Any):
+        """A rotation of them, by the word for it, and what that captures beside."""
+        return getattr(p, word)(**vars(self), **beside)
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """A result in the dtype of the model."""
+        return y.to(self.dtype)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Both tables [.., D] as the operators read them."""
+        return self.cos, self.sin
+
+    def tables_by_batch(self) -> tuple[Tensor, Tensor]:
+        """The same written out for every sequence, [B, .., D], for chips whose kernels do not broadcast the batch."""
+        batch = four_dims(self.x).shape[0]
+        spread = (four_dims(each) for each in (self.cos, self.sin))
+        cos, sin = (_for_batch(each, batch) for each in spread)
+        cos, sin = (each.contiguous() for each in replace(self, cos=cos, sin=sin).tables())
+        return cos, sin
+
     def by(self, order: str, matrix: Tensor | None = None) -> Tensor:
         """The rotation by `rotary_mul`."""
-        return rotary_mul(self.x, self.cos, self.sin, order, matrix).to(self.dtype)
+        return self.rounded(rotary_mul(self.x, *self.tables(), order, matrix))
+
+
+@dataclass(frozen=True)
+class Widened(Turned):
+    """Lanes that are rotated in float32 and rounded back to their own dtype, by tables of every lane or of every pair.
+
+    What a table in float32 loses in that dtype is no more than a rotated lane is rounded by.
+    """
+
+    cos: Any = tensor("*T Angles")
+    sin: Any = tensor("*U Angles")
+
+    def term(self, p, word: str, **beside: Any):
+        """The same of their cast, rounded back to their dtype; tables may be narrow themselves."""
+        tables = {"cos": self.cos, "sin": self.sin}
+        wide = {name: p.maybe_cast(p.maybe_repeated(of, 2), to=torch.float32) for name, of in tables.items()}
+        captured = vars(self) | wide | {"x": p.cast(self.x, to=torch.float32)}
+        return p.as_dtype(getattr(p, word)(**captured, **beside), self.x)
+
+    def rounded(self, y: Tensor) -> Tensor:
+        """As it is."""
+        return y
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Both in the dtype of the lanes, those of pairs written out on the way."""
+        cos, sin = (self._written_out(each) for each in (self.cos, self.sin))
+        return cos, sin
+
+    def _written_out(self, table: Tensor) -> Tensor:
+        if table.shape[-1] == self.x.shape[-1]:
+            return table.to(self.x.dtype)
+        return table.unsqueeze(-1).expand(*table.shape, 2).to(self.x.dtype).flatten(-2)
+
+
+TURNED = (Turned, Widened)
+
+
+def _for_batch(table: Tensor, batch: int) -> Tensor:
+    require(table.shape[0] != batch, "the tables are there for every sequence")
+    return table.expand(batch, -1, -1, -1)
 
 
 @dataclass(frozen=True)
@@ -92,9 +146,10 @@ class Rope(Rule):
         return x * cos + torch.cat((-high, low), dim=-1) * sin
 
     @pattern
-    def rotated(self, p, turned: Any = Turned):
+    @variants(turned=TURNED)
+    def rotated(self, p, turned):
         """All lanes are rotated."""
-        return p.rotation(**vars(turned))
+        return turned.term(p, "rotation")
 
     @lowering
     def half(self, turned: Turned):
@@ -119,19 +174,19 @@ class Rope(Rule):
         """Interleaved in, half out: x [B, N, S, D] with tables that do not depend on N."""
         orders = turned.source, turned.result
         require(orders == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
-        x, cos, sin = (four_dims(each) for each in (turned.x, turned.cos, turned.sin))
-        return torch.ops.npu.npu_interleave_rope(x, cos, sin).reshape(turned.x.shape).to(turned.dtype)
+        x, cos, sin = (four_dims(each) for each in (turned.x, *turned.tables()))
+        return turned.rounded(torch.ops.npu.npu_interleave_rope(x, cos, sin).reshape(turned.x.shape))
 
     @lowering
     def pairs_to_half_by_batch(self, turned: Turned):
         """The same with tables for every sequence."""
-        cos, sin = (for_batch(each, four_dims(turned.x).shape[0]) for each in (turned.cos, turned.sin))
+        cos, sin = turned.tables_by_batch()
         return self.pairs_to_half(replace(turned, cos=cos, sin=sin))
 
     @lowering
     def rows_to_half(self, turned: Turned):
         """The same for x [B, S, N, D]: every position is a batch entry of its own."""
-        x, tables = turned.x, (turned.cos, turned.sin)
+        x, tables = turned.x, turned.tables()
         one = all(each.dim() == 4 and each.shape[2] == 1 for each in tables)
         require(x.dim() == 4 and one, "the tables depend on the heads")
         cos, sin = (each.expand(*x.shape[:2], 1, x.shape[3]).reshape(-1, 1, 1, x.shape[3]) for each in tables)
@@ -145,4 +200,5 @@ class Rope(Rule):
         x = to_halves(turned.x) if turned.source == "interleaved" else turned.x
         if turned.result == "half":
             return replace(turned, x=x).by("half")
-        return to_pairs(replace(turned, x=x, cos=to_halves(turned.cos), sin=to_halves(turned.sin)).by("half"))
+        cos, sin = map(to_halves, turned.tables())
+        return to_pairs(replace(turned, x=x, cos=cos, sin=sin).by("half"))

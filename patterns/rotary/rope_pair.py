@@ -1,17 +1,69 @@
 """q and k rotated by the same tables, together.
 
-*Matches* two independent rotations in half order that share their tables. *Replaces with* `npu_apply_rotary_pos_emb`.
+*Matches* two independent rotations in half order that share their tables. *Replaces with* `npu_apply_rotary_pos_emb`;
+what is widened for that and rounded again is rotated as it is, where the operator computes in float32 too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, require, tensor
-from patterns.rotary.rope import Rope, dims_of, for_batch, four_dims
+from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
+from patterns.rotary.rope import Rope, Turned, Widened, dims_of, four_dims
+
+
+@dataclass(frozen=True)
+class Pair(Group):
+    """Queries and keys, the tables of both, in which order their lanes stand, and the dtype of the results."""
+
+    q: Any = tensor("*B D")
+    k: Any = tensor("*C D")
+    cos: Any = tensor("*T D")
+    sin: Any = tensor("*U D")
+    order: Any = attribute()
+    dtype: Any = attribute()
+    kind: ClassVar[type[Turned]] = Turned
+
+    def each(self) -> list[Turned]:
+        """The rotation of either."""
+        return [self.kind(x, self.cos, self.sin, self.order, self.order, self.dtype) for x in (self.q, self.k)]
+
+    def guard(self) -> None:
+        """What one call can take."""
+        q, k = self.q.rank, self.k.rank
+        require(self.order == "half", "the lanes are interleaved; the operator rotates halves")
+        require(q == k, "queries and keys have {q} and {k} dims: their axes differ", q=q, k=k)
+        require(q in (3, 4), "queries and keys have {q} dims, not three or four", q=q)
+
+    def read(self, by_batch: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Lanes and tables as the operator reads them, of four dims; these for every sequence, where it asks for that."""
+        of_q = self.each()[0]
+        tables = of_q.tables_by_batch() if by_batch else of_q.tables()
+        q, k, cos, sin = (four_dims(each) for each in (self.q, self.k, *tables))
+        return q, k, cos, sin
+
+    def results(self, *turned: Tensor) -> tuple[Tensor, ...]:
+        """Both, of four dims, as the model has them."""
+        return tuple(each.rounded(dims_of(y, each.x)) for y, each in zip(turned, self.each(), strict=True))
+
+
+@dataclass(frozen=True)
+class WidenedPair(Pair):
+    """Both in a dtype that is widened to float32 for the rotation, which is rounded back."""
+
+    cos: Any = tensor("*T Angles")
+    sin: Any = tensor("*U Angles")
+    kind: ClassVar[type[Turned]] = Widened
+
+    def guard(self) -> None:
+        """Refuse float16 as well."""
+        super().guard()
+        said = "the model rotates float16 in float32, the operator in float16"
+        require(self.q.dtype != torch.float16, said)
 
 
 @dataclass(frozen=True)
@@ -23,49 +75,39 @@ class RopePair(Rule):
         return Rope().reference(q, cos, sin), Rope().reference(k, cos, sin)
 
     @pattern
-    def same_tables(
-        self,
-        p,
-        q=tensor("*B D"),
-        k=tensor("*C D"),
-        cos=tensor("*T D"),
-        sin=tensor("*U D"),
-        order=attribute(),
-        dtype=attribute(),
-    ):
+    @variants(pair=(Pair, WidenedPair))
+    def same_tables(self, p, pair):
         """Two rotations, one pair of tables."""
-        rotated = dict(cos=cos, sin=sin, source=order, result=order, dtype=dtype)
-        return p.rotation(x=q, **rotated), p.rotation(x=k, **rotated)
+        return tuple(each.term(p, "rotation") for each in pair.each())
 
-    def guard(self, q, k, order):
+    def guard(self, pair: Pair):
         """What one call can take."""
-        require(order == "half", "the lanes are interleaved; the operator rotates halves")
-        require(q.rank == k.rank, "queries and keys have {q} and {k} dims: their axes differ", q=q.rank, k=k.rank)
-        require(q.rank in (3, 4), "queries and keys have {q} dims, not three or four", q=q.rank)
+        pair.guard()
 
     @lowering
-    def heads_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
+    def heads_first(self, pair: Pair):
         """Q [B, N, S, D], k [B, K, S, D], tables [B|1, 1, S, D]: the operator reads [B, S, N, D]."""
-        turned = self.positions_first(*(four_dims(each).transpose(1, 2) for each in (q, k, cos, sin)), dtype=dtype)
-        return tuple(dims_of(y.transpose(1, 2), x) for y, x in zip(turned, (q, k), strict=True))
+        return pair.results(*_heads_first(*pair.read()))
 
     @lowering
-    def heads_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
+    def heads_first_by_batch(self, pair: Pair):
         """The same with tables for every sequence, where the chip does not broadcast them."""
-        return self.heads_first(q, k, *_for_batch(q, cos, sin), dtype=dtype)
+        return pair.results(*_heads_first(*pair.read(by_batch=True)))
 
     @lowering
-    def positions_first(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
+    def positions_first(self, pair: Pair):
         """Q [B, S, N, D], k [B, S, K, D], tables [B|1, S, 1, D]; or packed tokens [T, N, D] with tables [T, 1, D]."""
-        ranked = (four_dims(each) for each in (q, k, cos, sin))
-        turned = torch.ops.npu.npu_apply_rotary_pos_emb(*ranked, "BSND", "half")
-        return tuple(dims_of(y, x).to(dtype) for y, x in zip(turned, (q, k), strict=True))
+        return pair.results(*_positions_first(*pair.read()))
 
     @lowering
-    def positions_first_by_batch(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype):
+    def positions_first_by_batch(self, pair: Pair):
         """The same with tables for every sequence."""
-        return self.positions_first(q, k, *_for_batch(q, cos, sin), dtype=dtype)
+        return pair.results(*_positions_first(*pair.read(by_batch=True)))
 
 
-def _for_batch(q: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
-    return tuple(for_batch(four_dims(each), four_dims(q).shape[0]) for each in tables)
+def _positions_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
+
+
+def _heads_first(*given: Tensor) -> list[Tensor]:
+    return [each.transpose(1, 2) for each in _positions_first(*(each.transpose(1, 2) for each in given))]
