@@ -177,7 +177,7 @@ class Apply(Operation):
             return
         known = bound if self.attrs is None else attributes(self.attrs, value.attrs, bound)
         if known is not None:
-            yield from _each(self.args, value.args, known, cx)
+            yield from matched(self.args, value.args, known, cx)
 
 
 def attributes(wanted: Sequence[Any], real: Sequence[Any], bound: Bindings) -> Bindings | None:
@@ -196,12 +196,13 @@ def attributes(wanted: Sequence[Any], real: Sequence[Any], bound: Bindings) -> B
     return bound
 
 
-def _each(terms: Sequence[Term], values: Sequence[Value], bound: Bindings, cx: Context) -> Iterator[Bindings]:
+def matched(terms: Sequence[Term], values: Sequence[Value], bound: Bindings, cx: Context) -> Iterator[Bindings]:
+    """What is bound where each term matches the value at its place."""
     if not terms:
         yield bound
         return
     for found in terms[0].match(values[0], bound, cx):
-        yield from _each(terms[1:], values[1:], found, cx)
+        yield from matched(terms[1:], values[1:], found, cx)
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,8 +213,8 @@ class Sum(Operation):
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.op == "add":
-            yield from _each(self.args, value.args, bound, cx)
-            yield from _each(self.args, value.args[::-1], bound, cx)
+            yield from matched(self.args, value.args, bound, cx)
+            yield from matched(self.args, value.args[::-1], bound, cx)
 
 
 @dataclass(frozen=True, eq=False)

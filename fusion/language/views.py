@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from fusion.graph import Algebra, Value
-from fusion.language.terms import Above, Bindings, Context, Operation, Parameter, Tensorial, Term, attributes
+from fusion.language.terms import Above, Bindings, Context, Operation, Parameter, Tensorial, Term, attributes, matched
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,17 @@ class Lanes(Operation):
         known = attributes(wanted, value.attrs[1:3], bound)
         if known is not None:
             yield from self.args[0].match(value.arg, known, cx)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(Operation):
+    """Tensors one behind the other along the last dim."""
+
+    ops: tuple[str, ...] = ("cat",)
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        if value.op == "cat" and value.attrs[0] == value.rank - 1 and len(value.args) == len(self.args):
+            yield from matched(self.args, value.args, bound, cx)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusion.language.terms import Apply, Capture, Cast, Meaning, Term
-from fusion.language.views import Lanes, PerToken, Repeated, Reshaped, Scaled
+from fusion.language.views import Joined, Lanes, PerToken, Repeated, Reshaped, Scaled
 
 
 class Vocabulary:
@@ -79,6 +79,10 @@ class Vocabulary:
     def lanes(self, x: Term, start: Any, stop: Any) -> Term:
         """Lanes start … stop of the last dim, numbers or parameters."""
         return Lanes((x,), start=start, stop=stop)
+
+    def joined(self, *parts: Term) -> Term:
+        """Tensors one behind the other along the last dim."""
+        return Joined(parts)
 
     def reshaped(self, x: Term) -> Term:
         """`x`, or its elements in the same order with other dims."""

@@ -13,6 +13,7 @@ from patterns.examples.inputs import rotated
 HEADS = rotated((2, 4, 3, 64), table=(2, 1, 3, 64))
 TOKENS = rotated((2, 3, 4, 64), table=(2, 3, 1, 64))
 PART = rotated((2, 4, 3, 192), table=(2, 1, 3, 64))
+ODD = rotated((2, 4, 3, 193), table=(2, 1, 3, 64))
 PAIR = rotated((2, 4, 3, 64), (2, 2, 3, 64), table=(2, 1, 3, 64))
 SAME = rotated((2, 4, 3, 64), (2, 2, 3, 64), table=(1, 1, 3, 64))
 DEEP = rotated((2, 2, 4, 3, 64), table=(2, 1, 1, 3, 64))
@@ -61,11 +62,27 @@ def _last_lanes(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rest, *_of_pairs(turned, cos, sin)), dim=-1)
 
 
+def _wide(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """In float32, rounded back."""
+    return lambda x, *tables: rotate(x.float(), *(each.float() for each in tables)).to(x.dtype)
+
+
+def _among(start: int, stop: int, rotate: Callable[..., Tensor], end: int | None = None) -> Callable[..., Tensor]:
+    """Lanes start … stop rotated, as a value of their own, beside the others up to `end`."""
+
+    def function(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned = rotate(x[..., start:stop], cos, sin)
+        return torch.cat((x[..., :start], turned) if start else (turned, x[..., stop:end]), dim=-1)
+
+    return function
+
+
 def _both(rotate: Callable[..., Tensor]) -> Callable[..., Halves]:
     return lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
 
 
 NEGATIVE = "this rotates by the negative angle"
+NEIGHBOURS = "not pairs of neighbours"
 THIRD = "a third term is added"
 EXAMPLES = (
     Example("half order, heads first", half, HEADS),
@@ -74,6 +91,10 @@ EXAMPLES = (
     Example("interleaved to half order", _joined, HEADS),
     Example("interleaved to half order, tokens first", _joined, TOKENS),
     Example("half to interleaved order", _halves_to_pairs, HEADS),
+    Example("half order, in float32", _wide(half), HEADS),
+    Example("interleaved order, in float32", _wide(_interleaved), HEADS),
+    Example("interleaved to half order, in float32", _wide(_joined), HEADS),
+    Example("half to interleaved order, in float32", _wide(_halves_to_pairs), HEADS),
     Example("by the negative angle", lambda x, cos, sin: x * cos - _swapped(x) * sin, HEADS, NEGATIVE),
     Example("a reflection", lambda x, cos, sin: x * cos + _swapped(x, 1) * sin, HEADS, "are not those of a rotation"),
     Example("with a residual", lambda x, cos, sin: x * cos + x + _swapped(x) * sin, HEADS, THIRD),
@@ -82,9 +103,17 @@ EXAMPLES = (
 PARTIAL = (
     Example("first lanes, half order", _first_lanes, PART),
     Example("last lanes, interleaved to half order", _last_lanes, PART),
+    Example("first lanes of a tensor, interleaved order", _among(0, 64, _interleaved), PART),
+    Example("first lanes of a tensor, in float32", _among(0, 64, _wide(_interleaved)), PART),
+    Example("last lanes of a tensor, interleaved order", _among(128, 192, _interleaved), PART),
+    Example("last lanes of a tensor, in float32", _among(128, 192, _wide(_interleaved)), PART),
+    Example("first lanes of a tensor, half order", _among(0, 64, half), PART, NEIGHBOURS),
+    Example("some lanes left out", _among(0, 64, _interleaved, 128), PART, "128 of 192 lanes are left"),
+    Example("behind lanes of odd number", _among(129, 193, _interleaved), ODD, "pairs would be broken"),
 )
 PAIRS = (
     Example("queries and keys", _both(half), PAIR),
+    Example("in float32", _both(_wide(half)), PAIR),
     Example("packed tokens", _both(half), rotated((6, 4, 64), (6, 2, 64), table=(6, 1, 64))),
     Example("a batch at the same positions", _both(half), SAME),
     Example("interleaved order", _both(_interleaved), PAIR, "the lanes are interleaved"),

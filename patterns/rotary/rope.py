@@ -72,8 +72,8 @@ class Turned(Group):
     dtype: Any = attribute()
 
     def term(self, p, word: str, **beside: Any):
-        """A rotation of them, by the word for it, and what that captures beside."""
-        return getattr(p, word)(**vars(self), **beside)
+        """A rotation of them, by the word for it, and what that captures beside, or of other lanes in its place."""
+        return getattr(p, word)(**vars(self) | beside)
 
     def rounded(self, y: Tensor) -> Tensor:
         """A result in the dtype of the model."""
@@ -110,8 +110,9 @@ class Widened(Turned):
         """The same of their cast, rounded back to their dtype; tables may be narrow themselves."""
         tables = {"cos": self.cos, "sin": self.sin}
         wide = {name: p.maybe_cast(p.maybe_repeated(of, 2), to=torch.float32) for name, of in tables.items()}
-        captured = vars(self) | wide | {"x": p.cast(self.x, to=torch.float32)}
-        return p.as_dtype(getattr(p, word)(**captured, **beside), self.x)
+        captured = vars(self) | wide | beside
+        captured["x"] = p.cast(captured["x"], to=torch.float32)
+        return p.as_dtype(getattr(p, word)(**captured), self.x)
 
     def rounded(self, y: Tensor) -> Tensor:
         """As it is."""

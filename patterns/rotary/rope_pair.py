@@ -40,7 +40,7 @@ class Pair(Group):
         require(q in (3, 4), "queries and keys have {q} dims, not three or four", q=q)
 
     def read(self, by_batch: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Lanes and tables as the operator reads them, of four dims; these for every sequence, where it asks for that."""
+        """Lanes and tables as the operator reads them, of four dims; these for every sequence if it asks for that."""
         of_q = self.each()[0]
         tables = of_q.tables_by_batch() if by_batch else of_q.tables()
         q, k, cos, sin = (four_dims(each) for each in (self.q, self.k, *tables))
