@@ -82,7 +82,6 @@ def _both(rotate: Callable[..., Tensor]) -> Callable[..., Halves]:
 
 
 NEGATIVE = "this rotates by the negative angle"
-NEIGHBOURS = "not pairs of neighbours"
 THIRD = "a third term is added"
 EXAMPLES = (
     Example("half order, heads first", half, HEADS),
@@ -107,7 +106,6 @@ PARTIAL = (
     Example("first lanes of a tensor, in float32", _among(0, 64, _wide(_interleaved)), PART),
     Example("last lanes of a tensor, interleaved order", _among(128, 192, _interleaved), PART),
     Example("last lanes of a tensor, in float32", _among(128, 192, _wide(_interleaved)), PART),
-    Example("first lanes of a tensor, half order", _among(0, 64, half), PART, NEIGHBOURS),
     Example("some lanes left out", _among(0, 64, _interleaved, 128), PART, "128 of 192 lanes are left"),
     Example("behind lanes of odd number", _among(129, 193, _interleaved), ODD, "pairs would be broken"),
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
 from patterns.rotary.orders import INTERLEAVED
-from patterns.rotary.rope import TURNED, Rope, Turned, Widened
+from patterns.rotary.rope import TURNED, Rope, Turned, Widened, turning
 
 WAYS = ("half", "pairs", "pairs_to_half", "pairs_to_half_by_batch", "rows_to_half", "through_half")
 """Lowerings of `rope`."""
@@ -57,12 +57,10 @@ class BehindTurned(Group):
         return p.lanes(turned.x, self.split, self.end)
 
     def guard(self, turned: Turned) -> None:
-        """Refuse a tensor of which lanes are left out, and pairs that do not stay neighbours."""
+        """Refuse a tensor of which lanes are left out, and pairs that would be others."""
         whole = turned.x.shape[-1]
         require(self.end == whole, "{end} of {whole} lanes are left, rotated or not", end=self.end, whole=whole)
         require(self.split % 2 == 0, "{split} lanes stand before the others: pairs would be broken", split=self.split)
-        orders = (turned.source, turned.result)
-        require(orders == (INTERLEAVED, INTERLEAVED), "the lanes are not pairs of neighbours, before and behind")
 
     def margins(self, width: Any) -> tuple[Any, Any]:
         """How many lanes of all stand before the rotated ones, and behind them."""
@@ -84,10 +82,20 @@ class BeforeTurned(BehindTurned):
 
 @dataclass(frozen=True)
 class Whole(Turned):
-    """A tensor of which some lanes are rotated, by tables of these."""
+    """A tensor of which some lanes are rotated, pairs of neighbours that stay such, by tables of these."""
 
     cos: Any = tensor("*T Angles")
     sin: Any = tensor("*U Angles")
+    source: Any = attribute(INTERLEAVED)
+    result: Any = attribute(INTERLEAVED)
+
+
+@dataclass(frozen=True)
+class WidenedWhole(Widened):
+    """The same of lanes that are rotated in float32 and rounded back."""
+
+    source: Any = attribute(INTERLEAVED)
+    result: Any = attribute(INTERLEAVED)
 
 
 BESIDE = (BehindTurned, BeforeTurned)
@@ -108,7 +116,7 @@ class PartialRope(Rule):
         return others.term(p, turned)
 
     @pattern
-    @variants(turned=(Whole, Widened), others=BESIDE)
+    @variants(turned=(Whole, WidenedWhole), others=BESIDE)
     def among(self, p, turned, others):
         """Some lanes of a tensor are rotated, which are a value of their own."""
         return others.term(p, turned)
@@ -128,8 +136,18 @@ class PartialRope(Rule):
     @variants(others=BESIDE)
     def by_no_angle(self, turned: Turned, others: BehindTurned):
         """All lanes in one call."""
-        cos, sin = _no_angle_beside(turned, *others.margins(turned.x.shape[-1]))
-        return replace(turned, cos=cos, sin=sin).by("interleave")
+        return _of_all_lanes(turned, others).by("interleave")
+
+    @lowering
+    @variants(others=BESIDE)
+    def by_matrix(self, turned: Turned, others: BehindTurned):
+        """The same by a constant matrix, for compilers that cannot say which lanes are turned."""
+        return _of_all_lanes(turned, others).by("interleave", turning(turned.x))
+
+
+def _of_all_lanes(turned: Turned, others: BehindTurned) -> Turned:
+    cos, sin = _no_angle_beside(turned, *others.margins(turned.x.shape[-1]))
+    return replace(turned, cos=cos, sin=sin)
 
 
 def _no_angle_beside(turned: Turned, before: Any, behind: Any) -> tuple[Tensor, ...]:
