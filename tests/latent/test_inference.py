@@ -65,7 +65,10 @@ def test_sparse_attention_is_the_prolog_beside_an_indexer(count: int, at: int):
     report = explained(built(True), count, at)
     assert report.ops.get(PROLOG) == LAYERS, report
     assert [report.ops.get(name) for name in SPARSE] == [LAYERS] * 2, report
-    assert launches(report, "attn") <= 25, report
+    # norm, prolog, queries and keys in pairs, both writes; the indexer's layers (two are joined), norm, rotations,
+    # products by its matrix, write and lists; attention, W_UV, projection; four of the feed-forward layer
+    assert launches(report, "attn") <= 18, report
+    assert launches(report, "") <= 22, report
 
 
 @pytest.mark.nightly
