@@ -168,9 +168,9 @@ def test_one_rule_is_shown_with_its_forms():
 def test_variants_are_shown_by_their_whole_names():
     """In square brackets, which a terminal would take for markup."""
     lowerings = next(each for each in rule_entries() if each.name == "partial_rope").lowerings
-    assert "joined[half]" in lowerings
-    assert "lowering joined[half]" in run("rules", "partial_rope").stdout
-    assert "joined[half]" in run("rules").stdout
+    assert "joined[Rest, half]" in lowerings
+    assert "lowering joined[Rest, half]" in run("rules", "partial_rope").stdout
+    assert "joined[Rest, half]" in run("rules").stdout
 
 
 def test_help_and_version():
