@@ -184,8 +184,8 @@ _V1_SCHEMA = (
     "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)"
 )
 _SUMMARY = (
-    "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ) + pse_shift, masked) v), in float32; a row that sees no key is 0; "
-    "kernels scale before they add, and of infinite numbers in pse_shift no page says what becomes. Queries "
+    "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ) + pse_shift, masked) v), in float32; a row that sees no key "
+    "is 0; no page says what becomes of infinite numbers in pse_shift. Queries "
     "and latent in whole numbers of 8 bits, version 2 alone: both products times dequant_scale_query · "
     "dequant_scale_key, by which query_rope was divided before, v times dequant_scale_value; a kernel holds "
     "exp(score - largest) in steps of 1/127, which is not decomposed"

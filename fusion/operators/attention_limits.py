@@ -162,7 +162,10 @@ _BIASED = (
     Limit("Sp == 1", when=f"{_BIAS} and S == 1"),
     Limit("not given(query_rope)", when=_BIAS),
 )
-"""What kernels ask of a bias (aclnnFusedInferAttentionScoreV4: pseShift, and the tiling of both kernels)."""
+"""What kernels ask of a bias (aclnnFusedInferAttentionScoreV4: pseShift, and the tiling of both kernels).
+
+All of them multiply scores by the scale before they add it, though the design notes say that they multiply the sum.
+"""
 
 _MASKED = "given(atten_mask) and sparse_mode in (0, 1)"
 _PLAIN = "not given(query_rope)"

@@ -60,9 +60,9 @@ def written_softmax(
     """The same as (output, log-sum-exp [B, N, S, 1] in the wide dtype), for what the fused kernels cannot do.
 
     pairs are queries [B, N, S, D] with their keys [B, M, T, D], whose scores add up; value [B, M, T, Dv] may have
-    another width; sink [N] is a logit of each head that no value belongs to; bias [B or 1, N, S.., T..], perhaps of more
-    rows and keys than there are, is added to scaled scores. All in float32, rounded once. A row that sees no key is 0
-    and has the log-sum-exp +inf.
+    another width; sink [N] is a logit of each head that no value belongs to; bias [B or 1, N, S.., T..], which may
+    have more rows and keys than there are, is added to scaled scores. All in float32, rounded once. A row that sees no
+    key is 0 and has the log-sum-exp +inf.
     """
     scores = _scores(pairs, visible, scale, bias)
     top, weights, total = _weighted(scores, sink, _blind(visible))
