@@ -1,4 +1,4 @@
-"""Softmax attention for inference: out = softmax(scale · (q kᵀ + q_rope k_ropeᵀ), masked) v."""
+"""Softmax attention for inference: out = softmax(scale · (q kᵀ + q_rope k_ropeᵀ) + bias, masked) v."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class Attention:
     query_rope: Tensor | None = None
     key_rope: Tensor | None = None
     sink: Tensor | None = None
+    bias: Tensor | None = None
     lse: bool = False
     scales: tuple[Tensor, Tensor, Tensor] | None = None
     """Of queries in whole numbers, [..] of the layout without lanes, and of all keys and all values, [1]."""
@@ -92,9 +93,10 @@ def _attended(
     call: Attention, pairs: list[tuple[Tensor, Tensor]], value: Tensor, seen: Visible
 ) -> tuple[Tensor, Tensor]:
     (query, key), *more = pairs
-    if not more and call.sink is None and not call.lse and key.shape[-1] == value.shape[-1]:
+    plain = not more and call.sink is None and call.bias is None and not call.lse
+    if plain and key.shape[-1] == value.shape[-1]:
         return fused_softmax(query, key, value, seen, call.scale), query.new_empty([0], dtype=torch.float32)
-    out, lse = written_softmax(pairs, value, seen, call.scale, call.sink)
+    out, lse = written_softmax(pairs, value, seen, call.scale, call.sink, call.bias)
     if not call.lse:
         return out, query.new_empty([0], dtype=torch.float32)
     lse = lse[0].transpose(0, 1) if is_packed(call.layout) else lse
@@ -145,6 +147,7 @@ def _read(given: Given, names: limits.Names) -> Attention:
         query_rope=given["query_rope"],
         key_rope=given["key_rope"],
         sink=given[names.sink] if names.sink else None,
+        bias=given["pse_shift"],
         lse=given[names.lse],
         scales=None if scales[0] is None else scales,
     )
@@ -181,7 +184,8 @@ _V1_SCHEMA = (
     "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)"
 )
 _SUMMARY = (
-    "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ), masked) v), in float32; a row that sees no key is 0. Queries "
+    "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ) + pse_shift, masked) v), in float32; a row that sees no key "
+    "is 0; no page says what becomes of infinite numbers in pse_shift. Queries "
     "and latent in whole numbers of 8 bits, version 2 alone: both products times dequant_scale_query · "
     "dequant_scale_key, by which query_rope was divided before, v times dequant_scale_value; a kernel holds "
     "exp(score - largest) in steps of 1/127, which is not decomposed"

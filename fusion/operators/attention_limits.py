@@ -46,7 +46,7 @@ V2 = Names(
     key_lengths="actual_seq_kvlen",
     lse="return_softmax_lse",
     unused=(
-        "pse_shift", "dequant_offset_key", "dequant_offset_value", "dequant_scale_key_rope", "quant_scale_out",
+        "dequant_offset_key", "dequant_offset_value", "dequant_scale_key_rope", "quant_scale_out",
         "quant_offset_out", "quant_scale_p", "query_dtype", "key_dtype", "value_dtype", "out_dtype",
     ),
     sink="learnable_sink",
@@ -59,7 +59,7 @@ V1 = Names(
     key_lengths="actual_seq_lengths_kv",
     lse="softmax_lse_flag",
     unused=(
-        "pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2",
+        "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2",
         "antiquant_scale", "antiquant_offset", "key_antiquant_scale", "key_antiquant_offset", "value_antiquant_scale",
         "value_antiquant_offset", "query_padding_size", "kv_padding_size", "key_shared_prefix", "value_shared_prefix",
         "key_rope_antiquant_scale",
@@ -78,6 +78,7 @@ def dims(names: Names) -> Mapping[str, str]:
         "query_rope": " / ".join(_ROPE[given] for given, _, _ in rows),
         "key_rope": " / ".join(_KEY_ROPE[form] for _, _, form in rows),
         "block_table": "E M",
+        "pse_shift": "Bp Np Sp Tp",
     }
     return found | ({names.sink: "Ns"} if names.sink else {})
 
@@ -85,7 +86,7 @@ def dims(names: Names) -> Mapping[str, str]:
 def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
     """Argument -> dtypes; lengths count where they are tensors."""
     found = dict.fromkeys(("query", "key", "value"), HALVES | INT8 if names.whole else HALVES)
-    found |= dict.fromkeys(("query_rope", "key_rope"), HALVES)
+    found |= dict.fromkeys(("query_rope", "key_rope", "pse_shift"), HALVES)
     found |= dict.fromkeys(SCALES if names.whole else (), FLOAT32)
     lengths = dict.fromkeys((names.query_lengths, names.key_lengths), INT64)
     sink = {names.sink: BFLOAT16} if names.sink else {}
@@ -94,7 +95,7 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
 
 def limits(names: Names) -> Mapping[str, tuple[Limit | str, ...]]:
     """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
-    a2 = (*_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names))
+    a2 = (*_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names), *_BIASED)
     a2 = (*a2, *INT8_KERNEL) if names.whole else a2
     host = (*_host(names), *(INT8_HOST if names.whole else (Limit(FLOATS),)))
     return {"host": host, **dict.fromkeys(A2_A3, a2)}
@@ -134,9 +135,37 @@ def _host(names: Names) -> tuple[Limit | str, ...]:
         Limit(f"E == length({of_key})", when=f"given(block_table) and {_PACKED}"),
         Limit("Q == block_size", when="given(block_table) and rank(key) == 3"),
         Limit("U == block_size", when="given(block_table) and rank(key) >= 4"),
+        *_of_bias(names),
         *sink,
     )
 
+
+_BIAS = "given(pse_shift)"
+
+
+def _of_bias(names: Names) -> tuple[Limit, ...]:
+    """A bias of every head, for as many queries and keys as there are at least: what lies beyond is not read."""
+    return (
+        Limit(_BATCHED, when=_BIAS, because="packed sequences take no bias"),
+        Limit(f"Np == {names.heads}", when=_BIAS),
+        Limit("Bp == 1 or Bp == B", when=_BIAS),
+        Limit("Sp >= S", when=_BIAS),
+        Limit("Tp >= U", when=f"{_BIAS} and not given(block_table) and {_BNSD}"),
+        Limit("Tp >= Q", when=f"{_BIAS} and not given(block_table) and not {_BNSD}"),
+        Limit("Tp >= M * block_size", when=f"{_BIAS} and given(block_table)"),
+        Limit(f"not {names.lse}", when=_BIAS, because="whether it counts the bias is not documented"),
+    )
+
+
+_BIASED = (
+    Limit("dtype(pse_shift) == dtype(query)", when=_BIAS),
+    Limit("Sp == 1", when=f"{_BIAS} and S == 1"),
+    Limit("not given(query_rope)", when=_BIAS),
+)
+"""What kernels ask of a bias (aclnnFusedInferAttentionScoreV4: pseShift, and the tiling of both kernels).
+
+All of them multiply scores by the scale before they add it, though the design notes say that they multiply the sum.
+"""
 
 _MASKED = "given(atten_mask) and sparse_mode in (0, 1)"
 _PLAIN = "not given(query_rope)"

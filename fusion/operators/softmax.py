@@ -54,15 +54,17 @@ def fused_softmax(query: Tensor, key: Tensor, value: Tensor, visible: Visible, s
 
 
 def written_softmax(
-    pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, visible: Visible, scale: float, sink: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    pairs: Sequence[tuple[Tensor, Tensor]], value: Tensor, visible: Visible, scale: float, sink: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same as (output, log-sum-exp [B, N, S, 1] in the wide dtype), for what the fused kernels cannot do.
 
     pairs are queries [B, N, S, D] with their keys [B, M, T, D], whose scores add up; value [B, M, T, Dv] may have
-    another width; sink [N] is a logit of each head that no value belongs to. All in float32, rounded once. A row that
-    sees no key is 0 and has the log-sum-exp +inf.
+    another width; sink [N] is a logit of each head that no value belongs to; bias [B or 1, N, S.., T..], which may
+    have more rows and keys than there are, is added to scaled scores. All in float32, rounded once. A row that sees no
+    key is 0 and has the log-sum-exp +inf.
     """
-    scores = _scores(pairs, visible, scale)
+    scores = _scores(pairs, visible, scale, bias)
     top, weights, total = _weighted(scores, sink, _blind(visible))
     blind = total == 0  # never with a sink, whose rows without keys are 0 by themselves
     out = (shared_matmul(weights, value.to(scores.dtype)) / total).masked_fill(blind, 0.0)
@@ -99,9 +101,13 @@ def softmax_statistics(
     return top, total
 
 
-def _scores(pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float) -> Tensor:
+def _scores(
+    pairs: Sequence[tuple[Tensor, Tensor]], visible: Visible, scale: float, bias: Tensor | None = None
+) -> Tensor:
     wide = compute_dtype(pairs[0][0])
     scores = reduce(torch.add, [shared_matmul(q.to(wide) * scale, k.to(wide).transpose(-2, -1)) for q, k in pairs])
+    if bias is not None:
+        scores = scores + bias[..., : scores.shape[-2], : scores.shape[-1]].to(wide)
     seen = visible.keys
     if visible.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -32,18 +32,20 @@ class Assumed:
         folder: its constants.
         kinds: the assumptions about its inputs, by name: "causal", "window:n" or "padding".
         written: the writes of rows that it makes.
+        weights: the names of inputs that hold Parameters.
     """
 
     algebra: Algebra
     folder: Folder = field(default_factory=Folder)
     kinds: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     written: Sequence[Value] = ()
+    weights: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, graph: Graph) -> Assumed:
         """What is known of a graph."""
         written = [value for value in graph.places if value.op in ("write", "write_rows")]
-        return cls(graph.algebra, graph.shared(Folder), graph.facts.assumed, written)
+        return cls(graph.algebra, graph.shared(Folder), graph.facts.assumed, written, graph.facts.parameters)
 
     def masks(self, shape: Sequence[Any], terms: Sequence[Term], sizes: Sizes, keep_lists: bool = False) -> Masks:
         """These masks of scores [*rows, T]; `keep_lists` as of `Positions`."""

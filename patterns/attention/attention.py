@@ -17,11 +17,14 @@ from torch import Tensor
 
 from fusion import lowering, pattern, require, scalar, tensor, variants
 from patterns.attention import calls
+from patterns.attention.biases import Bias
 from patterns.attention.calls import Call
 from patterns.attention.results import RESULTS, SoftmaxAttention
 from patterns.attention.sources import SOURCES
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
 from patterns.cache import pages
+
+_PACKED = "packed sequences take no bias"
 
 
 @dataclass(frozen=True)
@@ -37,54 +40,60 @@ class Attention(SoftmaxAttention):
         result,
         q=tensor("B N S D"),
         seen: Any = Visibility,
+        bias: Any = Bias,
         sink=tensor("N", optional=True),
         scale=scalar(),
     ):
-        """Behind any mask, or none."""
+        """Behind any mask, or none, with or without a bias."""
         k, v = source.terms(p)
-        said = dict(q=q, k=k, sink=sink, scale=scale, **seen.said())
+        said = dict(q=q, k=k, sink=sink, scale=scale, **seen.said(), **bias.said())
         return result.terms(partial(p.softmax_attention, v=v, **said), partial(p.softmax_lse, **said))
 
-    def guard(self, source: Any, result: Any, seen: Any, sink: Any):
-        """How pages hold their rows, and what the log-sum-exp of the operator is of."""
+    def guard(self, source: Any, result: Any, seen: Any, bias: Any, sink: Any):
+        """How pages hold their rows, what the log-sum-exp of the operator is of, and what a bias stands beside."""
         source.refuse_blocks(pages.NZ, pages.NZ)
-        result.refuse(seen, sink)
+        result.refuse(seen, sink, bias.values)
+        require(sink is None or bias.values is None, "with a sink the operator reads packed sequences, without a bias")
+        bias.refuse_beside(seen, source.paged)
 
     @lowering
     @variants(seen=(Structured, Dense), version=(2, 1))
-    def batched(self, q, source, result, seen, sink, scale, version):
+    def batched(self, q, source, result, seen, bias, sink, scale, version):
         """One sequence beside the other, what is seen told in words or shown by the mask."""
         require(sink is None, "with a sink the operator reads packed sequences")
-        y, lse = source.batched(q, seen, Call(scale, version, result.lse))
-        return result.restored(y, lse, seen)
+        y, lse = source.batched(q, seen, Call(scale, version, result.lse), bias)
+        return result.restored(bias.restored(y, seen.mask), lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
-    def packed(self, q, source, result, seen, sink, scale, version):
+    def packed(self, q, source, result, seen, bias, sink, scale, version):
         """One sequence after the other."""
+        bias.refuse(_PACKED)
         y, lse = source.packed(q, seen, Call(scale, version, result.lse), **_beside(sink, version))
         return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
-    def as_pages(self, q, source, result, seen, sink, scale, version):
+    def as_pages(self, q, source, result, seen, bias, sink, scale, version):
         """The same with the keys of a sequence as one page of a paged cache, as they lie."""
+        bias.refuse(_PACKED)
         y, lse = source.as_pages(q, seen, Call(scale, version, result.lse), **_beside(sink, version))
         return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured, Dense), version=(2, 1))
-    def beside_sink(self, q, source, result, seen, sink, scale, version):
+    def beside_sink(self, q, source, result, seen, bias, sink, scale, version):
         """Attention without the sink, and the share that the sink takes, from the log-sum-exp of the scores."""
         require(sink is not None, "there is no sink")
-        y, lse = source.batched(q, seen, Call(scale, version, lse=True))
+        y, lse = source.batched(q, seen, Call(scale, version, lse=True), bias)
         return calls.viewed(calls.beside_sink(y, lse, sink), result.view)
 
     @lowering
     @variants(seen=(Unmasked,))
-    def encoder(self, q, source, result, seen, sink, scale):
+    def encoder(self, q, source, result, seen, bias, sink, scale):
         """Every query sees every key."""
         seen.refuse_others()
+        bias.refuse("the operator for encoders adds a bias before it multiplies by the scale")
         require(q.shape[2] != 1, "not a whole sequence attends to itself")
         require(sink is None and not result.lse, "the operator for encoders takes no sink and gives no log-sum-exp")
         return calls.viewed(source.encoded(q, scale), result.view)

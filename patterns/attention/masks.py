@@ -24,8 +24,8 @@ UNPROVEN = (
     "mask that is passed in, the option assume says it)"
 )
 
-REPLACED = "scores are replaced by something else than a number of at most -1e4"
 MOVED = "the scores are masked before they are arranged otherwise"
+REPLACED = "scores are replaced by something else than a number of at most -1e4"
 _OF_EACH = (
     "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
     "one tensor that a list names"
@@ -124,12 +124,13 @@ class Masks:
         at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
         return {**found, "kv_lens": at_most}
 
-    def told(self, empty: str, sunk: bool) -> dict[str, Any] | str:
+    def told(self, empty: str, sunk: bool, biased: bool = False) -> dict[str, Any] | str:
         """What an operator is told of them: a kind and a window, up to which key, and the mask as it is; or why not.
 
         Args:
             empty: what the softmax makes of a row of -inf.
             sunk: whether there is a sink, which takes all of a query that sees no key.
+            biased: whether something else is added to the scores.
         """
         found: dict[str, Any] = {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"}
         formula = self.visible()
@@ -139,7 +140,7 @@ class Masks:
             return found | (self._explicit() if self.positions.lists_all else {})
         bounds = self.limits(formula)
         some = sees_some(bounds, *self.sizes[2:], self.positions.lengths) or self._lists_some(bounds)
-        empty = "zero" if some or sunk else unseen(self.positions, self.terms, empty)
+        empty = "zero" if some or sunk else unseen(self.positions, self.terms, empty, biased)
         if not empty:
             return (
                 "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"
@@ -252,7 +253,7 @@ def _lost(positions: Positions, term: Term) -> bool:
     return all(number <= LOST for number in numbers if number != 0)
 
 
-def unseen(positions: Positions, terms: Sequence[Term], softmax: str) -> str:
+def unseen(positions: Positions, terms: Sequence[Term], softmax: str, biased: bool = False) -> str:
     """What a query gives that sees no key: "mean" (of all values), what `softmax` makes of a row of -inf, or "".
 
     "" where it depends on the scores: a number that only hides a key beside others hides none where all are lowered.
@@ -266,7 +267,7 @@ def unseen(positions: Positions, terms: Sequence[Term], softmax: str) -> str:
     finite = {number for number in numbers if number != -torch.inf}
     if not finite:
         return softmax
-    replaced = all(each.how != "add" for each in terms)
+    replaced = all(each.how != "add" for each in terms) and not biased  # which may be added after it
     alone = len(terms) == 1 and max(finite) <= LOST
     return "mean" if (replaced or alone) and len(set(numbers)) == 1 else ""
 

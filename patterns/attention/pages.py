@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from fusion import Group, attribute, require, tensor
 from patterns.attention import calls
+from patterns.attention.biases import UNBIASED, Bias
 from patterns.attention.calls import Call, MaskSpec, Parts
 from patterns.cache.pages import refuse_others
 
@@ -82,12 +83,13 @@ class Pages(Group):
         """The block table as the operator is told."""
         return dict(block_table=self.block_table.int(), block_size=self.size)
 
-    def batched(self, q: Tensor, seen: Any, call: Call) -> Parts:
+    def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
         """One sequence beside the other."""
         heads, keys = self.first.shape[1:3]
         k, v = self.read(q.shape[0], heads)
         (q,), seen = self.posed((q,), seen, keys)
         lengths, asked = seen.asked(self, q, keys)
+        asked |= bias.arguments(self.block_table.shape[1] * self.size)
         last = calls.heads_last(q) and k.dim() == 3
         y, lse = calls.fused(
             q.transpose(1, 2) if last else q, k, v, lengths, call, num_query_heads=q.shape[1],

@@ -20,6 +20,8 @@ from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
+from patterns.attention.masks import Masks
+from patterns.attention.read_bias import GUARDED, bias_of, parted
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
 from patterns.attention.unlike import OVER_QUERIES, unlike
@@ -32,6 +34,7 @@ from patterns.sparse.read import topk_mask
 from patterns.sparse.words import LISTED_ATTENTION, TOPK_MASK
 
 _APART = "keys or values are not the same for the queries of one head"
+_LENGTHS = ("window", "kv_len", "kv_lens")
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
 
@@ -63,12 +66,20 @@ def attentions(graph: Graph) -> Iterator[Found]:
             reason = unlike(stripped(value)[0])
             outcome = Miss("softmax_attention", reason) if reason else {}
         outcome = rounded or outcome or {}
+        reading = outcome.get(value) if isinstance(outcome, dict) else None
+        if isinstance(reading, Reading) and "empty_bias" in reading.captures and _is_one_call(graph, value):
+            outcome = Miss("softmax_attention", GUARDED)
         listed = _listed(assumed, value) if outcome else None
         if isinstance(listed, Reading) or (listed and isinstance(outcome, Miss)):
             yield value, listed
         if listed and isinstance(outcome, Miss):
             continue
         yield from ((value, outcome),) if isinstance(outcome, Miss) else outcome.items()
+
+
+def _is_one_call(graph: Graph, value: Value) -> bool:
+    """Whether the model calls attention by its name."""
+    return any("scaled_dot_product" in str(node.target) for node in graph.places[value])
 
 
 def _left_whole(node: fx.Node) -> str:
@@ -247,17 +258,32 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
         if sink is None:
             return "the sink is not one number for each head"
         captures["sink"] = sink
-    of_scores = ((*frame.shape, keys), frame.masked(a, scores.terms), (*frame.sizes, keys))
-    masks = assumed.masks(*of_scores)
-    mask = masks.told(of.weights.softmax.attrs[1], sunk=scores.sink is not None)
-    if isinstance(mask, str):
-        return mask
     in_floats = "q" in operands
+    seen = _seen(assumed, of, frame, keys, operands["q"].dtype if in_floats else None)
+    if isinstance(seen, str):
+        return seen
+    masks, mask = seen
     name = "softmax_attention" if in_floats else "int8_latent_attention"
     reading = Reading(name, captures | mask, masks.positions.names())
+    of_scores = ((*frame.shape, keys), masks.terms, (*frame.sizes, keys))
     listed = topk_mask(assumed.masks(*of_scores, keep_lists=True), mask["mask"]) if "mask" in mask else {}
     told = reading if mask.get("mask") in listed or not in_floats else told_apart(a, reading)
     return {**beside, root: told, **listed}
+
+
+def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | str:
+    """The masks of the scores, and what is said of them and of a bias; or why it cannot be said."""
+    empty, sunk = of.weights.softmax.attrs[1], of.scores.sink is not None
+    terms = frame.masked(assumed.algebra, of.scores.terms)
+    found = parted(assumed.masks((*frame.shape, keys), terms, (*frame.sizes, keys)))
+    mask = found.masks.told(empty, sunk=sunk, biased=bool(found.biases))
+    if isinstance(mask, str) or not found.biases:
+        return mask if isinstance(mask, str) else (found.masks, mask)
+    told = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
+    bias = bias_of(assumed, found, frame, dtype, empty, told)
+    if isinstance(bias, str):
+        return bias
+    return found.masks, mask | bias | ({"fully_masked_row": "zero"} if "empty_bias" in bias else {})
 
 
 Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]

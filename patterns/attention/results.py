@@ -35,8 +35,8 @@ class Output(Group):
         """The results of a form, of the terms of attention and of its log-sum-exp."""
         return attended(output_view=self.view)
 
-    def refuse(self, seen: Any, sink: Any = None) -> None:
-        """Any mask and any sink will do."""
+    def refuse(self, seen: Any, sink: Any = None, bias: Any = None) -> None:
+        """Any mask, any sink and any bias will do."""
 
     def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:
         """What the rule gives of what the operator gives."""
@@ -53,9 +53,10 @@ class OutputAndLse(Output):
         """Both."""
         return attended(output_view=self.view), summed()
 
-    def refuse(self, seen: Any, sink: Any = None) -> None:
+    def refuse(self, seen: Any, sink: Any = None, bias: Any = None) -> None:
         """What the log-sum-exp of the operator is not of."""
         require(sink is None, "the log-sum-exp of the operator does not count the sink")
+        require(bias is None, "whether the log-sum-exp of the operator counts the bias is not documented")
         finite = seen.fully_masked_row == "mean"
         require(not finite, "a query without keys has a finite log-sum-exp, of which the operator says +inf")
 

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from fusion import Group, require, tensor
 from patterns.attention import calls
+from patterns.attention.biases import UNBIASED, Bias
 from patterns.attention.calls import Call, MaskSpec, Parts
 from patterns.attention.pages import Pages, PagesNZ
 from patterns.attention.visibility import Dense
@@ -75,7 +76,7 @@ class Rows(Group):
         """What else the operator is told of rows: nothing."""
         return {}
 
-    def batched(self, q: Tensor, seen: Any, call: Call) -> Parts:
+    def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
         """One sequence beside the other; the order of heads and positions is that of the memory."""
         k, v = self.first, self.second
         width, queries = v.shape[3], q.shape[2]
@@ -90,6 +91,7 @@ class Rows(Group):
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         mixed = not last and queries != 1 and calls.heads_last(q)
         layout = "BSND" if last else "BNSD_BSND" if mixed else "BNSD"
+        asked |= bias.arguments(self.first.shape[2])
         y, lse = calls.fused(q, k, v, lengths, call, input_layout=layout, **heads, **asked)
         y = seen.restored(y[..., :width], last or mixed, self.second)
         return y.transpose(1, 2) if last or mixed else y, lse

@@ -17,17 +17,23 @@ _SEEN = {
 }
 """What every reading of attention says of the keys that are seen."""
 
+_BIAS = {
+    "bias": "what is added to the scaled scores [B or 1, N, S, T], in the dtype of the queries; absent without one",
+    "empty_bias": '"zero" or "nan": what a query gives that sees no key, if the bias may hold -inf; absent if not',
+}
+
 SOFTMAX_ATTENTION = word(
     "softmax_attention",
-    "softmax(scale · q kᵀ) v over the keys that are seen, arranged as output_view says",
+    "softmax(scale · q kᵀ + bias) v over the keys that are seen, arranged as output_view says",
     q="[B, N, S, D]", k="[B, M, T, D]", v="[B, M, T, E]", scale="a number", **_SEEN,
     output_view="steps from [B, N, S, E] to the value; sizes that are symbolic by name",
     sink="[N], a score that takes its share and has no value",
+    **_BIAS,
 )  # fmt: skip
 SOFTMAX_LSE = word(
     "softmax_lse",
     "log Σ exp of the scores of such an attention [B, N, S]",
-    q="[B, N, S, D]", k="[B, M, T, D]", scale="a number", sink="[N]", **_SEEN,
+    q="[B, N, S, D]", k="[B, M, T, D]", scale="a number", sink="[N]", **_SEEN, **_BIAS,
 )  # fmt: skip
 LSE_MERGE = word(
     "lse_merge",

@@ -165,6 +165,11 @@ def sloped(scores: Tensor) -> Tensor:
     return scores + near * slopes[:, None, None]
 
 
+def counted(scores: Tensor) -> Tensor:
+    """By how far keys are away, which is a whole number."""
+    return scores + (torch.arange(S)[None, :] - torch.arange(S)[:, None])
+
+
 EQUAL = qkv(shared=N)
 BARE = partial(written, scale=1)
 OF_QUERIES = BARE(weigh=partial(shares, dim=-2))
@@ -188,10 +193,13 @@ EXAMPLES = (
     Example("a sink over a cache", SINK_STEP, qkv(1, T, M, SINKS, POSITION)),
     Example("values narrower than keys", lambda q, k, v: CAUSAL(q, k, v[..., :8]), qkv()),
     Example("values wider than keys", wide_values, qkv()),
+    Example("ALiBi", BARE(sloped, in_float), EQUAL),
+    Example("ALiBi, causal", BARE(sloped, hidden=later), EQUAL),
+    Example("any bias", BARE(torch.add, in_float), qkv(S, S, N, (S, S))),
+    Example("a bias of each head", written(torch.add, in_float), qkv(S, T, M, (1, N, S, T))),
+    Example("a bias of whole numbers", BARE(counted), qkv(S, S, N), "of whole numbers"),
     Example("softmax over queries", OF_QUERIES, EQUAL, "taken over the queries"),
     Example("soft capping", BARE(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "capped softly"),
-    Example("ALiBi", BARE(sloped), EQUAL, "not proven to be a mask"),
-    Example("any bias", by_sdpa(lambda given: given), qkv(S, S, N, (S, S)), "not proven to be a mask"),
     Example("a temperature", BARE(lambda s, by: s * by), qkv(S, S, N, (1, 1, S, 1)), "by a tensor"),
     Example("lowered, not hidden", LOWERED, EQUAL, "something else than a number"),
 )

@@ -97,6 +97,10 @@ first_at = over(written(hidden=lambda at: later(at, 3, ROOM)))
 last_at = over(written(hidden=lambda lengths: later(lengths - 3, 3, ROOM), least=True))
 learned = over(written(lambda scores, lengths: scores + lengths.view(B, 1, 1, 1).to(scores.dtype)))
 """A bias by length, which hides nothing."""
+near = over(
+    written(lambda scores, slopes, lengths: scores + slopes.view(-1, 1, 1) * torch.arange(ROOM).to(scores.dtype))
+)
+"""Slopes, over all that the pages hold."""
 sdpa = over(by_sdpa(lambda lengths: ~hidden(lengths)))
 EXAMPLES = (
     Example("a step", step, inputs(1, LENGTHS)),
@@ -111,6 +115,7 @@ EXAMPLES = (
     Example("several queries up to a length", last_at, inputs(3, torch.tensor([2, 12]))),
     Example("no dim for queries", tokens, inputs(1, LENGTHS)),
     Example("whole pages", over(by_sdpa()), inputs(2)),
+    Example("slopes over pages", near, inputs(1, (N,), LENGTHS)),
     Example("a sink over pages", over(with_sink), inputs(1, LENGTHS, SINKS)),
     Example("lines of one head", over(of_lengths(), of_nz), inputs(1, LENGTHS, lanes=16)),
 )

@@ -173,17 +173,6 @@ SPELLINGS = (
 # what only looks like it ---------------------------------------------------------------------------------------------
 
 
-def ones_added_before(q, k, v):
-    mask = torch.hstack([torch.ones(S, P), above(S)]).type_as(q)
-    return (scores_of(q, k) + mask).softmax(-1) @ v
-
-
-def lowered_a_little(q, k, v):
-    scores = scores_of(q, k)
-    scores[..., -S:] += above(S, -5.0)
-    return scores.softmax(-1) @ v
-
-
 def rounded_in_the_last(q, k, v):
     scores = scores_of(q, k)
     scores[..., -S:] = (scores[..., -S:] + above(S).to(q.dtype)).to(torch.bfloat16).to(q.dtype)
@@ -209,17 +198,9 @@ def replaced_by_numbers(q, k, v):
     return scores.softmax(-1) @ v
 
 
-def table_of_three_numbers(q, k, v, places):
-    table = torch.full((T, T), -1e9).triu(1) + torch.full((T, T), -1.0).triu(2)
-    return (scores_of(q, k) + table[places]).softmax(-1).to(q.dtype) @ v
-
-
 LOOKALIKES = (
-    Entry(ones_added_before, "", "a bias of 1.0", keys=T),
-    Entry(lowered_a_little, "", "a bias of -5.0", keys=T),
     Entry(rounded_in_the_last, "", keys=T),
     Entry(others_in_the_last, "", keys=T),
     Entry(replaced_by_zero, "", "something else than a number"),
     Entry(replaced_by_numbers, ""),
-    Entry(table_of_three_numbers, "", "not proven to be a mask", keys=T, more=tensors(PLACES)),
 )

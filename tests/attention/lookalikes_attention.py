@@ -174,12 +174,6 @@ def scores_cut_off(q, k, v):
     return scores_of(q, k).to(torch.int32).to(q.dtype).softmax(-1) @ v
 
 
-def logarithm_of_two(q, k, v):
-    """Each query sees its own key twice."""
-    seen = torch.ones(S, S, dtype=q.dtype).tril()
-    return (scores_of(q, k) + torch.log(seen + seen.triu())).softmax(-1) @ v
-
-
 def logarithm_of_less(q, k, v):
     """NaN where a key is hidden, not -inf."""
     hidden = torch.ones(S, S, dtype=q.dtype).triu(1)
@@ -348,20 +342,6 @@ def capped(q, k, v):
     return (torch.tanh(scores_of(q, k) / 30.0) * 30.0).softmax(-1) @ v
 
 
-def sloped(q, k, v):
-    near = -(torch.arange(S)[:, None] - torch.arange(S)[None]).abs().to(q.dtype)
-    slopes = 2.0 ** -torch.arange(1, N + 1).to(q.dtype)
-    return (scores_of(q, k) + slopes[:, None, None] * near).softmax(-1) @ v
-
-
-def biased(q, k, v, bias):
-    return (scores_of(q, k) + bias).softmax(-1) @ v
-
-
-def sdpa_biased(q, k, v, bias):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
 def dropped(q, k, v):
     return F.dropout(scores_of(q, k).softmax(-1), 0.5, training=True) @ v
 
@@ -516,11 +496,6 @@ def relu(q, k, v):
 
 def lowered_by_one(q, k, v):
     return scores_of(q, k).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -1.0).softmax(-1) @ v
-
-
-def lowered_by_a_hundred(q, k, v):
-    hidden = torch.ones(S, S, dtype=q.dtype).triu(1) * -100.0
-    return (scores_of(q, k) + hidden).softmax(-1) @ v
 
 
 def multiplied_mask(q, k, v):
@@ -683,7 +658,6 @@ LOOKALIKES = (
     refused(infinity_taken_from_itself, "is NaN"),
     refused(filled_with_nan, "something else than a number"),
     refused(scores_cut_off, "not both floats"),
-    refused(logarithm_of_two, "a bias of 0.69"),
     refused(logarithm_of_less, "is NaN"),
     refused(sums_cut_off, "not proven to be a mask"),
     refused(weights_cut_off),
@@ -701,7 +675,7 @@ LOOKALIKES = (
     refused(heads_compared, "differs from head to head", keys=T, more=tensors(torch.tensor(3))),
     Entry(lengths_of_more, "dense", more=tensors(torch.tensor([4, 6, 5]))),
     Entry(lengths_on_a_diagonal, "dense", more=tensors(torch.tensor([[4, 6], [5, 3]]))),
-    refused(scaled_mask, "a bias of"),
+    refused(scaled_mask, "multiplied by 0.0001 with the scores"),
     refused(turned_mask, "something else than a number"),
     Entry(hidden_queries, "dense", more=tensors(left_padded.bool())),
     Entry(empty_rows_filled, "dense", more=tensors(left_padded.bool())),
@@ -723,9 +697,6 @@ LOOKALIKES = (
     Entry(keys_and_values_changed),
     refused(over_queries, "over the queries"),
     refused(capped, "capped softly"),
-    refused(sloped, NOT_PROVEN),
-    refused(biased, NOT_PROVEN, more=tensors(activations(8, S, S))),
-    refused(sdpa_biased, NOT_PROVEN, more=tensors(activations(8, B, N, S, S))),
     refused(dropped, "dropped"),
     refused(sdpa_dropped, "dropped"),
     Entry(heated, more=tensors(activations(9, B, 1, S, 1))),
@@ -762,7 +733,6 @@ LOOKALIKES = (
     refused(sigmoid),
     refused(relu),
     refused(lowered_by_one, "something else than a number"),
-    refused(lowered_by_a_hundred, "a bias of -100.0"),
     refused(multiplied_mask, "not the same for all keys"),
     refused(multiplied_weights, "the weights go through a multiplication"),
     refused(powers_not_normalised),

@@ -18,13 +18,18 @@ from fusion.testing import LEVELS, Trial, capture
 from patterns.attention.visibility import Visibility
 from tests.corpus.base import activations
 
-from . import attention, attention_heads, attention_masks, attention_pieces, lookalikes_attention
+from . import attention, attention_bias, attention_heads, attention_masks, attention_pieces, lookalikes_attention
 from .attention_base import Entry
 
 HOST = Options(target="host", lower="eager")
-_EACH = (attention, attention_heads, attention_masks, attention_pieces)
+_EACH = (attention, attention_bias, attention_heads, attention_masks, attention_pieces)
 SPELLINGS = tuple(spelling for each in _EACH for spelling in each.SPELLINGS)
-LOOKALIKES = (*lookalikes_attention.LOOKALIKES, *attention_heads.LOOKALIKES, *attention_pieces.LOOKALIKES)
+LOOKALIKES = (
+    *lookalikes_attention.LOOKALIKES,
+    *attention_bias.LOOKALIKES,
+    *attention_heads.LOOKALIKES,
+    *attention_pieces.LOOKALIKES,
+)
 
 
 def settings(entries: tuple[Entry, ...], levels: int) -> Any:
@@ -65,7 +70,7 @@ def told(t: Trial) -> str:
 @pytest.mark.parametrize("entry", SPELLINGS, ids=lambda each: each.name)
 def test_spelling_is_attention(entry: Entry):
     actual = entry.form(*entry.inputs(torch.float64))
-    torch.testing.assert_close(actual, entry.expected(), rtol=0, atol=2e-6, check_dtype=False)
+    torch.testing.assert_close(actual, entry.expected(), rtol=0, atol=2e-6, check_dtype=False, equal_nan=True)
 
 
 @settings(SPELLINGS, 1)

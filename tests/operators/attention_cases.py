@@ -35,6 +35,7 @@ class Attend:
     before: int = 2147483647
     after: int = 2147483647
     sink: bool = False
+    bias: tuple[int, ...] = ()
     lse: bool = False
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -70,6 +71,8 @@ def v2(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
             call["atten_mask"] = FULL
         if a.mode in (0, 4):
             call |= {"pre_tokens": a.before, "next_tokens": a.after}
+        if a.bias:
+            call["pse_shift"] = random(*a.bias, dtype=dtype)
         if a.sink:
             call["learnable_sink"] = random(a.n, dtype=dtype)
         if a.lse:
@@ -204,6 +207,11 @@ CALLS: tuple[tuple[str, Attend], ...] = (
     ("other value width", Attend("TND", dv=24, mode=3, **PACKED)),
     ("lse", Attend("BSH", lse=True, mode=3)),
     ("lse, TND", Attend("TND", lse=True, **PACKED)),
+    ("bias", Attend(bias=(2, 4, 5, 5))),
+    ("bias for all sequences, BSH, causal", Attend("BSH", s=3, t=7, mode=3, bias=(1, 4, 3, 7))),
+    ("bias of more rows and keys, BSND, mask", Attend("BSND", mask=(2, 1, 5, 5), mode=1, bias=(1, 4, 16, 32))),
+    ("bias, one query, lengths", Attend(s=1, t=6, lengths=(None, [4, 6]), bias=(2, 4, 1, 6))),
+    ("bias, pages", Attend("BSND", s=3, t=11, block=4, mode=3, lengths=([3, 2], [11, 6]), bias=(2, 4, 3, 12))),
 )  # fmt: skip
 V2_ONLY: tuple[tuple[str, Attend], ...] = (
     ("sink", Attend("TND", sink=True, mode=3, **PACKED)),

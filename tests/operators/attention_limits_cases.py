@@ -19,6 +19,7 @@ def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 FULL = t(2048, 2048, dtype=torch.bool)
 HEADS: dict[str, Any] = {"num_query_heads": 8, "num_key_value_heads": 2}
 SUMS: dict[str, Any] = {"return_softmax_lse": True}
+BIAS: dict[str, Any] = {"pse_shift": t(2, 8, 5, 7)}
 CAUSAL: dict[str, Any] = {"sparse_mode": 3, "atten_mask": FULL}
 
 
@@ -133,6 +134,15 @@ HOST_EDGES: list[Edge] = [
     (pages(bsnd()), pages(bsnd()) | {"block_size": 256}, "Q == block_size"),
     (pages(bnsd(), form=4), pages(bnsd(), form=4) | {"block_size": 256}, "U == block_size"),
     (tnd() | {"learnable_sink": t(8)}, tnd() | {"learnable_sink": t(4)}, "Ns == num_query_heads"),
+    (bsnd() | BIAS, tnd() | {"pse_shift": t(1, 8, 9, 9)}, "packed sequences take no bias"),
+    (bsnd() | BIAS, bsnd() | {"pse_shift": t(2, 2, 5, 7)}, "Np == num_query_heads"),
+    (bsnd(b=3) | {"pse_shift": t(1, 8, 5, 7)}, bsnd(b=3) | BIAS, "Bp == 1 or Bp == B"),
+    (bsnd() | {"pse_shift": t(2, 8, 9, 9)}, bsnd() | {"pse_shift": t(2, 8, 4, 7)}, "Sp >= S"),
+    (bsnd() | BIAS, bsnd() | {"pse_shift": t(2, 8, 5, 6)}, "Tp >= Q"),
+    (bsh() | BIAS, bsh() | {"pse_shift": t(2, 8, 5, 6)}, "Tp >= Q"),
+    (bnsd() | BIAS, bnsd() | {"pse_shift": t(2, 8, 5, 6)}, "Tp >= U"),
+    (pages(bsnd()) | {"pse_shift": t(2, 8, 5, 384)}, pages(bsnd()) | {"pse_shift": t(2, 8, 5, 383)}, "M * block_size"),
+    (bsnd() | BIAS, bsnd() | BIAS | {"return_softmax_lse": True}, "whether it counts the bias"),
     (
         tnd() | {"learnable_sink": t(8)},
         tnd() | {"learnable_sink": t(8), "return_softmax_lse": True},
@@ -255,6 +265,10 @@ KERNEL_EDGES: list[Edge] = [
         tnd() | {"learnable_sink": t(8), "query_rope": t(9, 8, 64), "key_rope": t(9, 2, 64)},
         "not given(query_rope)",
     ),
+    (bsnd() | BIAS, bsnd() | {"pse_shift": t(2, 8, 5, 7, dtype=torch.float16)}, "dtype(pse_shift) == dtype(query)"),
+    (bsnd() | BIAS, bsnd() | {"pse_shift": t(2, 8, 5, 7, dtype=torch.float32)}, "needs pse_shift in"),
+    (bsnd(s=1) | {"pse_shift": t(2, 8, 1, 7)}, bsnd(s=1) | BIAS, "Sp == 1"),
+    (bsnd() | BIAS, latent(d=128) | BIAS, "not given(query_rope)"),
     (latent(), latent(d=256), "D in (128, 512)"),
     (latent(), latent(rope=32), "Dr == 64"),
     (latent(n=128), latent(n=256), "num_query_heads in (1, 2, 4, 8, 16, 32, 64, 128)"),

@@ -32,6 +32,7 @@ def infer_attention(
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
     sink: Tensor | None = None,
+    bias: Tensor | None = None,
     lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     kv_heads = kv_heads or heads
@@ -64,6 +65,8 @@ def infer_attention(
                     ropes = [of_rope[b][i, h] @ of_key_rope[b][j, g] for j in seen]
                     scores = [score + rope for score, rope in zip(scores, ropes, strict=True)]
                 logits = torch.stack(scores) * scale
+                if bias is not None:
+                    logits = logits + bias[b if len(bias) > 1 else 0, h, i, seen]
                 column = logits if sink is None else torch.cat([logits, sink[h : h + 1]])
                 weights = column.softmax(0)[: len(seen)]
                 out[i, h] = weights @ of_value[b][seen, g]
@@ -183,6 +186,7 @@ def fused_infer_v2(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
         "actual_seq_kvlen": "key_lengths",
         "block_table": "table",
         "learnable_sink": "sink",
+        "pse_shift": "bias",
         "return_softmax_lse": "lse",
     }
     ignored = {"block_size", "inner_precise", "query_quant_mode"}

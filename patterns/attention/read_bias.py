@@ -1,0 +1,221 @@
+"""What is added to scaled scores and is no mask: softmax(scale · q kᵀ + bias [+ mask]) v  (T5, 2020; ALiBi, 2022).
+
+A sum that is added may hold both. It is taken apart into masks, of 0 and numbers that hide a key, and what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion.analysis.dtypes import Array, held, is_integer, is_rounding
+from fusion.analysis.predicates import Positions
+from fusion.analysis.rounding import exact, is_float
+from fusion.graph import Algebra, Value
+from fusion.graph.logic import constant, where
+from patterns.attention.assumed import Assumed
+from patterns.attention.frames import Frame
+from patterns.attention.masks import MASKED, UNPROVEN, Masks, Term
+
+_VIEWS = ("reshape", "permute", "slice")
+_CARRIES = (*_VIEWS, "expand", "cast", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
+"""Ops that hold an infinite number only if an operand that they are made of does."""
+_FINITE = ("matmul", "softmax", "sigmoid", "tanh", "sin", "cos", "arange", "number", "constant")
+"""Ops whose results are taken for numbers, as scores are."""
+
+GUARDED = (
+    f"{UNPROVEN}; as a bias it may hold -inf, of which no page of the operator says what becomes, and to keep that "
+    "from it takes more calls than the one that attends"
+)
+
+
+@dataclass(frozen=True)
+class Parted:
+    """Masks of the scores, and what else is added to them, each with the place of the term that it came from."""
+
+    masks: Masks
+    biases: tuple[tuple[int, Term], ...]
+
+
+def parted(masks: Masks) -> Parted:
+    """The terms of some masks, taken apart."""
+    hiding: list[Term] = []
+    biases: list[tuple[int, Term]] = []
+    for place, term in enumerate(masks.terms):
+        if term.how != "add" or _hides(masks.positions, term.mask, term.factor):
+            hiding.append(term)
+            continue
+        for piece in _pieces(masks.a, masks.positions, term.mask):
+            each = replace(term, mask=piece)
+            if _hides(masks.positions, piece, term.factor):
+                hiding.append(each)
+            else:
+                biases.append((place, each))
+    return Parted(replace(masks, terms=tuple(hiding)), tuple(biases))
+
+
+def _hides(positions: Positions, x: Value, factor: float) -> bool:
+    """Whether a tensor holds 0 and numbers that hide a key alone; or what no mask and no bias may hold."""
+    numbers = positions.constants(x, positions.of(x)) if factor > 0 else None
+    if numbers is None:
+        return False
+    return any(not number < math.inf for number in numbers) or all(n == 0 or n * factor <= MASKED for n in numbers)
+
+
+def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
+    """Values that broadcast to `x` and add up to it, as far as a mask among them can be told apart."""
+    match x.op:
+        case "add":
+            for each in x.args:
+                yield from _pieces(a, positions, each)
+        case "expand":
+            yield from _pieces(a, positions, x.arg)
+        case "reshape" if x.shape == (*(1,) * (x.rank - x.arg.rank), *x.arg.shape):
+            yield from _pieces(a, positions, x.arg)
+        case "cast" if is_rounding(x):
+            yield from (a.cast(each, x.dtype) for each in _pieces(a, positions, x.arg))
+        case "reshape" | "permute" | "slice":
+            below = [a.expand(each, x.arg.shape) for each in _pieces(a, positions, x.arg)]
+            yield from (a.seen_as(each, x) for each in below) if len(below) > 1 and x.op != "slice" else [x]
+        case "where":
+            yield from _chosen(a, positions, x)
+        case _:
+            yield x
+
+
+def _chosen(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
+    """A mask, and what stands where it hides nothing."""
+    condition, *sides = x.args
+    hides = [each.op == "full" and each.attrs[0] <= MASKED for each in sides]
+    zero = constant(a, 0, (), x.dtype)
+    yes, no = (each if hidden else zero for each, hidden in zip(sides, hides, strict=True))
+    mask = where(a, condition, yes, no, x.dtype) if hides.count(True) == 1 else None
+    if mask is None:
+        yield x
+        return
+    yield mask
+    yield from _pieces(a, positions, sides[hides.index(False)])
+
+
+# what an operator is told ------------------------------------------------------------------------------------------
+
+
+def bias_of(
+    assumed: Assumed, found: Parted, frame: Frame, dtype: torch.dtype | None, empty: str, told: bool
+) -> dict[str, Any] | str:
+    """The bias [B or 1, N, S, T] in the dtype of the queries, and what a row of it gives that is all -inf; or why none.
+
+    Args:
+        assumed: what is known of the graph.
+        found: what is added to the scores.
+        frame: which dims of the scores are which.
+        dtype: that of the queries.
+        empty: what the softmax makes of a row of -inf.
+        told: whether masks are told in words alone, which show nobody what a query sees.
+    """
+    a = assumed.algebra
+    if dtype is None:
+        return f"{UNPROVEN}; int8 attention takes no bias"
+    value = _joined(a, [each for _, each in found.biases], len({place for place, _ in found.biases}) == 1, dtype)
+    if isinstance(value, str):
+        return value
+    numbers = assumed.folder.fold(value)
+    if value.dtype != dtype:
+        if numbers is None or not _holds(numbers, dtype):
+            return f"{UNPROVEN}; as a bias it would be rounded from {_named(value.dtype)} to {_named(dtype)}"
+        value = a.cast(value, dtype)
+    wide = _of_heads(a, value, frame, found.masks.sizes[-1])
+    if wide is None:
+        return f"{UNPROVEN}; as a bias it is not one of each sequence, head and query"
+    infinite = _may_be_infinite(value, assumed.weights) if numbers is None else not np.isfinite(numbers).all()
+    if not infinite:
+        return {"bias": wide}
+    if not _hide_by_infinity(found.masks):
+        return (
+            "a bias that may hold -inf stands beside a mask of finite numbers, by which a query without keys sees some"
+        )
+    if told:
+        return "a bias that may hold -inf stands beside a mask of each head"
+    return {"bias": wide, "empty_bias": empty}
+
+
+def _holds(numbers: Array, dtype: torch.dtype | None) -> bool:
+    """Whether a dtype holds all numbers as they are."""
+    kept = held(numbers, dtype)
+    return kept is not None and np.array_equal(kept, numbers)
+
+
+def _named(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _joined(a: Algebra, terms: Sequence[Term], together: bool, dtype: torch.dtype | None) -> Value | str:
+    """All that is added, if it is rounded no oftener than by the model."""
+    if len(terms) > 1:
+        total = (
+            terms[0].mask if together and all(each.mask.dtype == dtype and each.factor == 1 for each in terms) else None
+        )
+        for each in terms[1:]:
+            total = total and a.add(total, each.mask)
+        return total or f"{UNPROVEN}; as a bias it is the sum of several, which would be rounded"
+    value, factor = terms[0].mask, terms[0].factor
+    while value.op == "expand" or exact(value) is not value:
+        value = value.arg
+    if value.op == "cast" and not is_float(value.arg):
+        return f"{UNPROVEN}; as a bias it is of whole numbers"
+    if factor == 1:
+        return value
+    if not 0 < abs(factor) < 1 or not math.log2(abs(factor)).is_integer():
+        return f"{UNPROVEN}; as a bias it is multiplied by {factor:g} with the scores, by which it would be rounded"
+    return a.scale(value, factor)
+
+
+def _of_heads(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value | None:
+    """A bias that broadcasts to scores [*rows, T] as [B or 1, N, S, T]; None where it does not."""
+    value = frame.seen(a, value)
+    full = (*frame.shape, keys)
+    lead = (*(1,) * (len(full) - value.rank), *value.shape)
+    if len(lead) != len(full) or any(own not in (1, size) for own, size in zip(lead, full, strict=True)):
+        return None
+    wide = a.expand(a.reshape(value, lead), (lead[0], *full[1:]))
+    return a.reshape(wide, (lead[0], *frame.sizes[1:], keys))
+
+
+def _may_be_infinite(x: Value, weights: Collection[str]) -> bool:
+    """Whether -inf may be among the numbers of a bias: a product is as finite as scores are, a weight a number."""
+    if x.dtype is torch.float16 and x.op not in (*_VIEWS, "expand", "index", "take", "input"):
+        return True  # whose largest number is small enough to be passed
+    match x.op:
+        case "input":
+            return x.attrs[1] != 0 or x.attrs[0] not in weights
+        case "full":
+            return not math.isfinite(x.attrs[0])
+        case "cast" if is_integer(x.arg) or x.arg.dtype is torch.bool:
+            return False
+        case "mul":  # what is the same for all keys is a number, as what scales the scores is
+            keyed = [each for each in x.args if each.shape[-1:] not in ((), (1,))]
+            return any(_may_be_infinite(each, weights) for each in keyed)
+        case "index" | "take":
+            return _may_be_infinite(x.arg, weights)
+        case "where":
+            return any(_may_be_infinite(each, weights) for each in x.args[1:])
+        case _:
+            return x.op not in _FINITE and (x.op not in _CARRIES or any(_may_be_infinite(e, weights) for e in x.args))
+
+
+def _hide_by_infinity(masks: Masks) -> bool:
+    """Whether what masks hide is -inf, whatever is added to it."""
+    for each in masks.terms:
+        numbers = (
+            masks.positions.constants(each.mask, masks.positions.of(each.mask))
+            if each.how == "add"
+            else {each.fill: True}
+        )
+        if numbers is None or any(number not in (0, -math.inf) for number in numbers):
+            return False
+    return True

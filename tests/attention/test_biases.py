@@ -1,0 +1,63 @@
+"""A bias that may hold -inf, by the ways in which it is put to operators."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fusion import testing
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.testing import Trial, capture
+
+from .attention_base import B, N, S
+from .attention_bias import INFINITE
+
+HOST, A3 = (Options(target=target, lower="eager") for target in ("host", "ascend910_93"))
+
+
+def sdpa(q: Tensor, bias: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+
+
+def written(q: Tensor, bias: Tensor) -> Tensor:
+    return ((q @ q.mT).float() / 4 + bias).softmax(-1).to(q.dtype) @ q
+
+
+def tried(form, bias: Tensor, level: testing.Level, options: Options = HOST) -> Trial:
+    q = torch.randn(B, N, S, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    captured = capture(form, (q, bias), level)
+    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    outcome = fuse_graph(graph.graph, installed(), options)
+    graph.recompile()
+    return Trial(installed(), captured, graph, outcome)
+
+
+def test_what_sdpa_adds_is_guarded_where_that_takes_fewer_calls():
+    bias = INFINITE.bfloat16()
+    whole = tried(sdpa, bias, "composite")
+    assert not whole.outcome.chosen
+    assert any("takes more calls than the one that attends" in each.reason for each in whole.outcome.refusals)
+    apart = tried(sdpa, bias, "decomposed")
+    assert [each.match.rule.name for each in apart.outcome.chosen] == ["attention"]
+    testing.means_what_it_says(apart)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_bias_is_not_rounded(dtype: torch.dtype):
+    t = tried(written, INFINITE.to(dtype), "composite")
+    assert not t.outcome.chosen
+    assert any("rounded from " + str(dtype)[6:] + " to bfloat16" in each.reason for each in t.outcome.refusals)
+
+
+def test_the_least_number_stands_for_infinity():
+    t = tried(written, INFINITE.bfloat16(), "composite", A3)
+    call = next(each for each in t.fused.graph.nodes if "fused_infer_attention" in str(each.target))
+    assert "clamp" in str(call.kwargs["pse_shift"].target)
+    assert not {"atten_mask", "sparse_mode"} & set(call.kwargs)
+    testing.means_what_it_says(t)
