@@ -6,7 +6,7 @@ many keys the first query of each sequence sees; where there are as many queries
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, number
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.predicates import Positions
+from fusion.analysis.rounded_later import RoundedLater
 from fusion.analysis.rounding import is_float
 from fusion.analysis.runs import run
 from fusion.facts import window
@@ -32,18 +33,20 @@ class Assumed:
         folder: its constants.
         kinds: the assumptions about its inputs, by name: "causal", "window:n" or "padding".
         written: the writes of rows that it makes.
+        rounded: the dtype to which all that reads a value rounds it first, None where something does not.
     """
 
     algebra: Algebra
     folder: Folder = field(default_factory=Folder)
     kinds: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     written: Sequence[Value] = ()
+    rounded: Callable[[Value], torch.dtype | None] = lambda value: None
 
     @classmethod
     def of(cls, graph: Graph) -> Assumed:
         """What is known of a graph."""
         written = [value for value in graph.places if value.op in ("write", "write_rows")]
-        return cls(graph.algebra, graph.shared(Folder), graph.facts.assumed, written)
+        return cls(graph.algebra, graph.shared(Folder), graph.facts.assumed, written, RoundedLater(graph).dtype)
 
     def masks(self, shape: Sequence[Any], terms: Sequence[Term], sizes: Sizes, keep_lists: bool = False) -> Masks:
         """These masks of scores [*rows, T]; `keep_lists` as of `Positions`."""

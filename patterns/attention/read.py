@@ -139,7 +139,10 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     rows = scores.product.shape[:-1]
     q = arranged(a, a.expand(scores.product.arg, (*rows, scores.product.arg.shape[-1])), scores.steps)
     masks = assumed.masks((*shape, k.shape[2]), scores.terms, (shape[0], prod(shape[1:-1]), shape[-1], k.shape[2]))
-    operands = Operands(q, k, v, root.dtype, _steps(weights, v.shape[-1], finish))
+    steps = _steps(weights, v.shape[-1], finish)
+    rounded = assumed.rounded(root)
+    narrow = rounded is not None and all(uncast(a, each).dtype is rounded for each in (q, k, v))
+    operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
     return listed_attention(masks, operands, scores.scale, weights.softmax.attrs[1])
 
 
@@ -233,12 +236,14 @@ class Parts:
 def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str:
     """What it is if the rows are those of a frame."""
     a, scores = assumed.algebra, of.scores
-    found = _operands(a, root, attended, frame, of)
+    found = _operands(assumed, root, attended, frame, of)
     if not isinstance(found, tuple):
         return found
     operands, beside, (keys, width) = found
     captures: dict[str, Any] = {**operands, "scale": scores.scale}
-    steps = _finish(frame.sizes, of.weights, width, of.finish)
+    narrow = "q" in operands and operands["q"].dtype is not root.dtype
+    widened = (("cast", (root.dtype,)),) if narrow and ("cast", (root.dtype,)) not in of.finish else ()
+    steps = _finish(frame.sizes, of.weights, width, (*of.finish, *widened))
     if steps is None:
         return "the result is arranged by several symbolic sizes"
     captures["output_view"] = steps
@@ -264,8 +269,8 @@ Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
 """Queries, keys and values by their names, what else they mean, and how many keys and lanes of a value there are."""
 
 
-def _operands(a: Algebra, root: Value, attended: Attended, frame: Frame, of: Parts) -> Inputs | Miss | str:
-    scores, product = of.scores, of.scores.product
+def _operands(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Inputs | Miss | str:
+    a, scores, product = assumed.algebra, of.scores, of.scores.product
     assert product is not None
     q = arranged(a, a.expand(product.arg, (*product.shape[:-1], product.arg.shape[-1])), scores.steps)
     if q.shape[:-1] != of.weights.softmax.shape[:-1]:
@@ -282,9 +287,11 @@ def _operands(a: Algebra, root: Value, attended: Attended, frame: Frame, of: Par
     whole = int8_operands.parts(a, scaled_queries(a, q, scores.factors, frame), k, v)
     if whole is not None:
         return whole if isinstance(whole, Miss) else (*whole, sizes)
-    narrow = [uncast(a, each, root.dtype) for each in (q, k, v)]
-    q, k, v = narrow if all(each.dtype == root.dtype for each in narrow) else (q, k, v)
     given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
+    for dtype in filter(None, (root.dtype, assumed.rounded(root))):
+        narrow = [uncast(a, each, dtype) for each in (q, k, v)]
+        if all(each.dtype == dtype for each in narrow):
+            (q, k, v), given = narrow, given if dtype == root.dtype else dtype
     if len({given, q.dtype, k.dtype, v.dtype}) != 1:
         return "queries, keys, values and result have different dtypes"
     return {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}, {}, sizes
