@@ -15,6 +15,7 @@ import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, number
 from fusion.analysis.constant_folding import Folder
+from fusion.analysis.dtypes import is_integer
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounded_later import RoundedLater
 from fusion.analysis.rounding import is_float
@@ -48,9 +49,16 @@ class Assumed:
         written = [value for value in graph.places if value.op in ("write", "write_rows")]
         return cls(graph.algebra, graph.shared(Folder), graph.facts.assumed, written, RoundedLater(graph).dtype)
 
-    def masks(self, shape: Sequence[Any], terms: Sequence[Term], sizes: Sizes, keep_lists: bool = False) -> Masks:
-        """These masks of scores [*rows, T]; `keep_lists` as of `Positions`."""
-        positions = Positions(shape, self.folder, self.visible, keep_lists)
+    def masks(
+        self,
+        shape: Sequence[Any],
+        terms: Sequence[Term],
+        sizes: Sizes,
+        keep_lists: bool = False,
+        suppose: bool = False,
+    ) -> Masks:
+        """These masks of scores [*rows, T]; `keep_lists` as of `Positions`, `suppose` to see what else is unknown."""
+        positions = Positions(shape, self.folder, self.supposed if suppose else self.visible, keep_lists)
         return Masks(self.algebra, positions, terms, sizes, self._begins(positions, *sizes[2:]))
 
     def _begins(self, positions: Positions, queries: Any, keys: Any) -> frozenset[Affine]:
@@ -82,6 +90,11 @@ class Assumed:
         if keys is None:
             return ("le", ahead)
         return conjunction(("le", ahead), ("le", ahead.times(-1).plus(1 - keys)))
+
+    def supposed(self, mask: Value, at: Sequence[Affine]) -> Formula | None:
+        """The same if whole numbers that are passed in were 0 or 1, to learn what else is not known then."""
+        whole = mask.op == "input" and is_integer(mask)
+        return ("is", Leaf(mask, tuple(at))) if whole else self.visible(mask, at)
 
     def _last(self, mask: Value, at: Sequence[Affine]) -> Affine | None:
         """The last key that query 0 sees: L_b − S; None where it cannot be counted."""

@@ -19,6 +19,7 @@ from fusion.analysis.row_layout import Step, arranged, named, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.assumed import Assumed
+from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
@@ -60,15 +61,21 @@ def attentions(graph: Graph) -> Iterator[Found]:
         if isinstance(rounded, Miss) and not _ends(graph, value):
             continue
         if not (outcome or rounded):
-            reason = unlike(stripped(value)[0])
-            outcome = Miss("softmax_attention", reason) if reason else {}
+            product = stripped(value)[0]
+            reason = unlike(product)
+            outcome = missed(reason, product) if reason else {}
         outcome = rounded or outcome or {}
         listed = _listed(assumed, value) if outcome else None
         if isinstance(listed, Reading) or (listed and isinstance(outcome, Miss)):
             yield value, listed
         if listed and isinstance(outcome, Miss):
             continue
-        yield from ((value, outcome),) if isinstance(outcome, Miss) else outcome.items()
+        if isinstance(outcome, Miss):
+            yield value, outcome
+            continue
+        yield from outcome.items()
+        wide = kept_wide(graph, value, outcome.get(value))
+        yield from () if wide is None else ((value, wide),)
 
 
 def _left_whole(node: fx.Node) -> str:
@@ -95,7 +102,7 @@ def _ends(graph: Graph, value: Value) -> bool:
 def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
     """What `root` is if it is attention, and its mask if that lists keys; why it is none; None if it is not like it."""
     outcome = _attention(assumed, root)
-    return Miss("softmax_attention", outcome) if isinstance(outcome, str) else outcome
+    return missed(outcome, contraction(assumed.algebra, root)[0]) if isinstance(outcome, str) else outcome
 
 
 def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
@@ -103,7 +110,7 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
     return _reading(assumed, root, *found) if isinstance(found, tuple) else found
 
 
-def _found(a: Algebra, root: Value) -> tuple[Value, Weights, Scores, Finish] | str | None:
+def _found(a: Algebra, root: Value) -> tuple[Value, Weights, Scores, Finish] | Miss | str | None:
     """The product with values below `root`, the weights, their scores, and how the product is arranged; or why not."""
     value, finish = contraction(a, root)
     if value.op != "matmul":
@@ -115,7 +122,7 @@ def _found(a: Algebra, root: Value) -> tuple[Value, Weights, Scores, Finish] | s
         return OVER_QUERIES
     scores = scores_of(a, Scores(), weights.softmax.arg)
     if scores.product is None:
-        return scores.odd or None
+        return missed(scores.odd, value, scores.at) if scores.odd else None
     if not scores.scale or not isfinite(scores.scale):
         return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
     if weights.cut != (scores.sink is not None):
@@ -214,10 +221,10 @@ def _reading(
     attended = Attended.by(a, scores, product, weights)
     if attended is None:
         return _APART
-    odd: list[str] = []
+    odd: list[Miss | str] = []
     for frame in attended.frames(shape, scores.sink is not None):
         found = _framed(assumed, root, attended, frame, Parts(product, weights, scores, finish))
-        if not isinstance(found, str):
+        if not isinstance(found, str) and not (isinstance(found, Miss) and found.rule == RULE):
             return found
         odd.append(found)
     return next((each for each in odd if each != _APART), _APART)
@@ -255,8 +262,11 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
     of_scores = ((*frame.shape, keys), frame.masked(a, scores.terms), (*frame.sizes, keys))
     masks = assumed.masks(*of_scores)
     mask = masks.told(of.weights.softmax.attrs[1], sunk=scores.sink is not None)
+    if mask == TRUTHS:
+        supposed = assumed.masks(*of_scores, suppose=True).told(of.weights.softmax.attrs[1], scores.sink is not None)
+        mask = f"{mask}; and {supposed}" if isinstance(supposed, str) and supposed != mask else mask
     if isinstance(mask, str):
-        return mask
+        return missed(mask, of.product, masks.blamed().at)
     in_floats = "q" in operands
     name = "softmax_attention" if in_floats else "int8_latent_attention"
     reading = Reading(name, captures | mask, masks.positions.names())
