@@ -27,6 +27,10 @@ _MOVING = {
     "slice_scatter", "index", "index_select", "gather",
 }  # fmt: skip
 """Calls whose results consist of elements of their arguments."""
+_SHAPED = {f"new_{name}" for name in ("zeros", "ones", "full", "empty")} | {
+    f"{name}_like" for name in ("zeros", "ones", "full", "empty")
+}
+"""Calls that ask for a shape and a dtype alone."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,9 @@ class RoundedLater:
 
     def _by(self, user: fx.Node, node: fx.Node) -> Dtypes:
         name, have, given = _name(user.target), _dtype(user), _dtype(node)
-        if isinstance(user.meta.get("val"), int | torch.SymInt):
-            return frozenset()  # a size
-        if name == "copy" and user.args[1] is not node:
-            return frozenset()  # whatever was there before
+        over = name == "copy" and user.args[1] is not node  # whatever was there before
+        if over or name in _SHAPED or isinstance(user.meta.get("val"), torch.SymInt):
+            return frozenset()
         if name in _CAST and have is not given:
             return frozenset({have if have is not None and widens(have, given) else None})
         adds_up = name == "index_put" and any(each is True for each in (*user.args[3:], *user.kwargs.values()))
@@ -68,5 +71,7 @@ def _name(target: Any) -> str:
 def _dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of a result; of several, that which all have."""
     val = node.meta.get("val")
-    dtypes = {each.dtype for each in (val if isinstance(val, list | tuple) else (val,)) if isinstance(each, torch.Tensor)}
+    dtypes = {
+        each.dtype for each in (val if isinstance(val, list | tuple) else (val,)) if isinstance(each, torch.Tensor)
+    }
     return dtypes.pop() if len(dtypes) == 1 else None

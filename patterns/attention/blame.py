@@ -1,4 +1,4 @@
-"""Why what is attention, or nearly, becomes no operator, in the terms of the model, and which of its values is to blame.
+"""Why what is attention, or nearly, becomes no operator, in the terms of the model, and which value is to blame.
 
 A mask is blamed where it is made, else where it is put on the scores; a cap and a cast where they stand.
 """
@@ -60,7 +60,11 @@ def unproven(mask: Value) -> str:
 def _passed_in(x: Value) -> Value | None:
     """The input of which a mask shows some rows and keys; None where it is computed."""
     while x.op != "input":
-        keeps = {"reshape": x.shape[-1:] == x.args[0].shape[-1:], "permute": x.attrs[-1:] == (x.rank - 1,)} if x.args else {}
+        keeps = (
+            {"reshape": x.shape[-1:] == x.args[0].shape[-1:], "permute": x.attrs[-1:] == (x.rank - 1,)}
+            if x.args
+            else {}
+        )
         rows = x.op == "index" and x.rank - 1 not in x.attrs
         if not (keeps.get(x.op) or rows or is_rounding(x) or x.op in ("expand", "slice")):
             return None

@@ -17,7 +17,7 @@ from patterns.attention.blame import unproven
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
 
 MASKED = -9984.0
-"""A score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are in use; this is -1e4 in bfloat16."""
+"""A score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are in use. -1e4 in bfloat16."""
 
 LOST = -1e30  # a finite number that swallows any score it is added to
 Sizes = tuple[Any, Any, Any, Any]

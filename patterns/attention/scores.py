@@ -33,10 +33,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Scores:
-    """scale · factors · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was met, and `at` where.
+    """scale · factors · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was met.
 
     `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifted`: something was taken from
-    whole rows, which a softmax does not see.
+    whole rows, which a softmax does not see. `at`: what is odd.
     """
 
     product: Value | None = None

@@ -62,7 +62,7 @@ def of_flash(dtype: torch.dtype, s: int, t: int, valid: bool = False, bias: bool
 
 
 def dense_latent(q: Tensor, blocks: Tensor, table: Tensor, lengths: tuple[int, ...], causal: bool, rounded: bool):
-    """FlashMLA's: q [b, s, n, 576], pages of 64 rows; the log-sum-exp beside. Results are rounded at the end, if ever."""
+    """FlashMLA's: q [b, s, n, 576], pages of 64 rows; the log-sum-exp beside. Results are rounded last, if ever."""
     b, s, n, d = q.shape
     out, sums = torch.empty(b, s, n, C, dtype=torch.float32), torch.empty(b, n, s, dtype=torch.float32)
     for i, t in enumerate(lengths):
@@ -223,6 +223,13 @@ PIECES = (
     Piece(FLASH, "attention_ref, bias", lambda dtype: of_flash(dtype, 16, 16, bias=True), why="bias"),
     Piece(MLA, "dense decode", lambda dtype: of_dense_latent(dtype, 1, False), attentions=2),
     Piece(MLA, "dense decode of two tokens", lambda dtype: of_dense_latent(dtype, 2, True), attentions=2),
+    Piece(
+        MLA,
+        "dense decode, kept in float32",
+        lambda dtype: of_dense_latent(dtype, 1, False, rounded=False),
+        attentions=2,
+        why="read in float32",
+    ),
     Piece(MLA, "sparse prefill", of_prefill_lists),
     Piece(MLA, "sparse decode", of_decode_lists),
     Piece(INFER, "attention_ref, prefill", lambda dtype: of_flashinfer(dtype, 24, 24)),
