@@ -290,7 +290,7 @@ def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rul
 
 def _by_readers(refusals: Sequence[Refusal]) -> list[Refusal]:
     """Without what limits say of nodes of which a reader says more, or in its words."""
-    misses = {each.node: each for each in refusals if each.miss}
+    misses = {node: each for each in refusals if each.miss for node in (each.about, each.node) if node}
     told: list[Refusal] = []
     for each in refusals:
         said = misses.get(each.node) if each.target else None

@@ -27,6 +27,7 @@ class Refusal:
         variant: the form that was refused, where forms of the rule vary.
         benefit: predicted microseconds that it would have saved where a limit refused it, else -inf.
         miss: what a reader said, if it was one.
+        about: the node that computes what it is said of, if another does.
         blamed: the node whose line is to blame, if it is another.
     """
 
@@ -37,6 +38,7 @@ class Refusal:
     variant: str = ""
     benefit: float = field(default=-inf, repr=False)
     miss: Miss | None = field(default=None, repr=False)
+    about: fx.Node | None = field(default=None, repr=False)
     blamed: fx.Node | None = field(default=None, repr=False)
 
     @property

@@ -221,7 +221,10 @@ class _Search:
         if owner is not None and said not in self._refused:
             self._refused.add(said)
             blamed = next(filter(None, map(self._computes, miss.at)), None) if miss else None
-            self.found.refusals.append(Refusal(rule, cause, owner, variant=variant, miss=miss, blamed=blamed))
+            about = self.graph.node(miss.of) if miss and miss.of else None
+            self.found.refusals.append(
+                Refusal(rule, cause, owner, variant=variant, miss=miss, about=about, blamed=blamed)
+            )
 
     def _computes(self, value: Value) -> fx.Node | None:
         """The first node that computes a value, or is built from it; None for what is passed in."""

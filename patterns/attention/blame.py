@@ -57,6 +57,13 @@ def unproven(mask: Value) -> str:
     return TRUTHS if _of_truths(mask) else _BIAS
 
 
+def of_truths(supposed: object) -> str:
+    """The same where whole numbers were supposed to be 0 or 1, and what would be known then or still not."""
+    if not isinstance(supposed, str) or supposed == TRUTHS:
+        return TRUTHS
+    return _BIAS if supposed.startswith("a bias ") else f"{TRUTHS}; and {supposed}"
+
+
 def _passed_in(x: Value) -> Value | None:
     """The input of which a mask shows some rows and keys; None where it is computed."""
     while x.op != "input":

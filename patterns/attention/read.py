@@ -15,11 +15,11 @@ import torch.fx as fx
 
 from fusion import reader
 from fusion.analysis import factored_products
-from fusion.analysis.row_layout import Step, arranged, named, uncast
+from fusion.analysis.row_layout import Step, arranged, named, narrowed, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.assumed import Assumed
-from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed
+from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, of_truths
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
@@ -264,7 +264,7 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
     mask = masks.told(of.weights.softmax.attrs[1], sunk=scores.sink is not None)
     if mask == TRUTHS:
         supposed = assumed.masks(*of_scores, suppose=True).told(of.weights.softmax.attrs[1], scores.sink is not None)
-        mask = f"{mask}; and {supposed}" if isinstance(supposed, str) and supposed != mask else mask
+        mask = of_truths(supposed)
     if isinstance(mask, str):
         return missed(mask, of.product, masks.blamed().at)
     in_floats = "q" in operands
@@ -299,7 +299,7 @@ def _operands(assumed: Assumed, root: Value, attended: Attended, frame: Frame, o
         return whole if isinstance(whole, Miss) else (*whole, sizes)
     given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
     for dtype in filter(None, (root.dtype, assumed.rounded(root))):
-        narrow = [uncast(a, each, dtype) for each in (q, k, v)]
+        narrow = [narrowed(a, each, dtype) for each in (q, k, v)]
         if all(each.dtype == dtype for each in narrow):
             (q, k, v), given = narrow, given if dtype == root.dtype else dtype
     if len({given, q.dtype, k.dtype, v.dtype}) != 1:

@@ -209,6 +209,31 @@ def test_results_that_are_read_in_float32_are_not(name: str):
     assert {(reason.startswith(WIDE), line) for reason, line in found} == {(True, "wide = q.float()")}
 
 
+def mended(q: Tensor, k: Tensor, v: Tensor, number: float = 0.0, other: Tensor | None = None) -> Tensor:
+    """Keys and values of which something is replaced once they are in float32."""
+    k, v = k.float(), v.float()
+    k[k != k] = number
+    v = torch.where(v == 3.0, number if other is None else other, v)
+    return ((q.float() @ k.mT / 8).softmax(-1) @ v).to(q.dtype)
+
+
+def test_what_is_chosen_of_widened_numbers_is_held_by_the_narrow_dtype():
+    assert [each.rule for each in explained(mended).matches] == ["attention"]
+    given = [each.clone() for each in QKV]
+    given[1][0, 0, 0, 0] = math.nan
+    fused = fusion.fuse(mended, target="host", lower="eager")
+    exact = mended(*(each.double() for each in given))
+    assert (fused(*given).double() - exact).abs().max() <= 2 * (mended(*given).double() - exact).abs().max()
+
+
+@pytest.mark.parametrize("other", [None, torch.full((D,), 0.1), normal(D).float() / 3])
+def test_numbers_that_it_does_not_hold_are_not_chosen(other: Tensor | None):
+    number = 0.1 if other is None else 0.0
+    report = explained(lambda *given: mended(*given, number=number, other=other))
+    assert report.matches == []
+    assert "have different dtypes" in one(report)[0]
+
+
 def test_queries_that_were_never_narrower_are_refused_by_the_limit():
     wide = tuple(each.float() for each in QKV)
     assert "query is float32" in one(explained(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, qkv=wide))[0]

@@ -68,6 +68,8 @@ def dense_latent(q: Tensor, blocks: Tensor, table: Tensor, lengths: tuple[int, .
     for i, t in enumerate(lengths):
         rows = blocks[table[i][: (t + 63) // 64]].view(-1, 1, d)[:t]
         query, kv = q[i].transpose(0, 1).float(), rows.transpose(0, 1).float()
+        if rounded:
+            kv[kv != kv] = 0.0
         scores = query @ kv.transpose(-2, -1) / math.sqrt(d)
         if causal:
             bias = torch.zeros(s, t, dtype=query.dtype)
