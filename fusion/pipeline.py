@@ -274,8 +274,7 @@ def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rul
         best[each.node] = max(each.benefit, best.get(each.node, each.benefit))
 
     def larger(each: Refusal) -> bool:
-        by = made.get(each.node)
-        if by is None:
+        if (by := made.get(each.node)) is None:
             return False
         if by.match.rule.name == each.rule:
             return each.variant not in ("", by.match.variant) or bool(each.target)
@@ -293,9 +292,9 @@ def _by_readers(refusals: Sequence[Refusal]) -> list[Refusal]:
     misses = {node: each for each in refusals if each.miss for node in (each.about, each.node) if node}
     told: list[Refusal] = []
     for each in refusals:
-        said = misses.get(each.node) if each.target else None
-        if said is not None and said.miss and said.miss.limited:
-            told.append(replace(each, cause=said.cause, blamed=said.blamed))
-        elif said is None and not (each.miss and each.miss.limited):
+        said = misses.get(each.node) if each.target else each
+        if said is None or (said is each and not (each.miss and each.miss.limited)):
             told.append(each)
+        elif each.target and said.miss and said.miss.limited:
+            told.append(replace(each, cause=said.cause, blamed=said.blamed))
     return told

@@ -119,6 +119,7 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
     ),
     "slopes": lambda q, k, v, x: biased(q, k, v, x[0, 0] * torch.arange(T)),
     "one number for each key": lambda q, k, v, x: biased(q, k, v, x.flatten()[:T]),
+    "keys in another order": lambda q, k, v, x: biased(q, k, v, x[:S, torch.tensor([*range(3, T), 0, 2, 1])]),
 }
 
 
@@ -127,6 +128,10 @@ def test_the_option_is_not_named_where_it_could_not_help(name: str):
     reason, _ = one(explained(OF_NUMBERS[name], normal(8, T)))
     assert "not proven to be a mask" in reason
     assert "assume" not in reason
+
+
+def test_nor_of_a_row_that_is_passed_in():
+    assert "assume" not in one(explained(biased, normal(T)))[0]
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, least: float = -10000.0) -> Tensor:
