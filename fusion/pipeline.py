@@ -274,15 +274,27 @@ def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rul
         best[each.node] = max(each.benefit, best.get(each.node, each.benefit))
 
     def larger(each: Refusal) -> bool:
-        by = made.get(each.node)
-        if by is None:
+        if (by := made.get(each.node)) is None:
             return False
         if by.match.rule.name == each.rule:
             return each.variant not in ("", by.match.variant) or bool(each.target)
         whole = by.match.rule.name in uses.get(each.rule, ()) or each.rule in by.match.rule.within()
         return each.benefit > by.benefit or whole
 
-    told = [each for each in refusals if each.node not in gone or larger(each)]
-    told = [each for each in told if each.benefit == best[each.node] or each.node in made]
-    unique = {(each.rule, each.reason, each.node, each.target): each for each in told}
+    told = [each for each in _by_readers(refusals) if each.node not in gone or larger(each)]
+    told = [each for each in told if each.miss or each.benefit == best[each.node] or each.node in made]
+    unique = {(each.rule, each.reason, (each.miss and each.miss.of) or each.node, each.target): each for each in told}
     return list(unique.values())
+
+
+def _by_readers(refusals: Sequence[Refusal]) -> list[Refusal]:
+    """Without what limits say of nodes of which a reader says more, or in its words."""
+    misses = {node: each for each in refusals if each.miss for node in (each.about, each.node) if node}
+    told: list[Refusal] = []
+    for each in refusals:
+        said = misses.get(each.node) if each.target else each
+        if said is None or (said is each and not (each.miss and each.miss.limited)):
+            told.append(each)
+        elif each.target and said.miss and said.miss.limited:
+            told.append(replace(each, cause=said.cause, blamed=said.blamed))
+    return told

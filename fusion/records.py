@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from fusion._torch import OpOverload
-from fusion.graph import Value
+from fusion.graph import Miss, Value
 from fusion.language import Capture, Pattern, Refused, Rule
 from fusion.origin import location, module_path, source_text
 
@@ -26,6 +26,9 @@ class Refusal:
         target: the target whose limit refused, "" where it would be refused anywhere.
         variant: the form that was refused, where forms of the rule vary.
         benefit: predicted microseconds that it would have saved where a limit refused it, else -inf.
+        miss: what a reader said, if it was one.
+        about: the node that computes what it is said of, if another does.
+        blamed: the node whose line is to blame, if it is another.
     """
 
     rule: str
@@ -34,6 +37,9 @@ class Refusal:
     target: str = ""
     variant: str = ""
     benefit: float = field(default=-inf, repr=False)
+    miss: Miss | None = field(default=None, repr=False)
+    about: fx.Node | None = field(default=None, repr=False)
+    blamed: fx.Node | None = field(default=None, repr=False)
 
     @property
     def reason(self) -> str:
@@ -43,17 +49,17 @@ class Refusal:
     @property
     def where(self) -> str:
         """`file:line` in the model's code."""
-        return location(self.node)
+        return location(self.blamed or self.node)
 
     @property
     def source(self) -> str:
         """The text of that line."""
-        return source_text(self.node)
+        return source_text(self.blamed or self.node)
 
     @property
     def module(self) -> str:
         """Path of the module."""
-        return module_path(self.node)
+        return module_path(self.blamed or self.node)
 
     def __str__(self) -> str:
         """One line: rule, reason, place."""

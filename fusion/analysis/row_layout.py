@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
+
+from fusion.analysis.dtypes import is_exact
 from fusion.analysis.repetition import unrepeated
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
@@ -141,3 +144,22 @@ def uncast(a: Algebra, x: Value, dtype: Any = None) -> Value:
         pieces = [uncast(a, each, dtype) for each in x.args]
         return a.cat(pieces, *x.attrs) if len({each.dtype for each in pieces}) == 1 else x
     return x
+
+
+def narrowed(a: Algebra, x: Value, dtype: torch.dtype) -> Value:
+    """`x` in a dtype that holds its numbers: before it was widened, or cast where it is chosen of such; else itself."""
+    found = uncast(a, x, dtype)
+    if found.dtype == dtype:
+        return found
+    if x.op in ("permute", "expand", "reshape"):
+        return a.seen_as(narrowed(a, x.arg, dtype), x)
+    if x.op == "slice":
+        return a.cut(narrowed(a, x.arg, dtype), *x.attrs)
+    chosen = x.op == "where" and all(_is_held(a, each, dtype) for each in x.args[1:])
+    return a.cast(x, dtype) if chosen else x
+
+
+def _is_held(a: Algebra, x: Value, dtype: torch.dtype) -> bool:
+    """Whether a value was widened from a dtype, or consists of one number that it holds."""
+    number = x.below("expand", "reshape")
+    return is_exact(number.attrs[0], dtype) if number.op == "full" else uncast(a, x, dtype).dtype == dtype

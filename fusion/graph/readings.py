@@ -29,10 +29,21 @@ class Reading:
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a value that looks like something is nothing of the kind; `rule` is named in the report."""
+    """Why a value that looks like something is nothing of the kind; `rule` is named in the report.
+
+    Attributes:
+        rule: what it looks like.
+        reason: why it is none.
+        at: values to blame for it, the likeliest first: the line of the first that a node computes is told.
+        of: what it is said of, where several values look like one thing: it is told once.
+        limited: the value does read so, and this is why a limit of an operator refuses it.
+    """
 
     rule: str
     reason: str
+    at: tuple[Value, ...] = ()
+    of: Value | None = None
+    limited: bool = False
 
 
 Found = tuple[Value, Reading | Miss]

@@ -244,9 +244,10 @@ def refusal(
     if chip != HOST and chip not in op.limits:
         return f"{op.short} does not exist on {chip}; it does on {', '.join(sorted(set(op.limits) & set(CHIPS)))}"
     taken = lowering is None or _known(lowering, LOWERINGS, "lowering") in op.lowerings
-    if taken or (op.on_host and lowering == "eager" and host_reads):
-        refused = _dtype_refusal(op, chip, values) or _limit_refusal(op, chip, values | bound, lowering)
-        return refused or _empty_refusal(op, bound)
+    refused = _dtype_refusal(op, chip, values) or _limit_refusal(op, chip, values | bound, lowering)
+    refused = refused or _empty_refusal(op, bound)  # what no way of lowering would change comes first
+    if refused or taken or (op.on_host and lowering == "eager" and host_reads):
+        return refused
     return f"{op.short} cannot be lowered by {lowering}; it can by {_ways(op)}"
 
 

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from fusion.errors import Failure, RuleError
 from fusion.failures import culprit, failure, raised
-from fusion.graph import Graph, Reading, Value
+from fusion.graph import Graph, Miss, Reading, Value
 from fusion.language import Bindings, Pattern, Refused, Rule, Term, call, captured, relied, require
 from fusion.records import Match, Refusal
 
@@ -212,13 +212,24 @@ class _Search:
             for found in missing[0].match(value, bound, self):
                 yield from self._join(form, missing[1:], first, found)
 
-    def _refuse(self, rule: str, cause: Refused | str, value: Value, variant: str = "") -> None:
+    def _refuse(
+        self, rule: str, cause: Refused | str, value: Value, variant: str = "", miss: Miss | None = None
+    ) -> None:
         makers = self._makers(value)
         owner = makers[0] if makers else self.graph.owners.get(value)
         said = rule, value, cause.template if isinstance(cause, Refused) else cause
         if owner is not None and said not in self._refused:
             self._refused.add(said)
-            self.found.refusals.append(Refusal(rule, cause, owner, variant=variant))
+            blamed = next(filter(None, map(self._computes, miss.at)), None) if miss else None
+            about = self.graph.node(miss.of) if miss and miss.of else None
+            self.found.refusals.append(
+                Refusal(rule, cause, owner, variant=variant, miss=miss, about=about, blamed=blamed)
+            )
+
+    def _computes(self, value: Value) -> fx.Node | None:
+        """The first node that computes a value, or is built from it; None for what is passed in."""
+        owner = self.graph.owners.get(value)
+        return owner if owner is not None and owner.op == "call_function" else None
 
     def note_lookalikes(self, rule: Rule) -> None:
         """Say why what looks like the rule is something else, in a node or inside one (a division holds a power)."""
@@ -249,5 +260,5 @@ class _Search:
     def note_misses(self) -> None:
         """Say why what looked to a reader like something is nothing of the kind."""
         for value, miss in self.graph.readings.missed():
-            if not self.readings(value, miss.rule):
-                self._refuse(miss.rule, miss.reason, value)
+            if miss.limited or not self.readings(value, miss.rule):
+                self._refuse(miss.rule, miss.reason, value, miss=miss)

@@ -6,7 +6,7 @@ many keys the first query of each sequence sees; where there are as many queries
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,9 @@ import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, number
 from fusion.analysis.constant_folding import Folder
+from fusion.analysis.dtypes import is_integer
 from fusion.analysis.predicates import Positions
+from fusion.analysis.rounded_later import RoundedLater
 from fusion.analysis.rounding import is_float
 from fusion.analysis.runs import run
 from fusion.facts import window
@@ -33,6 +35,7 @@ class Assumed:
         kinds: the assumptions about its inputs, by name: "causal", "window:n" or "padding".
         written: the writes of rows that it makes.
         weights: the names of inputs that hold Parameters.
+        rounded: the dtype to which all that reads a value rounds it first, None where something does not.
     """
 
     algebra: Algebra
@@ -40,16 +43,25 @@ class Assumed:
     kinds: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     written: Sequence[Value] = ()
     weights: frozenset[str] = frozenset()
+    rounded: Callable[[Value], torch.dtype | None] = lambda value: None
 
     @classmethod
     def of(cls, graph: Graph) -> Assumed:
         """What is known of a graph."""
         written = [value for value in graph.places if value.op in ("write", "write_rows")]
-        return cls(graph.algebra, graph.shared(Folder), graph.facts.assumed, written, graph.facts.parameters)
+        rounded, facts = RoundedLater(graph).dtype, graph.facts
+        return cls(graph.algebra, graph.shared(Folder), facts.assumed, written, facts.parameters, rounded)
 
-    def masks(self, shape: Sequence[Any], terms: Sequence[Term], sizes: Sizes, keep_lists: bool = False) -> Masks:
-        """These masks of scores [*rows, T]; `keep_lists` as of `Positions`."""
-        positions = Positions(shape, self.folder, self.visible, keep_lists)
+    def masks(
+        self,
+        shape: Sequence[Any],
+        terms: Sequence[Term],
+        sizes: Sizes,
+        keep_lists: bool = False,
+        suppose: bool = False,
+    ) -> Masks:
+        """These masks of scores [*rows, T]; `keep_lists` as of `Positions`, `suppose` to see what else is unknown."""
+        positions = Positions(shape, self.folder, self.supposed if suppose else self.visible, keep_lists)
         return Masks(self.algebra, positions, terms, sizes, self._begins(positions, *sizes[2:]))
 
     def _begins(self, positions: Positions, queries: Any, keys: Any) -> frozenset[Affine]:
@@ -81,6 +93,11 @@ class Assumed:
         if keys is None:
             return ("le", ahead)
         return conjunction(("le", ahead), ("le", ahead.times(-1).plus(1 - keys)))
+
+    def supposed(self, mask: Value, at: Sequence[Affine]) -> Formula | None:
+        """The same if whole numbers that are passed in were 0 or 1, to learn what else is not known then."""
+        whole = mask.op == "input" and is_integer(mask)
+        return ("is", Leaf(mask, tuple(at))) if whole else self.visible(mask, at)
 
     def _last(self, mask: Value, at: Sequence[Affine]) -> Affine | None:
         """The last key that query 0 sees: L_b − S; None where it cannot be counted."""

@@ -13,17 +13,14 @@ from fusion.analysis.affine import Affine, Formula, conjunction, conjuncts, disj
 from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Value
 from fusion.graph.logic import either
+from patterns.attention.blame import unproven
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
 
-MASKED = -1e4  # a score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are all in use
+MASKED = -9984.0
+"""A score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are in use. -1e4 in bfloat16."""
 
 LOST = -1e30  # a finite number that swallows any score it is added to
 Sizes = tuple[Any, Any, Any, Any]
-UNPROVEN = (
-    "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4 (of a "
-    "mask that is passed in, the option assume says it)"
-)
-
 MOVED = "the scores are masked before they are arranged otherwise"
 REPLACED = "scores are replaced by something else than a number of at most -1e4"
 _OF_EACH = (
@@ -44,12 +41,19 @@ class Term:
         mask: the mask.
         factor: what the scores are multiplied by after it.
         fill: what a hidden score is replaced by, for "keep" and "drop"; `factor` is in it.
+        scores: the scores that it is put on, as they are then.
     """
 
     how: str
     mask: Value
     factor: float = 1.0
     fill: float = 0.0
+    scores: Value | None = None
+
+    @property
+    def at(self) -> tuple[Value, ...]:
+        """Where it is made, and where it is put on the scores."""
+        return (self.mask,) if self.scores is None else (self.mask, self.scores)
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,10 @@ class Masks:
         flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
         return {"mask": self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))}
 
+    def blamed(self) -> Term:
+        """The mask of which it cannot be said what it lets through, else the last one."""
+        return next((each for each in self.terms if isinstance(visible(self.positions, (each,)), str)), self.terms[-1])
+
     def hidden_entries(self, lists: int) -> Value | None:
         """Where lists hide an entry, [*the first so many rows, T]; None where that differs along the other rows."""
         wide, lead = self._joined()
@@ -209,12 +217,12 @@ class Masks:
 def mask_on(z: Value, scores: Value, factor: float = 1.0) -> Term | str:
     """The mask that an addition or a choice puts on scores, which are multiplied by a factor after it; or why none."""
     if z.op == "add":
-        return Term("add", z.args[1] if z.args[0] is scores else z.args[0], factor)
+        return Term("add", z.args[1] if z.args[0] is scores else z.args[0], factor, scores=z)
     condition, yes, no = z.args
     how, fill = ("keep", no) if yes is scores else ("drop", yes)
     if fill.op != "full" or not fill.attrs[0] * factor <= MASKED:  # NaN is not, either
         return REPLACED
-    return Term(how, condition, fill=fill.attrs[0] * factor)
+    return Term(how, condition, fill=fill.attrs[0] * factor, scores=z)
 
 
 def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
@@ -227,7 +235,7 @@ def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
             continue
         constants = _added(positions, each)
         if constants is None:
-            return UNPROVEN
+            return unproven(each.mask)
         odd = [value for value in constants if not (value == 0 or value <= MASKED)]
         if odd:
             return UNDEFINED if math.isnan(odd[0]) else f"a bias of {odd[0]} is added to some of the scores"

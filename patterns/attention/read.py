@@ -15,10 +15,11 @@ import torch.fx as fx
 
 from fusion import reader
 from fusion.analysis import factored_products
-from fusion.analysis.row_layout import Step, arranged, named, uncast
+from fusion.analysis.row_layout import Step, arranged, named, narrowed, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.assumed import Assumed
+from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, of_truths, unproven
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.masks import Masks
 from patterns.attention.read_bias import GUARDED, bias_of, parted
@@ -63,18 +64,25 @@ def attentions(graph: Graph) -> Iterator[Found]:
         if isinstance(rounded, Miss) and not _ends(graph, value):
             continue
         if not (outcome or rounded):
-            reason = unlike(stripped(value)[0])
-            outcome = Miss("softmax_attention", reason) if reason else {}
+            product = stripped(value)[0]
+            reason = unlike(product)
+            outcome = missed(reason, product) if reason else {}
         outcome = rounded or outcome or {}
         reading = outcome.get(value) if isinstance(outcome, dict) else None
         if isinstance(reading, Reading) and "empty_bias" in reading.captures and _is_one_call(graph, value):
-            outcome = Miss("softmax_attention", GUARDED)
+            bias = reading.captures["bias"].below("reshape", "expand")
+            outcome = missed(f"{unproven(bias)}; {GUARDED}", value, (bias,))
         listed = _listed(assumed, value) if outcome else None
         if isinstance(listed, Reading) or (listed and isinstance(outcome, Miss)):
             yield value, listed
         if listed and isinstance(outcome, Miss):
             continue
-        yield from ((value, outcome),) if isinstance(outcome, Miss) else outcome.items()
+        if isinstance(outcome, Miss):
+            yield value, outcome
+            continue
+        yield from outcome.items()
+        wide = kept_wide(graph, value, outcome.get(value))
+        yield from () if wide is None else ((value, wide),)
 
 
 def _is_one_call(graph: Graph, value: Value) -> bool:
@@ -106,7 +114,7 @@ def _ends(graph: Graph, value: Value) -> bool:
 def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
     """What `root` is if it is attention, and its mask if that lists keys; why it is none; None if it is not like it."""
     outcome = _attention(assumed, root)
-    return Miss("softmax_attention", outcome) if isinstance(outcome, str) else outcome
+    return missed(outcome, contraction(assumed.algebra, root)[0]) if isinstance(outcome, str) else outcome
 
 
 def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
@@ -114,7 +122,7 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
     return _reading(assumed, root, *found) if isinstance(found, tuple) else found
 
 
-def _found(a: Algebra, root: Value) -> tuple[Value, Weights, Scores, Finish] | str | None:
+def _found(a: Algebra, root: Value) -> tuple[Value, Weights, Scores, Finish] | Miss | str | None:
     """The product with values below `root`, the weights, their scores, and how the product is arranged; or why not."""
     value, finish = contraction(a, root)
     if value.op != "matmul":
@@ -126,7 +134,7 @@ def _found(a: Algebra, root: Value) -> tuple[Value, Weights, Scores, Finish] | s
         return OVER_QUERIES
     scores = scores_of(a, Scores(), weights.softmax.arg)
     if scores.product is None:
-        return scores.odd or None
+        return missed(scores.odd, value, scores.at) if scores.odd else None
     if not scores.scale or not isfinite(scores.scale):
         return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
     if weights.cut != (scores.sink is not None):
@@ -150,7 +158,10 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     rows = scores.product.shape[:-1]
     q = arranged(a, a.expand(scores.product.arg, (*rows, scores.product.arg.shape[-1])), scores.steps)
     masks = assumed.masks((*shape, k.shape[2]), scores.terms, (shape[0], prod(shape[1:-1]), shape[-1], k.shape[2]))
-    operands = Operands(q, k, v, root.dtype, _steps(weights, v.shape[-1], finish))
+    steps = _steps(weights, v.shape[-1], finish)
+    rounded = assumed.rounded(root)
+    narrow = rounded is not None and all(uncast(a, each).dtype is rounded for each in (q, k, v))
+    operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
     return listed_attention(masks, operands, scores.scale, weights.softmax.attrs[1])
 
 
@@ -222,10 +233,10 @@ def _reading(
     attended = Attended.by(a, scores, product, weights)
     if attended is None:
         return _APART
-    odd: list[str] = []
+    odd: list[Miss | str] = []
     for frame in attended.frames(shape, scores.sink is not None):
         found = _framed(assumed, root, attended, frame, Parts(product, weights, scores, finish))
-        if not isinstance(found, str):
+        if not isinstance(found, str) and not (isinstance(found, Miss) and found.rule == RULE):
             return found
         odd.append(found)
     return next((each for each in odd if each != _APART), _APART)
@@ -244,12 +255,14 @@ class Parts:
 def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str:
     """What it is if the rows are those of a frame."""
     a, scores = assumed.algebra, of.scores
-    found = _operands(a, root, attended, frame, of)
+    found = _operands(assumed, root, attended, frame, of)
     if not isinstance(found, tuple):
         return found
     operands, beside, (keys, width) = found
     captures: dict[str, Any] = {**operands, "scale": scores.scale}
-    steps = _finish(frame.sizes, of.weights, width, of.finish)
+    narrow = "q" in operands and operands["q"].dtype is not root.dtype
+    widened = (("cast", (root.dtype,)),) if narrow and ("cast", (root.dtype,)) not in of.finish else ()
+    steps = _finish(frame.sizes, of.weights, width, (*of.finish, *widened))
     if steps is None:
         return "the result is arranged by several symbolic sizes"
     captures["output_view"] = steps
@@ -260,7 +273,7 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
         captures["sink"] = sink
     in_floats = "q" in operands
     seen = _seen(assumed, of, frame, keys, operands["q"].dtype if in_floats else None)
-    if isinstance(seen, str):
+    if isinstance(seen, Miss):
         return seen
     masks, mask = seen
     name = "softmax_attention" if in_floats else "int8_latent_attention"
@@ -271,18 +284,24 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
     return {**beside, root: told, **listed}
 
 
-def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | str:
+def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | Miss:
     """The masks of the scores, and what is said of them and of a bias; or why it cannot be said."""
     empty, sunk = of.weights.softmax.attrs[1], of.scores.sink is not None
-    terms = frame.masked(assumed.algebra, of.scores.terms)
-    found = parted(assumed.masks((*frame.shape, keys), terms, (*frame.sizes, keys)))
+    of_scores = (*frame.shape, keys), frame.masked(assumed.algebra, of.scores.terms), (*frame.sizes, keys)
+    found = parted(assumed.masks(*of_scores))
     mask = found.masks.told(empty, sunk=sunk, biased=bool(found.biases))
-    if isinstance(mask, str) or not found.biases:
-        return mask if isinstance(mask, str) else (found.masks, mask)
+    if isinstance(mask, str):
+        return missed(mask, of.product, found.masks.blamed().at)
+    if not found.biases:
+        return found.masks, mask
     told = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
     bias = bias_of(assumed, found, frame, dtype, empty, told)
     if isinstance(bias, str):
-        return bias
+        (_, term), *_ = found.biases
+        why = unproven(term.mask)
+        if why == TRUTHS:
+            why = of_truths(assumed.masks(*of_scores, suppose=True).told(empty, sunk=sunk))
+        return missed(f"{why}; {bias}", of.product, term.at)
     return found.masks, mask | bias | ({"fully_masked_row": "zero"} if "empty_bias" in bias else {})
 
 
@@ -290,8 +309,8 @@ Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]
 """Queries, keys and values by their names, what else they mean, and how many keys and lanes of a value there are."""
 
 
-def _operands(a: Algebra, root: Value, attended: Attended, frame: Frame, of: Parts) -> Inputs | Miss | str:
-    scores, product = of.scores, of.scores.product
+def _operands(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Inputs | Miss | str:
+    a, scores, product = assumed.algebra, of.scores, of.scores.product
     assert product is not None
     q = arranged(a, a.expand(product.arg, (*product.shape[:-1], product.arg.shape[-1])), scores.steps)
     if q.shape[:-1] != of.weights.softmax.shape[:-1]:
@@ -308,9 +327,11 @@ def _operands(a: Algebra, root: Value, attended: Attended, frame: Frame, of: Par
     whole = int8_operands.parts(a, scaled_queries(a, q, scores.factors, frame), k, v)
     if whole is not None:
         return whole if isinstance(whole, Miss) else (*whole, sizes)
-    narrow = [uncast(a, each, root.dtype) for each in (q, k, v)]
-    q, k, v = narrow if all(each.dtype == root.dtype for each in narrow) else (q, k, v)
     given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
+    for dtype in filter(None, (root.dtype, assumed.rounded(root))):
+        narrow = [narrowed(a, each, dtype) for each in (q, k, v)]
+        if all(each.dtype == dtype for each in narrow):
+            (q, k, v), given = narrow, given if dtype == root.dtype else dtype
     if len({given, q.dtype, k.dtype, v.dtype}) != 1:
         return "queries, keys, values and result have different dtypes"
     return {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}, {}, sizes

@@ -20,7 +20,7 @@ from fusion.graph import Algebra, Value
 from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Frame
-from patterns.attention.masks import MASKED, UNPROVEN, Masks, Term
+from patterns.attention.masks import MASKED, Masks, Term
 
 _VIEWS = ("reshape", "permute", "slice")
 _CARRIES = (*_VIEWS, "expand", "cast", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
@@ -29,8 +29,8 @@ _FINITE = ("matmul", "softmax", "sigmoid", "tanh", "sin", "cos", "arange", "numb
 """Ops whose results are taken for numbers, as scores are."""
 
 GUARDED = (
-    f"{UNPROVEN}; as a bias it may hold -inf, of which no page of the operator says what becomes, and to keep that "
-    "from it takes more calls than the one that attends"
+    "as a bias it may hold -inf, of which no page of the operator says what becomes, and to keep that from it takes "
+    "more calls than the one that attends"
 )
 
 
@@ -108,7 +108,8 @@ def _chosen(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
 def bias_of(
     assumed: Assumed, found: Parted, frame: Frame, dtype: torch.dtype | None, empty: str, told: bool
 ) -> dict[str, Any] | str:
-    """The bias [B or 1, N, S, T] in the dtype of the queries, and what a row of it gives that is all -inf; or why none.
+    """The bias [B or 1, N, S, T] in the dtype of the queries, and what a row of it gives that is all -inf; or why none,
+    in words of it.
 
     Args:
         assumed: what is known of the graph.
@@ -120,27 +121,25 @@ def bias_of(
     """
     a = assumed.algebra
     if dtype is None:
-        return f"{UNPROVEN}; int8 attention takes no bias"
+        return "as a bias it is none of int8 attention"
     value = _joined(a, [each for _, each in found.biases], len({place for place, _ in found.biases}) == 1, dtype)
     if isinstance(value, str):
         return value
     numbers = assumed.folder.fold(value)
     if value.dtype != dtype:
         if numbers is None or not _holds(numbers, dtype):
-            return f"{UNPROVEN}; as a bias it would be rounded from {_named(value.dtype)} to {_named(dtype)}"
+            return f"as a bias it would be rounded from {_named(value.dtype)} to {_named(dtype)}"
         value = a.cast(value, dtype)
     wide = _of_heads(a, value, frame, found.masks.sizes[-1])
     if wide is None:
-        return f"{UNPROVEN}; as a bias it is not one of each sequence, head and query"
+        return "as a bias it is not one of each sequence, head and query"
     infinite = _may_be_infinite(value, assumed.weights) if numbers is None else not np.isfinite(numbers).all()
     if not infinite:
         return {"bias": wide}
     if not _hide_by_infinity(found.masks):
-        return (
-            "a bias that may hold -inf stands beside a mask of finite numbers, by which a query without keys sees some"
-        )
+        return "as a bias it may hold -inf, beside a mask of finite numbers, by which a query without keys sees some"
     if told:
-        return "a bias that may hold -inf stands beside a mask of each head"
+        return "as a bias it may hold -inf, beside a mask of each head"
     return {"bias": wide, "empty_bias": empty}
 
 
@@ -162,16 +161,16 @@ def _joined(a: Algebra, terms: Sequence[Term], together: bool, dtype: torch.dtyp
         )
         for each in terms[1:]:
             total = total and a.add(total, each.mask)
-        return total or f"{UNPROVEN}; as a bias it is the sum of several, which would be rounded"
+        return total or "as a bias it is the sum of several, which would be rounded"
     value, factor = terms[0].mask, terms[0].factor
     while value.op == "expand" or exact(value) is not value:
         value = value.arg
     if value.op == "cast" and not is_float(value.arg):
-        return f"{UNPROVEN}; as a bias it is of whole numbers"
+        return "as a bias it is of whole numbers"
     if factor == 1:
         return value
     if not 0 < abs(factor) < 1 or not math.log2(abs(factor)).is_integer():
-        return f"{UNPROVEN}; as a bias it is multiplied by {factor:g} with the scores, by which it would be rounded"
+        return f"as a bias it is multiplied by {factor:g} with the scores, by which it would be rounded"
     return a.scale(value, factor)
 
 

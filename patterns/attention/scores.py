@@ -36,7 +36,7 @@ class Scores:
     """scale · factors · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was met.
 
     `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifted`: something was taken from
-    whole rows, which a softmax does not see.
+    whole rows, which a softmax does not see. `at`: what is odd.
     """
 
     product: Value | None = None
@@ -46,6 +46,7 @@ class Scores:
     terms: tuple[Term, ...] = ()
     sink: Value | None = None
     odd: str = ""
+    at: tuple[Value, ...] = ()
     shifted: bool = False
 
 
@@ -176,7 +177,8 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
         case "cast" if is_rounding(z):
             return scores_of(a, found, z.arg)
         case "cast" if _product_in(z) is not None:
-            return replace(found, odd=f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats")
+            said = f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats"
+            return replace(found, odd=said, at=(z,))
         case "reshape" | "permute":
             step = row_step(z)
             if step is None:
@@ -187,12 +189,12 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return scores_of(a, replace(found, scale=found.scale * z.attrs[0]), z.arg)
         case "cat" if z.attrs == (z.rank - 1,) and len(z.args) == 2 and z.args[1].shape[-1] == 1:
             if found.scale != 1 or found.factors or found.terms or found.steps or found.sink is not None:
-                return replace(found, odd="a sink is scaled or masked like a score")
+                return replace(found, odd="a sink is scaled or masked like a score", at=(z,))
             return scores_of(a, replace(found, sink=z.args[1]), z.arg)
         case "add" | "where":
             return _masked(a, found, z)
         case "tanh":
-            return replace(found, odd="the scores are capped softly by tanh, which the operator does not do")
+            return replace(found, odd="the scores are capped softly by tanh, which the operator does not do", at=(z,))
         case "mul" if _number(z.args[0]) or _number(z.args[1]):
             scores, factor = z.args if _number(z.args[1]) else z.args[::-1]
             return scores_of(a, replace(found, scale=found.scale * _number(factor)), scores)
@@ -230,9 +232,9 @@ def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
         if product is None:
             continue
         if factor.shape[-1:] not in ((), (1,)):
-            return replace(found, odd="the scores are scaled by a tensor that is not the same for all keys")
+            return replace(found, odd="the scores are scaled by a tensor that is not the same for all keys", at=(z,))
         if computed_from(factor, product):
-            return replace(found, odd="the scores are scaled by what is computed from them")
+            return replace(found, odd="the scores are scaled by what is computed from them", at=(z,))
         if found.steps and prod(factor.shape) != 1:
             factor = arranged(a, a.expand(factor, (*z.shape[:-1], 1)), found.steps)
         return scores_of(a, replace(found, factors=(*found.factors, factor)), scores)
@@ -259,7 +261,7 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     elif found.steps and isinstance(term, Term):
         term = _moved(a, found, z, term) if term.how == "add" else REPLACED
     if isinstance(term, str):
-        return replace(found, odd=term)
+        return replace(found, odd=term, at=(z,))
     return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
 
 

@@ -83,4 +83,4 @@ def refusals(form: Callable[..., Tensor]) -> list[tuple[str, str]]:
 def test_of_one_attention_one_reason_is_told_and_none_where_it_is_fused():
     assert refusals(over_a_latent) == []
     ((_, reason),) = refusals(in_float32)
-    assert "needs query in bfloat16" in reason
+    assert "the result is read in float32" in reason

@@ -598,6 +598,9 @@ def test_what_a_lowering_cannot_take():
     gemma, mul = OPERATORS["npu::npu_gemma_rms_norm"], OPERATORS["npu::npu_rotary_mul"]
     assert refusal(gemma, A2, (), NORM, lowering="npugraph_ex") is None
     assert "cannot be lowered by torchair" in str(refusal(gemma, A2, (), NORM, lowering="torchair"))
+    deep = {**NORM, "input": t(*DEEP)}  # which no other lowering would take either
+    assert refusal(gemma, A2, (), deep, lowering="torchair") == refusal(gemma, A2, (), deep, lowering="eager")
+    assert "cannot be lowered" not in str(refusal(gemma, A2, (), deep, lowering="torchair"))
     paired = rotary((1, 3, 4, 128), (1, 3, 1, 128), "interleave")
     for chip in (A2, A3):
         assert refusal(mul, chip, (), paired, lowering="eager") is None

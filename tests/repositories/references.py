@@ -61,30 +61,34 @@ def of_flash(dtype: torch.dtype, s: int, t: int, valid: bool = False, bias: bool
     return called, (*inputs, seen, slopes)
 
 
-def dense_latent(q: Tensor, blocks: Tensor, table: Tensor, lengths: tuple[int, ...], causal: bool):
-    """FlashMLA's: q [b, s, n, 576], pages of 64 rows; the log-sum-exp beside."""
+def dense_latent(q: Tensor, blocks: Tensor, table: Tensor, lengths: tuple[int, ...], causal: bool, rounded: bool):
+    """FlashMLA's: q [b, s, n, 576], pages of 64 rows; the log-sum-exp beside. Results are rounded last, if ever."""
     b, s, n, d = q.shape
-    rows = blocks.view(b, -1, 1, d)
     out, sums = torch.empty(b, s, n, C, dtype=torch.float32), torch.empty(b, n, s, dtype=torch.float32)
-    for i in range(b):
-        query, key = q[i].transpose(0, 1).float(), rows[i, : lengths[i]].transpose(0, 1).float()
-        value = rows[i, : lengths[i], :, :C].transpose(0, 1).float()
-        key, value = key.repeat_interleave(n, dim=0), value.repeat_interleave(n, dim=0)
-        scores = query @ key.transpose(-2, -1) / math.sqrt(d)
+    for i, t in enumerate(lengths):
+        rows = blocks[table[i][: (t + 63) // 64]].view(-1, 1, d)[:t]
+        query, kv = q[i].transpose(0, 1).float(), rows.transpose(0, 1).float()
+        if rounded:
+            kv[kv != kv] = 0.0
+        scores = query @ kv.transpose(-2, -1) / math.sqrt(d)
         if causal:
-            bias = torch.zeros(s, lengths[i], dtype=query.dtype)
-            seen = torch.ones(s, lengths[i], dtype=torch.bool).tril(diagonal=lengths[i] - s)
-            bias.masked_fill_(seen.logical_not(), float("-inf"))
+            bias = torch.zeros(s, t, dtype=query.dtype)
+            bias.masked_fill_(torch.ones(s, t, dtype=torch.bool).tril(diagonal=t - s).logical_not(), float("-inf"))
             scores += bias
-        sums[i] = scores.logsumexp(dim=-1)
-        out[i] = (torch.softmax(scores, dim=-1, dtype=torch.float32) @ value).transpose(0, 1)
-    return out, sums
+        lse = scores.logsumexp(dim=-1)
+        y = torch.softmax(scores, dim=-1, dtype=torch.float32) @ kv[..., :C]
+        if rounded:
+            lonely = lse == float("-inf")
+            y[lonely.unsqueeze(-1).broadcast_to(y.shape)] = 0.0
+            lse[lonely] = float("+inf")
+        out[i], sums[i] = y.transpose(0, 1), lse
+    return out.to(q.dtype) if rounded else out, sums
 
 
-def of_dense_latent(dtype: torch.dtype, s: int, causal: bool) -> Made:
-    table = torch.arange(B * 4, dtype=torch.int32).view(B, 4)
+def of_dense_latent(dtype: torch.dtype, s: int, causal: bool, rounded: bool = True) -> Made:
+    table = torch.randperm(B * 4, dtype=torch.int32).view(B, 4)
     inputs = normal(dtype, B, s, N, C + Dr), normal(dtype, B * 4, 64, 1, C + Dr), table
-    return dense_latent, (*inputs, (200, 256), causal)
+    return dense_latent, (*inputs, (200, 256), causal, rounded)
 
 
 def sparse_prefill(q: Tensor, kv: Tensor, indices: Tensor, scale: float):
@@ -221,6 +225,13 @@ PIECES = (
     Piece(FLASH, "attention_ref, bias", lambda dtype: of_flash(dtype, 16, 16, bias=True), why="bias"),
     Piece(MLA, "dense decode", lambda dtype: of_dense_latent(dtype, 1, False), attentions=2),
     Piece(MLA, "dense decode of two tokens", lambda dtype: of_dense_latent(dtype, 2, True), attentions=2),
+    Piece(
+        MLA,
+        "dense decode, kept in float32",
+        lambda dtype: of_dense_latent(dtype, 1, False, rounded=False),
+        attentions=2,
+        why="read in float32",
+    ),
     Piece(MLA, "sparse prefill", of_prefill_lists),
     Piece(MLA, "sparse decode", of_decode_lists),
     Piece(INFER, "attention_ref, prefill", lambda dtype: of_flashinfer(dtype, 24, 24)),

@@ -97,7 +97,9 @@ class Origins:
 
     def refusals(self, refusal: Refusal) -> Iterator[Refusal]:
         """A refusal, in each layer that it holds for."""
-        return (replace(refusal, node=self.at(refusal.node, number)) for number in self.numbers(refusal.node))
+        for number in self.numbers(refusal.node):
+            blamed = None if refusal.blamed is None else self.at(refusal.blamed, number)
+            yield replace(refusal, node=self.at(refusal.node, number), blamed=blamed)
 
 
 def unfold(

@@ -1,0 +1,89 @@
+"""Why what is attention, or nearly, becomes no operator, in the terms of the model, and which value is to blame.
+
+A mask is blamed where it is made, else where it is put on the scores; a cap and a cast where they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fusion.analysis.dtypes import is_integer, is_rounding
+from fusion.analysis.row_layout import uncast
+from fusion.graph import Graph, Miss, Reading, Value
+
+RULE = "softmax_attention"
+_BIAS = "a bias is added to the scores that is not proven to be a mask: 0 where a key is seen, else at most -1e4"
+_ASSUME = " (of a mask that is passed in, the option assume says it)"
+TRUTHS = (
+    "a mask is added to the scores that is computed from numbers which are passed in, and not known to be 0 or 1, as "
+    "booleans are"
+)
+_VIEWS = ("reshape", "permute", "expand", "slice")
+_COMPUTED = ("add", "mul", "scale", "shift", "where", "cast")
+
+
+def missed(reason: str, product: Value, at: Sequence[Value] = ()) -> Miss:
+    """Why attention around a product of weights and values is none."""
+    return Miss(RULE, reason, tuple(at), product)
+
+
+def kept_wide(graph: Graph, root: Value, reading: Reading | Miss | None) -> Miss | None:
+    """What it means that an operator takes no queries in such a dtype; None where they were never narrower."""
+    if not isinstance(reading, Reading) or reading.op != RULE:
+        return None
+    operands = [reading.captures[name] for name in ("q", "k", "v")]
+    wide, narrow = operands[0].dtype, {uncast(graph.algebra, each).dtype for each in operands}
+    if len(narrow) != 1 or wide in narrow:
+        return None
+    have, given = (str(each).removeprefix("torch.") for each in (wide, *narrow))
+    reason = (
+        f"the result is read in {have} before anything rounds it, where queries, keys and values are {given}: the "
+        "operator gives its results in their dtype"
+    )
+    return Miss(RULE, reason, _casts(graph, operands[0]), root, limited=True)
+
+
+def _casts(graph: Graph, x: Value) -> tuple[Value, ...]:
+    """The values that nodes hold by which `x` was widened, perhaps in another shape."""
+    source = x.below(*_VIEWS, "cast")
+    return tuple(each for each in graph.places if is_rounding(each) and each.below(*_VIEWS, "cast") is source)
+
+
+def unproven(mask: Value) -> str:
+    """Why it is not known what a mask lets through that is added to the scores."""
+    passed = _passed_in(mask)
+    if passed is not None:
+        return _BIAS + _ASSUME
+    return TRUTHS if _of_truths(mask) else _BIAS
+
+
+def of_truths(supposed: object) -> str:
+    """The same where whole numbers were supposed to be 0 or 1, and what would be known then or still not."""
+    if not isinstance(supposed, str) or supposed == TRUTHS:
+        return TRUTHS
+    return _BIAS if supposed.startswith("a bias ") else f"{TRUTHS}; and {supposed}"
+
+
+def _passed_in(x: Value) -> Value | None:
+    """The input of which a mask shows some rows and keys; None where it is computed."""
+    while x.op != "input":
+        keeps = (
+            {"reshape": x.shape[-1:] == x.args[0].shape[-1:], "permute": x.attrs[-1:] == (x.rank - 1,)}
+            if x.args
+            else {}
+        )
+        rows = x.op == "index" and x.rank - 1 not in x.attrs
+        if not (keeps.get(x.op) or rows or is_rounding(x) or x.op in ("expand", "slice")):
+            return None
+        x = x.arg
+    return x if x.rank > 1 else None
+
+
+def _of_truths(x: Value, turned: bool = False) -> bool:
+    """Whether a mask would be known if numbers that are passed in were 0 or 1: 1 - x, or whole ones."""
+    turned = turned or x.op == "shift"
+    if x.op == "input":
+        return is_integer(x) or turned
+    below = [each for each in x.args if each.op != "full"]
+    passed = x.op in (*_COMPUTED, *_VIEWS)
+    return passed and any(_of_truths(each, turned) for each in below)
