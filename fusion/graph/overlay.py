@@ -107,17 +107,24 @@ class Graph:
         Every reshape of x is a value of x alone; where all users of x read it through one other reshape, x is read
         there too, so that what makes that reshape can be replaced. A reshape of what is joined, cast or scaled is made
         of reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed. Where
-        none does, it is made without dims of size 1, so that rows with and without heads share a table.
+        none does, it is made without dims of size 1, so that rows with and without heads share a table, unless that can
+        be made only later.
         """
         if value.op in _RESHAPED_INSIDE:
-            bare = self.algebra.reshape(value, but_ones(value.shape))
-            alike = (*self._made_of_reshapes.get(_size(value), ()), *((bare,) if bare is not value else ()))
-            read = next((each for each in alike if self.algebra.reshape(each, value.shape) is value), None)
+            alike = (*self._made_of_reshapes.get(_size(value), ()), self.algebra.reshape(value, but_ones(value.shape)))
+            found = (each for each in alike if each is not value and self.algebra.reshape(each, value.shape) is value)
+            read = next(
+                (each for each in found if self.node(each) or self._last_read(each) <= self._last_read(value)), None
+            )
         elif value.op == "reshape":
             read = self._passed_on(value.arg)
         else:
             read = None if value.op in _SEEN else self._reshaped.get(value)
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
+
+    def _last_read(self, value: Value) -> int:
+        """Position of the last node from which `value` is made of its own args."""
+        return max((self.order[node] for arg in value.args for node in self.reads(arg)), default=0)
 
     @cached_property
     def _made_of_reshapes(self) -> Mapping[Hashable, Sequence[Value]]:
