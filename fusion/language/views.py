@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -107,28 +108,29 @@ class PerToken(Tensorial):
 
 
 def _forms(value: Value, cx: Context) -> Iterator[Value]:
-    """`value`, and what the model reshapes to it, each once: what is flattened and opened again is itself."""
+    """`value`, and what the model reshapes to it, or what that is reshaped from to else, each once."""
     found = {value: None}
     waiting = [value]
     while waiting:
         each = waiting.pop()
         yield each
-        new = [below for below in _sources(each, cx) if below not in found]
+        new = [other for other in _reshaped(each, cx) if other not in found]
         found |= dict.fromkeys(new)
         waiting.extend(reversed(new))
 
 
-def _sources(value: Value, cx: Context) -> Iterator[Value]:
-    """What is reshaped to `value` in one step."""
+def _reshaped(value: Value, cx: Context) -> Iterator[Value]:
+    """What is reshaped to `value` in one step, then what it is reshaped to: rows may be flattened and opened again."""
     if value.op == "reshape":
         yield value.arg
-    for node in cx.graph.places.get(value, ()):
-        for source in node.all_input_nodes:
-            below = cx.graph.held.get(source)
-            if not isinstance(below, Value) or below is value or below.dtype != value.dtype:
-                continue
-            if prod(below.shape) == prod(value.shape) and cx.graph.algebra.reshape(below, value.shape) is value:
-                yield below
+    makers = cx.graph.places.get(value, ())
+    sources = (node for maker in makers for node in maker.all_input_nodes)
+    for node in chain(sources, (user for maker in makers for user in maker.users)):
+        other = cx.graph.held.get(node)
+        if not isinstance(other, Value) or other is value or other.dtype != value.dtype:
+            continue
+        if prod(other.shape) == prod(value.shape) and cx.graph.algebra.reshape(other, value.shape) is value:
+            yield other
 
 
 def _once(a: Algebra, value: Value, times: int) -> Value | None:

@@ -24,6 +24,8 @@ PROLOG, ATTENTION = "npu::npu_mla_prolog_v3", "npu::npu_fused_infer_attention_sc
 SPARSE = ("npu::npu_lightning_indexer", "npu::npu_sparse_flash_attention")
 LAYERS = 2
 BFLOAT16 = torch.bfloat16
+OTHERS = [("core", 1), *((level, 16) for level in LEVELS)]
+"""Levels and counts of tokens that are tried at night."""
 
 
 def built(sparse: bool, dtype: torch.dtype = BFLOAT16, **how: Any) -> nn.Module:
@@ -109,9 +111,9 @@ def test_results_and_caches_are_as_near_as_those_of_the_model(sparse: bool):
 
 
 @pytest.mark.parametrize(
-    "level", ["composite", *(pytest.param(each, marks=pytest.mark.nightly) for each in LEVELS[1:])]
+    ("level", "count"),
+    [("composite", 1), ("decomposed", 1), *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)],
 )
-@pytest.mark.parametrize("count", [1, pytest.param(16, marks=pytest.mark.nightly)])
 def test_the_formulas_are_the_same_in_float64(level: Level, count: int):
     captured = capture(built(False), (tokens(count), 40 if count == 1 else 0), level)
     fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
