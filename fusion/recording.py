@@ -24,10 +24,11 @@ from fusion._torch import (
     schema_of,
     without_view_tracking,
 )
-from fusion.graph import Dim, Graph, Value, dim_of, dims_of
+from fusion.graph import Dim, Graph, Value, dim_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
 from fusion.records import Input, Output, Step
+from fusion.texts import frozen
 
 
 class Recorder(FakesMode):
@@ -102,27 +103,6 @@ def _told(argument: Any) -> Hashable:
             return tuple((name, _told(each)) for name, each in argument.items())
         case _:
             return frozen(argument)
-
-
-def frozen(argument: Any) -> Hashable:
-    """What a call depends on, to compare and to keep: of tensors how they look, of numbers their type and sign too."""
-    match argument:
-        case int() | str() | fx.Node() | None:
-            return type(argument), argument
-        case torch.Tensor():
-            return dims_of(argument.shape), dims_of(argument.stride()), argument.dtype, argument.device
-        case list() | tuple():
-            return tuple(map(frozen, argument))
-        case Mapping():
-            return tuple((name, frozen(each)) for name, each in sorted(argument.items()))
-        case slice():
-            return slice, frozen((argument.start, argument.stop, argument.step))
-        case torch.SymInt():
-            return dim_of(argument)
-        case float() | complex() | torch.SymFloat() | torch.SymBool():  # 0.0 equals -0.0
-            return type(argument), str(argument)
-        case _:
-            return type(argument), argument
 
 
 def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:

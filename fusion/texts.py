@@ -1,14 +1,16 @@
-"""Calls, plans and fake tensors as JSON, and made again from it."""
+"""Calls, plans and fake tensors as JSON, and made again from it; calls as what may be compared."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from fusion._torch import OpOverload
+from fusion.graph import dim_of, dims_of
 from fusion.language import Refused
 from fusion.records import Input, Output, Plan, Step
 
@@ -100,3 +102,24 @@ _KINDS: Mapping[str, Any] = {
     "tuple": lambda *parts: parts,
 }
 """How what `written` gives is made again; what is only told apart (types, records) never is."""
+
+
+def frozen(argument: Any) -> Hashable:
+    """What a call depends on, to compare and to keep: of tensors how they look, of numbers their type and sign too."""
+    match argument:
+        case int() | str() | fx.Node() | None:
+            return type(argument), argument
+        case torch.Tensor():
+            return dims_of(argument.shape), dims_of(argument.stride()), argument.dtype, argument.device
+        case list() | tuple():
+            return tuple(map(frozen, argument))
+        case Mapping():
+            return tuple((name, frozen(each)) for name, each in sorted(argument.items()))
+        case slice():
+            return slice, frozen((argument.start, argument.stop, argument.step))
+        case torch.SymInt():
+            return dim_of(argument)
+        case float() | complex() | torch.SymFloat() | torch.SymBool():  # 0.0 equals -0.0
+            return type(argument), str(argument)
+        case _:
+            return type(argument), argument

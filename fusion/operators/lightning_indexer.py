@@ -30,13 +30,14 @@ _FEW = 8
 class Groups:
     """Rows that meet the same keys: query [G, R, N, D], weights [G, R, N], keys [G, T, D] and others [G, T, ..].
 
-    A row sees the columns `first` … `first + seen - 1`, [G, R] each, which are tokens 0 … seen - 1 of its sequence.
+    A row sees the columns `first` … `first + seen - 1`, [G, R] each, which are tokens 0 … seen - 1 of its sequence;
+    without `first` from column 0 on.
     """
 
     query: Tensor
     weights: Tensor
     keys: tuple[Tensor, ...]
-    first: Tensor
+    first: Tensor | None
     seen: Tensor
 
     @property
@@ -59,12 +60,12 @@ def _lightning_indexer(given: Given) -> tuple[Tensor, Tensor]:
 def chosen(given: Given, groups: Groups, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens with the largest of scores [G, R, T], best first, as a call lists them; and their scores [G, R, K]."""
     count, column = given["sparse_count"], torch.arange(scores.shape[-1], device=scores.device)
-    place = column - groups.first[..., None]
-    hidden = (place < 0) | (place >= groups.seen[..., None])
+    seen, first = groups.seen[..., None], None if groups.first is None else groups.first[..., None]
+    hidden = column >= seen if first is None else (column < first) | (column - first >= seen)
     kept: Any = torch.sym_min(count, scores.shape[-1])
     values, best = scores.masked_fill(hidden, -math.inf).topk(kept, dim=-1)
-    some = torch.arange(kept, device=scores.device) < groups.seen[..., None]
-    tokens = torch.where(some, best - groups.first[..., None], -1).to(torch.int32)
+    some = torch.arange(kept, device=scores.device) < seen
+    tokens = torch.where(some, best if first is None else best - first, -1).to(torch.int32)
     return pad(tokens, (0, count - kept), value=-1).reshape(shape_of(given["query"], count)), values
 
 
@@ -76,11 +77,12 @@ def groups_of(given: Given, weights: Tensor, *keys: Tensor) -> Groups:
         return Groups(query, weights, found, rows.first, rows.seen)
     if table is None:
         packed = tuple(each.select(-2, 0)[None] for each in keys)
+        assert rows.first is not None
         return Groups(query[None], weights[None], packed, rows.first[None], rows.seen[None])
     batch = table.shape[0]
     if known_true(query.shape[0] <= _FEW * batch) and not known_true(batch == 1):
         found = tuple(pages_of(each, table[rows.sequence]) for each in keys)  # of each row [T], those of its sequence
-        return Groups(query[:, None], weights[:, None], found, rows.first[:, None], rows.seen[:, None])
+        return Groups(query[:, None], weights[:, None], found, None, rows.seen[:, None])
     pages = [pages_of(each, table) for each in keys]
     first = rows.sequence * pages[0].shape[1]
     return Groups(query[None], weights[None], tuple(e.flatten(0, 1)[None] for e in pages), first[None], rows.seen[None])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fusion._torch import known_true
 from fusion.operators.layouts import lying_as
 
 Places = Sequence[Tensor | None]
@@ -49,12 +50,20 @@ def inside(positions: Tensor, size: int) -> Tensor:
 
 def paged(cache: Tensor, slots: Tensor, rows: Tensor, mode: str | None) -> tuple[Places, Tensor]:
     """Where tokens [T, N, D] go in pages [Block, Size, N, D], or as "PA_NZ" in [Block, N·D/L, Size, L]."""
-    size = cache.shape[2 if mode == "PA_NZ" else 1]
-    slots = slots.long()
-    block = inside(slots.div(size, rounding_mode="floor"), cache.shape[0])
+    size, slots = _size(cache, mode), slots.long()
+    return _in_pages(cache, inside(slots.div(size, rounding_mode="floor"), cache.shape[0]), slots % size, rows, mode)
+
+
+def _size(cache: Tensor, mode: str | None) -> int:
+    """Tokens of a page."""
+    return cache.shape[2 if mode == "PA_NZ" else 1]
+
+
+def _in_pages(cache: Tensor, block: Tensor, place: Tensor, rows: Tensor, mode: str | None) -> tuple[Places, Tensor]:
+    """The same where pages, and places in them, are known."""
     if mode == "PA_NZ":
-        return [block, None, slots % size], rows.reshape(-1, cache.shape[1], cache.shape[3])
-    return [block, slots % size], rows
+        return [block, None, place], rows.reshape(-1, cache.shape[1], cache.shape[3])
+    return [block, place], rows
 
 
 def by_lines(cache: Tensor) -> Tensor:
@@ -70,10 +79,13 @@ def stored(cache: Tensor, rows: Tensor, slots: Tensor, mode: str | None = "Norm"
     A negative slot is skipped: its token repeats the first one that is stored, or what the first row holds.
     """
     used = slots >= 0
-    tokens = torch.arange(slots.shape[0], device=slots.device)
-    source = torch.where(used, tokens, pad(used, (0, 1)).long().argmax())  # padded: there may be no token at all
-    places, rows = paged(cache, slots[source].clamp(min=0), rows[source], mode)
-    return places, torch.where(used[source][:, None, None], rows, torch.ops.aten.index.Tensor(cache, list(places)))
+    if not known_true(slots.shape[0] == 1):
+        tokens = torch.arange(slots.shape[0], device=slots.device)
+        source = torch.where(used, tokens, pad(used, (0, 1)).long().argmax())  # padded: there may be no token at all
+        slots, rows, used = slots[source], rows[source], used[source]
+    slots, size = slots.long().clamp(min=0), _size(cache, mode)
+    places, rows = _in_pages(cache, slots.div(size, rounding_mode="trunc"), slots.fmod(size), rows, mode)
+    return places, torch.where(used[:, None, None], rows, torch.ops.aten.index.Tensor(cache, list(places)))
 
 
 def pages_of(cache: Tensor, table: Tensor) -> Tensor:

@@ -57,8 +57,11 @@ def listed_attention(given: Given, queries: Sequence[Tensor | None], read: Read)
     tokens, used = _tokens(given["sparse_indices"].squeeze(-2), given["sparse_block_size"], rows)
     lists = [*_places(given, rows, tokens), used]
     flat = [each.flatten(0, -3) for each in queries if each is not None]
-    size = _part(tokens, given)
-    parts = zip(*(each.split(size) for each in (*(each.flatten(0, -2) for each in lists), *flat)), strict=True)
+    whole, size = (*(each.flatten(0, -2) for each in lists), *flat), _part(tokens, given)
+    if known_true(flat[0].shape[0] <= size):
+        parts = [whole]
+    else:
+        parts = list(zip(*(each.split(size) for each in whole), strict=True))
     found = [_attended(given, read, part[: len(lists)], part[len(lists) :]) for part in parts]
     out, top, total = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*found, strict=True))
     shape = given["query"].shape[:-1]
@@ -71,16 +74,20 @@ def _tokens(indices: Tensor, size: int, rows: Rows) -> tuple[Tensor, Tensor]:
     The list ends before its first negative entry, and tokens that the row may not see are left out: token 0, which
     every row that sees anything has, stands where they stood.
     """
-    listed = (indices < 0).cumsum(-1) == 0
-    tokens = indices.long()[..., None] * size + torch.arange(size, device=indices.device)
-    used = (listed[..., None] & (tokens < rows.seen[..., None, None])).flatten(-2)
-    return torch.where(used, tokens.flatten(-2), 0), used
+    listed, tokens = (indices < 0).cumsum(-1) == 0, indices.long()
+    if size != 1:
+        inner = torch.arange(size, device=indices.device)
+        tokens = (tokens[..., None] * size + inner).flatten(-2)
+        listed = listed.repeat_interleave(size, -1)
+    used = listed & (tokens < rows.seen[..., None])
+    return torch.where(used, tokens, 0), used
 
 
 def _places(given: Given, rows: Rows, tokens: Tensor) -> list[Tensor]:
     """Where the tokens stand in the leading dims of the keys."""
     sequence, layout, key = rows.sequence[..., None], given["layout_kv"], given["key"]
     if layout == "TND":
+        assert rows.first is not None
         return [(rows.first[..., None] + tokens).clamp(max=key.shape[0] - 1)]
     if layout == "BSND":
         return [sequence.expand_as(tokens), tokens]

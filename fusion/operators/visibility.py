@@ -167,12 +167,13 @@ def _open(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 class Rows:
     """Of the rows [B, S] or [T] of a query, int64: number of the sequence; how many of its first keys are seen.
 
-    `first` is where packed keys of the sequence begin, 0 where they are not packed. A row past its sequence sees none.
+    `first` is where packed keys of the sequence begin, None where they are not packed. A row past its sequence sees
+    none.
     """
 
     sequence: Tensor
     seen: Tensor
-    first: Tensor
+    first: Tensor | None
 
 
 def rows_of(given: Given, keys: str) -> Rows:
@@ -184,11 +185,16 @@ def rows_of(given: Given, keys: str) -> Rows:
     query, of_query, of_key = (
         given[name] for name in ("query", "actual_seq_lengths_query", f"actual_seq_lengths_{keys}")
     )
-    rows = _packed_rows(query, of_query) if given["layout_query"] == "TND" else _batched_rows(query, of_query)
-    sequence, position, size, held = rows
-    length, first = _keys(given["key"], given[f"layout_{keys}"], of_key, sequence)
+    is_packed = given["layout_query"] == "TND"
+    sequence, position, size, held = (_packed_rows if is_packed else _batched_rows)(query, of_query)
+    length, first = torch.full_like(sequence, given["key"].shape[1]), None
+    if of_key is not None:
+        ends = of_key.long()
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1)) if given[f"layout_{keys}"] == "TND" else ends
+        length = _spread(sizes, sequence)
+        first = None if sizes is ends else _spread(ends - sizes, sequence)
     seen = length - size + position + 1 if given["sparse_mode"] == 3 else length
-    return Rows(sequence, torch.where(held, seen, 0).clamp(min=0), first)
+    return Rows(sequence, (seen if held is None else torch.where(held, seen, 0)).clamp(min=0), first)
 
 
 def packed(tokens: int, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -200,27 +206,26 @@ def packed(tokens: int, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return sequence, token - (ends - sizes)[sequence], sizes[sequence], passed < ends.shape[0]
 
 
-def _packed_rows(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+Of = tuple[Tensor, Tensor, "Tensor | int", Tensor | None]
+"""Of every row: sequence, place in it, its length; whether it is of one, None where each is."""
+
+
+def _packed_rows(query: Tensor, given: Tensor | None) -> Of:
     assert given is not None
     return packed(query.shape[0], given.long())
 
 
-def _batched_rows(query: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _batched_rows(query: Tensor, given: Tensor | None) -> Of:
     """The same of every row [B, S]."""
     batch, size = query.shape[:2]
     sequence = torch.arange(batch, device=query.device)[:, None].expand(batch, size)
     position = torch.arange(size, device=query.device).expand(batch, size)
-    sizes = torch.full_like(sequence, size) if given is None else given.long()[sequence]
+    if given is None:
+        return sequence, position, size, None
+    sizes = _spread(given.long(), sequence)
     return sequence, position, sizes, position < sizes
 
 
-def _keys(key: Tensor, layout: str, given: Tensor | None, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Length of the keys of each row's sequence, and where they begin."""
-    start = torch.zeros_like(sequence)
-    if given is None:
-        return torch.full_like(sequence, key.shape[1]), start
-    if layout != "TND":
-        return given.long()[sequence], start
-    ends = given.long()
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    return sizes[sequence], (ends - sizes)[sequence]
+def _spread(each: Tensor, sequence: Tensor) -> Tensor:
+    """What is given of each sequence [B] for the rows [B, S] or [T] of them."""
+    return each[:, None].expand_as(sequence) if sequence.dim() == 2 else each[sequence]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.recording import Fakes, frozen
+from fusion.recording import Fakes
+from fusion.texts import frozen
 from tests.engine.graphs import numbers, read_graph, traced
 
 

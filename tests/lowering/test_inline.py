@@ -60,3 +60,41 @@ def test_several_results_and_constants_of_a_decomposition():
     with torch.no_grad():
         torch.testing.assert_close(run(x), model(x))
     assert not operators(inline(backend.graphs[0], {halves: parts}))[halves]
+
+
+def test_equal_calls_are_traced_once_and_what_nobody_reads_is_left_out():
+    traced = []
+
+    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
+        traced.append((x.shape, x.dtype))
+        return x.cos(), x.sin()
+
+    def model(x: Tensor) -> tuple[Tensor, ...]:
+        first, second = halves(x)
+        third, _ = halves(x + 1)  # as the first
+        fourth, _ = halves((x + 2).double())
+        return first, second, third, fourth
+
+    run, backend = compiled(model, host.eager)
+    with torch.no_grad():
+        run(torch.randn(3, 4))
+    aten, inlined = torch.ops.aten, inline(backend.graphs[0], {halves: parts})
+    assert [dtype for _, dtype in traced] == [torch.float32, torch.float64]
+    assert [operators(inlined)[each] for each in (aten.cos.default, aten.sin.default)] == [3, 1]
+    lines = [node.meta["stack_trace"] for node in inlined.graph.find_nodes(op="call_function", target=aten.cos.default)]
+    assert ["third, _ = halves(x + 1)" in line for line in lines] == [False, True, False]
+
+
+def test_calls_of_one_tensor_and_of_two_are_told_apart():
+    def parts(x: Tensor, y: Tensor) -> Tensor:
+        return x.sin() if x is y else x.cos()
+
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return torch.add(x, x) * torch.add(x, y)
+
+    run, backend = compiled(model, host.eager)
+    with torch.no_grad():
+        run(torch.randn(3), torch.randn(3))
+    aten = torch.ops.aten
+    counts = operators(inline(backend.graphs[0], {aten.add.Tensor: parts}))
+    assert (counts[aten.sin.default], counts[aten.cos.default]) == (1, 1)

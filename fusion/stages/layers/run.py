@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from fusion.facts import Facts
 from fusion.mutation import closing_writes, outputs
-from fusion.recording import frozen
+from fusion.texts import frozen
 
 FEWEST = 4
 """Layers from which on some can be left out: the first, one for those in the middle, and the last stay."""

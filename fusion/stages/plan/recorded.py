@@ -17,11 +17,12 @@ from fusion.graph import Graph, Value, but_ones, dims_of, unviewed
 from fusion.language import Lowering, Refused
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusal
 from fusion.options import Options
-from fusion.recording import Fakes, frozen
+from fusion.recording import Fakes
 from fusion.records import Input, Match, Output, Plan, Step
 from fusion.shelf import Shelf
 from fusion.stages.plan.kept import Plans, digest, plans_of, text_of
 from fusion.target import Target
+from fusion.texts import frozen
 
 
 class _Kept(NamedTuple):

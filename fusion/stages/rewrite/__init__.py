@@ -16,10 +16,11 @@ from fusion.graph import Graph, Value
 from fusion.graph.recipe import build
 from fusion.mutation import is_written, memory_of, reserves, sort
 from fusion.origin import inherit
-from fusion.recording import Fakes, SizeNodes, frozen
+from fusion.recording import Fakes, SizeNodes
 from fusion.records import Candidate, Input, Output, Rewritten, Step
 from fusion.stages.rewrite.layout import Layouts, same_strides
 from fusion.stages.rewrite.results import Results
+from fusion.texts import frozen
 
 _OPENED = torch.ops.aten.unsqueeze.default
 _SCATTER = torch.ops.aten.select_scatter.default
