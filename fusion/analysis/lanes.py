@@ -100,9 +100,13 @@ class Leaves:
 
 
 def _run_of(value: Value, depth: int) -> tuple[object, ...]:
-    """What a leaf is, however its dims of lanes are divided."""
+    """What a leaf is, however its dims of lanes are divided, before it is cast or after."""
     lead = value.rank - depth
-    return value.below("reshape"), value.shape[:lead], math.prod(value.shape[lead:])
+    below, dtypes = value, list[object]()
+    while below.op in ("reshape", "cast"):
+        dtypes += [below.dtype] if below.op == "cast" else []
+        below = below.arg
+    return below, *dtypes, value.shape[:lead], math.prod(value.shape[lead:])
 
 
 def rows(value: Value) -> Rows | None:

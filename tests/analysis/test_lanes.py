@@ -228,3 +228,21 @@ def test_tensors_without_dims_have_no_lanes():
     numbers = a.make("arange", (), (0, 1), (SIZE,), torch.float64)
     for value in (a.mul(x, a.reshape(a.slice(numbers, 0, 0, 1), ())), a.mul(one, numbers)):
         assert terms(rows(value), Leaves()) is None
+
+
+def test_lanes_that_are_cast_alike_are_of_one_leaf_however_they_are_divided():
+    a = Algebra()
+    x, _ = leaf(a, "x", 2, 4, SIZE)
+
+    def heads(*shape: int, dtypes: tuple[torch.dtype, ...]) -> Value:
+        value = a.reshape(x, (2, 4, *shape))
+        for dtype in dtypes:
+            value = a.cast(value, dtype)
+        return value
+
+    narrow, wide = (torch.bfloat16,), (torch.bfloat16, torch.float32)
+    leaves = Leaves()
+    numbers = [leaves.number(heads(*shape, dtypes=dtypes), len(shape))
+               for dtypes in (narrow, wide, (torch.float16,)) for shape in ((SIZE,), (2, SIZE // 2))]  # fmt: skip
+    assert numbers == [0, 0, 1, 1, 2, 2]
+    assert leaves.number(a.cast(a.reshape(x, (4, 2, SIZE)), torch.bfloat16), 1) == 3  # other rows

@@ -128,6 +128,10 @@ DIFFERENT = {
         lambda x, y: x.var(-1, False, keepdim=True) + y.mean(-1, True).square(),
         lambda x, y: y.square().mean(-1, True),
     ),
+    "spread about the largest and its square": (
+        lambda x: (x - x.amax(-1, True)).square().mean(-1, True) + x.amax(-1, True).square(),
+        lambda x: x.square().mean(-1, True),
+    ),
     "the largest, and one less than the least": (
         lambda x: torch.maximum(x.amin(-1, True) - 1, x.amax(-1, True)), lambda x: x.abs().amax(-1, True)
     ),
