@@ -293,9 +293,9 @@ class Algebra:
         if x.op != "scale" or root.op != "power" or root.arg.op != "shift" or root.arg.arg.op != "scale":
             return None
         average, factor = root.arg.arg.arg, root.arg.arg.attrs[0]
-        squares = average.arg if average.op == "mean" else average
-        alike = squares.op == "power" and squares.attrs == (2.0,) and squares.arg is x.arg
-        if average.op != "mean" or not alike or not math.isclose(factor, x.attrs[0] ** 2, rel_tol=1e-12):
+        if average.op != "mean" or average.arg.op != "power" or average.arg.attrs != (2.0,):
+            return None
+        if average.arg.arg is not x.arg or not math.isclose(factor, x.attrs[0] ** 2, rel_tol=1e-12):
             return None
         whole = self.make("power", (x,), (2.0,), x.shape, x.dtype)
         return x, self.power(self.shift(self.mean(whole, average.attrs), *root.arg.attrs), *root.attrs)

@@ -96,7 +96,7 @@ def _is_hidden(a: Algebra, condition: Value, scores: Value) -> bool:
     row = condition.below("reshape")
     each = row.arg.below("reshape") if row.op == "not" else row
     lead = (*(1,) * (scores.args[0].rank - condition.rank), *condition.shape)
-    if row is each or each.op != "any" or each.attrs != (-1,) or lead != (*scores.args[0].shape[:-1], 1):
+    if row is each or (each.op, each.attrs) != ("any", (-1,)) or lead != (*scores.args[0].shape[:-1], 1):
         return False
     seen = a.reshape(each.arg, scores.args[0].shape)
     return (lowest[1] and seen is scores.args[0]) or (lowest[0] and _are_contrary(a, seen, scores.args[0]))

@@ -230,6 +230,8 @@ def _reading(
     a, shape = assumed.algebra, weights.softmax.shape[:-1]
     if not 1 <= len(shape) <= 4:
         return "scores of more than five dims"
+    if scores.product is not None and scores.product.shape[-1] != product.args[1].shape[-2]:
+        return "one score is repeated for several keys"
     attended = Attended.by(a, scores, product, weights)
     if attended is None:
         return _APART

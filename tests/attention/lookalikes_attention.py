@@ -27,6 +27,11 @@ def strictly_causal_sdpa(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(S, S, dtype=torch.bool).tril(-1))
 
 
+def one_score_for_several_keys(q, k, v, values):
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    return scores_of(q, k).masked_fill(hidden, -math.inf).softmax(-1) @ values
+
+
 def strictly_causal_mean(q, k, v):
     hidden = torch.ones(S, S, dtype=torch.bool).triu()
     return scores_of(q, k).masked_fill(hidden, -1e9).softmax(-1) @ v
@@ -723,6 +728,10 @@ LOOKALIKES = (
     refused(weights_of_one_sequence, "not the same for the queries of one head"),
     refused(scores_of_one_sequence, "masked in several ways", more=tensors(left_padded.bool())),
     refused(keys_of_queries, "not the same for the queries of one head", more=tensors(activations(7, B, N, S, S, D))),
+    refused(
+        one_score_for_several_keys, "one score is repeated for several keys", keys=1,
+        more=tensors(activations(7, B, N, S, D)),
+    ),
     refused(values_of_queries, "not the same for the queries of one head", more=tensors(activations(7, B, N, S, S, D))),
     refused(shared_by_twos_and_threes, "shared by other groups of heads"),
     refused(of_six_dims, "more than five dims"),

@@ -140,6 +140,17 @@ DIFFERENT = {
         lambda x: 3**0.5 * x * ((3**0.5 * x).square().mean(-1, True) + 1).rsqrt(),
     ),
     "cube of magnitudes": (lambda x: x.abs() ** 3, lambda x: x**3),
+    "scaled over the largest": (
+        lambda x: 2 * x * (4 * x.square().amax(-1, True) + 1).rsqrt(),
+        lambda x: 2 * x * ((2 * x).square().mean(-1, True) + 1).rsqrt(),
+    ),
+    "scaled over an average": (
+        lambda x: 2 * x * (4 * (2.0 * x).mean(-1, True) + 1).rsqrt(),
+        lambda x: 2 * x * ((2 * x).square().mean(-1, True) + 1).rsqrt(),
+    ),
+    "scaled over its own magnitude": (
+        lambda x: 2 * x * (4 * x.square() + 1).rsqrt(), lambda x: 2 * x * ((2 * x).square().mean(-1, True) + 1).rsqrt(),
+    ),
     "scaled over another length": (
         lambda x: 2 * x * ((2 * x).square().mean(-1, True) + 1).rsqrt(),
         lambda x: 2 * x * (2 * x.square().mean(-1, True) + 1).rsqrt(),

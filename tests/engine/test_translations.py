@@ -178,6 +178,7 @@ STAY = {
     ),
     "the rest of a fraction": call(aten.remainder.Scalar, (4,), more=(2,)),
     "the rest by a negative number": call(aten.remainder.Scalar, (4,), more=(-2,), dtype=i64),
+    "the rest of whole numbers by a fraction": call(aten.remainder.Scalar, (4,), more=(2.5,), dtype=i64),
     "a number divided by positions": lambda build: build(aten.floor_divide.default, 7, build.input(4, dtype=i64)),
     "rounded towards 0": call(aten.div.Tensor_mode, (4,), more=(3,), dtype=i64, rounding_mode="trunc"),
     "bytes within what they cannot hold": call(aten.clamp.default, (4,), more=(-1,), dtype=torch.uint8),
@@ -199,6 +200,15 @@ STAY = {
     "dropped at random": call(aten.dropout.default, (4, 4), more=(0.5, True)),
     "a number from another device": call(aten._to_copy.default, (), device=torch.device("cpu")),
     "some numbers": call(aten._to_copy.default, (4,), device=torch.device("cuda")),
+    "what is computed, everywhere": lambda build: build(
+        aten.fill.Tensor, build.input(4), build(aten.mul.Tensor, build.input(), 2.0)
+    ),
+    "a mask with its edge repeated": lambda build: build(
+        aten.pad.default, build(aten.ones.default, [1, 4, 4]), [1, 0], "replicate"
+    ),
+    "a mask with a column cut off": lambda build: build(
+        aten.constant_pad_nd.default, build(aten.ones.default, [4, 4]), [-1, 0]
+    ),
     # reductions
     "the sum of sizes": call(aten.linalg_vector_norm.default, (4, 4), more=(1, [-1])),
     "the variance of one number": call(aten.var.correction, (4, 1), more=([-1],)),
@@ -566,9 +576,36 @@ def test_columns_of_the_first_rows_are_columns_only_where_these_rows_stand(form,
     assert (found.op, found.attrs) == ("write", (axis,))
 
 
-@pytest.mark.parametrize(("sizes", "op"), [((), "where"), ((8,), "aten.index_put.default")])
-def test_one_number_is_chosen_by_a_mask_and_several_are_put_one_by_one(sizes, op):
+PARTS = {
+    "added to": (lambda x, y, z: y[:, :2] + z, "add"),
+    "added": (lambda x, y, z: z + y[:, :2], "add"),
+    "where it is small": (lambda x, y, z: torch.where(z > 0, y[:, :2], 5.0), "where"),
+    "where it is large": (lambda x, y, z: torch.where(z > 0, 5.0, y[:, :2]), "where"),
+    "rounded": (lambda x, y, z: y[:, :2].bfloat16().float() + z, "slice_scatter"),
+    "where others are": (lambda x, y, z: torch.where(z > 0, y[:, :2], z), "slice_scatter"),
+    "of another": (lambda x, y, z: x[:, :2].sin() + z, "slice_scatter"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_changed_as_a_whole_where_the_rest_stays(name):
+    form, op = PARTS[name]
+
+    def changed(x):
+        z = x[:, 2:4]
+        y = x.cos()
+        return y.slice_scatter(form(x, y, z), 1, 0, 2)
+
+    assert value(changed, numbers(4, 8)).op == op
+    assert value(lambda x: x.slice_scatter(form(x, x, x[:, 2:4]), 1, 0, 2), numbers(4, 8)).op == "slice_scatter"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "op"),
+    [((), f32, "where"), ((8,), f32, "aten.index_put.default"), ((), torch.float64, "aten.index_put.default")],
+)
+def test_one_number_is_chosen_by_a_mask_and_several_are_put_one_by_one(sizes, dtype, op):
     build = Build()
     x, mask = build(aten.cos.default, build.input(4, 8)), build.input(4, 8, dtype=b8)
-    node = build(aten.index_put.default, x, [mask], build.input(*sizes))
+    node = build(aten.index_put.default, x, [mask], build.input(*sizes, dtype=dtype))
     assert canonicalise(build.graph).held[node].op == op

@@ -107,8 +107,8 @@ def _but_infinite(x: Value) -> Value | None:
     below = x.below("reshape")
     condition, number, other = below.args if below.op == "where" else (below, below, below)
     lowest = condition.op == "compare" and condition.attrs == ("eq",) and condition.arg is other
-    bounds = [each.attrs for each in (*condition.args[1:], number) if each.op == "full"]
-    return other if lowest and bounds == [(-math.inf,), (math.inf,)] else None
+    bounds = [(each.op, each.attrs) for each in (*condition.args[1:], number)]
+    return other if lowest and bounds == [("full", (-math.inf,)), ("full", (math.inf,))] else None
 
 
 @translates("aten.exp.default")

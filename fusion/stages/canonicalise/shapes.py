@@ -60,25 +60,25 @@ def _slice(
 ) -> Translated:
     start, end = 0 if start is None else start, MAX_STOP if end is None else end
     known = all(isinstance(each, int) for each in (start, end, x.shape[dim]))
-    return a.slice(x, dim, start, end, step) if known else _narrowed(a, x, dim % x.rank, start, end, step, out.shape)
+    return a.slice(x, dim, start, end, step) if known else _narrowed(a, x, dim % x.rank, start, end, out.shape)
 
 
-def _narrowed(a: Algebra, x: Value, axis: int, start: Any, end: Any, step: int, shape: Sequence[Any]) -> Value | None:
+def _narrowed(a: Algebra, x: Value, axis: int, start: Any, end: Any, shape: Sequence[Any]) -> Value | None:
     """Neighbours along an axis where sizes are symbolic, of which none was cut off; a start that may count from the end
-    is none.
+    is none, nor is every second row, which are fewer than stand between start and end.
     """
     size, length = x.shape[axis], shape[axis]
     first = _first(size, length, start, end)
-    if step != 1 or first is None:
+    if first is None:
         return None
     return x if length == size else a.make("narrow", (x,), (axis, first, length), shape, x.dtype)
 
 
 def _first(size: Any, length: Any, start: Any, end: Any) -> Any:
     """Where `length` neighbours of `size` begin; None where some may be cut off, or `start` may count from the end."""
-    last = isinstance(end, int) and end >= MAX_STOP
-    if last and start == -length:
+    if start == -length:  # so many are there: they are the last
         return size - length
+    last = isinstance(end, int) and end >= MAX_STOP
     inside = isinstance(start, int) and start >= 0 and (size if last else end) - start == length
     return start if inside else None
 
@@ -179,7 +179,7 @@ def rolled(a: Algebra, x: Value, axis: int, first: int) -> Value:
 @arranges("aten.constant_pad_nd.default", "aten.pad.default")
 def _pad(a: Algebra, out: Out, x: Value, sizes: Sequence[Any], *how: Any) -> Translated:
     """Numbers beside those of a mask that no input gives, from the last dim on."""
-    mode, fill = how if how[:1] and isinstance(how[0], str) else ("constant", how[0] if how else 0)
+    mode, fill, *_ = (*how, None) if isinstance((*how, None)[0], str) else ("constant", *how, None)
     must(mode == "constant" and all(isinstance(each, int) and each >= 0 for each in sizes))
     must(isinstance(fill or 0, (int, float)) and _is_constant(x))
     for place, count in enumerate(sizes):
