@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 
 import pytest
@@ -68,3 +69,23 @@ def test_two_of_three_dims_that_are_indexed_are_followed_no_further():
         indexed = a.make("index", (source, *indices), axes, shape, i64)
         followed = Affine(MappingProxyType({Leaf(source, places.origin): 1}))
         assert places.affine(indexed, places.origin) == (followed if len(axes) == 1 else alone(indexed, places))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "picked"),
+    [((0.0, -math.inf), True), ((-math.inf, -1.0), False), ((0.0, -math.inf, -1.0), False), ((0.0,), False)],
+)
+def test_entries_of_a_table_are_told_apart_where_it_has_two_numbers_and_one_is_0(numbers, picked):
+    a, places = Algebra(), Positions((4, 3), Folder())
+    table = a.cat([a.make("full", (), (each,), (2,), f32) for each in numbers], 0)
+    entry = a.make("index", (table, given(a, "i", i64)), (0,), (4, 3), f32)
+    found = places.constants(entry, places.origin)
+    stands = ("is", Leaf(entry, places.origin))
+    assert found == ({0.0: negation(stands), -math.inf: stands} if picked else None)
+
+
+def test_entries_that_two_indices_name_are_followed_no_further():
+    a, places = Algebra(), Positions((4, 3), Folder())
+    table = a.make("full", (), (0.0,), (2, 2), f32)
+    entry = a.make("index", (table, given(a, "i", i64), given(a, "j", i64)), (0,), (4, 3), f32)
+    assert places.constants(entry, places.origin) is None

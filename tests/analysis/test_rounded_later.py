@@ -48,6 +48,10 @@ def gathered(x: Tensor) -> Tensor:
     return y[torch.tensor([3, 0])].index_select(1, torch.tensor([1, 1])).gather(1, torch.tensor([[0], [1]])).bfloat16()
 
 
+def copied(x: Tensor) -> Tensor:
+    return x.exp().to(torch.float32, copy=True).bfloat16()
+
+
 def of_its_size(x: Tensor) -> tuple[Tensor, ...]:
     y = x.exp()
     return y.bfloat16(), torch.zeros(y.shape[0]), torch.zeros_like(y), y.new_ones(3)
@@ -65,7 +69,7 @@ def overwritten(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    "function", [stored, cut, chosen, gathered, of_its_size, after], ids=lambda each: each.__name__
+    "function", [stored, cut, chosen, gathered, copied, of_its_size, after], ids=lambda each: each.__name__
 )
 def test_what_is_moved_and_rounded(function: Callable[..., Any], level: Level):
     assert known(function, level=level) is BF16
@@ -83,6 +87,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "rounded twice": lambda x: (y := torch.cat([x.exp(), x]), y.bfloat16(), y.half())[1:],
     "widened": lambda x: x.exp().double(),
     "cut off": lambda x: x.exp().int(),
+    "added up and rounded": lambda x: x.exp().sum(0, dtype=BF16),
     "compared": lambda x: (y := x.exp(), y.bfloat16(), y > 1)[1:],
     "added up": lambda x: x.index_put([torch.tensor([0, 0])], x.exp(), accumulate=True).bfloat16(),
     "its bits": lambda x: torch.cat([x.exp(), x]).view(torch.int32),
