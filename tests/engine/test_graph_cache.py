@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,13 +17,16 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import silu
 
 from fusion import graph_cache, shelf
+from fusion._torch import FakeTensorMode
 from fusion.backend import FusionBackend
+from fusion.errors import Failure
 from fusion.facts import Facts
 from fusion.library import installed
 from fusion.options import Options
 from fusion.records import Prepared
 from fusion.report import Outcome
 from fusion.testing import Captured, capture, captured
+from fusion.texts import UnwrittenError
 from tests.support.tried import tried
 
 from .graphs import norm
@@ -204,3 +208,45 @@ def test_a_compiled_model_is_right_the_second_time():
         with torch.no_grad():
             run = torch.compile(model, backend=FusionBackend(OPTIONS))
             torch.testing.assert_close(run(x), model(x))
+
+
+def test_what_failed_is_not_kept(monkeypatch: pytest.MonkeyPatch):
+    from_ = capture(block, inputs())
+    _, outcome = fused(from_)
+    entry = graph_cache.entry(from_.graph.graph, from_.facts, installed(), OPTIONS)
+    assert entry is not None
+    put: list[str] = []
+    monkeypatch.setattr(type(entry.graphs), "put", lambda self, name, text: put.append(name))
+    failed = Failure("plan", "RuntimeError: no", "rope", False)
+    for failures, kept in (([failed], False), ([], True)):
+        entry.keep(replace(outcome, failures=failures))
+        assert bool(put) == kept
+
+
+@pytest.mark.parametrize("held", [nn.Linear(2, 2), FakeTensorMode().from_tensor(torch.ones(2))], ids=["module", "fake"])
+def test_what_a_graph_holds_is_told_where_it_is_numbers(held: Any):
+    graph = fx.Graph()
+    node = graph.create_node("get_attr", "held")
+    graph.output(node)
+    root = nn.Module()
+    root.held = held
+    fx.GraphModule(root, graph)
+    with pytest.raises(UnwrittenError):
+        graph_cache._told_of(node, graph)
+
+
+def test_calls_of_functions_and_what_is_no_call_are_not_told():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    with pytest.raises(UnwrittenError):
+        graph_cache._name(graph.call_function(operator.mul, (x, x)))
+    assert graph_cache._name(graph.call_function(operator.getitem, (x, 0))) == "getitem"
+    with pytest.raises(UnwrittenError):
+        graph_cache._call(graph.create_node("get_attr", "held"), {})
+
+
+def test_tensors_of_symbolic_sizes_are_not_told():
+    graph = capture(lambda x: x.cos(), (torch.ones(3, 4),), dynamic=True).graph.graph
+    (val,) = (node.meta["val"] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default))
+    with pytest.raises(UnwrittenError):
+        graph_cache._look(val)

@@ -16,13 +16,13 @@ from fusion.graph.contractions import matmul
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.stages.canonicalise import canonicalise
-from fusion.stages.plan import Planner, _in_order
+from fusion.stages.plan import Planner, _in_order, _lies_as_its_indices
 from fusion.stages.plan.recorded import PlanBook
 from fusion.target import Target
 from fusion.testing import capture
 from fusion.weights import marks, parameter_inputs
 
-from .graphs import fuse, fused, norm, numbers, traced
+from .graphs import Build, fuse, fused, norm, numbers, traced
 from .rules import WrongShape
 
 X, W = numbers(2, 64), torch.nn.Parameter(numbers(1, 64, seed=1))
@@ -130,3 +130,12 @@ def test_a_lowering_whose_operator_cannot_run_is_recorded_only_where_no_other_is
     options = Options(target=target, lower="eager", plan_lower=lowers, plan_cache="off")
     fuse(traced(lambda x: torch.exp(x) * 2, X), options, (rule,))
     assert set(Doubled.ran) == ran
+
+
+@pytest.mark.parametrize("before", [(), (None,)])
+def test_what_indices_take_may_lie_as_they_do(before):
+    build = Build()
+    x, places = build.input(4, 4), build.input(4, 2, dtype=torch.int64)
+    take = torch.ops.aten.index.Tensor
+    assert not _lies_as_its_indices(build(take, x, [*before, places]))
+    assert _lies_as_its_indices(build(take, x, [*before, build(torch.ops.aten.t.default, places)]))
