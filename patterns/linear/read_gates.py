@@ -35,8 +35,8 @@ def _half(graph: Graph, value: Value) -> tuple[Value, bool, bool] | None:
     if cut is value:
         if axis != value.rank - 1 or whole.shape[-1] != 2 * size:
             return None
-        interleaved = step == 2
-        return (whole, start != 0, interleaved) if start in ((0, 1) if interleaved else (0, size)) else None
+        starts = {1: (0, size), 2: (0, 1)}.get(step, ())  # of 4 lanes, every third are 2 as well
+        return (whole, start != 0, step == 2) if start in starts else None
     pairs, runs = (*value.shape, 2), (*value.shape[:-1], 2, size)
     split = pairs if axis == cut.rank - 1 else runs
     one = axis in (cut.rank - 1, cut.rank - 2) and cut.shape[axis] == 1

@@ -181,8 +181,8 @@ def _is_line(line: Value, value: Value) -> bool:
 
 def _reading(a: Algebra, layer: _Layer) -> Reading | str | None:
     weight = layer.weight
-    if weight.odd or (weight.scale is None and layer.behind is None):
-        return weight.odd or None
+    if weight.odd:
+        return weight.odd
     scale, offset = (_for_operator(a, each) for each in (weight.scale, weight.offset))
     if layer.behind is not None:
         scale = layer.behind if scale is None else a.mul(scale, layer.behind)

@@ -292,6 +292,9 @@ UNREAD: dict[str, tuple[Any, ...]] = {
     "times 0": (lambda x: (x * 0.0).round(), X),
     "an outer product": (lambda x, line: (x * line).round(), COLUMN, LINE),
     "heads by factors, cut": (lambda x, s: x * s, X.view(1, 3, 2, 8), numbers(3, 1, 1)),
+    "heads of whole numbers by whole factors": (
+        lambda x, s: (x * s).round(), X.view(1, 3, 2, 8).int(), numbers(3, 1, 1).int(),
+    ),
 }  # fmt: skip
 
 

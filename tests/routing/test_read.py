@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.graphs import numbers, read_graph, traced
+from tests.engine.graphs import fused, names, numbers, read_graph, replay, traced
+from tests.routing.expert_gating import GATING, biased_softmax, inputs, unbiased, undivided
 
 TOKENS, EXPERTS, GROUPS, SIZE, KEPT, COUNT = 6, 32, 8, 4, 3, 5
 ENDS = -torch.inf
@@ -93,6 +94,40 @@ def filled_with_others(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(spread(out(two(choice))), logits, choice).topk(COUNT, dim=-1)
 
 
+def four(scores: Tensor) -> Tensor:
+    """The first experts, in as many groups as a group has experts."""
+    return scores[..., : SIZE * SIZE]
+
+
+def columns_for_groups(expanded: bool):
+    """As many columns as groups: of those the best are chosen, of these the others hidden."""
+
+    def router(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = four(logits).sigmoid()
+        choice = scores + four(bias)
+        flags = out(two(choice, SIZE)).unsqueeze(1)
+        if expanded:
+            experts = choice.masked_fill(flags.expand(-1, SIZE, -1).flatten(1), ENDS).topk(COUNT, dim=-1)[1]
+        else:
+            experts = choice.unflatten(-1, (SIZE, SIZE)).masked_fill(flags, ENDS).flatten(1).topk(COUNT, dim=-1)[1]
+        return scores.gather(-1, experts), experts
+
+    return router
+
+
+def best_of_both(choice: Tensor) -> Tensor:
+    """Two groups, of which the best experts are added, and the second best."""
+    best = choice.unflatten(-1, (2, -1)).topk(2, dim=-1)[0].sum(1)
+    flags = torch.ones(TOKENS, 2, dtype=torch.bool).scatter(-1, best.topk(1, dim=-1)[1], False)
+    return spread(flags, EXPERTS // 2)
+
+
+def chosen_by_whole_numbers(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.sigmoid()
+    experts = (scores.int() + (8 * bias).int()).topk(COUNT, dim=-1)[1]
+    return scores.gather(-1, experts), experts
+
+
 def read(router: Callable[..., Any]) -> tuple[set[str], list[str]]:
     graph = read_graph(traced(router, numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1)).graph)
     words = {each.op for _, each in graph.readings} & {"expert_choice", "chosen_scores"}
@@ -135,6 +170,11 @@ OTHERS = {
     ),
     "weights of logits": (weights_of_logits, "not the scores of the experts"),
     "weights of other places": (weights_elsewhere, "not the scores of the experts"),
+    "columns for groups": (columns_for_groups(expanded=False), None),
+    "columns for groups, expanded": (columns_for_groups(expanded=True), "not proven to be groups"),
+    "two groups by the best of both": (routed(best_of_both), "what experts are chosen by"),
+    "hidden by a bound": (routed(lambda choice: choice < 0.2), None),
+    "scores in whole numbers": (chosen_by_whole_numbers, None),
     "scores of one token": (shared_scores, None),
     "filled with logits": (filled_with_others, None),
     "no router at all": (lambda logits, bias: (logits + bias).topk(COUNT), None),
@@ -166,4 +206,29 @@ def test_what_is_filled_does_not_matter_where_all_groups_are_chosen():
 
 
 def test_groups_times_0_are_those_filled_with_0():
-    assert gate(weighed(1.0, 0.0))["group_score"] == "max"
+    found = gate(weighed(1.0, 0.0))
+    assert found["group_score"] == "max"
+    assert "bias" not in found
+
+
+def test_a_cast_of_other_numbers_is_no_list():
+    def router(logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        scores, experts = logits.sigmoid().topk(COUNT)
+        return scores / scores.sum(-1, keepdim=True), experts.int(), bias.int(), bias.half()
+
+    graph = read_graph(traced(router, numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1)).graph)
+    for word, op in (("expert_choice", "largest_index"), ("chosen_scores", "largest")):
+        assert {each.below("cast").op for each, _ in graph.readings.all(word)} == {op}
+
+
+@pytest.mark.parametrize(("router", "gathers"), [(unbiased, 0), (biased_softmax, 0), (undivided, 1)])
+def test_weights_are_those_of_the_model_in_as_few_calls_as_the_operator_allows(
+    router: Callable[..., Tensor], gathers: int
+):
+    logits, bias = (each.float() for each in inputs(2, 3))
+    gm, _ = fused(router, logits, bias)
+    called = names(gm)
+    assert called.count(f"{GATING.replace('::', '.')}.default") == 1
+    assert called.count("aten.gather.default") == gathers
+    used = (logits, bias)[: len(gm.graph.find_nodes(op="placeholder"))]
+    torch.testing.assert_close(replay(gm, *used)[0], router(logits, bias), rtol=1e-5, atol=1e-6)

@@ -52,6 +52,11 @@ def scales_first(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (latent.float() * each).to(dtype), rope.contiguous().view(torch.bfloat16).to(dtype)
 
 
+def rope_of_numbers(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rotated key is every second number itself, not what its bytes are the bits of."""
+    return repeated(rows, dtype)[0], rows[..., C : C + 2 * DR : 2].to(dtype)
+
+
 def attended(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], hidden: Tensor | None, equation: str) -> Tensor:
     scores = sum(torch.einsum(f"bsnd,{equation}->bsnt", *each) for each in zip(q, kv, strict=True)) * 0.07
     scores = scores.float() if hidden is None else scores.float().masked_fill(hidden.unsqueeze(2), -torch.inf)
@@ -138,3 +143,10 @@ def test_parts_in_another_order_have_their_reason():
     of = example("other", masked, False, scales_first)
     graph = read_graph(capture(of.function, of.inputs(torch.bfloat16)).graph.graph)
     assert any("in another order" in miss.reason for _, miss in graph.readings.missed("sparse_attention"))
+
+
+def test_a_key_of_numbers_is_not_read_as_bits():
+    of = example("other", masked, False, rope_of_numbers)
+    graph = read_graph(capture(of.function, of.inputs(torch.bfloat16)).graph.graph)
+    assert graph.readings.all("latent_keys")
+    assert not graph.readings.all("unpacked_latent", "unpacked_rope")

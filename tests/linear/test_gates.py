@@ -1,0 +1,69 @@
+"""Gate and up are read of one tensor, as halves or every second lane; why a product with a sigmoid is no silu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion.graph import Graph
+from tests.engine.graphs import numbers, read_graph, traced
+
+H = 6
+
+
+def read(function: Callable[[Tensor], Tensor], lanes: int = 2 * H) -> Graph:
+    return read_graph(traced(function, numbers(2, 3, lanes)).graph)
+
+
+LANES: dict[str, tuple[Callable[[Tensor], Tensor], bool, bool]] = {
+    "the first half": (lambda x: x[..., :H], False, False),
+    "the second half": (lambda x: x[..., H:], True, False),
+    "the first run": (lambda x: x.unflatten(-1, (2, H))[..., 0, :], False, False),
+    "the second run": (lambda x: x.unflatten(-1, (2, H))[..., 1, :], True, False),
+    "every even lane": (lambda x: x[..., ::2], False, True),
+    "every odd lane": (lambda x: x[..., 1::2], True, True),
+    "the first of pairs": (lambda x: x.unflatten(-1, (H, 2))[..., 0], False, True),
+    "the second of pairs": (lambda x: x.unflatten(-1, (H, 2))[..., 1], True, True),
+}
+
+
+@pytest.mark.parametrize("name", LANES)
+def test_lanes_are_read_as_what_they_are(name: str):
+    function, second, interleaved = LANES[name]
+    [(_, found)] = read(lambda x: function(x).exp()).readings.all("gate_lanes")
+    assert (found.captures["second"], found.captures["interleaved"]) == (second, interleaved)
+    assert found.captures["x"].op == "input"
+
+
+OTHERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "a half from the second lane on": (lambda x: x[..., 1 : H + 1], 2 * H),
+    "a third": (lambda x: x[..., :H], 3 * H),
+    "every third lane of four": (lambda x: x[..., ::3], 4),
+    "the first of three": (lambda x: x.unflatten(-1, (H, 3))[..., 0], 3 * H),
+    "the first of three runs": (lambda x: x.unflatten(-1, (3, H))[..., 0, :], 3 * H),
+    "half of the rows": (lambda x: x.unflatten(1, (1, 3))[:, :, :1], H),
+}
+
+
+@pytest.mark.parametrize(("function", "lanes"), OTHERS.values(), ids=OTHERS)
+def test_other_lanes_are_no_half(function: Callable[[Tensor], Tensor], lanes: int):
+    assert not read(lambda x: function(x).exp(), lanes).readings.all("gate_lanes")
+
+
+PLAIN = "the gate is a plain sigmoid: silu multiplies it by the gate itself"
+INSIDE = "the gate is multiplied by 1.702 in the sigmoid, not in silu"
+GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "silu": (lambda gate, up: F.silu(gate) * up, ""),
+    "a sigmoid": (lambda gate, up: gate.sigmoid() * up, PLAIN),
+    "a sigmoid of more than the gate": (lambda gate, up: gate * (1.702 * gate).sigmoid() * up, INSIDE),
+    "an activation alone": (lambda gate, up: gate * (1.702 * gate).sigmoid() + up, ""),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), GATES.values(), ids=GATES)
+def test_a_gate_that_is_no_silu_is_told(function: Callable[[Tensor, Tensor], Tensor], reason: str):
+    graph = read(lambda x: function(x[..., :H], x[..., H:]))
+    assert {each.reason for _, each in graph.readings.missed("swiglu")} == ({reason} if reason else set())
