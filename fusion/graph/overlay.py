@@ -47,6 +47,7 @@ class Graph:
         fixed: the nodes that are computed from Parameters alone.
         facts: what is known of the inputs.
         written: the inputs that the closing writes of the graph change.
+        regions: how many writes to memory stand before each node, the closing ones not counted.
         readings: what values mean, as far as it was read.
     """
 
@@ -57,6 +58,7 @@ class Graph:
     fixed: Set[fx.Node] = frozenset()
     facts: Facts = field(default_factory=Facts)
     written: Set[Value] = frozenset()
+    regions: Mapping[fx.Node, int] = field(default_factory=dict)
     readings: Readings = field(default_factory=Readings)
     _masks: dict[fx.Node, int] = field(default_factory=dict, repr=False)
     _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -76,6 +78,11 @@ class Graph:
         """The first node that holds `value`, None where only a recipe can build it."""
         places = self.places.get(value)
         return places[0] if places else None
+
+    def operand(self, node: fx.Node, argument: fx.Node) -> Value | None:
+        """The value of a tensor that `node` is given; None where memory was written to since it was computed."""
+        held = self.held.get(argument)
+        return held if isinstance(held, Value) and self.regions[argument] == self.regions[node] else None
 
     def makers(self, value: Value) -> tuple[fx.Node, ...]:
         """The nodes that compute `value` from something else (not those that only pass it on, like a no-op view).

@@ -144,8 +144,7 @@ def _each_of_heads(a: Algebra, factors: Sequence[Value | None], heads: Any) -> l
 def _of_heads(a: Algebra, factor: Value, heads: Any) -> Value | None:
     """A factor of rows [B, N, S, 1], the same for all sequences and positions, as [N]; one of all as [1]."""
     if factor.op == "mul":
-        parts = _each_of_heads(a, factor.args, heads)
-        return None if parts is None else product_of(a, parts)
+        return product_of(a, _each_of_heads(a, factor.args, heads) or ())
     if factor.op == "scale":
         inner = _of_heads(a, factor.arg, heads)
         return inner and a.scale(inner, factor.attrs[0])

@@ -27,8 +27,6 @@ from fusion.graph.proof import must, proof, proven
 from patterns.latent.read import KeysOfLatent, first_rows, heads_projection, keys_of_latent, read_keys
 from patterns.latent.words import LATENT_CONTEXT, LATENT_SCORES, LATENT_SDPA
 
-_OUTER = ("matmul", "add", "scale", "cast", "reshape", "permute")
-"""Ops of nodes that may hold such a product."""
 _CALLED = {
     torch.ops.aten.scaled_dot_product_attention.default: (
         "query",
@@ -70,10 +68,9 @@ def latent_products(graph: Graph) -> Iterator[Found]:
         if called is not None:
             yield from (_whole(graph, value, called) or {}).items()
             continue
-        found = _product_in(graph, value) if value.op in _OUTER else None
-        if found is None:
-            continue
-        yield from (_scores(graph, value, found) or _context(graph, value, found) or {}).items()
+        found = _product_in(graph, value)
+        if found is not None:
+            yield from (_scores(graph, value, found) or _context(graph, value, found) or {}).items()
 
 
 @proof
@@ -92,7 +89,7 @@ def _product_in(graph: Graph, value: Value) -> Product | None:
                 steps.insert(0, ("cast", (z.dtype,)))
             case "scale":
                 number *= z.attrs[0]
-            case "add" if all(_is_of_heads(each) for each in z.args):
+            case "add":
                 z = proven(factored_products.joined(a, *z.args))
                 continue
             case _:
@@ -109,12 +106,6 @@ def _product_in(graph: Graph, value: Value) -> Product | None:
     view = proven(named([*opened, *steps], {shape[2]: "S", shape[0]: "B"}))
     x, y = (a.reshape(each, (*lead, *each.shape[-2:])) for each in (x, y))
     return Product(x, y, number, view, z.dtype)
-
-
-def _is_of_heads(z: Value) -> bool:
-    """Whether a value is a product of two tensors of heads, scaled, cast or arranged otherwise."""
-    z = z.below("scale", "cast", "reshape", "permute")
-    return z.op == "matmul" and prod(z.args[1].shape[:-2]) != 1
 
 
 @proof
@@ -144,27 +135,18 @@ def _call(node: fx.Node) -> fx.Node | None:
 def _whole(graph: Graph, value: Value, node: fx.Node) -> dict[Value, Reading] | None:
     """A call of scaled_dot_product_attention, whose softmax no node holds."""
     given: dict[str, Any] = {**dict(zip(_CALLED[cast(Any, node.target)], node.args, strict=False)), **node.kwargs}
-    must(not given.get("is_causal") and not given.get("enable_gqa") and not given.get("dropout_p"))
-    q, k, v, bias = (_held(graph, given.get(name)) for name in ("query", "key", "value", "attn_mask"))
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    must(not given.get("is_causal") and not given.get("dropout_p"))
+    tensors = {name: proven(graph.operand(node, each)) for name, each in given.items() if isinstance(each, fx.Node)}
+    q, k, v = (tensors[name] for name in ("query", "key", "value"))
     must(q.rank == k.rank == v.rank == 4 and q.shape[1] == k.shape[1] == v.shape[1] != 1)
     keys, sources = proven(_keys(graph, q, k))
     latent, up, rows = proven(_values(graph.algebra, v))
     must(keys["up"].dtype == up.dtype == q.dtype)
     scale = given.get("scale")
     told = {"scale": 1 / sqrt(q.shape[-1]) if scale is None else scale, "dtype": q.dtype, "output_view": ()}
-    values: dict[str, Any] = {"up_value": up, "value_rows": rows}
-    values |= {} if latent is keys["latent"] and rows == keys["rows"] else {"values": latent}
-    seen = {} if bias is None else {"bias": bias}
-    return {value: Reading("latent_sdpa", {**keys, **values, **told, **seen}), **sources}
-
-
-def _held(graph: Graph, argument: Any) -> Value | None:
-    """The value of an argument, None for one that is left out."""
-    held = graph.held[argument] if isinstance(argument, fx.Node) else None
-    return held if isinstance(held, Value) else None
+    told |= {"bias": tensors.get("attn_mask"), "up_value": up, "value_rows": rows}
+    values = {} if latent is keys["latent"] and rows == keys["rows"] else {"values": latent}
+    return {value: Reading("latent_sdpa", {**keys, **values, **told}), **sources}
 
 
 @proof

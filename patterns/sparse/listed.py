@@ -85,9 +85,10 @@ class Entries:
         return above and (high >= bounds(places)[1] or any(_rest(each, number, 1, -high) for each in self.parts))
 
     def others(self, size: Any) -> tuple[Formula, ...]:
-        """What must hold besides that places are those of `size` rows."""
-        low, high = self.number().times(-1), self.number().plus(1 - size)
-        return tuple(each for each in self.parts if each not in (("le", low), ("le", high)))
+        """What must hold besides that places are those of `size` rows; that none is negative, where this is None."""
+        number = self.number()
+        known = [number.times(-1)] if size is None else [number.times(-1), number.plus(1 - size)]
+        return tuple(each for each in self.parts if each not in [("le", bound) for bound in known])
 
     def is_tail(self) -> bool:
         """Whether hidden entries stand behind those that are seen, by the number of the entry alone."""
@@ -137,7 +138,7 @@ def listed_attention(masks: Masks, of: Operands, scale: float, softmax: str) -> 
     lists = proven(next((place for place in range(1, len(rows)) if prod(rows[:place]) == count), None))
     entries = Entries(masks, lists, k.places, conjuncts(seen))
     entries = entries if empty == "mean" else _unclamped(a, entries)
-    told = not entries.others(size) and empty != "mean"
+    told = not entries.others(size if empty == "zero" else None) and empty != "mean"  # a list of -1 alone gives NaN
     hidden = None if told else masks.hidden_entries(lists)
     if hidden is None and not told:
         return _miss("the mask of the rows that are listed differs from head to head")
@@ -184,15 +185,11 @@ def _unclamped(a: Algebra, entries: Entries) -> Entries:
         inner = below.arg
     elif below.op == "where":
         condition, yes, no = (a.expand(each, x.shape) for each in below.args)
-        if _is_number(yes) and entries.holds(condition, how=False):
+        if entries.holds(condition, how=False):
             inner = no
-        elif _is_number(no) and entries.holds(condition, how=True):
+        elif entries.holds(condition, how=True):
             inner = yes
     return entries if inner is None else _unclamped(a, replace(entries, places=inner))
-
-
-def _is_number(x: Value) -> bool:
-    return x.below("expand", "reshape", "cast").op == "full"
 
 
 def _below_view(a: Algebra, x: Value) -> Value:

@@ -141,7 +141,14 @@ def joined(x: Tensor, rows: Tensor, position: Tensor) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("function", [choice, order, scattered, interleaved, joined], ids=lambda each: each.__name__)
+def added_up(x: Tensor, rows: Tensor, position: Tensor) -> Tensor:
+    """Rows that are added up in a buffer of zeros."""
+    return x.new_zeros(3, D).index_put((LINES % 3,), x[0], accumulate=True)
+
+
+@pytest.mark.parametrize(
+    "function", [choice, order, scattered, interleaved, joined, added_up], ids=lambda each: each.__name__
+)
 def test_nothing_is_told_of_what_is_no_cache(function: Callable[..., Tensor]):
     graph = read(function, CACHE, ROW, POSITION)
     assert not graph.readings.all("write")

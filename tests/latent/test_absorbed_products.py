@@ -141,7 +141,9 @@ def test_why_the_whole_is_no_attention_is_told_beside_its_products():
 
 
 def test_behind_a_bias_products_cost_less_than_attention_to_expanded_keys():
-    assert rules(explained(Model(weigh=biased))) == ["absorbed_products"] * 2
+    report = explained(Model(weigh=biased))
+    assert rules(report) == ["absorbed_products"] * 2
+    assert report.ops["npu::npu_transpose_batchmatmul"] == 2
 
 
 def test_a_layer_of_keys_and_values_goes_with_both_products_though_neither_alone_would_pay():

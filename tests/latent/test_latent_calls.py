@@ -172,3 +172,12 @@ def test_the_sums_of_scores_are_given_where_they_are_used():
         ATB.ring(floats(1), any_pages("NZ"), NONE, SCALE, None, "multiplied")
     with pytest.raises(Refused, match="is used"):
         ATB.structured(floats(1), any_pages("NZ"), NONE, SCALE, None, "multiplied")
+
+
+def test_lanes_are_joined_where_there_are_two_parts_that_the_operator_takes_not_apart():
+    q, source, _ = given(paged=False)
+    with pytest.raises(Refused, match="no lanes are rotated"):
+        calls.joined(q[:1], Keys(Rows(source.first, None), NONE, None), Call(SCALE))
+    wide = tuple(numbers(B, N, 1, width) for width in calls.APART)
+    with pytest.raises(Refused, match="takes these widths apart"):
+        calls.joined(wide, Keys(source, NONE, None), Call(SCALE))

@@ -205,6 +205,18 @@ def never(q, k, w):
     return places.masked_fill(best == -math.inf, -1)
 
 
+def by_places(q, k, w):
+    """-1 where a place is infinite, which none is."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return places.masked_fill(places.to(w.dtype) == -math.inf, -1)
+
+
+def of_a_length_and_more(q, k, w):
+    """A length that may be negative, and as many keys as are listed behind it."""
+    lengths = k[:, 0, 0].to(torch.int64)[:, None, None]
+    return by_einsum(q, k, w).masked_fill(torch.arange(k.shape[1]) >= lengths + K, -math.inf).topk(K, -1).indices
+
+
 def by_other_scores(q, k, w):
     """The scores of another list."""
     places, best = hidden(by_einsum(q, k, w)).topk(K, -1).indices, hidden(by_einsum(q, k, w * 2)).topk(K + 1, -1).values
@@ -220,7 +232,8 @@ def of_the_next(q, k, w):
 _FEW, _OTHERS = "fewer keys than are listed", "-1 is not written over the places"
 LOOKALIKES: dict[Form, str] = {
     raw: _FEW, of_a_length: _FEW, last_of_too_few: _FEW, itself_too: _OTHERS, some_of_them: _OTHERS, zeros: _OTHERS,
-    the_others: _OTHERS, never: _OTHERS, by_other_scores: _OTHERS, of_the_next: _OTHERS,
+    the_others: _OTHERS, never: _OTHERS, by_places: _OTHERS, of_a_length_and_more: _FEW, by_other_scores: _OTHERS,
+    of_the_next: _OTHERS,
 }  # fmt: skip
 
 

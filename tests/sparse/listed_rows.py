@@ -43,10 +43,10 @@ class Sizes:
 SMALL, ONE, LARGE = Sizes(), Sizes(b=1, s=1), Sizes(b=2, s=2, n=16, t=256, k=64, c=512, r=64, p=64)
 
 
-def lists(z: Sizes, *rows: int, some: float = 0.3, of: int = 0) -> Tensor:
+def lists(z: Sizes, *rows: int, some: float = 0.3) -> Tensor:
     """Numbers of rows [*rows, K], with -1 anywhere, a list of nothing else, and rows that are named twice."""
     shape, made = (*rows, z.k), torch.Generator().manual_seed(5)
-    places = torch.randint(0, of or z.t, shape, generator=made)
+    places = torch.randint(0, z.t, shape, generator=made)
     places = places.masked_fill(torch.rand(shape, generator=made) < some, -1).flatten(0, -2)
     places[-1] = places[-1].masked_fill(torch.tensor(some > 0), -1)
     return places.reshape(shape)
@@ -64,6 +64,13 @@ def batched(z: Sizes, some: float = 0.3) -> Inputs:
 def flat(z: Sizes, some: float = 0.3) -> Inputs:
     """q [S, N, D], kv [T, 1, D], places [S, 1, K]."""
     return queries(z, z.s), activations(2, z.t, 1, z.d), lists(z, z.s, 1, some=some)
+
+
+def beyond(z: Sizes) -> Inputs:
+    """As `flat`, with numbers that no row has: one of the last list, and a list of nothing else."""
+    q, kv, places = flat(z)
+    places[0], places[-1, 0, 1] = z.t + 1, z.t
+    return q, kv, places
 
 
 def steps(z: Sizes) -> Inputs:
@@ -236,6 +243,13 @@ def first_row_for_none(q, kv, places):
     return (q @ rows.mT * SCALE).softmax(-1) @ rows[..., : width(q)]
 
 
+def other_rows_for_none(q, kv, places):
+    """What is not there reads a row of its own, and is hidden."""
+    rows = kv[torch.arange(kv.shape[0])[:, None, None], torch.where(places < 0, torch.arange(places.shape[-1]), places)]
+    scores = (q @ rows.mT * SCALE).masked_fill((places < 0)[:, :, None], -math.inf)
+    return scores.softmax(-1) @ rows[..., : width(q)]
+
+
 def last_row_for_none(q, kv, places):
     """What is not there reads, and sees, the last row."""
     rows = kv[torch.arange(kv.shape[0])[:, None, None], places]
@@ -302,12 +316,12 @@ def by_page_and_offset(q, pages, table, places):
 
 Form = Callable[..., Any]
 SPELLINGS: dict[Form, Callable[[Sizes], Inputs]] = {
-    gathered: batched, by_numbers: batched, from_the_end: batched, selected: flat, in_twos: flat, along: batched,
+    gathered: batched, by_numbers: batched, from_the_end: batched, selected: beyond, in_twos: beyond, along: batched,
     by_sdpa: batched, of_one_table: batched, safely: flat, one_step: steps, until: with_lengths, behind: with_lengths,
     not_later: with_positions, all_of_it: apart, values_apart: lambda z: flat(z, some=0.0),
     first_row_for_none: batched, last_row_for_none: batched, last_row_for_most: batched, first_row_hidden: batched,
     of_others: batched, hidden_by_others: batched, clamped_elsewhere: batched, chosen_elsewhere: batched,
-    by_table: paged, by_page_and_offset: paged,
+    by_table: paged, by_page_and_offset: paged, other_rows_for_none: batched,
 }  # fmt: skip
 
 

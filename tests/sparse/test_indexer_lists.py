@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from fusion import Example
+from fusion.language import Refused
 from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
+from patterns.sparse.listing import IndexedRows
+from tests.latent.test_int8_readings import understood
 
 from . import indexer_lists
 from .indexer_lists import GATHERED, LARGE, LOOKALIKES, RETURNED, Form
@@ -56,8 +59,8 @@ def test_a_list_is_found_by_the_operator(form: Form, level: Level, dtype: torch.
 @pytest.mark.parametrize("form", GATHERED, ids=lambda each: each.__name__)
 def test_rows_of_a_list_are_attended_to(form: Form):
     t = tried(form, "sparse_attention", torch.bfloat16)
-    (found,) = forms(t)
-    assert found in ("by_gathered_rows[IndexedRows, LatentRows]", "by_gathered_rows[GatheredRows, LatentRows]")
+    listing = "GatheredRows" if form is indexer_lists.gathered_and_returned else "IndexedRows"
+    assert forms(t) == [f"by_gathered_rows[{listing}, LatentRows]"]
     means_what_it_says(t)
     emits_valid_calls(t)
 
@@ -76,9 +79,30 @@ def test_lists_of_the_size_of_a_chip(form: Form):
 def test_look_alike_is_refused(form: Form):
     t = tried(form, "indexer_topk", torch.bfloat16)
     refuses(t, LOOKALIKES[form])
+    assert [each.rule for each in t.outcome.refusals].count("indexer_topk") == 1
     means_what_it_says(t)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: x.topk(2, -1).indices,
+        lambda x: x.topk(2, -1).indices.masked_fill(x[..., :2] > 0, -1),
+        lambda x: torch.where(x > 0, x.argsort(), x.argsort(descending=True)),
+    ],
+    ids=["largest numbers", "some of them", "orders"],
+)
+def test_other_choices_are_not_like_one(form: Callable[[torch.Tensor], torch.Tensor]):
+    graph, _ = understood(form, (torch.randn(2, 4, 8),))
+    assert not graph.readings.all("indexer_list")
+    assert not graph.readings.missed("indexer_topk")
 
 
 def test_a_chip_that_lists_in_no_order_is_refused():
     t = tried(indexer_lists.returned, "indexer_topk", torch.bfloat16, target="ascend950")
     refuses(t, "in no order")
+
+
+def test_a_list_of_an_indexer_is_not_that_of_the_model():
+    with pytest.raises(Refused, match="is that of an indexer"):
+        IndexedRows().own()

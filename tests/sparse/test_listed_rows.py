@@ -12,6 +12,7 @@ from fusion import Example
 from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
+from tests.latent.test_int8_readings import understood
 
 from . import listed_rows
 from .listed_rows import LARGE, LOOKALIKES, ONE, SMALL, SPELLINGS, Form, Sizes
@@ -61,6 +62,19 @@ def test_one_query_of_one_sequence(form: Form):
 @pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
 def test_rows_of_the_size_of_a_chip(form: Form):
     reads_in_place(tried(form, LARGE, torch.bfloat16, target="ascend910_93"))
+
+
+SAID = {listed_rows.by_sdpa: (False, False), listed_rows.in_twos: (True, False), listed_rows.until: (True, True),
+        listed_rows.behind: (True, False), listed_rows.all_of_it: (False, True), listed_rows.safely: (False, False),
+        listed_rows.other_rows_for_none: (False, False)}  # fmt: skip
+"""Spellings -> whether entries are hidden besides by their numbers, and whether hidden ones stand behind all others."""
+
+
+@pytest.mark.parametrize("form", SAID, ids=lambda each: each.__name__)
+def test_what_hides_entries_is_said(form: Form):
+    graph, _ = understood(form, SPELLINGS[form](SMALL))
+    [(_, found)] = graph.readings.all("listed_attention")
+    assert ("hidden" in found.captures, found.captures["ends"]) == SAID[form]
 
 
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)

@@ -36,7 +36,7 @@ def canonicalise(source: fx.Graph, facts: Facts = Facts()) -> Graph:
         walk.visit(node)
     places = {value: tuple(nodes) for value, nodes in walk.places.items()}
     fixed = derived(source, facts.parameters)
-    return Graph(source, walk.algebra, walk.held, places, fixed, facts, walk.written())
+    return Graph(source, walk.algebra, walk.held, places, fixed, facts, walk.written(), walk.regions)
 
 
 class _Walk:
@@ -47,13 +47,13 @@ class _Walk:
         self.algebra = Algebra()
         self.held: dict[fx.Node, Held] = {}
         self.places: dict[Value, list[fx.Node]] = {}
-        self._regions: dict[fx.Node, int] = {}
+        self.regions: dict[fx.Node, int] = {}
         self._region = 0  # how many writes to memory stand before a node, the closing ones not counted
         self._closing = closing_writes(source)
 
     def visit(self, node: fx.Node) -> None:
         """Give `node` its value and its region."""
-        self._regions[node] = self._region
+        self.regions[node] = self._region
         if node.op in ("placeholder", "get_attr"):
             self._hold(node, self._leaf(node))
         elif node.op == "call_function":
@@ -103,7 +103,7 @@ class _Walk:
         if isinstance(val, torch.SymInt):
             return dim_of(val)
         held = self.held.get(argument)
-        stale = self._regions[argument] != self._region or (is_write(argument) and argument not in self._closing)
+        stale = self.regions[argument] != self._region or (is_write(argument) and argument not in self._closing)
         if stale and isinstance(val, torch.Tensor):  # written to since, perhaps: an input of what follows
             leaf = self.algebra.make("input", (), (argument.name, self._region), dims_of(val.shape), val.dtype)
             self.places.setdefault(leaf, [argument])
