@@ -65,6 +65,8 @@ def test_rows_of_the_size_of_a_chip(form: Form):
 
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
 def test_look_alike_is_refused(form: Form):
+    """For one reason."""
     t = tried(form, SMALL, torch.bfloat16)
     refuses(t, LOOKALIKES[form])
+    assert len(t.outcome.refusals) == 1
     means_what_it_says(t)
