@@ -99,6 +99,13 @@ def test_one_number_multiplies_queries_as_they_are():
     assert (found["q"].op, found["q"].arg.op, found["q"].args[1].shape) == ("mul", "input", ())
 
 
+def test_a_factor_of_each_head_is_that_which_was_rounded():
+    scaled = captures(lambda q, k, v, by: (q @ k.mT * by.to(q.dtype)).softmax(-1) @ v, *HALVES, torch.ones(4, 1, 1))
+    assert [(each["q"].op, each["q"].arg.op, each["q"].arg.dtype) for each in scaled] == [
+        ("cast", "mul", torch.float32)
+    ]
+
+
 def divided_late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """In float32, and rounded."""
     powers = (q.float() @ k.float().mT).exp()
