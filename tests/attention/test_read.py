@@ -15,7 +15,6 @@ from fusion.pipeline import fuse_graph
 from fusion.testing import capture
 from tests.engine.graphs import numbers, read_graph
 
-
 QKV = tuple(numbers(3, 7, 16, seed=seed) for seed in range(3))
 HALVES = tuple(numbers(2, 4, 5, 16, seed=seed).bfloat16() for seed in range(3))
 
