@@ -84,6 +84,5 @@ def _of_truths(x: Value, turned: bool = False) -> bool:
     turned = turned or x.op == "shift"
     if x.op == "input":
         return is_integer(x) or turned
-    below = [each for each in x.args if each.op != "full"]
     passed = x.op in (*_COMPUTED, *_VIEWS)
-    return passed and any(_of_truths(each, turned) for each in below)
+    return passed and any(_of_truths(each, turned) for each in x.args)

@@ -169,7 +169,7 @@ def _late():
     return torch.cat((torch.zeros(S, T - S, dtype=torch.bool), future()), -1)
 
 
-# no bias that the operator takes ------------------------------------------------------------------------------------
+# no bias that the operator takes, or another one than it seems ------------------------------------------------------
 
 
 def of_whole_numbers(q, k, v, bias):
@@ -202,6 +202,21 @@ def infinite_both_ways(q, k, v, seen):
     return (scores_of(q, k) + added.to(q.dtype)).softmax(-1) @ v
 
 
+def turned_round(q, k, v):
+    """Raised where a key is hidden, as the factor turns round what the softmax sees."""
+    raised = torch.ones(S, S, dtype=q.dtype).triu(1) * 2.0**17
+    return ((q @ k.mT + raised) * -0.25).softmax(-1) @ v
+
+
+def of_heads_and_keys(q, k, v, bias):
+    """There are as many queries as heads."""
+    return (scores_of(q, k) + bias[:, None]).softmax(-1) @ v
+
+
+def of_either(q, k, v, bias):
+    return (scores_of(q, k) + torch.where(future(), bias, bias * 0.5)).softmax(-1) @ v
+
+
 def of_two(q, k, v, bias, other):
     return (scores_of(q, k) + bias + other).softmax(-1) @ v
 
@@ -226,6 +241,9 @@ def masks_of_heads(q, k, v, bias):
 
 
 LOOKALIKES = (
+    Entry(turned_round),
+    Entry(of_heads_and_keys, queries=N, more=tensors(activations(8, N, S))),
+    Entry(of_either, more=tensors(WHOLE)),
     Entry(masks_of_heads, "", "beside a mask of each head", more=tensors(WHOLE)),
     Entry(of_whole_numbers, "", "of whole numbers", more=tensors(torch.arange(S * S).reshape(S, S))),
     Entry(behind_the_softmax, "", "the weights go through an addition", more=tensors(WHOLE)),

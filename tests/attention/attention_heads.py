@@ -385,7 +385,23 @@ def refused(form, reason, *more, **how):
     return Entry(form, "", reason, more=tensors(*more), **how)
 
 
+def softmax_that_is_multiplied(q, k, v, by):
+    return by * (k @ q.mT * D**-0.5).softmax(-2)
+
+
+def sequences_of_one_head(q, k, v, seen):
+    """Keys that all sequences share as heads do, and a mask of each."""
+    scores = torch.einsum("bsd,td->bst", q[:, 0], k[0, 0]) * D**-0.5
+    return torch.einsum("bst,td->bsd", scores.masked_fill(~seen, -math.inf).softmax(-1), v[0, 0])
+
+
 LOOKALIKES = (
+    Entry(softmax_that_is_multiplied, "", more=tensors(activations(8, B, N, S, S))),
+    Entry(
+        sequences_of_one_head,
+        "dense",
+        more=tensors(torch.rand(B, S, S, generator=torch.Generator().manual_seed(3)) < 0.7),
+    ),
     Entry(tiled_before_they_change_places, heads=M, layout="BSND"),
     Entry(tiled_in_one_dim, heads=M),
     Entry(repeated_sequences),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fusion import testing
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import Trial, capture
+from tests.engine.graphs import read_graph
 
 from .attention_base import B, N, S
 from .attention_bias import INFINITE
@@ -61,3 +63,41 @@ def test_the_least_number_stands_for_infinity():
     assert "clamp" in str(call.kwargs["pse_shift"].target)
     assert not {"atten_mask", "sparse_mode"} & set(call.kwargs)
     testing.means_what_it_says(t)
+
+
+class Tabled(nn.Module):
+    """A bias that is made of a table, of numbers [S, S] that are given, and of S places."""
+
+    def __init__(self, made: Callable[..., Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.made, self.table = made, nn.Parameter(torch.zeros(8, S, dtype=dtype))
+
+    def forward(self, q: Tensor, given: Tensor, places: Tensor) -> Tensor:
+        return written(q, self.made(self.table, given, places))
+
+
+def rows(table: Tensor, given: Tensor, places: Tensor) -> Tensor:
+    return table[places]
+
+
+MADE: dict[str, tuple[Callable[..., Tensor], torch.dtype, bool]] = {
+    "rows of a table": (rows, torch.bfloat16, False),
+    "rows of a narrow table": (rows, torch.float16, False),
+    "rows that are given": (lambda t, x, n: x[n], torch.bfloat16, True),
+    "a number of each row": (lambda t, x, n: t[:S] * x[:, :1], torch.bfloat16, False),
+    "a number of each key": (lambda t, x, n: t[:S] * x[:1], torch.bfloat16, True),
+    "products that may be too large": (lambda t, x, n: t[:S] * x[:, :1], torch.float16, True),
+    "a choice": (lambda t, x, n: torch.where(x > 0, t[:S], 0.5), torch.bfloat16, False),
+    "a choice of what is given": (lambda t, x, n: torch.where(n > 0, x, t[:S]), torch.bfloat16, True),
+    "a cast of what is given": (lambda t, x, n: x.half().to(t.dtype), torch.bfloat16, True),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_bias_is_guarded_if_it_may_be_infinite(name: str):
+    made, dtype, infinite = MADE[name]
+    given = torch.zeros(B, N, S, 16, dtype=dtype), torch.zeros(S, S, dtype=dtype), torch.arange(S)
+    captured = capture(Tabled(made, dtype), given, "composite")
+    readings = read_graph(captured.graph.graph, captured.facts).readings
+    ((_, reading),) = readings.all("softmax_attention")
+    assert ("empty_bias" in reading.captures) == infinite

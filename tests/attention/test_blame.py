@@ -149,8 +149,23 @@ def test_padding_of_numbers_is_told_with_what_booleans_would_not_mend():
     assert TRUTHS not in reason
     assert LOWERED in reason
     reason, _ = one(explained(padded, valid.float()))
-    assert TRUTHS in reason
+    assert reason.count(TRUTHS) == 1
     assert LOWERED not in reason
+
+
+def test_places_that_are_passed_in_are_no_truths():
+    places = torch.arange(S * T).reshape(S, T)
+    assert TRUTHS not in one(explained(lambda q, k, v, x, n: biased(q, k, v, x[n]), normal(S * T).float(), places))[0]
+
+
+def raised_and_masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    raised = torch.where(seen, 0.0, math.inf)
+    scores = q @ k.mT / 8 + raised
+    return scores.masked_fill(torch.ones(S, T).triu(T - S + 1).bool(), -math.inf).softmax(-1).to(v.dtype) @ v
+
+
+def test_of_several_masks_the_one_that_is_no_mask_is_blamed():
+    assert one(explained(raised_and_masked, torch.ones(T).bool()))[1] == "raised = torch.where(seen, 0.0, math.inf)"
 
 
 def test_padding_of_booleans_that_swallows_any_score_fuses():
@@ -216,6 +231,16 @@ def test_results_that_are_read_in_float32_are_not(name: str):
     found = told(explained(lambda *qkv: each_sequence(*qkv, KEPT[name])))
     assert len(found) == B
     assert {(reason.startswith(WIDE), line) for reason, line in found} == {(True, "wide = q.float()")}
+
+
+def keys_widened_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keys = k.float()
+    wide = q.float()
+    return (wide @ keys.mT / 8).softmax(-1) @ v.float()
+
+
+def test_where_queries_are_widened_is_to_blame():
+    assert one(explained(keys_widened_first))[1] == "wide = q.float()"
 
 
 def mended(q: Tensor, k: Tensor, v: Tensor, number: float = 0.0, other: Tensor | None = None) -> Tensor:

@@ -577,6 +577,7 @@ NO_WORDS = {
     "behind the query, up to a number": lambda t, i, j: _both(
         t, _le(t, _plus(t, i, 1), j), t.call(aten.le.Scalar, j, 3)
     ),
+    "in order, and no query behind a number": lambda t, i, j: _both(t, _le(t, j, i), t.call(aten.le.Scalar, i, 2)),
     "behind the number of the sequence": lambda t, i, j: _le(
         t, j, _plus(t, i, t.call(aten.reshape.default, t.call(aten.arange.default, 2), [2, 1, 1, 1]))
     ),
@@ -721,3 +722,33 @@ def test_a_list_of_all_places_stays_one_where_it_is_looked_for(keep: bool):
     positions = Positions((2, 4, 6), Folder(), keep_lists=keep)
     assert positions.truth(listed, positions.origin) == (("is", Leaf(listed, positions.origin)) if keep else True)
     assert positions.lists_all == (not keep)
+
+
+def _filled(scores: Tensor, first: int) -> Tensor:
+    return scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(first), -torch.inf)
+
+
+def _lowered(scores: Tensor, first: int) -> Tensor:
+    return scores + torch.full((6, 6), -torch.inf).triu(first)
+
+
+@pytest.mark.parametrize(
+    ("ordered", "first", "padded", "empty"),
+    [
+        (_filled, 1, False, "zero"),
+        (_lowered, 1, False, "zero"),
+        (_lowered, 0, False, "nan"),  # the first query sees no key
+        (_filled, 1, True, "nan"),
+    ],
+)
+def test_what_is_listed_of_keys_that_are_seen_is_seen(ordered: Any, first: int, padded: bool, empty: str):
+    def attend(q, k, v, scores, padding):
+        places = ordered(scores, first).topk(3, -1).indices
+        listed = torch.zeros(2, 6, 6, dtype=torch.bool).scatter(-1, places, True)
+        masked = (q @ k.mT).masked_fill(padding, -torch.inf) if padded else q @ k.mT
+        return ordered(masked, first).masked_fill(~listed, -torch.inf).softmax(-1) @ v
+
+    sizes = (2, 6, D), (2, 6, D), (2, 6, D), (2, 6, 6)
+    captured = capture(attend, (*map(torch.zeros, sizes), torch.zeros(2, 1, 6, dtype=torch.bool)), "composite")
+    ((_, reading),) = read_graph(captured.graph.graph, captured.facts).readings.all("softmax_attention")
+    assert reading.captures["fully_masked_row"] == empty

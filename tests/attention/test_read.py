@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,17 @@ from fusion.pipeline import fuse_graph
 from fusion.testing import capture
 from tests.engine.graphs import numbers, read_graph
 
+QKV = tuple(numbers(3, 7, 16, seed=seed) for seed in range(3))
+HALVES = tuple(numbers(2, 4, 5, 16, seed=seed).bfloat16() for seed in range(3))
+
+
+def attended_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
 
 def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Heads and sequences are one dim of the result, which no name says."""
-    out = (q @ k.mT).softmax(-1) @ v
+    out = attended_alone(q, k, v)
     return out.transpose(1, 2).reshape(q.shape[0] * q.shape[1], -1)
 
 
@@ -49,17 +56,65 @@ def other_values(q: Tensor, rows: Tensor) -> Tensor:
     return torch.einsum("bsht,btc->bshc", weights, rows[..., 8:40])
 
 
+def whole_rows(q: Tensor, rows: Tensor) -> Tensor:
+    """The same of all lanes, which are no latent beside others."""
+    weights = torch.einsum("bshc,btc->bsht", q, rows).softmax(-1)
+    return torch.einsum("bsht,btc->bshc", weights, rows)
+
+
+def captures(form: Callable[..., Tensor], *given: Tensor, dynamic: bool = False) -> list[Mapping[str, Any]]:
+    """What is said of each attention that is read."""
+    captured = capture(form, given, dynamic=dynamic)
+    readings = read_graph(captured.graph.graph, captured.facts).readings
+    return [each.captures for _, each in readings.all("softmax_attention")]
+
+
 def queries_of(form: Callable[..., Tensor], heads: int = 16) -> list[Any]:
     """Sizes of the queries of the one attention that is read, N and S."""
-    captured = capture(form, (numbers(2, 1, heads, 48), numbers(2, 64, 48, seed=1)))
-    readings = read_graph(captured.graph.graph, captured.facts).readings
-    return [each.captures["q"].shape[1:3] for _, each in readings.all("softmax_attention")]
+    found = captures(form, numbers(2, 1, heads, 48), numbers(2, 64, 48, seed=1))
+    return [each["q"].shape[1:3] for each in found]
 
 
 def test_rows_over_a_latent_are_heads_of_one_query():
     assert queries_of(decoded) == queries_of(last_lanes) == [(16, 1)]
-    assert queries_of(other_values) == [(1, 16)]
+    assert queries_of(other_values) == queries_of(whole_rows) == [(1, 16)]
     assert queries_of(decoded, heads=144) == [(1, 144)]
+
+
+def test_rows_of_a_symbolic_number_are_not():
+    (found,) = captures(lambda q, k: attended_alone(q, k, k[..., :8]), *QKV[:2], dynamic=True)
+    assert found["q"].shape[1] == 1
+
+
+def test_sequences_that_share_their_keys_are_no_heads():
+    (found,) = captures(lambda q, k, v: attended_alone(q, k[:1], v[:1]), *HALVES)
+    assert found["q"].shape == (2, 4, 5, 16)
+
+
+def test_one_number_multiplies_queries_as_they_are():
+    (found,) = captures(
+        lambda q, k, v, by: ((q @ k.mT).float() * by).softmax(-1).to(q.dtype) @ v, *HALVES, torch.ones(1)
+    )
+    assert (found["q"].op, found["q"].arg.op, found["q"].args[1].shape) == ("mul", "input", ())
+
+
+def test_a_factor_of_each_head_is_that_which_was_rounded():
+    scaled = captures(lambda q, k, v, by: (q @ k.mT * by.to(q.dtype)).softmax(-1) @ v, *HALVES, torch.ones(4, 1, 1))
+    assert [(each["q"].op, each["q"].arg.op, each["q"].arg.dtype) for each in scaled] == [
+        ("cast", "mul", torch.float32)
+    ]
+
+
+def divided_late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """In float32, and rounded."""
+    powers = (q.float() @ k.float().mT).exp()
+    return (powers @ v.float() / powers.sum(-1, keepdim=True)).to(q.dtype)
+
+
+def test_a_result_is_cast_once_to_a_wider_dtype_alone():
+    wide = (("cast", (torch.float32,)),)
+    assert [each["output_view"] for each in captures(attended_alone, *HALVES)] == [()]
+    assert [each["output_view"] for each in captures(divided_late, *HALVES)] == [wide, ()]
 
 
 def over_a_latent(q: Tensor, rows: Tensor) -> Tensor:
@@ -84,3 +139,40 @@ def test_of_one_attention_one_reason_is_told_and_none_where_it_is_fused():
     assert refusals(over_a_latent) == []
     ((_, reason),) = refusals(in_float32)
     assert "the result is read in float32" in reason
+
+
+# what lies between the softmax and the values ------------------------------------------------------------------------
+
+
+def missed(form: Callable[..., Tensor], *given: Tensor) -> list[str]:
+    """Why what looks like attention is none."""
+    captured = capture(form, given)
+    return [
+        each.reason for _, each in read_graph(captured.graph.graph, captured.facts).readings.missed("softmax_attention")
+    ]
+
+
+def gated_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What multiplies the values is a product, which is cast."""
+    weights = (q.float() @ k.float().mT).softmax(-1).sigmoid() * q[..., :1].float()
+    return weights.to(q.dtype) @ v
+
+
+def summed_up(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights of which a sum is left."""
+    return ((q @ k.mT).softmax(-1).sum(-1, keepdim=True) * k) @ v.mT
+
+
+def projected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention whose results are as many as its weights, and a product of these."""
+    return attended_alone(q, k, v) @ v
+
+
+def test_what_is_next_to_the_values_is_named():
+    (reason,) = missed(gated_twice, *HALVES)
+    assert "the weights go through a multiplication" in reason
+
+
+def test_what_has_other_elements_than_weights_is_no_attention():
+    assert missed(summed_up, *HALVES) == []
+    assert missed(projected, *(numbers(2, 4, 16, 16, seed=seed) for seed in range(3))) == []

@@ -377,6 +377,27 @@ def wide_result(q, kv, places):
     return scores.softmax(-1) @ rows[..., : width(q)]
 
 
+def sunk(q, kv, places):
+    """A sink beside the rows."""
+    rows = kv[torch.arange(kv.shape[0])[:, None, None], places.clamp(0)]
+    sink = torch.ones(q.shape[2], 1, dtype=q.dtype).expand(*q.shape[:-1], 1)
+    return torch.cat((q @ rows.mT * SCALE, sink), -1).softmax(-1)[..., :-1] @ rows[..., : width(q)]
+
+
+def scaled_by_queries(q, kv, places):
+    """Scores that are multiplied by a number of each query."""
+    rows = kv[torch.arange(kv.shape[0])[:, None, None], places.clamp(0)]
+    scores = (q @ rows.mT * q[..., :1].abs()).masked_fill((places < 0)[:, :, None], -math.inf)
+    return scores.softmax(-1) @ rows[..., : width(q)]
+
+
+def in_five_dims(q, kv, places):
+    """Heads in three dims."""
+    rows = kv[torch.arange(kv.shape[0])[:, None, None], places.clamp(0)][:, :, None, None]
+    scores = q.unflatten(2, (1, 2, -1)) @ rows.mT * SCALE
+    return (scores.softmax(-1) @ rows[..., : width(q)]).flatten(2, 4)
+
+
 LOOKALIKES: dict[Form, str] = {
     two_lists: "each query has keys and a mask of its own",
     other_lanes: "are no latent with rotated lanes",
@@ -384,4 +405,7 @@ LOOKALIKES: dict[Form, str] = {
     lowered: "not known to be 0 or 1",
     scaled: "each query has keys and a mask of its own",
     wide_result: "different dtypes",
+    sunk: "not one number for each head",
+    scaled_by_queries: "each query has keys and a mask of its own",
+    in_five_dims: "more than five dims",
 }

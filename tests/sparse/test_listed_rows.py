@@ -79,6 +79,8 @@ def test_what_hides_entries_is_said(form: Form):
 
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
 def test_look_alike_is_refused(form: Form):
+    """For one reason."""
     t = tried(form, SMALL, torch.bfloat16)
     refuses(t, LOOKALIKES[form])
+    assert len(t.outcome.refusals) == 1
     means_what_it_says(t)
