@@ -53,7 +53,7 @@ class Bias(Group):
 
     def restored(self, y: Tensor, mask: Tensor | None) -> Tensor:
         """The result [B, N, S, E] with what plain attention gives for a query without keys."""
-        if self.values is None or self.empty is None:
+        if self.empty is None:
             return y
         hidden = self.values == -torch.inf
         blind = (hidden if mask is None else hidden | mask).all(-1, keepdim=True)

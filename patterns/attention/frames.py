@@ -110,9 +110,9 @@ class Attended:
 
     def _opened(self, frame: Frame) -> Frame | None:
         """Rows [B · N, S] as [B, N, S], where both products have them so; of one dim there is no telling."""
-        first, (rows, own) = frame.shape[0], (frame.scores[0], frame.weights[0])
+        rows, own = frame.scores[0], frame.weights[0]
         lead = tuple(self.to.sizes[atom] for atom in rows)
-        if not 1 < len(lead) < 4 or lead != tuple(self.of.sizes[atom] for atom in own) or prod(lead) != first:
+        if not 1 < len(lead) < 4 or lead != tuple(self.of.sizes[atom] for atom in own):
             return None
         scores, weights = (tuple((atom,) for atom in each) for each in (rows, own))
         return Frame((*lead, *frame.shape[1:]), scores + frame.scores[1:], weights + frame.weights[1:])
@@ -152,8 +152,10 @@ def _of_lanes(a: Algebra, values: Value, keys: Value) -> Value:
         if below is values.arg:
             return values
         return a.cast(below, values.dtype) if values.op == "cast" else a.seen_as(below, values)
-    lanes = values.arg if values.op == "index" else values
-    if lanes is values or lanes.op != "slice" or lanes.attrs[0] != lanes.rank - 1 or lanes.attrs[0] in values.attrs:
+    if values.op != "index":
+        return values
+    lanes = values.arg
+    if lanes.op != "slice" or lanes.attrs[0] != lanes.rank - 1 or lanes.attrs[0] in values.attrs:
         return values
     shape = (*values.shape[:-1], lanes.arg.shape[-1])
     rows = a.make("index", (lanes.arg, *values.args[1:]), values.attrs, shape, values.dtype)

@@ -16,7 +16,7 @@ import torch
 from fusion.analysis.dtypes import Array, held, is_integer, is_rounding
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounding import exact, is_float
-from fusion.graph import Algebra, Value
+from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Frame
@@ -178,9 +178,9 @@ def _of_heads(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value | None
     """A bias that broadcasts to scores [*rows, T] as [B or 1, N, S, T]; None where it does not."""
     value = frame.seen(a, value)
     full = (*frame.shape, keys)
-    lead = (*(1,) * (len(full) - value.rank), *value.shape)
-    if len(lead) != len(full) or any(own not in (1, size) for own, size in zip(lead, full, strict=True)):
+    if broadcast(value.shape, full) != full:
         return None
+    lead = (*(1,) * (len(full) - value.rank), *value.shape)
     wide = a.expand(a.reshape(value, lead), (lead[0], *full[1:]))
     return a.reshape(wide, (lead[0], *frame.sizes[1:], keys))
 

@@ -173,7 +173,7 @@ def latent_operands(graph: Graph) -> Iterator[Found]:
         elif parts is not None:
             yield from parts.items()
             k = attention.captures["k"]
-            if k is attention.captures["v"] and k in parts:  # one projection gives both
+            if k is attention.captures["v"]:  # one projection gives both
                 of = parts[k].captures
                 yield k, Reading("latent_values", {"latent": of["latent"], "up": swapped(graph.algebra, of["up"])})
 

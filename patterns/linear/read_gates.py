@@ -28,7 +28,7 @@ def gate_lanes(graph: Graph) -> Iterator[Found]:
 def _half(graph: Graph, value: Value) -> tuple[Value, bool, bool] | None:
     """The tensor of which a value is one half of the lanes, which, and whether these are every second one."""
     cut = value.arg if value.op == "reshape" and value.arg.op == "slice" else value
-    if cut.op != "slice" or not cut.rank or not value.rank:
+    if cut.op != "slice" or not value.rank:
         return None
     axis, start, _, step = cut.attrs
     whole, size = cut.arg, value.shape[-1]

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fusion
+from fusion.graph import Algebra
 from fusion.report import Report
+from patterns.attention.blame import unproven
 
 B, N, S, T, D = 2, 4, 8, 24, 64
 CAPPED = "the scores are capped softly by tanh, which the operator does not do"
@@ -271,3 +273,24 @@ def test_numbers_that_it_does_not_hold_are_not_chosen(other: Tensor | None):
 def test_queries_that_were_never_narrower_are_refused_by_the_limit():
     wide = tuple(each.float() for each in QKV)
     assert "query is float32" in one(explained(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, qkv=wide))[0]
+
+
+def test_operands_that_were_narrow_in_several_dtypes_are_refused_by_the_limit():
+    given = QKV[0], QKV[1].half(), QKV[2]
+    assert "query is float32" in one(explained(in_float32, qkv=given))[0]
+
+
+def test_of_numbers_that_nothing_is_known_of_no_input_is_blamed():
+    a = Algebra()
+    made = a.make("aten.rand.default", (), (), (S, T), torch.float32)
+    assert "assume" not in unproven(made)
+    assert "assume" in unproven(a.make("input", (), ("mask", 0), (S, T), torch.float32))
+
+
+def summed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Two biases that are added as one, and multiplied with the scores."""
+    return ((q @ k.mT + (bias + bias.flip(0))) * 0.125).softmax(-1) @ v
+
+
+def test_several_biases_that_are_scaled_with_the_scores_are_not_added():
+    assert "the sum of several" in one(explained(summed, normal(S, T)))[0]

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from fusion import Example, testing
+from fusion.language.rule import Refused
 from patterns.attention.attention import Attention
+from patterns.attention.results import OutputAndLse
 
 B, N, S, T, D = 2, 3, 4, 6, 16
 Parts = tuple[Tensor, Tensor]
@@ -115,3 +117,8 @@ def test_a_log_sum_with_what_belongs_to_another_row_stays():
     assert [each.match.form for each in t.outcome.chosen] == ["written[Rows, Output]"]
     assert not any("it would give" in each.reason for each in t.outcome.refusals)
     testing.means_what_it_says(t)
+
+
+def test_a_log_sum_beside_a_bias_stays():
+    with pytest.raises(Refused, match="counts the bias"):
+        OutputAndLse(None).refuse(None, bias=torch.ones(1))

@@ -635,6 +635,20 @@ def of_each(shape: tuple[Any, ...], *index: Affine, factor: Any = 1, more: Any =
     return bounds_of.per_sequence(a, Affine({leaf: factor}, more), 2)
 
 
+def test_a_number_of_keys_less_something_of_a_tensor_may_be_none():
+    whole = Affine({}, SIZE)
+    for high, some in ((whole, True), (whole + HIGH.times(-1), False)):
+        assert bounds_of.sees_some(bounds_of.Limits(high, None, False, ()), 4, 6, {SIZE}) == some
+
+
+def test_truths_of_each_query_that_are_passed_in_are_no_list():
+    t = Twins(None)
+    query = t.call(aten.reshape.default, t.call(aten.arange.default, 4), [4, 1])
+    key = t.call(aten.reshape.default, t.call(aten.arange.default, 6), [1, 6])
+    given = t.input(torch.arange(48).reshape(2, 1, 4, 6) % 5 > 0)
+    assert is_told_right(t, _both(t, _le(t, key, query), given), (2, 4, 6))["fully_masked_row"] == "nan"
+
+
 SEQUENCE, BACK = Affine({0: 1}), Affine({0: -1}, 1)
 
 

@@ -1,0 +1,88 @@
+"""Which dims of a softmax are sequences, heads and queries, and which lanes are those of the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.graph import Algebra, Value
+from patterns.attention.frames import _of_lanes
+from tests.engine.graphs import numbers, read_graph, traced
+
+D = 16
+
+
+def read(form: Callable[..., Tensor], *args: Tensor) -> list[tuple[Any, ...]]:
+    """Sizes of the queries of each attention that is read."""
+    readings = read_graph(traced(form, *args).graph).readings
+    return [each.captures["q"].shape for _, each in readings.all("softmax_attention")]
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def inputs(*lead: int) -> tuple[Tensor, ...]:
+    """Queries with keys and values that all of them share."""
+    return numbers(*lead, 5, D), numbers(7, D, seed=1), numbers(7, D, seed=2)
+
+
+def test_one_matrix_of_queries_is_of_one_head():
+    assert read(attended, *inputs()) == [(1, 1, 5, D)]
+
+
+def test_matrices_with_the_same_keys_are_heads():
+    assert read(attended, *inputs(6)) == [(1, 6, 5, D)]
+
+
+def otherwise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads of two sequences, of which the weights are then those of three."""
+    weights = (q @ k.mT).flatten(0, 1).softmax(-1)
+    return weights.unflatten(0, (3, 4)) @ v
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """A bias of each head of each sequence, which are one dim; all heads share the keys."""
+    weights = ((q @ k.mT).flatten(0, 1) + bias).softmax(-1)
+    return weights.view(q.shape[0], q.shape[1], *weights.shape[1:]) @ v
+
+
+def shared(*lead: int) -> tuple[Tensor, Tensor]:
+    return numbers(*lead, 1, 7, D, seed=1), numbers(*lead, 1, 7, D, seed=2)
+
+
+def test_rows_of_heads_and_sequences_in_one_dim_are_opened_where_all_that_they_meet_is():
+    assert read(otherwise, numbers(2, 6, 5, D), shared(2)[0], shared(3)[1]) == [(12, 1, 5, D)]
+    assert read(biased, numbers(2, 6, 5, D), *shared(2), numbers(12, 5, 7, seed=3)) == [(1, 12, 5, D)]
+
+
+# lanes ---------------------------------------------------------------------------------------------------------------
+
+
+def rows(a: Algebra, source: Value, places: Value, axis: int) -> Value:
+    shape = (*source.shape[:axis], *places.shape, *source.shape[axis + 1 :])
+    return a.make("index", (source, places), (axis,), shape, source.dtype)
+
+
+def test_values_that_are_gathered_from_some_lanes_are_lanes_of_the_keys():
+    a = Algebra()
+    table = a.make("input", (), ("table", 0), (9, 8), torch.bfloat16)
+    places = a.make("input", (), ("places", 0), (4,), torch.int64)
+    keys = rows(a, table, places, 0)
+    values = rows(a, a.cut(table, -1, 0, 6), places, 0)
+    cut = a.cut(keys, -1, 0, 6)
+    assert _of_lanes(a, values, keys) is cut
+    assert _of_lanes(a, a.cast(values, torch.float32), keys) is a.cast(cut, torch.float32)
+    assert _of_lanes(a, a.permute(values, (1, 0)), keys) is a.permute(cut, (1, 0))
+
+
+def test_lanes_that_are_chosen_themselves_are_not():
+    """As many lanes of the first of a table, by the same places as the keys."""
+    a = Algebra()
+    table = a.make("input", (), ("table", 0), (9, 8), torch.float32)
+    places = a.make("input", (), ("places", 0), (8,), torch.int64)
+    values = rows(a, a.cut(table, -1, 0, 6), places, 1)
+    assert _of_lanes(a, values, rows(a, table, places, 1)) is values

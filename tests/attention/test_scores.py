@@ -1,0 +1,124 @@
+"""What is read as the weights of a softmax beside a sink, and as scores below what is done to them; and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion.graph import Algebra, Value
+from fusion.stages.canonicalise import canonicalise
+from patterns.attention.masks import REPLACED
+from patterns.attention.scores import Scores, Weights, scores_of, weights_of
+from tests.engine.graphs import numbers, traced
+
+N, S, T, D = 3, 5, 6, 4
+QK, SINK, WIDE = (numbers(N, S, D), numbers(N, T, D, seed=1)), numbers(N, 1, 1, seed=2), numbers(N, S, T, seed=3)
+
+
+def canonical(form: Callable[..., Tensor], *args: Tensor) -> tuple[Algebra, Value]:
+    graph = canonicalise(traced(form, *args).graph)
+    (root,) = graph.source.output_node().args[0]
+    found = graph.held[root]
+    assert isinstance(found, Value)
+    return graph.algebra, found
+
+
+def shares(z: Tensor, rest: Tensor) -> Tensor:
+    """exp(z) / (Σ exp(z) + rest)."""
+    return z.exp() / (z.exp().sum(-1, keepdim=True) + rest)
+
+
+def beside_sink(form: Callable[..., Tensor], more: Tensor) -> Weights | None:
+    """What weights of scores, of the largest of each row and of something more are."""
+
+    def weights(q: Tensor, k: Tensor, more: Tensor) -> Tensor:
+        scores = q @ k.mT
+        return form(scores, scores.amax(-1, keepdim=True), more)
+
+    return weights_of(*canonical(weights, *QK, more))
+
+
+NO_SOFTMAX: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor]] = {
+    "of squares": (lambda z, top, sink: z.square() / (z.square().sum(-1, keepdim=True) + sink.exp()), SINK),
+    "multiplied": (lambda z, top, sink: z.exp() * (z.exp().sum(-1, keepdim=True) + sink.exp()), SINK),
+    "of another sum": (lambda z, top, sink: z.exp() / ((2 * z).exp().sum(-1, keepdim=True) + sink.exp()), SINK),
+    "of the largest": (lambda z, top, sink: z.exp() / (top + sink.exp()), SINK),
+    "beside a sink that is no power": (lambda z, top, sink: shares(z, sink.cos()), SINK),
+    "beside as many sinks as keys": (lambda z, top, sink: shares(z, sink.exp()), WIDE),
+    "beside a sink of each key": (lambda z, top, sink: shares(z, sink.exp()), WIDE[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", NO_SOFTMAX)
+def test_what_is_no_softmax_beside_a_sink(name: str):
+    assert beside_sink(*NO_SOFTMAX[name]) is None
+
+
+def sunk(of_sink: Callable[[Tensor, Tensor], Tensor]) -> tuple[Value, Value]:
+    """The scores, and what the weights say that stands beside them, where both are taken below the largest."""
+    found = beside_sink(lambda z, top, sink: shares(z - top, of_sink(sink, top).exp()), SINK)
+    assert found is not None
+    assert found.cut
+    z, sink = found.softmax.arg.args
+    return z, sink.below("expand")
+
+
+def test_a_sink_is_freed_of_what_the_scores_are_freed_of():
+    z, sink = sunk(lambda sink, top: sink - top)
+    assert (z.op, sink.op) == ("matmul", "input")
+
+
+@pytest.mark.parametrize(
+    "of_sink",
+    [
+        lambda sink, top: sink + top,
+        lambda sink, top: sink - 2 * top,
+        lambda sink, top: sink + (top - 1),
+        lambda sink, top: torch.maximum(sink, -top),
+    ],
+)
+def test_what_is_done_to_a_sink_alone_stays(of_sink: Callable[[Tensor, Tensor], Tensor]):
+    z, sink = sunk(of_sink)
+    assert (z.op, sink.op == "input") == ("add", False)
+
+
+# scores --------------------------------------------------------------------------------------------------------------
+
+
+def scores(form: Callable[..., Tensor], *args: Tensor) -> Scores:
+    a, z = canonical(form, *args)
+    return scores_of(a, Scores(), z)
+
+
+def test_scores_of_keys_first_are_turned_alone():
+    """q kᵀ is the transpose of k qᵀ, which nothing else is."""
+    found = scores(lambda q, k: (k @ q.mT).mT, *QK)
+    assert found.product is not None
+    assert found.product.shape == (N, S, T)
+    wide = numbers(N, T, T, seed=4), numbers(N, T, T, seed=5)
+    for form in (lambda x, y: (x + y).mT, lambda x, y: (x @ y).reshape(N, 2 * T, T // 2)):
+        assert scores(form, *wide).product is None
+
+
+def test_a_softmax_over_heads_is_none_over_keys():
+    assert scores(lambda q, k: (q @ k.mT).permute(1, 2, 0), *QK).product is None
+
+
+def test_a_factor_of_one_number_stays_one_however_rows_are_arranged():
+    """Queries that are multiplied by one number keep their dtype, as torch does."""
+    found = scores(lambda q, k, by: ((q @ k.mT) * by).reshape(N * S, T), *QK, torch.tensor(2.0))
+    (factor,) = found.factors
+    assert factor.op == "input"
+    found = scores(lambda q, k, by: ((q @ k.mT) * by).reshape(N * S, T), *QK, SINK)
+    (factor,) = found.factors
+    assert factor.shape == (N * S, 1)
+
+
+def test_scores_that_are_replaced_before_their_rows_are_arranged_are_told():
+    def replaced(q: Tensor, k: Tensor, wide: Tensor) -> Tensor:
+        return torch.where(wide > 0, q @ k.mT, wide).reshape(N * S, T)
+
+    assert scores(replaced, *QK, WIDE).odd == REPLACED
