@@ -1,4 +1,4 @@
-"""Which entries of a list are seen: what a mask says of their places, where it ends, and what changes hidden ones alone."""
+"""Which entries of a list are seen: what a mask says of places, and what is changed where entries are hidden alone."""
 
 from __future__ import annotations
 
@@ -51,21 +51,27 @@ OTHERS: dict[str, Formula] = {
 
 def test_places_that_are_seen_lie_within_bounds():
     low, high = ("le", PLACE.times(-1)), ("le", PLACE.plus(-9))
-    assert entries(low, high).least(PLACES) and entries(low, high).within(PLACES, 0, 9)
+    assert entries(low, high).least(PLACES)
+    assert entries(low, high).within(PLACES, 0, 9)
     assert entries(low, high).within(PLACES, -1, 10)
-    assert not entries(low, high).within(PLACES, 1, 9) and not entries(low, high).within(PLACES, 0, 8)
-    assert not entries(low).within(PLACES, 0, 9) and not entries(high).within(PLACES, 0, 9)
+    assert not entries(low, high).within(PLACES, 1, 9)
+    assert not entries(low, high).within(PLACES, 0, 8)
+    assert not entries(low).within(PLACES, 0, 9)
+    assert not entries(high).within(PLACES, 0, 9)
     assert not entries(("le", PLACE.times(-1).plus(-1))).least(PLACES)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_nothing_else_bounds_them(name: str):
     some = entries(OTHERS[name])
-    assert not some.least(PLACES) and not some.within(PLACES, 0, 9) and not some.is_tail()
+    assert not some.least(PLACES)
+    assert not some.within(PLACES, 0, 9)
+    assert not some.is_tail()
 
 
 def test_hidden_entries_are_the_last_where_their_number_alone_says_so():
-    assert entries().is_tail() and entries(("le", ENTRY.plus(-2))).is_tail()
+    assert entries().is_tail()
+    assert entries(("le", ENTRY.plus(-2))).is_tail()
     assert not entries(("le", ENTRY.times(-1).plus(2))).is_tail()
     assert not entries(("le", ENTRY + PLACE)).is_tail()
     assert not entries(("eq", ENTRY.plus(-2))).is_tail()
@@ -115,7 +121,8 @@ def test_lists_are_those_of_sequences_however_they_are_arranged():
     flat = a.reshape(rows, (1, B * S, K, D))
     for keys in (rows, flat, a.reshape(rows, (B * S, 1, K, D))):
         said = read(keys, lanes(keys))
-        assert said["places"].shape == (B, S, K) and said["q"].shape == (B, N, S, D)
+        assert said["places"].shape == (B, S, K)
+        assert said["q"].shape == (B, N, S, D)
     both = a.reshape(gathered(a.reshape(tensor("step", B, K, dtype=i64), (B, 1, K))), (1, 1, B * K, D))
     assert read(both, lanes(both)) is None
 
