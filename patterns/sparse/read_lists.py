@@ -148,7 +148,7 @@ def _is_lowest(condition: Value, places: Value, masks: Masks, how: str) -> bool:
     below = condition.below("reshape", "expand")
     if below.op == "not":
         below, how = below.arg.below("reshape", "expand"), "keep" if how == "drop" else "drop"
-    if below.op != "compare" or below.shape == ():
+    if below.op != "compare":
         return False
     (op,), sides = below.attrs, [each.below("reshape", "cast") for each in below.args]
     bound = [each.op == "full" and each.attrs == (-math.inf,) for each in sides]

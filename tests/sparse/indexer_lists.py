@@ -42,6 +42,12 @@ def attended(keys: int = T) -> Inputs:
     return *with_lengths(keys), activations(3, B, 1, heads, lanes), activations(4, B, keys, lanes)
 
 
+def attended_with_none(keys: int = T) -> Inputs:
+    """The same, and one sequence has no keys."""
+    query, key, weights, _, *rows = attended(keys)
+    return query, key, weights, torch.tensor([0, keys - 2]), *rows
+
+
 def attended_in_line(keys: int = T) -> Inputs:
     """The same of a prompt."""
     lanes, heads = (576, 16) if keys == LARGE else (24, 4)
@@ -142,6 +148,16 @@ def gathered_in_line(q, k, w, query, kv):
     return attend(query, kv, places, places <= torch.arange(q.shape[1])[:, None])
 
 
+def gathered_and_lowered(q, k, w, lengths, query, kv):
+    """A query without keys gives the mean of what is listed, hidden or not."""
+    hidden = torch.arange(k.shape[1]) >= lengths[:, None, None]
+    places = by_einsum(q, k, w).masked_fill(hidden, -math.inf).topk(K, -1).indices
+    rows = kv[torch.arange(B)[:, None, None], places]
+    scores = query @ rows.mT * 0.3
+    scores = scores.masked_fill((places >= lengths[:, None, None])[:, :, None], torch.finfo(scores.dtype).min)
+    return scores.softmax(-1) @ rows[..., : 16 if query.shape[-1] == 24 else 512]
+
+
 Form = Callable[..., Any]
 RETURNED: dict[Form, Callable[[int], Inputs]] = {
     returned: step, narrow: prompt, as_many_as_there_are: step, sorted_first: step, marked_by_scores: prompt,
@@ -150,6 +166,7 @@ RETURNED: dict[Form, Callable[[int], Inputs]] = {
 }  # fmt: skip
 GATHERED: dict[Form, Callable[[int], Inputs]] = {
     gathered: attended, gathered_and_returned: attended, gathered_in_line: attended_in_line,
+    gathered_and_lowered: attended_with_none,
 }  # fmt: skip
 
 
@@ -229,11 +246,17 @@ def of_the_next(q, k, w):
     return places.masked_fill(places.roll(1, 1) > torch.arange(q.shape[1])[:, None], -1)
 
 
+def of_two_lengths(q, k, w):
+    """The list of every query twice, each cut off at a place of its own."""
+    places = hidden(by_einsum(q, k, w)).topk(K, -1).indices
+    return torch.where(places <= torch.tensor([3, 9])[:, None, None, None], places, -1)
+
+
 _FEW, _OTHERS = "fewer keys than are listed", "-1 is not written over the places"
 LOOKALIKES: dict[Form, str] = {
     raw: _FEW, of_a_length: _FEW, last_of_too_few: _FEW, itself_too: _OTHERS, some_of_them: _OTHERS, zeros: _OTHERS,
     the_others: _OTHERS, never: _OTHERS, by_places: _OTHERS, of_a_length_and_more: _FEW, by_other_scores: _OTHERS,
-    of_the_next: _OTHERS,
+    of_the_next: _OTHERS, of_two_lengths: _FEW,
 }  # fmt: skip
 
 

@@ -59,7 +59,8 @@ def test_a_list_is_found_by_the_operator(form: Form, level: Level, dtype: torch.
 @pytest.mark.parametrize("form", GATHERED, ids=lambda each: each.__name__)
 def test_rows_of_a_list_are_attended_to(form: Form):
     t = tried(form, "sparse_attention", torch.bfloat16)
-    listing = "GatheredRows" if form is indexer_lists.gathered_and_returned else "IndexedRows"
+    own = form in (indexer_lists.gathered_and_returned, indexer_lists.gathered_and_lowered)
+    listing = "GatheredRows" if own else "IndexedRows"
     assert forms(t) == [f"by_gathered_rows[{listing}, LatentRows]"]
     means_what_it_says(t)
     emits_valid_calls(t)

@@ -65,22 +65,47 @@ def test_pages_and_offsets():
     rows = found(index(KV, (0, 1), B, S, K, D, of=(page, offset)))
     assert (rows.groups, rows.counted_back, rows.places.dtype) == (1, False, torch.int64)
     assert rows.source.shape == (1, B * T, D)
-    many = a.make("input", (), ("many", 0), (Symbol("n"), T, D), torch.bfloat16)
-    assert gathered(a, index(many, (0, 1), B, S, K, D, of=(page, offset))) is None
+    for shape in ((Symbol("n"), T, D), (B, Symbol("t"), D)):
+        many = a.make("input", (), ("many", 0), shape, torch.bfloat16)
+        assert gathered(a, index(many, (0, 1), B, S, K, D, of=(page, offset))) is None
+
+
+def test_rows_of_the_one_sequence_that_there_is():
+    one, first = tensor("one_kv", 1, T, D), tensor("first", B, 1, 1, dtype=torch.int64)
+    assert found(index(one, (0, 1), B, S, K, D, of=(first, PLACES))) == Gathered(one, PLACES, counted_back=True)
+
+
+@pytest.mark.parametrize("number", [tensor("some", B, 1, 1, dtype=torch.int64), a.reshape(positions(a, B), (1, B, 1))])
+def test_rows_of_other_sequences_are_those_of_one_table(number: Value):
+    """Sequence `number` for each list: one that is given, or the number of the query, of as many."""
+    places = tensor("square", B, B, K, dtype=torch.int64)
+    rows = found(index(KV, (0, 1), B, B, K, D, of=(number, places)))
+    assert (rows.groups, rows.source) == (1, a.reshape(KV, (1, B * T, D)))
+    assert {number, places} <= set(values_below(rows.places))
+
+
+def values_below(x: Value) -> list[Value]:
+    return [x, *(below for each in x.args for below in values_below(each))]
 
 
 HEADS = tensor("heads", B, T, 2, D)
 OTHER = index(KV, (0, 1), B, S, K, D, of=(EVERY, tensor("others", B, S, K, dtype=torch.int64)))
 FLAT = index(KV, (0,), S, T, D, of=(tensor("few", S, dtype=torch.int64),))
 WIDE = tensor("wide", B, T, D, dtype=torch.float32)
+SQUARE = index(tensor("lanes", B, T, K), (0, 1), B, B, K, K, of=(EVERY, tensor("square", B, B, K, dtype=torch.int64)))
+LONG = index(tensor("long", B, T + 2, D), (0, 1), B, S, K, D, of=(EVERY, PLACES))
 NONE = {
     "sequences exchanged": a.permute(ROWS, (1, 0, 2, 3)),
+    "as many sequences exchanged": a.permute(SQUARE, (1, 0, 2, 3)),
+    "as many lanes exchanged": a.permute(SQUARE, (0, 1, 3, 2)),
     "lanes exchanged": a.permute(ROWS, (0, 1, 3, 2)),
     "lanes and rows mixed": a.reshape(ROWS, (B, S, K * D)),
     "several rows behind a place": FLAT,
     "rows of heads": index(HEADS, (0, 1), B, S, K, 2, D, of=(EVERY, PLACES)),
     "entries cut off": a.cut(ROWS, 2, 0, 2),
     "two lists": a.make("cat", (ROWS, OTHER), (3,), (B, S, K, 2 * D), KV.dtype),
+    "of two sources": a.make("cat", (ROWS, LONG), (3,), (B, S, K, 2 * D), KV.dtype),
+    "numbers of a line": index(tensor("line", T), (0,), B, S, K, of=(PLACES,)),
     "behind each other": a.make("cat", (ROWS, ROWS), (2,), (B, S, 2 * K, D), KV.dtype),
     "repeated in front": a.make(
         "expand", (a.reshape(ROWS, (1, B, S, K, D)),), (), (5, B, S, K, D), KV.dtype

@@ -1,0 +1,144 @@
+"""Which lists are those of an indexer: -1 stands where a query does not see a key, of this query, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion.graph import Reading
+from fusion.stages.canonicalise import canonicalise
+from patterns.attention.assumed import Assumed
+from patterns.examples.sparse_attention import by_einsum
+from patterns.sparse.read_lists import listed
+from tests.engine.graphs import numbers, traced
+
+S, T, H, D, K = 4, 8, 2, 4, 2
+FEW, OTHERS = "fewer keys than are listed", "-1 is not written over the places"
+Scores = tuple[Tensor, Tensor, Tensor]
+
+
+def said(form: Callable[..., Tensor], sequences: int, *more: Tensor) -> Any:
+    """What is said of the list that a function returns, of an indexer's queries, keys and weights."""
+    shapes = (sequences, S, H, D), (sequences, T, D), (sequences, S, H)
+    given = [numbers(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    graph = canonicalise(traced(form, *given, *more).graph)
+    return listed(Assumed(graph.algebra), graph.held[graph.source.output_node().args[0][-1]])
+
+
+def later(by: int = 1) -> Tensor:
+    return torch.ones(S, T, dtype=torch.bool).triu(by)
+
+
+def best(q: Tensor, k: Tensor, w: Tensor, by: int = 1) -> Any:
+    """The best scores, and their places, of keys that do not stand behind the query."""
+    return by_einsum(q, k, w).masked_fill(later(by), -math.inf).topk(K, -1)
+
+
+def marked(places: Tensor, queries: int = S) -> Tensor:
+    """-1 over what stands behind the row."""
+    return torch.where(places <= torch.arange(queries)[:, None], places, -1)
+
+
+# spellings -----------------------------------------------------------------------------------------------------------
+
+
+def each_sequence(q, k, w):
+    return marked(best(q, k, w).indices)
+
+
+def one_without_its_dim(q, k, w):
+    return marked(best(q, k, w).indices[0])
+
+
+def scores_without_it(q, k, w):
+    return marked(by_einsum(q, k, w)[0].masked_fill(later(), -math.inf).topk(K, -1).indices)
+
+
+@pytest.mark.parametrize(("form", "sequences"), [(each_sequence, 2), (one_without_its_dim, 1), (scores_without_it, 1)])
+def test_a_list_of_an_indexer(form: Callable[..., Tensor], sequences: int):
+    found = said(form, sequences)
+    assert isinstance(found, Reading)
+    assert (found.captures["mask_kind"], found.captures["entries"]) == ("causal_upper_left", K)
+
+
+# look-alikes ---------------------------------------------------------------------------------------------------------
+
+
+def by_halves(q, k, w):
+    """Queries of the second half as if they were those of the first."""
+    return marked(best(q, k, w).indices.view(2, S // 2, K), S // 2).view(1, S, K)
+
+
+def by_sequences(q, k, w):
+    """As many sequences as queries: each by its own number in the place of the query's."""
+    return marked(best(q, k, w).indices.flatten(1)).view(S, S, K)
+
+
+def by_lengths_of_others(q, k, w, lengths):
+    """Two pairs of sequences, the second by the lengths of the first."""
+    hidden = torch.arange(T) >= lengths[:, None, None]
+    places = by_einsum(q, k, w).masked_fill(hidden, -math.inf).topk(K, -1).indices.view(2, 2, S, K)
+    return places.masked_fill(places >= lengths[:2].view(2, 1, 1, 1), -1).view(4, S, K)
+
+
+def above_zero(q, k, w):
+    scores, places = best(q, k, w)
+    return torch.where(scores > 0, places, -1)
+
+
+def not_above_zero(q, k, w):
+    scores, places = best(q, k, w)
+    return places.masked_fill(scores <= 0, -1)
+
+
+def above_the_lowest_of_others(q, k, w):
+    return torch.where(best(q, k, w, 2).values > -math.inf, best(q, k, w).indices, -1)
+
+
+def not_above_the_lowest_of_others(q, k, w):
+    return best(q, k, w).indices.masked_fill(best(q, k, w, 2).values <= -math.inf, -1)
+
+
+def where_nothing_is_seen(q, k, w):
+    """By the first score of each list."""
+    scores, places = best(q, k, w)
+    return places.masked_fill(scores[..., :1] == -math.inf, -1)
+
+
+def within_a_window(q, k, w):
+    """As many keys before the last one as are listed, but for one."""
+    key, query = torch.arange(T), torch.arange(S)[:, None]
+    seen = (key < query + K) & (key > query)
+    return by_einsum(q, k, w).masked_fill(~seen, -math.inf).topk(K, -1).indices
+
+
+def in_bytes(q, k, w):
+    return by_einsum(q, k, w).topk(K, -1).indices.to(torch.int8).long()
+
+
+def best_of_each(q, k, w):
+    return by_einsum(q, k, w).topk(1, -1).indices.squeeze(-1)
+
+
+def one_behind_the_other(q, k, w):
+    return by_einsum(q, k, w).topk(K, -1).indices.flatten(0, 1)
+
+
+LOOKALIKES: dict[Callable[..., Tensor], tuple[int, str | None]] = {
+    by_halves: (1, OTHERS), by_sequences: (S, OTHERS), by_lengths_of_others: (4, OTHERS), above_zero: (1, OTHERS),
+    not_above_zero: (1, OTHERS), above_the_lowest_of_others: (1, OTHERS), not_above_the_lowest_of_others: (1, OTHERS),
+    where_nothing_is_seen: (1, OTHERS), within_a_window: (1, FEW), in_bytes: (1, None), best_of_each: (2, None),
+    one_behind_the_other: (2, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
+def test_no_list_of_an_indexer(form: Callable[..., Tensor]):
+    sequences, why = LOOKALIKES[form]
+    found = said(form, sequences, *([torch.tensor([2, 3, 1, 5])] if form is by_lengths_of_others else []))
+    assert found == why if why is None else why in found
