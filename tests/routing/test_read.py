@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.graphs import numbers, read_graph, traced
+from tests.engine.graphs import fused, names, numbers, read_graph, replay, traced
 
 TOKENS, EXPERTS, GROUPS, SIZE, KEPT, COUNT = 6, 32, 8, 4, 3, 5
 ENDS = -torch.inf
@@ -224,7 +224,13 @@ def test_what_is_filled_does_not_matter_where_all_groups_are_chosen():
 
 
 def test_groups_times_0_are_those_filled_with_0():
-    assert gate(weighed(1.0, 0.0))["group_score"] == "max"
+    router = weighed(1.0, 0.0)
+    assert gate(router)["group_score"] == "max"
+    given = numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1)
+    gm, _ = fused(router, *given)
+    assert "npu.npu_moe_gating_top_k.default" in names(gm)
+    for got, wanted in zip(replay(gm, *given), router(*(each.double() for each in given)), strict=True):
+        torch.testing.assert_close(got.double(), wanted.double())
 
 
 def test_weights_and_lists_are_read_in_dtypes_of_their_own_kind():
