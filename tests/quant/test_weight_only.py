@@ -66,7 +66,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     ),
     "inputs in the order of other groups": (
         lambda x, w, s, g, b, inputs: F.linear(
-            x, (inputs.float() * b).reshape(8, 2, N).permute(2, 1, 0).reshape(N, K)
+            x, (inputs.float() * inputs.float().sin()).reshape(8, 2, N).permute(2, 1, 0).reshape(N, K)
         ),
         "",
         WEIGHT.t().reshape(G, SIZE, N),
@@ -102,5 +102,5 @@ def test_zero_points_of_groups_that_are_joined_before_the_scales():
 
 
 def test_of_two_scales_behind_a_product_only_the_first_is_its_own():
-    [found], _ = read(lambda x, w, s, g, b: F.linear(x, w.float()) * s * b)
+    [found], _ = read(lambda x, w, s, g, b: F.linear(x, w.float()) * s * b.sin())
     assert found["scale"].op == "input"
