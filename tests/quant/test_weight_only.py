@@ -47,7 +47,9 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "scales of groups times those within a group": (
         lambda x, w, s, g, b: F.linear(x, w.float() * (g.unsqueeze(-1) * b[:SIZE]).view(N, K)), ALONG,
     ),
-    "scales of a group, group after group": (lambda x, w, s, g, b: F.linear(x, w.float() * g.repeat(1, G)), ALONG),
+    "scales of a group, group after group": (
+        lambda x, w, s, g, b: F.linear(x, w.float() * g[:, None].expand(N, G, SIZE).reshape(N, K)), ALONG,
+    ),
     "scales of groups that all channels share": (
         lambda x, w, s, g, b: F.linear(x, w.float() * g[0].repeat_interleave(SIZE).expand(N, -1).exp()), ALONG,
     ),
