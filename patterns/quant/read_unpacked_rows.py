@@ -92,9 +92,8 @@ def unpacked_rows(graph: Graph) -> Iterator[Found]:
     """Latents and rotated keys of attention that are unpacked from the rows of one cache; why others are not."""
     a = graph.algebra
     for _, attended in graph.readings.all("latent_keys"):
-        of_latent, of_rope = attended.captures["latent"], attended.captures.get("rope")
-        found = latent(a, of_latent)
-        turned = rope(of_rope) if isinstance(of_rope, Value) else None
+        of_latent, of_rope = attended.captures["latent"], attended.captures["rope"]
+        found, turned = latent(a, of_latent), rope(of_rope)
         if found is None or turned is None or turned[0] is not found.rows:
             continue
         end = found.scales + found.width // found.tile * torch.float32.itemsize
@@ -102,5 +101,4 @@ def unpacked_rows(graph: Graph) -> Iterator[Found]:
             yield of_latent, Miss("sparse_attention", _ORDER)
             continue
         yield of_latent, Reading("unpacked_latent", {"rows": found.rows, "tile": found.tile})
-        assert of_rope is not None
         yield of_rope, Reading("unpacked_rope", {"rows": found.rows})

@@ -16,7 +16,7 @@ import torch
 from fusion import reader, word
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.nodes import are_read_by, is_computed
-from fusion.analysis.rounding import exact, is_float
+from fusion.analysis.rounding import exact
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.linear.read import linear
@@ -50,8 +50,7 @@ class _Weight:
 
 @proof
 def _weight(a: Algebra, value: Value) -> _Weight | None:
-    """The int8 weight that `value` is computed from; None where it is none."""
-    must(is_float(value))
+    """The int8 weight that `value`, of floats, is computed from; None where it is none."""
     match value.op:
         case "cast" if value.arg.dtype == torch.int8:
             return _Weight(value.arg)
@@ -115,10 +114,10 @@ def _of_rows(a: Algebra, factor: Value, value: Value) -> Value | None:
         below = _of_rows(a, factor.arg, value)
         return below and a.scale(below, *factor.attrs)
     shape = _aligned(factor, value)
-    if shape[-1:] == (1,) and all(size in (1, whole) for size, whole in zip(shape, value.shape, strict=True)):
+    if shape[-1:] == (1,):
         return a.reshape(factor, shape)
     wide = factor.arg if factor.op == "reshape" else factor
-    if wide.op != "expand" or wide.rank != value.rank + 1 or wide.shape[:-2] != value.shape[:-1]:
+    if wide.op != "expand" or wide.shape[:-2] != value.shape[:-1]:
         return None
     return a.reshape(wide.arg, wide.shape[:-1]) if wide.arg.shape == (*wide.shape[:-1], 1) else None
 
@@ -194,8 +193,8 @@ def _reading(a: Algebra, layer: _Layer) -> Reading | str | None:
 
 
 def _for_operator(a: Algebra, factor: Value | None) -> Value | None:
-    """[1] or [N], or [G, N] of one for each group [N, G]."""
-    if factor is not None and factor.rank == 2 and factor.shape[-1] != 1:
+    """A factor [N | 1, 1 | G] as [1] or [N], or [G, N] of one for each group."""
+    if factor is not None and factor.shape[-1] != 1:
         return a.permute(factor, (1, 0))
     return factor and a.reshape(factor, (math.prod(factor.shape),))
 

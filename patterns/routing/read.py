@@ -19,7 +19,9 @@ import torch
 
 from fusion import reader
 from fusion.analysis.constant_folding import COMPARE
+from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.intervals import uncast
+from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES
 from patterns.routing.words import CHOSEN_SCORES, EXPERT_CHOICE
@@ -42,17 +44,13 @@ class _Masked:
 @reader(gives=(EXPERT_CHOICE, CHOSEN_SCORES))
 def expert_choices(graph: Graph) -> Iterator[Found]:
     """Every list of the largest that is a router's, with the scores at these places."""
-    lists = [each for each in list(graph.places) if each.op == "largest_index" and _is_float(each.arg)]
+    lists = [each for each in list(graph.places) if each.op == "largest_index" and is_float(each.arg)]
     for places in lists:
         found = _gate(graph.algebra, places)
         if isinstance(found, str):
             yield places, Miss(RULE, found)
         elif found is not None:
             yield from _readings(graph, places, *found)
-
-
-def _is_float(x: Value) -> bool:
-    return x.dtype is not None and x.dtype.is_floating_point
 
 
 def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Found]:
@@ -74,8 +72,15 @@ def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) 
 def _reads(gathered: Value, scores: Value, places: Value) -> bool:
     """Whether it takes these scores, perhaps in a wider dtype, at these places."""
     x, at = gathered.args
-    one = x.below("cast", "reshape") is scores.below("cast", "reshape") and x.shape[-1] == scores.shape[-1]
-    return uncast(at) is places and one and _is_float(x)
+    one = _unrounded(x, "reshape") is _unrounded(scores, "reshape") and x.shape[-1] == scores.shape[-1]
+    return uncast(at) is places and one
+
+
+def _unrounded(x: Value, *through: str) -> Value:
+    """Floats before casts that only round them; `through` are ops that are passed too."""
+    while x.op in through or is_rounding(x):
+        x = x.arg
+    return x
 
 
 def _with_casts(graph: Graph, value: Value) -> Iterator[Value]:
@@ -100,7 +105,7 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     if parts is None:
         return None if masked is None else "what is chosen from is not sigmoid or softmax of logits, plus a bias"
     scores, bias = parts
-    norm = scores.below("cast")
+    norm = _unrounded(scores)
     if masked is None and (norm.op == "softmax" and bias is None):
         return None  # which is another rule's
     groups = _groups(masked, choice, bias) if masked else _ALL
@@ -127,7 +132,7 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
 
 
 def _is_score(x: Value) -> bool:
-    x = x.below("cast")
+    x = _unrounded(x)
     return x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1)
 
 

@@ -168,6 +168,14 @@ def test_quotients_that_are_none(quotient: Callable[[Tensor], Tensor], reason: s
     assert not graph.readings.all("token_scale")
 
 
+def test_rows_by_the_scale_of_zeros_are_none():
+    def rows(x: Tensor) -> Tensor:
+        return (x / by_row(x * 0.0)).round().to(torch.int8)
+
+    graph = read_graph(capture(rows, layer(6)(torch.float32)[:1]).graph.graph)
+    assert not graph.readings.all("quantise")
+
+
 def test_rows_and_their_scale_may_be_negated_alike():
     def rows(x: Tensor) -> Tensor:
         return (x * -2 / by_row(x * -2)).round().to(torch.int8)

@@ -14,6 +14,7 @@ from tests.routing.expert_gating import GATING, biased_softmax, inputs, unbiased
 
 TOKENS, EXPERTS, GROUPS, SIZE, KEPT, COUNT = 6, 32, 8, 4, 3, 5
 ENDS = -torch.inf
+WORDS = {"expert_choice", "chosen_scores"}
 
 
 def two(choice: Tensor, groups: int = GROUPS) -> Tensor:
@@ -82,11 +83,43 @@ def weights_elsewhere(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return scores.gather(-1, experts.flip(0)), experts
 
 
+def weights_of_logits_alone(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    experts = logits.sigmoid().topk(COUNT, dim=-1)[1]
+    return logits.gather(-1, experts).softmax(-1), experts
+
+
+def weights_without_fractions(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.sigmoid()
+    experts = (scores + bias).topk(COUNT, dim=-1)[1]
+    return scores.int().float().gather(-1, experts), experts
+
+
+def scores_without_fractions(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.sigmoid().int().float()
+    experts = (scores + bias).topk(COUNT, dim=-1)[1]
+    return scores.gather(-1, experts), experts
+
+
 def shared_scores(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The scores of one token, of which each token hides groups of its own."""
     scores = logits[:1].sigmoid()
     choice = torch.where(spread(out(two(logits))), ENDS, scores)
     return choice.topk(COUNT, dim=-1)
+
+
+def shared_scores_times_groups(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits[:1].softmax(-1)
+    return (scores * spread(~out(two(logits))).to(scores.dtype)).topk(COUNT, dim=-1)
+
+
+def one_score_of_each_token(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return (logits[:, :1].sigmoid() + bias).topk(COUNT, dim=-1)
+
+
+def columns_of_as_many(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Four groups of four experts, each scored by the best of a column of experts."""
+    router = routed(lambda choice: spread(out(choice.unflatten(-1, (SIZE, -1)).amax(1))))
+    return router(logits[:, : SIZE * SIZE], bias[: SIZE * SIZE])
 
 
 def filled_with_others(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +163,7 @@ def chosen_by_whole_numbers(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
 
 def read(router: Callable[..., Any]) -> tuple[set[str], list[str]]:
     graph = read_graph(traced(router, numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1)).graph)
-    words = {each.op for _, each in graph.readings} & {"expert_choice", "chosen_scores"}
+    words = {each.op for _, each in graph.readings} & WORDS
     return words, [each.reason for _, each in graph.readings.missed("expert_gating")]
 
 
@@ -144,6 +177,10 @@ OTHERS = {
     "groups of two tokens": (routed(pairs_of_tokens), "not runs of experts"),
     "more flags than groups": (routed(columns_of_two_tokens), "not runs of experts"),
     "two lists": (routed(of_two_lists), "not proven to be groups"),
+    "a list beside scores": (
+        routed(lambda choice: spread(out(two(choice))).float() > choice), "not proven to be groups",
+    ),
+    "groups of groups": (routed(lambda choice: spread(spread(out(two(choice, 4)), 2))), "not proven to be groups"),
     "groups beside groups": (routed(groups_beside_groups), "not proven to be groups"),
     "experts that are listed": (routed(lambda choice: out(choice)), "not proven to be groups"),
     "groups by their best three": (
@@ -151,6 +188,22 @@ OTHERS = {
         "what experts are chosen by",
     ),
     "groups by less than their best": (routed(lambda choice: spread(out(-two(choice)))), "what experts are chosen by"),
+    "groups by the second of their best": (
+        routed(lambda choice: spread(out(choice.unflatten(-1, (GROUPS, -1)).topk(2, dim=-1)[0].amin(-1)))),
+        "what experts are chosen by",
+    ),
+    "groups of two by their squares": (
+        routed(lambda choice: spread(out(choice.unflatten(-1, (-1, 2)).square().sum(-1)), 2)),
+        "what experts are chosen by",
+    ),
+    "groups by each of their best two": (
+        routed(lambda choice: spread(out(choice.unflatten(-1, (GROUPS, -1)).topk(2, dim=-1)[0].flatten(1)), 2)),
+        "what experts are chosen by",
+    ),
+    "groups by nothing": (
+        routed(lambda choice: spread(out(torch.ones(TOKENS, GROUPS)))), "what experts are chosen by",
+    ),
+    "groups by columns of as many": (columns_of_as_many, "what experts are chosen by"),
     "groups by their columns": (
         routed(lambda choice: spread(out(choice.unflatten(-1, (SIZE, -1)).topk(2, dim=1)[0].sum(1)))),
         "what experts are chosen by",
@@ -169,6 +222,9 @@ OTHERS = {
         "not sigmoid or softmax",
     ),
     "weights of logits": (weights_of_logits, "not the scores of the experts"),
+    "weights of logits, without a bias": (weights_of_logits_alone, "not the scores of the experts"),
+    "weights without fractions": (weights_without_fractions, "not the scores of the experts"),
+    "scores without fractions": (scores_without_fractions, None),
     "weights of other places": (weights_elsewhere, "not the scores of the experts"),
     "columns for groups": (columns_for_groups(expanded=False), None),
     "columns for groups, expanded": (columns_for_groups(expanded=True), "not proven to be groups"),
@@ -176,10 +232,12 @@ OTHERS = {
     "hidden by a bound": (routed(lambda choice: choice < 0.2), None),
     "scores in whole numbers": (chosen_by_whole_numbers, None),
     "scores of one token": (shared_scores, None),
+    "scores of one token, times groups": (shared_scores_times_groups, None),
+    "one score of each token": (one_score_of_each_token, None),
     "filled with logits": (filled_with_others, None),
     "no router at all": (lambda logits, bias: (logits + bias).topk(COUNT), None),
     "a softmax alone": (lambda logits, bias: logits.softmax(-1).topk(COUNT), None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -206,9 +264,29 @@ def test_what_is_filled_does_not_matter_where_all_groups_are_chosen():
 
 
 def test_groups_times_0_are_those_filled_with_0():
-    found = gate(weighed(1.0, 0.0))
-    assert found["group_score"] == "max"
-    assert "bias" not in found
+    router = weighed(1.0, 0.0)
+    assert gate(router)["group_score"] == "max"
+    logits = numbers(TOKENS, EXPERTS)
+    gm, _ = fused(lambda logits: router(logits, logits), logits)
+    assert "npu.npu_moe_gating_top_k.default" in names(gm)
+    wanted = router(logits.double(), logits)
+    for got, exact in zip(replay(gm, logits), wanted, strict=True):
+        torch.testing.assert_close(got.double(), exact.double())
+
+
+def test_weights_and_lists_are_read_in_dtypes_of_their_own_kind():
+    def router(logits: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        scores = logits.sigmoid()
+        experts = (scores + bias).topk(COUNT, dim=-1)[1]
+        weights = scores.gather(-1, experts)
+        return weights.bfloat16(), weights.int() * 3, experts.int(), experts.float()
+
+    graph = read_graph(traced(router, numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1)).graph)
+    read = {word: {found.captures["dtype"] for _, found in graph.readings.all(word)} for word in WORDS}
+    assert read == {
+        "expert_choice": {torch.int64, torch.int32},
+        "chosen_scores": {torch.float32, torch.bfloat16},
+    }
 
 
 def test_a_cast_of_other_numbers_is_no_list():

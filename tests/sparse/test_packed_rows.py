@@ -57,6 +57,11 @@ def rope_of_numbers(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return repeated(rows, dtype)[0], rows[..., C : C + 2 * DR : 2].to(dtype)
 
 
+def of_other_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rotated key of the token behind."""
+    return repeated(rows, dtype)[0], repeated(rows.roll(1, -2), dtype)[1]
+
+
 def attended(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], hidden: Tensor | None, equation: str) -> Tensor:
     scores = sum(torch.einsum(f"bsnd,{equation}->bsnt", *each) for each in zip(q, kv, strict=True)) * 0.07
     scores = scores.float() if hidden is None else scores.float().masked_fill(hidden.unsqueeze(2), -torch.inf)
@@ -134,7 +139,7 @@ def test_a_list_of_the_model_may_name_a_key_twice():
     assert OPERATOR not in called(t)
 
 
-@pytest.mark.parametrize("unpack", [rounded_scales, scales_first])
+@pytest.mark.parametrize("unpack", [rounded_scales, scales_first, of_other_rows])
 def test_rows_that_are_packed_or_rounded_otherwise_are_unpacked_by_the_model(unpack: Unpack):
     assert OPERATOR not in called(tried(example("other", masked, False, unpack)))
 
