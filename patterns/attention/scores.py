@@ -96,7 +96,7 @@ def _beside_sink(a: Algebra, p: Value) -> Value | None:
     """The first of softmax([z, sink]) for exp(z) / (Σ exp(z) + exp(sink)), all less one number for each row or not."""
     for exp, inverse in (p.args, p.args[::-1]):
         total = inverse.arg if inverse.op == "power" and inverse.attrs == (-1.0,) else inverse
-        if exp.op != "exp" or total is inverse or total.op != "add":
+        if exp.op != "exp" or total is inverse or total.op != "add" or not isinstance(exp.shape[-1], int):
             continue
         for summed, other in (total.args, total.args[::-1]):
             if summed is a.sum(exp, (-1,)) and other.op == "exp" and other.shape[-1:] == (1,):
