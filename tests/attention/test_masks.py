@@ -747,19 +747,21 @@ def _lowered(scores: Tensor, first: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("ordered", "first", "padded", "empty"),
+    ("ordered", "first", "padded", "turned", "empty"),
     [
-        (_filled, 1, False, "zero"),
-        (_lowered, 1, False, "zero"),
-        (_lowered, 0, False, "nan"),  # the first query sees no key
-        (_filled, 1, True, "nan"),
+        (_filled, 1, False, False, "zero"),
+        (_lowered, 1, False, False, "zero"),
+        (_lowered, 0, False, False, "nan"),  # the first query sees no key
+        (_filled, 1, True, False, "nan"),
+        (_filled, 1, False, True, "nan"),  # what other queries list
     ],
 )
-def test_what_is_listed_of_keys_that_are_seen_is_seen(ordered: Any, first: int, padded: bool, empty: str):
+def test_what_is_listed_of_keys_that_are_seen_is_seen(ordered: Any, first: int, padded: bool, turned: bool, empty: str):
     def attend(q, k, v, scores, padding):
         places = ordered(scores, first).topk(3, -1).indices
         listed = torch.zeros(2, 6, 6, dtype=torch.bool).scatter(-1, places, True)
         masked = (q @ k.mT).masked_fill(padding, -torch.inf) if padded else q @ k.mT
+        listed = listed.mT if turned else listed
         return ordered(masked, first).masked_fill(~listed, -torch.inf).softmax(-1) @ v
 
     sizes = (2, 6, D), (2, 6, D), (2, 6, D), (2, 6, 6)

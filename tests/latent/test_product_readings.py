@@ -53,8 +53,18 @@ def read(form: Form, *shapes: tuple[int, ...], make: Callable[..., Tensor] = tor
 OTHERS: dict[str, tuple[Form, tuple[tuple[int, ...], ...]]] = {
     "a causal call": (lambda *x: called(*x, is_causal=True), ((B, N, T, D), LATENT, WEIGHT, WEIGHT)),
     "a call that drops weights": (lambda *x: called(*x, dropout_p=0.5), (Q, LATENT, WEIGHT, WEIGHT)),
+    "a call in wider numbers": (
+        lambda q, c, *up: F.scaled_dot_product_attention(
+            q.bfloat16().float(), *(heads(c.bfloat16(), each.bfloat16()).float() for each in up)
+        ),
+        (Q, LATENT, WEIGHT, WEIGHT),
+    ),
     "a call of one head": (lambda *x: called(*x, (1, 1)), ((B, 1, S, D), LATENT, ONE_HEAD, ONE_HEAD)),
     "a call without a dim for sequences": (called, ((N, S, D), (T, C), WEIGHT, WEIGHT)),
+    "a call over the heads of each token": (
+        lambda q, x, *up: F.scaled_dot_product_attention(q, *(F.linear(x, each).unflatten(-1, (N, D)) for each in up)),
+        ((T, N, D), (T, C), WEIGHT, WEIGHT),
+    ),
     "keys that heads share": (lambda *x: called(*x, (1, N)), (Q, LATENT, ONE_HEAD, WEIGHT)),
     "values that heads share": (lambda *x: called(*x, (N, 1)), (Q, LATENT, WEIGHT, ONE_HEAD)),
     "scores of one head": (lambda q, c, up: q @ heads(c, up, 1).mT, ((B, 1, S, D), LATENT, ONE_HEAD)),
