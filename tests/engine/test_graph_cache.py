@@ -250,3 +250,13 @@ def test_tensors_of_symbolic_sizes_are_not_told():
     (val,) = (node.meta["val"] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cos.default))
     with pytest.raises(UnwrittenError):
         graph_cache._look(val)
+
+
+def test_graphs_of_rules_that_no_file_tells_are_searched():
+    class Own(type(installed().rules[0])):
+        pass
+
+    library = replace(installed(), rules=(*installed().rules[1:], Own()))
+    from_ = capture(block, inputs())
+    assert graph_cache.entry(from_.graph.graph, from_.facts, installed(), OPTIONS) is not None
+    assert graph_cache.entry(from_.graph.graph, from_.facts, library, OPTIONS) is None

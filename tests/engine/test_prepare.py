@@ -15,7 +15,7 @@ from fusion import Library, Options
 from fusion.errors import VerificationError
 from fusion.facts import Facts
 from fusion.pipeline import fuse_graph
-from fusion.stages.prepare import _is_join
+from fusion.stages.prepare import _is_join, prepare
 from fusion.stages.verify import contract, verify
 from fusion.testing import capture
 from fusion.weights import derived, marks, parameter_inputs
@@ -324,3 +324,13 @@ def lying_otherwise_and_turned(build, weight):
 )  # fmt: skip
 def test_parameters_become_views_of_their_join_if_they_lie_in_it_as_they_are(form, is_join):
     assert _is_join(form(Build())) == is_join
+
+
+def test_nothing_is_prepared_where_a_graph_takes_nothing():
+    build = Build()
+    with build._mode:
+        held = torch.ones(4)
+    node = build.graph.create_node("get_attr", "held")
+    node.meta["val"] = held
+    build.graph.output((build(torch.ops.aten.cos.default, node),))
+    assert prepare(build.graph, Facts(extensible=True), "copy") == ()
