@@ -108,7 +108,7 @@ class PerToken(Tensorial):
 
 
 def _forms(value: Value, cx: Context) -> Iterator[Value]:
-    """`value`, and what the model reshapes to it, or what that is reshaped from to else, each once."""
+    """`value`, and what the model has of it in other dims, elements in the same order, each once."""
     found = {value: None}
     waiting = [value]
     while waiting:
