@@ -42,12 +42,11 @@ from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
 from patterns.quant.rotate_quant import RotateQuant
 from patterns.quant.weight_only_linear import WeightOnlyLinear
-from patterns.rotary.partial_rope import PartialRope
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
 from patterns.rotary.rope_pair import RopePair
 from patterns.routing.expert_gating import ExpertGating
-from patterns.routing.expert_routing import ExpertRouting, ExpertShares
+from patterns.routing.expert_routing import ExpertRouting
 from patterns.routing.read import expert_choices
 from patterns.sparse.indexer_topk import IndexerTopk
 from patterns.sparse.read import lightning_indexers
@@ -60,7 +59,6 @@ _RULES = (
     AddRMSNorm(),
     AddRMSNormDynamicQuant(),
     Rope(),
-    PartialRope(),
     RopePair(),
     Swiglu(),
     SwigluProjections(),
@@ -72,7 +70,6 @@ _RULES = (
     QuantMatmul(),
     WeightOnlyLinear(),
     ExpertRouting(),
-    ExpertShares(),
     ExpertGating(),
     Attention(),
     AttentionUpdate(),

@@ -67,13 +67,16 @@ EXAMPLES = (
     Example("divided by their sum", partial(largest, finish=divided), FLAT),
     Example("in batches, unsorted", IN_BATCHES, _logits(2, 3)),
     Example("softmax over tokens", _along_tokens, FLAT, "runs along another dim"),
-    Example("divided by twice their sum", TWICE, FLAT, "something else than their sum"),
-)
-SHARES = (
+    Example("divided by twice their sum", TWICE, FLAT, "something else than their sum", instead="chosen[Shares]"),
     Example("largest of a softmax", largest, FLAT),
     Example("in float32, unsorted", scattered, FLAT),
-    Example("softmax over tokens", lambda x: x.softmax(0).topk(4, dim=-1), FLAT, "along another dim than the choice"),
+    Example(
+        "largest of a softmax over tokens",
+        lambda x: x.softmax(0).topk(4, dim=-1),
+        FLAT,
+        "along another dim than the choice",
+    ),
     Example("four dims", lambda x: x.softmax(-1).topk(4, dim=-1), _logits(1, 2, 3), "rank(x) in (2, 3)"),
 )
 
-TRIED = {"expert_routing": EXAMPLES, "expert_shares": SHARES}
+TRIED = {"expert_routing": EXAMPLES}

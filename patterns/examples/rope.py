@@ -119,4 +119,4 @@ PAIRS = (
     Example("two dims", _both(half), rotated(*2 * ((3, 64),), table=(3, 64)), "not three or four"),
 )
 
-TRIED = {"rope_pair": PAIRS, "partial_rope": PARTIAL, "rope": EXAMPLES}
+TRIED = {"rope_pair": PAIRS, "rope": (*EXAMPLES, *PARTIAL)}

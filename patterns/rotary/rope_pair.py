@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
-from patterns.rotary.rope import Rope, Turned, Widened, dims_of, four_dims
+from patterns.rotary.rope import Rope
+from patterns.rotary.turned import Turned, Widened, dims_of, four_dims
 
 
 @dataclass(frozen=True)

@@ -8,80 +8,108 @@ logits is chosen torch leaves open too; rounding keeps the order of all others.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
+from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor, variants
 
 f32 = torch.float32
 
 
 @dataclass(frozen=True)
-class ExpertRouting(Rule):
-    """The experts that a router chooses, with shares that add up to one."""
+class Shares(Group):
+    """What each chosen expert has of the softmax over all experts.
 
-    def reference(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The meaning: logits [*B, E] → shares [*B, count], experts int64 [*B, count]."""
-        chosen, experts = logits.topk(count)
-        return chosen.softmax(-1), experts
+    Attributes:
+        logits: [*B, E].
+        count: how many experts are chosen.
+    """
 
-    @pattern
-    def softmax_of_chosen(self, p, logits=tensor("*B E"), count=attribute()):
-        """Choose, then softmax."""
-        wide = p.maybe_cast(logits, to=f32)
-        shares = p.softmax(p.maybe_cast(p.largest(wide, count), to=f32))
-        return p.as_dtype(shares, like=logits), p.largest_index(wide, count)
+    logits: Any = tensor("*B E")
+    count: Any = attribute()
+    are_divided: ClassVar[bool] = False
 
-    @pattern
-    def chosen_of_softmax(self, p, logits=tensor("*B E"), count=attribute(), factor=scalar()):
-        """Softmax, choose, divide by the sum (the mean with a factor)."""
-        scores = p.softmax(p.maybe_cast(logits, to=f32))
-        chosen = p.largest(scores, count)
-        shares = chosen * p.scale(p.power(p.mean(chosen), -1.0), factor)
-        return p.as_dtype(shares, like=logits), p.largest_index(scores, count)
+    def terms(self, p):
+        """Softmax, then choose."""
+        scores = p.softmax(p.maybe_cast(self.logits, to=f32))
+        chosen = self.divided(p, p.largest(scores, self.count))
+        return p.as_dtype(chosen, like=self.logits), p.largest_index(scores, self.count)
 
-    @lookalike("the softmax over what is chosen runs along another dim, or nothing reads which experts are chosen")
-    def other_softmax(self, p, logits=tensor("*B E"), count=attribute()):
-        """Any other softmax over the largest."""
-        return p.op("softmax", p.maybe_cast(p.largest(logits, count), to=f32))
+    def divided(self, p, chosen):
+        """As they are."""
+        return chosen
 
-    def guard(self, count: int, factor: float | None):
-        """What the mean is multiplied by to be the sum."""
-        sums = factor is None or abs(factor * count - 1) < 1e-9
-        require(sums, "the chosen shares are divided by something else than their sum")
+    def guard(self) -> None:
+        """Nothing speaks against them."""
 
-    @lowering
-    def npu(self, logits: Tensor, count: int):
-        """The operator that chooses first."""
-        return _routed(logits, count, renorm=1)
+    def routed(self) -> tuple[Tensor, Tensor]:
+        """Shares and experts [*B, count], by the operator."""
+        routed = torch.ops.npu.npu_moe_gating_top_k_softmax_v2
+        shares, experts, _ = routed(self.logits, k=self.count, renorm=int(self.are_divided))
+        return shares, experts.to(torch.int64)
 
 
 @dataclass(frozen=True)
-class ExpertShares(Rule):
-    """The experts that a router chooses, with their shares of the softmax over all experts."""
+class DividedShares(Shares):
+    """The same divided by their sum: the mean with a factor."""
+
+    factor: Any = scalar()
+    are_divided: ClassVar[bool] = True
+
+    def divided(self, p, chosen):
+        """By their sum."""
+        return chosen * p.scale(p.power(p.mean(chosen), -1.0), self.factor)
+
+    def guard(self) -> None:
+        """What the mean is multiplied by to be the sum."""
+        sums = abs(self.factor * self.count - 1) < 1e-9
+        require(sums, "the chosen shares are divided by something else than their sum")
+
+
+@dataclass(frozen=True)
+class SharesOfChosen(Shares):
+    """What each has of the softmax over the chosen."""
+
+    are_divided: ClassVar[bool] = True
+
+    def terms(self, p):
+        """Choose, then softmax."""
+        wide = p.maybe_cast(self.logits, to=f32)
+        shares = p.softmax(p.maybe_cast(p.largest(wide, self.count), to=f32))
+        return p.as_dtype(shares, like=self.logits), p.largest_index(wide, self.count)
+
+
+@dataclass(frozen=True)
+class ExpertRouting(Rule):
+    """The experts that a router chooses, with their shares of a softmax."""
 
     def reference(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The meaning: logits [*B, E] → shares [*B, count], experts int64 [*B, count]."""
         return logits.softmax(-1).topk(count)
 
     @pattern
-    def chosen_of_softmax(self, p, logits=tensor("*B E"), count=attribute()):
-        """Softmax, then choose."""
-        scores = p.softmax(p.maybe_cast(logits, to=f32))
-        return p.as_dtype(p.largest(scores, count), like=logits), p.largest_index(scores, count)
+    @variants(shares=(SharesOfChosen, DividedShares, Shares))
+    def chosen(self, p, shares):
+        """The largest, and what each of them counts."""
+        return shares.terms(p)
+
+    @lookalike("the softmax over what is chosen runs along another dim, or nothing reads which experts are chosen")
+    def softmax_of_chosen(self, p, logits=tensor("*B E"), count=attribute()):
+        """Any other softmax over the largest."""
+        return p.op("softmax", p.maybe_cast(p.largest(logits, count), to=f32))
 
     @lookalike("the softmax runs along another dim than the choice")
-    def other_softmax(self, p, logits=tensor("*B E"), count=attribute()):
-        """Any other softmax."""
+    def chosen_of_softmax(self, p, logits=tensor("*B E"), count=attribute()):
+        """The largest of any other softmax."""
         return p.largest(p.op("softmax", logits), count)
 
+    def guard(self, shares: Shares):
+        """What they are divided by."""
+        shares.guard()
+
     @lowering
-    def npu(self, logits: Tensor, count: int):
-        """The operator that takes the softmax first."""
-        return _routed(logits, count, renorm=0)
-
-
-def _routed(logits: Tensor, count: int, renorm: int) -> tuple[Tensor, Tensor]:
-    shares, experts, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(logits, k=count, renorm=renorm)
-    return shares, experts.to(torch.int64)
+    def npu(self, shares: Shares):
+        """One operator."""
+        return shares.routed()

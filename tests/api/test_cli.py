@@ -167,10 +167,10 @@ def test_one_rule_is_shown_with_its_forms():
 
 def test_variants_are_shown_by_their_whole_names():
     """In square brackets, which a terminal would take for markup."""
-    lowerings = next(each for each in rule_entries() if each.name == "partial_rope").lowerings
-    assert "joined[Rest, half]" in lowerings
-    assert "lowering joined[Rest, half]" in run("rules", "partial_rope").stdout
-    assert "joined[Rest, half]" in run("rules").stdout
+    lowerings = next(each for each in rule_entries() if each.name == "rope").lowerings
+    assert "half[Rest]" in lowerings
+    assert "lowering half[Rest]" in run("rules", "rope").stdout
+    assert "half[Rest]" in run("rules").stdout
 
 
 def test_help_and_version():

@@ -82,4 +82,4 @@ def test_published_style_keeps_its_order(absorbs: bool, lora: bool, mode: str):
     testing.means_what_it_says(t)
     fitting = {"latent_attention", "attention"} if absorbs else {"attention"}  # of small sizes either is as good
     assert fitting.intersection(names), "\n".join(map(str, t.outcome.refusals))
-    assert names.count("rope") + names.count("partial_rope") == 2
+    assert names.count("rope") == 2

@@ -100,7 +100,7 @@ def test_lanes_beside_rotated_pairs_are_turned_by_no_angle(start: int):
     report = explained(function, frequencies(), *every)
     assert dict(report.ops) == {ROTARY: 4}, report
     assert report.launches[1] == 2 + 4, report
-    assert {each.rule for each in report.matches} == {"partial_rope"}
+    assert {each.rule for each in report.matches} == {"rope"}
     (joined,) = report.graphs[0].graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
     assert len(joined.args[0]) == 4, "both tables are of the rotated lanes and of those on one side of them"
     freqs = frequencies()

@@ -88,7 +88,7 @@ def rotate(w: Writer) -> None:
     first = w.maybe()
     dims = heads_of(w, w.pick(1, 2, 4), first)
     x = w.take(dims)
-    w.fuses("rope", "partial_rope", "kv_rms", "mla_")
+    w.fuses("rope", "kv_rms", "mla_")
     how = w.pick("halves", "halves", "neighbours", "complex", "in float")
     if how == "complex":
         w.give(by_complex(w, x, first), dims)
@@ -121,7 +121,7 @@ def rotate_part(w: Writer) -> None:
     parts = (WIDTH, rest) if front else (rest, WIDTH)
     a, b = w.both(f"{x}.split({parts}, dim=-1)", 2, "part")
     y = w.pick(halves, neighbours)(w, a if front else b, cos, sin)
-    w.fuses("partial_rope", "rope")
+    w.fuses("rope")
     w.give(w.let(f"torch.cat(({y}, {b}), dim=-1)" if front else f"torch.cat(({a}, {y}), dim=-1)", "y"), dims)
 
 

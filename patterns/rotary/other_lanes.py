@@ -1,10 +1,4 @@
-"""y = [rope(x), rest]: the first or the last lanes of a head are rotated, the others pass through.
-
-*Matches* a rotation that is joined with the lanes beside it: in one go, or as a value of its own, which `rope` matches
-as well, where both are lanes of one tensor. *Replaces with* the operators of `rope` and a join; or, of pairs of
-neighbours in one tensor, with `npu_rotary_mul` of all its lanes, of which the others are turned by no angle: cos = 1,
-sin = 0.
-"""
+"""The lanes of a head that are not rotated, before or behind those that are: a tensor of their own, or of the same."""
 
 from __future__ import annotations
 
@@ -14,17 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
+from fusion import Group, attribute, require, tensor
 from patterns.rotary.orders import INTERLEAVED
-from patterns.rotary.rope import TURNED, Rope, Turned, Widened, turning
-
-WAYS = ("half", "pairs", "pairs_to_half", "pairs_to_half_by_batch", "rows_to_half", "through_half")
-"""Lowerings of `rope`."""
+from patterns.rotary.turned import Turned, Widened
 
 
 @dataclass(frozen=True)
-class Rest(Group):
-    """The other lanes, as a tensor of their own."""
+class Alone(Group):
+    """There are none."""
+
+    def term(self, p, turned: Turned):
+        """The rotation."""
+        return turned.term(p, "rotation")
+
+    def guard(self, turned: Turned) -> None:
+        """Nothing speaks against it."""
+
+    def joined(self, y: Tensor) -> Tensor:
+        """The rotated lanes."""
+        return y
+
+
+@dataclass(frozen=True)
+class Rest(Alone):
+    """A tensor of their own."""
 
     rest: Any = tensor("*B E")
     rest_first: Any = attribute()
@@ -33,8 +40,9 @@ class Rest(Group):
         """Both in one go."""
         return turned.term(p, "partial_rotation", **vars(self))
 
-    def guard(self, turned: Turned) -> None:
-        """Nothing speaks against them."""
+    def joined(self, y: Tensor) -> Tensor:
+        """The rotated lanes and they."""
+        return torch.cat((self.rest, y) if self.rest_first else (y, self.rest), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,11 @@ class BehindTurned(Group):
         """How many lanes of all stand before the rotated ones, and behind them."""
         return 0, width - self.split
 
+    def over_all(self, turned: Turned) -> Turned:
+        """The rotation of all lanes, of which these are turned by no angle: cos = 1, sin = 0."""
+        cos, sin = _no_angle_beside(turned, *self.margins(turned.x.shape[-1]))
+        return replace(turned, cos=cos, sin=sin)
+
 
 @dataclass(frozen=True)
 class BeforeTurned(BehindTurned):
@@ -96,58 +109,6 @@ class WidenedWhole(Widened):
 
     source: Any = attribute(INTERLEAVED)
     result: Any = attribute(INTERLEAVED)
-
-
-BESIDE = (BehindTurned, BeforeTurned)
-
-
-@dataclass(frozen=True)
-class PartialRope(Rule):
-    """Rotation of the first or last lanes; the others pass through."""
-
-    def reference(self, x: Tensor, cos: Tensor, sin: Tensor, rest: Tensor) -> Tensor:
-        """The meaning, rotated lanes first."""
-        return torch.cat((Rope().reference(x, cos, sin), rest), dim=-1)
-
-    @pattern
-    @variants(turned=TURNED, others=(Rest,))
-    def rotated(self, p, turned, others):
-        """Some lanes are rotated."""
-        return others.term(p, turned)
-
-    @pattern
-    @variants(turned=(Whole, WidenedWhole), others=BESIDE)
-    def among(self, p, turned, others):
-        """Some lanes of a tensor are rotated, which are a value of their own."""
-        return others.term(p, turned)
-
-    def guard(self, turned: Turned, others: Any):
-        """Where the others are."""
-        others.guard(turned)
-
-    @lowering
-    @variants(others=(Rest,), way=WAYS)
-    def joined(self, turned: Turned, others: Rest, way: str):
-        """The rotation in one of the ways of `rope`, beside the other lanes."""
-        y = getattr(Rope(), way)(turned)
-        return torch.cat((others.rest, y) if others.rest_first else (y, others.rest), dim=-1)
-
-    @lowering
-    @variants(others=BESIDE)
-    def by_no_angle(self, turned: Turned, others: BehindTurned):
-        """All lanes in one call."""
-        return _of_all_lanes(turned, others).by("interleave")
-
-    @lowering
-    @variants(others=BESIDE)
-    def by_matrix(self, turned: Turned, others: BehindTurned):
-        """The same by a constant matrix, for compilers that cannot say which lanes are turned."""
-        return _of_all_lanes(turned, others).by("interleave", turning(turned.x))
-
-
-def _of_all_lanes(turned: Turned, others: BehindTurned) -> Turned:
-    cos, sin = _no_angle_beside(turned, *others.margins(turned.x.shape[-1]))
-    return replace(turned, cos=cos, sin=sin)
 
 
 def _no_angle_beside(turned: Turned, before: Any, behind: Any) -> tuple[Tensor, ...]:
