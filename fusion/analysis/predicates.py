@@ -53,6 +53,15 @@ class Positions(Extent):
         """The positions of a mask of another shape in the same graph."""
         return Positions(shape, self._folder, self._assumed, self._keep_lists)
 
+    def supposing(self) -> Positions:
+        """The same if whole numbers that are passed in were 0 or 1, to learn what else is not known then."""
+
+        def supposed(mask: Value, at: Sequence[Affine]) -> Formula | None:
+            whole = mask.op == "input" and is_integer(mask)
+            return ("is", Leaf(mask, tuple(at))) if whole else self._assumed(mask, at)
+
+        return Positions(self.shape, self._folder, supposed, self._keep_lists)
+
     def names(self) -> frozenset[str]:
         """Names of the inputs of which something was assumed."""
         return frozenset(each.attrs[0] for each in self.relied)

@@ -15,7 +15,6 @@ import torch
 
 from fusion.analysis.affine import Affine, Formula, Leaf, conjunction, number
 from fusion.analysis.constant_folding import Folder
-from fusion.analysis.dtypes import is_integer
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounded_later import RoundedLater
 from fusion.analysis.rounding import is_float
@@ -60,8 +59,9 @@ class Assumed:
         keep_lists: bool = False,
         suppose: bool = False,
     ) -> Masks:
-        """These masks of scores [*rows, T]; `keep_lists` as of `Positions`, `suppose` to see what else is unknown."""
-        positions = Positions(shape, self.folder, self.supposed if suppose else self.visible, keep_lists)
+        """These masks of scores [*rows, T]; `keep_lists` as of `Positions`, `suppose` as `Positions.supposing` does."""
+        positions = Positions(shape, self.folder, self.visible, keep_lists)
+        positions = positions.supposing() if suppose else positions
         return Masks(self.algebra, positions, terms, sizes, self._begins(positions, *sizes[2:]))
 
     def _begins(self, positions: Positions, queries: Any, keys: Any) -> frozenset[Affine]:
@@ -93,11 +93,6 @@ class Assumed:
         if keys is None:
             return ("le", ahead)
         return conjunction(("le", ahead), ("le", ahead.times(-1).plus(1 - keys)))
-
-    def supposed(self, mask: Value, at: Sequence[Affine]) -> Formula | None:
-        """The same if whole numbers that are passed in were 0 or 1, to learn what else is not known then."""
-        whole = mask.op == "input" and is_integer(mask)
-        return ("is", Leaf(mask, tuple(at))) if whole else self.visible(mask, at)
 
     def _last(self, mask: Value, at: Sequence[Affine]) -> Affine | None:
         """The last key that query 0 sees: L_b − S; None where it cannot be counted."""

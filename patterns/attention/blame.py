@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion.analysis.dtypes import is_integer, is_rounding
+from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import uncast
 from fusion.graph import Graph, Miss, Reading, Value
 
@@ -49,19 +50,12 @@ def _casts(graph: Graph, x: Value) -> tuple[Value, ...]:
     return tuple(each for each in graph.places if is_rounding(each) and each.below(*_VIEWS, "cast") is source)
 
 
-def unproven(mask: Value) -> str:
-    """Why it is not known what a mask lets through that is added to the scores."""
+def unproven(mask: Value, by_truths: bool = False) -> str:
+    """Why it is not known what a mask lets through that is added to the scores; of truths, `by_truths` it would be."""
     passed = _passed_in(mask)
     if passed is not None:
         return _BIAS + _ASSUME
-    return TRUTHS if _of_truths(mask) else _BIAS
-
-
-def of_truths(supposed: object) -> str:
-    """The same where whole numbers were supposed to be 0 or 1, and what would be known then or still not."""
-    if not isinstance(supposed, str) or supposed == TRUTHS:
-        return TRUTHS
-    return _BIAS if supposed.startswith("a bias ") else f"{TRUTHS}; and {supposed}"
+    return TRUTHS if by_truths or _of_float_truths(mask) else _BIAS
 
 
 def _passed_in(x: Value) -> Value | None:
@@ -79,10 +73,10 @@ def _passed_in(x: Value) -> Value | None:
     return x if x.rank > 1 else None
 
 
-def _of_truths(x: Value, turned: bool = False) -> bool:
-    """Whether a mask would be known if numbers that are passed in were 0 or 1: 1 - x, or whole ones."""
+def _of_float_truths(x: Value, turned: bool = False) -> bool:
+    """Whether a mask would be known if floats that are passed in were 0 or 1: 1 - x."""
     turned = turned or x.op == "shift"
     if x.op == "input":
-        return is_integer(x) or turned
+        return is_float(x) and turned
     passed = x.op in (*_COMPUTED, *_VIEWS)
-    return passed and any(_of_truths(each, turned) for each in x.args)
+    return passed and any(_of_float_truths(each, turned) for each in x.args)

@@ -235,7 +235,7 @@ def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
             continue
         constants = _added(positions, each)
         if constants is None:
-            return unproven(each.mask)
+            return unproven(each.mask, hides_by_truths(positions, each))
         odd = [value for value in constants if not (value == 0 or value <= MASKED)]
         if odd:
             return UNDEFINED if math.isnan(odd[0]) else f"a bias of {odd[0]} is added to some of the scores"
@@ -253,6 +253,12 @@ def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
         number = value * term.factor if value else 0.0
         found[number] = disjunction(found.get(number, False), formula)
     return found
+
+
+def hides_by_truths(positions: Positions, term: Term) -> bool:
+    """Whether a mask that is added would be known if whole numbers that are passed in were 0 or 1."""
+    constants = _added(positions.supposing(), term)
+    return constants is not None and all(value == 0 or value <= MASKED for value in constants)
 
 
 def _lost(positions: Positions, term: Term) -> bool:

@@ -19,9 +19,9 @@ from fusion.analysis.row_layout import Step, arranged, named, narrowed, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.assumed import Assumed
-from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, of_truths, unproven
+from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
-from patterns.attention.masks import Masks
+from patterns.attention.masks import Masks, hides_by_truths
 from patterns.attention.read_bias import GUARDED, bias_of, parted
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
@@ -300,9 +300,9 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     bias = bias_of(assumed, found, frame, dtype, empty, told)
     if isinstance(bias, str):
         (_, term), *_ = found.biases
-        why = unproven(term.mask)
-        if why == TRUTHS:
-            why = of_truths(assumed.masks(*of_scores, suppose=True).told(empty, sunk=sunk))
+        why = unproven(term.mask, hides_by_truths(found.masks.positions, term))
+        supposed = assumed.masks(*of_scores, suppose=True).told(empty, sunk=sunk) if why == TRUTHS else why
+        why = f"{why}; and {supposed}" if isinstance(supposed, str) and supposed != why else why
         return missed(f"{why}; {bias}", of.product, term.at)
     return found.masks, mask | bias | ({"fully_masked_row": "zero"} if "empty_bias" in bias else {})
 

@@ -155,9 +155,20 @@ def test_padding_of_numbers_is_told_with_what_booleans_would_not_mend():
     assert LOWERED not in reason
 
 
-def test_places_that_are_passed_in_are_no_truths():
+OF_PLACES: dict[str, Callable[..., Any]] = {
+    "numbers of a table": lambda q, k, v, x, n: biased(q, k, v, x[n]),
+    "a slope": lambda q, k, v, x, n: biased(q, k, v, -0.25 * (n[:, :1] - n[:1]).abs()),
+    "a slope for each head": lambda q, k, v, x, n: biased(q, k, v, -x[:4, None, None] * (n[:, :1] - n[:1]).abs()),
+    "the places": lambda q, k, v, x, n: biased(q, k, v, n.to(q.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", OF_PLACES)
+def test_places_that_are_passed_in_are_no_truths(name: str):
     places = torch.arange(S * T).reshape(S, T)
-    assert TRUTHS not in one(explained(lambda q, k, v, x, n: biased(q, k, v, x[n]), normal(S * T).float(), places))[0]
+    reason = one(explained(OF_PLACES[name], normal(S * T).float(), places))[0]
+    assert TRUTHS not in reason
+    assert "not proven to be a mask" in reason
 
 
 def raised_and_masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

@@ -402,7 +402,7 @@ LOOKALIKES: dict[Form, str] = {
     two_lists: "each query has keys and a mask of its own",
     other_lanes: "are no latent with rotated lanes",
     hidden_from_heads: "differs from head to head",
-    lowered: "not known to be 0 or 1",
+    lowered: "not proven to be a mask",
     scaled: "each query has keys and a mask of its own",
     wide_result: "different dtypes",
     sunk: "not one number for each head",
