@@ -35,6 +35,8 @@ from patterns.sparse.read import topk_mask
 from patterns.sparse.words import LISTED_ATTENTION, TOPK_MASK
 
 _APART = "keys or values are not the same for the queries of one head"
+_SUNK = "a sink stands beside the scores of rows that a list names: the operator takes none"
+_SCALED = "scores of rows that a list names are multiplied by tensors: the operator multiplies all by one number"
 _LENGTHS = ("window", "kv_len", "kv_lens")
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
@@ -149,7 +151,7 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
         return None
     product, weights, scores, finish = found
     shape = weights.softmax.shape[:-1]
-    attended = Attended.by(a, scores, product, weights) if scores.sink is None and not scores.factors else None
+    attended = Attended.by(a, scores, product, weights) if scores.product is not None else None
     if scores.product is None or attended is None or not 2 <= len(shape) <= 4:
         return None
     k, v = attended.keys_and_values(attended.plain(shape))
@@ -162,7 +164,8 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     rounded = assumed.rounded(root)
     narrow = rounded is not None and all(uncast(a, each).dtype is rounded for each in (q, k, v))
     operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
-    return listed_attention(masks, operands, scores.scale, weights.softmax.attrs[1])
+    beyond = _SUNK if scores.sink is not None else _SCALED if scores.factors else ""
+    return listed_attention(masks, operands, scores.scale, weights.softmax.attrs[1], beyond)
 
 
 def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:

@@ -112,7 +112,7 @@ def _grows(part: Formula, axis: int) -> bool:
 
 
 @proof
-def listed_attention(masks: Masks, of: Operands, scale: float, softmax: str) -> Reading | Miss | None:
+def listed_attention(masks: Masks, of: Operands, scale: float, softmax: str, beyond: str = "") -> Reading | Miss | None:
     """Attention over listed rows; why it is none; None if keys and values are not gathered by one list.
 
     Args:
@@ -120,10 +120,13 @@ def listed_attention(masks: Masks, of: Operands, scale: float, softmax: str) -> 
         of: its operands.
         scale: what the scores are multiplied by.
         softmax: what the softmax makes of a row of -inf.
+        beyond: what else is done to the scores, of which the operator knows nothing.
     """
     a = masks.a
     k, v = (proven(gathered(a, each)) for each in (of.k, of.v))
     must((k.places, k.counted_back) == (v.places, v.counted_back) and k.source.shape[:2] == v.source.shape[:2])
+    if beyond:
+        return _miss(beyond)
     q = uncast(a, of.q)
     if len({q.dtype, k.source.dtype, v.source.dtype, of.dtype}) != 1:
         return _miss("queries, listed rows and result have different dtypes")

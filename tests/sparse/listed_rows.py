@@ -405,7 +405,7 @@ LOOKALIKES: dict[Form, str] = {
     lowered: "not proven to be a mask",
     scaled: "each query has keys and a mask of its own",
     wide_result: "different dtypes",
-    sunk: "not one number for each head",
-    scaled_by_queries: "each query has keys and a mask of its own",
+    sunk: "a sink stands beside",
+    scaled_by_queries: "are multiplied by tensors",
     in_five_dims: "more than five dims",
 }
