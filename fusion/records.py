@@ -94,10 +94,10 @@ class Match:
         return self.pattern.name
 
     @property
-    def optional(self) -> frozenset[str]:
-        """Names of the captures that its pattern could do without."""
+    def spare(self) -> frozenset[str]:
+        """Names of the captures that lowerings can do without."""
         captures = self.pattern.captures.items()
-        return frozenset(name for name, each in captures if isinstance(each, Capture) and each.optional)
+        return frozenset(name for name, each in captures if isinstance(each, Capture) and not each.needed)
 
     @property
     def variant(self) -> str:

@@ -60,6 +60,27 @@ def arranged(a: Algebra, x: Value, steps: Sequence[Step]) -> Value:
     return x
 
 
+def broadcast_arranged(a: Algebra, x: Value, shape: Sequence[Any], steps: Sequence[Step]) -> Value:
+    """`x`, which broadcasts to `shape` [*rows, T], after such steps of its rows: as one where a dim is all repeated."""
+    x = a.reshape(x, (*(1,) * (len(shape) - x.rank), *x.shape))
+    x = a.expand(x, (*x.shape[:-1], shape[-1]))
+    found = arrangement(shape[:-1], steps)
+    if found is None:
+        return arranged(a, a.expand(x, shape), steps)
+    runs = zip(x.shape[:-1], found.before, strict=True)
+    have = {atom: 1 if size == 1 else found.sizes[atom] for size, run in runs for atom in run}
+    wanted = [atom for run in found.after for atom in run]
+    order = [atom for atom in have if atom in wanted]
+    opened = a.reshape(x, (*(have[atom] for atom in order), shape[-1]))
+    placed = a.permute(opened, (*(order.index(atom) for atom in wanted), len(order)))
+    whole = [any(have[atom] != 1 for atom in run) for run in found.after]
+    sizes = [
+        [found.sizes[atom] if is_whole else 1 for atom in run] for is_whole, run in zip(whole, found.after, strict=True)
+    ]
+    spread = a.expand(placed, (*(size for run in sizes for size in run), shape[-1]))
+    return a.reshape(spread, (*map(prod, sizes), shape[-1]))
+
+
 def arrangement(shape: Sequence[Any], steps: Sequence[Step]) -> Arrangement | None:
     """Follow `steps` (first one first) over rows of `shape`; None where a reshape breaks dims in other places."""
     found = Arrangement(tuple(shape), *(2 * (tuple((place,) for place in range(len(shape))),)))

@@ -22,10 +22,11 @@ from typing import Any, Self, TypeGuard
 
 @dataclass(frozen=True)
 class Tensor:
-    """A declared tensor: its named dims, and whether it may be lacking."""
+    """A declared tensor: its named dims, whether it may be lacking, and whether it must be computed if it is not."""
 
     dims: tuple[str, ...]
     optional: bool
+    needed: bool
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,16 @@ class Attribute:
     among: tuple[Any, ...] = ()
 
 
-def tensor(dims: str, optional: bool = False) -> Any:
-    """Declare a captured tensor by its named dims, e.g. "*B D": any leading dims, then D; None if it is not there."""
-    return Tensor(tuple(dims.split()), optional)
+def tensor(dims: str, optional: bool = False, needed: bool = True) -> Any:
+    """Declare a captured tensor by its named dims, e.g. "*B D": any leading dims, then D.
+
+    Args:
+        dims: the names, with a star before those of any number of leading dims.
+        optional: whether it may not be there: then it is None.
+        needed: whether a match is refused whose tensor cannot be computed, as neither a node nor a recipe gives it;
+            lowerings get None for one that is not needed, as what is told of it in other captures is enough for some.
+    """
+    return Tensor(tuple(dims.split()), optional, needed)
 
 
 def scalar() -> Any:

@@ -301,7 +301,7 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any], chosen: Mapping[st
 
 def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:
     if isinstance(declared, Tensor):
-        return Capture(name, declared.dims, declared.optional)
+        return Capture(name, declared.dims, declared.optional, declared.needed)
     if isinstance(declared, Attribute):
         return Parameter(name, declared.among)
     raise RuleError(

@@ -90,12 +90,13 @@ class Tensorial(Term):
 class Capture(Tensorial):
     """A tensor that the rule takes: named dims, `*B` for any number of leading ones.
 
-    A meaning may lack an optional one.
+    A meaning may lack an optional one. One that is not needed is None to lowerings where nothing gives its value.
     """
 
     name: str
     dims: tuple[str, ...]
     optional: bool = False
+    needed: bool = True
     rank = 3
 
     def heads(self) -> frozenset[str]:

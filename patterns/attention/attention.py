@@ -62,7 +62,7 @@ class Attention(SoftmaxAttention):
         """One sequence beside the other, what is seen told in words or shown by the mask."""
         require(sink is None, "with a sink the operator reads packed sequences")
         y, lse = source.batched(q, seen, Call(scale, version, result.lse), bias)
-        return result.restored(bias.restored(y, seen.mask), lse, seen)
+        return result.restored(bias.restored(y, seen), lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))

@@ -51,12 +51,14 @@ class Bias(Group):
         room = keys - bias.shape[3]
         return dict(pse_shift=bias if room == 0 else pad(bias, (0, room)))
 
-    def restored(self, y: Tensor, mask: Tensor | None) -> Tensor:
+    def restored(self, y: Tensor, seen: Any) -> Tensor:
         """The result [B, N, S, E] with what plain attention gives for a query without keys."""
         if self.empty is None:
             return y
+        shown = seen.mask is not None or (seen.mask_kind, seen.kv_len, seen.kv_lens) == ("none", None, None)
+        require(shown, "beside a bias that may hold -inf, what a mask hides cannot be shown")
         hidden = self.values == -torch.inf
-        blind = (hidden if mask is None else hidden | mask).all(-1, keepdim=True)
+        blind = (hidden if seen.mask is None else hidden | seen.mask).all(-1, keepdim=True)
         return y.masked_fill(blind, _EMPTY[self.empty])
 
 

@@ -14,10 +14,10 @@ from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.logarithms import differences
 from fusion.analysis.rounding import is_float
-from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, row_step
+from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, broadcast_arranged, row_step
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
-from patterns.attention.masks import REPLACED, Term, mask_on
+from patterns.attention.masks import Term, mask_on
 
 BIASED = "what is added to the scores is computed from them, and no mask"
 
@@ -259,15 +259,10 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     elif found.factors:
         term = "the scores are scaled by a tensor after they are masked: what it makes of a hidden one is not known"
     elif found.steps and isinstance(term, Term):
-        term = _moved(a, found, z, term) if term.how == "add" else REPLACED
+        term = replace(term, mask=broadcast_arranged(a, term.mask, z.shape, found.steps))
     if isinstance(term, str):
         return replace(found, odd=term, at=(z,))
     return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
-
-
-def _moved(a: Algebra, found: Scores, z: Value, term: Term) -> Term:
-    """What is added to scores before their rows are arranged otherwise, as they stand in the softmax."""
-    return replace(term, mask=arranged(a, a.expand(term.mask, z.shape), found.steps))
 
 
 def computed_from(x: Value, source: Value) -> bool:

@@ -28,7 +28,7 @@ class Visibility(Group):
     """What was read of a mask.
 
     Attributes:
-        mask: true where a key is hidden.
+        mask: true where a key is hidden; None where there are only words for it, or it cannot be computed.
         count: how many keys every query of a sequence sees, which may be none, where a dense mask says no more.
         kv_lens, kv_len: how many keys are seen, of each sequence or of all.
         mask_kind: "none", "causal_upper_left", "causal_lower_right" as in `MaskSpec`, or "dense".
@@ -37,7 +37,7 @@ class Visibility(Group):
             every query is known to see a key.
     """
 
-    mask: Any = tensor("*L S T", optional=True)
+    mask: Any = tensor("*L S T", optional=True, needed=False)
     count: Any = tensor("B", optional=True)
     kv_lens: Any = tensor("B", optional=True)
     mask_kind: Any = attribute()

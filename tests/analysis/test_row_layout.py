@@ -8,10 +8,11 @@ import pytest
 import torch
 from sympy import Symbol
 
-from fusion.analysis.row_layout import arrangement, carried, named, once, row_step, uncast
+from fusion.analysis.row_layout import arranged, arrangement, broadcast_arranged, carried, named, once, row_step, uncast
 from fusion.graph import Algebra, Value
 
 from .numbers import leaf
+from .test_exponentials import computed
 
 SIZE, MORE = (Symbol(name, positive=True, integer=True) for name in "st")
 
@@ -66,6 +67,29 @@ def test_what_has_other_rows_is_not_carried():
     assert found is not None
     for lead, known in (((2, 3), 1), ((1, 3), 1), ((2, 1), 1), ((2,), 0), ((2, 3, 1), 0), ((2, 2), 0)):
         assert (carried(a, leaf(a, "x", *lead, 4, 5)[0], found, found.before, found.after) is not None) == known
+
+
+@pytest.mark.parametrize(
+    ("have", "steps", "becomes"),
+    [
+        ((1, 1, 4, 5), [("reshape", (6, 4))], (1, 4, 5)),
+        ((2, 3, 1, 5), [("reshape", (6, 4))], (6, 1, 5)),
+        ((2, 1, 1, 5), [("reshape", (6, 4))], (6, 1, 5)),
+        ((3, 1, 5), [("reshape", (6, 4))], (6, 1, 5)),
+        ((4, 5), [("permute", (1, 0, 2)), ("reshape", (6, 4))], (1, 4, 5)),
+        ((2, 1, 4, 5), [("permute", (1, 2, 0)), ("reshape", (3, 8))], (1, 8, 5)),
+        ((2, 1, 4, 1), [("reshape", (6, 2, 2))], (6, 2, 2, 5)),
+        ((1, 1, 1, 5), [("reshape", (24,))], (1, 5)),
+        ((1, 1, 4, 5), [("reshape", (8, 3))], (8, 3, 5)),
+    ],
+)
+def test_what_broadcasts_is_repeated_no_more_than_rows_are_mixed(have: Any, steps: Any, becomes: Any):
+    a, rows = Algebra(), (2, 3, 4, 5)
+    x, numbers = leaf(a, "x", *have)
+    found = broadcast_arranged(a, x, rows, steps)
+    assert found.shape == becomes
+    wide, same = (computed(each, {x: numbers}) for each in (arranged(a, a.expand(x, rows), steps), found))
+    torch.testing.assert_close(same.expand_as(wide), wide, rtol=0, atol=0)
 
 
 def test_repeated_heads_are_taken_once_where_no_head_is_cut():

@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .attention import causal_seen
-from .attention_base import Entry, S, T, lowest, tensors
+from .attention import causal_seen, ragged
+from .attention_base import B, Entry, N, S, T, lowest, tensors
 from .attention_masks import near_seen, scores_of
 
 P = T - S  # keys that are there already
@@ -105,6 +105,38 @@ def less_of_the_last(q, k, v):
     return scores.softmax(-1) @ v
 
 
+# rows that are arranged otherwise when they have been masked ----------------------------------------------------------
+
+
+def of_heads(q, k, put):
+    """Scores [B · N, S, T], masked as [B, N, S, T]."""
+    scores = torch.bmm(q, k.mT) * q.shape[-1] ** -0.5
+    return put(scores.view(B, N, *scores.shape[1:])).reshape(scores.shape)
+
+
+def added_before_heads_are_joined(q, k, v):
+    return torch.bmm(of_heads(q, k, lambda z: z + above(S).to(q.dtype)).softmax(-1), v)
+
+
+def lowered_before_heads_are_joined(q, k, v):
+    least = torch.full((S, S), lowest(q), dtype=q.dtype).triu(1)
+    return torch.bmm(F.softmax(of_heads(q, k, lambda z: z + least[None, None]), -1), v)
+
+
+def filled_before_heads_are_joined(q, k, v):
+    return torch.bmm(of_heads(q, k, lambda z: z.masked_fill(future(S), -math.inf)).softmax(-1), v)
+
+
+def padded_before_heads_are_joined(q, k, v, there):
+    return torch.bmm(of_heads(q, k, lambda z: z.masked_fill(~there, -math.inf)).softmax(-1), v)
+
+
+def padded_then_joined_as_rows(q, k, v, there):
+    """Scores [B · N · S, T] that were masked for each sequence."""
+    rows = of_heads(q, k, lambda z: torch.where(there, z, lowest(q))).flatten(0, 1)
+    return torch.bmm(rows.softmax(-1).unflatten(0, (B * N, S)), v)
+
+
 # boolean indices -----------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +197,16 @@ SPELLINGS = (
     Entry(two_triangles_and_a_window, "causal_lower_right window 2", seen=near_seen),
     Entry(
         rows_of_a_table, "dense", seen=lambda b, i, j: j <= PLACES[i], keys=T, more=tensors(PLACES),
+    ),
+    *(
+        Entry(form, "causal_upper_left", seen=causal_seen, layout="XSD")
+        for form in (
+            added_before_heads_are_joined, lowered_before_heads_are_joined, filled_before_heads_are_joined,
+        )
+    ),
+    *(
+        Entry(form, "dense", seen=lambda b, i, j: bool(ragged[b, j]), layout="XSD", more=tensors(ragged[:, None, None]))
+        for form in (padded_before_heads_are_joined, padded_then_joined_as_rows)
     ),
     Entry(hidden_first_keys, "dense", seen=lambda b, i, j: P <= j <= i + P, keys=T),
 )  # fmt: skip

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from fusion import Group, Library, Rule, attribute, lowering, pattern, reader, require, scalar, tensor, variants, word
 from fusion.errors import RuleError
+from fusion.graph import Reading
 from fusion.language import call
+from fusion.pipeline import fuse_graph
 from fusion.stages.match import match
 
-from .graphs import numbers, read_graph, traced
+from .graphs import HOST, numbers, read_graph, traced
 
 X, Y, A = numbers(2, 3, 8), numbers(2, 3, 8, seed=1), numbers(8, seed=2)
 
@@ -204,3 +206,38 @@ def test_what_is_no_declaration_is_refused_with_its_name():
 
     with pytest.raises(RuleError, match="'axis' is declared as 3; declare it with tensor"):
         Wrong().patterns()
+
+
+class Biased(Rule):
+    """sigmoid(x + bias), in which a lowering reads the bias where there is one."""
+
+    @pattern
+    def written(
+        self, p, x=tensor("*B D"), bias=tensor("D", optional=True), by=tensor("D", optional=True, needed=False)
+    ):
+        return p.biased_sigmoid(x=x, bias=bias, by=by)
+
+    @lowering
+    def run(self, x, bias, by):
+        return torch.sigmoid(x if bias is None else x + bias) * (1.0 if by is None else by)
+
+
+@pytest.mark.parametrize("lacking", ["bias", "by"])
+def test_what_nothing_gives_is_left_out_only_where_it_is_not_needed(lacking: str):
+    """An optional tensor that is there, but cannot be computed, is no tensor that is not there."""
+
+    @reader(gives=(word("biased_sigmoid", "sigmoid of a sum", x="[*B, D]", bias="[D]", by="[D]"),))
+    def read(graph):
+        for value in list(graph.places):
+            if value.op == "sigmoid":
+                unknown = graph.algebra.make("of_no_recipe", (), (), (8,), torch.float32)
+                yield value, Reading("biased_sigmoid", {"x": value.arg, lacking: unknown})
+
+    gm = traced(lambda x: (torch.sigmoid(x),), X)
+    outcome = fuse_graph(gm.graph, Library((Biased(),), (read,)), HOST)
+    said = [str(each.reason) for each in outcome.refusals]
+    if lacking == "bias":
+        assert not outcome.chosen
+        assert any("of_no_recipe" in each for each in said), said
+    else:
+        assert not any("of_no_recipe" in each for each in said), said

@@ -54,9 +54,9 @@ class PlanBook:
 
     def of(self, match: Match) -> Plans:
         """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
-        optional = match.optional
+        spare = match.spare
         try:
-            captures = {name: self._given(each, name in optional) for name, each in match.captures.items()}
+            captures = {name: self._given(each, name in spare) for name, each in match.captures.items()}
         except Refused as refused:
             return {each.name: refused for each in self._ways(match)}
         tensors = {name: each for name, each in match.captures.items() if isinstance(each, Value)}
@@ -120,14 +120,14 @@ class PlanBook:
         olds = {self._graph.overwritten[each] for each in match.results if each in self._graph.overwritten}
         return frozenset(name for name, each in tensors.items() if unviewed(each) in olds)
 
-    def _given(self, capture: Any, optional: bool) -> Any:
-        """What a lowering is given for a capture: a fake for a value, None for an optional one that has no recipe."""
+    def _given(self, capture: Any, spare: bool) -> Any:
+        """What a lowering is given for a capture: a fake for a value; None for a spare one that nothing gives."""
         if not isinstance(capture, Value):
             return capture
         try:
             return self._fakes.of(capture)
         except Refused:
-            if optional:
+            if spare:
                 return None
             raise
 

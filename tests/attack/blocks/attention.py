@@ -96,6 +96,13 @@ def shared(w: Writer, x: str, times: int, keys: str) -> str:
     ), "k")  # fmt: skip
 
 
+def by_rows(w: Writer, scores: str, q: str, v: str) -> str:
+    """Heads and sequences joined in one dim when the scores have been masked."""
+    rows = w.let(w.pick(f"{scores}.flatten(0, 1)", f"{scores}.reshape(-1, *{scores}.shape[2:])"), "scores")
+    o = w.let(f"torch.bmm({softmaxed(w, rows, q)}, {v}.flatten(0, 1))", "o")
+    return w.let(w.pick(f"{o}.view({q}.shape[0], -1, *{o}.shape[1:])", f"{o}.reshape(*{q}.shape[:3], -1)"), "o")
+
+
 def attend(w: Writer, q: str, k: str, v: str, heads: tuple[int, int], width: int, keys: str) -> str:
     """[B, N, S, D] of queries of N heads, keys and values of M."""
     seen = mask(w, q, k, keys)
@@ -114,6 +121,8 @@ def attend(w: Writer, q: str, k: str, v: str, heads: tuple[int, int], width: int
         f"({q} * {width ** -0.5}) @ {turned}", f"torch.einsum('bhsd,bhtd->bhst', {q}, {k}) * {width ** -0.5}",
     ), "scores")  # fmt: skip
     scores = masked(w, scores, seen, q) if seen else scores
+    if w.maybe(4):
+        return by_rows(w, scores, q, v)
     p = softmaxed(w, scores, q)
     return w.let(w.pick(f"{p} @ {v}", f"torch.matmul({p}, {v})", f"torch.einsum('bhst,bhtd->bhsd', {p}, {v})"), "o")
 
