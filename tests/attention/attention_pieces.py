@@ -131,12 +131,6 @@ def padded_before_heads_are_joined(q, k, v, there):
     return torch.bmm(of_heads(q, k, lambda z: z.masked_fill(~there, -math.inf)).softmax(-1), v)
 
 
-def padded_then_joined_as_rows(q, k, v, there):
-    """Scores [B · N · S, T] that were masked for each sequence."""
-    rows = of_heads(q, k, lambda z: torch.where(there, z, lowest(q))).flatten(0, 1)
-    return torch.bmm(rows.softmax(-1).unflatten(0, (B * N, S)), v)
-
-
 # boolean indices -----------------------------------------------------------------------------------------------------
 
 
@@ -204,9 +198,9 @@ SPELLINGS = (
             added_before_heads_are_joined, lowered_before_heads_are_joined, filled_before_heads_are_joined,
         )
     ),
-    *(
-        Entry(form, "dense", seen=lambda b, i, j: bool(ragged[b, j]), layout="XSD", more=tensors(ragged[:, None, None]))
-        for form in (padded_before_heads_are_joined, padded_then_joined_as_rows)
+    Entry(
+        padded_before_heads_are_joined, "dense", seen=lambda b, i, j: bool(ragged[b, j]), layout="XSD",
+        more=tensors(ragged[:, None, None]),
     ),
     Entry(hidden_first_keys, "dense", seen=lambda b, i, j: P <= j <= i + P, keys=T),
 )  # fmt: skip
