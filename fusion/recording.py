@@ -239,10 +239,18 @@ class SizeNodes:
             self._nodes[dim] = made
         return self._nodes[dim]
 
+    def can_make(self, dim: Any) -> bool:
+        """Whether `node` finds or makes a size."""
+        known = isinstance(dim, int) or dim.is_Integer or dim in self._computed or self._is_given(dim)
+        joined = None if known else _joined(dim)
+        return known or (joined is not None and all(map(self.can_make, joined[1])))
+
     def _is_given(self, dim: Any) -> bool:
         """Whether the inputs give a size, or sizes whose sum or product it is."""
-        known = dim in self._nodes or dim in self._tensors or getattr(dim, "is_Integer", False)
-        return known or (dim.func in _joins() and all(map(self._is_given, dim.args)))
+        if dim in self._nodes or dim in self._tensors or getattr(dim, "is_Integer", False):
+            return True
+        joined = _joined(dim)
+        return joined is not None and all(map(self._is_given, joined[1]))
 
     def _make(self, dim: Any) -> fx.Node:
         given = self._is_given(dim)
@@ -250,10 +258,12 @@ class SizeNodes:
             return self._call(torch.ops.aten.sym_size.int, self._tensors[dim], given)
         if not given and dim in self._computed:
             return self._computed[dim]
-        if dim.func not in _joins():
+        joined = _joined(dim)
+        if joined is None:
             raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
-        parts: Any = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in dim.args]
-        return reduce(lambda whole, part: self._call(_joins()[dim.func], (whole, part), given), parts)
+        join, of = joined
+        parts: Any = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in of]
+        return reduce(lambda whole, part: self._call(join, (whole, part), given), parts)
 
     def _call(self, target: Any, args: tuple[Any, ...], given: bool) -> fx.Node:
         """Behind the inputs where they give it, else at the graph's insertion point."""
@@ -264,7 +274,11 @@ class SizeNodes:
         return self._last
 
 
-def _joins() -> Mapping[Any, Callable[..., Any]]:
+def _joined(dim: Any) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+    """The sum or product that a size is, and of which sizes; None for another function."""
     import sympy
 
-    return {sympy.Mul: operator.mul, sympy.Add: operator.add}
+    if dim.func is sympy.Pow and dim.exp.is_Integer and dim.exp > 0:
+        return operator.mul, (dim.base,) * int(dim.exp)
+    join = {sympy.Mul: operator.mul, sympy.Add: operator.add}.get(dim.func)
+    return None if join is None else (join, dim.args)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusion._torch import without_divisions
+
 if TYPE_CHECKING:
     import sympy  # a second to import, and torch loads it only once sizes are symbolic
 
@@ -23,7 +25,7 @@ def dim_of(size: int | torch.SymInt) -> Dim:
     if isinstance(size, int):
         return size
     expr: Any = size.node.expr
-    return int(expr) if isinstance(expr, int) or expr.is_number else expr
+    return int(expr) if isinstance(expr, int) or expr.is_number else without_divisions(expr)
 
 
 def dims_of(sizes: Iterable[int | torch.SymInt]) -> tuple[Dim, ...]:

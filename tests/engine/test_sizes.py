@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from sympy import Symbol
+from torch.utils._sympy.functions import FloorDiv
 
 import fusion
+from fusion import Rule, lowering, pattern, tensor
+from fusion._torch import without_divisions
+from fusion.library import installed
 
+from .graphs import norm
+
+S, P = (Symbol(name, positive=True, integer=True) for name in "sp")
 N, D, R, C, E = 4, 16, 8, 32, 16
 
 
@@ -24,7 +35,65 @@ def test_a_number_of_tokens_that_is_computed_last_is_made_before_it_is_needed():
     inputs[3] = torch.nn.Parameter(inputs[3], requires_grad=False)
     for each in inputs[:3]:
         torch._dynamo.maybe_mark_dynamic(each, 0)
-    for tensor, dim in zip(inputs[:3], (2, 1, 1), strict=True):
-        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    for each, dim in zip(inputs[:3], (2, 1, 1), strict=True):
+        torch._dynamo.maybe_mark_dynamic(each, dim)
     report = fusion.explain(attended, *inputs, options={"target": "host", "lower": "eager"})
     assert "latent_attention" in [each.rule for each in report.matches]
+
+
+def gathered(q, cache, table):
+    """Attention over rows [B, pages · page size, D] that a table names; as many sequences as pages of each."""
+    rows = cache[table].reshape(table.shape[0], -1, cache.shape[-1])
+    scores = torch.einsum("bnd,btd->bnt", q, rows) * 0.05
+    return torch.einsum("bnt,btd->bnd", scores.softmax(-1), rows)
+
+
+def test_a_product_of_equal_sizes_that_is_divided_by_one_is_made():
+    q, cache, table = torch.randn(4, 2, 16), torch.randn(20, 8, 16), torch.arange(16).view(4, 4)
+    for each, dims in ((q, (0,)), (cache, (0, 1)), (table, (0, 1))):
+        for dim in dims:
+            torch._dynamo.maybe_mark_dynamic(each, dim)
+    report = fusion.explain(gathered, q, cache, table, options={"target": "host", "lower": "eager"})
+    assert [each.rule for each in report.matches] == ["attention"], report
+    fused = torch.compile(gathered, backend="cann_fusion", options={"target": "host", "lower": "eager"})
+    torch.testing.assert_close(fused(q, cache, table), gathered(q, cache, table), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("expr", "expected"),
+    [
+        (FloorDiv(8 * S**2, S), 8 * S),
+        (FloorDiv(S * P + S, S), P + 1),
+        (FloorDiv(S, 2), FloorDiv(S, 2)),
+        (FloorDiv(S * P, 2 * S), FloorDiv(S * P, 2 * S)),
+        (2 * FloorDiv(S**3 * P, S * P), 2 * S**2),
+        (S + P, S + P),
+    ],
+)
+def test_a_division_goes_where_nothing_can_be_left_over(expr: Any, expected: Any):
+    assert without_divisions(expr) == expected
+
+
+class InPairs(Rule):
+    """A sigmoid, of which nobody knows how many pairs of rows there are."""
+
+    @pattern
+    def written(self, p, x=tensor("T D")):
+        return p.sigmoid(x)
+
+    @lowering
+    def run(self, x):
+        return torch.sigmoid(x.view(x.shape[0] // 2, 2, x.shape[1])).flatten(0, 1)
+
+
+def test_a_size_that_cannot_be_made_refuses_its_match_alone():
+    x, w = torch.randn(6, 16), torch.ones(16)
+    torch._dynamo.mark_dynamic(x, 0)
+
+    def model(x, w):
+        return torch.sigmoid(x), norm(x, w)
+
+    rules = [InPairs(), *(each for each in installed().rules if each.name == "rms_norm")]
+    report = fusion.explain(model, x, w, rules=rules, options={"target": "host", "lower": "eager"})
+    assert [each.rule for each in report.matches] == ["rms_norm"], report
+    assert any("is not among the sizes of the graph" in each.reason for each in report.refusals), report
