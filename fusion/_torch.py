@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -410,22 +410,6 @@ def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 def _common_device(func: Any, given: Sequence[Any]) -> torch.device:
     devices = {each.fake_device for each in given if isinstance(each, FakeTensor)}
     return devices.pop() if len(devices) == 1 else FakeTensor._find_common_device(func, given)[0]
-
-
-@lru_cache(maxsize=4096)
-def without_divisions(expr: Any) -> Any:
-    """A symbolic size without the divisions that leave nothing over whatever the sizes are: (n·s²) // s is n·s.
-
-    Private: `torch.utils._sympy.functions.FloorDiv`.
-    """
-    import sympy
-    from torch.utils._sympy.functions import FloorDiv
-
-    def divided(base: Any, divisor: Any) -> Any:
-        quotient = sympy.cancel(base / divisor)
-        return quotient if sympy.denom(quotient) == 1 else FloorDiv(base, divisor)
-
-    return expr.replace(FloorDiv, divided) if expr.has(FloorDiv) else expr
 
 
 def leaves(*arguments: Any) -> list[Any]:

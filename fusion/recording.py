@@ -280,5 +280,6 @@ def _joined(dim: Any) -> tuple[Callable[..., Any], Sequence[Any]] | None:
 
     if dim.func is sympy.Pow and dim.exp.is_Integer and dim.exp > 0:
         return operator.mul, (dim.base,) * int(dim.exp)
-    join = {sympy.Mul: operator.mul, sympy.Add: operator.add}.get(dim.func)
-    return None if join is None else (join, dim.args)
+    if dim.func not in (sympy.Mul, sympy.Add):
+        return None
+    return operator.mul if dim.func is sympy.Mul else operator.add, dim.args

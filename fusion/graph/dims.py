@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from fusion._torch import without_divisions
 
 if TYPE_CHECKING:
     import sympy  # a second to import, and torch loads it only once sizes are symbolic
@@ -26,6 +25,19 @@ def dim_of(size: int | torch.SymInt) -> Dim:
         return size
     expr: Any = size.node.expr
     return int(expr) if isinstance(expr, int) or expr.is_number else without_divisions(expr)
+
+
+@lru_cache(maxsize=4096)
+def without_divisions(expr: Any) -> Any:
+    """A size without the divisions that leave nothing over whatever the sizes are: (n·s²) // s is n·s."""
+    import sympy
+
+    simpler: dict[Any, Any] = {}
+    for each in expr.atoms(sympy.Function):
+        if each.func.__name__ == "FloorDiv":  # torch's, which it keeps to itself
+            quotient: Any = sympy.cancel(each.args[0] / each.args[1])
+            simpler |= {each: quotient} if sympy.denom(quotient) == 1 else {}
+    return expr.xreplace(simpler)
 
 
 def dims_of(sizes: Iterable[int | torch.SymInt]) -> tuple[Dim, ...]:

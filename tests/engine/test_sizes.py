@@ -11,7 +11,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 import fusion
 from fusion import Rule, lowering, pattern, tensor
-from fusion._torch import without_divisions
+from fusion.graph.dims import without_divisions
 from fusion.library import installed
 
 from .graphs import norm
