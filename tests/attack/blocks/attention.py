@@ -178,4 +178,42 @@ def with_sink(w: Writer) -> None:
     w.give(w.let(f"{p} @ {v}", "o"), ("B", n, "S", width))
 
 
-BLOCKS = (attention, attention, attention, from_tokens, with_sink)
+def bias(w: Writer, heads: int, q: str, k: str, keys: str) -> str:
+    """Numbers [B or 1, N, S, T] that are no mask: a table, slopes by distance, or a product."""
+    kind = w.pick("table", "slopes", "pairs", "queries")
+    if kind == "table":
+        return w.input((w.pick(1, "B"), heads, "S", keys), name="bias")
+    if kind == "slopes":
+        slopes = w.input((heads, 1, 1), name="slope")
+        far = w.let(f"torch.arange({k}.shape[2]) - torch.arange({q}.shape[2])[:, None]", "far")
+        return w.let(w.pick(f"{slopes} * {far}.to({q}.dtype)", f"(-{slopes} * {far}.abs())[None]"), "bias")
+    if kind == "pairs":
+        pairs, weight = w.input(("B", "S", keys, 8), name="pairs"), w.input((heads, 8), "matrix", name="w")
+        return w.let(f"F.linear({pairs}, {weight}).permute(0, 3, 1, 2)", "bias")
+    table = w.input((keys, 64), name="rel")
+    return w.let(f"{q}[..., :64] @ {table}.t()", "bias")
+
+
+def biased(w: Writer) -> None:
+    """A bias before or behind the mask, to sdpa or by hand; what is masked may be clamped."""
+    (n, _), width = heads(w)
+    keys = w.pick("S", "T")
+    q = w.take(("B", n, "S", width), "q")
+    k, v = (w.take(("B", n, keys, width), name) for name in "kv")
+    b, seen = bias(w, n, q, k, keys), mask(w, q, k, keys)
+    if w.maybe(3):
+        both = w.let(f"torch.where({seen}, {b}, -math.inf)" if seen else b, "bias")
+        w.give(w.let(f"F.scaled_dot_product_attention({q}, {k}, {v}, attn_mask={both}.to({q}.dtype))", "o"),
+               ("B", n, "S", width))  # fmt: skip
+        return
+    scores = w.let(f"{q} @ {k}.mT * {width**-0.5}", "scores")
+    if seen and w.maybe():
+        scores, seen = masked(w, scores, seen, q), ""
+    scores = w.let(w.pick(f"{scores} + {b}", f"{b} + {scores}"), "scores")
+    scores = masked(w, scores, seen, q) if seen else scores
+    scores = w.let(f"{scores}.clamp(min=torch.finfo({q}.dtype).min)", "scores") if w.maybe(5) else scores
+    p = softmaxed(w, scores, q)
+    w.give(w.let(f"{p}.to({q}.dtype) @ {v}", "o"), ("B", n, "S", width))
+
+
+BLOCKS = (attention, attention, attention, from_tokens, with_sink, biased, biased)

@@ -53,4 +53,25 @@ def behind_a_norm(w: Writer) -> None:
     w.kept += [total, *([whole, scale] if w.maybe() else [product(w, whole, scale, dims[-1], 64, "torch.bfloat16")])]
 
 
-BLOCKS = (dynamic_quant, dynamic_quant, behind_a_norm)
+def weight_only(w: Writer) -> None:
+    """A layer whose weight alone is in whole numbers, with scales of rows or of groups of lanes."""
+    wide, rows = w.pick(64, 128), w.pick(64, 128)
+    x, weight = w.take(("B", "S", wide)), w.input((rows, wide), "int8", name="w")
+    kind = w.pick("rows", "behind", "groups", "flat groups", "one")
+    lead = {
+        "rows": (rows, 1),
+        "behind": (rows,),
+        "groups": (rows, wide // 32, 1),
+        "flat groups": (rows * wide // 32, 1),
+    }
+    scale = w.input(lead.get(kind, (1,)), f"scale {wide}", name="scale")
+    whole = w.let(f"{weight}.to({x}.dtype)", "whole")
+    if kind == "behind":
+        w.give(w.let(f"(F.linear({x}, {whole}) * {scale}).to({x}.dtype)", "y"), ("B", "S", rows))
+        return
+    cut = {"groups": f"{whole}.view({rows}, -1, 32)", "flat groups": f"{whole}.view(-1, 32)"}.get(kind, whole)
+    real = w.let(f"({cut} * {scale}).view({rows}, {wide}).to({x}.dtype)", "real")
+    w.give(w.let(w.pick(f"F.linear({x}, {real})", f"{x} @ {real}.t()"), "y"), ("B", "S", rows))
+
+
+BLOCKS = (dynamic_quant, dynamic_quant, behind_a_norm, weight_only)

@@ -29,6 +29,45 @@ def routing(w: Writer) -> None:
     w.kept.append(w.let(w.pick(dense, f"{dense}.to({logits}.dtype)"), "dense"))
 
 
+def gating(w: Writer) -> None:
+    """The experts of a router whose scores have a bias, in the best groups of them."""
+    logits, bias = w.input(("T", EXPERTS), "apart", name="logits"), w.input((EXPERTS,), name="bias")
+    wide = w.let(f"{logits}.float()", "wide")
+    scores = w.let(w.pick(f"{wide}.sigmoid()", f"torch.sigmoid({wide})", f"F.softmax({wide}, dim=-1)"), "scores")
+    choice = w.let(w.pick(f"{scores} + {bias}.float()", f"{scores} + {bias}.float()[None]", scores), "choice")
+    choice = in_groups(w, choice) if w.maybe() else choice
+    k = w.pick(2, CHOSEN)
+    experts = w.let(w.pick(f"torch.topk({choice}, {k}, dim=-1)[1]", f"{choice}.topk({k}, -1).indices"), "experts")
+    weights = w.let(w.pick(f"{scores}.gather(-1, {experts})", f"torch.take_along_dim({scores}, {experts}, -1)",
+                           f"{scores}[torch.arange({scores}.shape[0])[:, None], {experts}]"), "weights")  # fmt: skip
+    weights = w.let(w.pick(
+        weights, f"{weights} / {weights}.sum(-1, keepdim=True)",
+        f"{weights} / ({weights}.sum(-1, keepdim=True) + {w.pick('1e-20', '1e-6', '0.5')})",
+        f"{weights} / {weights}.sum(-1, keepdim=True).clamp(min={w.pick('1e-8', '0.9')})",
+        f"F.normalize({weights}, p=1, dim=-1)",
+    ), "weights")  # fmt: skip
+    weights = w.let(f"{weights} * {w.pick(2.5, 1.0)}", "weights") if w.maybe() else weights
+    w.kept.append(w.let(f"torch.zeros_like({scores}).scatter(-1, {experts}, {weights})", "dense"))
+
+
+def in_groups(w: Writer, choice: str) -> str:
+    """The choice, filled where a group of four experts is not among the best."""
+    groups = w.let(f"{choice}.view({choice}.shape[0], 4, 4)", "groups")
+    best = w.let(w.pick(f"{groups}.topk(2, -1)[0].sum(-1)", f"{groups}.amax(-1)", f"{groups}.max(-1).values"), "best")
+    kept = w.let(f"{best}.topk({w.pick(1, 2, 4)}, -1)[1]", "kept")
+    mask = w.let(w.pick(
+        f"torch.zeros_like({best}).scatter_(1, {kept}, 1)", f"F.one_hot({kept}, 4).sum(1)",
+        f"(torch.arange(4) == {kept}[..., None]).any(1)", f"torch.zeros_like({best}).scatter(1, {kept}, 1.0)",
+    ), "mask")  # fmt: skip
+    wide = w.let(w.pick(f"{mask}.unsqueeze(-1).expand(-1, -1, 4).reshape({choice}.shape)",
+                        f"{mask}.repeat_interleave(4, -1)"), "mask")  # fmt: skip
+    least = w.pick("float('-inf')", "float('-inf')", "0.0")
+    return w.let(w.pick(
+        f"{choice}.masked_fill(~{wide}.bool(), {least})", f"torch.where({wide} != 0, {choice}, {least})",
+        f"{choice}.masked_fill({wide} == 0, {least})",
+    ), "choice")  # fmt: skip
+
+
 def listed(w: Writer) -> None:
     """Attention to the keys that a list or an indexer names."""
     d, keys = Widths(w.pick(1, 2, 4), *SMALL), "S"
@@ -130,11 +169,17 @@ def merged(w: Writer) -> None:
     n, width = w.pick(1, 2, 4), w.pick(64, 128)
     outs = [w.take(("B", n, "S", width), "out") for _ in range(2)]
     sums = [w.input(("B", n, "S"), dtype="float32", name="lse") for _ in range(2)]
-    both = w.let(f"torch.logaddexp({sums[0]}, {sums[1]})", "both")
-    first, second = (w.let(f"{out}.float() * ({lse} - {both}).exp().unsqueeze(-1)")
-                     for out, lse in zip(outs, sums, strict=True))  # fmt: skip
+    if w.maybe():
+        dim = w.pick(0, -1)
+        shares = w.both(f"torch.stack(({sums[0]}, {sums[1]}), {dim}).softmax({dim}).unbind({dim})", 2, "share")
+    else:
+        both = w.let(f"torch.logaddexp({sums[0]}, {sums[1]})", "both")
+        shares = [w.let(w.pick(f"({lse} - {both}).exp()", f"torch.exp({lse} - {both})"), "share") for lse in sums]
+        if w.maybe(3):
+            w.kept.append(both)
+    first, second = (w.let(f"{out}.float() * {share}.unsqueeze(-1)") for out, share in zip(outs, shares, strict=True))
     w.fuses("attention_update", target="ascend910_93" if w.narrow else "none")
     w.give(w.let(f"({first} + {second}).to({outs[0]}.dtype)", "o"), ("B", n, "S", width))
 
 
-BLOCKS = (routing, listed, listed_pages, paged_attention, gathered, parts, merged)
+BLOCKS = (gating, routing, listed, listed_pages, paged_attention, gathered, parts, merged)
