@@ -357,8 +357,8 @@ class Algebra:
         return self.make("power", (x,), (float(exponent),), x.shape, x.dtype)
 
     def unary(self, op: str, x: Value) -> Value:
-        """Any other function of one value, element by element."""
-        return self.make(op, (x,), (), x.shape, x.dtype)
+        """Any other function of one value, element by element; |x| of what is not negative is x."""
+        return x if op == "abs" and _nonnegative(x) else self.make(op, (x,), (), x.shape, x.dtype)
 
     # reductions ------------------------------------------------------------------------------------------------
 
@@ -413,11 +413,13 @@ def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:
 
 
 def _nonnegative(x: Value) -> bool:
-    """Whether every element is known to be at least zero (even powers and what is summed from them)."""
+    """Whether every element is known to be at least zero (even powers, shares, and what is made of them)."""
     match x.op:
+        case "softmax" | "sigmoid" | "exp" | "abs":
+            return True
         case "power":
             return x.attrs[0] % 2 == 0 or x.attrs[0] == 0.5
-        case "mean" | "reshape" | "permute" | "slice" | "expand" | "cast":
+        case "mean" | "reshape" | "permute" | "slice" | "expand" | "cast" | "largest" | "take":
             return _nonnegative(x.arg)
         case "scale" | "shift":
             return x.attrs[0] > 0 and _nonnegative(x.arg)

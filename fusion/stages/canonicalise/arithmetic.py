@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusion.analysis.dtypes import INTEGERS, held_number, is_exact
+from fusion.analysis.floors import absorbs, is_above
 from fusion.analysis.intervals import bounds, of_dtype
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import LONGEST, of_constants
@@ -51,14 +52,14 @@ def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
 
 @translates("aten.add.Tensor", "aten.add.Scalar")
 def add(a: Algebra, out: Out, x: Any, y: Any, alpha: Any = 1, sign: int = 1) -> Translated:
-    """x + sign · alpha · y."""
+    """x + sign · alpha · y; x where the numbers are all too large for y to change them."""
     x, y = promote(a, out, x, y)
     must(is_number(alpha))
     factor = _held(out, sign * alpha)
     if is_number(x):
         x, y, factor = (a.scale(y, factor) if isinstance(y, Value) else y), x, 1
     if is_number(y):
-        return a.shift(x, _held(out, factor * y))
+        return x if absorbs(x, factor * y) else a.shift(x, _held(out, factor * y))
     return a.add(x, a.scale(y, factor)) if isinstance(x, Value) and isinstance(y, Value) else None
 
 
@@ -108,9 +109,13 @@ def _divide(a: Algebra, out: Out, x: Value, divisor: Any, *, rounding_mode: str 
 
 
 def _clip(a: Algebra, x: Value, low: float, high: float) -> Value:
-    """Floats between two bounds; of those that lie between others already, between what is left of these."""
+    """Floats between two bounds, if they are not proven to be; of those that lie between others already, between what
+    is left of these.
+    """
     if x.op == "clip" and low <= high and x.attrs[0] <= x.attrs[1]:
         x, (low, high) = x.arg, (min(max(each, low), high) for each in x.attrs)
+    if high == math.inf and is_above(x, low):
+        return x
     return a.make("clip", (x,), (low, high), x.shape, x.dtype)
 
 

@@ -90,7 +90,9 @@ def _deviation(
 def _vector_norm(
     a: Algebra, out: Out, x: Value, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Translated:
-    """sqrt(Σ x²) for order 2."""
+    """Σ |x| for order 1, sqrt(Σ x²) for order 2."""
+    if order == 1:
+        return a.reshape(proven(a.sum(a.unary("abs", a.cast(x, out.dtype)), _axes(x, dim))), out.shape)
     must(order == 2)
     return a.reshape(a.power(proven(a.sum(a.power(a.cast(x, out.dtype), 2), _axes(x, dim))), 0.5), out.shape)
 

@@ -1,0 +1,62 @@
+"""Floors: positive numbers that no element of a value lies below, NaN apart, as far as how it was computed tells.
+
+mean of the k largest of softmax(x) over E  ≥  1 / E         k · it, which is their sum  ≥  k / E
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fusion.analysis.dtypes import is_rounding
+from fusion.graph import Value
+
+_ROUNDED = 0.98
+"""How much of a floor the roundings of a softmax and of a sum of its shares, in 16 bits, leave at least."""
+
+
+def is_above(x: Value, number: float) -> bool:
+    """Whether every element of floats is proven to be larger than a number, or to be NaN."""
+    return number < _ROUNDED * _floor(x)
+
+
+def absorbs(x: Value, number: float) -> bool:
+    """Whether adding a number changes no element: it is less than half of what float64 tells apart there."""
+    return 0 <= number < _ROUNDED * _floor(x) * torch.finfo(torch.float64).eps / 4
+
+
+def _floor(x: Value) -> float:
+    """0 where nothing is known."""
+    match x.op:
+        case "scale" if x.attrs[0] > 0:
+            return _held(x.attrs[0] * _floor(x.arg), x)
+        case "reshape":
+            return _floor(x.arg)
+        case "cast" if is_rounding(x):
+            return _held(_floor(x.arg), x)
+        case "mean" if x.attrs == (-1,):
+            return _held(_mean_of_largest(x.arg), x)
+        case _:
+            return 0.0
+
+
+def _mean_of_largest(x: Value) -> float:
+    """Of a row of the largest of a softmax: these are no less, on the average, than all."""
+    largest = _of_rows(x)
+    if largest.op != "largest" or not isinstance(largest.attrs[0], int) or not largest.attrs[0]:
+        return 0.0
+    shares = _of_rows(largest.arg)
+    size = shares.shape[-1]
+    known = shares.op == "softmax" and shares.attrs == (-1, "nan") and isinstance(size, int)
+    return _held(1 / size, shares) if known else 0.0
+
+
+def _held(number: float, x: Value) -> float:
+    """A number, 0 where the dtype of `x` holds it with fewer digits than others."""
+    return number if x.dtype is not None and number >= torch.finfo(x.dtype).tiny else 0.0
+
+
+def _of_rows(x: Value) -> Value:
+    """Below casts that round, and dims that are arranged otherwise before the last one."""
+    while is_rounding(x) or (x.op == "reshape" and x.shape[-1:] == x.arg.shape[-1:]):
+        x = x.arg
+    return x
