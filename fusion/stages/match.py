@@ -232,16 +232,27 @@ class _Search:
         return owner if owner is not None and owner.op == "call_function" else None
 
     def note_lookalikes(self, rule: Rule) -> None:
-        """Say why what looks like the rule is something else, in a node or inside one (a division holds a power)."""
+        """Say why what looks like the rule is something else, in a node or inside one (a division holds a power).
+
+        Of several look-alikes of one value the first is told: rules name the nearest first.
+        """
+        told: set[Value] = set()
         for form in rule.lookalikes():
             for value in (*self._candidates(form.results[0]), *self._inside(form.results[0])):
-                if self.readings(value, rule.name) or (rule.name, value) in self._explained or self._is_within(value):
+                if value in told or self._is_known(rule, value) or self._is_within(value):
                     continue
                 for bound in form.results[0].match(value, {}, self):
                     captures = captured(form, bound)
                     if len({captures[name] for name in form.apart}) == len(form.apart):
+                        told.add(value)
                         self._refuse(rule.name, Refused(form.reason, captures), value)
                         break
+
+    def _is_known(self, rule: Rule, value: Value) -> bool:
+        """Whether a value is what a rule means, or that with more factors, or its guard has said why it is not."""
+        if value.op == "mul" and any(each.op == "mul" and self.readings(each, rule.name) for each in value.args):
+            return True
+        return bool(self.readings(value, rule.name)) or (rule.name, value) in self._explained
 
     def _is_within(self, value: Value) -> bool:
         """Whether one node computes a value on the way to something that was recognised."""

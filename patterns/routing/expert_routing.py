@@ -46,8 +46,12 @@ class Shares(Group):
 
     def routed(self) -> tuple[Tensor, Tensor]:
         """Shares and experts [*B, count], by the operator."""
+        return self.routed_of(self.logits)
+
+    def routed_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of logits that were cast: shares have their dtype."""
         routed = torch.ops.npu.npu_moe_gating_top_k_softmax_v2
-        shares, experts, _ = routed(self.logits, k=self.count, renorm=int(self.are_divided))
+        shares, experts, _ = routed(logits, k=self.count, renorm=int(self.are_divided))
         return shares, experts.to(torch.int64)
 
 
@@ -82,6 +86,20 @@ class SharesOfChosen(Shares):
 
 
 @dataclass(frozen=True)
+class WideSharesOfChosen(SharesOfChosen):
+    """The same in float32, of logits in 16 bits."""
+
+    def terms(self, p):
+        """Choose, widen, then softmax."""
+        shares = p.softmax(p.cast(p.largest(self.logits, self.count), to=f32))
+        return shares, p.largest_index(self.logits, self.count)
+
+    def routed(self) -> tuple[Tensor, Tensor]:
+        """Of logits that are widened first."""
+        return self.routed_of(self.logits.to(f32))
+
+
+@dataclass(frozen=True)
 class ExpertRouting(Rule):
     """The experts that a router chooses, with their shares of a softmax."""
 
@@ -90,12 +108,17 @@ class ExpertRouting(Rule):
         return logits.softmax(-1).topk(count)
 
     @pattern
-    @variants(shares=(SharesOfChosen, DividedShares, Shares))
+    @variants(shares=(SharesOfChosen, WideSharesOfChosen, DividedShares, Shares))
     def chosen(self, p, shares):
         """The largest, and what each of them counts."""
         return shares.terms(p)
 
-    @lookalike("the softmax over what is chosen runs along another dim, or nothing reads which experts are chosen")
+    @lookalike("nothing reads which experts are chosen")
+    def without_experts(self, p, logits=tensor("*B E"), count=attribute()):
+        """The softmax over the largest alone."""
+        return p.softmax(p.maybe_cast(p.largest(logits, count), to=f32))
+
+    @lookalike("the softmax over what is chosen runs along another dim")
     def softmax_of_chosen(self, p, logits=tensor("*B E"), count=attribute()):
         """Any other softmax over the largest."""
         return p.op("softmax", p.maybe_cast(p.largest(logits, count), to=f32))
@@ -105,6 +128,23 @@ class ExpertRouting(Rule):
         """The largest of any other softmax."""
         return p.largest(p.op("softmax", logits), count)
 
+    @lookalike("{eps} is added to the sum of the chosen shares, which is more than is lost beside their sum")
+    def divided_with_eps(self, p, logits=tensor("*B E"), count=attribute(), factor=scalar(), eps=scalar()):
+        """Divided by the sum and a number."""
+        chosen = _largest_shares(p, logits, count)
+        return chosen * p.power(p.shift(p.scale(p.mean(chosen), factor), eps), -1.0)
+
+    @lookalike("the sum of the chosen shares is clamped between {low} and {high}, and may lie outside")
+    def divided_clamped(self, p, logits=tensor("*B E"), count=attribute(), factor=scalar(), low=scalar(), high=scalar()):
+        """Divided by the sum, if it is neither small nor large."""
+        chosen = _largest_shares(p, logits, count)
+        return chosen * p.power(p.clip(p.scale(p.mean(chosen), factor), low, high), -1.0)
+
+    @lookalike("the chosen shares are divided by something else than their sum")
+    def divided_otherwise(self, p, logits=tensor("*B E"), count=attribute(), by=tensor("*B 1"), exponent=attribute()):
+        """Divided by any other number of each token."""
+        return _largest_shares(p, logits, count) * p.power(by, exponent)
+
     def guard(self, shares: Shares):
         """What they are divided by."""
         shares.guard()
@@ -113,3 +153,8 @@ class ExpertRouting(Rule):
     def npu(self, shares: Shares):
         """One operator."""
         return shares.routed()
+
+
+def _largest_shares(p: Any, logits: Any, count: Any) -> Any:
+    """Of a softmax over all, perhaps rounded again."""
+    return p.maybe_cast(p.largest(p.softmax(p.maybe_cast(logits, to=f32)), count), to=logits)
