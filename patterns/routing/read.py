@@ -105,7 +105,7 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     if parts is None:
         return None if masked is None else "what is chosen from is not sigmoid or softmax of logits, plus a bias"
     scores, bias = parts
-    norm = _unrounded(scores)
+    norm = _normed(scores)
     if masked is None and (norm.op == "softmax" and bias is None):
         return None  # which is another rule's
     groups = _groups(masked, choice, bias) if masked else _ALL
@@ -131,8 +131,15 @@ def _scores(a: Algebra, choice: Value) -> tuple[Value, Value | None] | None:
     return None
 
 
+def _normed(x: Value) -> Value:
+    """Scores before they were rounded, or rows of them arranged otherwise."""
+    while is_rounding(x) or (x.op == "reshape" and x.shape[-1:] == x.arg.shape[-1:]):
+        x = x.arg
+    return x
+
+
 def _is_score(x: Value) -> bool:
-    x = _unrounded(x)
+    x = _normed(x)
     return x.op == "sigmoid" or (x.op == "softmax" and x.attrs[0] == -1)
 
 
@@ -158,10 +165,17 @@ def _masked(a: Algebra, x: Value) -> _Masked | str | None:
             if told is not None and choice.shape == inner.shape:
                 kept_alone = told.sides == (1, 0)
                 return _Masked(a.reshape(choice, x.shape), told.groups, told.size, 0.0) if kept_alone else _WEIGHED
+    if inner.op == "add":
+        for mask, choice in (inner.args, inner.args[::-1]):
+            told = _told(mask, inner)
+            if told is not None and choice.shape == inner.shape:
+                others_alone = told.sides == (0, -math.inf)
+                return _Masked(a.reshape(choice, x.shape), told.groups, told.size, -math.inf) if others_alone else _RAISED
     return None
 
 
 _WEIGHED = "the scores of groups that were chosen, or were not, are multiplied by other numbers than 1 and 0"
+_RAISED = "other numbers than 0 and -inf are added to the scores of groups that were chosen, or were not"
 
 
 @dataclass(frozen=True)

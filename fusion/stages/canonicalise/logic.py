@@ -4,6 +4,7 @@ arange(start, …, step)          → arange: start + step · position      zero
 x >= y, x > y                   → compare(y ≤ x), compare(y < x)       tril, triu            → where
 masked_fill(x, c, v)            → where(c, v, x)                       softmax in all forms  → softmax
 x.scatter(-1, places, value)    → where(chosen(places), value, x)      chosen: true at the places that a row lists
+(places == arange).any(-1)      → chosen(places)                       one_hot(places).sum(-2), of places that differ: the same
 x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end;
                                   largest(x) where these are the places of the largest of x
 
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 
 from fusion.analysis.dtypes import common, held_number, holds
-from fusion.analysis.intervals import uncast
-from fusion.graph import Algebra, Value, unviewed
+from fusion.analysis.intervals import bounds, uncast
+from fusion.graph import Algebra, Value, broadcast, unviewed
 from fusion.graph.dims import INDEX_DTYPES
 from fusion.graph.logic import compare, constant, pointwise, positions, softmax, where
 from fusion.graph.proof import must, proof, proven
@@ -146,10 +147,30 @@ def _cumsum(a: Algebra, out: Out, x: Value, dim: int, dtype: Any = None) -> Tran
 
 @translates("aten.index.Tensor")
 def index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated:
-    """x[i, j, …] for whole numbers, with the places of the indices as attribute."""
+    """x[i, j, …] for whole numbers, with the places of the indices as attribute; see `_gather` for x[own, …, j]."""
     given = [(place, each) for place, each in enumerate(indices) if each is not None]
     must(all(isinstance(each, Value) and each.dtype in INDEX_DTYPES for _, each in given))
+    last = of_own_rows(a, x, [each for _, each in given])
+    if last is not None:
+        return _gather(a, out, x, -1, last)
     return a.make("index", (x, *(each for _, each in given)), tuple(place for place, _ in given), out.shape, out.dtype)
+
+
+def of_own_rows(a: Algebra, x: Value, indices: Sequence[Value]) -> Value | None:
+    """Places in the last dim of `x` that are named beside the own position in every other; none from the end."""
+    shape = broadcast(*(each.shape for each in indices))
+    if x.rank < 2 or len(indices) != x.rank or shape is None or len(shape) != x.rank or shape[:-1] != x.shape[:-1]:
+        return None
+    *rows, last = indices
+    own = all(_is_position(a, each, axis, shape) for axis, each in enumerate(rows))
+    return a.expand(last, shape) if own and bounds(last)[0] >= 0 else None
+
+
+def _is_position(a: Algebra, x: Value, axis: int, shape: Sequence[Any]) -> bool:
+    """Whether whole numbers are the position along one dim of a shape to which they broadcast."""
+    x = uncast(x.below("expand"))
+    line = positions(a, shape[axis], len(shape), axis)
+    return a.reshape(x, (*[1] * (len(shape) - x.rank), *x.shape)) is line
 
 
 @translates("aten.gather.default")
@@ -222,3 +243,48 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
         return None
     chosen = a.make("chosen", (uncast(places),), (), x.shape, torch.bool)
     return where(a, chosen, constant(a, number.attrs[0], (), x.dtype), x, x.dtype)
+
+
+def listed(a: Algebra, x: Value, axis: int, distinct: bool = False) -> Value | None:
+    """Any, or the sum if they are `distinct`, over one axis, which stays, of list == position: "chosen", cast as `x`.
+
+    The entries of each row of a list run along that axis, the positions 0, 1, … along another one.
+    """
+    equal = x.below("cast")
+    if equal.op != "compare" or equal.attrs != ("eq",):
+        return None
+    for places, line in (equal.args, equal.args[::-1]):
+        chosen = _chosen_of(a, places, line, axis % x.rank, equal.shape, distinct)
+        if chosen is not None:
+            return a.cast(chosen, x.dtype)
+    return None
+
+
+def _chosen_of(
+    a: Algebra, places: Value, line: Value, axis: int, shape: tuple[Any, ...], distinct: bool
+) -> Value | None:
+    """The list without the dim of positions and with its entries last; what it chooses, positions where they were."""
+    places, line = (a.reshape(each, (*[1] * (len(shape) - each.rank), *each.shape)) for each in (places, line))
+    count = uncast(line, "reshape")
+    along = [place for place, size in enumerate(line.shape) if size != 1]
+    if count.op != "arange" or count.attrs != (0, 1) or len(along) != 1 or along == [axis]:
+        return None
+    rows = [place for place in range(len(shape)) if place not in (axis, *along)]
+    entries = a.permute(places, (*along, *rows, axis))
+    whole = uncast(a.reshape(entries, entries.shape[1:]))
+    wanted = (1, *(shape[place] for place in (*rows, axis)))
+    if entries.shape != wanted or not _lies_within(whole, shape[along[0]]):
+        return None
+    if distinct and whole.op != "largest_index":
+        return None
+    chosen = a.make("chosen", (whole,), (), (*wanted[1:-1], shape[along[0]]), torch.bool)
+    order = sorted(range(len(shape)), key=[*rows, *along, axis].__getitem__)
+    return a.permute(a.reshape(chosen, (*chosen.shape, 1)), order)
+
+
+def _lies_within(places: Value, size: Any) -> bool:
+    """Whether a list is proven to hold positions of a dim alone."""
+    if places.op == "largest_index" and places.arg.shape[-1] == size:
+        return True
+    low, high = bounds(places)
+    return isinstance(size, int) and 0 <= low <= high < size

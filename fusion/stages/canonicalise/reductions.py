@@ -26,12 +26,21 @@ def _reduction(
     op: str, a: Algebra, out: Out, x: Value, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Translated:
     """Over some dims, which go again where the user's result has not kept them."""
+    axes = _axes(x, dim)
+    found = _of_list(a, op, a.cast(x, out.dtype), axes)
+    if found is not None:
+        return a.reshape(found, out.shape)
     reduce = {"sum": a.sum, "mean": a.mean}.get(op) or partial(a.reduce, op)
-    return a.reshape(proven(reduce(a.cast(x, out.dtype), _axes(x, dim))), out.shape)
+    return a.reshape(proven(reduce(a.cast(x, out.dtype), axes)), out.shape)
+
+
+def _of_list(a: Algebra, op: str, x: Value, axes: Sequence[int]) -> Value | None:
+    """The sum, or the greatest, over the entries of a list of where they are: what it chooses."""
+    return logic.listed(a, x, axes[0], op == "sum") if op in ("sum", "greatest") and len(axes) == 1 else None
 
 
 def _of_dim(a: Algebra, op: str, x: Value, dim: int, keepdim: bool) -> Value:
-    found = a.reduce(op, x, [dim])
+    found = _of_list(a, op, x, [dim]) or a.reduce(op, x, [dim])
     return a.reshape(found, [size for place, size in enumerate(found.shape) if keepdim or place != dim % x.rank])
 
 
@@ -52,7 +61,8 @@ def _aminmax(a: Algebra, out: Out, x: Value, *, dim: int | None = None, keepdim:
 
 @translates("aten.any.dim")
 def _any(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    return a.reshape(a.reduce("any", a.cast(x, torch.bool), [dim]), out.shape)
+    truths = x.arg if x.op == "cast" and x.arg.dtype is torch.bool else a.cast(x, torch.bool)
+    return a.reshape(logic.listed(a, truths, dim) or a.reduce("any", truths, [dim]), out.shape)
 
 
 @translates("aten.all.dim")

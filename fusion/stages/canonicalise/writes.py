@@ -45,6 +45,9 @@ def _index_put(
     must(all(index.dtype in INDEX_DTYPES for index in found))
     if len(found) == 1:
         return _one_index(a, cache, found[0], rows, given[0])
+    listed = logic.of_own_rows(a, cache, found) if rows.op == "full" and rows.dtype == cache.dtype else None
+    if listed is not None and unviewed(cache).op != "input":
+        return logic.marked(a, cache, -1, listed, rows)
     must(len(found) == 2 and given[0] == 0)
     return _by_batch(a, cache, found, rows, given[1]) or _by_page(a, cache, found, rows, given[1])
 
