@@ -56,9 +56,15 @@ def _others(graph: Graph) -> Iterator[Found]:
                 beside.setdefault(each, set()).update(factors)
     for product in products:
         for sigmoid in product.args:
-            reason = _why_no_silu(sigmoid.arg.below("cast"), beside[sigmoid]) if sigmoid.op == "sigmoid" else ""
+            is_gate = sigmoid.op == "sigmoid" and _gates(sigmoid, beside[sigmoid])
+            reason = _why_no_silu(sigmoid.arg.below("cast"), beside[sigmoid]) if is_gate else ""
             if reason:
                 yield product, Miss("swiglu", reason)
+
+
+def _gates(sigmoid: Value, beside: set[Value]) -> bool:
+    """Whether a factor is as wide: what is one number for many lanes, or is divided by one, is no gate of lanes."""
+    return any(each.shape == sigmoid.shape for each in beside if each is not sigmoid and each.op != "power")
 
 
 def _why_no_silu(gate: Value, beside: set[Value]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor
+from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, scalar, tensor
 
 _SCORE = {"max": 0, "sum": 1}
 _NORM = {"softmax": 0, "sigmoid": 1}
@@ -67,6 +67,13 @@ class SigmoidGate(Gate):
 
 
 @dataclass(frozen=True)
+class SoftmaxGate(Gate):
+    """One of a softmax, whose scores it leaves as they are."""
+
+    norm: Any = attribute("softmax")
+
+
+@dataclass(frozen=True)
 class To(Group):
     """What becomes of the result: dtypes of the scores and of the list, and factors, before and after a division."""
 
@@ -112,6 +119,22 @@ class ExpertGating(Rule):
         """The scores as they are."""
         scores = p.chosen_scores(**vars(gate), dtype=to.dtype)
         return p.maybe_scaled(scores, to.after), p.expert_choice(**vars(gate), dtype=to.listed)
+
+    @lookalike("the chosen shares of a softmax are divided: the operator divides scores of sigmoids alone")
+    def divided_softmax(self, p, gate: Any = SoftmaxGate, dtype=attribute(), by=tensor("*T 1"), factor=scalar()):
+        """Shares by a number of each token."""
+        return p.chosen_scores(**vars(gate), dtype=dtype) * p.maybe_scaled(p.power(by, -1.0), factor)
+
+    @lookalike("the sum of the chosen scores is clamped between {low} and {high}: the operator adds a number to it")
+    def divided_clamped(self, p, gate: Any = SigmoidGate, dtype=attribute(), size=scalar(), low=scalar(), high=scalar()):
+        """Scores by their sum, if it is neither small nor large."""
+        scores = p.chosen_scores(**vars(gate), dtype=dtype)
+        return scores * p.power(p.clip(p.scale(p.mean(scores), size), low, high), -1.0)
+
+    @lookalike("experts are chosen by logits: the operator chooses by sigmoids of them, of which more are equal")
+    def sigmoid_of_chosen(self, p, logits=tensor("*T E"), count=attribute()):
+        """Choose, then sigmoid."""
+        return p.sigmoid(p.maybe_cast(p.largest(logits, count), to=torch.float32))
 
     def guard(self, gate: Gate, size: float | None, inverse: float | None, eps: float | None):
         """What the mean is multiplied by to be the sum."""

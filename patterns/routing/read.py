@@ -28,6 +28,7 @@ from patterns.routing.words import CHOSEN_SCORES, EXPERT_CHOICE
 
 RULE = "expert_gating"
 _ALL = {"groups": 1, "kept": 1, "group_score": "max"}
+_NO_SCORES = "what is chosen from is not sigmoid or softmax of logits, plus a bias"
 Sides = tuple[Any, Any]  # of an element of a group that is kept, and of one that is not
 
 
@@ -47,10 +48,21 @@ def expert_choices(graph: Graph) -> Iterator[Found]:
     lists = [each for each in list(graph.places) if each.op == "largest_index" and is_float(each.arg)]
     for places in lists:
         found = _gate(graph.algebra, places)
+        if found is None and _weighs_by_what_it_chooses(graph, places):
+            found = _NO_SCORES
         if isinstance(found, str):
             yield places, Miss(RULE, found)
         elif found is not None:
             yield from _readings(graph, places, *found)
+
+
+def _weighs_by_what_it_chooses(graph: Graph, places: Value) -> bool:
+    """Whether a list is chosen from numbers plus a bias [E], and the numbers at its places are taken."""
+    choice = places.arg
+    for numbers, bias in (choice.args, choice.args[::-1]) if choice.op == "add" else ():
+        if bias.shape == (*[1] * (bias.rank - 1), choice.shape[-1]) and numbers.shape == choice.shape:
+            return any(each.op == "take" and _reads(each, numbers, places) for each in graph.places)
+    return False
 
 
 def _readings(graph: Graph, places: Value, gate: dict[str, Any], scores: Value) -> Iterator[Found]:
@@ -103,7 +115,7 @@ def _gate(a: Algebra, places: Value) -> tuple[dict[str, Any], Value] | str | Non
     choice = places.arg if masked is None else masked.choice
     parts = _scores(a, choice)
     if parts is None:
-        return None if masked is None else "what is chosen from is not sigmoid or softmax of logits, plus a bias"
+        return None if masked is None else _NO_SCORES
     scores, bias = parts
     norm = _normed(scores)
     if masked is None and (norm.op == "softmax" and bias is None):
@@ -201,18 +213,21 @@ def _told(mask: Value, over: Value) -> _Told | None:
 
 
 def _lists(mask: Value) -> bool:
-    """Whether a mask is made of a list."""
+    """Whether a mask is made of a list, or of what it chooses."""
     waiting, seen = [mask], {mask}
     while waiting:
         each = waiting.pop()
-        if each.op == "chosen":
+        if each.op in ("chosen", "largest_index"):
             return True
         waiting += [arg for arg in each.args if arg not in seen and each.op in _OF_MASKS]
         seen.update(each.args)
     return False
 
 
-_OF_MASKS = ("reshape", "permute", "expand", "slice", "cast", "not", "and", "or", "compare", "where", "scale", "shift")
+_OF_MASKS = (
+    "reshape", "permute", "expand", "slice", "cast", "cat", "not", "and", "or", "compare", "where", "scale", "shift",
+    "any", "mean",
+)  # fmt: skip
 _CHANGES: dict[str, Callable[[Any, Any], Any]] = {"scale": lambda x, y: x * y, "shift": lambda x, y: x + y}
 
 

@@ -118,7 +118,7 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
         return "the keys that are listed are not the largest of a row of scores"
     found = _unmasked(_Scores(places.arg, places.arg.shape, ()))
     if isinstance(found, str):
-        return found
+        return found if _is_rectified(places.arg) else NOT_A_SUM
     parts = _parts(a, found.total)
     if isinstance(parts, str):
         return parts
@@ -166,6 +166,21 @@ def _unmasked(found: _Scores) -> _Scores | str:
             return term if isinstance(term, str) else _unmasked(_Scores(scores, z.shape, (*found.terms, term)))
         case _:
             return found
+
+
+def _is_rectified(z: Value) -> bool:
+    """Whether a sum of positive parts stands below masks, as the scores of no router do."""
+    waiting, seen = [z], {z}
+    while waiting:
+        each = waiting.pop()
+        if each.op == "relu":
+            return True
+        waiting += [arg for arg in each.args if arg not in seen and each.op in _OF_SUMS]
+        seen.update(each.args)
+    return False
+
+
+_OF_SUMS = ("scale", "cast", "reshape", "permute", "expand", "slice", "add", "where", "matmul", "mean", "mul")
 
 
 def _is_scores(z: Value) -> bool:
