@@ -24,6 +24,7 @@ from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
 from patterns.latent.read_products import latent_products
 from patterns.linear.clipped_swiglu import ClippedSwiglu
+from patterns.linear.clipped_swiglu_projections import ClippedSwigluProjections
 from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
@@ -63,6 +64,7 @@ _RULES = (
     Swiglu(),
     SwigluProjections(),
     ClippedSwiglu(),
+    ClippedSwigluProjections(),
     JoinedProjections(),
     HeadProjection(),
     DynamicQuant(),

@@ -88,6 +88,7 @@ class _Search:
         self._by_head: dict[str, list[Value]] = defaultdict(list)
         self._hidden: dict[str, list[Value]] = defaultdict(list)
         self._explained: set[tuple[str, Value]] = set()
+        self._guarded: set[Value] = set()  # where all of a form was there, and a guard has said why not
         self._refused: set[tuple[str, Value, str]] = set()
         for value in graph.places:
             self._by_head[value.op].append(value)
@@ -154,6 +155,7 @@ class _Search:
                     call(rule.guard, captures)
             except Refused as reason:
                 refused = refused or reason
+                self._guarded.add(value)
                 self._explain(rule, value, captures)
                 continue
             except Exception as error:
@@ -249,7 +251,9 @@ class _Search:
                         break
 
     def _is_known(self, rule: Rule, value: Value) -> bool:
-        """Whether a value is what a rule means, or that with more factors, or its guard has said why it is not."""
+        """Whether a value is what a rule means, or that with more factors, or a guard has said why it is not."""
+        if value in self._guarded:
+            return True
         if value.op == "mul" and any(each.op == "mul" and self.readings(each, rule.name) for each in value.args):
             return True
         return bool(self.readings(value, rule.name)) or (rule.name, value) in self._explained

@@ -29,7 +29,7 @@ class Clipped(Group):
 
     def gated(self, p, gate):
         """A · sigmoid(alpha · a)."""
-        a = p.clip(p.maybe_cast(gate, to=f32), self.floor, self.limit)
+        a = p.maybe_cast(p.clip(p.maybe_cast(gate, to=f32), self.floor, self.limit), to=f32)
         return a * p.sigmoid(p.maybe_scaled(a, self.alpha))
 
     def linear(self, p, up):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, lookalike, lowering, pattern, tensor
+from fusion import Rule, lookalike, lowering, pattern, scalar, tensor
 
 f32 = torch.float32
 
@@ -43,6 +43,17 @@ class Swiglu(Rule):
         """Silu of the second half."""
         gate = p.maybe_cast(p.part(x, 1, of=2), to=f32)
         up = p.maybe_cast(p.part(x, 0, of=2), to=f32)
+        return p.maybe_cast(p.silu(gate), to=x) * up
+
+    @lookalike("the gate is multiplied by {factor} before silu")
+    def scaled(self, p, gate=tensor("*B D"), up=tensor("*B D"), factor=scalar()):
+        """Silu of a gate times a number."""
+        return p.maybe_cast(p.silu(p.scale(p.maybe_cast(gate, to=f32), factor)), to=gate) * up
+
+    @lookalike("gate and up are other slices of one tensor than the first and second halves of its last dim")
+    def slices(self, p, x=tensor("*B D")):
+        """Of any two slices."""
+        gate, up = (p.maybe_cast(p.op("slice", x), to=f32) for _ in range(2))
         return p.maybe_cast(p.silu(gate), to=x) * up
 
     @lookalike(

@@ -30,6 +30,12 @@ class Gate(Group):
         """What it gives, perhaps in float32."""
         return p.maybe_cast(p.linear(x=x, **vars(self)), to=f32)
 
+    def refuse_beside(self, up: Gate) -> None:
+        """Joining is free only where it is done once."""
+        fixed = self.is_parameter_only and up.is_parameter_only
+        require(fixed, "the weights do not come from Parameters alone: joining them would cost a copy at every call")
+        require((self.bias is None) == (up.bias is None), "only one of gate and up has a bias")
+
 
 @dataclass(frozen=True)
 class Up(Gate):
@@ -58,12 +64,15 @@ class SwigluProjections(Rule):
 
     def guard(self, gate: Gate, up: Up):
         """Joining is free only where it is done once."""
-        fixed = gate.is_parameter_only and up.is_parameter_only
-        require(fixed, "the weights do not come from Parameters alone: joining them would cost a copy at every call")
-        require((gate.bias is None) == (up.bias is None), "only one of gate and up has a bias")
+        gate.refuse_beside(up)
 
     @lowering
     def npu(self, x: Tensor, gate: Gate, up: Up):
         """One matmul, one operator."""
-        bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
-        return torch.ops.npu.npu_swiglu(F.linear(x, torch.cat([gate.weight, up.weight]), bias), -1)
+        return torch.ops.npu.npu_swiglu(joined(x, gate, up), -1)
+
+
+def joined(x: Tensor, gate: Gate, up: Gate) -> Tensor:
+    """Gate and up [*B, 2·H] by one matmul."""
+    bias = None if gate.bias is None else torch.cat([gate.bias, up.bias])
+    return F.linear(x, torch.cat([gate.weight, up.weight]), bias)

@@ -166,7 +166,7 @@ def _masked(a: Algebra, x: Value) -> _Masked | str | None:
             return None
         told = _told(condition, inner)
         if told is None:
-            looks = _lists(condition) and _scores(a, choice) is not None
+            looks = _lists(condition) and _scores(a, a.reshape(choice, x.shape)) is not None
             return "what is filled is not proven to be groups of experts that stand side by side" if looks else None
         if told.sides != ((True, False) if swapped else (False, True)):
             return "what is filled is not the groups that were not chosen"
