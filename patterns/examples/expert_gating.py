@@ -61,6 +61,23 @@ def _plainly(weights: Tensor) -> Tensor:
     return 2.5 * weights / weights.sum(-1, keepdim=True)
 
 
+def _divided(logits: Tensor, bias: Tensor) -> Routed:
+    shares, experts = of_softmax(logits, bias)
+    return shares / shares.sum(-1, keepdim=True), experts
+
+
+def _chosen_by_logits(logits: Tensor) -> Routed:
+    best, experts = logits.topk(COUNT, dim=-1)
+    return by_their_sum(best.sigmoid()), experts
+
+
+def _by_softplus(logits: Tensor, bias: Tensor) -> Routed:
+    scores = torch.nn.functional.softplus(logits).sqrt()
+    experts = (scores + bias).topk(COUNT, dim=-1)[1]
+    return by_their_sum(scores.gather(-1, experts)), experts
+
+
+CLAMPED = partial(grouped, finish=lambda weights: weights / weights.sum(-1, keepdim=True).clamp(min=0.5))
 TWICE = partial(grouped, finish=lambda weights: weights / (2 * weights.sum(-1, keepdim=True) + 1e-20))
 LESS = partial(grouped, finish=partial(by_their_sum, eps=-1e-20))
 EXAMPLES = (
@@ -71,6 +88,10 @@ EXAMPLES = (
     Example("filled with 0", partial(grouped, fill=0.0), FLAT, "chosen before a negative score"),
     Example("divided by twice their sum", TWICE, FLAT, "something else than their sum", "undivided"),
     Example("divided by less than their sum", LESS, FLAT, "makes the sum smaller", "undivided"),
+    Example("divided by no less than a half", CLAMPED, FLAT, "clamped between 0.5 and inf", "undivided"),
+    Example("shares of a softmax, divided", _divided, FLAT, "divides scores of sigmoids alone", "undivided"),
+    Example("chosen by logits", _chosen_by_logits, lambda dtype: FLAT(dtype)[:1], "experts are chosen by logits"),
+    Example("scores by softplus", _by_softplus, FLAT, "is not sigmoid or softmax of logits, plus a bias"),
 )
 
 TRIED = {"expert_gating": EXAMPLES}

@@ -59,6 +59,25 @@ def _along_tokens(x: Tensor) -> Routed:
     return values.softmax(0), experts
 
 
+def _chosen_then_widened(x: Tensor) -> Routed:
+    values, experts = x.topk(4, dim=-1)
+    return values.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1), experts
+
+
+def _without_experts(x: Tensor) -> Tensor:
+    return x.topk(4, dim=-1)[0].softmax(-1)
+
+
+def _over(by: Finish) -> Callable[[Tensor], Routed]:
+    """Shares divided by what is made of them."""
+    return partial(largest, finish=lambda shares: shares / by(shares))
+
+
+def _sum(shares: Tensor) -> Tensor:
+    return shares.sum(dim=-1, keepdim=True)
+
+
+PLAIN = "chosen[Shares]"
 TWICE = partial(largest, finish=lambda shares: shares / (2 * shares.sum(dim=-1, keepdim=True)))
 IN_BATCHES = partial(scattered, finish=lambda shares: shares / shares.sum(dim=-1, keepdim=True))
 EXAMPLES = (
@@ -66,6 +85,19 @@ EXAMPLES = (
     Example("the same in float32", _chosen_first_in_float, FLAT),
     Example("divided by their sum", partial(largest, finish=divided), FLAT),
     Example("in batches, unsorted", IN_BATCHES, _logits(2, 3)),
+    Example("chosen, then widened", _chosen_then_widened, FLAT),
+    Example("nothing but shares", _without_experts, FLAT, "nothing reads which experts are chosen"),
+    Example("divided by their sum and a tiny number", _over(lambda shares: _sum(shares) + 1e-20), FLAT),
+    Example("divided by their sum, clamped", _over(lambda shares: _sum(shares).clamp(min=1e-8)), FLAT),
+    Example("divided by their norm of order 1", partial(largest, finish=partial(F.normalize, p=1, dim=-1)), FLAT),
+    Example("with a large eps", _over(lambda shares: _sum(shares) + 1e-3), FLAT, "0.001 is added to the sum", PLAIN),
+    Example(
+        "clamped at half", _over(lambda shares: _sum(shares).clamp(min=0.5)), FLAT, "clamped between 0.5 and inf", PLAIN
+    ),
+    Example(
+        "divided by the largest", _over(lambda shares: shares.amax(-1, keepdim=True)), FLAT,
+        "divided by something else than their sum", PLAIN,
+    ),
     Example("softmax over tokens", _along_tokens, FLAT, "runs along another dim"),
     Example("divided by twice their sum", TWICE, FLAT, "something else than their sum", instead="chosen[Shares]"),
     Example("largest of a softmax", largest, FLAT),
@@ -77,6 +109,6 @@ EXAMPLES = (
         "along another dim than the choice",
     ),
     Example("four dims", lambda x: x.softmax(-1).topk(4, dim=-1), _logits(1, 2, 3), "rank(x) in (2, 3)"),
-)
+)  # fmt: skip
 
 TRIED = {"expert_routing": EXAMPLES}

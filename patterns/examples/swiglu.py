@@ -37,6 +37,11 @@ EXAMPLES = (
         "two tensors", lambda gate, up: F.silu(gate) * up, tensors((2, 3, 64), (2, 3, 64)),
         "are not the first and second halves",
     ),
+    Example(
+        "halves of rows", lambda x: F.silu(x.chunk(2, dim=-2)[0]) * x.chunk(2, dim=-2)[1], tensors((2, 4, 64)),
+        "other slices of one tensor",
+    ),
+    Example("scaled gate", partial(gated, activation=lambda gate: F.silu(0.5 * gate)), X, "multiplied by 0.5 before"),
     Example("sigmoid gate", partial(gated, activation=torch.sigmoid), X, "the gate is a plain sigmoid"),
     Example("gelu gate", partial(gated, activation=F.gelu), X, "the gate is gelu"),
 )  # fmt: skip
