@@ -9,6 +9,7 @@ import torch
 
 from fusion.analysis.dtypes import is_rounding
 from fusion.graph import Value
+from fusion.graph.proof import proven
 
 _ROUNDED = 0.98
 """How much of a floor the roundings of a softmax and of a sum of its shares, in 16 bits, leave at least."""
@@ -52,7 +53,7 @@ def _mean_of_largest(x: Value) -> float:
 
 def _held(number: float, x: Value) -> float:
     """A number, 0 where the dtype of `x` holds it with fewer digits than others."""
-    return number if x.dtype is not None and number >= torch.finfo(x.dtype).tiny else 0.0
+    return number if number and number >= torch.finfo(proven(x.dtype)).tiny else 0.0
 
 
 def _of_rows(x: Value) -> Value:

@@ -44,7 +44,7 @@ def largest(x: Tensor, finish: Finish = lambda shares: shares) -> Routed:
 
 def scattered(x: Tensor, finish: Finish = lambda shares: shares) -> Tensor:
     """The same, unsorted, among zeros for all others."""
-    shares, experts = F.softmax(x, dim=-1, dtype=torch.float32).topk(4, sorted=False)
+    shares, experts = F.softmax(x.float(), dim=-1).topk(4, sorted=False)
     return torch.zeros_like(x).float().scatter(-1, experts, finish(shares))
 
 

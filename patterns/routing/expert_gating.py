@@ -126,7 +126,9 @@ class ExpertGating(Rule):
         return p.chosen_scores(**vars(gate), dtype=dtype) * p.maybe_scaled(p.power(by, -1.0), factor)
 
     @lookalike("the sum of the chosen scores is clamped between {low} and {high}: the operator adds a number to it")
-    def divided_clamped(self, p, gate: Any = SigmoidGate, dtype=attribute(), size=scalar(), low=scalar(), high=scalar()):
+    def divided_clamped(
+        self, p, gate: Any = SigmoidGate, dtype=attribute(), size=scalar(), low=scalar(), high=scalar()
+    ):
         """Scores by their sum, if it is neither small nor large."""
         scores = p.chosen_scores(**vars(gate), dtype=dtype)
         return scores * p.power(p.clip(p.scale(p.mean(scores), size), low, high), -1.0)

@@ -135,7 +135,9 @@ class ExpertRouting(Rule):
         return chosen * p.power(p.shift(p.scale(p.mean(chosen), factor), eps), -1.0)
 
     @lookalike("the sum of the chosen shares is clamped between {low} and {high}, and may lie outside")
-    def divided_clamped(self, p, logits=tensor("*B E"), count=attribute(), factor=scalar(), low=scalar(), high=scalar()):
+    def divided_clamped(
+        self, p, logits=tensor("*B E"), count=attribute(), factor=scalar(), low=scalar(), high=scalar()
+    ):
         """Divided by the sum, if it is neither small nor large."""
         chosen = _largest_shares(p, logits, count)
         return chosen * p.power(p.clip(p.scale(p.mean(chosen), factor), low, high), -1.0)

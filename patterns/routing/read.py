@@ -182,7 +182,9 @@ def _masked(a: Algebra, x: Value) -> _Masked | str | None:
             told = _told(mask, inner)
             if told is not None and choice.shape == inner.shape:
                 others_alone = told.sides == (0, -math.inf)
-                return _Masked(a.reshape(choice, x.shape), told.groups, told.size, -math.inf) if others_alone else _RAISED
+                return (
+                    _Masked(a.reshape(choice, x.shape), told.groups, told.size, -math.inf) if others_alone else _RAISED
+                )
     return None
 
 

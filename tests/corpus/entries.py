@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from tests.cache import cache_write, lookalikes_cache_write
-from tests.linear import clipped_swiglu, lookalikes_swiglu, swiglu, swiglu_projections
+from tests.linear import (
+    clipped_swiglu,
+    clipped_swiglu_projections,
+    lookalikes_swiglu,
+    swiglu,
+    swiglu_projections,
+)
 from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
 from tests.quant import quantisation, weight_only
 from tests.rotary import (
@@ -30,6 +36,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *swiglu.SPELLINGS,
     *swiglu_projections.SPELLINGS,
     *clipped_swiglu.SPELLINGS,
+    *clipped_swiglu_projections.SPELLINGS,
     *expert_routing.SPELLINGS,
     *expert_gating.SPELLINGS,
     *cache_write.SPELLINGS,
@@ -43,6 +50,7 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_swiglu.LOOKALIKES,
     *swiglu_projections.LOOKALIKES,
     *clipped_swiglu.LOOKALIKES,
+    *clipped_swiglu_projections.LOOKALIKES,
     *expert_routing.LOOKALIKES,
     *expert_gating.LOOKALIKES,
     *lookalikes_cache_write.LOOKALIKES,

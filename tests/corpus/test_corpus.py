@@ -35,6 +35,7 @@ MINIMUM = {
     "swiglu_projections": 8,
     "expert_routing": 8,
     "clipped_swiglu": 7,
+    "clipped_swiglu_projections": 4,
     "expert_gating": 12,
     "cache_write": 20,
     "dynamic_quant": 10,

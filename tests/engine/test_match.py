@@ -340,3 +340,57 @@ def test_a_miss_is_told_unless_it_was_read_as_that_after_all():
         assert [each.reason for each in match(missed, (rule,)).refusals] == ["it is none"]
     read = replace(graph, readings=missed.readings.joined([(value, Reading("other", {}))]))
     assert not match(read, (Wave(),)).refusals
+
+
+@dataclass(frozen=True)
+class Near(Rule):
+    """x · exp(x), and what is near to it: the nearest first."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D")):
+        """The product."""
+        return x * p.op("exp", x)
+
+    @lookalike("it is no exponential, but a sine")
+    def of_sine(self, p, x=tensor("*B D"), y=tensor("*B D")):
+        """sin(x) · y."""
+        return p.op("sin", x) * y
+
+    @lookalike("it is any product")
+    def of_two(self, p, x=tensor("*B D"), y=tensor("*B D")):
+        """x · y."""
+        return x * y
+
+    def guard(self, x):
+        """Eight lanes."""
+        require(x.shape[-1] == 8, "there are other lanes than 8")
+
+    @lowering
+    def none(self, x):
+        """Never run here."""
+        return x
+
+
+class Product(Near):
+    """Products of eight lanes, which are told of by the guard alone."""
+
+    @pattern
+    def written(self, p, x=tensor("*B D"), y=tensor("*B D")):
+        """Any."""
+        return x * y
+
+
+def test_of_look_alikes_of_one_value_the_first_is_told():
+    assert reasons(lambda x, y: x.sin() * y, X, Y, rules=(Near(),)) == ["it is no exponential, but a sine"]
+    assert reasons(lambda x, y: x * y, X, Y, rules=(Near(),)) == ["it is any product"]
+
+
+def test_what_was_recognised_is_not_told_of_with_more_factors():
+    assert not reasons(lambda x, y: x * x.exp() * y, X, Y, rules=(Near(),))
+    assert reasons(lambda x, y: (x * x.exp()).cos() * y, X, Y, rules=(Near(),)) == ["it is any product"]
+
+
+def test_where_a_guard_has_said_why_look_alikes_of_other_rules_are_not_told():
+    narrow = X[..., :4].clone(), Y[..., :4].clone()
+    assert reasons(lambda x, y: x * y, *narrow, rules=(Near(),)) == ["it is any product"]
+    assert reasons(lambda x, y: x * y, *narrow, rules=(Product(), Near())) == ["there are other lanes than 8"]

@@ -55,6 +55,11 @@ def overlapping_slices(gate_up):
     return F.silu(gate_up[..., : D // 2]) * gate_up[..., D // 2 - 1 : D - 1]
 
 
+def scaled_gate(gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate * 0.5) * up
+
+
 def two_tensors(gate, up):
     return F.silu(gate) * up
 
@@ -77,10 +82,11 @@ LOOKALIKES = (
     _not_swiglu(sigmoid_gate, "silu|sigmoid"),
     _not_swiglu(sigmoid_of_the_other, "silu|sigmoid|order|half|halves"),
     _not_swiglu(silu_on_the_second_half, "order|second half|first half"),
-    _not_swiglu(alternating_channels, "interleav|step|half|halves"),
+    _not_swiglu(alternating_channels, "other slices of one tensor"),
     _not_swiglu(up_plus_one, "half|halves|slice|add", note="GPT-OSS shifts the linear half"),
     _not_swiglu(clamped_gate, "half|halves|slice|clamp", note="GPT-OSS clamps the gate"),
-    _not_swiglu(overlapping_slices, "half|halves"),
+    _not_swiglu(overlapping_slices, "other slices of one tensor"),
+    _not_swiglu(scaled_gate, "multiplied by 0.5 before silu", note="Falcon-H1 has a multiplier of the gate"),
     _not_swiglu(
         two_tensors, "two tensors|one tensor|separate", _gate_and_up, None, "the operator needs both in one tensor"
     ),

@@ -85,24 +85,24 @@ def weights_that_are_inputs(x, gate, up):
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
 
-def _inputs(B: int, S: int) -> tuple[Tensor, ...]:
+def projected(B: int, S: int) -> tuple[Tensor, ...]:
     return activations(21, B, S, HIDDEN), *(weights(seed, INNER, HIDDEN, center=0.0) for seed in (22, 23))
 
 
 def _spelling(join: Form, note: str) -> Spelling:
     def make(dtype: torch.dtype, B: int, S: int):
-        x, gate, up = (t.to(dtype) for t in _inputs(B, S))
+        x, gate, up = (t.to(dtype) for t in projected(B, S))
         return Projections(join, gate, up).eval().requires_grad_(False), (x,)
 
     def expected(dtype: torch.dtype, B: int, S: int) -> tuple[Tensor, ...]:
-        return (meaning(*_inputs(B, S)),)
+        return (meaning(*projected(B, S)),)
 
     return Spelling(f"swiglu_projections/{join.__name__}", "swiglu_projections", make, {SWIGLU: 1}, expected, note)
 
 
 def _other(form: Form, reason: str) -> LookAlike:
     fused = None if form is weights_that_are_inputs else meaning
-    return look_alike("swiglu_projections", form, reason, (SWIGLU,), _inputs, fused)
+    return look_alike("swiglu_projections", form, reason, (SWIGLU,), projected, fused)
 
 
 SPELLINGS = (

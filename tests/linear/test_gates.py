@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion.graph import Graph
-from tests.engine.graphs import numbers, read_graph, traced
+from tests.engine.graphs import fused, numbers, read_graph, traced
 
 H = 6
 
@@ -60,6 +60,9 @@ GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "silu": (lambda gate, up: F.silu(gate) * up, ""),
     "a sigmoid": (lambda gate, up: gate.sigmoid() * up, PLAIN),
     "a sigmoid of more than the gate": (lambda gate, up: gate * (1.702 * gate).sigmoid() * up, INSIDE),
+    "a sigmoid for all lanes": (lambda gate, up: gate[..., :1].sigmoid() * up, ""),
+    "a sigmoid divided by a number": (lambda gate, up: gate.sigmoid() / up.sum(-1, keepdim=True), ""),
+    "a sigmoid divided by its sum": (lambda gate, up: gate.sigmoid() / up, ""),
     "an activation alone": (lambda gate, up: gate * (1.702 * gate).sigmoid() + up, ""),
 }
 
@@ -90,3 +93,17 @@ def test_a_run_and_a_lane_of_each_pair_are_halves():
 )
 def test_rows_are_none(form: Callable[[Tensor], Tensor], shape: tuple[int, ...]):
     assert halves(form, numbers(*shape) if 0 not in shape else torch.empty(shape)) == []
+
+
+def reasons(function: Callable[[Tensor], Tensor], *shape: int) -> list[tuple[str, str]]:
+    _, outcome = fused(function, numbers(*shape))
+    return [(each.rule, each.reason) for each in outcome.refusals if "swiglu" in each.rule]
+
+
+def test_one_reason_is_told_of_one_gate():
+    ((rule, reason),) = reasons(lambda x: x[..., :H] * F.silu(x[..., H:]), 2, 3, 2 * H)
+    assert rule == "swiglu" and "in the wrong order" in reason
+
+
+def test_a_gate_that_fused_is_not_told_of_with_what_it_is_multiplied_by():
+    assert not reasons(lambda x: F.silu(x[..., :H]) * x[..., H:] * x[..., :1].cos(), 2, 3, 2 * H)

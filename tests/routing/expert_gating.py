@@ -105,6 +105,58 @@ def _limited(logits, weigh: Callable[..., Any]):
     return dense(logits, experts, weights * FACTOR)
 
 
+def one_hot_of_groups(logits, bias):
+    def hide(best):
+        kept = F.one_hot(best.topk(KEPT, dim=-1).indices, num_classes=GROUPS).sum(dim=1)
+        return (kept == 0).repeat_interleave(SIZE, dim=1)
+
+    return _grouped(logits, bias, lambda choice, best: choice.masked_fill(hide(best), LOWEST))
+
+
+def compared_groups(logits, bias):
+    def hide(best):
+        listed = best.topk(KEPT, dim=-1)[1]
+        kept = (torch.arange(GROUPS)[None, :, None] == listed[:, None, :]).any(-1)
+        return (~kept)[..., None].expand(-1, -1, SIZE).flatten(1)
+
+    return _grouped(logits, bias, lambda choice, best: choice.masked_fill(hide(best), LOWEST))
+
+
+def groups_put(logits, bias):
+    def keep(best):
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept[torch.arange(best.shape[0])[:, None], best.topk(KEPT, dim=-1)[1]] = True
+        return kept.repeat_interleave(SIZE, dim=-1)
+
+    return _grouped(logits, bias, lambda choice, best: torch.where(keep(best), choice, LOWEST))
+
+
+def lowered_groups(logits, bias):
+    def lower(choice, best):
+        mask = torch.full_like(best, LOWEST).scatter(1, best.topk(KEPT, dim=-1)[1], 0.0)
+        return (choice.view(-1, GROUPS, SIZE) + mask[..., None]).flatten(1)
+
+    return _grouped(logits, bias, lower)
+
+
+def _grouped(logits, bias, hide: Callable[..., Any]):
+    """Sigmoids with a bias, groups by their two best; weights by an index of the own row."""
+    scores = logits.to(wide(logits.dtype)).sigmoid()
+    choice = scores + bias
+    best = choice.view(-1, GROUPS, SIZE).topk(2, dim=-1)[0].sum(-1)
+    experts = hide(choice, best).topk(CHOSEN, dim=-1)[1]
+    weights = scores[torch.arange(scores.shape[0])[:, None], experts]
+    return dense(logits, experts, weights / (weights.sum(-1, keepdim=True) + 1e-20) * FACTOR)
+
+
+def softmax_times_one_hot(logits, bias):
+    scores = logits.softmax(dim=-1, dtype=wide(logits.dtype))
+    runs = scores.view(-1, GROUPS, SIZE)
+    kept = F.one_hot(runs.amax(-1).topk(KEPT).indices, GROUPS).sum(1).to(scores.dtype)
+    weights, experts = (runs * kept[..., None]).flatten(1).topk(CHOSEN)
+    return dense(logits, experts, weights * FACTOR)
+
+
 def softmax_filled_with_0(logits, bias):
     return _limited(logits, lambda scores, mask: scores.masked_fill(~mask.bool(), 0.0))
 
@@ -225,6 +277,46 @@ def bias_of_tokens(logits, bias):
     return dense(logits, experts, weights / weights.sum(-1, keepdim=True))
 
 
+def raised_groups(logits, bias):
+    def lower(choice, best):
+        mask = torch.full_like(best, -0.25).scatter(1, best.topk(KEPT, dim=-1)[1], 0.0)
+        return (choice.view(-1, GROUPS, SIZE) + mask[..., None]).flatten(1)
+
+    return _grouped(logits, bias, lower)
+
+
+def one_group_of_each_pair(logits, bias):
+    """Groups that are listed once, of two lists in one."""
+
+    def hide(choice, best):
+        listed = torch.cat([best.topk(KEPT, dim=-1)[1], best.topk(KEPT // 2, dim=-1)[1]], dim=-1)
+        return choice.masked_fill((F.one_hot(listed, GROUPS).sum(1) != 1).repeat_interleave(SIZE, 1), LOWEST)
+
+    return _grouped(logits, bias, hide)
+
+
+def groups_beside_those_chosen(logits, bias):
+    def hide(choice, best):
+        listed = best.topk(KEPT, dim=-1)[1]
+        kept = (torch.arange(1, GROUPS + 1)[:, None] == listed[:, None, :]).any(-1)
+        return choice.masked_fill((~kept).repeat_interleave(SIZE, 1), LOWEST)
+
+    return _grouped(logits, bias, hide)
+
+
+def scores_of_softplus(logits, bias):
+    scores = F.softplus(logits.to(wide(logits.dtype))).sqrt()
+    experts = (scores + bias).topk(CHOSEN, dim=-1)[1]
+    weights = scores.gather(1, experts)
+    return dense(logits, experts, weights / weights.sum(-1, keepdim=True))
+
+
+def sigmoids_of_chosen_logits(logits, bias):
+    values, experts = logits.to(wide(logits.dtype)).topk(CHOSEN, dim=-1)
+    weights = values.sigmoid()
+    return dense(logits, experts, weights / weights.sum(-1, keepdim=True))
+
+
 # what they mean -----------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +404,11 @@ SPELLINGS = (
     _spelling(kept_by_where, "where with the kept groups, a list in int32"),
     _spelling(less_than_a_mask, "one minus a mask, compared; times the reciprocal"),
     _spelling(best_of_groups, "groups by their best expert", two=False),
+    _spelling(one_hot_of_groups, "a sum of one_hot"),
+    _spelling(compared_groups, "groups compared with those that are listed"),
+    _spelling(groups_put, "a mask that is written at places"),
+    _spelling(lowered_groups, "-inf added to other groups"),
+    _spelling(softmax_times_one_hot, "a product with it", biased=False, two=False, softmax=True, eps=None),
     _spelling(softmax_filled_with_0, "transformers: DeepSeek-V2", biased=False, two=False, softmax=True, eps=None),
     _spelling(softmax_times_a_mask, "the same by a product", biased=False, two=False, softmax=True, eps=None),
     _spelling(biased, "transformers: MiniMax-M2, Step-3", kept=GROUPS, factor=1.0),
@@ -330,4 +427,11 @@ LOOKALIKES = (
     _other(other_groups, "what is filled is not the groups that were not chosen"),
     _other(weights_with_bias, "to which the bias was added"),
     _other(bias_of_tokens, "plus a bias"),
+    _other(raised_groups, "other numbers than 0 and -inf are added"),
+    _other(one_group_of_each_pair, "side by side"),
+    _other(groups_beside_those_chosen, "side by side"),
+    _other(scores_of_softplus, "plus a bias"),
+    look_alike(
+        "expert_gating", sigmoids_of_chosen_logits, "chosen by logits", (GATING,), lambda B, S: inputs(B, S), None
+    ),
 )

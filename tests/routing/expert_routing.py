@@ -58,6 +58,63 @@ def plain_unsorted(logits):
     return _dense(logits, experts, shares)
 
 
+def _divided(logits, by):
+    shares, experts = F.softmax(logits, dim=-1, dtype=torch.float).topk(CHOSEN, dim=-1)
+    return _dense(logits, experts, shares / by(shares))
+
+
+def divided_with_a_tiny_eps(logits):
+    return _divided(logits, lambda shares: shares.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+def divided_clamped(logits):
+    return _divided(logits, lambda shares: torch.clamp(shares.sum(dim=1, keepdim=True), min=1e-8))
+
+
+def divided_by_their_norm(logits):
+    return _divided(logits, lambda shares: torch.norm(shares, p=1.0, dim=-1, keepdim=True))
+
+
+def normalised(logits):
+    shares, experts = logits.softmax(-1, dtype=torch.float32).topk(CHOSEN)
+    return _dense(logits, experts, F.normalize(shares, p=1, dim=-1))
+
+
+def divided_by_absolutes(logits):
+    return _divided(logits, lambda shares: shares.abs().sum(-1, keepdim=True).clamp_min(1e-12))
+
+
+def divided_by_the_larger(logits):
+    return _divided(logits, lambda shares: torch.maximum(shares.sum(-1, keepdim=True), torch.tensor(1e-6)))
+
+
+def widened_behind_the_choice(logits):
+    values, experts = logits.topk(CHOSEN, dim=-1)
+    return _dense(logits, experts, values.float().softmax(-1))
+
+
+def less_their_log_sum(logits):
+    values, experts = logits.topk(CHOSEN, dim=-1)
+    values = values.float()
+    return _dense(logits, experts, torch.exp(values - values.logsumexp(-1, keepdim=True)))
+
+
+def divided_with_an_eps(logits):
+    return _divided(logits, lambda shares: shares.sum(dim=-1, keepdim=True) + 1e-3)
+
+
+def divided_clamped_high(logits):
+    return _divided(logits, lambda shares: shares.sum(dim=-1, keepdim=True).clamp(min=0.9))
+
+
+def divided_by_the_largest(logits):
+    return _divided(logits, lambda shares: shares.amax(dim=-1, keepdim=True))
+
+
+def divided_by_their_length(logits):
+    return _divided(logits, lambda shares: shares.norm(dim=-1, keepdim=True))
+
+
 def softmax_over_tokens(logits):
     values, experts = logits.topk(CHOSEN, dim=-1)
     return _dense(logits, experts, values.softmax(0))
@@ -94,8 +151,13 @@ def _spelling(form: Form, note: str, meaning=renormalised) -> Spelling:
     return Spelling(f"expert_routing/{form.__name__}", "expert_routing", make, {ROUTING: 1}, expected, note)
 
 
-def _other(form: Form, reason: str, meaning=renormalised) -> LookAlike:
-    return look_alike("expert_routing", form, reason, (ROUTING,), _logits, meaning)
+def _other(form: Form, reason: str, meaning=renormalised, forbid: tuple[str, ...] = (ROUTING,)) -> LookAlike:
+    return look_alike("expert_routing", form, reason, forbid, _logits, meaning)
+
+
+def _divided_otherwise(form: Form, reason: str) -> LookAlike:
+    """The shares themselves may be the operator's."""
+    return _other(form, reason, renormalised, ())
 
 
 SPELLINGS = (
@@ -105,10 +167,22 @@ SPELLINGS = (
     _spelling(divided_in_place, "transformers: Qwen3 MoE, OLMoE with norm_topk_prob"),
     _spelling(divided_in_float, "transformers: Mixtral"),
     _spelling(divided_unsorted, "unsorted, times the reciprocal"),
+    _spelling(divided_with_a_tiny_eps, "transformers: DeepSeek-V2 with norm_topk_prob"),
+    _spelling(divided_clamped, "transformers: Hunyuan"),
+    _spelling(divided_by_their_norm, "transformers: DBRX"),
+    _spelling(normalised, "F.normalize with p = 1"),
+    _spelling(divided_by_absolutes, "the same written out"),
+    _spelling(divided_by_the_larger, "the larger of their sum and a small number"),
+    _spelling(widened_behind_the_choice, "gpt-oss in float32"),
+    _spelling(less_their_log_sum, "exp(x - logsumexp(x))"),
     _spelling(plain_shares, "transformers: Qwen2 MoE, OLMoE", plain),
     _spelling(plain_unsorted, "transformers: DeepSeek-V2", plain),
 )
 LOOKALIKES = (
     _other(softmax_over_tokens, "another dim"),
     _other(softmax_over_tokens_first, "another dim", plain),
+    _divided_otherwise(divided_with_an_eps, "0.001 is added to the sum"),
+    _divided_otherwise(divided_clamped_high, "clamped between 0.9 and inf"),
+    _divided_otherwise(divided_by_the_largest, "something else than their sum"),
+    _divided_otherwise(divided_by_their_length, "something else than their sum|root holds no eps"),
 )

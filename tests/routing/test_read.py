@@ -72,6 +72,46 @@ def weighed(factor: float, shift: float):
     return router
 
 
+def lowered(fill: float, kept: float):
+    """A router that adds numbers to the scores of groups."""
+
+    def router(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        choice = (scores + bias).unflatten(-1, (GROUPS, -1))
+        best = choice.topk(2, dim=-1)[0].sum(-1).topk(KEPT, dim=-1)[1]
+        mask = torch.full((TOKENS, GROUPS), fill).scatter(-1, best, kept)
+        experts = (choice + mask.unsqueeze(-1)).flatten(1).topk(COUNT, dim=-1)[1]
+        return scores.gather(-1, experts), experts
+
+    return router
+
+
+def shared_scores_lowered(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits[:1].softmax(-1)
+    mask = torch.where(out(two(logits)), ENDS, 0.0)
+    return (scores.unflatten(-1, (GROUPS, -1)) + mask.unsqueeze(-1)).flatten(1).topk(COUNT, dim=-1)
+
+
+def before(best: Tensor) -> Tensor:
+    """True for groups that stand before one that is listed."""
+    return (best.topk(KEPT, dim=-1)[1][:, None, :] < torch.arange(GROUPS)[:, None]).any(-1)
+
+
+def weights_of_biased_logits(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    experts = (logits + bias).topk(COUNT, dim=-1)[1]
+    return logits.gather(-1, experts).sigmoid(), experts
+
+
+def weights_of_moved_logits(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    experts = (logits + logits[:, :1] * bias).topk(COUNT, dim=-1)[1]
+    return logits.gather(-1, experts).sigmoid(), experts
+
+
+def weights_of_other_numbers(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    experts = (logits + bias).topk(COUNT, dim=-1)[1]
+    return logits.exp().gather(-1, experts), experts
+
+
 def weights_of_logits(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     experts = (logits.sigmoid() + bias).topk(COUNT, dim=-1)[1]
     return logits.gather(-1, experts).softmax(-1), experts
@@ -224,7 +264,14 @@ OTHERS = {
     "weights of logits": (weights_of_logits, "not the scores of the experts"),
     "weights of logits, without a bias": (weights_of_logits_alone, "not the scores of the experts"),
     "weights without fractions": (weights_without_fractions, "not the scores of the experts"),
-    "scores without fractions": (scores_without_fractions, None),
+    "scores without fractions": (scores_without_fractions, "not sigmoid or softmax"),
+    "logits plus a bias": (weights_of_biased_logits, "not sigmoid or softmax"),
+    "logits plus a bias of each token": (weights_of_moved_logits, None),
+    "logits plus a bias, weights of others": (weights_of_other_numbers, None),
+    "groups that are compared otherwise": (routed(lambda choice: spread(before(two(choice)))), "not proven to be groups"),
+    "groups lowered by a number": (lowered(-1e4, 0.0), "other numbers than 0 and -inf"),
+    "groups raised by a number": (lowered(ENDS, 1.0), "other numbers than 0 and -inf"),
+    "groups of one token lowered": (shared_scores_lowered, None),
     "weights of other places": (weights_elsewhere, "not the scores of the experts"),
     "columns for groups": (columns_for_groups(expanded=False), None),
     "columns for groups, expanded": (columns_for_groups(expanded=True), "not proven to be groups"),
@@ -261,6 +308,36 @@ def test_what_is_filled_does_not_matter_where_all_groups_are_chosen():
 
     found = gate(routed(hide, 0.0))
     assert (found["groups"], found["kept"]) == (1, 1)
+
+
+def test_groups_that_are_lowered_by_infinity_are_hidden():
+    found = gate(lowered(ENDS, 0.0))
+    assert [found[each] for each in ("norm", "groups", "kept", "group_score")] == ["sigmoid", 8, 3, "sum"]
+
+
+def test_scores_may_be_arranged_in_batches_behind_the_sigmoid():
+    def router(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid().view(2, 3, EXPERTS)
+        experts = (scores + bias).topk(COUNT, dim=-1)[1]
+        return scores.gather(-1, experts), experts
+
+    assert gate(router)["logits"].shape == (2, 3, EXPERTS)
+
+
+def test_rows_of_scores_of_other_experts_are_none():
+    def router(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.softmax(-1).view(TOKENS * 2, EXPERTS // 2)
+        experts = (scores + bias[: EXPERTS // 2]).topk(COUNT, dim=-1)[1]
+        return scores.gather(-1, experts), experts
+
+    words, reasons = read(router)
+    assert not words and len(reasons) == 1
+
+
+@pytest.mark.parametrize("form", [OTHERS["weights of logits"][0], lowered(-1e4, 0.0), routed(out)])
+def test_a_router_is_told_of_as_a_router_alone(form: Callable[..., Any]):
+    _, outcome = fused(form, numbers(TOKENS, EXPERTS), numbers(EXPERTS, seed=1))
+    assert {each.rule for each in outcome.refusals} == {"expert_gating"}
 
 
 def test_groups_times_0_are_those_filled_with_0():

@@ -1,0 +1,66 @@
+"""What the sum of some of the largest of a softmax is no less than, and what is lost beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion.analysis.floors import absorbs, is_above
+from fusion.graph import Algebra, Value
+
+K, E = 4, 32
+
+
+def best(
+    a: Algebra,
+    *,
+    count: int = K,
+    experts: int = E,
+    empty: str = "nan",
+    dim: int = -1,
+    dtype: torch.dtype = torch.float32,
+) -> Value:
+    """The largest of a softmax over rows [2, 3, E]."""
+    x = a.make("input", (), ("x",), (2, 3, experts), dtype)
+    shares = a.make("softmax", (x,), (dim, empty), x.shape, dtype)
+    return a.make("largest", (shares,), (count,), (2, 3, count), dtype)
+
+
+def test_a_sum_of_the_largest_is_no_less_than_their_part():
+    a = Algebra()
+    total = a.sum(best(a), [-1])
+    assert total is not None
+    assert is_above(total, 0.97 * K / E)
+    assert not is_above(total, 0.99 * K / E)
+    assert is_above(a.reshape(a.cast(a.cast(total, torch.bfloat16), torch.float32), (6, 1)), 1e-8)
+    assert is_above(a.mean(a.reshape(best(a), (6, K)), [-1]), 0.97 / E)
+    assert is_above(a.reshape(a.unary("cos", total), (6, 1)), -1.0) and not is_above(a.unary("cos", total), 0.0)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda a: a.scale(a.sum(best(a), [-1]), -1.0),
+        lambda a: a.cast(a.cast(a.sum(best(a), [-1]), torch.int32), torch.float32),
+        lambda a: a.mean(best(a), [1]),
+        lambda a: a.mean(a.reshape(best(a), (3, 2 * K)), [-1]),
+        lambda a: a.mean(best(a, count=0), [-1]),
+        lambda a: a.mean(best(a, empty="zero"), [-1]),
+        lambda a: a.mean(best(a, dim=-2), [-1]),
+        lambda a: a.mean(best(a, experts=2**15, dtype=torch.float16), [-1]),
+        lambda a: a.cast(a.mean(best(a, experts=2**15), [-1]), torch.float16),
+        lambda a: a.mean(a.slice(best(a), -1, 1, K), [-1]),
+        lambda a: a.mean(a.cast(best(a), torch.int32), [-1]),
+    ],
+)
+def test_of_other_sums_nothing_is_known(made):
+    assert not is_above(made(Algebra()), 0.0)
+
+
+def test_lost_is_what_float64_does_not_tell_either():
+    a = Algebra()
+    total = a.sum(best(a), [-1])
+    assert total is not None
+    half = torch.finfo(torch.float64).eps / 4 * K / E
+    assert absorbs(total, 0.97 * half) and not absorbs(total, 0.99 * half)
+    assert absorbs(total, 1e-20) and not absorbs(total, -1e-20)
