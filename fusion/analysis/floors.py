@@ -47,8 +47,9 @@ def _mean_of_largest(x: Value) -> float:
         return 0.0
     shares = _of_rows(largest.arg)
     size = shares.shape[-1]
-    known = shares.op == "softmax" and shares.attrs == (-1, "nan") and isinstance(size, int)
-    return _held(1 / size, shares) if known else 0.0
+    if shares.op != "softmax" or shares.attrs != (-1, "nan") or not isinstance(size, int):
+        return 0.0
+    return _held(1 / size, shares)
 
 
 def _held(number: float, x: Value) -> float:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, scalar, tensor, variants
+from fusion import Rule, lowering, pattern, scalar, tensor, variants
 from patterns.linear.clipped_swiglu import Clipped
 from patterns.linear.swiglu_projections import Gate, Up, joined
 

@@ -268,12 +268,14 @@ OTHERS = {
     "logits plus a bias": (weights_of_biased_logits, "not sigmoid or softmax"),
     "logits plus a bias of each token": (weights_of_moved_logits, None),
     "logits plus a bias, weights of others": (weights_of_other_numbers, None),
-    "groups that are compared otherwise": (routed(lambda choice: spread(before(two(choice)))), "not proven to be groups"),
+    "groups that are compared otherwise": (
+        routed(lambda choice: spread(before(two(choice)))), "not proven to be groups",
+    ),
     "groups lowered by a number": (lowered(-1e4, 0.0), "other numbers than 0 and -inf"),
     "groups raised by a number": (lowered(ENDS, 1.0), "other numbers than 0 and -inf"),
     "groups of one token lowered": (shared_scores_lowered, None),
     "weights of other places": (weights_elsewhere, "not the scores of the experts"),
-    "columns for groups": (columns_for_groups(expanded=False), None),
+    "columns for groups": (columns_for_groups(expanded=False), "not proven to be groups"),
     "columns for groups, expanded": (columns_for_groups(expanded=True), "not proven to be groups"),
     "two groups by the best of both": (routed(best_of_both), "what experts are chosen by"),
     "hidden by a bound": (routed(lambda choice: choice < 0.2), None),
@@ -331,7 +333,8 @@ def test_rows_of_scores_of_other_experts_are_none():
         return scores.gather(-1, experts), experts
 
     words, reasons = read(router)
-    assert not words and len(reasons) == 1
+    assert not words
+    assert len(reasons) == 1
 
 
 @pytest.mark.parametrize("form", [OTHERS["weights of logits"][0], lowered(-1e4, 0.0), routed(out)])

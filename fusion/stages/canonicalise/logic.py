@@ -4,7 +4,7 @@ arange(start, …, step)          → arange: start + step · position      zero
 x >= y, x > y                   → compare(y ≤ x), compare(y < x)       tril, triu            → where
 masked_fill(x, c, v)            → where(c, v, x)                       softmax in all forms  → softmax
 x.scatter(-1, places, value)    → where(chosen(places), value, x)      chosen: true at the places that a row lists
-(places == arange).any(-1)      → chosen(places)                       one_hot(places).sum(-2), of places that differ: the same
+(places == arange).any(-1)      → chosen(places)                       one_hot(places).sum(-2), if they differ, as well
 x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end;
                                   largest(x) where these are the places of the largest of x
 
