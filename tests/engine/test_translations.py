@@ -210,7 +210,7 @@ STAY = {
         aten.constant_pad_nd.default, build(aten.ones.default, [4, 4]), [-1, 0]
     ),
     # reductions
-    "the sum of sizes": call(aten.linalg_vector_norm.default, (4, 4), more=(1, [-1])),
+    "the root of a sum of cubes": call(aten.linalg_vector_norm.default, (4, 4), more=(3, [-1])),
     "the variance of one number": call(aten.var.correction, (4, 1), more=([-1],)),
     "a correction of all": call(aten.var.correction, (4, 2), more=([-1],), correction=2),
     "the variance without its dim": lambda build: build(
