@@ -30,7 +30,7 @@ from patterns.linear.read_gates import gate_lanes
 from patterns.linear.swiglu import Swiglu
 from patterns.linear.swiglu_projections import SwigluProjections
 from patterns.norm.add_rms_norm import AddRMSNorm
-from patterns.norm.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
+from patterns.norm.norm_quant import NormQuant
 from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.dynamic_quant import DynamicQuant
@@ -57,7 +57,7 @@ _RULES = (
     RMSNorm(),
     LayerNorm(),
     AddRMSNorm(),
-    AddRMSNormDynamicQuant(),
+    NormQuant(),
     Rope(),
     RopePair(),
     Swiglu(),

@@ -349,6 +349,8 @@ CASES = (
     *(Case("npu_dynamic_quant", label, make) for label, make in quant.QUANT),
     *(Case("npu_quant_matmul", label, make) for label, make in quant.PRODUCTS),
     *(Case("npu_add_rms_norm_dynamic_quant", label, make) for label, make in quant.NORMS),
+    *(Case("npu_add_rms_norm_quant", label, make) for label, make in quant.ADDED_STATIC),
+    *(Case("npu_rms_norm_quant", label, make) for label, make in quant.STATIC),
     *(Case("npu_weight_quant_batchmatmul", label, make) for label, make in quant.WEIGHTED),
     *(Case("npu_rotate_quant", label, make) for label, make in quant.TURNED),
     *(Case(name, label, make) for name, label, make in atb.LATENT),
