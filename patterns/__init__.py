@@ -30,8 +30,8 @@ from patterns.linear.read_gates import gate_lanes
 from patterns.linear.swiglu import Swiglu
 from patterns.linear.swiglu_projections import SwigluProjections
 from patterns.norm.add_rms_norm import AddRMSNorm
-from patterns.norm.norm_quant import NormQuant
 from patterns.norm.layer_norm import LayerNorm
+from patterns.norm.norm_quant import NormQuant
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.dynamic_quant import DynamicQuant
 from patterns.quant.quant_matmul import QuantMatmul

@@ -1,4 +1,4 @@
-"""RMS norms whose result is quantised by a scale that the model holds: y = rint(n / scale + zero_point), -128 to 127."""
+"""RMS norms quantised by a scale that the model holds: y = rint(n / scale + zero_point), from -128 to 127."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ STATIC = (
     Example("alone, a scale of another dtype", alone, held(1, of=other), "is not one in the dtype of x"),
     Example("alone, a long number", partial(alone, layer=long_number), held(1), "does not hold the scale"),
     Example("alone, a scale of each channel", partial(alone, layer=no_zero_point), held(K), "needs scale as [1]"),
-    Example("alone, a bias of another dtype", partial(alone, layer=biased), held(1, bias=other), "the norm adds a bias of"),
+    Example("alone, a bias of another dtype", partial(alone, layer=biased), held(1, bias=other), "adds a bias of"),
 )  # fmt: skip
 
 TRIED = {"norm_quant": (*TOKENS, *under("static", STATIC))}

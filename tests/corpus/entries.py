@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.cache import cache_write, lookalikes_cache_write
 from tests.linear import clipped_swiglu, lookalikes_swiglu, swiglu, swiglu_projections
-from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
+from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, norm_quant, rms_norm
 from tests.quant import quantisation, weight_only
 from tests.rotary import (
     lookalikes_rope,
@@ -22,6 +22,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *rms_norm.SPELLINGS,
     *layer_norm.SPELLINGS,
     *add_rms_norm.SPELLINGS,
+    *norm_quant.SPELLINGS,
     *rope_half.SPELLINGS,
     *rope_half_partial.SPELLINGS,
     *rope_signs.SPELLINGS,
@@ -39,6 +40,7 @@ SPELLINGS: tuple[Spelling, ...] = (
 LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_rms_norm.LOOKALIKES,
     *lookalikes_norm.LOOKALIKES,
+    *norm_quant.LOOKALIKES,
     *lookalikes_rope.LOOKALIKES,
     *lookalikes_swiglu.LOOKALIKES,
     *swiglu_projections.LOOKALIKES,
