@@ -29,6 +29,7 @@ from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
 from patterns.linear.swiglu import Swiglu
 from patterns.linear.swiglu_projections import SwigluProjections
+from patterns.norm.add_layer_norm import AddLayerNorm
 from patterns.norm.add_rms_norm import AddRMSNorm
 from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.norm_quant import NormQuant
@@ -57,6 +58,7 @@ _RULES = (
     RMSNorm(),
     LayerNorm(),
     AddRMSNorm(),
+    AddLayerNorm(),
     NormQuant(),
     Rope(),
     RopePair(),
