@@ -30,9 +30,10 @@ from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
 from patterns.linear.swiglu import Swiglu
 from patterns.linear.swiglu_projections import SwigluProjections
+from patterns.norm.add_layer_norm import AddLayerNorm
 from patterns.norm.add_rms_norm import AddRMSNorm
-from patterns.norm.add_rms_norm_dynamic_quant import AddRMSNormDynamicQuant
 from patterns.norm.layer_norm import LayerNorm
+from patterns.norm.norm_quant import NormQuant
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.dynamic_quant import DynamicQuant
 from patterns.quant.quant_matmul import QuantMatmul
@@ -58,7 +59,8 @@ _RULES = (
     RMSNorm(),
     LayerNorm(),
     AddRMSNorm(),
-    AddRMSNormDynamicQuant(),
+    AddLayerNorm(),
+    NormQuant(),
     Rope(),
     RopePair(),
     Swiglu(),

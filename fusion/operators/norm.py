@@ -1,4 +1,4 @@
-"""RMS normalisation: y = x / sqrt(mean(x²) + eps) · gamma, over the trailing dims that gamma has."""
+"""RMS normalisation: y = x / sqrt(mean(x²) + eps) · gamma, over the trailing dims that gamma has; layer norms."""
 
 from __future__ import annotations
 
@@ -104,4 +104,47 @@ ADD_RMS_NORM = Operator(
     },
     source="op-plugin: torch_npu.npu_add_rms_norm; CANN: aclnnAddRmsNorm; kernel: ops-nn norm/add_rms_norm",
     summary="x = round(x1 + x2); y = round(round(s · rstd) · gamma), s = x1 + x2 (bfloat16) or x (float16)",
+)
+
+
+def _add_layer_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = x1.to(compute_dtype(x1)) + x2.to(compute_dtype(x1))
+    mean = total.mean(-1, keepdim=True)
+    centred = total - mean
+    root = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    y = centred * root * gamma.to(total.dtype) + beta.to(total.dtype)
+    return y.to(x1.dtype), mean.contiguous(), root.contiguous(), total.to(x1.dtype)
+
+
+def _add_layer_norm_outputs(x1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean, root = (x1.new_empty((*x1.shape[:-1], 1), dtype=compute_dtype(x1)) for _ in range(2))
+    return torch.empty_like(x1), mean, root, torch.empty_like(x1)
+
+
+ADD_LAYER_NORM = Operator(
+    schema=(
+        "npu::npu_add_layer_norm(Tensor x1, Tensor x2, Tensor gamma, Tensor beta, "
+        "float epsilon=1.0000000000000001e-05, bool additional_output=False) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    compute=_add_layer_norm,
+    outputs=_add_layer_norm_outputs,
+    dims={"gamma": "D", "x1 x2": "*B D", "beta": "D"},
+    dtypes={"x1 x2 gamma beta": FLOATS},
+    limits={
+        "host": (Limit("additional_output", because="without, nothing is said of the last result"),),
+        **dict.fromkeys(
+            A2_A3,
+            (
+                "rank(x1) <= 8",
+                "dtype(x2) == dtype(x1)",
+                "dtype(gamma) in (dtype(x1), 'float32')",
+                "dtype(beta) == dtype(gamma)",
+            ),
+        ),
+    },
+    lowerings=frozenset({"eager", "npugraph_ex"}),
+    source="CANN: aclnnAddLayerNorm; op-plugin: AddLayerNormKernelNpuOpApi; kernel: ops-nn norm/add_layer_norm",
+    summary="x = round(x1 + x2); y = round((s - mean(s)) / sqrt(var(s) + epsilon) · gamma + beta), s = x1 + x2",
 )

@@ -1,18 +1,16 @@
-"""Residual adds with the norm that follows, whose rows may be quantised, and sums that the operators do not take."""
+"""Residual adds with the norm that follows, and sums that the operator does not take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, fixed, tensors
+from patterns.examples.inputs import Inputs, tensors
 from patterns.examples.norm import norm, unit
-from patterns.examples.quantisation import K, N, in_int32, quantised, scales, weights
 
 TWO_AND_WEIGHT = tensors((2, 3, 64), (2, 3, 64), (64,))
 Layer = Callable[..., Any]
@@ -62,28 +60,4 @@ EXAMPLES = (
 )
 
 
-def quantised_layer(*rows: int) -> Inputs:
-    """Two addends [*rows, K], a gain, an int8 weight and its scale."""
-    return tensors((*rows, K), (*rows, K), (K,), fixed(weights(3, N, K)), fixed(scales(4, N)))
-
-
-def layer(y: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """A quantised layer."""
-    return in_int32(*quantised(y), weight, scale)
-
-
-def two_layers(y: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    """Two that read the same rows."""
-    rows = quantised(y)
-    return tuple(in_int32(*rows, each, scale) for each in (weight, -weight))
-
-
-rounded_late = partial(wide, layer=layer)
-QUANTISED = (
-    Example("the next layer", partial(decoder, layer=layer), quantised_layer(5)),
-    Example("two layers", partial(decoder, layer=two_layers), quantised_layer(2, 3)),
-    Example("norm of the unrounded sum", rounded_late, quantised_layer(5)),
-    Example("addends of two dtypes", rounded_late, mixed(quantised_layer(5)), "the addends of the norm have different"),
-)
-
-TRIED = {"add_rms_norm": EXAMPLES, "add_rms_norm_dynamic_quant": QUANTISED}
+TRIED = {"add_rms_norm": EXAMPLES}

@@ -10,7 +10,15 @@ from tests.linear import (
     swiglu,
     swiglu_projections,
 )
-from tests.norm import add_rms_norm, layer_norm, lookalikes_norm, lookalikes_rms_norm, rms_norm
+from tests.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    lookalikes_norm,
+    lookalikes_rms_norm,
+    norm_quant,
+    rms_norm,
+)
 from tests.quant import quantisation, weight_only
 from tests.rotary import (
     lookalikes_rope,
@@ -28,6 +36,8 @@ SPELLINGS: tuple[Spelling, ...] = (
     *rms_norm.SPELLINGS,
     *layer_norm.SPELLINGS,
     *add_rms_norm.SPELLINGS,
+    *add_layer_norm.SPELLINGS,
+    *norm_quant.SPELLINGS,
     *rope_half.SPELLINGS,
     *rope_half_partial.SPELLINGS,
     *rope_signs.SPELLINGS,
@@ -46,6 +56,8 @@ SPELLINGS: tuple[Spelling, ...] = (
 LOOKALIKES: tuple[LookAlike, ...] = (
     *lookalikes_rms_norm.LOOKALIKES,
     *lookalikes_norm.LOOKALIKES,
+    *add_layer_norm.LOOKALIKES,
+    *norm_quant.LOOKALIKES,
     *lookalikes_rope.LOOKALIKES,
     *lookalikes_swiglu.LOOKALIKES,
     *swiglu_projections.LOOKALIKES,

@@ -28,6 +28,8 @@ MINIMUM = {
     "rms_norm": 18,
     "layer_norm": 8,
     "add_rms_norm": 8,
+    "add_layer_norm": 8,
+    "norm_quant": 8,
     "rope_half": 13,
     "rope_interleaved": 11,
     "rope_interleaved_to_half": 5,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusion.language import Refused
+from patterns.norm.add_layer_norm import AddLayerNorm
 from patterns.norm.add_rms_norm import AddRMSNorm
 from patterns.norm.rms_norm import RMSNorm
 
@@ -26,3 +27,5 @@ def test_one_plus_a_weight_is_no_gain_of_its_own():
 def test_addends_of_two_dtypes_are_added_by_the_model():
     with pytest.raises(Refused, match="different dtypes"):
         AddRMSNorm().npu(X, X.bfloat16(), GAIN, 1e-6)
+    with pytest.raises(Refused, match="different dtypes"):
+        AddLayerNorm().npu(X, X.bfloat16(), GAIN, GAIN, 1e-6)

@@ -66,6 +66,16 @@ def _add_norm(*shape: int, swap: bool = False):
     return make
 
 
+def _add_layer_norm(*shape: int, swap: bool = False, wide: bool = False):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = _add_norm(*shape, swap=swap)(dtype) | {"beta": torch.randn(shape[-1], dtype=torch.float64).to(dtype)}
+        kept = torch.promote_types(dtype, torch.float32) if wide else dtype
+        lines = {name: call[name].to(kept) for name in ("gamma", "beta")}
+        return call | lines | {"additional_output": True}
+
+    return make
+
+
 def _rotary_mul(*shape: int, cos: tuple[int, ...], mode: str = "half", swap: bool = False, matrix: bool = False):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x = torch.randn(*shape, dtype=torch.float64).to(dtype)
@@ -250,6 +260,10 @@ CASES = (
     Case("npu_add_rms_norm", "batch 1", _add_norm(1, 5, 64)),
     Case("npu_add_rms_norm", "tokens", _add_norm(7, 96)),
     Case("npu_add_rms_norm", "transposed", _add_norm(2, 3, 4, 32, swap=True)),
+    Case("npu_add_layer_norm", "batch 1", _add_layer_norm(1, 5, 64)),
+    Case("npu_add_layer_norm", "one token", _add_layer_norm(64)),
+    Case("npu_add_layer_norm", "transposed", _add_layer_norm(2, 3, 4, 32, swap=True)),
+    Case("npu_add_layer_norm", "a wide weight", _add_layer_norm(7, 96, wide=True)),
     Case("npu_rotary_mul", "BNSD 11SD", _rotary_mul(2, 3, 5, 32, cos=(1, 1, 5, 32))),
     Case("npu_rotary_mul", "BNSD B1SD, a view of BSND", _rotary_mul(2, 5, 3, 32, cos=(2, 1, 5, 32), swap=True)),
     Case("npu_rotary_mul", "BSND", _rotary_mul(1, 5, 3, 32, cos=(1, 5, 1, 32))),
@@ -349,6 +363,8 @@ CASES = (
     *(Case("npu_dynamic_quant", label, make) for label, make in quant.QUANT),
     *(Case("npu_quant_matmul", label, make) for label, make in quant.PRODUCTS),
     *(Case("npu_add_rms_norm_dynamic_quant", label, make) for label, make in quant.NORMS),
+    *(Case("npu_add_rms_norm_quant", label, make) for label, make in quant.ADDED_STATIC),
+    *(Case("npu_rms_norm_quant", label, make) for label, make in quant.STATIC),
     *(Case("npu_weight_quant_batchmatmul", label, make) for label, make in quant.WEIGHTED),
     *(Case("npu_rotate_quant", label, make) for label, make in quant.TURNED),
     *(Case(name, label, make) for name, label, make in atb.LATENT),

@@ -102,6 +102,55 @@ NORMS: tuple[tuple[str, Make], ...] = (
 )
 
 
+def constants(x: Tensor, *names: str, several: bool) -> dict[str, Tensor]:
+    """A scale of each channel (or one), and whole zero points, in the dtypes that go with x."""
+    shape = x.shape[-1:] if several else (1,)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = 2.0 ** torch.randint(-6, -3, shape, dtype=torch.float64)
+    zero = torch.randint(-9, 10, shape)
+    kinds = (torch.int8, x.dtype) if not several else (torch.bfloat16, torch.bfloat16)
+    if several and x.dtype != torch.bfloat16:
+        kinds = (torch.int32, wide)
+    values = {"scale": scale.to(kinds[1]), "zero": zero.to(kinds[0])}
+    return {name: values["scale" if "scale" in name else "zero"] for name in names}
+
+
+def added_static(*shape: int, swap: bool = False, beta: bool = False, zero: bool = True) -> Make:
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = normed(*shape, swap=swap, **({"beta": Tensor} if beta else {}))(dtype)
+        names = ("scales1", "zero_points1") if zero else ("scales1",)
+        return {"zero_points1": None} | call | constants(call["x1"], *names, several=True)
+
+    return make
+
+
+ADDED_STATIC: tuple[tuple[str, Make], ...] = (
+    ("tokens", added_static(7, 96)),
+    ("one token", added_static(64)),
+    ("batch 1", added_static(1, 5, 64)),
+    ("a view", added_static(5, 3, 64, swap=True)),
+    ("an offset", added_static(7, 64, beta=True)),
+    ("no zero point", added_static(7, 64, zero=False)),
+)
+
+
+def static(*shape: int, swap: bool = False) -> Make:
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = normed(*shape, swap=swap, beta=Tensor)(dtype)
+        del call["x2"]
+        return {"x": call.pop("x1")} | call | constants(call["gamma"], "scale", "offset", several=False)
+
+    return make
+
+
+STATIC: tuple[tuple[str, Make], ...] = (
+    ("tokens", static(7, 96)),
+    ("one token", static(64)),
+    ("batch 1", static(1, 5, 64)),
+    ("a view", static(5, 3, 64, swap=True)),
+)
+
+
 def weighted(m: int, k: int = 96, n: int = 24, *, turned: bool = False, groups: int = 0, offset: bool = False,
              bias: bool = False, one: bool = False) -> Make:  # fmt: skip
     """Floats times a weight of int8; scales are powers of two, so that no product with them is rounded."""

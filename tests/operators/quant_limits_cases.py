@@ -107,6 +107,63 @@ NORMS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+def added_static(*shape: int, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
+    shape = shape or (7, 48)
+    x = {name: t(*shape, dtype=dtype) for name in ("x1", "x2")} | {"gamma": t(shape[-1], dtype=dtype)}
+    scale, zero = (BF16, BF16) if dtype == BF16 else (F32, INT)
+    return x | {"scales1": t(shape[-1], dtype=scale), "zero_points1": t(shape[-1], dtype=zero)} | more
+
+
+_NO_ZERO = {"zero_points1": None}
+ADDED_STATIC: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    (ON_ALL, added_static(), added_static(scales2=t(48)), "not given(scales2)"),
+    (ON_ALL, added_static(**_NO_ZERO), added_static(zero_points2=t(48)), "not given(zero_points2)"),
+    (ON_ALL, added_static(), added_static(axis=0), "axis == -1"),
+    (ON_ALL, added_static(), added_static(div_mode=False), "div_mode"),
+    (ON_ALL, added_static(), added_static(dst_type=1), "not given(dst_type)"),
+    (ON_ALL, added_static(), added_static(scales1=t(1)), "needs scales1 as [D]"),
+    (ON_ALL, added_static(), added_static(zero_points1=t(1)), "needs zero_points1 as [D]"),
+    (ON_ALL, added_static(), added_static(x2=t(1, 48)), "B is [1], not [7] in [1, 48]"),
+    ((A2, A3), added_static(*(1,) * 7, 48), added_static(*(1,) * 8, 48), "rank(x1) <= 8"),
+    ((A2, A3), added_static(epsilon=0.0), added_static(epsilon=-1e-6), "epsilon >= 0"),
+    *(
+        ((A2, A3), added_static(**{name: t(*shape)}), added_static(**{name: t(*shape, dtype=F16)}), said)
+        for name, shape, said in (
+            ("x2", (7, 48), "dtype(x2) == dtype(x1)"),
+            ("gamma", (48,), "dtype(gamma) == dtype(x1)"),
+            ("beta", (48,), "dtype(beta) == dtype(x1)"),
+        )
+    ),
+    ((A2, A3), added_static(), added_static(scales1=t(48, dtype=F32)), "dtype(scales1) == 'bfloat16'"),
+    ((A2, A3), added_static(), added_static(zero_points1=t(48, dtype=INT)), "dtype(zero_points1) == 'bfloat16'"),
+    ((A2, A3), added_static(dtype=F16), added_static(dtype=F16, scales1=t(48)), "dtype(scales1) == 'float32'"),
+    ((A2, A3), added_static(dtype=F16), added_static(dtype=F16, zero_points1=t(48)), "dtype(zero_points1) == 'int32'"),
+    ((A2, A3), added_static(), added_static(dtype=F32), "needs x1 in bfloat16, float16"),
+]
+
+
+def static(*shape: int, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
+    shape = shape or (7, 48)
+    lines = {name: t(shape[-1], dtype=dtype) for name in ("gamma", "beta")}
+    return {"x": t(*shape, dtype=dtype), **lines, "scale": t(1, dtype=dtype), "offset": t(1, dtype=torch.int8)} | more
+
+
+STATIC: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    (EVERY, static(), static(dst_dtype=1), "not given(dst_dtype)"),
+    (EVERY, static(), static(scale=t(48)), "needs scale as [1]"),
+    (EVERY, static(), static(offset=t(48, dtype=torch.int8)), "needs offset as [1]"),
+    (EVERY, static(), static(gamma=t(47)), "D"),
+    (CHIPS, static(*(1,) * 7, 48), static(*(1,) * 8, 48), "rank(x) <= 8"),
+    (CHIPS, static(epsilon=0.0), static(epsilon=-1e-6), "epsilon >= 0"),
+    *(
+        (CHIPS, static(), static(**{name: t(*shape, dtype=F16)}), f"dtype({name}) == dtype(x)")
+        for name, shape in (("gamma", (48,)), ("beta", (48,)), ("scale", (1,)))
+    ),
+    (CHIPS, static(), static(offset=t(1, dtype=INT)), "needs offset in int8"),
+    (CHIPS, static(dtype=F16), static(dtype=F32), "needs x in bfloat16, float16"),
+]
+
+
 def weighted(m: int = 5, k: int = 96, n: int = 24, dtype: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
     given = {"x": t(m, k, dtype=dtype), "weight": t(k, n, dtype=torch.int8), "antiquant_scale": t(n, dtype=dtype)}
     return given | more
@@ -190,6 +247,8 @@ EDGES: list[Edge] = [
     *(("npu_dynamic_quant", *edge) for edge in QUANT),
     *(("npu_quant_matmul", *edge) for edge in PRODUCTS),
     *(("npu_add_rms_norm_dynamic_quant", *edge) for edge in NORMS),
+    *(("npu_add_rms_norm_quant", *edge) for edge in ADDED_STATIC),
+    *(("npu_rms_norm_quant", *edge) for edge in STATIC),
     *(("npu_weight_quant_batchmatmul", *edge) for edge in WEIGHTED),
     *(("npu_rotate_quant", *edge) for edge in TURNED),
 ]

@@ -48,6 +48,29 @@ def norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float, **more: Any) -> 
     return made[0][0], made[1][0], total, made[0][1], made[1][1]
 
 
+def fixed(x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Each number by its scale, and its zero point, rounded once; exactly, halves to even."""
+    scales, zeros = scale.expand(x.shape), torch.zeros(1).expand(x.shape) if zero is None else zero.expand(x.shape)
+    rounded = [
+        min(max(round(Fraction(n) / Fraction(s) + int(z)), -128), 127)
+        for n, s, z in zip(*(each.flatten().tolist() for each in (x, scales, zeros)), strict=True)
+    ]
+    return torch.tensor(rounded).double().reshape(x.shape)
+
+
+def static_norm(x: Tensor, gamma: Tensor, beta: Tensor, scale: Tensor, offset: Tensor, epsilon: float) -> Tensor:
+    return fixed(x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma + beta, scale, offset)
+
+
+def added_static_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, scales1: Tensor, zero_points1: Tensor | None, epsilon: float,
+    beta: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    total = x1 + x2
+    y = total / (total.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma + (0 if beta is None else beta)
+    return fixed(y, scales1, zero_points1), torch.zeros_like(total), total
+
+
 def weight_quant_batchmatmul(
     x: Tensor, weight: Tensor, antiquant_scale: Tensor, antiquant_group_size: int,
     antiquant_offset: Tensor | None = None, bias: Tensor | None = None,
@@ -73,6 +96,8 @@ REFERENCES = {
     "npu_dynamic_quant": dynamic_quant,
     "npu_quant_matmul": quant_matmul,
     "npu_add_rms_norm_dynamic_quant": norm,
+    "npu_add_rms_norm_quant": added_static_norm,
+    "npu_rms_norm_quant": static_norm,
     "npu_weight_quant_batchmatmul": weight_quant_batchmatmul,
     "npu_rotate_quant": rotate_quant,
 }

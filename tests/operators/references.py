@@ -32,6 +32,18 @@ def add_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tu
     return *norm(x1 + x2, gamma, epsilon), x1 + x2
 
 
+def add_layer_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor, epsilon: float = 1e-5, additional_output: bool = False
+) -> tuple[Tensor, ...]:
+    total = x1 + x2
+    rows = total.reshape(-1, total.shape[-1])
+    means = torch.stack([row.sum() / row.numel() for row in rows])
+    roots = torch.stack([1 / (row.var(correction=0) + epsilon).sqrt() for row in rows])
+    y = torch.stack([(row - m) * r * gamma + beta for row, m, r in zip(rows, means, roots, strict=True)])
+    lines = (each.reshape(*total.shape[:-1], 1) for each in (means, roots))
+    return y.reshape(total.shape), *lines, total
+
+
 def paired(d: int, mode: str) -> tuple[list[int], list[int]]:
     """Positions of the first and the second component of every pair."""
     first = {
@@ -206,6 +218,7 @@ REFERENCES = {
     "npu_rms_norm": norm,
     "npu_gemma_rms_norm": gemma,
     "npu_add_rms_norm": add_norm,
+    "npu_add_layer_norm": add_layer_norm,
     "npu_rotary_mul": rotary_mul,
     "npu_apply_rotary_pos_emb": apply_rotary,
     "npu_interleave_rope": interleave_rope,

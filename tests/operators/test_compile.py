@@ -50,6 +50,9 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     whole, scales = npu.npu_dynamic_quant(y[0])
     product = npu.npu_quant_matmul(whole, rows.t(), row_scales, pertoken_scale=scales, output_dtype=15)
     turned, _ = npu.npu_rotate_quant(y[0], residual[0].new_ones(y.shape[-1], y.shape[-1]), dst_dtype=1)
+    fixed, _, _ = npu.npu_add_rms_norm_quant(y[0], residual[0], gamma, gamma.abs() + 1, None)
+    alone = npu.npu_rms_norm_quant(y[0], gamma, gamma, gamma[:1].abs() + 1, rows[0, :1])
+    centred, *_ = npu.npu_add_layer_norm(y, residual, gamma, gamma, 1e-5, True)
     product = product + npu.npu_weight_quant_batchmatmul(y[0], turned.t(), y[0, :, 0][None].abs() + 1).sign()
     choice = npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
     choice = *choice, *npu.npu_moe_gating_top_k(y[0].float(), 2, norm_type=1)[:2]
@@ -57,7 +60,7 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     parts = y[0].float(), residual[0].float()
     merged = npu.npu_attention_update([each.sum(-1) for each in parts], list(parts), 0)[0]
     # Compilers need not round to bfloat16 in the middle of a kernel, so of the product only signs are compared.
-    return out, k, pages, residual, attended(heads), *latent(x), *choice, merged, product.sign()
+    return out, k, pages, residual, attended(heads), *latent(x), *choice, merged, product.sign(), fixed, alone, centred
 
 
 def latent(x: Tensor) -> tuple[Tensor, ...]:

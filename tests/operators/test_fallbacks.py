@@ -146,6 +146,24 @@ def test_add_rms_norm_rounds_twice_and_only_float16_normalises_the_rounded_sum(d
     assert agreeing(y, normalised(other)) < 0.95
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_add_layer_norm_normalises_the_sum_before_it_is_rounded(dtype: torch.dtype):
+    torch.manual_seed(1)
+    x1, x2, gamma, beta = (
+        torch.randn(*s, dtype=torch.float64).to(dtype) for s in ((64, 256), (64, 256), (256,), (256,))
+    )
+    y, _, _, x = OPERATORS["npu::npu_add_layer_norm"].fallback(x1, x2, gamma, beta, additional_output=True)
+    exact = x1.double() + x2.double()
+    assert torch.equal(x, exact.to(dtype))
+
+    def normalised(total: Tensor) -> Tensor:
+        unit = (total - total.mean(-1, keepdim=True)) * (total.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
+        return (unit * gamma.double() + beta.double()).to(dtype)
+
+    assert agreeing(y, normalised(exact)) > 0.999
+    assert agreeing(y, normalised(x.double())) < 0.95
+
+
 def test_rotary_mul_rounds_cos_to_the_dtype_of_the_input_first():
     torch.manual_seed(1)
     x = torch.randn(1, 5, 3, 32).bfloat16()

@@ -86,6 +86,7 @@ SIGMOID = {
 CLIPPED = {"x": t(2, 3, 64)}
 NORM = {"input": t(2, 3, 64), "gamma": t(64)}
 ADD = {"x1": t(2, 3, 64), "x2": t(2, 3, 64), "gamma": t(64)}
+LAYER, ADD_CHIPS = {**ADD, "beta": t(64), "additional_output": True}, (HOST, A2, A3)
 DEEP = (1, 1, 1, 1, 1, 1, 2, 3, 64)
 HALF = ((2, 4, 3, 128), (1, 1, 3, 128))
 
@@ -165,6 +166,26 @@ EDGES = [
     ("npu_add_rms_norm", CHIPS, ADD, ADD | {"gamma": t(64, dtype=F32)}, "dtype(gamma) == dtype(x1)"),
     ("npu_add_rms_norm", CHIPS, ADD | {"epsilon": 0.0}, ADD | {"epsilon": -1e-6}, "epsilon >= 0"),
     ("npu_add_rms_norm", (HOST, *CHIPS), ADD, ADD | {"x2": t(1, 3, 64)}, "B is [1, 3], not [2, 3] in [1, 3, 64]"),
+    # npu_add_layer_norm
+    ("npu_add_layer_norm", ADD_CHIPS, LAYER, LAYER | {"additional_output": False}, "additional_output"),
+    ("npu_add_layer_norm", ADD_CHIPS, LAYER, LAYER | {"x2": t(1, 3, 64)}, "B is [1, 3], not [2, 3] in [1, 3, 64]"),
+    ("npu_add_layer_norm", ADD_CHIPS, LAYER, LAYER | {"beta": t(63)}, "needs beta as [D]"),
+    (
+        "npu_add_layer_norm",
+        ADD_CHIPS[1:],
+        LAYER | {"x1": t(*(1,) * 7, 64), "x2": t(*(1,) * 7, 64)},
+        LAYER | {"x1": t(*(1,) * 8, 64), "x2": t(*(1,) * 8, 64)},
+        "rank(x1) <= 8",
+    ),
+    ("npu_add_layer_norm", ADD_CHIPS[1:], LAYER, LAYER | {"x2": t(2, 3, 64, dtype=F32)}, "dtype(x2) == dtype(x1)"),
+    (
+        "npu_add_layer_norm",
+        ADD_CHIPS[1:],
+        LAYER | {"gamma": t(64, dtype=F32), "beta": t(64, dtype=F32)},
+        LAYER | {"gamma": t(64, dtype=F16), "beta": t(64, dtype=F16)},
+        "dtype(gamma) in (dtype(x1), 'float32')",
+    ),
+    ("npu_add_layer_norm", ADD_CHIPS[1:], LAYER, LAYER | {"beta": t(64, dtype=F32)}, "dtype(beta) == dtype(gamma)"),
     # npu_rotary_mul
     ("npu_rotary_mul", (HOST, A5), rotary(*HALF, mode="quarter"), rotary(*HALF, mode="third"), "rotary_mode in"),
     ("npu_rotary_mul", (HOST, *CHIPS), rotary(*HALF), rotary((2, 4, 3, 127), (1, 1, 3, 127)), "D % 2 == 0"),

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from fusion.operators import OPERATORS, decompositions, ensure
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
 from tests.operators.latent_line_cases import line
-from tests.operators.quant_cases import product
+from tests.operators.quant_cases import added_static, product, static
 from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
 
 
@@ -127,6 +127,8 @@ GROWING = [
         "npu_add_rms_norm_dynamic_quant",
         lambda b, s: {"x1": torch.randn(b, s, 16), "x2": torch.randn(b, s, 16), "gamma": torch.randn(16)},
     ),
+    ("npu_add_rms_norm_quant", lambda b, s: added_static(b, s, 16)(torch.float32)),
+    ("npu_rms_norm_quant", lambda b, s: static(b, s, 16)(torch.float32)),
     ("npu_fused_infer_attention_score_v2", lambda b, s: attending(b, s) | {"sparse_mode": 3}),
     (
         "npu_fused_infer_attention_score_v2.tensor_lengths",

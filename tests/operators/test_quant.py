@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from fusion.operators import OPERATORS
 from tests.operators.cases import DTYPES
@@ -13,6 +14,8 @@ from tests.operators.quant_references import rows
 QUANT = OPERATORS["npu::npu_dynamic_quant"].fallback
 PRODUCT = OPERATORS["npu::npu_quant_matmul"].fallback
 NORM = OPERATORS["npu::npu_add_rms_norm_dynamic_quant"].fallback
+STATIC_SUM = OPERATORS["npu::npu_add_rms_norm_quant"].fallback
+STATIC = OPERATORS["npu::npu_rms_norm_quant"].fallback
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,3 +71,47 @@ def test_the_norm_is_quantised_before_it_is_rounded():
     assert agreeing[0] > 0.999
     assert agreeing[1] < 0.99
     torch.testing.assert_close(scale.double(), exact.abs().amax(-1) / 127, rtol=1e-6, atol=0)
+
+
+def test_a_static_norm_is_quantised_before_it_is_rounded():
+    """In bfloat16; the float16 kernel multiplies by the gain in float16, and with an offset the sum is rounded."""
+    torch.manual_seed(0)
+    x1, x2, gamma, beta = (torch.randn(*shape, dtype=torch.float64) for shape in ((64, 256), (64, 256), (256,), (256,)))
+    exact = {
+        dtype: [each.to(dtype).double() for each in (x1, x2, gamma, beta)] for dtype in (torch.bfloat16, torch.float16)
+    }
+
+    def share(dtype: torch.dtype, expected: Tensor, **more: Tensor) -> float:
+        """How many whole numbers are those expected, by scales of 1 / 32."""
+        scale = torch.full((256,), 1 / 32, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+        whole, other, total = STATIC_SUM(*(each.to(dtype) for each in (x1, x2, gamma)), scale, None, **more)
+        assert torch.equal(total, x1.to(dtype) + x2.to(dtype))
+        assert not other.any()
+        return (whole.double() == (expected * 32).round().clamp(-128, 127)).double().mean().item()
+
+    def unit(total: Tensor) -> Tensor:
+        return total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+    a, b, gain, line = exact[torch.bfloat16]
+    assert share(torch.bfloat16, unit(a + b) * gain) > 0.999
+    assert share(torch.bfloat16, (unit(a + b) * gain).bfloat16().double()) < 0.99
+    rounded = (a + b).bfloat16().double()
+    assert share(torch.bfloat16, unit(rounded) * gain + line, beta=beta.bfloat16()) > 0.999
+    assert share(torch.bfloat16, unit(a + b) * gain + line, beta=beta.bfloat16()) < 0.99
+    a, b, gain, _ = exact[torch.float16]
+    n = (unit((a + b).half().double()).half() * gain.half()).double()
+    assert share(torch.float16, n) > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_static_norm_alone_divides_and_is_rounded_to_float16_between(dtype: torch.dtype):
+    torch.manual_seed(0)
+    x, gamma, beta = (torch.randn(*shape).to(dtype) for shape in ((64, 256), (256,), (256,)))
+    scale, zero = torch.tensor([1 / 64], dtype=dtype), torch.tensor([-7], dtype=torch.int8)
+    whole = STATIC(x, gamma, beta, scale, zero).double()
+    wide = x.double()
+    n = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gamma.double() + beta.double()
+    once = n * 64 - 7
+    twice, once = (each.round().clamp(-128, 127) for each in (once.half().double(), once))
+    assert (whole == twice).double().mean() > 0.999
+    assert 0.9 < (whole == once).double().mean() < 0.999

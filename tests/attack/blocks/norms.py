@@ -89,11 +89,15 @@ def add_rms_norm_in_place(w: Writer) -> None:
 def layer_norm(w: Writer) -> None:
     dims = rows(w)
     x, gain, bias = w.take(dims), w.input(dims[-1:], "gain", name="w"), w.input(dims[-1:], "gain", name="b")
+    if w.maybe():
+        residual = w.take(dims, "r")
+        x = w.let(f"{x} + {residual}", "s")
+        w.kept += [x] if w.maybe() else []
     h = w.let(f"{x}.float()")
     c = w.let(w.pick(f"{h} - {h}.mean(-1, keepdim=True)", f"{h} - torch.mean({h}, -1, keepdim=True)"), "c")
     variance = w.pick(mean_square(w, c, dims[-1]), f"{h}.var(-1, keepdim=True, correction=0)")
     y = w.let(inverse_root(w, c, variance, "1e-5"))
-    w.fuses("layer_norm")
+    w.fuses("layer_norm", "add_layer_norm")
     w.give(w.let(f"({y} * {gain}.float() + {bias}.float()).to({x}.dtype)", "y"), dims)
 
 

@@ -48,7 +48,7 @@ def behind_a_norm(w: Writer) -> None:
     x, residual = w.take(dims), w.take(dims, "r")
     total = w.let(f"{x} + {residual}", "s")
     y = normed(w, total, dims[-1])
-    w.fuses("add_rms_norm", "rms_norm")
+    w.fuses("norm_quant", "add_rms_norm", "rms_norm")
     whole, scale = quantised(w, y)
     w.kept += [total, *([whole, scale] if w.maybe() else [product(w, whole, scale, dims[-1], 64, "torch.bfloat16")])]
 
@@ -74,4 +74,17 @@ def weight_only(w: Writer) -> None:
     w.give(w.let(w.pick(f"F.linear({x}, {real})", f"{x} @ {real}.t()"), "y"), ("B", "S", rows))
 
 
-BLOCKS = (dynamic_quant, dynamic_quant, behind_a_norm, weight_only)
+def static_behind_a_norm(w: Writer) -> None:
+    """By constants, of a sum or of what is none."""
+    dims = ("B", "S", w.pick(64, 128))
+    x, residual = w.take(dims), w.take(dims, "r")
+    total = w.let(w.pick(f"{x} + {residual}", f"{x} * 0.5"), "s")
+    y = normed(w, total, dims[-1])
+    w.fuses("norm_quant", "add_rms_norm", "rms_norm")
+    q = w.pick(y, f"{y}.float()") + " / " + w.pick("0.03125", "0.0234375") + w.pick("", " + 3", " - 5")
+    whole = w.pick(f"({q}).round().clamp(-128, 127)", f"torch.clamp(torch.round({q}), -128, 127)",
+                   f"({q}).clamp(-128, 127).round()")  # fmt: skip
+    w.kept += [total, w.let(f"{whole}.to(torch.int8)", "whole")]
+
+
+BLOCKS = (dynamic_quant, dynamic_quant, behind_a_norm, static_behind_a_norm, weight_only)

@@ -1,0 +1,168 @@
+"""n = rms_norm(x) · γ (+ β), perhaps of a sum x = a + b, in whole numbers of 8 bits: what a quantised layer reads.
+
+    of each token     q = round(n / s), s = max|n| / 127        static     q = round(n / s + z) of constants s and z
+
+*Matches* the norm and the quantisation of its rows where nothing else reads the norm, with the residual add before it.
+*Replaces with* `npu_add_rms_norm_dynamic_quant`, `npu_add_rms_norm_quant` or `npu_rms_norm_quant`, which quantise the
+norm before it would be rounded to 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.norm.rms_norm import unit_gain
+from patterns.quant.dynamic_quant import DynamicQuant, quantised_rows
+from patterns.quant.scales import exact_scale, scale_of
+
+f32 = torch.float32
+
+
+@dataclass(frozen=True)
+class Alone(Group):
+    """A norm of a tensor that something else computes."""
+
+    x: Any = tensor("*B D")
+
+    def terms(self, p, gamma, eps):
+        """The norm, and what else is kept."""
+        return p.rms_norm(x=self.x, gamma=gamma, eps=eps), ()
+
+
+@dataclass(frozen=True)
+class RoundedSum(Group):
+    """The norm of a sum as the next layer reads it."""
+
+    a: Any = tensor("*B D")
+    b: Any = tensor("*B D")
+
+    def terms(self, p, gamma, eps):
+        """The norm, and what else is kept."""
+        s = self.a + self.b
+        return p.rms_norm(x=s, gamma=gamma, eps=eps), (s,)
+
+
+@dataclass(frozen=True)
+class Float32Sum(RoundedSum):
+    """The norm of a sum in float32, before it is rounded for the next layer."""
+
+    def terms(self, p, gamma, eps):
+        """The norm, and what else is kept."""
+        s = p.as_dtype(p.maybe_cast(self.a, to=f32) + p.maybe_cast(self.b, to=f32), like=self.a)
+        return p.add_rms_norm(a=self.a, b=self.b, gamma=gamma, eps=eps), (s,)
+
+
+SUMS = (RoundedSum, Float32Sum)
+
+
+@dataclass(frozen=True)
+class TokenScales(Group):
+    """Each token by a scale of its own, which is kept in this dtype."""
+
+    dtype: Any = attribute()
+
+    def quantised(self, p, norm):
+        """Whole numbers and their scale."""
+        return quantised_rows(p, norm, self.dtype)
+
+
+@dataclass(frozen=True)
+class Static(Group):
+    """By one scale, or one of each channel, and a zero point; the norm may add a bias."""
+
+    scale: Any = tensor("S", optional=True)
+    by: Any = scalar()
+    zero_point: Any = tensor("1", optional=True)
+    shift: Any = scalar()
+    bias: Any = tensor("D", optional=True)
+
+    def quantised(self, p, norm):
+        """Whole numbers."""
+        return (p.quantise(x=norm, scheme="static", **vars(self)),)
+
+    def offset(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The zero point [1]."""
+        if self.zero_point is None:
+            return torch.full((1,), int(self.shift), dtype=dtype, device=device)
+        return self.zero_point.to(dtype)
+
+
+@dataclass(frozen=True)
+class NormQuant(Rule):
+    """RMS norm and quantisation in one, perhaps with the residual add before it."""
+
+    def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        """The meaning: a and b [*B, D], gamma [D]; returns whole numbers [*B, D], scales [*B, 1], and the sum."""
+        norm, s = AddRMSNorm().reference(a, b, gamma, eps)
+        return *DynamicQuant().reference(norm), s
+
+    @pattern
+    @variants(of=SUMS, encoding=(TokenScales, Static))
+    def added(self, p, of, encoding, gamma=tensor("D", optional=True), eps=scalar()):
+        """Of a sum."""
+        norm, kept = of.terms(p, gamma, eps)
+        return *encoding.quantised(p, norm), *kept
+
+    @pattern
+    @variants(of=(Alone,), encoding=(Static,))
+    def alone(self, p, of, encoding, gamma=tensor("D", optional=True), eps=scalar()):
+        """Of what is no sum, or of a sum that another norm reads."""
+        norm, _ = of.terms(p, gamma, eps)
+        return encoding.quantised(p, norm)
+
+    @lowering
+    @variants(of=SUMS, encoding=(TokenScales,))
+    def by_token(self, of: RoundedSum, encoding: TokenScales, gamma: Tensor | None, eps: float):
+        """One operator; a scale in 16 bits is cast."""
+        y, _, s, scale, _ = torch.ops.npu.npu_add_rms_norm_dynamic_quant(
+            *_addends(of), _gain(gamma, of.a), epsilon=eps, output_mask=[True, False]
+        )
+        return y, scale.unsqueeze(-1).to(encoding.dtype), s
+
+    @lowering
+    @variants(of=SUMS, encoding=(Static,))
+    def static_sum(self, of: RoundedSum, encoding: Static, gamma: Tensor | None, eps: float):
+        """One operator, that takes a scale and a zero point of each channel: beside bfloat16 in that dtype."""
+        x, bias = of.a, encoding.bias
+        narrow = x.dtype == torch.bfloat16
+        if narrow:
+            scale, offset = exact_scale(encoding.scale, encoding.by, x), encoding.offset(x.dtype, x.device)
+        else:
+            scale = scale_of(encoding.scale, encoding.by, x.device)
+            offset = encoding.offset(torch.int32, x.device)
+        lines = [each.expand(x.shape[-1]).contiguous() for each in (scale, offset)]
+        y, _, s = torch.ops.npu.npu_add_rms_norm_quant(
+            *_addends(of), _gain(gamma, x), *lines, None if bias is None else _exact_bias(bias, x), epsilon=eps
+        )
+        return y, s
+
+    @lowering
+    @variants(of=(Alone,), encoding=(Static,))
+    def static(self, of: Alone, encoding: Static, gamma: Tensor | None, eps: float):
+        """One operator, that takes one scale in the dtype of x, and always a bias."""
+        x = of.x
+        bias = torch.zeros_like(unit_gain(x)) if encoding.bias is None else _exact_bias(encoding.bias, x)
+        scale, offset = exact_scale(encoding.scale, encoding.by, x), encoding.offset(torch.int8, x.device)
+        return torch.ops.npu.npu_rms_norm_quant(x, _gain(gamma, x), bias, scale, offset, eps)
+
+
+def _addends(of: RoundedSum) -> tuple[Tensor, Tensor]:
+    require(of.a.dtype == of.b.dtype, "the addends of the norm have different dtypes")
+    return of.a, of.b
+
+
+def _gain(gamma: Tensor | None, x: Tensor) -> Tensor:
+    """The gain in the dtype of x."""
+    return unit_gain(x) if gamma is None else gamma.to(x.dtype)
+
+
+def _exact_bias(bias: Tensor, x: Tensor) -> Tensor:
+    said = "the norm adds a bias of {dtype}, the operator one in the dtype of x"
+    require(bias.dtype == x.dtype, said, dtype=bias.dtype)
+    return bias
