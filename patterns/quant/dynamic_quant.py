@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusion import Rule, attribute, lowering, pattern, tensor
+from fusion import Rule, attribute, lowering, pattern, scalar, tensor
 
 
-def quantised_rows(p, x, dtype):
-    """The terms of rows in whole numbers, and of their scales in this dtype."""
-    scale = p.token_scale(x=x, dtype=dtype)
-    return p.quantise(x=x, scale=scale, dtype=dtype, scheme="dynamic"), scale
+def quantised_rows(p, x, dtype, **times):
+    """The terms of rows in whole numbers, and of their scales in this dtype, perhaps times a number."""
+    scale = p.token_scale(x=x, dtype=dtype, **times)
+    return p.quantise(x=x, scale=scale, dtype=dtype, scheme="dynamic", **times), scale
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,14 @@ class DynamicQuant(Rule):
         """Whole numbers and their scale."""
         return quantised_rows(p, x, dtype)
 
+    @pattern
+    def largest(self, p, x=tensor("*B D"), dtype=attribute(), times=scalar()):
+        """Whole numbers, and of their scale a multiple, such as the largest magnitude itself."""
+        return quantised_rows(p, x, dtype, times=times)
+
     @lowering
-    def npu(self, x: Tensor, dtype: torch.dtype):
-        """One operator; a scale in 16 bits is cast."""
+    def npu(self, x: Tensor, dtype: torch.dtype, times: float | None):
+        """One operator; a scale in 16 bits is cast, another multiple of it computed."""
         whole, scale = torch.ops.npu.npu_dynamic_quant(x)
+        scale = scale if times is None else scale * times
         return whole, scale.unsqueeze(-1).to(dtype)

@@ -2,20 +2,22 @@
 
 Of s it does not matter where factors, casts, a bound below or the replacement of zeros stand; of q, on which side of
 the rounding the bounds of int8 are: |x| / s is never above 127. A bound below the scale changes rows alone that are as
-good as zeros (`FAINT`), where fewer whole numbers are told apart than could be.
+good as zeros (`FAINT`), where fewer whole numbers are told apart than could be. Of the scale, what the model reads
+besides is what is given: with or without the bound and the last dim, or another multiple of max|x|.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 
 from fusion.analysis.rounding import Rounded, exact, is_float, unscaled
-from fusion.graph import Algebra, Reading, Value
+from fusion.graph import Graph, Reading, Value, but_ones
 
 LARGEST = 127
 _NARROW = (torch.float16, torch.bfloat16)
@@ -30,6 +32,7 @@ class _Scale:
     """factor · max|x| over the last dim, at least `least`; `odd` says what the operator does not do."""
 
     x: Value
+    largest: Value
     factor: float = 1.0
     least: float = 0.0
     narrow: bool = False
@@ -45,7 +48,7 @@ def _scale(value: Value) -> _Scale | None:
     if value.op == "greatest" and value.arg.op == "abs":
         one = value.attrs == (-1,)
         odd = "" if one else "one scale is shared by several tokens: the operator gives each token its own"
-        return _Scale(exact(value.arg.arg), narrow=value.dtype in _NARROW, odd=odd)
+        return _Scale(exact(value.arg.arg), value, narrow=value.dtype in _NARROW, odd=odd)
     if value.op == "where":
         return _without_zeros(value)
     found = _scale(value.arg) if value.op in _SCALED and is_float(value) else None
@@ -67,44 +70,118 @@ def _scale(value: Value) -> _Scale | None:
 
 def _without_zeros(value: Value) -> _Scale | None:
     """A scale in which another number stands where it is 0: such a row is quantised to zeros in any case."""
-    condition, other, kept = value.args
-    if (condition.op, condition.attrs, other.op) != ("compare", ("eq",), "full"):
-        return None
-    compared, zero = condition.args
-    asked, found = _scale(compared), _scale(kept)
-    if asked is None or found is None or (zero.op, zero.attrs) != ("full", (0,)):
-        return None
-    return found if (asked.x, asked.odd, asked.factor != 0) == (found.x, "", True) else None
+    asked, kept = _where_not_zero(value)
+    found = _scale(kept)
+    return found if asked is not None and found is not None and found.largest is asked.largest else None
 
 
-def dynamic(a: Algebra, below: Rounded) -> tuple[Reading, Value, Reading] | str | None:
+def _where_not_zero(choice: Value) -> tuple[_Scale | None, Value]:
+    """The scale that is asked whether it is 0, if a number stands where it is, and what stands where it is not."""
+    condition, *sides = choice.args
+    order = {("eq",): -1, ("ne",): 1, ("lt",): 1}.get(condition.attrs, 0) if condition.op == "compare" else 0
+    kept, other = sides[:: order or 1]
+    if not order or other.op != "full" or kept.shape != choice.shape:
+        return None, kept
+    zero, compared = condition.args if condition.attrs == ("lt",) else condition.args[::-1]
+    asked = _scale(compared)
+    proven = asked is not None and not asked.odd and asked.factor > 0 and (zero.op, zero.attrs) == ("full", (0,))
+    return (asked if proven else None), kept
+
+
+def _divisor(factor: Value) -> tuple[Value, float] | None:
+    """s and n of a factor n / s, which may be a number where s is 0; None for others."""
+    inverse, number = unscaled(factor)
+    if inverse.op == "power" and inverse.attrs == (-1.0,):
+        return inverse.arg, number
+    asked, kept = _where_not_zero(inverse) if inverse.op == "where" else (None, inverse)
+    below = _divisor(kept) if asked is not None else None
+    found = below and _scale(below[0])
+    if asked is None or found is None or found.largest is not asked.largest:
+        return None
+    return below[0], below[1] * number
+
+
+Largest = Mapping[Value, Sequence[Value]]
+"""The largest numbers of rows, and each shape in which nodes hold them."""
+
+
+def largest_of(graph: Graph) -> Largest:
+    """All that a graph holds."""
+    found: dict[Value, list[Value]] = {}
+    for value in graph.places:
+        below = value.below("reshape")
+        if below.op == "greatest":
+            found.setdefault(below, []).append(value)
+    return found
+
+
+def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tuple[Reading, Value, Reading] | str | None:
     """Rows in whole numbers, with their scale; why what is rounded is not that; None if nothing is like it."""
     if below.quotient.op in ("add", "shift") and any(each.op == "round" for each in below.quotient.args):
         return "a zero point is added to whole numbers, where those of the operator are symmetric"
     quotient, outside = unscaled(below.quotient)
     if quotient.op != "mul" or (not below.rounded and not _scale_in(quotient)):
         return None
-    for divisor, dividend in (quotient.args, quotient.args[::-1]):
-        inverse, factor = unscaled(divisor)
-        scale = _scale(inverse.arg) if inverse.op == "power" and inverse.attrs == (-1.0,) else None
+    for factor, dividend in (quotient.args, quotient.args[::-1]):
+        divisor, number = _divisor(factor) or (factor, 0.0)
+        scale = _scale(divisor) if number else None
         if scale is None:
             continue
         x, more = unscaled(dividend)
-        times = outside * factor * more
+        times = outside * number * more
         if not times or not scale.factor:
             return "the rows are multiplied by 0, or divided by 0"
         scale, x = scale.times(1 / times), exact(x)
         base, number = unscaled(scale.x)
         if number and base is x:  # a number that stands behind the quotient here, and inside its scale
             scale, x, times = scale.times(number), scale.x, _near(times / number)
-        reason = _unproven(below, scale, x, inverse.below("expand").shape)
+        reason = _unproven(below, scale, x, divisor.below("expand").shape)
         if reason:
             return reason
-        s = a.scale(inverse.arg, 1 / times)
-        s = a.reshape(s, (*x.shape[:-1], 1)) if math.prod(s.shape) == math.prod(x.shape[:-1]) else s
-        how = {"x": x, "dtype": s.dtype}
-        return Reading("quantise", {**how, "scale": s, "scheme": "dynamic"}), s, Reading("token_scale", how)
+        s = graph.algebra.scale(divisor, 1 / times)
+        s = graph.algebra.reshape(s, (*x.shape[:-1], 1)) if prod(s.shape) == prod(x.shape[:-1]) else s
+        multiples = _multiples(graph, scale.largest, largest.get(scale.largest, ()))
+        read = {each: found for each, found in multiples.items() if _is_read(graph, each, multiples, int8)}
+        return _given(x, s, scale, read)
     return UNSCALED
+
+
+def _given(x: Value, s: Value, scale: _Scale, read: Mapping[Value, _Scale]) -> tuple[Reading, Value, Reading]:
+    """Rows in int8, and their scale `s`; another multiple in its place where the model reads that besides, and not it."""
+    alike = {each: _near(found.factor / scale.factor) for each, found in read.items() if _is_one(found, scale, each, s)}
+    if s not in read and alike:
+        s = min(alike, key=lambda each: alike[each] != 1)
+    how = {"x": x, "dtype": s.dtype, **({"times": alike[s]} if alike.get(s, 1) != 1 else {})}
+    return Reading("quantise", {**how, "scale": s, "scheme": "dynamic"}), s, Reading("token_scale", how)
+
+
+def _is_one(found: _Scale, scale: _Scale, multiple: Value, s: Value) -> bool:
+    """Whether a multiple of the largest magnitudes is one of the scale `s`, row by row, but for rows of zeros."""
+    faint = found.least * scale.factor <= FAINT * (1 + 1e-6) * found.factor
+    return faint and not found.odd and but_ones(multiple.shape) == but_ones(s.shape)
+
+
+def _multiples(graph: Graph, largest: Value, held: Sequence[Value]) -> dict[Value, _Scale]:
+    """What the model makes of the largest magnitudes of rows, as it holds them, that is a multiple of them."""
+    found: dict[Value, _Scale] = {}
+    waiting = list(held)
+    while waiting:
+        value = waiting.pop()
+        scale = _scale(value) if value not in found else None
+        if scale is not None and scale.largest is largest:
+            found[value] = scale
+            users = (user for node in graph.places.get(value, ()) for user in node.users)
+            waiting.extend(made for user in users if isinstance(made := graph.held.get(user), Value))
+    return found
+
+
+def _is_read(graph: Graph, multiple: Value, others: Container[Value], int8: Value) -> bool:
+    """Whether something reads a multiple that is no other multiple, and of which the rows in int8 are not made."""
+    users = (user for node in graph.places.get(multiple, ()) for user in node.users)
+    return any(
+        graph.held.get(user) not in others and not any(graph.depends(node, user) for node in graph.places[int8])
+        for user in users
+    )
 
 
 def _near(number: float) -> float:

@@ -19,7 +19,7 @@ from fusion import reader, word
 from fusion.analysis.nodes import is_computed
 from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
-from patterns.quant.quantise_dynamic import UNSCALED, dynamic
+from patterns.quant.quantise_dynamic import UNSCALED, dynamic, largest_of
 
 _LEAST, _MOST = -128, 127
 _BEHIND = "the zero point is added to rounded numbers, where the operator rounds the sum"
@@ -37,15 +37,19 @@ QUANTISE = word(
     "int8(clamp(round((x + bias) / (scale · by) + zero_point + shift))); of scheme head int8(clamp(round(x · scale)))",
     x="[*B, D], of scheme head [B, N, S, C]",
     scheme='"dynamic": max|x| / 127 of each token; "static": one that the model holds; "head": a factor of each',
-    scale="[*B, 1], [1], [D] or [N]", dtype="of a dynamic scale", by="a number", shift="a number", bias="[D]",
-    zero_point="[1] in int8",
+    scale="[*B, 1] or [*B] or a multiple of it, [1], [D] or [N]", dtype="of a dynamic scale",
+    times="as of a token_scale", by="a number", shift="a number", bias="[D]", zero_point="[1] in int8",
 )  # fmt: skip
-TOKEN_SCALE = word("token_scale", "max|x| / 127 over the last dim [*B, 1]", x="[*B, D]", dtype="of the scale")
+TOKEN_SCALE = word(
+    "token_scale", "max|x| / 127 · times over the last dim, [*B, 1] or [*B]",
+    x="[*B, D]", dtype="of the scale", times="a number, absent for 1",
+)  # fmt: skip
 
 
 @reader(gives=(QUANTISE, TOKEN_SCALE))
 def quantised(graph: Graph) -> Iterator[Found]:
     """Every value of int8 that is made of floating-point numbers: how it is quantised, and why not otherwise."""
+    largest = largest_of(graph)
     for value in graph.places:
         below = rounded(value.arg) if value.op == "cast" and value.dtype == torch.int8 else None
         if below is None or not is_float(below.quotient):
@@ -55,7 +59,7 @@ def quantised(graph: Graph) -> Iterator[Found]:
             yield value, _found("quantise", heads)
         if not is_computed(graph, value):
             continue
-        tokens = dynamic(graph.algebra, below)
+        tokens = dynamic(graph, value, below, largest)
         if isinstance(tokens, tuple):
             int8, scale, multiplier = tokens
             yield value, int8
