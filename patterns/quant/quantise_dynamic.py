@@ -141,24 +141,44 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
         s = graph.algebra.scale(divisor, 1 / times)
         s = graph.algebra.reshape(s, (*x.shape[:-1], 1)) if prod(s.shape) == prod(x.shape[:-1]) else s
         multiples = _multiples(graph, scale.largest, largest.get(scale.largest, ()))
-        read = {each: found for each, found in multiples.items() if _is_read(graph, each, multiples, int8)}
-        return _given(x, s, scale, read)
+        read = [each for each in multiples if _is_read(graph, each, multiples, int8)]
+        return _given(graph, x, _Kept(s, scale, multiples), read)
     return UNSCALED
 
 
-def _given(x: Value, s: Value, scale: _Scale, read: Mapping[Value, _Scale]) -> tuple[Reading, Value, Reading]:
-    """Rows in int8, and their scale `s`; another multiple in its place where the model reads that besides, and not it."""
-    alike = {each: _near(found.factor / scale.factor) for each, found in read.items() if _is_one(found, scale, each, s)}
-    if s not in read and alike:
-        s = min(alike, key=lambda each: alike[each] != 1)
-    how = {"x": x, "dtype": s.dtype, **({"times": alike[s]} if alike.get(s, 1) != 1 else {})}
+@dataclass(frozen=True)
+class _Kept:
+    """The scale `s` of rows, and what the model has of their largest magnitudes."""
+
+    s: Value
+    scale: _Scale
+    multiples: Mapping[Value, _Scale]
+
+    def times(self, multiple: Value) -> float:
+        """By what the scale is multiplied to be that."""
+        found = self.multiples.get(multiple)
+        return 1.0 if found is None else _near(found.factor / self.scale.factor)
+
+    def has_as(self, multiple: Value) -> bool:
+        """Whether that is the scale times a number, row by row, but for rows of zeros."""
+        found = self.multiples[multiple]
+        faint = found.least * self.scale.factor <= FAINT * (1 + 1e-6) * found.factor
+        return faint and not found.odd and but_ones(multiple.shape) == but_ones(self.s.shape)
+
+
+def _given(graph: Graph, x: Value, kept: _Kept, read: Sequence[Value]) -> tuple[Reading, Value, Reading]:
+    """Rows in int8, and their scale, or a multiple of it that the model reads besides where it reads no scale.
+
+    It is taken as it is before views of it.
+    """
+    s = kept.s
+    if s not in read:
+        s = min(filter(kept.has_as, read), key=lambda each: kept.times(each) != 1, default=s)
+    alike = (each for each in kept.multiples if but_ones(each.shape) == but_ones(s.shape))
+    s = next((each for each in alike if graph.algebra.reshape(each, s.shape) is s), s)
+    times = kept.times(s)
+    how = {"x": x, "dtype": s.dtype, **({} if times == 1 else {"times": times})}
     return Reading("quantise", {**how, "scale": s, "scheme": "dynamic"}), s, Reading("token_scale", how)
-
-
-def _is_one(found: _Scale, scale: _Scale, multiple: Value, s: Value) -> bool:
-    """Whether a multiple of the largest magnitudes is one of the scale `s`, row by row, but for rows of zeros."""
-    faint = found.least * scale.factor <= FAINT * (1 + 1e-6) * found.factor
-    return faint and not found.odd and but_ones(multiple.shape) == but_ones(s.shape)
 
 
 def _multiples(graph: Graph, largest: Value, held: Sequence[Value]) -> dict[Value, _Scale]:
