@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 import torch
 
@@ -18,10 +19,14 @@ from fusion.analysis.nodes import are_read_by, is_computed
 from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
+from fusion.graph.proof import proof, proven
 
 _SUMS = frozenset({torch.int32, torch.float32, torch.bfloat16})
 """Dtypes in which sums of products of int8 are computed; float16 ends at 65504."""
+_HOLD_INT8 = _SUMS | {torch.int16, torch.int64, torch.float16, torch.float64}
 _RESULTS = frozenset({torch.float16, torch.bfloat16})
+_EARLY = "a bias of {dtype} is added before all scales are in the product, where the operator adds one of int32"
+_NO_BIAS = "something else than one bias is added before all scales are in the product"
 _ENDS = frozenset({"mul", "cast", "add", "scale", "reshape"})
 
 INT8_MATMUL = word(
@@ -34,12 +39,13 @@ INT8_MATMUL = word(
 
 @dataclass(frozen=True)
 class _Product:
-    """(x · wᵀ) · tokens · channels + bias, as far as it was read; rows as in `value`."""
+    """(x · wᵀ) · tokens · channels · one · factor + bias, as far as it was read; rows as in `value`."""
 
     x: Value
     weight: Value
     tokens: Value | None = None
     channels: Value | None = None
+    one: Value | None = None
     bias: Value | None = None
     factor: float = 1.0
     odd: str = ""
@@ -51,9 +57,11 @@ class _Product:
 
 
 def _int8(a: Algebra, value: Value) -> Value | None:
-    """The whole numbers of 8 bits that `value` holds in another dtype."""
+    """The whole numbers of 8 bits that `value` holds in another dtype, perhaps through others that hold them all."""
     if value.op == "cast" and value.arg.dtype == torch.int8:
         return value.arg
+    if value.op == "cast" and value.arg.dtype in _HOLD_INT8:
+        return _int8(a, value.arg)
     below = _int8(a, value.arg) if value.op in ("permute", "reshape") else None
     return None if below is None else a.seen_as(below, value)
 
@@ -139,6 +147,9 @@ def _taken(a: Algebra, found: _Product, factor: Value, value: Value) -> _Product
         return replace(found, channels=channels)
     if shape == (*rows, 1) and found.tokens is None:
         return replace(found, tokens=a.reshape(factor, (*rows, 1)))
+    if math.prod(shape) == 1:
+        one = a.reshape(factor, (1,))
+        return replace(found, one=one if found.one is None else a.mul(found.one, one))
     return "a scale is neither one for each token nor one for each output channel"
 
 
@@ -147,19 +158,32 @@ def _biased(a: Algebra, found: _Product, bias: Value, value: Value) -> _Product 
     early = found.channels is None and is_float(bias)
     if found.bias is None and line.shape == value.shape[-1:] and not early:
         return replace(found, bias=line)
-    return None if found.complete else "something else than one bias is added before all scales are in the product"
+    if found.complete:
+        return None
+    return _EARLY.format(dtype=bias.dtype) if early and line.shape == value.shape[-1:] else _NO_BIAS
 
 
-def _reading(graph: Graph, found: _Product, value: Value) -> Reading | str:
+def _times(a: Algebra, channels: Value, one: Value) -> Value:
+    """Scales [N] times one [1], in float32."""
+    return proven(a.mul(*(a.cast(each, torch.float32) for each in (channels, one))))
+
+
+@proof
+def _reading(graph: Graph, found: _Product, value: Value) -> Reading | str | None:
     if found.odd:
         return found.odd
     if found.channels is None:
         return "there is no scale for each output channel"
-    if found.factor != 1 and found.tokens is None:
-        return "there is a scale of the whole tensor besides"
-    tokens = None if found.tokens is None else graph.algebra.scale(found.tokens, found.factor)
+    a, tokens, ones = graph.algebra, found.tokens, [] if found.one is None else [found.one]
+    if tokens is not None and math.prod(tokens.shape) == 1 and graph.is_fixed(tokens):
+        tokens, ones = None, [*ones, a.reshape(tokens, (1,))]
+    channels = reduce(partial(_times, a), ones, found.channels)
+    if tokens is None:
+        channels = a.scale(channels, found.factor)
+    else:
+        tokens = a.scale(tokens, found.factor)
     optional = {name: each for name, each in (("tokens", tokens), ("bias", found.bias)) if each is not None}
-    how = {"x": found.x, "weight": found.weight, "scale": found.channels, "dtype": value.dtype}
+    how = {"x": found.x, "weight": found.weight, "scale": channels, "dtype": value.dtype}
     return Reading("int8_matmul", {**how, "is_parameter_only": graph.is_fixed(found.weight), **optional})
 
 
@@ -168,12 +192,18 @@ def int8_matmuls(graph: Graph) -> Iterator[Found]:
     """All scaled products of whole numbers, as far as each goes on; why others are none."""
     known: Known = {}
     products = {value: each for value in list(graph.places) if (each := _product(graph.algebra, value, known))}
-    held = {node for value, each in products.items() if isinstance(each, _Product) for node in graph.places[value]}
+    held, seen = (
+        {node for value, each in products.items() if isinstance(each, kinds) for node in graph.places[value]}
+        for kinds in (_Product, _Product | str)
+    )
     for value, each in products.items():
         if not is_computed(graph, value) or are_read_by(graph.places[value], held):
             continue  # only seen in another shape, or all that reads it is a product still
         made = each if isinstance(each, str) else _reading(graph, each, value)
-        yield value, Miss("quant_matmul", made) if isinstance(made, str) else made
+        if isinstance(made, Reading):
+            yield value, made
+        elif made is not None and not are_read_by(graph.places[value], seen):
+            yield value, Miss("quant_matmul", made)  # else what goes on from it says why
         below, _ = unscaled(value)  # what of it is rotated, or absorbed, may be read without the number
         inner = products.get(below)
         alone = _reading(graph, inner, below) if isinstance(inner, _Product) else None

@@ -27,10 +27,23 @@ def _held(out: Out, number: Any) -> Any:
     return kept
 
 
+def _factors(a: Algebra, out: Out, x: Any, y: Any) -> tuple[Any, Any]:
+    """Both in one dtype, one of them as its number if it is a constant of floats without dims."""
+    x, y = promote(a, out, x, y)
+    if _is_number(y) and isinstance(x, Value):
+        return x, y.attrs[0]
+    return (x.attrs[0], y) if _is_number(x) and isinstance(y, Value) else (x, y)
+
+
+def _is_number(x: Any) -> bool:
+    constant = isinstance(x, Value) and (x.op, x.shape) == ("full", ()) and x.dtype is not None
+    return constant and x.dtype.is_floating_point and math.isfinite(x.attrs[0]) and x.attrs[0] != 0
+
+
 @translates("aten.mul.Tensor", "aten.mul.Scalar")
 def mul(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     """x · y."""
-    x, y = promote(a, out, x, y)
+    x, y = _factors(a, out, x, y)
     if is_number(x):
         x, y = y, x
     if is_number(y):
@@ -41,7 +54,7 @@ def mul(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
 @translates("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")
 def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     """x / y."""
-    x, y = promote(a, out, x, y)
+    x, y = _factors(a, out, x, y)
     if is_number(y):
         rounded = of_constants(x) and not is_exact(y, torch.float32)  # before it divides
         return a.scale(x, 1 / y) if y and not rounded else None
