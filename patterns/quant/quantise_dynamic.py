@@ -22,6 +22,7 @@ from fusion.graph import Graph, Reading, Value, but_ones
 LARGEST = 127
 _NARROW = (torch.float16, torch.bfloat16)
 _SCALED = ("reshape", "expand", "cast", "scale", "clip", "shift")
+FLOATS = "rows are rounded by a scale of their own and stay floats, where the operator gives int8"
 UNSCALED = "numbers are rounded to int8 without a scale that is the largest of their row"
 FAINT = 1e-5
 """A scale up to which a row counts as zeros: the least that quantisation code keeps scales at."""
@@ -213,6 +214,14 @@ def _near(number: float) -> float:
 def _scale_in(quotient: Value) -> bool:
     factors = [unscaled(each)[0] for each in quotient.args]
     return any(each.op == "power" and _scale(each.arg) is not None for each in factors)
+
+
+def is_rounded_by_row(value: Value) -> bool:
+    """Whether a value is round(x / s) of a scale s of each row."""
+    if value.op != "round":
+        return False
+    quotient, _ = unscaled(value.arg.below("clip"))
+    return quotient.op == "mul" and _scale_in(quotient)
 
 
 def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -> str:

@@ -27,6 +27,7 @@ _HOLD_INT8 = _SUMS | {torch.int16, torch.int64, torch.float16, torch.float64}
 _RESULTS = frozenset({torch.float16, torch.bfloat16})
 _EARLY = "a bias of {dtype} is added before all scales are in the product, where the operator adds one of int32"
 _NO_BIAS = "something else than one bias is added before all scales are in the product"
+_SEVERAL = "rows are multiplied by {number} int8 weights in one product, where the operator takes one"
 _ENDS = frozenset({"mul", "cast", "add", "scale", "reshape"})
 
 INT8_MATMUL = word(
@@ -101,10 +102,11 @@ def _further(a: Algebra, found: _Product, value: Value, other: Value | None) -> 
     return _scaled(a, found, other, value) if value.op == "mul" else _biased(a, found, other, value)
 
 
-def _bare(a: Algebra, value: Value) -> _Product | None:
-    if math.prod(value.args[1].shape[:-2]) != 1:
-        return None  # a weight for each batch
+def _bare(a: Algebra, value: Value) -> _Product | str | None:
     x, y = (_int8(a, each) for each in value.args)
+    if math.prod(value.args[1].shape[:-2]) != 1:  # of batches on both sides it is no layer
+        several = x is not None and y is not None and math.prod(x.below("expand").shape[:-2]) == 1
+        return _SEVERAL.format(number=math.prod(value.shape[:-2])) if several else None
     if x is None or y is None:
         return _dequantised(a, *value.args)
     odd = "" if value.dtype in _SUMS else "sums of products are computed in float16, which ends at 65504"

@@ -19,9 +19,10 @@ from fusion import reader, word
 from fusion.analysis.nodes import is_computed
 from fusion.analysis.rounding import Rounded, exact, is_float, rounded, unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
-from patterns.quant.quantise_dynamic import UNSCALED, dynamic, largest_of
+from patterns.quant.quantise_dynamic import FLOATS, UNSCALED, dynamic, is_rounded_by_row, largest_of
 
 _LEAST, _MOST = -128, 127
+_PASSED = ("cast", "clip", "clamp", "trunc", "reshape")
 _BEHIND = "the zero point is added to rounded numbers, where the operator rounds the sum"
 _CUT = "numbers are cut off toward zero, where the operator rounds to the nearest"
 _FLOAT = "the zero point is held in {dtype} and so not proven to be a whole number; the operator takes int8"
@@ -50,7 +51,10 @@ TOKEN_SCALE = word(
 def quantised(graph: Graph) -> Iterator[Found]:
     """Every value of int8 that is made of floating-point numbers: how it is quantised, and why not otherwise."""
     largest = largest_of(graph)
+    become_int8 = {value.below(*_PASSED) for value in graph.places if value.dtype == torch.int8}
     for value in graph.places:
+        if is_rounded_by_row(value) and value not in become_int8:
+            yield value, Miss("dynamic_quant", FLOATS)
         below = rounded(value.arg) if value.op == "cast" and value.dtype == torch.int8 else None
         if below is None or not is_float(below.quotient):
             continue

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusion import Rule, lowering, pattern, tensor
+from fusion import Rule, attribute, lowering, pattern, tensor
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ class WeightOnlyLinear(Rule):
         scale=tensor("*G C"),
         offset=tensor("*G C", optional=True),
         bias=tensor("N", optional=True),
+        heads=attribute(),
     ):
-        """With a scale, and perhaps a zero point and a bias."""
-        return p.int8_weight_linear(x=x, weight=weight, scale=scale, offset=offset, bias=bias)
+        """With a scale, and perhaps a zero point and a bias; seen in heads, if it is."""
+        return p.int8_weight_linear(x=x, weight=weight, scale=scale, offset=offset, bias=bias, heads=heads)
 
     @lowering
-    def npu(self, x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None):
+    def npu(self, x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, bias: Tensor | None, heads):
         """One operator over the rows of all tokens; a bias beside bfloat16 in float32."""
         inputs = weight.shape[1]
         group = inputs // scale.shape[0] if scale.dim() == 2 else 0
@@ -46,4 +47,5 @@ class WeightOnlyLinear(Rule):
             x.reshape(-1, inputs), weight.t(), scale,
             antiquant_offset=offset, bias=bias, antiquant_group_size=group,
         )  # fmt: skip
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        lanes = (weight.shape[0],) if heads is None else (heads, weight.shape[0] // heads)
+        return y.reshape(*x.shape[:-1], *lanes)
