@@ -384,7 +384,19 @@ def without_view_tracking() -> AbstractContextManager[None]:
 
 
 def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function gives on fake tensors: an operator by its Meta kernel, if that is all that fake mode would run.
+    """What a function gives on fake tensors.
+
+    A layer norm whose weights are wider than x gives its statistics in their dtype; its Meta kernel says that of x.
+    """
+    result = _on_fakes(func, args, kwargs)
+    if func is not aten.native_layer_norm.default:
+        return result
+    dtype = next((each.dtype for each in args[2:4] if each is not None), args[0].dtype)
+    return (result[0], *(each.to(dtype) for each in result[1:])) if dtype != args[0].dtype else result
+
+
+def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The same: an operator by its Meta kernel, if that is all that fake mode would run.
 
     Fake mode itself takes five times as long, the look into its cache included.
     Private: `torch._subclasses.fake_tensor`, `FakeTensor._find_common_device`.
