@@ -24,6 +24,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 _SCALED = ("reshape", "expand", "cast", "scale", "clip", "shift")
 FLOATS = "rows are rounded by a scale of their own and stay floats, where the operator gives int8"
 UNSCALED = "numbers are rounded to int8 without a scale that is the largest of their row"
+_JOINED = "scales are joined, or repeated, before they divide rows, and not proven to be those of the same rows"
 FAINT = 1e-5
 """A scale up to which a row counts as zeros: the least that quantisation code keeps scales at."""
 
@@ -52,6 +53,9 @@ def _scale(value: Value) -> _Scale | None:
         return _Scale(exact(value.arg.arg), value, narrow=value.dtype in _NARROW, odd=odd)
     if value.op == "where":
         return _without_zeros(value)
+    if value.op == "cat":
+        first = _scale(value.arg)
+        return first and replace(first, odd=_JOINED)
     found = _scale(value.arg) if value.op in _SCALED and is_float(value) else None
     if found is None:
         return None
@@ -96,8 +100,8 @@ def _divisor(factor: Value) -> tuple[Value, float] | None:
         return inverse.arg, number
     asked, kept = _where_not_zero(inverse) if inverse.op == "where" else (None, inverse)
     below = _divisor(kept) if asked is not None else None
-    found = below and _scale(below[0])
-    if asked is None or found is None or found.largest is not asked.largest:
+    found = None if below is None else _scale(below[0])
+    if asked is None or below is None or found is None or found.largest is not asked.largest:
         return None
     return below[0], below[1] * number
 
@@ -141,7 +145,7 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
             return reason
         s = graph.algebra.scale(divisor, 1 / times)
         s = graph.algebra.reshape(s, (*x.shape[:-1], 1)) if prod(s.shape) == prod(x.shape[:-1]) else s
-        multiples = _multiples(graph, scale.largest, largest.get(scale.largest, ()))
+        multiples = _multiples(graph, largest.get(scale.largest, ()))
         read = [each for each in multiples if _is_read(graph, each, multiples, int8)]
         return _given(graph, x, _Kept(s, scale, multiples), read)
     return UNSCALED
@@ -182,21 +186,21 @@ def _given(graph: Graph, x: Value, kept: _Kept, read: Sequence[Value]) -> tuple[
     return Reading("quantise", {**how, "scale": s, "scheme": "dynamic"}), s, Reading("token_scale", how)
 
 
-def _multiples(graph: Graph, largest: Value, held: Sequence[Value]) -> dict[Value, _Scale]:
+def _multiples(graph: Graph, held: Sequence[Value]) -> dict[Value, _Scale]:
     """What the model makes of the largest magnitudes of rows, as it holds them, that is a multiple of them."""
     found: dict[Value, _Scale] = {}
     waiting = list(held)
     while waiting:
         value = waiting.pop()
-        scale = _scale(value) if value not in found else None
-        if scale is not None and scale.largest is largest:
+        scale = None if value in found else _scale(value)
+        if scale is not None:
             found[value] = scale
             users = (user for node in graph.places.get(value, ()) for user in node.users)
             waiting.extend(made for user in users if isinstance(made := graph.held.get(user), Value))
     return found
 
 
-def _is_read(graph: Graph, multiple: Value, others: Container[Value], int8: Value) -> bool:
+def _is_read(graph: Graph, multiple: Value, others: Container[object], int8: Value) -> bool:
     """Whether something reads a multiple that is no other multiple, and of which the rows in int8 are not made."""
     users = (user for node in graph.places.get(multiple, ()) for user in node.users)
     return any(
@@ -227,6 +231,8 @@ def is_rounded_by_row(value: Value) -> bool:
 def _unproven(below: Rounded, scale: _Scale, x: Value, divisor: Sequence[Any]) -> str:
     """Why rows divided so, by numbers of that shape, are not what the operator gives, "" if they are."""
     others = "rows are divided by the scale of others"
+    if scale.odd == _JOINED:
+        return _JOINED
     if scale.x.below("reshape") is not x.below("reshape") or scale.x.shape[-1:] != x.shape[-1:]:
         return others
     if scale.odd:

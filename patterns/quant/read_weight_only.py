@@ -151,7 +151,7 @@ def _of_rows(a: Algebra, factor: Value, value: Value) -> Value | None:
 def _of_columns(a: Algebra, turned: Value) -> Value | None:
     """Numbers of each group [N, G] of a factor [N, K] that is turned, where [K, N] repeats each row [G, N] in a run."""
     wide = turned.arg.below("reshape")
-    must(turned.attrs == (1, 0) and wide.op == "expand" and wide.rank == 3)
+    must(wide.op == "expand" and wide.rank == 3)
     groups, _, channels = wide.shape
     must(channels == turned.shape[0] and wide.arg.shape == (groups, 1, channels))
     return a.permute(a.reshape(wide.arg, (groups, channels)), (1, 0))
@@ -164,7 +164,7 @@ def _regrouped(a: Algebra, found: _Weight, view: Value) -> _Weight:
     if found.scale is None and found.offset is None:
         return replace(found, base=base)
     *rows, run = found.base.shape
-    must(view.rank == 2 and isinstance(run, int) and isinstance(view.shape[1], int) and view.shape[1] % run == 0)
+    must(view.rank == 2 and view.shape[1] % run == 0)
     groups = (view.shape[0], view.shape[1] // run)
     return replace(found, base=base, **{
         name: a.reshape(a.expand(each, (*rows, 1)), groups)
@@ -181,7 +181,7 @@ class _Layer:
     weight: _Weight
     bias: Value | None = None
     behind: Value | None = None
-    heads: int | None = None
+    heads: Any = None
 
 
 @proof
@@ -224,7 +224,6 @@ def _of_heads(a: Algebra, turned: Value) -> _Layer | None:
         x = a.reshape(left, (left.shape[0], *left.shape[2:]))
         made = swapped(a, a.reshape(right, right.shape[1:]))
     heads, width, inputs = made.shape
-    must(isinstance(heads, int) and isinstance(width, int))
     weight = a.reshape(made, (heads * width, inputs))
     return _Layer(x, made, proven(_weight(a, weight)), heads=heads)
 

@@ -11,6 +11,7 @@ import torch
 from fusion.analysis.dtypes import INTEGERS, held_number, is_exact
 from fusion.analysis.floors import absorbs, is_above
 from fusion.analysis.intervals import bounds, of_dtype
+from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Value
 from fusion.graph.algebra import LONGEST, of_constants
 from fusion.graph.dims import INDEX_DTYPES
@@ -36,8 +37,9 @@ def _factors(a: Algebra, out: Out, x: Any, y: Any) -> tuple[Any, Any]:
 
 
 def _is_number(x: Any) -> bool:
-    constant = isinstance(x, Value) and (x.op, x.shape) == ("full", ()) and x.dtype is not None
-    return constant and x.dtype.is_floating_point and math.isfinite(x.attrs[0]) and x.attrs[0] != 0
+    if not isinstance(x, Value) or (x.op, x.shape) != ("full", ()):
+        return False
+    return is_float(x) and math.isfinite(x.attrs[0]) and x.attrs[0] != 0
 
 
 @translates("aten.mul.Tensor", "aten.mul.Scalar")
