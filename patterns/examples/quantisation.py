@@ -102,6 +102,32 @@ def shifted(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).round().to(torch.int8), scale
 
 
+def without_last_dim(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale [*B], bounded before it divides."""
+    scale = by_row(x).squeeze(-1)
+    return int8(x.float() / scale.clamp(min=1e-8).unsqueeze(-1)), scale
+
+
+def of_largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest magnitude in place of the scale; an inverse that is 1 for rows of zeros."""
+    largest = by_row(x, 1)
+    inverse = torch.where(largest == 0, 1.0, torch.tensor(127.0) / largest)
+    return int8(x.float() * inverse), largest
+
+
+def in_floats(x: Tensor) -> Tensor:
+    """Rounded, and multiplied by its scale again."""
+    scale = by_row(x)
+    return (x.float() / scale).round() * scale
+
+
+def joined(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two of the same, their scales joined."""
+    scale = torch.cat((by_row(x), by_row(x)))
+    return int8(torch.cat((x, x)).float() / scale), scale
+
+
+ROW = tensors(grid(0, 5, K))
 OF_OTHERS = by(lambda x: divided(x, by_row(x.roll(1, 0))))
 FOUR_BITS = by(lambda x: divided(x, by_row(x, 7), -8, 7))
 ROWS = (
@@ -109,6 +135,10 @@ ROWS = (
     Example("a bound, and the inverse", by(bounded), layer(2, 3)),
     Example("in the model's dtype", by(narrow), layer(5)),
     Example("a shifted scale", by(shifted), layer(5), "a number is added to the scale"),
+    Example("a scale without the last dim", without_last_dim, ROW),
+    Example("the largest magnitudes", of_largest, ROW),
+    Example("rounded in floats", in_floats, ROW, "stay floats"),
+    Example("joined scales", joined, ROW, "scales are joined, or repeated"),
     Example("the scale of others", OF_OTHERS, layer(5), "divided by the scale of others"),
     Example("four bits", FOUR_BITS, layer(5), "becomes 7, by the operator 127"),
 )
@@ -144,6 +174,32 @@ def short(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Ten
     return (linear(numbers.half(), weight.half()) * tokens.half() * scale.half()).half()
 
 
+def static(x: Tensor, weight: Tensor, scale: Tensor, one: Tensor) -> Tensor:
+    """A scale of the whole tensor times those of the channels."""
+    return (product(int8(x.float() / one), weight).float() * (one * scale)).bfloat16()
+
+
+def through_int32(x: Tensor, weight: Tensor, scale: Tensor, one: Tensor) -> Tensor:
+    """The same, int8 in int32 before it is in float32, one scale after the other."""
+    return (linear(int8(x.float() / one).int().float(), weight.float()) * one * scale).bfloat16()
+
+
+def biased_before(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """A bias that is scaled, too."""
+    return ((product(numbers, weight).float() + bias) * tokens * scale).bfloat16()
+
+
+def experts(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Two weights for the same rows."""
+    weights, scales = weight.unflatten(0, (2, -1)), scale.view(2, 1, -1)
+    return ((numbers.float()[None] @ weights.float().mT) * tokens * scales).bfloat16()
+
+
+def whole(seed: int) -> Inputs:
+    """x [5, K], weight [N, K] of int8, scale [N], and a scale [1]."""
+    return tensors(grid(seed, 5, K), fixed(weights(1, N, K)), fixed(scales(2, N)), fixed(torch.tensor([2.0**-4])))
+
+
 CHANNELS = scaled(lambda numbers, tokens, weight, scale: (product(numbers, weight) * scale).bfloat16())
 PRODUCTS = (
     Example("sums in int32", scaled(in_int32), layer(5)),
@@ -154,6 +210,10 @@ PRODUCTS = (
     Example("one channel", scaled(in_int32), layer(5, n=1)),
     Example("channels alone", CHANNELS, layer(5)),
     Example("channels alone, and a number", lambda *given: CHANNELS(*given).float() * 0.3, layer(5)),
+    Example("a scale of the whole tensor", static, whole(0)),
+    Example("a scale of the whole tensor, through int32", through_int32, whole(0)),
+    Example("a bias before the scales", scaled(biased_before), layer(5, bias=True), "where the operator adds one of"),
+    Example("two weights", scaled(experts), layer(5), "by 2 int8 weights in one product"),
     Example("a wide result", by(quantised), layer(5), "the result is of torch.float32"),
     Example("scales in the wrong dim", scaled(other_dim), layer(2, 3), "neither one for each token"),
     Example("sums in float16", scaled(short), layer(5), "computed in float16"),
@@ -206,6 +266,63 @@ def zeros_behind(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tens
     return linear(x, weight.to(x.dtype) * scale.to(x.dtype).unsqueeze(-1) - zero.to(x.dtype).unsqueeze(-1))
 
 
+def rows_of_groups(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Each group of inputs a row."""
+    rows = weight.view(-1, weight.shape[1] // scale.shape[1]).to(x.dtype) * scale.to(x.dtype).view(-1, 1)
+    return linear(x, rows.view(weight.shape))
+
+
+def groups_of_columns(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """A weight [K, N], the scales and zero points of groups repeated."""
+    columns = weight.t()
+    each, point = (
+        kept.t().to(x.dtype).repeat_interleave(weight.shape[1] // kept.shape[1], 0) for kept in (scale, zero)
+    )
+    return x @ ((columns.to(x.dtype) - point) * each)
+
+
+def by_heads(equation: str) -> Callable[..., Tensor]:
+    """A weight [H, D, K] and its scales [H, D, 1], its result in heads."""
+
+    def heads(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        lanes = weight.view(4, -1, weight.shape[1]).to(x.dtype) * scale.to(x.dtype).view(4, -1, 1)
+        return torch.einsum(equation, x, lanes)
+
+    return heads
+
+
+def joined_heads(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The same weight, its heads joined for a layer."""
+    lanes = weight.view(4, -1, weight.shape[1]).to(x.dtype) * scale.to(x.dtype).view(4, -1, 1)
+    return linear(x, lanes.view(weight.shape))
+
+
+def one_behind(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """One scale behind the product."""
+    return linear(x, weight.to(x.dtype)) * scale[0].to(x.dtype)
+
+
+def float32_behind(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Scales of float32 behind the product."""
+    return (linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)
+
+
+def unsigned(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Of uint8, around 128."""
+    return linear(x, (weight.to(torch.uint8).to(x.dtype) - 128) * scale.to(x.dtype).unsqueeze(-1))
+
+
+def shifted_by_number(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A number as the zero point of all."""
+    return linear(x, (weight.to(x.dtype) - 8) * scale.to(x.dtype).unsqueeze(-1))
+
+
+def listed(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The group of each input by a list."""
+    group = torch.arange(weight.shape[1], device=x.device).flip(0) // 32
+    return x @ (weight.t().to(x.dtype) * scale.t().to(x.dtype)[group])
+
+
 WEIGHTS = (
     Example("scales of channels", of_channels, narrow_layer(5)),
     Example("scales behind the product", behind, narrow_layer(2, 3)),
@@ -213,6 +330,16 @@ WEIGHTS = (
     Example("zero points", with_zeros, narrow_layer(2, 3, zeros=True)),
     Example("groups of inputs", of_groups, narrow_layer(5, groups=3)),
     Example("groups of inputs with zero points", of_groups, narrow_layer(2, 3, groups=3, zeros=True)),
+    Example("a row of each group", rows_of_groups, narrow_layer(5, groups=3)),
+    Example("groups of a turned weight", groups_of_columns, narrow_layer(2, 3, groups=3, zeros=True)),
+    Example("heads", by_heads("tk,hdk->thd"), narrow_layer(5)),
+    Example("heads of a batch", by_heads("btk,hdk->bthd"), narrow_layer(2, 3)),
+    Example("joined heads", joined_heads, narrow_layer(5)),
+    Example("one scale behind", one_behind, narrow_layer(5)),
+    Example("scales of float32 behind", float32_behind, narrow_layer(5)),
+    Example("in uint8", unsigned, narrow_layer(5), "kept in uint8"),
+    Example("a number as zero point", shifted_by_number, narrow_layer(5), "a number is added to the int8 weight"),
+    Example("groups in a list", listed, narrow_layer(5, groups=3), "are looked up by a list"),
     Example("scales of inputs", of_inputs, narrow_layer(5), "neither one of each output channel"),
     Example(
         "zero points behind", zeros_behind, narrow_layer(5, zeros=True), "added to the int8 weight behind its scale"
