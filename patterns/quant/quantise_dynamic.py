@@ -168,7 +168,7 @@ class _Kept:
         """Whether that is the scale times a number, row by row, but for rows of zeros."""
         found = self.multiples[multiple]
         faint = found.least * self.scale.factor <= FAINT * (1 + 1e-6) * found.factor
-        return faint and not found.odd and but_ones(multiple.shape) == but_ones(self.s.shape)
+        return faint and but_ones(multiple.shape) == but_ones(self.s.shape)
 
 
 def _given(graph: Graph, x: Value, kept: _Kept, read: Sequence[Value]) -> tuple[Reading, Value, Reading]:
@@ -193,7 +193,7 @@ def _multiples(graph: Graph, held: Sequence[Value]) -> dict[Value, _Scale]:
     while waiting:
         value = waiting.pop()
         scale = None if value in found else _scale(value)
-        if scale is not None:
+        if scale is not None and not scale.odd:
             found[value] = scale
             users = (user for node in graph.places.get(value, ()) for user in node.users)
             waiting.extend(made for user in users if isinstance(made := graph.held.get(user), Value))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fusion.testing import capture
-from patterns.examples.quantisation import by, by_row, layer, product, quantised, scaled
+from patterns.examples.inputs import fixed
+from patterns.examples.quantisation import by, by_row, int8, layer, product, quantised, scaled
 from patterns.quant.quantise_dynamic import UNSCALED
 from tests.engine.graphs import numbers, read_graph
 
@@ -62,19 +63,24 @@ def no_channels(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) ->
     return (product(whole, weight).float() * tokens).bfloat16()
 
 
-def number(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """A number in place of the tokens' scales."""
-    return (product(whole, weight).float() * 0.01 * scale).bfloat16()
-
-
 def early_bias(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """A bias that is scaled, too."""
     return ((product(whole, weight).float() * scale + bias) * tokens).bfloat16()
 
 
-def residual(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+def unscaled_bias(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """A bias before any scale."""
     return ((product(whole, weight).float() + bias) * tokens * scale).bfloat16()
+
+
+def residual(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """A number of each token and channel before any scale."""
+    return ((product(whole, weight).float() + tokens * scale) * tokens * scale).bfloat16()
+
+
+def experts(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Two weights for the same rows."""
+    return (whole.float() @ weight.unflatten(0, (2, -1)).float().mT) * tokens * scale[: len(scale) // 2]
 
 
 def cast_early(whole: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -98,9 +104,10 @@ ROWS: tuple[tuple[Callable[..., Any], str], ...] = (
 )
 PRODUCTS: tuple[tuple[Callable[..., Any], bool, str], ...] = (
     (no_channels, False, "no scale for each output channel"),
-    (number, False, "a scale of the whole tensor"),
     (early_bias, True, "before all scales are in the product"),
-    (residual, True, "something else than one bias"),
+    (unscaled_bias, True, "a bias of torch.float32 is added before all scales"),
+    (residual, False, "something else than one bias"),
+    (experts, False, "by 2 int8 weights in one product"),
     (cast_early, False, "cast to float16, which ends at 65504"),
     (cut_between, False, "no scale for each output channel"),
 )
@@ -201,6 +208,80 @@ def test_what_is_added_to_a_whole_product_or_gates_it_leaves_it_one(bias: bool, 
     graph = read_graph(capture(scaled(gated), layer(5, bias=bias)(torch.bfloat16)).graph.graph)
     [(value, found)] = graph.readings.all("int8_matmul")
     assert (value.dtype, "bias" in found.captures) == (dtype, bias)
+    assert not graph.readings.missed("quant_matmul")
+
+
+def test_a_product_that_goes_on_says_once_why_it_is_none():
+    assert [why for name, why in misses(scaled(unscaled_bias), bias=True) if name == "quant_matmul"] == [
+        "a bias of torch.float32 is added before all scales are in the product, where the operator adds one of int32"
+    ]
+
+
+def layers(finish: Callable[..., Tensor], rows: int = 6, *more: Tensor) -> list[Mapping[str, Any]]:
+    """What is read of products."""
+    graph = read_graph(capture(finish, (*layer(rows)(torch.float32), *more)).graph.graph)
+    return [each.captures for _, each in graph.readings.all("int8_matmul")]
+
+
+ONES: dict[str, Callable[..., Tensor]] = {
+    "a number": lambda y, c, one: y * 0.01 * c,
+    "a scale [1]": lambda y, c, one: y * one * c,
+    "a scale [1] behind that of channels": lambda y, c, one: y * c * one,
+    "two scales [1]": lambda y, c, one: y * one * c * one.sin(),
+    "a scale [1] times those of channels": lambda y, c, one: y * (one * c),
+    "a scale []": lambda y, c, one: y * one[0] * c,
+}
+
+
+@pytest.mark.parametrize("by", ONES.values(), ids=ONES)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_scale_of_the_whole_tensor_is_one_of_each_channel(by: Callable[..., Tensor], rows: int):
+    def finish(x: Tensor, weight: Tensor, scale: Tensor, one: Tensor) -> Tensor:
+        return by(product(int8(x * 8), weight).float(), scale, one).bfloat16()
+
+    [found] = layers(finish, rows, fixed(ONE.clone()))
+    assert found["scale"].shape == (24,)
+    assert "tokens" not in found
+    assert found["scale"].op in ("mul", "scale")
+
+
+def test_the_scale_of_the_only_token_is_its_own():
+    [found] = layers(lambda x, w, s, one: (product(int8(x * 8), w).float() * one * s).bfloat16(), 1, ONE)
+    assert found["tokens"].shape == (1, 1)
+
+
+def test_scales_of_tokens_and_of_the_whole_tensor_stand_side_by_side():
+    def finish(x: Tensor, weight: Tensor, scale: Tensor, one: Tensor) -> Tensor:
+        whole, tokens = quantised(x)
+        return (product(whole, weight).float() * tokens * one * scale).bfloat16()
+
+    [found] = layers(finish, 6, ONE)
+    assert (found["tokens"].shape, found["scale"].op) == ((6, 1), "mul")
+
+
+HOLDERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "int32": (lambda x: x.int().float(), True),
+    "int16, as rows": (lambda x: x.to(torch.int16).view(-1, x.shape[-1]).float(), True),
+    "float16": (lambda x: x.half().float(), True),
+    "uint8": (lambda x: x.to(torch.uint8).float(), False),
+    "truths": (lambda x: x.bool().float(), False),
+}
+
+
+@pytest.mark.parametrize(("held", "found"), HOLDERS.values(), ids=HOLDERS)
+def test_int8_may_pass_through_what_holds_it(held: Callable[[Tensor], Tensor], found: bool):
+    def finish(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return ((held(int8(x * 8)) @ weight.float().t()) * scale).bfloat16()
+
+    assert bool(layers(finish)) == found
+
+
+def test_products_of_batches_on_both_sides_are_told_nothing():
+    def finish(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        heads = int8(x * 8).unflatten(-1, (2, -1)).transpose(0, 1).float()
+        return (heads @ weight.unflatten(-1, (2, -1)).permute(1, 2, 0).float()) * scale
+
+    graph = read_graph(capture(finish, layer(6)(torch.float32)).graph.graph)
     assert not graph.readings.missed("quant_matmul")
 
 

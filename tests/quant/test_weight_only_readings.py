@@ -26,6 +26,11 @@ def read(form: Form, *more: Tensor) -> tuple[list[dict[str, Any]], list[str]]:
     return found, [each.reason for _, each in graph.readings.missed("weight_only_linear")]
 
 
+def scaled_heads(weight: Tensor, scale: Tensor) -> Tensor:
+    """[H, D, K] of two heads."""
+    return weight.float().view(2, -1, K) * scale.view(2, -1, 1)
+
+
 def opened(x: Tensor, *sizes: int) -> Tensor:
     return x.unflatten(-1, sizes)
 
@@ -56,10 +61,32 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "scales in rows that are no channels": (
         lambda x, w, s, g, b: F.linear(x, w.float() * g.view(2 * N, -1).repeat_interleave(SIZE, -1).view(N, K)), ALONG,
     ),
-    "groups within groups": (
-        lambda x, w, s, g, b: F.linear(x, (opened(w.float(), 2, 2, SIZE) * opened(g, 2, 2).unsqueeze(-1)).view(N, K)),
-        "",
+    "groups that end within a channel": (
+        lambda x, w, s, g, b: F.linear(x, (w.float().view(2, 2, -1) * s[:4].view(2, 2, 1)).view(N, K)), "",
     ),
+    "groups that are interleaved, of columns": (
+        lambda x, w, s, g, b: x @ (w.view(K, N).float() * g.view(G, N).repeat(SIZE, 1)), ALONG,
+    ),
+    "groups of other channels, of columns": (
+        lambda x, w, s, g, b: x @ (w.view(K, N).float() * g.view(2, 12).repeat_interleave(4, 0).view(K, N)), ALONG,
+    ),
+    "groups of groups, of columns": (
+        lambda x, w, s, g, b: x @ (
+            w.view(K, N).float() * g.view(2, 2, 1, N).expand(2, 2, SIZE, N).reshape(K, N)
+        ), ALONG,
+    ),
+    "columns by numbers of their own": (lambda x, w, s, g, b, c: x @ (w.view(K, N).float() * c.t()), ALONG, numbers(N, K)),
+    "a weight in uint8": (lambda x, w, s, g, b: F.linear(x, w.to(torch.uint8).float() * s[:, None]), "kept in uint8"),
+    "a weight in int16": (lambda x, w, s, g, b, i: F.linear(x, i.float() * s[:, None]), "", WEIGHT.to(torch.int16)),
+    "a number that is added": (lambda x, w, s, g, b: F.linear(x, (w.float() + 3) * s[:, None]), "a number is added"),
+    "scales in a list": (lambda x, w, s, g, b, i: F.linear(x, w.float() * g[:, i]), "by a list", torch.arange(K) // SIZE),
+    "offsets in a list": (
+        lambda x, w, s, g, b, i: F.linear(x, (w.float() - g[:, i]) * s[:, None]), "by a list", torch.arange(K) // SIZE,
+    ),
+    "inputs of each head": (
+        lambda x, w, s, g, b: torch.einsum("thk,hdk->thd", x.unflatten(-1, (2, -1)), scaled_heads(w, s)[..., :8]), "",
+    ),
+    "heads first": (lambda x, w, s, g, b: torch.einsum("tk,hdk->hdt", x, scaled_heads(w, s)), ""),
     "groups that are seen as other groups between scales": (
         lambda x, w, s, g, b: F.linear(
             x, ((opened(w.float(), G, SIZE) * g.unsqueeze(-1)).view(N, 2, -1) * s[0]).view(N, K)
@@ -106,3 +133,82 @@ def test_zero_points_of_groups_that_are_joined_before_the_scales():
 def test_of_two_scales_behind_a_product_only_the_first_is_its_own():
     [found], _ = read(lambda x, w, s, g, b: F.linear(x, w.float()) * s * b.sin())
     assert found["scale"].op == "input"
+
+
+HEADS: dict[str, Form] = {
+    "rows": lambda x, w, s, g, b: torch.einsum("tk,hdk->thd", x, scaled_heads(w, s)),
+    "a batch": lambda x, w, s, g, b: torch.einsum("btk,hdk->bthd", x[None], scaled_heads(w, s)),
+}
+
+
+@pytest.mark.parametrize("form", HEADS.values(), ids=HEADS)
+def test_a_layer_may_be_seen_in_heads(form: Form):
+    [found], _ = read(form)
+    assert (found["weight"].shape, found["scale"].shape, found["heads"]) == ((N, K), (N,), 2)
+
+
+AFTERWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a bias of each head": lambda y, line: y + line,
+    "a scale of each head": lambda y, line: y * line,
+    "in other rows": lambda y, line: y.flatten(0, 1),
+}
+
+
+@pytest.mark.parametrize("after", AFTERWARDS.values(), ids=AFTERWARDS)
+def test_what_stands_behind_heads_is_not_of_the_layer(after: Callable[[Tensor, Tensor], Tensor]):
+    [found], _ = read(lambda x, w, s, g, b: after(torch.einsum("tk,hdk->thd", x, scaled_heads(w, s)), s[: N // 2]))
+    assert (found["scale"].shape, "bias" in found, found["heads"]) == ((N,), False, 2)
+
+
+GROUPED: dict[str, Form] = {
+    "groups within groups": lambda x, w, s, g, b: F.linear(
+        x, (opened(w.float(), 2, 2, SIZE) * opened(g, 2, 2).unsqueeze(-1)).view(N, K)
+    ),
+    "rows": lambda x, w, s, g, b: F.linear(x, (w.view(-1, SIZE).float() * g.view(-1, 1)).view(N, K)),
+    "repeated along columns": lambda x, w, s, g, b: x @ (w.t().float() * g.t().repeat_interleave(SIZE, 0)),
+    "repeated along columns, times a number": lambda x, w, s, g, b: (
+        x @ (w.t().float() * (g.t().repeat_interleave(SIZE, 0) * 0.3))
+    ),
+}
+
+
+@pytest.mark.parametrize("form", GROUPED.values(), ids=GROUPED)
+def test_groups_are_read_however_they_are_seen(form: Form):
+    [found], _ = read(form)
+    assert (found["weight"].shape, found["scale"].shape) == ((N, K), (G, N))
+
+
+def test_scales_that_are_cast_behind_their_repetition_are_read():
+    def form(x: Tensor, w: Tensor, s: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        x, wide = x.bfloat16(), g.t().repeat_interleave(SIZE, 0).bfloat16()
+        return x @ (w.t().bfloat16() * wide)
+
+    [found], _ = read(form)
+    assert (found["scale"].shape, found["scale"].dtype) == ((G, N), torch.bfloat16)
+
+
+def test_a_scale_of_float32_behind_the_product_ends_in_the_dtype_of_x():
+    def form(x: Tensor, w: Tensor, s: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        x = x.bfloat16()
+        return (F.linear(x, w.to(x.dtype)).float() * s + b).to(x.dtype)
+
+    [found], _ = read(form)
+    assert (found["scale"].dtype, "bias" in found) == (torch.float32, True)
+
+
+def test_a_scale_of_float32_is_none_of_a_result_in_float32():
+    found, _ = read(lambda x, w, s, g, b: F.linear(x.bfloat16(), w.bfloat16()).float() * s)
+    assert not found
+
+
+def test_a_layer_ends_before_it_is_made_narrower_than_x():
+    graph = read_graph(traced(lambda x, w, s, g, b: (F.linear(x, w.float()) * s).bfloat16(), *GIVEN).graph)
+    [(value, _)] = graph.readings.all("int8_weight_linear")
+    assert value.dtype == torch.float32
+
+
+@pytest.mark.parametrize("one", [lambda s: s[:1], lambda s: s[0]], ids=["[1]", "[]"])
+def test_one_scale_may_stand_behind_the_product(one: Callable[[Tensor], Tensor]):
+    [alone], _ = read(lambda x, w, s, g, b: F.linear(x, w.float()) * one(s))
+    [beside], _ = read(lambda x, w, s, g, b: F.linear(x, w.float() * b[:, None]) * one(s))
+    assert (alone["scale"].shape, beside["scale"].shape) == ((1,), (N,))
