@@ -219,7 +219,8 @@ def test_a_product_that_goes_on_says_once_why_it_is_none():
 
 def layers(finish: Callable[..., Tensor], rows: int = 6, *more: Tensor) -> list[Mapping[str, Any]]:
     """What is read of products."""
-    graph = read_graph(capture(finish, (*layer(rows)(torch.float32), *more)).graph.graph)
+    captured = capture(finish, (*layer(rows)(torch.float32), *more))
+    graph = read_graph(captured.graph.graph, captured.facts)
     return [each.captures for _, each in graph.readings.all("int8_matmul")]
 
 

@@ -75,11 +75,15 @@ OTHERS: dict[str, tuple[Any, ...]] = {
             w.view(K, N).float() * g.view(2, 2, 1, N).expand(2, 2, SIZE, N).reshape(K, N)
         ), ALONG,
     ),
-    "columns by numbers of their own": (lambda x, w, s, g, b, c: x @ (w.view(K, N).float() * c.t()), ALONG, numbers(N, K)),
+    "columns by numbers of their own": (
+        lambda x, w, s, g, b, c: x @ (w.view(K, N).float() * c.t()), ALONG, numbers(N, K),
+    ),
     "a weight in uint8": (lambda x, w, s, g, b: F.linear(x, w.to(torch.uint8).float() * s[:, None]), "kept in uint8"),
     "a weight in int16": (lambda x, w, s, g, b, i: F.linear(x, i.float() * s[:, None]), "", WEIGHT.to(torch.int16)),
     "a number that is added": (lambda x, w, s, g, b: F.linear(x, (w.float() + 3) * s[:, None]), "a number is added"),
-    "scales in a list": (lambda x, w, s, g, b, i: F.linear(x, w.float() * g[:, i]), "by a list", torch.arange(K) // SIZE),
+    "scales in a list": (
+        lambda x, w, s, g, b, i: F.linear(x, w.float() * g[:, i]), "by a list", torch.arange(K) // SIZE,
+    ),
     "offsets in a list": (
         lambda x, w, s, g, b, i: F.linear(x, (w.float() - g[:, i]) * s[:, None]), "by a list", torch.arange(K) // SIZE,
     ),
