@@ -96,12 +96,19 @@ def _plain(x: Tensor) -> Tensor:
     return (_centred(h) * rsqrt(mean(h.square()) - mean(h).square() + LAYER_EPS)).to(x.dtype)
 
 
+def _one_more(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A gain 1 + weight, all in float32."""
+    d = _centred(x.float())
+    return (d * rsqrt(mean(d.pow(2)) + LAYER_EPS) * (weight.float() + 1) + bias.float()).to(x.dtype)
+
+
 OUTSIDE, UNBIASED = "is added to the standard deviation", "to an unbiased standard deviation"
 SECOND = "divided by the root of its second moment"
 LAYER = (
     Example("weight and bias", _affine, X_WEIGHT_BIAS),
     Example("weight alone, in float32", _in_float, tensors((2, 3, 64), (64,))),
     Example("neither, mean of squares minus square of mean", _plain, X),
+    Example("a gain 1 + weight, in float32", _one_more, X_WEIGHT_BIAS),
     Example("negative eps", lambda x: _centred(x) / sqrt(_variance(x) - LAYER_EPS), X, "is not positive"),
     Example("unbiased variance", lambda x: _centred(x) / sqrt(_variance(x, True) + LAYER_EPS), X, "it is unbiased"),
     Example("eps outside", lambda x: _centred(x) / (x.std(-1, unbiased=False, keepdim=True) + LAYER_EPS), X, OUTSIDE),

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusion._torch import run_on_fakes
 from fusion.recording import Fakes
 from fusion.texts import frozen
 from tests.engine.graphs import numbers, read_graph, traced
@@ -68,3 +70,15 @@ def test_what_is_written_is_not_known_from_before():
     fakes, x = fakes_of_a_graph()
     recordings = [fakes.record(lambda given: given["x"].clone().add_(1), {"x": x})[0] for _ in range(2)]
     assert [len(each.steps) for each in recordings] == [2, 2]
+
+
+@pytest.mark.parametrize("weights", [(0, None), (None, 0), (0, 0), (None, None)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_layer_norm_says_the_dtype_of_its_statistics(weights: tuple[int | None, ...], wide: bool):
+    norm, dtype = torch.ops.aten.native_layer_norm.default, torch.float32 if wide else torch.bfloat16
+    x, line = torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(8, dtype=dtype)
+    gains = [None if each is None else line for each in weights]
+    mode = FakeTensorMode()
+    fakes = [None if each is None else mode.from_tensor(each) for each in (x, *gains)]
+    said = run_on_fakes(norm, (fakes[0], [8], *fakes[1:], 1e-5), {})
+    assert [each.dtype for each in said] == [each.dtype for each in norm(x, [8], *gains, 1e-5)]

@@ -609,3 +609,35 @@ def test_one_number_is_chosen_by_a_mask_and_several_are_put_one_by_one(sizes, dt
     x, mask = build(aten.cos.default, build.input(4, 8)), build.input(4, 8, dtype=b8)
     node = build(aten.index_put.default, x, [mask], build.input(*sizes, dtype=dtype))
     assert canonicalise(build.graph).held[node].op == op
+
+
+CONSTANTS = {
+    "a factor": (lambda x: x * torch.tensor(127.0), lambda x: x * 127),
+    "a factor before": (lambda x: torch.tensor(127.0) * x, lambda x: x * 127),
+    "a divisor": (lambda x: x / torch.tensor(127.0), lambda x: x / 127),
+    "a dividend": (lambda x: torch.tensor(127.0) / x, lambda x: 127 / x),
+}
+NO_NUMBERS = {
+    "with a dim": lambda x: x * torch.tensor([127.0]),
+    "zero": lambda x: x / torch.tensor(0.0),
+    "infinite": lambda x: x * torch.tensor(math.inf),
+    "an input": lambda x: x * x[0, 0],
+}
+
+
+@pytest.mark.parametrize(("by_tensor", "by_number"), CONSTANTS.values(), ids=CONSTANTS)
+def test_a_constant_without_dims_is_a_number(by_tensor, by_number):
+    x = numbers(3, 4)
+    both = canonicalise(capture(lambda x: (by_tensor(x), by_number(x)), (x,)).graph.graph)
+    one, other = both.source.output_node().args[0]
+    assert both.held[one] is both.held[other]
+
+
+@pytest.mark.parametrize("product", NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_other_tensors_are_no_numbers(product):
+    assert value(product, numbers(3, 4)).op == "mul"
+
+
+def test_two_constants_are_no_number():
+    made = value(lambda x: torch.tensor(2.0) * torch.tensor(3.0) + x[0, 0], numbers(3, 4))
+    assert made.op == "add"
