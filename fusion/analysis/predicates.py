@@ -312,9 +312,24 @@ class Positions(Extent):
     @proof
     def _chosen(self, x: Value, at: Sequence[Affine]) -> dict[float, Formula] | None:
         condition = self.truth(x.args[0], spread(x.args[0], x, at))
-        yes, no = [self.constants(each, spread(each, x, at)) for each in x.args[1:]]
+        zero = _zero_at(x)
+        yes, no = [{0.0: True} if each is zero else self.constants(each, spread(each, x, at)) for each in x.args[1:]]
         sides = ((condition, proven(yes)), (negation(condition), proven(no)))
         return merged([(value, conjunction(here, f)) for here, side in sides for value, f in side.items()], x.dtype)
+
+
+def _zero_at(choice: Value) -> Value | None:
+    """The side of a choice that is 0 wherever it is taken, as in where(bool(m), v, m) and where(m == 0, m, v)."""
+    condition, yes, no = choice.args
+    test = condition.arg if condition.op == "not" else condition
+    if test.op == "compare" and test.attrs[0] in ("eq", "ne"):
+        asked = next((x for x, y in (test.args, test.args[::-1]) if y.op == "full" and y.attrs == (0,)), None)
+    else:
+        asked = test.arg if test.op == "cast" else None
+    if asked is None:
+        return None
+    side = yes if (test.attrs == ("eq",)) != (test is not condition) else no
+    return side if side.below("expand") is asked.below("expand") else None
 
 
 def _log(value: float) -> float:

@@ -27,6 +27,12 @@ _OF_EACH = (
     "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
     "one tensor that a list names"
 )
+CLAMPED = "clamped"
+"""What a softmax makes of a row of -inf that was made finite numbers before it, for which there is no word."""
+_NOT_LOST = (
+    "a query that sees no key would see all of them alike, as masked scores are clamped to finite numbers: it takes a "
+    "mask of which each query is proven to see a key"
+)
 UNDEFINED = (
     "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
 )
@@ -132,7 +138,7 @@ class Masks:
         """What an operator is told of them: a kind and a window, up to which key, and the mask as it is; or why not.
 
         Args:
-            empty: what the softmax makes of a row of -inf.
+            empty: what the softmax makes of a row of -inf, `CLAMPED` where it sees none.
             sunk: whether there is a sink, which takes all of a query that sees no key.
             biased: whether something else is added to the scores.
         """
@@ -145,6 +151,8 @@ class Masks:
         bounds = self.limits(formula)
         some = sees_some(bounds, *self.sizes[2:], self.positions.lengths) or self._lists_some(bounds)
         empty = "zero" if some or sunk else unseen(self.positions, self.terms, empty, biased)
+        if empty == CLAMPED:
+            return _NOT_LOST
         if not empty:
             return (
                 "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"

@@ -21,10 +21,10 @@ from fusion.graph.contractions import matmul, swapped
 from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
-from patterns.attention.masks import Masks, hides_by_truths
+from patterns.attention.masks import CLAMPED, Masks, hides_by_truths
 from patterns.attention.read_bias import GUARDED, bias_of, parted
 from patterns.attention.row_heads import told_apart
-from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
+from patterns.attention.scores import Scores, Weights, dropped, product_in, scores_of, weights_of
 from patterns.attention.unlike import OVER_QUERIES, unlike
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
@@ -35,8 +35,13 @@ from patterns.sparse.read import topk_mask
 from patterns.sparse.words import LISTED_ATTENTION, TOPK_MASK
 
 _APART = "keys or values are not the same for the queries of one head"
+_REPEATED = "one score is repeated for several keys"
+_SEVERAL = "one row of scores is scaled or masked in several ways"
+_OTHERS = (_APART, _REPEATED, _SEVERAL)
+"""Why a product is not that of queries and keys, where what is added to it may be."""
 _SUNK = "a sink stands beside the scores of rows that a list names: the operator takes none"
 _SCALED = "scores of rows that a list names are multiplied by tensors: the operator multiplies all by one number"
+_CLAMPED = "masked scores of rows that a list names are clamped to finite numbers"
 _LENGTHS = ("window", "kv_len", "kv_lens")
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
@@ -120,21 +125,32 @@ def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
 
 
 def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
-    found = _found(assumed.algebra, root)
-    return _reading(assumed, root, *found) if isinstance(found, tuple) else found
+    """By each product among what is added up to the scores, until one is that of queries and keys."""
+    biases: frozenset[Value] = frozenset()
+    outcome: Outcome | Miss | str | None = None
+    while True:
+        found = _found(assumed.algebra, root, Scores(biases=biases))
+        latest = _reading(assumed, root, *found) if isinstance(found, tuple) else found
+        outcome = latest if not biases or (latest is not None and latest not in _OTHERS) else outcome
+        product = product_in(found[1].softmax.arg, biases) if isinstance(found, tuple) else None
+        if product is None or outcome not in _OTHERS:
+            return outcome
+        biases |= {product}
 
 
-def _found(a: Algebra, root: Value) -> tuple[Value, Weights, Scores, Finish] | Miss | str | None:
+def _found(
+    a: Algebra, root: Value, walk: Scores = Scores()
+) -> tuple[Value, Weights, Scores, Finish] | Miss | str | None:
     """The product with values below `root`, the weights, their scores, and how the product is arranged; or why not."""
     value, finish = contraction(a, root)
     if value.op != "matmul":
         return None
-    weights = weights_of(a, value.arg)
+    weights = weights_of(a, value.arg, walk)
     if weights is None:
         return "some of the weights are dropped at random" if dropped(value.arg) else None
     if weights.softmax.attrs[0] != -1:
         return OVER_QUERIES
-    scores = scores_of(a, Scores(), weights.softmax.arg)
+    scores = scores_of(a, walk, weights.softmax.arg)
     if scores.product is None:
         return missed(scores.odd, value, scores.at) if scores.odd else None
     if not scores.scale or not isfinite(scores.scale):
@@ -164,7 +180,8 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     rounded = assumed.rounded(root)
     narrow = rounded is not None and all(uncast(a, each).dtype is rounded for each in (q, k, v))
     operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
-    beyond = _SUNK if scores.sink is not None else _SCALED if scores.factors else ""
+    said = {_SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.clamped}
+    beyond = next((why for why, met in said.items() if met), "")
     return listed_attention(masks, operands, scores.scale, weights.softmax.attrs[1], beyond)
 
 
@@ -234,7 +251,7 @@ def _reading(
     if not 1 <= len(shape) <= 4:
         return "scores of more than five dims"
     if scores.product is not None and scores.product.shape[-1] != product.args[1].shape[-2]:
-        return "one score is repeated for several keys"
+        return _REPEATED
     attended = Attended.by(a, scores, product, weights)
     if attended is None:
         return _APART
@@ -291,7 +308,7 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
 
 def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | Miss:
     """The masks of the scores, and what is said of them and of a bias; or why it cannot be said."""
-    empty, sunk = of.weights.softmax.attrs[1], of.scores.sink is not None
+    empty, sunk = CLAMPED if of.scores.clamped else of.weights.softmax.attrs[1], of.scores.sink is not None
     of_scores = (*frame.shape, keys), frame.masked(assumed.algebra, of.scores.terms), (*frame.sizes, keys)
     found = parted(assumed.masks(*of_scores))
     mask = found.masks.told(empty, sunk=sunk, biased=bool(found.biases))
@@ -319,7 +336,7 @@ def _operands(assumed: Assumed, root: Value, attended: Attended, frame: Frame, o
     assert product is not None
     q = arranged(a, a.expand(product.arg, (*product.shape[:-1], product.arg.shape[-1])), scores.steps)
     if q.shape[:-1] != of.weights.softmax.shape[:-1]:
-        return "one row of scores is scaled or masked in several ways"
+        return _SEVERAL
     k, v = attended.keys_and_values(frame)
     if k is None or v is None:
         return _APART

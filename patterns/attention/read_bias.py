@@ -20,7 +20,7 @@ from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Frame
-from patterns.attention.masks import MASKED, Masks, Term
+from patterns.attention.masks import CLAMPED, MASKED, Masks, Term
 
 _VIEWS = ("reshape", "permute", "slice")
 _CARRIES = (*_VIEWS, "expand", "cast", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
@@ -136,6 +136,8 @@ def bias_of(
     infinite = _may_be_infinite(value, assumed.weights) if numbers is None else not np.isfinite(numbers).all()
     if not infinite:
         return {"bias": wide}
+    if empty == CLAMPED:
+        return "as a bias it may hold -inf, which is clamped to a finite number: a query without keys sees all alike"
     if not _hide_by_infinity(found.masks):
         return "as a bias it may hold -inf, beside a mask of finite numbers, by which a query without keys sees some"
     if told:

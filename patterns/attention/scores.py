@@ -6,9 +6,12 @@ scores; masks may be added, chosen or filled in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+
+import torch
 
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
@@ -17,8 +20,10 @@ from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, broadcast_arranged, row_step
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
-from patterns.attention.masks import Term, mask_on
+from patterns.attention.masks import MASKED, Term, mask_on
 
+_PASSED = ("cast", "scale", "reshape", "permute", "tanh", "clip")
+"""What scores go through between their product and the softmax."""
 BIASED = "what is added to the scores is computed from them, and no mask"
 
 
@@ -36,7 +41,8 @@ class Scores:
     """scale · factors · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was met.
 
     `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifted`: something was taken from
-    whole rows, which a softmax does not see. `at`: what is odd.
+    whole rows, which a softmax does not see. `at`: what is odd. `biases`: products that are added to that of queries
+    and keys, as a bias of pairs is. `clamped`: behind the masks -inf was made a number.
     """
 
     product: Value | None = None
@@ -48,6 +54,8 @@ class Scores:
     odd: str = ""
     at: tuple[Value, ...] = ()
     shifted: bool = False
+    biases: frozenset[Value] = frozenset()
+    clamped: bool = False
 
 
 def dropped(p: Value) -> bool:
@@ -57,7 +65,7 @@ def dropped(p: Value) -> bool:
     return "dropout" in p.op and any(each.op == "softmax" for each in p.args)
 
 
-def weights_of(a: Algebra, p: Value) -> Weights | None:
+def weights_of(a: Algebra, p: Value, walk: Scores = Scores()) -> Weights | None:
     """The softmax that `p`, which multiplies the values, is computed from; None where it is something else."""
     steps, cut = (), False
     while p.op != "softmax":
@@ -75,7 +83,7 @@ def weights_of(a: Algebra, p: Value) -> Weights | None:
         elif not is_rounding(p):
             return None
         p = p.arg
-    p, order = _turned(a, p)
+    p, order = _turned(a, p, walk)
     steps = (("permute", order), *steps) if order else steps
     rows = arrangement(p.shape[:-1], steps)
     return None if rows is None else Weights(p, rows, cut)
@@ -116,9 +124,9 @@ def _less_the_same(z: Value, sink: Value) -> tuple[Value, Value]:
     return z, sink
 
 
-def _turned(a: Algebra, softmax: Value) -> tuple[Value, tuple[int, ...]]:
+def _turned(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int, ...]]:
     """The softmax of scores whose rows stand in the order of the product, and the order in which they stood."""
-    scores = scores_of(a, Scores(), softmax.arg)
+    scores = scores_of(a, walk, softmax.arg)
     if scores.product is None:
         return softmax, ()
     rows = arrangement(scores.product.shape[:-1], scores.steps)
@@ -159,7 +167,7 @@ def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
 
 def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:
     """`z` permuted, below all that is done to single scores."""
-    if z.op in ("cast", "scale", "add", "where", "cat", "mul"):
+    if z.op in ("cast", "scale", "add", "where", "cat", "mul", "clip"):
         whole = [a.reshape(each, (*(1,) * (len(order) - each.rank), *each.shape)) for each in z.args]
         args = [each if not each.shape else _permuted(a, x, order) for each, x in zip(z.args, whole, strict=True)]
         return a.make(z.op, args, z.attrs, tuple(z.shape[axis] for axis in order), z.dtype)
@@ -176,7 +184,7 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return replace(found, product=z)
         case "cast" if is_rounding(z):
             return scores_of(a, found, z.arg)
-        case "cast" if _product_in(z) is not None:
+        case "cast" if product_in(z, found.biases) is not None:
             said = f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats"
             return replace(found, odd=said, at=(z,))
         case "reshape" | "permute":
@@ -193,6 +201,8 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return scores_of(a, replace(found, sink=z.args[1]), z.arg)
         case "add" | "where":
             return _masked(a, found, z)
+        case "clip" if product_in(z.arg, found.biases) is not None:
+            return _clamped(a, found, z)
         case "tanh":
             return replace(found, odd="the scores are capped softly by tanh, which the operator does not do", at=(z,))
         case "mul" if _number(z.args[0]) or _number(z.args[1]):
@@ -228,7 +238,7 @@ def _number(x: Value) -> float:
 def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
     """Below a factor that is the same for all keys: queries may be multiplied by it instead."""
     for scores, factor in (z.args, z.args[::-1]):
-        product = _product_in(scores)
+        product = product_in(scores, found.biases)
         if product is None:
             continue
         if factor.shape[-1:] not in ((), (1,)):
@@ -243,10 +253,11 @@ def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
 
 def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     """Below a mask that is added or filled in, or a number of each row; or a sum of products, as one product."""
-    whole = factored_products.joined(a, *z.args) if z.op == "add" else None
+    addends = [each for each in _addends(z, found.biases) if each[1] is not None]
+    whole = factored_products.joined(a, *z.args) if z.op == "add" and len(addends) == 2 else None
     if whole is not None:
         return scores_of(a, found, whole)
-    scores, product = next(((each, _product_in(each)) for each in z.args[-2:] if _product_in(each)), (z, None))
+    scores, product = addends[0] if addends else (z, None)
     if product is None:
         return found
     term = mask_on(z, scores, found.scale)
@@ -265,6 +276,19 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
 
 
+def _clamped(a: Algebra, found: Scores, z: Value) -> Scores:
+    """Below a clamp at the least number of the dtype, or lower: of numbers it leaves all but -inf as they are."""
+    low, high = z.attrs
+    if z.dtype is None or high != math.inf or low > torch.finfo(z.dtype).min:
+        return replace(found, odd="the scores are clamped, which the operator does not do", at=(z,))
+    below = scores_of(a, found, z.arg)
+    if len(below.terms) == len(found.terms):
+        return below
+    if found.terms or found.factors or not found.scale > 0 or low * found.scale > MASKED:
+        return replace(found, odd="masked scores are clamped, then scaled by a tensor or masked once more", at=(z,))
+    return replace(below, clamped=True)
+
+
 def computed_from(x: Value, source: Value) -> bool:
     """Whether `source` is among what `x` is computed from."""
     seen, waiting = {x}, [x]
@@ -275,10 +299,16 @@ def computed_from(x: Value, source: Value) -> bool:
     return source in seen
 
 
-def _product_in(z: Value) -> Value | None:
-    """The product of queries and keys of which `z` consists of scores."""
-    while z.op in ("cast", "scale", "reshape", "permute", "tanh") or (z.op == "cat" and z.attrs == (z.rank - 1,)):
+def product_in(z: Value, biases: Collection[Value] = ()) -> Value | None:
+    """The product of queries and keys of which `z` consists of scores, which is none of the biases."""
+    while z.op in _PASSED or (z.op == "cat" and z.attrs == (z.rank - 1,)):
         z = z.arg
     if z.op in ("add", "where", "mul"):
-        return next((each for each in map(_product_in, z.args[-2:]) if each is not None), None)
-    return z if z.op == "matmul" else None
+        return next((product for _, product in _addends(z, biases) if product is not None), None)
+    return z if z.op == "matmul" and z not in biases else None
+
+
+def _addends(z: Value, biases: Collection[Value]) -> list[tuple[Value, Value | None]]:
+    """What may be scores of a sum, a choice or a product, with the product in it; what is not broadcast first."""
+    found = [(each, product_in(each, biases)) for each in z.args[-2:]]
+    return sorted(found, key=lambda each: each[1] is None or prod(each[1].shape) != prod(z.shape))
