@@ -7,8 +7,8 @@ so whatever way a rotation was written, lane j ends as the same sum of (lane of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -79,11 +79,12 @@ class Term:
 class Leaves:
     """The tensors at which lanes end, numbered, and the dtypes in which their products are computed.
 
-    `several` lets the lanes of one operand end in several tensors, like a table of [[cos, -sin], [sin, cos]]; without
-    it, such an operand is `joined` from them: a leaf itself.
+    `several` lets the lanes of one operand end in several tensors, like a table of [[cos, -sin], [sin, cos]], each of
+    which is `rounded` where the whole is; without it, such an operand is `joined` from them: a leaf itself.
     """
 
     several: bool = False
+    rounded: Callable[[Value, torch.dtype | None], Value] | None = None
     joined: bool = False
     found: list[tuple[Value, int]] = field(default_factory=list)
     computed: set[torch.dtype | None] = field(default_factory=set)
@@ -199,11 +200,14 @@ def factor(at: Rows, leaves: Leaves) -> Factor:
         return Factor(inner.coefficient * value.attrs[0], inner.leaf, inner.index)
     if value.op == "cast" and widens(value.arg.dtype, value.dtype):
         return factor(at.below(), leaves)
+    if value.op == "cast" and value.arg.op == "scale" and value.arg.attrs == (-1.0,) and leaves.rounded is not None:
+        inner = factor(replace(at, value=leaves.rounded(value.arg.arg, value.dtype)), leaves)
+        return Factor(-inner.coefficient, inner.leaf, inner.index)
     if value.op == "mul" and (split := _by_constants(at, leaves)) is not None:
         numbers, source = split
         inner = factor(source, leaves)
         return Factor(inner.coefficient * numbers, inner.leaf, inner.index)
-    parts = descend(at)
+    parts = descend(at) or _rounded(at, leaves)
     if parts is not None:
         joined = _join([(where, factor(source, leaves)) for where, source in parts], len(at.index))
         if leaves.several or (joined.leaf == joined.leaf[0]).all():
@@ -211,6 +215,16 @@ def factor(at: Rows, leaves: Leaves) -> Factor:
         leaves.joined = True
     number = leaves.number(value, at.depth)
     return Factor(np.ones(len(at.index)), np.full(len(at.index), number), at.index)
+
+
+def _rounded(at: Rows, leaves: Leaves) -> list[tuple[Index, Rows]] | None:
+    """The parts of what is rounded as a whole, each rounded by itself."""
+    value = at.value
+    below = descend(at.below()) if is_rounding(value) else None
+    leaves.joined |= below is not None
+    if below is None or not leaves.several or leaves.rounded is None:
+        return None
+    return [(where, replace(each, value=leaves.rounded(each.value, value.dtype))) for where, each in below]
 
 
 def _join(parts: Sequence[tuple[Index, Factor]], size: int) -> Factor:
@@ -238,6 +252,10 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
         case "mul" if (split := _by_constants(at, leaves)) is not None:
             inner = terms(split[1], leaves, limit)
             return inner and [Term(each.coefficient * split[0], each.first, each.second) for each in inner]
+        case "matmul" if at.depth > 1 and isinstance(value.arg.shape[-1], int) and value.arg.shape[-1] <= limit:
+            return _of_product(at, leaves)
+        case "mean" if len(value.attrs) == 1 and -value.attrs[0] <= at.depth:
+            return _of_mean(at, leaves, limit)
         case "mul":
             left, right = (_operand(at, each) for each in value.args)
             if left is None or right is None:
@@ -255,6 +273,37 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
             return _join_terms([(where, terms(source, leaves, limit)) for where, source in parts], size)
 
 
+def _of_mean(at: Rows, leaves: Leaves, limit: int) -> list[Term] | None:
+    """The terms of all entries of a lane dim, which has no more of them than there may be terms."""
+    (axis,), count = at.value.attrs, at.value.arg.shape[at.value.attrs[0]]
+    if not isinstance(count, int) or count > limit:
+        return None
+    place, found = at.place, list[Term]()
+    for entry in range(count):
+        place[axis] = np.full(len(at.index), entry)
+        inner = terms(_at(at.value.arg, at.depth, place), leaves, limit)
+        if inner is None or len(found) + len(inner) > limit:
+            return None
+        found += [replace(each, coefficient=each.coefficient / count) for each in inner]
+    return found
+
+
+def _of_product(at: Rows, leaves: Leaves) -> list[Term] | None:
+    """The terms of a product of small matrices, one for each entry that it sums over."""
+    *batch, row, column = at.place
+    found = list[Term]()
+    for each in range(at.value.arg.shape[-1]):
+        entry = np.full(len(at.index), each)
+        places = [*batch, row, entry], [*batch, entry, column]
+        left, right = (_operand(at, side, place) for side, place in zip(at.value.args, places, strict=True))
+        if left is None or right is None:
+            return None
+        first, second = factor(left, leaves), factor(right, leaves)
+        found.append(Term(first.coefficient * second.coefficient, first, second))
+    leaves.computed.add(at.value.dtype)
+    return found
+
+
 def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] | None:
     """The numbers that a product multiplies its lanes by, where one operand is numbers alone, and the other operand."""
     for other, constant in (at.value.args, at.value.args[::-1]):
@@ -266,12 +315,12 @@ def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] 
     return None
 
 
-def _operand(at: Rows, operand: Value) -> Rows | None:
-    """The lanes of a broadcast operand."""
+def _operand(at: Rows, operand: Value, place: Sequence[Index] | None = None) -> Rows | None:
+    """The lanes of a broadcast operand, at the same places or at others."""
     padded = (1,) * (at.value.rank - operand.rank) + operand.shape
     depth = min(at.depth, operand.rank)
-    own = [where * (size != 1) for where, size in zip(at.place, padded[at.lead :], strict=True)][at.depth - depth :]
-    return _at(operand, depth, own) if depth else None
+    own = [where * (size != 1) for where, size in zip(place or at.place, padded[at.lead :], strict=True)]
+    return _at(operand, depth, own[at.depth - depth :]) if depth else None
 
 
 def _join_terms(parts: Sequence[tuple[Index, list[Term] | None]], size: int) -> list[Term] | None:

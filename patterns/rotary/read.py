@@ -63,7 +63,7 @@ def rotations(graph: Graph) -> Iterator[Found]:
     turned: set[Value] = set()
     known = KnownTables(graph.algebra, graph.places)
     for value in list(graph.places):
-        if value.op not in _TURNING or (value.op == "cast" and value.arg in graph.places):
+        if not _may_turn(value) or (value.op == "cast" and value.arg in graph.places):
             continue
         outcome = rotation(known, value)
         rebuilt = outcome is not None and _stands_on_one(graph, value, turned)
@@ -72,6 +72,11 @@ def rotations(graph: Graph) -> Iterator[Found]:
         elif isinstance(outcome, Reading) and not (rebuilt and outcome.op == "partial_rotation"):
             turned.add(value)
             yield value, outcome
+
+
+def _may_turn(value: Value) -> bool:
+    """Whether an op may end a rotation: of those that scale, what makes a sum of two products of their mean."""
+    return value.op in _TURNING or (value.op == "scale" and value.below("scale", "reshape").op == "mean")
 
 
 def _stands_on_one(graph: Graph, value: Value, turned: Collection[Value], depth: int = 3) -> bool:
@@ -97,8 +102,8 @@ def rotation(known: KnownTables, root: Value) -> Reading | str | None:
     outcome = _summed(known, root, at, leaves)
     if isinstance(outcome, Reading) or not leaves.joined:
         return outcome
-    again = _summed(known, root, at, Leaves(several=True))
-    return again if isinstance(again, Reading) else outcome
+    again = _summed(known, root, at, Leaves(several=True, rounded=known.algebra.cast))
+    return again or outcome
 
 
 def _summed(known: KnownTables, root: Value, at: Rows, leaves: Leaves) -> Reading | str | None:
@@ -144,9 +149,9 @@ def _apart(found: _Sum) -> str | None:
 
 def _multiplies(value: Value, depth: int = 8) -> bool:
     """Whether a product stands closely below `value`: a cheap test before the lanes are followed."""
-    if value.op == "mul":
+    if value.op == "mul" or (value.op == "matmul" and value.arg.shape[-1] == 2):
         return True
-    moving = ("add", "scale", "cast", "reshape", "permute", "slice", "cat", "slice_scatter")
+    moving = ("add", "scale", "cast", "reshape", "permute", "slice", "cat", "slice_scatter", "mean")
     return depth > 0 and value.op in moving and any(_multiplies(each, depth - 1) for each in value.args)
 
 
