@@ -252,8 +252,8 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
         case "mul" if (split := _by_constants(at, leaves)) is not None:
             inner = terms(split[1], leaves, limit)
             return inner and [Term(each.coefficient * split[0], each.first, each.second) for each in inner]
-        case "matmul" if at.depth > 1 and isinstance(value.arg.shape[-1], int) and value.arg.shape[-1] <= limit:
-            return _of_product(at, leaves)
+        case "matmul" if at.depth > 1 and isinstance(count := value.arg.shape[-1], int) and count <= limit:
+            return _of_product(at, leaves, count)
         case "mean" if len(value.attrs) == 1 and -value.attrs[0] <= at.depth:
             return _of_mean(at, leaves, limit)
         case "mul":
@@ -288,11 +288,11 @@ def _of_mean(at: Rows, leaves: Leaves, limit: int) -> list[Term] | None:
     return found
 
 
-def _of_product(at: Rows, leaves: Leaves) -> list[Term] | None:
+def _of_product(at: Rows, leaves: Leaves, count: int) -> list[Term] | None:
     """The terms of a product of small matrices, one for each entry that it sums over."""
     *batch, row, column = at.place
     found = list[Term]()
-    for each in range(at.value.arg.shape[-1]):
+    for each in range(count):
         entry = np.full(len(at.index), each)
         places = [*batch, row, entry], [*batch, entry, column]
         left, right = (_operand(at, side, place) for side, place in zip(at.value.args, places, strict=True))

@@ -18,13 +18,14 @@ from fusion.analysis import factored_products
 from fusion.analysis.row_layout import Step, arranged, named, narrowed, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import matmul, swapped
+from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.masks import CLAMPED, Masks, hides_by_truths
 from patterns.attention.read_bias import GUARDED, bias_of, parted
 from patterns.attention.row_heads import told_apart
-from patterns.attention.scores import Scores, Weights, dropped, product_in, scores_of, weights_of
+from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
 from patterns.attention.unlike import OVER_QUERIES, unlike
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent import int8_operands

@@ -7,7 +7,7 @@ scores; masks may be added, chosen or filled in.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -20,10 +20,9 @@ from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, broadcast_arranged, row_step
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
+from patterns.attention.addends import addends_of, computed_from, product_in
 from patterns.attention.masks import MASKED, Term, mask_on
 
-_PASSED = ("cast", "scale", "reshape", "permute", "tanh", "clip")
-"""What scores go through between their product and the softmax."""
 BIASED = "what is added to the scores is computed from them, and no mask"
 
 
@@ -253,7 +252,7 @@ def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
 
 def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     """Below a mask that is added or filled in, or a number of each row; or a sum of products, as one product."""
-    addends = [each for each in _addends(z, found.biases) if each[1] is not None]
+    addends = [each for each in addends_of(z, found.biases) if each[1] is not None]
     whole = factored_products.joined(a, *z.args) if z.op == "add" and len(addends) == 2 else None
     if whole is not None:
         return scores_of(a, found, whole)
@@ -285,30 +284,5 @@ def _clamped(a: Algebra, found: Scores, z: Value) -> Scores:
     if len(below.terms) == len(found.terms):
         return below
     if found.terms or found.factors or not found.scale > 0 or low * found.scale > MASKED:
-        return replace(found, odd="masked scores are clamped, then scaled by a tensor or masked once more", at=(z,))
+        return replace(found, odd="masked scores are clamped, and then masked once more or made small again", at=(z,))
     return replace(below, clamped=True)
-
-
-def computed_from(x: Value, source: Value) -> bool:
-    """Whether `source` is among what `x` is computed from."""
-    seen, waiting = {x}, [x]
-    while waiting:
-        new = {each for each in waiting.pop().args if each.id >= source.id} - seen
-        seen |= new
-        waiting.extend(new)
-    return source in seen
-
-
-def product_in(z: Value, biases: Collection[Value] = ()) -> Value | None:
-    """The product of queries and keys of which `z` consists of scores, which is none of the biases."""
-    while z.op in _PASSED or (z.op == "cat" and z.attrs == (z.rank - 1,)):
-        z = z.arg
-    if z.op in ("add", "where", "mul"):
-        return next((product for _, product in _addends(z, biases) if product is not None), None)
-    return z if z.op == "matmul" and z not in biases else None
-
-
-def _addends(z: Value, biases: Collection[Value]) -> list[tuple[Value, Value | None]]:
-    """What may be scores of a sum, a choice or a product, with the product in it; what is not broadcast first."""
-    found = [(each, product_in(each, biases)) for each in z.args[-2:]]
-    return sorted(found, key=lambda each: each[1] is None or prod(each[1].shape) != prod(z.shape))

@@ -1,0 +1,231 @@
+"""What is added to scores and is a product itself, what is filled where it is not 0, and clamps behind masks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fusion import testing
+from fusion.library import installed
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.testing import Trial, capture
+from tests.engine.graphs import numbers, read_graph
+
+B, N, S, D, C = 2, 3, 8, 16, 5
+QKV = tuple(numbers(B, N, S, D, seed=seed) for seed in range(3))
+PAIRS, TABLE = numbers(B, S, S, C, seed=3), numbers(N, C, seed=4) / 4
+OWN = numbers(B, S, S, D, seed=5)
+BY_AXIS = numbers(2, 2, D, seed=6), numbers(4, 4, D, seed=7)
+VALID = (torch.arange(S) < torch.tensor([[5], [S]])).long()
+
+Form = Callable[..., Tensor]
+
+
+def future() -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool).triu(1)
+
+
+def of_pairs(pairs: Tensor, table: Tensor) -> Tensor:
+    """A bias of every pair of tokens, [B, S, S, C] to [B, N, S, S]."""
+    return F.linear(pairs, table).permute(0, 3, 1, 2)
+
+
+def pair_sdpa(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=of_pairs(PAIRS.to(q.dtype), TABLE.to(q.dtype)))
+
+
+def pair_by_hand(q, k, v):
+    return (q @ k.mT / 4 + of_pairs(PAIRS.to(q.dtype), TABLE.to(q.dtype))).softmax(-1) @ v
+
+
+def pair_first(q, k, v):
+    """The bias stands first, and behind both a mask."""
+    scores = of_pairs(PAIRS.to(q.dtype), TABLE.to(q.dtype)) + torch.einsum("bnsd,bntd->bnst", q, k) / 4
+    return scores.masked_fill(future(), -math.inf).softmax(-1) @ v
+
+
+def pair_of_two_halves(q, k, v):
+    """Scores that are a sum of products themselves."""
+    scores = q[..., :8] @ k[..., :8].mT + q[..., 8:] @ k[..., 8:].mT
+    return (of_pairs(PAIRS.to(q.dtype), TABLE.to(q.dtype)) + scores).softmax(-1) @ v
+
+
+def positions_first(q, k, v):
+    """Heads behind positions."""
+    q, k, v = (each.transpose(1, 2).contiguous() for each in (q, k, v))
+    scores = torch.einsum("bsnd,btnd->bnst", q, k) / 4 + of_pairs(PAIRS.to(q.dtype), TABLE.to(q.dtype))
+    return torch.einsum("bnst,btnd->bsnd", scores.softmax(-1), v)
+
+
+def product_of_rows(q, k, v):
+    """One product for all heads, which is broadcast to the scores."""
+    rows = PAIRS[0, 0].to(q.dtype)
+    return (rows @ rows.mT + q @ k.mT / 4).softmax(-1) @ v
+
+
+def relative_rows_and_columns(q, k, v):
+    """Of a picture, as in SAM."""
+    picture = q.view(B, N, 2, 4, D)
+    rows, columns = (each.to(q.dtype) for each in BY_AXIS)
+    of_rows = torch.einsum("bnhwc,hkc->bnhwk", picture, rows)
+    of_columns = torch.einsum("bnhwc,wkc->bnhwk", picture, columns)
+    bias = (of_rows[..., None] + of_columns[..., None, :]).reshape(B, N, S, S)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def padding(q: Tensor) -> Tensor:
+    return 1.0 - VALID[:, None, None, :].to(q.dtype)
+
+
+def filled(q, k, v):
+    m = padding(q)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=m.masked_fill(m.bool(), torch.finfo(q.dtype).min))
+
+
+def filled_unequal(q, k, v):
+    m = padding(q)
+    return (q @ k.mT / 4 + m.masked_fill(m != 0, -math.inf)).softmax(-1) @ v
+
+
+def filled_where_zero(q, k, v):
+    m = padding(q)
+    return (q @ k.mT / 4 + torch.where(m == 0, m, -math.inf)).softmax(-1) @ v
+
+
+def filled_by_choice(q, k, v):
+    m = padding(q)
+    return (q @ k.mT / 4 + torch.where(~m.bool(), m, -math.inf)).softmax(-1) @ v
+
+
+def least(q: Tensor) -> float:
+    return torch.finfo(q.dtype).min
+
+
+def clamped(q, k, v):
+    scores = q @ k.mT / 4 + torch.zeros(S, S, dtype=q.dtype).masked_fill(future(), least(q))
+    return scores.clamp(min=least(q)).softmax(-1) @ v
+
+
+def clamped_by_max(q, k, v):
+    scores = (q @ k.mT / 4).masked_fill(future(), -math.inf)
+    return torch.max(scores, torch.tensor(least(q), dtype=q.dtype)).softmax(-1) @ v
+
+
+def clamped_without_mask(q, k, v):
+    return (q @ k.mT / 4).clamp(min=least(q)).masked_fill(future(), -math.inf).softmax(-1) @ v
+
+
+FUSED: list[Form] = [
+    pair_sdpa, pair_by_hand, pair_first, pair_of_two_halves, positions_first, product_of_rows,
+    relative_rows_and_columns, filled, filled_unequal, filled_where_zero, filled_by_choice,
+    clamped, clamped_by_max, clamped_without_mask,
+]  # fmt: skip
+
+
+def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") -> Trial:
+    captured = capture(form, [each.to(dtype) for each in QKV], level)
+    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    outcome = fuse_graph(graph.graph, installed(), Options(target="host", lower="eager"), captured.facts)
+    assert not outcome.failures, outcome.failures
+    graph.recompile()
+    return Trial(installed(), captured, graph, outcome)
+
+
+@pytest.mark.parametrize("form", FUSED, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    ("dtype", "level"),
+    [
+        (torch.float32, "composite"),
+        *(
+            pytest.param(dtype, level, marks=pytest.mark.nightly)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+            for level in ("composite", "decomposed", "core")
+        ),
+    ],
+    ids=str,
+)
+def test_it_is_fused_and_means_the_same(form: Form, dtype: torch.dtype, level: testing.Level):
+    trial = tried(form, dtype, level)
+    assert "attention" in [each.match.rule.name for each in trial.outcome.chosen]
+    testing.means_what_it_says(trial)
+
+
+def keys_of_each_query(q, k, v):
+    """Neither product has keys that are shared by the queries."""
+    scores = torch.einsum("bsnd,bstd->bnst", q.transpose(1, 2), OWN)
+    return (scores + of_pairs(PAIRS, TABLE)).softmax(-1) @ v
+
+
+def clamped_padding(q, k, v):
+    scores = (q @ k.mT / 4).masked_fill(VALID[:, None, None] == 0, -math.inf)
+    return scores.clamp(min=least(q)).softmax(-1) @ v
+
+
+def clamped_scores(q, k, v):
+    return (q @ k.mT / 4).masked_fill(future(), -math.inf).clamp(min=-5.0).softmax(-1) @ v
+
+
+def clamped_above(q, k, v):
+    return (q @ k.mT / 4).masked_fill(future(), -math.inf).clamp(min=least(q), max=50.0).softmax(-1) @ v
+
+
+def clamped_and_masked(q, k, v):
+    scores = (q @ k.mT / 4).masked_fill(future(), -math.inf).clamp(min=least(q))
+    return scores.masked_fill(VALID[:, None, None] == 0, -math.inf).softmax(-1) @ v
+
+
+def clamped_and_scaled(q, k, v):
+    return ((q @ k.mT).masked_fill(future(), -math.inf).clamp(min=least(q)) * 1e-36).softmax(-1) @ v
+
+
+REFUSED: dict[Form, str] = {
+    keys_of_each_query: "keys or values are not the same for the queries of one head",
+    clamped_padding: "would see all of them alike, as masked scores are clamped to finite numbers",
+    clamped_scores: "the scores are clamped, which the operator does not do",
+    clamped_above: "the scores are clamped, which the operator does not do",
+    clamped_and_masked: "masked scores are clamped, and then masked once more",
+    clamped_and_scaled: "masked scores are clamped, and then",
+}
+
+
+@pytest.mark.parametrize("form", REFUSED, ids=lambda each: each.__name__)
+def test_what_resembles_it_is_refused(form: Form):
+    outcome = tried(form, torch.float32).outcome
+    assert not outcome.chosen
+    assert any(REFUSED[form] in each.reason for each in outcome.refusals), outcome.refusals
+
+
+def test_a_bias_that_may_be_infinite_is_not_clamped():
+    def form(q, k, v, bias):
+        return (q @ k.mT / 4 + bias).clamp(min=least(q)).softmax(-1) @ v
+
+    captured = capture(form, (*QKV, numbers(B, N, S, S, seed=8)))
+    missed = read_graph(captured.graph.graph, captured.facts).readings.missed("softmax_attention")
+    assert ["is clamped to a finite number" in each.reason for _, each in missed] == [True]
+
+
+def filled_elsewhere(q, k, v):
+    m = padding(q)
+    return (q @ k.mT / 4 + m.masked_fill(~m.bool(), -math.inf)).softmax(-1) @ v
+
+
+def filled_another(q, k, v):
+    m = padding(q)
+    return (q @ k.mT / 4 + (m + 0.5).masked_fill(m.bool(), -math.inf)).softmax(-1) @ v
+
+
+def filled_where_one(q, k, v):
+    m = padding(q)
+    return (q @ k.mT / 4 + torch.where(m == 1, m, -math.inf)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("form", [filled_elsewhere, filled_another, filled_where_one], ids=lambda each: each.__name__)
+def test_what_is_not_0_where_it_is_kept_is_no_mask(form: Form):
+    testing.means_what_it_says(tried(form, torch.float32))
