@@ -23,6 +23,7 @@ from fusion.graph.contractions import matmul, swapped
 from patterns.attention.addends import addends_of, computed_from, product_in
 from patterns.attention.masks import MASKED, Term, mask_on
 
+_SPLIT = "something is added to the scores while their keys stand in several dims, as rows and columns do"
 BIASED = "what is added to the scores is computed from them, and no mask"
 
 
@@ -190,7 +191,7 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             step = row_step(z)
             if step is None:
                 turned = _of_keys_first(a, z)
-                return found if turned is None else scores_of(a, found, turned)
+                return _of_split_keys(found, z) if turned is None else scores_of(a, found, turned)
             return scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
         case "scale":
             return scores_of(a, replace(found, scale=found.scale * z.attrs[0]), z.arg)
@@ -223,6 +224,14 @@ def _of_keys_first(a: Algebra, z: Value) -> Value | None:
     product = matmul(a, *(swapped(a, each) for each in z.arg.args[::-1]))
     exchanged = (*range(last - 1), last, last - 1)
     return product and a.permute(product, [exchanged[axis] for axis in z.attrs])
+
+
+def _of_split_keys(found: Scores, z: Value) -> Scores:
+    """Why scores are none whose keys stood in several dims, as rows and columns, while something was added to them."""
+    product = product_in(z, found.biases)
+    if z.op != "reshape" or product is None or (product.shape[-1], prod(product.shape)) != (z.shape[-1], prod(z.shape)):
+        return found
+    return replace(found, odd=_SPLIT, at=(z,))
 
 
 def _number(x: Value) -> float:

@@ -163,6 +163,14 @@ def keys_of_each_query(q, k, v):
     return (scores + of_pairs(PAIRS, TABLE)).softmax(-1) @ v
 
 
+def keys_in_rows_and_columns(q, k, v):
+    """As in SAM, by hand."""
+    picture = (q @ k.mT / 4).view(B, N, S, 2, 4)
+    rows = torch.einsum("bnsd,hd->bnsh", q, BY_AXIS[0][0])[..., None]
+    columns = torch.einsum("bnsd,wd->bnsw", q, BY_AXIS[1][0])[..., None, :]
+    return (picture + rows + columns).view(B, N, S, S).softmax(-1) @ v
+
+
 def clamped_padding(q, k, v):
     scores = (q @ k.mT / 4).masked_fill(VALID[:, None, None] == 0, -math.inf)
     return scores.clamp(min=least(q)).softmax(-1) @ v
@@ -187,6 +195,7 @@ def clamped_and_scaled(q, k, v):
 
 REFUSED: dict[Form, str] = {
     keys_of_each_query: "keys or values are not the same for the queries of one head",
+    keys_in_rows_and_columns: "something is added to the scores while their keys stand in several dims",
     clamped_padding: "would see all of them alike, as masked scores are clamped to finite numbers",
     clamped_scores: "the scores are clamped, which the operator does not do",
     clamped_above: "the scores are clamped, which the operator does not do",
