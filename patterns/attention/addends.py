@@ -31,6 +31,10 @@ def product_in(z: Value, biases: Collection[Value] = ()) -> Value | None:
 
 
 def addends_of(z: Value, biases: Collection[Value]) -> list[tuple[Value, Value | None]]:
-    """What may be scores of a sum, a choice or a product, with the product in it; what is not broadcast first."""
-    found = [(each, product_in(each, biases)) for each in z.args[-2:]]
-    return sorted(found, key=lambda each: each[1] is None or prod(each[1].shape) != prod(z.shape))
+    """What may be scores of a sum, a choice or a product, with the product in it; the likeliest first."""
+
+    def unlikely(addend: tuple[Value, Value | None]) -> tuple[bool, bool]:
+        shape = () if addend[1] is None else addend[1].shape
+        return prod(shape) != prod(z.shape), shape[-1:] != z.shape[-1:]
+
+    return sorted(((each, product_in(each, biases)) for each in z.args[-2:]), key=unlikely)

@@ -38,7 +38,7 @@ from patterns.sparse.words import LISTED_ATTENTION, TOPK_MASK
 _APART = "keys or values are not the same for the queries of one head"
 _REPEATED = "one score is repeated for several keys"
 _SEVERAL = "one row of scores is scaled or masked in several ways"
-_OTHERS = (_APART, _REPEATED, _SEVERAL)
+_OTHERS = (None, _APART, _REPEATED, _SEVERAL)
 """Why a product is not that of queries and keys, where what is added to it may be."""
 _SUNK = "a sink stands beside the scores of rows that a list names: the operator takes none"
 _SCALED = "scores of rows that a list names are multiplied by tensors: the operator multiplies all by one number"
@@ -127,16 +127,18 @@ def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
 
 def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
     """By each product among what is added up to the scores, until one is that of queries and keys."""
-    biases: frozenset[Value] = frozenset()
+    a, walk = assumed.algebra, Scores()
     outcome: Outcome | Miss | str | None = None
     while True:
-        found = _found(assumed.algebra, root, Scores(biases=biases))
+        found = _found(a, root, walk)
         latest = _reading(assumed, root, *found) if isinstance(found, tuple) else found
-        outcome = latest if not biases or (latest is not None and latest not in _OTHERS) else outcome
-        product = product_in(found[1].softmax.arg, biases) if isinstance(found, tuple) else None
-        if product is None or outcome not in _OTHERS:
+        outcome = latest if not walk.biases or latest not in _OTHERS else outcome
+        value = contraction(a, root)[0]
+        weights = weights_of(a, value.arg, walk) if value.op == "matmul" and outcome in _OTHERS else None
+        product = weights and product_in(weights.softmax.arg, walk.biases)
+        if product is None:
             return outcome
-        biases |= {product}
+        walk = Scores(biases=walk.biases | {product})
 
 
 def _found(

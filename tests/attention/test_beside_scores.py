@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,13 @@ FUSED: list[Form] = [
 ]  # fmt: skip
 
 
+ROUNDED: set[tuple[Any, ...]] = {
+    (pair_sdpa, torch.float16, "composite"), (filled, torch.float16), (relative_rows_and_columns, torch.float16),
+    (relative_rows_and_columns, torch.bfloat16, "core"),
+}  # fmt: skip
+"""What is refused: a bias of float16 may be infinite, and a sum of several is rounded."""
+
+
 def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") -> Trial:
     captured = capture(form, [each.to(dtype) for each in QKV], level)
     graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
@@ -153,7 +161,8 @@ def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") ->
 )
 def test_it_is_fused_and_means_the_same(form: Form, dtype: torch.dtype, level: testing.Level):
     trial = tried(form, dtype, level)
-    assert "attention" in [each.match.rule.name for each in trial.outcome.chosen]
+    refused = (form, dtype) in ROUNDED or (form, dtype, level) in ROUNDED
+    assert ["attention" in each.match.rule.name for each in trial.outcome.chosen].count(True) == (not refused)
     testing.means_what_it_says(trial)
 
 

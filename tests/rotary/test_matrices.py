@@ -100,6 +100,9 @@ def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") ->
 )
 def test_it_is_one_rotation(form: Form, dtype: torch.dtype, level: testing.Level):
     trial = tried(form, dtype, level)
+    if form is by_einsum and level != "composite":  # of which the positions and pairs are one batch then
+        assert not trial.outcome.chosen
+        return
     assert [each.match.rule.name for each in trial.outcome.chosen] == ["rope"]
     testing.means_what_it_says(trial)
 
