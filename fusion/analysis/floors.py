@@ -17,7 +17,8 @@ _ROUNDED = 0.98
 
 def is_above(x: Value, number: float) -> bool:
     """Whether every element of floats is proven to be larger than a number, or to be NaN."""
-    return number < _ROUNDED * _floor(x)
+    floor = _floor(x)
+    return floor > 0 and number < _ROUNDED * floor  # of what has no floor nothing is known, of negative numbers either
 
 
 def absorbs(x: Value, number: float) -> bool:
