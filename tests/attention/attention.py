@@ -199,6 +199,13 @@ def softmax_by_amax(q, k, v):
     return (powers / powers.sum(-1, keepdim=True)) @ v
 
 
+def one_group_of_keys(q, k, v):
+    """Keys and values of one head [T, B, 1, D], summed over it."""
+    q, k, v = (each.permute(2, 0, 1, 3) for each in (q, k, v))
+    weights = (torch.einsum("sbhd,tbgd->bhst", q, k) * D**-0.5).softmax(-1)
+    return torch.einsum("bhst,tbgd->sbhd", weights, v).permute(1, 2, 0, 3)
+
+
 def normalised_last_by_rows_of_heads(q, k, v):
     """Rows of all heads [S, N, D], and the sums turned as the product is."""
     weights = torch.einsum("qhd,khd->hqk", q, k).mul(q.shape[-1] ** -0.5)
@@ -309,6 +316,7 @@ SPELLINGS = (
     Entry(scores_in_float),
     Entry(softmax_by_hand),
     Entry(softmax_by_amax),
+    Entry(one_group_of_keys, heads=1),
     Entry(normalised_last),
     Entry(normalised_last_by_rows_of_heads, layout="SND"),
     Entry(normalised_last_in_one_batch),
