@@ -726,7 +726,8 @@ def test_a_list_for_several_rows_is_one_and_one_of_nothing_names_none(times: tup
     mask = t.call(aten.expand.default, given, [2, *times])
     written = t.call(aten.scatter.value, t.call(aten.zeros.default, [2, 4, 6], dtype=torch.bool), -1, mask, True)
     chosen = written.value.below("expand").arg
-    assert chosen.op == "chosen" and chosen.arg.shape == rows and written.value.shape == (2, 4, 6)
+    assert chosen.op == "chosen"
+    assert (chosen.arg.shape, written.value.shape) == (rows, (2, 4, 6))
 
 
 def test_places_that_are_remainders_are_not_all_there_are():
