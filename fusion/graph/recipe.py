@@ -44,6 +44,11 @@ def _from_size(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return torch.full((), size, dtype=value.dtype, device=x.device)
 
 
+def _chosen(value: Value, sizes: Sizes, places: Tensor) -> Tensor:
+    shape = [sizes(size) for size in value.shape]
+    return torch.zeros(shape, dtype=torch.bool, device=places.device).scatter(-1, places.long(), True)
+
+
 def _power(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     exponent = value.attrs[0]
     named = {-0.5: torch.rsqrt, 0.5: torch.sqrt, -1.0: torch.reciprocal}
@@ -70,6 +75,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "slice": _slice,
         "power": _power,
         "matmul": _matmul,
+        "chosen": _chosen,
         "wrap": _wrap,
         "number": _from_size,
         "flip": lambda value, sizes, x: x.flip(value.attrs),

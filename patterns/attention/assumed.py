@@ -21,7 +21,8 @@ from fusion.analysis.rounding import is_float
 from fusion.analysis.runs import run
 from fusion.facts import window
 from fusion.graph import Algebra, Graph, Value
-from patterns.attention.masks import Masks, Sizes, Term, hidden
+from patterns.attention.hiding import hidden
+from patterns.attention.masks import Masks, Sizes, Term
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ from fusion.graph import Algebra, Value
 from fusion.graph.logic import either
 from patterns.attention.blame import unproven
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
-
-MASKED = -9984.0
-"""A score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are in use. -1e4 in bfloat16."""
+from patterns.attention.hiding import MASKED, by_list, hidden, negated
 
 LOST = -1e30  # a finite number that swallows any score it is added to
 Sizes = tuple[Any, Any, Any, Any]
@@ -294,17 +292,13 @@ def unseen(positions: Positions, terms: Sequence[Term], softmax: str, biased: bo
     return "mean" if (replaced or alone) and len(set(numbers)) == 1 else ""
 
 
-def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
-    """Where a mask that is added to scores, times a positive factor, hides a key: it holds 0 or at most `MASKED`."""
-    return a.make("below", (mask,), (MASKED / 2 / factor,), mask.shape, torch.bool)
-
-
 def _hidden(a: Algebra, terms: Sequence[Term]) -> Iterator[Value]:
     for each in terms:
-        mask = each.mask
-        if each.how == "drop":
-            yield mask
-        elif each.how == "keep":
-            yield mask.arg if mask.op == "not" else a.make("not", (mask,), (), mask.shape, torch.bool)
-        else:
-            yield hidden(a, mask, each.factor)
+        if each.how == "add":
+            yield hidden(a, each.mask, each.factor)
+            continue
+        turned = each.mask.op == "not"
+        mask = each.mask.arg if turned else each.mask
+        shows = (each.how == "keep") != turned
+        listed = by_list(a, mask, lambda number, shows=shows: bool(number) != shows)
+        yield listed or (negated(a, mask) if shows else mask)

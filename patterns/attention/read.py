@@ -21,6 +21,7 @@ from fusion.graph.contractions import matmul, swapped
 from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
+from patterns.attention.divided_late import Finish, divided_late, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.masks import CLAMPED, Masks, hides_by_truths
 from patterns.attention.read_bias import GUARDED, bias_of, parted
@@ -47,7 +48,6 @@ _LENGTHS = ("window", "kv_len", "kv_lens")
 _ATTENDING = ("matmul", "cast", "reshape", "permute", "mul", "scale")
 """Ops of values that may be attention."""
 
-Finish = tuple[Step, ...]
 Outcome = dict[Value, Reading | Miss]
 """What values mean, that of an attention last but for its mask."""
 
@@ -190,7 +190,7 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
 
 def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:
     """The product of weights and values that `root` is computed from, and how it is arranged, innermost first."""
-    found = factored_products.weighted_sum(a, root) or _divided_late(a, root)
+    found = factored_products.weighted_sum(a, root) or divided_late(a, root)
     return found or _values_behind(a, *stripped(root))
 
 
@@ -203,48 +203,6 @@ def _values_behind(a: Algebra, value: Value, finish: Finish) -> tuple[Value, Fin
     last = value.rank - 1
     exchanged = (*range(last - 1), last, last - 1)
     return (value, finish) if product is None else (product, (("permute", exchanged), *finish))
-
-
-def stripped(root: Value) -> tuple[Value, Finish]:
-    """The contraction below what only casts it or arranges it otherwise, and the arrangement, innermost first."""
-    finish: list[tuple[str, tuple[Any, ...]]] = []
-    value = root.arg if root.op == "cast" else root
-    while value.op in ("reshape", "permute"):
-        finish.append((value.op, value.shape if value.op == "reshape" else value.attrs))
-        value = value.arg
-    return value, tuple(reversed(finish))
-
-
-def _divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
-    """softmax(z) v for (exp(z) v) / Σ exp(z); None for another product."""
-    value, finish = stripped(root)
-    for product, inverse in (value.args, value.args[::-1]) if value.op == "mul" else ():
-        sum_of = product.below("cast", "reshape")
-        exp = sum_of.arg.below("cast", "reshape") if sum_of.op == "matmul" else sum_of
-        if exp.op != "exp" or exp is sum_of or exp.shape[:-1] != product.shape[:-1]:
-            continue
-        share = a.mul(exp, _wide(a, inverse, exp.dtype))
-        if share is not None and share.op == "softmax" and share.attrs[0] == -1:
-            weights = _replaced(a, sum_of.arg, exp, share)
-            whole = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
-            widened = (("cast", (root.dtype,)),) if root is value else ()
-            return whole, (("reshape", product.shape), *finish, *widened)
-    return None
-
-
-def _wide(a: Algebra, inverse: Value, dtype: Any) -> Value:
-    """1 / Σ exp(z) of a sum that was not rounded to the dtype of the product."""
-    below = inverse.arg if inverse.op == "power" else inverse
-    rounded = below is not inverse and below.op == "cast" and below.arg.dtype == dtype
-    return a.power(below.arg, inverse.attrs[0]) if rounded else inverse
-
-
-def _replaced(a: Algebra, x: Value, old: Value, new: Value) -> Value:
-    """`x`, which casts and reshapes `old`, of `new`."""
-    if x is old:
-        return new
-    below = _replaced(a, x.arg, old, new)
-    return a.cast(below, x.dtype) if x.op == "cast" else a.reshape(below, x.shape)
 
 
 def _reading(

@@ -20,7 +20,8 @@ from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Frame
-from patterns.attention.masks import CLAMPED, MASKED, Masks, Term
+from patterns.attention.hiding import MASKED
+from patterns.attention.masks import CLAMPED, Masks, Term
 
 _VIEWS = ("reshape", "permute", "slice")
 _CARRIES = (*_VIEWS, "expand", "cast", "scale", "shift", "index", "take", "add", "mul", "where", "cat")

@@ -12,7 +12,7 @@ from math import prod
 from fusion import reader
 from fusion.analysis.row_layout import Step, named
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
-from patterns.attention.read import stripped
+from patterns.attention.divided_late import stripped
 from patterns.latent.words import HEAD_PRODUCT
 
 ARRANGES = ("permute", "reshape")

@@ -199,6 +199,29 @@ def softmax_by_amax(q, k, v):
     return (powers / powers.sum(-1, keepdim=True)) @ v
 
 
+def one_group_of_keys(q, k, v):
+    """Keys and values of one head [T, B, 1, D], summed over it."""
+    q, k, v = (each.permute(2, 0, 1, 3) for each in (q, k, v))
+    weights = (torch.einsum("sbhd,tbgd->bhst", q, k) * D**-0.5).softmax(-1)
+    return torch.einsum("bhst,tbgd->sbhd", weights, v).permute(1, 2, 0, 3)
+
+
+def normalised_last_by_rows_of_heads(q, k, v):
+    """Rows of all heads [S, N, D], and the sums turned as the product is."""
+    weights = torch.einsum("qhd,khd->hqk", q, k).mul(q.shape[-1] ** -0.5)
+    weights = (weights - weights.amax(-1, keepdim=True)).exp()
+    return torch.einsum("hqk,khd->qhd", weights, v) / weights.sum(-1).transpose(0, 1).unsqueeze(-1)
+
+
+def normalised_last_in_one_batch(q, k, v):
+    """Both products by `bmm`, and sums that are divided by where heads stand behind queries."""
+    flat = (each.flatten(0, 1) for each in (q, k, v))
+    q, k, v = flat
+    weights = (torch.bmm(q, k.mT) * q.shape[-1] ** -0.5).exp()
+    y = torch.bmm(weights, v).view(B, N, S, D).transpose(1, 2)
+    return (y / weights.sum(-1).view(B, N, S).permute(0, 2, 1)[..., None]).transpose(1, 2)
+
+
 def normalised_last(q, k, v):
     scores = q @ k.transpose(-2, -1) * D**-0.5
     powers = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -293,7 +316,10 @@ SPELLINGS = (
     Entry(scores_in_float),
     Entry(softmax_by_hand),
     Entry(softmax_by_amax),
+    Entry(one_group_of_keys, heads=1),
     Entry(normalised_last),
+    Entry(normalised_last_by_rows_of_heads, layout="SND"),
+    Entry(normalised_last_in_one_batch),
     Entry(by_log_softmax),
     Entry(by_logsumexp),
     Entry(shifted_by_mean),

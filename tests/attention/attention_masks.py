@@ -273,6 +273,43 @@ scattered = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(5)) <
 length = torch.tensor([4, 6])
 
 
+listed = torch.tensor(
+    [[[0, 3], [1, 4], [5, 5], [2, 0], [3, 1], [4, 2]], [[1, 2], [0, 5], [3, 4], [1, 1], [2, 5], [0, 3]]]
+)
+
+
+def is_listed(b, i, j):
+    return j in listed[b, i].tolist()
+
+
+def listed_for_all_heads(q, k, v, places):
+    scores = scores_of(q, repeat(k))
+    mask = torch.full_like(scores, -math.inf)
+    mask.scatter_(-1, places.unsqueeze(1).expand(-1, q.shape[1], -1, -1), 0.0)
+    return (scores + mask).softmax(-1) @ repeat(v)
+
+
+def kept_for_all_heads(q, k, v, places):
+    scores = scores_of(q, k)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    kept = kept.scatter(-1, places.int().long().unsqueeze(1).expand(-1, q.shape[1], -1, -1), True)
+    return scores.masked_fill(~kept, -math.inf).softmax(-1) @ v
+
+
+def dropped_for_all_heads(q, k, v, places):
+    scores = scores_of(q, k)
+    dropped = torch.zeros(scores.shape, dtype=torch.bool)
+    dropped.scatter_(-1, places.unsqueeze(1).expand(*scores.shape[:2], -1, -1), True)
+    return scores.masked_fill(dropped, -math.inf).softmax(-1) @ v
+
+
+def listed_of_ones(q, k, v, places):
+    scores = scores_of(q, k)
+    places = places.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+    seen = torch.zeros(scores.shape).scatter_(-1, places, torch.ones(places.shape))
+    return scores.masked_fill(seen == 0, -math.inf).softmax(-1) @ v
+
+
 def where_number_in_a_tensor(q, k, v):
     seen = torch.ones(S, S, dtype=torch.bool).tril()
     return torch.where(seen, scores_of(q, k), torch.tensor(-1e30, dtype=q.dtype)).softmax(-1) @ v
@@ -336,6 +373,10 @@ SPELLINGS = (
     ),
     Entry(prefix, "dense", seen=lambda b, i, j: j <= i or j < length[b], more=tensors(length)),
     Entry(any_boolean, "dense", seen=lambda b, i, j: bool(scattered[b, 0, i, j]), more=tensors(scattered)),
+    Entry(listed_for_all_heads, "dense", seen=is_listed, heads=M, more=tensors(listed)),
+    Entry(kept_for_all_heads, "dense", seen=is_listed, more=tensors(listed)),
+    Entry(dropped_for_all_heads, "dense", seen=lambda b, i, j: not is_listed(b, i, j), more=tensors(listed)),
+    Entry(listed_of_ones, "dense", seen=is_listed, more=tensors(listed)),
     Entry(decode_over_filled, heads=M, queries=1, keys=T),
     Entry(
         decode_at_position, "none kv_lens", seen=lambda b, i, j: j <= 6, heads=M, queries=1, keys=T,

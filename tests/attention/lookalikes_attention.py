@@ -214,6 +214,23 @@ def padding_of_heads(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
+def listed_for_each_head(q, k, v, places):
+    mask = torch.full((B, N, S, S), -torch.inf).scatter_(-1, places, 0.0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
+
+
+def listed_for_two_heads(q, k, v, places):
+    mask = torch.full((B, N, S, S), -torch.inf)
+    mask.view(B, 2, 2, S, S).scatter_(-1, places.unsqueeze(2).expand(-1, -1, 2, -1, -1), 0.0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype))
+
+
+def divided_by_sums_of_others(q, k, v):
+    q, k, v = (each[:, :, :N] for each in (q, k, v))  # as many queries as heads
+    weights = (q @ k.mT * D**-0.5).exp()
+    return ((weights @ v).transpose(1, 2) / weights.sum(-1).unsqueeze(-1)).transpose(1, 2)
+
+
 def behind_the_sequence(q, k, v):
     ahead = torch.arange(S)[:, None] + torch.arange(B)[:, None, None, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.arange(T) <= ahead)
@@ -674,7 +691,13 @@ LOOKALIKES = (
         more=tensors((5 * torch.arange(S)[None] + torch.arange(B)[:, None]) % 6),
     ),
     refused(heads_apart, "differs from head to head"),
+    refused(divided_by_sums_of_others, ""),
     refused(padding_of_heads, "differs from head to head"),
+    refused(
+        listed_for_each_head, "differs from head to head",
+        more=tensors((torch.arange(B * N * S * 2) * 5 % 7 % S).view(B, N, S, 2)),
+    ),
+    refused(listed_for_two_heads, more=tensors((torch.arange(B * 2 * S * 2) * 5 % 7 % S).view(B, 2, S, 2))),
     Entry(behind_the_sequence, "dense", keys=T),
     Entry(up_to_the_sequence, "dense"),
     refused(heads_compared, "differs from head to head", keys=T, more=tensors(torch.tensor(3))),

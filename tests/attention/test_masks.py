@@ -719,6 +719,17 @@ def _listed(t: Twins, places: Twin) -> Value:
     return listed
 
 
+@pytest.mark.parametrize(("times", "rows"), [((4, 0), (2, 4, 0)), ((4, 3), (2, 4, 3)), ((4, 1), (2, 1, 1))])
+def test_a_list_for_several_rows_is_one_and_one_of_nothing_names_none(times: tuple[int, int], rows: tuple[int, ...]):
+    t = Twins(None)
+    given = t.input(torch.arange(2).reshape(2, 1, 1))
+    mask = t.call(aten.expand.default, given, [2, *times])
+    written = t.call(aten.scatter.value, t.call(aten.zeros.default, [2, 4, 6], dtype=torch.bool), -1, mask, True)
+    chosen = written.value.below("expand").arg
+    assert chosen.op == "chosen"
+    assert (chosen.arg.shape, written.value.shape) == (rows, (2, 4, 6))
+
+
 def test_places_that_are_remainders_are_not_all_there_are():
     t = Twins(None)
     given = t.input(torch.arange(2 * 4 * 6).reshape(2, 4, 6) * 2)

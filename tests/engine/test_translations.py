@@ -226,6 +226,7 @@ STAY = {
     "a diagonal": einsum("iik,kj->ij", (4, 4, 4), (4, 4)),
     "batch dims of one operand": einsum("...ij,jk->...ik", (2, 4, 4), (4, 4)),
     "batch dims of different ranks": einsum("...ij,...jk->...ik", (2, 3, 4, 4), (3, 4, 4)),
+    "columns of one operand that are summed": einsum("ij,jgk->ik", (4, 4), (4, 2, 3)),
     "columns that are summed": einsum("ij,jk->i", (4, 4), (4, 4)),
     "attention of one head": call(aten.scaled_dot_product_attention.default, (4, 8), (4, 8), (4, 8)),
     "attention to no heads": call(
@@ -421,6 +422,7 @@ FORMS = {
         "relu(scale(arg0_1, -1.0))",
     ),
     "whole numbers from 0 on": (call(aten.clamp.default, (4,), more=(0,), dtype=i64), "clamp(arg0_1, 0, inf)"),
+    "a label of size 1 of one operand": (einsum("ij,jgk->ik", (4, 4), (4, 1, 3)), "matmul(arg0_1, reshape(arg1_1))"),
     "a matrix for all batch entries": (einsum("bij,jk->bik", (2, 4, 4), (4, 3)), "matmul(arg0_1, arg1_1)"),
     "the sum over all dims": (
         call(aten.sum.dim_IntList, (2, 4), more=([],)),

@@ -3,7 +3,7 @@
 x·s @ y, x @ (y·s)              → scale(matmul(x, y), s)       linear(x, w, b)  → add(matmul(x, wᵀ), b)
 mm of flattened rows            → matmul of the rows as they were
 bmm of flattened batch dims     → matmul with the batch dims
-einsum of two operands          → matmul of permuted operands
+einsum of two operands          → matmul of permuted operands, without labels of size 1 that one of them has alone
 [T, N, 1, K] · [N, K, M]        → matmul of the rows of each head
 a row with a row                → the sum of their elementwise product
 """
@@ -65,9 +65,23 @@ def _einsum(a: Algebra, out: Out, equation: str, operands: Sequence[Value]) -> T
         return _row_product(a, out, *operands)
     left, right, result = _spelled_out((left, right, result), [each.rank for each in operands])
     must(all("." not in labels and len(set(labels)) == len(labels) for labels in (left, right, result)))
+    operands, (left, right) = _without_ones(a, operands, (left, right), result)
     summed = [label for label in left if label not in result]
     must(len(summed) == 1 and set(left) ^ set(right) == set(result) - (set(left) & set(right)))
     return _contract(a, out, operands, (left, right, result), summed[0])
+
+
+def _without_ones(
+    a: Algebra, operands: Sequence[Value], terms: tuple[str, str], result: str
+) -> tuple[Sequence[Value], tuple[str, str]]:
+    """Operands without the dims of size 1 whose label neither the other nor the result has: their sum is themselves."""
+    plain: list[Value] = []
+    kept: list[str] = []
+    for x, own, other in zip(operands, terms, terms[::-1], strict=True):
+        there = [at for at, label in enumerate(own) if label in other or label in result or x.shape[at] != 1]
+        plain.append(a.reshape(x, tuple(x.shape[at] for at in there)))
+        kept.append("".join(own[at] for at in there))
+    return plain, (kept[0], kept[1])
 
 
 def _spelled_out(terms: tuple[str, str, str], ranks: Sequence[int]) -> tuple[str, str, str]:

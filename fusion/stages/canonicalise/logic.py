@@ -241,8 +241,13 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
     rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1]
     if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input":
         return None
-    chosen = a.make("chosen", (uncast(places),), (), x.shape, torch.bool)
-    return where(a, chosen, constant(a, number.attrs[0], (), x.dtype), x, x.dtype)
+    own = uncast(places)
+    if own.op == "expand" and own.arg.shape[-1] == own.shape[-1]:  # one list for all of several rows
+        own = own.arg
+    chosen = a.make("chosen", (own,), (), (*own.shape[:-1], x.shape[-1]), torch.bool)
+    other = constant(a, x.attrs[0], chosen.shape, x.dtype) if x.op == "full" else x
+    marks = where(a, chosen, constant(a, number.attrs[0], (), x.dtype), other, x.dtype)
+    return None if marks is None else a.expand(marks, x.shape)
 
 
 def listed(a: Algebra, x: Value, axis: int, distinct: bool = False) -> Value | None:

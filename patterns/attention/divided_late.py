@@ -1,0 +1,81 @@
+"""Softmax attention of which the weights are normalised behind the product with values: (exp(z) v) / Σ exp(z)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from fusion.analysis.row_layout import Step, row_step
+from fusion.graph import Algebra, Value
+
+Finish = tuple[Step, ...]
+
+
+def stripped(root: Value) -> tuple[Value, Finish]:
+    """The contraction below what only casts it or arranges it otherwise, and the arrangement, innermost first."""
+    finish: list[tuple[str, tuple[Any, ...]]] = []
+    value = root.arg if root.op == "cast" else root
+    while value.op in ("reshape", "permute"):
+        finish.append((value.op, value.shape if value.op == "reshape" else value.attrs))
+        value = value.arg
+    return value, tuple(reversed(finish))
+
+
+def divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
+    """softmax(z) v for (exp(z) v) / Σ exp(z), sums as the product is arranged; None for another product."""
+    value, finish = stripped(root)
+    for product, inverse in (value.args, value.args[::-1]) if value.op == "mul" else ():
+        sum_of, divided, steps = _below_views(a, product, inverse)
+        exp = sum_of.arg.below("cast", "reshape") if sum_of.op == "matmul" else sum_of
+        if exp.op != "exp" or exp is sum_of or prod(exp.shape[:-1]) != prod(divided.shape):
+            continue
+        share = a.mul(exp, _wide(a, _moved(a, divided, "reshape", (*exp.shape[:-1], 1)), exp.dtype))
+        if share is not None and share.op == "softmax" and share.attrs[0] == -1:
+            weights = _replaced(a, sum_of.arg, exp, share)
+            whole = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
+            widened = (("cast", (root.dtype,)),) if root is value else ()
+            return whole, (*steps, *finish, *widened)
+    return None
+
+
+def _below_views(a: Algebra, product: Value, inverse: Value) -> tuple[Value, Value, Finish]:
+    """What a product [.., E] arranges and casts, 1 / sums [.., 1] as its rows lie, and the arrangement of it."""
+    steps: list[Step] = []
+    wanted = (*product.shape[:-1], 1)
+    while inverse.shape == wanted and (product.op == "cast" or row_step(product) is not None):
+        if product.op == "permute":
+            back = [product.attrs.index(axis) for axis in range(product.rank)]
+            inverse = _moved(a, inverse, "permute", back)
+        elif product.op == "reshape":
+            inverse = _moved(a, inverse, "reshape", (*product.arg.shape[:-1], 1))
+        if product.op != "cast":
+            steps.append((product.op, product.shape if product.op == "reshape" else product.attrs))
+        product = product.arg
+        wanted = (*product.shape[:-1], 1)
+    return product, inverse, tuple(reversed(steps))
+
+
+def _moved(a: Algebra, inverse: Value, op: str, how: Sequence[Any]) -> Value:
+    """1 / x of an arrangement of x."""
+    if inverse.op == "power":
+        return a.power(_moved(a, inverse.arg, op, how), inverse.attrs[0])
+    if inverse.op in ("cast", "scale"):
+        below = _moved(a, inverse.arg, op, how)
+        return a.cast(below, inverse.dtype) if inverse.op == "cast" else a.scale(below, inverse.attrs[0])
+    return a.permute(inverse, how) if op == "permute" else a.reshape(inverse, tuple(how))
+
+
+def _wide(a: Algebra, inverse: Value, dtype: Any) -> Value:
+    """1 / Σ exp(z) of a sum that was not rounded to the dtype of the product."""
+    below = inverse.arg if inverse.op == "power" else inverse
+    rounded = below is not inverse and below.op == "cast" and below.arg.dtype == dtype
+    return a.power(below.arg, inverse.attrs[0]) if rounded else inverse
+
+
+def _replaced(a: Algebra, x: Value, old: Value, new: Value) -> Value:
+    """`x`, which casts and reshapes `old`, of `new`."""
+    if x is old:
+        return new
+    below = _replaced(a, x.arg, old, new)
+    return a.cast(below, x.dtype) if x.op == "cast" else a.reshape(below, x.shape)

@@ -1,0 +1,32 @@
+"""Where a mask of attention hides a key, as booleans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fusion.graph import Algebra, Value
+
+MASKED = -9984.0
+"""A score lowered by so much counts as masked: -inf, the least of a dtype, -1e9, -1e4 are in use. -1e4 in bfloat16."""
+
+
+def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
+    """Where a mask that is added to scores, times a positive factor, hides a key: it holds 0 or at most `MASKED`."""
+    bound = MASKED / 2 / factor
+    listed = by_list(a, mask, lambda number: number < bound)
+    return listed or a.make("below", (mask,), (bound,), mask.shape, torch.bool)
+
+
+def by_list(a: Algebra, mask: Value, hides: Callable[[float], bool]) -> Value | None:
+    """The same of a mask that a list is written to, made of the list alone: it may be filled as scores are shaped."""
+    if mask.op != "where" or mask.arg.op != "chosen":
+        return None
+    listed, other = (each.op == "full" and hides(each.attrs[0]) for each in mask.args[1:])
+    return None if listed == other else mask.arg if listed else negated(a, mask.arg)
+
+
+def negated(a: Algebra, mask: Value) -> Value:
+    """Where a mask does not hold."""
+    return mask.arg if mask.op == "not" else a.make("not", (mask,), (), mask.shape, torch.bool)
