@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, refused_on, variants
-from patterns.sparse.indexer import Indexer, PagedIndexer
+from patterns.sparse.indexer import Indexer, PagedIndexer, PagedInt8Indexer
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class IndexerTopk(Rule):
         return torch.einsum("bsnt,bsn->bst", products, weights).topk(count, -1).indices
 
     @pattern
-    @variants(indexer=(Indexer, PagedIndexer))
+    @variants(indexer=(Indexer, PagedIndexer, PagedInt8Indexer))
     def listed(self, p, indexer, dtype=attribute(), entries=attribute()):
         """A list that other code reads."""
         return p.indexer_list(dtype=dtype, entries=entries, **indexer.said(p))
