@@ -2,7 +2,9 @@
 
 *Matches* the indexer of DeepSeek-V3.2 (2025) where the model itself uses its list: returned, shared by layers, or to
 gather rows by; where each query surely sees K keys, or the model writes -1 over the places of hidden ones. *Replaces
-with* `npu_lightning_indexer`.
+with* `npu_lightning_indexer`; or, of queries and keys in int8 with a scale of each row, with
+`npu_quant_lightning_indexer`, which rounds weights and sums to float16: keys whose scores are nearly equal may change
+places.
 """
 
 from __future__ import annotations

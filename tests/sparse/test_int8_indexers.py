@@ -83,3 +83,34 @@ def test_scales_by_another_table_are_gathered():
     assert [each.match.form for each in t.outcome.chosen] == ["listed[Indexer]"]
     assert called(t) == [OPERATOR]
     means_what_it_says(t)
+
+
+@pytest.mark.parametrize("form", [int8_indexers.folded, int8_indexers.by_products], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_lists_of_ordinary_numbers_differ_where_scores_are_nearly_equal_alone(form: Form, batch: int):
+    """The operator rounds weights and sums to float16: lists agree but where that tells scores hardly apart."""
+    queries, heads, keys, lanes = 5, 16, 192, 128
+    of = torch.Generator().manual_seed(batch)
+    query = torch.randn(batch, queries, heads, lanes, generator=of, dtype=torch.float64)
+    rows = torch.randn(batch, keys, lanes, generator=of, dtype=torch.float64) * (1 + torch.arange(keys)[:, None] % 7)
+    key, scale = int8_indexers.quantised(rows)
+    inputs = query, key, scale.squeeze(-1).half(), torch.randn(batch, queries, heads, generator=of, dtype=torch.float64)
+    t = tried(form, lambda: inputs, torch.bfloat16, target="ascend910_93")
+    assert called(t) == [OPERATOR], "\n".join(map(str, t.outcome.refusals))
+    scores = exact(*inputs)
+    want, have = scores.topk(int8_indexers.K, -1).indices, t.fused(*t.inputs())[0]
+    gap = 4 * torch.finfo(torch.float16).eps * scores.abs().amax(-1, keepdim=True)
+    least = scores.gather(-1, want).amin(-1, keepdim=True)
+    assert (scores.gather(-1, have.long()) >= least - gap).all()
+    kept = (want[..., None] == have[..., None, :]).any(-1).double().mean()
+    assert kept >= 0.95, kept
+
+
+def exact(query: torch.Tensor, key: torch.Tensor, scale: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The scores [B, S, T] in float64 of what the model quantises."""
+    q8, s_q = int8_indexers.quantised(query.bfloat16())
+    summed = torch.einsum("bshd,btd->bsht", q8.double(), key.double()).relu()
+    return (
+        torch.einsum("bsht,bsh->bst", summed, weights.bfloat16().double() * s_q.squeeze(-1).double())
+        * scale.double()[:, None]
+    )
