@@ -51,6 +51,8 @@ def block_tables(graph: Graph) -> Iterator[Found]:
     """Keys, values and latents of attention, and keys of indexers, that are gathered from pages."""
     indexed = (each.captures["key"] for _, each in graph.readings.all(*_INDEXERS))
     yield from _each(graph, ((key, (key.shape[0], 1, *key.shape[1:])) for key in indexed))
+    scales = (each.captures.get("key_scale") for _, each in graph.readings.all(*_INDEXERS))
+    yield from _each(graph, ((each, (each.shape[0], 1, each.shape[1], 1)) for each in scales if each is not None))
     packed = (each.captures["rows"] for _, each in graph.readings.all("unpacked_latent"))
     yield from _each(graph, ((rows, (*_by_sequence(rows), rows.shape[-1])) for rows in packed))
     for _, attention in graph.readings.all(*_INT8):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
-from patterns.attention.calls import MaskSpec
+from patterns.attention.calls import MaskSpec, laid
 from patterns.sparse.pages import of_rows, read
 
 
@@ -49,14 +49,17 @@ class Indexer(Seen):
     key: Any = tensor("B T Di")
     weights: Any = tensor("B S H")
     count: Any = attribute()
+    query_scale: Any = tensor("B S H", optional=True)
+    key_scale: Any = tensor("B T", optional=True)
 
     def said(self, p) -> dict[str, Any]:
         """As the readers say it."""
-        return dict(query=self.query, key=self.rows(p), weights=self.weights, count=self.count, **self.seen())
+        found = dict(query=self.query, weights=self.weights, count=self.count, query_scale=self.query_scale)
+        return found | self.rows(p) | self.seen()
 
-    def rows(self, p) -> Any:
-        """The keys of the indexer."""
-        return self.key
+    def rows(self, p) -> dict[str, Any]:
+        """The keys of the indexer, and the scales of those in int8."""
+        return dict(key=self.key, key_scale=self.key_scale)
 
     def refuse_blocks(self) -> None:
         """Refuse blocks of NZ; rows have none."""
@@ -66,14 +69,41 @@ class Indexer(Seen):
         require(self.query is not None, "the keys are not listed by an indexer")
         keys, room, how = self.read()
         mode, lengths = Seen.lengths(self, self.query, self.key.shape[1], room)
-        return torch.ops.npu.npu_lightning_indexer(
-            self.query, keys, self.weights, actual_seq_lengths_key=lengths, layout_query="BSND",
-            sparse_count=self.count, sparse_mode=mode, **how,
-        )[0]  # fmt: skip
+        how |= dict(actual_seq_lengths_key=lengths, layout_query="BSND", sparse_count=self.count, sparse_mode=mode)
+        if self.key_scale is None:
+            return torch.ops.npu.npu_lightning_indexer(self.query, keys, self.weights, **how)[0]
+        weights, query_scale = self.weighted()
+        return torch.ops.npu.npu_quant_lightning_indexer(
+            self.query, keys, weights, query_scale, self.scales(), 0, 0, **how
+        )
+
+    def weighted(self) -> tuple[Tensor, Tensor]:
+        """Weights and scales of int8 queries, [B, S, N] in float16, whose product the operator rounds to float16 again.
+
+        What float16 may not hold is divided by the largest product of its query, which changes no order.
+        """
+        weights, scale = self.weights, self.query_scale
+        if weights.dtype == torch.float16 and (scale is None or scale.dtype == torch.float16):
+            return weights, torch.ones_like(weights) if scale is None else scale
+        weights = weights.float() if scale is None else weights.float() * scale.float()
+        largest = weights.abs().amax(-1, keepdim=True)
+        weights = (weights / largest.masked_fill(largest == 0, 1)).to(torch.float16)
+        return weights, torch.ones_like(weights)
 
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:
         """The keys of the indexer, how many it reads untold, and what it is told of where they lie."""
         return self.key.unsqueeze(2), self.key.shape[1], dict(layout_key="BSND")
+
+    def scales(self) -> Tensor:
+        """The scales of int8 keys as they lie."""
+        return held(self.key_scale).unsqueeze(2)
+
+
+def held(scale: Tensor) -> Tensor:
+    """Scales of int8 keys in float16, which would not hold those of another dtype."""
+    why = "scales of int8 keys are held in {dtype}, the operator takes float16, which does not hold all of them"
+    require(scale.dtype == torch.float16, why, dtype=scale.dtype)
+    return scale
 
 
 @dataclass(frozen=True)
@@ -85,10 +115,10 @@ class PagedIndexer(Indexer):
     size: Any = attribute()
     layout: Any = attribute()
 
-    def rows(self, p) -> Any:
+    def rows(self, p) -> dict[str, Any]:
         """The keys as they are gathered."""
         how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
-        return p.paged_rows(rows=self.key, pages=self.pages, **how)
+        return dict(key=p.paged_rows(rows=self.key, pages=self.pages, **how))
 
     def refuse_blocks(self) -> None:
         """Refuse blocks of NZ."""
@@ -97,3 +127,28 @@ class PagedIndexer(Indexer):
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:
         """The same of pages, of which it reads none untold."""
         return read(self.pages, self.size), None, dict(layout_key="PA_BSND", block_table=self.block_table.int())
+
+
+@dataclass(frozen=True)
+class PagedInt8Indexer(PagedIndexer):
+    """The same of int8 keys, of which the scales lie in pages by the same block table."""
+
+    scale_pages: Any = tensor("*J")
+    scale_table: Any = tensor("B M")
+    scale_size: Any = attribute()
+    scale_layout: Any = attribute()
+
+    def rows(self, p) -> dict[str, Any]:
+        """Keys and scales as they are gathered."""
+        how = dict(block_table=self.scale_table, size=self.scale_size, layout=self.scale_layout)
+        return super().rows(p) | dict(key_scale=p.paged_rows(rows=self.key_scale, pages=self.scale_pages, **how))
+
+    def refuse_blocks(self) -> None:
+        """Refuse blocks of NZ, and scales that lie elsewhere."""
+        of_rows(self.layout)
+        one = self.block_table is self.scale_table and self.size == self.scale_size
+        require(one, "int8 keys and their scales have block tables of their own: the operator has one")
+
+    def scales(self) -> Tensor:
+        """The pages of scales, [Block, Size, 1]."""
+        return laid(held(self.scale_pages), self.size)

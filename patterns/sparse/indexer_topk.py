@@ -2,7 +2,9 @@
 
 *Matches* the indexer of DeepSeek-V3.2 (2025) where the model itself uses its list: returned, shared by layers, or to
 gather rows by; where each query surely sees K keys, or the model writes -1 over the places of hidden ones. *Replaces
-with* `npu_lightning_indexer`.
+with* `npu_lightning_indexer`; or, of queries and keys in int8 with a scale of each row, with
+`npu_quant_lightning_indexer`, which rounds weights and sums to float16: keys whose scores are nearly equal may change
+places.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, refused_on, variants
-from patterns.sparse.indexer import Indexer, PagedIndexer
+from patterns.sparse.indexer import Indexer, PagedIndexer, PagedInt8Indexer
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class IndexerTopk(Rule):
         return torch.einsum("bsnt,bsn->bst", products, weights).topk(count, -1).indices
 
     @pattern
-    @variants(indexer=(Indexer, PagedIndexer))
+    @variants(indexer=(Indexer, PagedIndexer, PagedInt8Indexer))
     def listed(self, p, indexer, dtype=attribute(), entries=attribute()):
         """A list that other code reads."""
         return p.indexer_list(dtype=dtype, entries=entries, **indexer.said(p))

@@ -2,9 +2,11 @@
 
 Listing             a list of keys behind a mask, and where an indexer makes it, its keys as rows
 PagedListing        the same of an indexer whose keys lie in pages, by a block table of its own
+PagedInt8Listing    the same of int8 keys, with their scales in pages as well
 GatheredRows        a list by which the model gathers the rows that it attends to
 IndexedRows         the same where an indexer makes it, and its keys as rows
 PagedIndexedRows    the same of an indexer whose keys lie in pages
+PagedInt8IndexedRows    the same of int8 keys, with their scales in pages as well
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
-from patterns.sparse.indexer import Indexer, PagedIndexer, Seen
+from patterns.sparse.indexer import Indexer, PagedIndexer, PagedInt8Indexer, Seen
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class Listing(Indexer):
 @dataclass(frozen=True)
 class PagedListing(PagedIndexer, Listing):
     """A list that an indexer makes of keys in pages."""
+
+
+@dataclass(frozen=True)
+class PagedInt8Listing(PagedInt8Indexer, Listing):
+    """The same of int8 keys, and of their scales."""
 
 
 @dataclass(frozen=True)
@@ -186,3 +193,8 @@ class IndexedRows(Indexer):
 @dataclass(frozen=True)
 class PagedIndexedRows(PagedIndexer, IndexedRows):
     """The same of an indexer of keys in pages."""
+
+
+@dataclass(frozen=True)
+class PagedInt8IndexedRows(PagedInt8Indexer, IndexedRows):
+    """The same of int8 keys, and of their scales."""

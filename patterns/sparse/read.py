@@ -7,7 +7,7 @@ Positive factors that all scores have are left out: they change no order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -15,19 +15,16 @@ from typing import Any
 from fusion import reader
 from fusion.analysis.affine import Formula, number
 from fusion.analysis.dtypes import is_rounding
-from fusion.analysis.row_layout import Step, arranged, arrangement, row_step, uncast
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
-from fusion.graph.algebra import widens
-from fusion.graph.contractions import swapped
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
 from patterns.attention.bounds import Limits, sees_some
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
+from patterns.sparse.read_scores import NOT_A_SUM, SIGN, parts
 from patterns.sparse.rows import distinct
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
-NOT_A_SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
-_SIGN = "scores are multiplied by a number that is not positive, which changes their order"
+_SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
 
 
 def topk_mask(masks: Masks, mask: Value) -> dict[Value, Reading | Miss]:
@@ -75,11 +72,15 @@ def _words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What is chosen from: a sum over heads, below masks that are added or filled in."""
+    """What is chosen from: a sum over heads, below masks that are added or filled in.
+
+    `scales` [B, S, 1, T], some of them 1, are those of keys that it is multiplied by.
+    """
 
     total: Value
     shape: tuple[Any, ...]
     terms: tuple[Term, ...]
+    scales: tuple[Value, ...] = ()
 
 
 @reader(gives=(LIGHTNING_INDEXER,), needs=("topk_mask",))
@@ -116,15 +117,14 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     a = assumed.algebra
     if places.op != "largest_index":
         return "the keys that are listed are not the largest of a row of scores"
-    found = _unmasked(_Scores(places.arg, places.arg.shape, ()))
+    found = _unmasked(a, _Scores(places.arg, places.arg.shape, ()))
     if isinstance(found, str):
         return found if _is_rectified(places.arg) else NOT_A_SUM
-    parts = _parts(a, found.total)
-    if isinstance(parts, str):
-        return parts
-    query, key, weights = parts
-    batch, queries, _, _ = query.shape
-    keys = key.shape[1]
+    said = parts(a, found.total, found.scales)
+    if isinstance(said, str):
+        return said
+    batch, queries, _, _ = said["query"].shape
+    keys = said["key"].shape[1]
     if found.shape[-2:] != (queries, keys) or prod(found.shape[:-2]) != batch or places.shape[-2:-1] != (queries,):
         return NOT_A_SUM
     masks = assumed.masks(found.shape, found.terms, (batch, 1, queries, keys))
@@ -137,7 +137,7 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     count = _at_most(places.attrs[0])
     if count is None:
         return "how many keys are listed is not known"
-    return Indexed({"query": query, "key": key, "weights": weights, "count": count, **words}, masks, formula)
+    return Indexed({**said, "count": count, **words}, masks, formula)
 
 
 def _at_most(count: Any) -> int | None:
@@ -148,22 +148,29 @@ def _at_most(count: Any) -> int | None:
     return numbers[0] if numbers else None
 
 
-def _unmasked(found: _Scores) -> _Scores | str:
-    """Take masks, casts and positive factors off the scores."""
+def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
+    """Take masks, casts, positive factors and scales of keys off the scores."""
     z = found.total
     match z.op:
         case "scale":
-            return _unmasked(replace(found, total=z.arg)) if z.attrs[0] > 0 else _SIGN
+            return _unmasked(a, replace(found, total=z.arg)) if z.attrs[0] > 0 else SIGN
         case "cast" if is_rounding(z):
-            return _unmasked(replace(found, total=z.arg))
+            return _unmasked(a, replace(found, total=z.arg))
         case "reshape":
-            return _unmasked(replace(found, total=z.arg))
+            return _unmasked(a, replace(found, total=z.arg))
+        case "mul":
+            scores, scale = z.args if _is_scores(z.arg) else z.args[::-1]
+            if not _is_scores(scores) or scores.shape != z.shape:
+                return found
+            return _unmasked(a, replace(found, total=scores, scales=(*found.scales, _by_key(a, scale, z.shape))))
+        case "add" | "where" if found.scales:
+            return _SCALED
         case "add" | "where" if found.terms and z.shape != found.shape:
             return MOVED
         case "add" | "where":
             scores = next(filter(_is_scores, z.args[-2:]), z.args[-1])
             term = mask_on(z, scores)
-            return term if isinstance(term, str) else _unmasked(_Scores(scores, z.shape, (*found.terms, term)))
+            return term if isinstance(term, str) else _unmasked(a, _Scores(scores, z.shape, (*found.terms, term)))
         case _:
             return found
 
@@ -183,86 +190,14 @@ def _is_rectified(z: Value) -> bool:
 _OF_SUMS = ("scale", "cast", "reshape", "permute", "expand", "slice", "add", "where", "matmul", "mean", "mul")
 
 
+def _by_key(a: Algebra, scale: Value, shape: Sequence[Any]) -> Value:
+    """What scores of a shape [.., S, T] are multiplied by, as [B or 1, S or 1, 1, T or 1]."""
+    sizes = (*(1,) * (len(shape) - scale.rank), *scale.shape)
+    return a.reshape(scale, (prod(sizes[:-2]), *(1,) * (2 - len(sizes)), *sizes[-2:-1], 1, sizes[-1]))
+
+
 def _is_scores(z: Value) -> bool:
     """Whether a sum over heads stands below."""
     total = z.below("scale", "cast", "reshape", "permute")
-    return total.op in ("matmul", "mean") or (total.op in ("add", "where") and any(map(_is_scores, total.args[-2:])))
-
-
-def _parts(a: Algebra, total: Value) -> tuple[Value, Value, Value] | str:
-    """Query [B, S, N, D], key [B, T, D] and weights [B, S, N] of a sum over heads."""
-    for weights, rectified, order in _products(a, total):
-        if weights.rank != 4 or weights.shape[-1] != 1:
-            continue
-        products = _below_relu(rectified)
-        scores = None if products is None else _query_and_key(a, *products, order)
-        if scores is None:
-            continue
-        query, key = scores
-        rows = (*query.shape[:3], 1)
-        weights = a.permute(weights, order)
-        if broadcast(weights.shape, rows) != rows:
-            return NOT_A_SUM
-        weights = _plain(a, a.reshape(a.expand(weights, rows), rows[:3]))
-        return (query, key, weights) if isinstance(weights, Value) else weights
-    return NOT_A_SUM
-
-
-def _products(a: Algebra, total: Value) -> list[tuple[Value, Value, tuple[int, ...]]]:
-    """Weights and rectified products, with the order that makes them [B, S, N, 1] and [B, S, N, T]."""
-    order = (0, 1, 2, 3)
-    if total.op == "matmul":
-        x, y = swapped(a, total.arg), total.args[1]
-    elif total.op == "mean" and total.arg.op == "mul" and total.attrs in ((-2,), (-3,)):
-        x, y = total.arg.args
-        order = order if total.attrs == (-2,) else (0, 2, 1, 3)
-    else:
-        return []
-    opened = [(x, y)] if y.rank == 4 else [(_opened(a, x, place), _opened(a, y, place)) for place in (1, 0)]
-    return [(weights, products, order) for x, y in opened for weights, products in ((x, y), (y, x))]
-
-
-def _opened(a: Algebra, x: Value, place: int) -> Value:
-    """With a dim for the one query of each sequence, or for the one sequence of all queries, where there is none."""
-    return a.reshape(x, (*x.shape[:place], 1, *x.shape[place:])) if x.rank == 3 else x
-
-
-def _below_relu(value: Value) -> tuple[Value, tuple[Step, ...]] | None:
-    """The product of queries and keys of which `value` holds the positive part, and how its rows are arranged."""
-    steps: list[Step] = []
-    seen = False
-    while value.op != "matmul":
-        if value.op == "relu":
-            seen = True
-        elif (step := row_step(value)) is not None:
-            steps.append(step)
-        elif not (is_rounding(value) or (value.op == "scale" and value.attrs[0] > 0)):
-            return None
-        value = value.arg
-    return (value, tuple(reversed(steps))) if seen else None
-
-
-def _query_and_key(
-    a: Algebra, product: Value, steps: tuple[Step, ...], order: tuple[int, ...]
-) -> tuple[Value, Value] | None:
-    """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence."""
-    x, y = (uncast(a, each) for each in product.args)
-    if y.rank < 3 or any(size != 1 for size in y.shape[1:-2]):
-        return None
-    rows = arrangement(product.shape[:-1], steps)
-    apart = rows is None or rows.before[0] != rows.after[0]
-    if y.shape[0] != 1 and (apart or y.rank != product.rank):
-        return None  # the keys do not differ from sequence to sequence, but from query to query
-    query = arranged(a, a.expand(x, (*product.shape[:-1], x.shape[-1])), steps)
-    if query.rank != 4 or query.shape[0] != y.shape[0]:
-        return None
-    return a.permute(query, order), a.reshape(swapped(a, y), (y.shape[0], y.shape[-1], y.shape[-2]))
-
-
-def _plain(a: Algebra, weights: Value) -> Value | str:
-    """The weights without a positive factor and before they were widened."""
-    while weights.op == "scale" or (weights.op == "cast" and widens(weights.arg.dtype, weights.dtype)):
-        if weights.op == "scale" and weights.attrs[0] <= 0:
-            return _SIGN
-        weights = weights.arg
-    return weights
+    inner = total.args if total.op == "mul" else total.args[-2:] if total.op in ("add", "where") else ()
+    return total.op in ("matmul", "mean") or any(map(_is_scores, inner))

@@ -18,7 +18,8 @@ from fusion.graph.dims import INDEX_DTYPES, but_ones
 from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.masks import Masks, Term, unseen
-from patterns.sparse.read import NOT_A_SUM, Indexed, indexed
+from patterns.sparse.read import Indexed, indexed
+from patterns.sparse.read_scores import NOT_A_SUM
 from patterns.sparse.words import INDEXER_LIST
 
 _FEW = (

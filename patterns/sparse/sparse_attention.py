@@ -22,7 +22,15 @@ from patterns.attention.results import Output
 from patterns.attention.visibility import Visibility
 from patterns.latent.encodings import Plain
 from patterns.latent.head_projection import expanded
-from patterns.sparse.listing import GatheredRows, IndexedRows, Listing, PagedIndexedRows, PagedListing
+from patterns.sparse.listing import (
+    GatheredRows,
+    IndexedRows,
+    Listing,
+    PagedIndexedRows,
+    PagedInt8IndexedRows,
+    PagedInt8Listing,
+    PagedListing,
+)
 from patterns.sparse.packed import PackedPages, PackedRows
 from patterns.sparse.pages import LatentPages, LatentRows
 
@@ -42,7 +50,7 @@ class SparseAttention(Rule):
         return scores.masked_fill(~listed.unsqueeze(1), -torch.inf).softmax(-1).to(q.dtype) @ v
 
     @pattern
-    @variants(listing=(Listing, PagedListing), source=SOURCES)
+    @variants(listing=(Listing, PagedListing, PagedInt8Listing), source=SOURCES)
     def by_indexer(
         self, p, listing, source, encoding: Any = Plain, result: Any = Output, seen: Any = Visibility, scale=scalar()
     ):
@@ -58,7 +66,7 @@ class SparseAttention(Rule):
         return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.listed(p)))
 
     @pattern
-    @variants(listing=(IndexedRows, PagedIndexedRows, GatheredRows), source=SOURCES)
+    @variants(listing=(IndexedRows, PagedIndexedRows, PagedInt8IndexedRows, GatheredRows), source=SOURCES)
     def by_gathered_rows(self, p, listing, source, encoding: Any = Plain, result: Any = Output, scale=scalar()):
         """The rows that are listed are gathered first."""
         return encoding.terms(p, source, result, dict(listing.gathered(p), scale=scale), "listed_attention")

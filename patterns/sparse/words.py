@@ -10,6 +10,11 @@ _SEEN = {
     "every_row_nonempty": "whether every query is known to see a key",
 }
 
+_INT8 = {
+    "query_scale": "[B, S, N], of int8 queries, that weights are multiplied by",
+    "key_scale": "[B, T], of int8 keys, that scores are multiplied by",
+}
+
 TOPK_MASK = word(
     "topk_mask",
     "a mask of attention that shows the keys in a list",
@@ -18,7 +23,7 @@ TOPK_MASK = word(
 LIGHTNING_INDEXER = word(
     "lightning_indexer",
     "places of the K largest of Σ_n weights[i, n] · relu(query[i, n] · key[j]) [B, S, K]",
-    query="[B, S, N, D]", key="[B, T, D]", weights="[B, S, N]", places="the list itself", count="K", **_SEEN,
+    query="[B, S, N, D]", key="[B, T, D]", weights="[B, S, N]", places="the list itself", count="K", **_SEEN, **_INT8,
 )  # fmt: skip
 LISTED_ATTENTION = word(
     "listed_attention",
@@ -34,6 +39,6 @@ LISTED_ATTENTION = word(
 INDEXER_LIST = word(
     "indexer_list",
     "what a lightning indexer lists for each query, best first, and -1 behind it where a query sees fewer keys [.., K]",
-    query="[B, S, N, D]", key="[B, T, D]", weights="[B, S, N]", count="K", **_SEEN, dtype="of the list",
+    query="[B, S, N, D]", key="[B, T, D]", weights="[B, S, N]", count="K", **_SEEN, **_INT8, dtype="of the list",
     entries="how many keys are listed, as many as there are where these are fewer than K",
 )  # fmt: skip
