@@ -174,10 +174,10 @@ class _Kept:
 def _given(graph: Graph, x: Value, kept: _Kept, read: Sequence[Value]) -> tuple[Reading, Value, Reading]:
     """Rows in int8, and their scale, or a multiple of it that the model reads besides where it reads no scale.
 
-    It is taken as it is before views of it.
+    It is taken as it is before views of it, and before it is cast for others: another rewrite may read it so.
     """
     s = kept.s
-    if s not in read:
+    if not any(each.below("cast", "reshape") is s.below("reshape") for each in read):
         s = min(filter(kept.has_as, read), key=lambda each: kept.times(each) != 1, default=s)
     alike = (each for each in kept.multiples if but_ones(each.shape) == but_ones(s.shape))
     s = next((each for each in alike if graph.algebra.reshape(each, s.shape) is s), s)
