@@ -46,7 +46,7 @@ def _line(graph: Graph, value: Value) -> Reading | str | None:
         odd = graph.readings.missed("dynamic_quant")
         return next((each.reason for value, each in odd if _is(a, whole, value)), _UNREAD)
     latent, scale = (runs.captures[name] for name in ("x", "scale"))
-    if not _is(a, scales, scale):
+    if "times" in runs.captures or not _is(a, scales, scale):
         return _SCALES
     latent, rope = (
         _with_lanes(a, graph.places, each, width)
