@@ -162,8 +162,10 @@ def of_own_rows(a: Algebra, x: Value, indices: Sequence[Value]) -> Value | None:
     if x.rank < 2 or len(indices) != x.rank or shape is None or len(shape) != x.rank or shape[:-1] != x.shape[:-1]:
         return None
     *rows, last = indices
+    if last.shape != shape or last.op == "expand":
+        return None  # places that rows share
     own = all(_is_position(a, each, axis, shape) for axis, each in enumerate(rows))
-    return a.expand(last, shape) if own and bounds(last)[0] >= 0 else None
+    return last if own and bounds(last)[0] >= 0 else None
 
 
 def _is_position(a: Algebra, x: Value, axis: int, shape: Sequence[Any]) -> bool:
