@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -174,12 +174,29 @@ class Fakes:
     def record(
         self, function: Callable[[Mapping[str, torch.Tensor]], Any], inputs: Mapping[str, torch.Tensor]
     ) -> tuple[Recorder, Any]:
-        """Run `function` of `inputs` on fakes; return what it called and its result."""
+        """Run `function` of `inputs` on fakes; return what it called and its result.
+
+        Raises:
+            Refused: a call takes a symbolic size that no node of the graph holds, nor can.
+        """
         firsts = {id(each): name for name, each in reversed([*inputs.items()])}
         apart = {name: each if firsts[id(each)] == name else each.detach() for name, each in inputs.items()}
         recorder = Recorder(apart, self._ran)
         with self._mode, torch.no_grad(), without_view_tracking(), recorder:
-            return recorder, function(apart)
+            result = function(apart)
+        for dim in self._computed_sizes(recorder.steps):
+            if not self._sizes.can_make(dim):
+                raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
+        return recorder, result
+
+    def _computed_sizes(self, steps: Sequence[Step]) -> Iterator[Dim]:
+        """The symbolic sizes that calls take."""
+        for step in steps if self._symbols else ():
+            yield from (dim_of(each) for each in leaves(step.args, step.kwargs) if isinstance(each, torch.SymInt))
+
+    @cached_property
+    def _sizes(self) -> SizeNodes:
+        return SizeNodes(self._graph.source)
 
     def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
         """The fake result of one call, or the error that it raises: the same for equal calls."""

@@ -227,11 +227,18 @@ def trial(
     """
     known = installed() if library is None else library
     needed = replace(known, rules=_closure(rule, known.rules))
-    source = captured(example, dtype, level)
+    return trial_of(captured(example, dtype, level), options, needed)
+
+
+def trial_of(
+    source: Captured, options: Options = Options(target="host", lower="eager"), library: Library | None = None
+) -> Trial:
+    """Fuse a captured function by all of `library` (by default the installed one)."""
+    known = installed() if library is None else library
     fused = fx.GraphModule(source.graph, copy.deepcopy(source.graph.graph))
-    outcome = fuse_graph(fused.graph, needed, options, source.facts)
+    outcome = fuse_graph(fused.graph, known, options, source.facts)
     fused.recompile()
-    return Trial(needed, source, fused, outcome)
+    return Trial(known, source, fused, outcome)
 
 
 def _closure(rule: Rule, library: Iterable[Rule]) -> tuple[Rule, ...]:

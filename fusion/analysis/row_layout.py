@@ -69,10 +69,7 @@ def broadcast_arranged(a: Algebra, x: Value, shape: Sequence[Any], steps: Sequen
         return arranged(a, a.expand(x, shape), steps)
     runs = zip(x.shape[:-1], found.before, strict=True)
     have = {atom: 1 if size == 1 else found.sizes[atom] for size, run in runs for atom in run}
-    wanted = [atom for run in found.after for atom in run]
-    order = [atom for atom in have if atom in wanted]
-    opened = a.reshape(x, (*(have[atom] for atom in order), shape[-1]))
-    placed = a.permute(opened, (*(order.index(atom) for atom in wanted), len(order)))
+    placed = _placed(a, x, have, found.after, 1)
     whole = [any(have[atom] != 1 for atom in run) for run in found.after]
     sizes = [
         [found.sizes[atom] if is_whole else 1 for atom in run] for is_whole, run in zip(whole, found.after, strict=True)
@@ -138,14 +135,17 @@ def carried(a: Algebra, x: Value, found: Arrangement, source: Dims, target: Dims
     wholes = [prod(found.sizes[atom] for atom in run) for run in source]
     if len(lead) != len(source) or any(size not in (1, whole) for size, whole in zip(lead, wholes, strict=True)):
         return None
-    order = [atom for run in source for atom in run]
-    opened = [found.sizes[atom] if size != 1 else 1 for size, run in zip(lead, source, strict=True) for atom in run]
-    wide = a.reshape(x, (*opened, *rows))
-    wanted = [atom for run in target for atom in run]
-    places = [order.index(atom) for atom in wanted if atom in order]
-    moved = a.permute(wide, (*places, len(order), len(order) + 1))
-    sizes = dict(zip(order, opened, strict=True))
-    return a.reshape(moved, (*(sizes.get(atom, 1) for atom in wanted), *rows))
+    have = {atom: 1 if size == 1 else found.sizes[atom] for size, run in zip(lead, source, strict=True) for atom in run}
+    return a.reshape(_placed(a, x, have, target, 2), (*(have.get(atom, 1) for run in target for atom in run), *rows))
+
+
+def _placed(a: Algebra, x: Value, have: Mapping[Atom, Any], target: Dims, last: int) -> Value:
+    """`x` as [*atoms, ..] with `last` dims behind: atoms of these sizes, those that there are as `target` has them."""
+    rows = x.shape[x.rank - last :]
+    wanted = [atom for run in target for atom in run if atom in have]
+    order = [atom for atom in have if atom in wanted]
+    opened = a.reshape(x, (*(have[atom] for atom in order), *rows))
+    return a.permute(opened, (*map(order.index, wanted), *range(len(order), len(order) + last)))
 
 
 def once(a: Algebra, kv: Value) -> Value:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fusion.graph.dims import Dim, broadcast, but_ones
+from fusion.graph.signs import is_nonnegative
 from fusion.graph.value import Value
 
 LARGE = 700.0  # the logarithm of a number that a float still holds
@@ -343,7 +344,7 @@ class Algebra:
             return self.expand(self.power(x.arg, exponent), x.shape)
         if x.op == "power" and (x.attrs[0] in (0.5, -0.5, -1.0) or float(exponent).is_integer()):
             inner = x.attrs[0]
-            if not (inner in (0.5, -0.5) and float(exponent * inner).is_integer()) or _nonnegative(x.arg):
+            if not (inner in (0.5, -0.5) and float(exponent * inner).is_integer()) or is_nonnegative(x.arg):
                 x, exponent = x.arg, exponent * inner
         if x.op == "abs" and exponent % 2 == 0:
             return self.power(x.arg, exponent)
@@ -358,7 +359,7 @@ class Algebra:
 
     def unary(self, op: str, x: Value) -> Value:
         """Any other function of one value, element by element; |x| of what is not negative is x."""
-        return x if op == "abs" and _nonnegative(x) else self.make(op, (x,), (), x.shape, x.dtype)
+        return x if op == "abs" and is_nonnegative(x) else self.make(op, (x,), (), x.shape, x.dtype)
 
     # reductions ------------------------------------------------------------------------------------------------
 
@@ -410,18 +411,3 @@ def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:
     if y.op == "expand" and broadcast(x.shape, y.arg.shape) == shape:
         y = y.arg
     return x, y
-
-
-def _nonnegative(x: Value) -> bool:
-    """Whether every element is known to be at least zero (even powers, shares, and what is made of them)."""
-    match x.op:
-        case "softmax" | "sigmoid" | "exp" | "abs":
-            return True
-        case "power":
-            return x.attrs[0] % 2 == 0 or x.attrs[0] == 0.5
-        case "mean" | "reshape" | "permute" | "slice" | "expand" | "cast" | "largest" | "take":
-            return _nonnegative(x.arg)
-        case "scale" | "shift":
-            return x.attrs[0] > 0 and _nonnegative(x.arg)
-        case _:
-            return False

@@ -55,7 +55,7 @@ class Bias(Group):
         """The result [B, N, S, E] with what plain attention gives for a query without keys."""
         if self.empty is None:
             return y
-        shown = seen.mask is not None or (seen.mask_kind, seen.kv_len, seen.kv_lens) == ("none", None, None)
+        shown = seen.mask is not None or seen.hides_nothing()
         require(shown, "beside a bias that may hold -inf, what a mask hides cannot be shown")
         hidden = self.values == -torch.inf
         blind = (hidden if seen.mask is None else hidden | seen.mask).all(-1, keepdim=True)

@@ -45,6 +45,10 @@ class Visibility(Group):
     kv_len: Any = attribute()
     fully_masked_row: Any = attribute()
 
+    def hides_nothing(self) -> bool:
+        """Whether every query sees every key."""
+        return self.mask_kind == "none" and self.kv_len is None and self.kv_lens is None
+
     def refuse_unproven(self) -> None:
         """Refuse what a lowering is not told: before anything is computed for it."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fusion.analysis.row_layout import Step, arranged, arrangement, row_step, un
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
+from fusion.graph.signs import is_nonnegative
 
 NOT_A_SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
 SIGN = "scores are multiplied by a number that is not positive, which changes their order"
@@ -246,31 +247,6 @@ def _held(a: Algebra, x: Value) -> Value:
     if x.op == "cast" and is_float(x.arg):
         return _held(a, x.arg)
     return a.seen_as(_held(a, x.arg), x) if x.op in ("permute", "expand", "reshape") else x
-
-
-def is_nonnegative(x: Value) -> bool:
-    """Whether no number of `x` is proven to be below 0: magnitudes, what is bounded by 0, and what is made of them."""
-    match x.op:
-        case "abs" | "exp" | "relu" | "sigmoid" | "softmax":
-            return True
-        case "clip" | "clamp":
-            return x.attrs[0] >= 0 or (x.attrs[1] == inf and is_nonnegative(x.arg))
-        case "cast" if not is_float(x):
-            return False
-        case "greatest" | "mean" | "cast" | "reshape" | "permute" | "slice" | "expand" | "index" | "take":
-            return is_nonnegative(x.arg)
-        case "scale" | "shift":
-            return x.attrs[0] >= 0 and is_nonnegative(x.arg)
-        case "power":
-            return x.attrs[0] in (2.0, 0.5) or is_nonnegative(x.arg)
-        case "mul" | "add" | "cat":
-            return all(map(is_nonnegative, x.args))
-        case "where":
-            return all(map(is_nonnegative, x.args[1:]))
-        case "full":
-            return x.attrs[0] >= 0
-        case _:
-            return False
 
 
 def _plain(a: Algebra, weights: Value) -> Value | None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fusion import testing
-from fusion.library import installed
 from fusion.options import Options
-from fusion.pipeline import fuse_graph
 from fusion.testing import LEVELS, Trial, capture
 from patterns.attention.visibility import Visibility
 from tests.corpus.base import activations
@@ -46,11 +43,7 @@ def settings(entries: tuple[Entry, ...], levels: int) -> Any:
 
 def tried(form: Any, args: tuple[Any, ...], level: testing.Level, *, dynamic: bool = False) -> Trial:
     """The code before and after the pass with the whole library."""
-    captured = capture(form, args, level, dynamic=dynamic)
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), HOST)
-    graph.recompile()
-    return Trial(installed(), captured, graph, outcome)
+    return testing.trial_of(capture(form, args, level, dynamic=dynamic), HOST)
 
 
 def told(t: Trial) -> str:
@@ -116,11 +109,9 @@ def told_encoders(form: Any, queries: int = 6, last: bool = False) -> list[str]:
 
     sizes = ((2, rows, 4, 16) if last else (2, 4, rows, 16) for rows in (queries, 6, 6))
     captured = capture(arranged, tuple(activations(seed, *size).bfloat16() for seed, size in enumerate(sizes)))
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), ENCODER)
-    graph.recompile()
-    testing.means_what_it_says(Trial(installed(), captured, graph, outcome))
-    calls = [each for each in graph.graph.nodes if str(each.target) == "npu.npu_fusion_attention.default"]
+    t = testing.trial_of(captured, ENCODER)
+    testing.means_what_it_says(t)
+    calls = [each for each in t.fused.graph.nodes if str(each.target) == "npu.npu_fusion_attention.default"]
     return [each.args[4] for each in calls]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 from fusion import testing
-from fusion.library import installed
-from fusion.options import Options
-from fusion.pipeline import fuse_graph
 from fusion.testing import Trial, capture
 from tests.engine.graphs import numbers, read_graph
 
@@ -138,12 +134,9 @@ ROUNDED: set[tuple[Any, ...]] = {
 
 
 def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") -> Trial:
-    captured = capture(form, [each.to(dtype) for each in QKV], level)
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), Options(target="host", lower="eager"), captured.facts)
-    assert not outcome.failures, outcome.failures
-    graph.recompile()
-    return Trial(installed(), captured, graph, outcome)
+    t = testing.trial_of(capture(form, [each.to(dtype) for each in QKV], level))
+    assert not t.outcome.failures, t.outcome.failures
+    return t
 
 
 @pytest.mark.parametrize("form", FUSED, ids=lambda each: each.__name__)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fusion import testing
-from fusion.library import installed
 from fusion.options import Options
-from fusion.pipeline import fuse_graph
 from fusion.testing import Trial, capture
 from tests.engine.graphs import read_graph
 
@@ -33,11 +30,7 @@ def written(q: Tensor, bias: Tensor) -> Tensor:
 
 def tried(form, bias: Tensor, level: testing.Level, options: Options = HOST) -> Trial:
     q = torch.randn(B, N, S, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    captured = capture(form, (q, bias), level)
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), options)
-    graph.recompile()
-    return Trial(installed(), captured, graph, outcome)
+    return testing.trial_of(capture(form, (q, bias), level), options)
 
 
 def test_what_sdpa_adds_is_guarded_where_that_takes_fewer_calls():

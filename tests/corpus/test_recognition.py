@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -11,14 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
 from fusion import testing
-from fusion.library import installed
 from fusion.options import Options
-from fusion.pipeline import fuse_graph
 from fusion.report import emitted
-from fusion.testing import DTYPES, LEVELS, Level, Trial, capture
+from fusion.testing import DTYPES, LEVELS, Level, Trial, capture, trial_of
 
 from .base import LookAlike, Spelling
 from .entries import LOOKALIKES, SPELLINGS
@@ -58,11 +54,7 @@ def parameters(settings: Iterator[Setting], missing: dict[tuple[str, str | None]
 
 def fused(entry: Spelling | LookAlike, level: Level, dtype: torch.dtype, shape: tuple[int, int]) -> Trial:
     form, args = entry.make(dtype, *shape)
-    captured = capture(form, args, level)
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), HOST, captured.facts)
-    graph.recompile()
-    return Trial(installed(), captured, graph, outcome)
+    return trial_of(capture(form, args, level), HOST)
 
 
 def operators(t: Trial) -> Counter[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from itertools import product
 from time import perf_counter
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fusion import Report, explain, testing
 from fusion.library import installed
 from fusion.options import Options
-from fusion.pipeline import fuse_graph
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read
 from fusion.testing import LEVELS, Trial, capture
@@ -29,11 +27,7 @@ HOST = Options(target="host", lower="eager")
 
 def tried(form: Callable[..., Any], of: corpus.Setting, options: Options = HOST, biased: bool = False) -> Trial:
     module = corpus.Attention(form, of.dtype, biased)
-    captured = capture(module, corpus.inputs(of.dtype, of.of), of.level)
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), options, captured.facts)
-    graph.recompile()
-    return Trial(installed(), captured, graph, outcome)
+    return testing.trial_of(capture(module, corpus.inputs(of.dtype, of.of), of.level), options)
 
 
 def applied(t: Trial) -> set[str]:

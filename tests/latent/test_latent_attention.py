@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
 from fusion import testing
 from fusion.library import installed
 from fusion.options import Options
-from fusion.pipeline import fuse_graph
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read
 from fusion.testing import LEVELS, Trial, capture
@@ -26,11 +23,7 @@ LATENT = {"latent_attention"}
 
 
 def tried(form: Any, args: tuple[Any, ...], level: testing.Level) -> Trial:
-    captured = capture(form, args, level)
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), HOST, captured.facts)
-    graph.recompile()
-    return Trial(installed(), captured, graph, outcome)
+    return testing.trial_of(capture(form, args, level), HOST)
 
 
 def applied(t: Trial) -> list[str]:

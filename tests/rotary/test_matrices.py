@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fusion import testing
-from fusion.library import installed
-from fusion.options import Options
-from fusion.pipeline import fuse_graph
 from fusion.testing import Trial, capture
 from tests.engine.graphs import numbers
 
@@ -77,12 +73,9 @@ ROTATIONS = [summed, summed_over_rows, mean, by_einsum, by_matmul, row_times_mat
 
 
 def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") -> Trial:
-    captured = capture(form, (LANES.to(dtype),), level)
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), Options(target="host", lower="eager"), captured.facts)
-    assert not outcome.failures, outcome.failures
-    graph.recompile()
-    return Trial(installed(), captured, graph, outcome)
+    t = testing.trial_of(capture(form, (LANES.to(dtype),), level))
+    assert not t.outcome.failures, t.outcome.failures
+    return t
 
 
 @pytest.mark.parametrize("form", ROTATIONS, ids=lambda each: each.__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from itertools import product
 from typing import Any
 
@@ -13,9 +12,7 @@ from torch import Tensor, fx
 
 from fusion import testing
 from fusion.graph import Algebra, Reading, Value
-from fusion.library import installed
 from fusion.options import Options
-from fusion.pipeline import fuse_graph
 from fusion.testing import LEVELS, Trial, capture
 from fusion.verification import relative_error
 from patterns.attention.assumed import Assumed
@@ -73,11 +70,7 @@ def settings(entries: tuple[Entry, ...]) -> Any:
 
 def tried(form: Any, args: tuple[Any, ...], level: testing.Level) -> Trial:
     """The code before and after the pass with the whole library."""
-    captured = capture(form, args, level)
-    graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
-    outcome = fuse_graph(graph.graph, installed(), HOST, captured.facts)
-    graph.recompile()
-    return Trial(installed(), captured, graph, outcome)
+    return testing.trial_of(capture(form, args, level), HOST)
 
 
 def called(t: Trial) -> tuple[int, ...]:

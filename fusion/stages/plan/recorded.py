@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from fusion._torch import leaves, map_only
 from fusion.cost import aten_flops, call_cost, is_data, is_view
 from fusion.errors import Failure
 from fusion.failures import failure, raised
-from fusion.graph import Graph, Value, but_ones, dim_of, dims_of, unviewed
+from fusion.graph import Graph, Value, but_ones, dims_of, unviewed
 from fusion.language import Lowering, Refused
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusal
 from fusion.options import Options
-from fusion.recording import Fakes, SizeNodes
+from fusion.recording import Fakes
 from fusion.records import Input, Match, Output, Plan, Step
 from fusion.shelf import Shelf
 from fusion.stages.plan.kept import Plans, digest, plans_of, text_of
@@ -51,10 +51,6 @@ class PlanBook:
         self._plans: dict[Any, Plans] = {}
         self._refusals: dict[Any, str | None] = {}  # by call, as far as limits speak of it
         self.is_prepared = cache(self._is_prepared)
-
-    @cached_property
-    def _sizes(self) -> SizeNodes:
-        return SizeNodes(self._graph.source)
 
     def of(self, match: Match) -> Plans:
         """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
@@ -156,18 +152,10 @@ class PlanBook:
             named = tuple(recorder.name(each) for each in results)
         except Refused as refused:
             return refused
-        unknown = next((each for step in recorder.steps for each in self._unknown_sizes(step)), None)
-        if unknown is not None:
-            return Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": unknown})
         ran = Run(tuple(recorder.steps), inputs)
         used = ran.used | {each.name for each in named if isinstance(each, Input)}
         limits = {**self._limits(ran, kept.prepared), **self._refused_on(lowering)}
         return Plan(tuple(ran.steps), named, results, limits, self._costs(ran, kept.owned), used)
-
-    def _unknown_sizes(self, step: Step) -> Iterator[Any]:
-        """Symbolic sizes in the arguments of a step that cannot be made in the graph."""
-        dims = (dim_of(each) for each in leaves(step.args, step.kwargs) if isinstance(each, torch.SymInt))
-        return (dim for dim in dims if not self._sizes.can_make(dim))
 
     def _refused_on(self, lowering: Lowering) -> dict[str, str]:
         """The targets on which a lowering does not give what its rule means, and why."""
