@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from fusion.facts import Facts
 from fusion.graph.algebra import Algebra
-from fusion.graph.dims import but_ones, is_dense
+from fusion.graph.dims import broadcast, but_ones, is_dense
 from fusion.graph.readings import Readings
 from fusion.graph.value import Value
 
@@ -115,8 +115,10 @@ class Graph:
         there too, so that what makes that reshape can be replaced. A reshape of what is joined, cast or scaled is made
         of reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed. Where
         none does, it is made without dims of size 1, so that rows with and without heads share a table, unless that can
-        be made only later.
+        be made only later. A choice between numbers, or a number and something else, fills the number in.
         """
+        if value.op == "where":
+            return _filled(self.algebra, value)
         if value.op in _RESHAPED_INSIDE:
             alike = (*self._made_of_reshapes.get(_size(value), ()), self.algebra.reshape(value, but_ones(value.shape)))
             found = (each for each in alike if each is not value and self.algebra.reshape(each, value.shape) is value)
@@ -225,3 +227,16 @@ class Graph:
                     mask |= self._masks[source]
                 self._masks[each] = mask
         return bool(self._masks[node] >> self.order[on] & 1)
+
+
+def _filled(a: Algebra, choice: Value) -> Value:
+    """A choice in which one side is a number as that number filled in; itself where neither is one."""
+    condition, yes, no = choice.args
+    numbers = [each.op == "full" for each in (yes, no)]
+    if numbers == [True, True] and condition.shape == choice.shape:
+        return a.make("filled", (condition,), (*yes.attrs, *no.attrs), choice.shape, choice.dtype)
+    if numbers[0] is False:
+        condition, yes, no = a.make("not", (condition,), (), condition.shape, torch.bool), no, yes
+    if yes.op != "full" or broadcast(condition.shape, no.shape) != choice.shape:
+        return choice
+    return a.make("filled", (condition, no), yes.attrs, choice.shape, choice.dtype)

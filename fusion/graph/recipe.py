@@ -39,6 +39,11 @@ def _wrap(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     return torch.where(x < 0, x + end, x)
 
 
+def _filled(value: Value, sizes: Sizes, condition: Tensor, *rest: Tensor) -> Tensor:
+    number, *other = value.attrs
+    return torch.where(condition, number, *(rest or other)).to(value.dtype)
+
+
 def _from_size(value: Value, sizes: Sizes, x: Tensor) -> Tensor:
     size: Any = sizes(value.attrs[0])
     return torch.full((), size, dtype=value.dtype, device=x.device)
@@ -77,6 +82,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "matmul": _matmul,
         "chosen": _chosen,
         "wrap": _wrap,
+        "filled": _filled,
         "number": _from_size,
         "flip": lambda value, sizes, x: x.flip(value.attrs),
         "permute": lambda value, sizes, x: x.permute(value.attrs),

@@ -34,12 +34,14 @@ class Frame:
         shape: their sizes.
         scores, weights: each dim as a run of atoms, of the rows of the scores and of those of the weights.
         one_query: whether the last dim was added.
+        opened: sizes of the dims that were one, the first, of the softmax.
     """
 
     shape: tuple[Any, ...]
     scores: Dims
     weights: Dims
     one_query: bool = False
+    opened: tuple[Any, ...] = ()
 
     @property
     def sizes(self) -> tuple[Any, Any, Any]:
@@ -57,11 +59,13 @@ class Frame:
         return Frame((*self.shape, 1), scores, weights, one_query=True)
 
     def seen(self, a: Algebra, x: Value) -> Value:
-        """What broadcasts to scores [*rows, T], with the dim for one query if it was added."""
+        """What broadcasts to scores [*rows, T], with the dim for one query if it was added, and all that were one."""
+        if self.opened and x.rank == len(self.shape) + 2 - len(self.opened) and x.shape[0] != 1:
+            return a.reshape(x, (*self.opened, *x.shape[1:]))
         return a.reshape(x, (*x.shape[:-1], 1, *x.shape[-1:])) if self.one_query else x
 
     def masked(self, a: Algebra, terms: Sequence[Term]) -> list[Term]:
-        """Masks of scores [*rows, T] with that dim."""
+        """Masks of scores [*rows, T] with these dims."""
         return [replace(each, mask=self.seen(a, each.mask)) for each in terms]
 
 
@@ -89,9 +93,10 @@ class Attended:
         if len(shape) == 1:
             yield plain.unbatched(2)
             return
-        if len(shape) == 2 and self._is_repeated(plain):
+        if len(shape) == 2:
             opened = self._opened(plain)
             yield from () if opened is None else (opened,)
+        if len(shape) == 2 and self._is_repeated(plain):
             yield plain.unbatched()
         yield plain
         if len(shape) == 2:
@@ -115,7 +120,8 @@ class Attended:
         if not 1 < len(lead) < 4 or lead != tuple(self.of.sizes[atom] for atom in own):
             return None
         scores, weights = (tuple((atom,) for atom in each) for each in (rows, own))
-        return Frame((*lead, *frame.shape[1:]), scores + frame.scores[1:], weights + frame.weights[1:])
+        shape = (*lead, *frame.shape[1:])
+        return Frame(shape, scores + frame.scores[1:], weights + frame.weights[1:], opened=lead)
 
     def keys_and_values(self, frame: Frame) -> list[Value | None]:
         """Keys [B, M, T, D] and values [B, M, T, E] for the rows of a frame."""

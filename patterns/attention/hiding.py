@@ -14,6 +14,8 @@ MASKED = -9984.0
 
 def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
     """Where a mask that is added to scores, times a positive factor, hides a key: it holds 0 or at most `MASKED`."""
+    if mask.op == "expand":
+        return a.expand(hidden(a, mask.arg, factor), mask.shape)
     bound = MASKED / 2 / factor
     listed = by_list(a, mask, lambda number: number < bound)
     return listed or a.make("below", (mask,), (bound,), mask.shape, torch.bool)

@@ -11,8 +11,9 @@ import torch
 
 from fusion.analysis.affine import Affine, Formula, conjunction, conjuncts, disjunction, negation
 from fusion.analysis.predicates import Positions
-from fusion.graph import Algebra, Value
+from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.logic import either
+from fusion.graph.proof import must, proof, proven
 from patterns.attention.blame import unproven
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
 from patterns.attention.hiding import MASKED, by_list, hidden, negated
@@ -25,11 +26,9 @@ _OF_EACH = (
     "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
     "one tensor that a list names"
 )
-CLAMPED = "clamped"
-"""What a softmax makes of a row of -inf that was made finite numbers before it, for which there is no word."""
 _NOT_LOST = (
-    "a query that sees no key would see all of them alike, as masked scores are clamped to finite numbers: it takes a "
-    "mask of which each query is proven to see a key"
+    "a query that sees no key would see those that are lowered least: the mask must be -inf, replace the scores, lower "
+    "them by 1e30 at least, or be proven to show a key to each query"
 )
 UNDEFINED = (
     "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
@@ -46,6 +45,7 @@ class Term:
         factor: what the scores are multiplied by after it.
         fill: what a hidden score is replaced by, for "keep" and "drop"; `factor` is in it.
         scores: the scores that it is put on, as they are then.
+        overflow: the number from which on lower scores are -inf in a dtype to which they are cast later.
     """
 
     how: str
@@ -53,6 +53,7 @@ class Term:
     factor: float = 1.0
     fill: float = 0.0
     scores: Value | None = None
+    overflow: float = -math.inf
 
     @property
     def at(self) -> tuple[Value, ...]:
@@ -132,13 +133,14 @@ class Masks:
         at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
         return {**found, "kv_lens": at_most}
 
-    def told(self, empty: str, sunk: bool, biased: bool = False) -> dict[str, Any] | str:
+    def told(self, empty: str, sunk: bool, biased: bool = False, floor: float = -math.inf) -> dict[str, Any] | str:
         """What an operator is told of them: a kind and a window, up to which key, and the mask as it is; or why not.
 
         Args:
-            empty: what the softmax makes of a row of -inf, `CLAMPED` where it sees none.
+            empty: what the softmax makes of a row of -inf.
             sunk: whether there is a sink, which takes all of a query that sees no key.
             biased: whether something else is added to the scores.
+            floor: the number to which lower scores are raised behind the masks.
         """
         found: dict[str, Any] = {"mask_kind": "none", "window": None, "kv_len": None, "fully_masked_row": "zero"}
         formula = self.visible()
@@ -148,20 +150,17 @@ class Masks:
             return found | (self._explicit() if self.positions.lists_all else {})
         bounds = self.limits(formula)
         some = sees_some(bounds, *self.sizes[2:], self.positions.lengths) or self._lists_some(bounds)
-        empty = "zero" if some or sunk else unseen(self.positions, self.terms, empty, biased)
-        if empty == CLAMPED:
+        alike = "zero" if some or sunk else unseen(self.positions, self.terms, empty, biased, floor)
+        levels = {} if alike or biased or floor > -math.inf else self._lowered(empty)
+        if not (alike or levels):
             return _NOT_LOST
-        if not empty:
-            return (
-                "a query that sees no key would see those that are lowered least: the mask must be -inf or replace them"
-            )
         mask, words = self._explicit(), self.bounded(bounds)
-        found |= {"mask_kind": "dense", "fully_masked_row": empty, **mask}
-        if words and (some or (empty == "zero" and not bounds.moving)):
+        found |= {"mask_kind": "dense", "fully_masked_row": alike, **mask, **levels}
+        if words and (some or (alike == "zero" and not bounds.moving)):
             return found | words
         if not mask:
             return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else "the mask differs from head to head"
-        counts = "kv_lens" in words and not bounds.moving and bounds.low is None
+        counts = not levels and "kv_lens" in words and not bounds.moving and bounds.low is None
         return found | {"count": words["kv_lens"]} if counts else found
 
     def _lists_some(self, bounds: Limits) -> bool:
@@ -191,11 +190,42 @@ class Masks:
     def _explicit(self) -> dict[str, Value]:
         """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads."""
         wide, lead = self._joined()
+        return {} if any(size != 1 for size in lead[1:-2]) else {"mask": self._of_sequences(wide, lead)}
+
+    def _of_sequences(self, wide: Value, lead: Sequence[Any]) -> Value:
+        """What is the same for all heads, as [B or 1, 1, S, T]."""
         batch, _, queries, keys = self.sizes
-        if any(size != 1 for size in lead[1:-2]):
-            return {}
         flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
-        return {"mask": self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))}
+        return self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
+
+    def _lowered(self, softmax: str) -> dict[str, Any]:
+        """What all masks together take from the scores, where a query that sees no key sees those lowered least alike.
+
+        {} where that cannot be said: where a score is not swallowed, or where the softmax makes of a row of -inf
+        something else than NaN.
+        """
+        finite = [number for number in _numbers(self.positions, self.terms) if number != -torch.inf]
+        total = _total(self.a, self.terms) if finite and max(finite) <= LOST else None
+        wide, lead = self._led(total) if total is not None else (None, ())
+        empty = "lowest" if self._lowers_some() else "lowest_or_nan" if softmax == "nan" else ""
+        if wide is None or not empty or any(size != 1 for size in lead[1:-2]):
+            return {}
+        return {"fully_masked_row": empty, "levels": self._of_sequences(wide, lead)}
+
+    def _lowers_some(self) -> bool:
+        """Whether each query is proven to have a key that is not lowered by -inf.
+
+        One that it sees of all masks but one, which lowers by finite numbers.
+        """
+        parts = [part for each in self.terms for part in _addends(each)]
+        for part in parts:
+            others = [each for each in parts if each is not part]
+            formula = visible(self.positions, (part,))
+            if len(others) < 2 and not isinstance(formula, str) and all(_is_finite(self.positions, e) for e in others):
+                bounds = self.limits(formula)
+                if sees_some(bounds, *self.sizes[2:], self.positions.lengths):
+                    return True
+        return False
 
     def blamed(self) -> Term:
         """The mask of which it cannot be said what it lets through, else the last one."""
@@ -216,19 +246,24 @@ class Masks:
         for each in others:
             joined = joined and either(self.a, joined, each)
         assert joined is not None  # masks of the same scores broadcast to each other
-        wide = joined.arg if joined.op == "expand" else joined
+        return self._led(joined)
+
+    def _led(self, x: Value) -> tuple[Value, tuple[Any, ...]]:
+        """What broadcasts to the scores before it was expanded, and its dims with those of size 1 in front."""
+        wide = x.arg if x.op == "expand" else x
         return wide, (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)
 
 
-def mask_on(z: Value, scores: Value, factor: float = 1.0) -> Term | str:
+def mask_on(z: Value, scores: Value, factor: float = 1.0, overflow: float = -math.inf) -> Term | str:
     """The mask that an addition or a choice puts on scores, which are multiplied by a factor after it; or why none."""
     if z.op == "add":
-        return Term("add", z.args[1] if z.args[0] is scores else z.args[0], factor, scores=z)
+        return Term("add", z.args[1] if z.args[0] is scores else z.args[0], factor, scores=z, overflow=overflow)
     condition, yes, no = z.args
     how, fill = ("keep", no) if yes is scores else ("drop", yes)
     if fill.op != "full" or not fill.attrs[0] * factor <= MASKED:  # NaN is not, either
         return REPLACED
-    return Term(how, condition, fill=fill.attrs[0] * factor, scores=z)
+    number = fill.attrs[0] * factor
+    return Term(how, condition, fill=number if number > overflow else -torch.inf, scores=z, overflow=overflow)
 
 
 def visible(positions: Positions, terms: Sequence[Term]) -> Formula | str:
@@ -257,6 +292,7 @@ def _added(positions: Positions, term: Term) -> dict[float, Formula] | None:
     found: dict[float, Formula] = {}
     for value, formula in constants.items():
         number = value * term.factor if value else 0.0
+        number = -torch.inf if number <= term.overflow else number
         found[number] = disjunction(found.get(number, False), formula)
     return found
 
@@ -273,23 +309,68 @@ def _lost(positions: Positions, term: Term) -> bool:
     return all(number <= LOST for number in numbers if number != 0)
 
 
-def unseen(positions: Positions, terms: Sequence[Term], softmax: str, biased: bool = False) -> str:
+def unseen(
+    positions: Positions, terms: Sequence[Term], softmax: str, biased: bool = False, floor: float = -math.inf
+) -> str:
     """What a query gives that sees no key: "mean" (of all values), what `softmax` makes of a row of -inf, or "".
 
     "" where it depends on the scores: a number that only hides a key beside others hides none where all are lowered.
+    Scores below `floor` are raised to it behind the masks.
     """
-    numbers = [
+    numbers = {max(number, floor) for number in _numbers(positions, terms)}
+    finite = [number for number in numbers if number != -torch.inf]
+    if not finite:
+        return softmax
+    replaced = all(each.how != "add" for each in terms) and not biased  # which may be added after it
+    alone = (len(terms) == 1 or floor == max(finite)) and max(finite) <= LOST
+    return "mean" if (replaced or alone) and len(numbers) == 1 else ""
+
+
+def _numbers(positions: Positions, terms: Sequence[Term]) -> list[float]:
+    """What hides a key: numbers that scores are replaced by, or that are added to them."""
+    return [
         number
         for each in terms
         for number in ((each.fill,) if each.how != "add" else _added(positions, each) or ())
         if number != 0
     ]
-    finite = {number for number in numbers if number != -torch.inf}
-    if not finite:
-        return softmax
-    replaced = all(each.how != "add" for each in terms) and not biased  # which may be added after it
-    alone = len(terms) == 1 and max(finite) <= LOST
-    return "mean" if (replaced or alone) and len(set(numbers)) == 1 else ""
+
+
+def _addends(term: Term) -> Iterator[Term]:
+    """Masks of which one that is added is the sum."""
+    if term.how != "add" or term.mask.op != "add":
+        yield term
+        return
+    for each in term.mask.args:
+        yield from _addends(replace(term, mask=each))
+
+
+def _is_finite(positions: Positions, term: Term) -> bool:
+    return -torch.inf not in _numbers(positions, (term,))
+
+
+@proof
+def _total(a: Algebra, terms: Sequence[Term]) -> Value | None:
+    """What all masks make of a score of 0, the innermost first, as the model rounds it.
+
+    None where what they make is scaled, or rounded to a dtype that does not hold it.
+    """
+    total: Value | None = None
+    for each in reversed(terms):
+        dtype = proven(proven(each.scores).dtype)
+        must(each.factor == 1 and each.overflow <= torch.finfo(dtype).min)
+        before = total and a.cast(total, dtype)
+        if each.how == "add":
+            mask = a.cast(each.mask, dtype)
+            total = mask if before is None else a.add(before, mask)
+            continue
+        (hides,) = _hidden(a, (each,))
+        if before is None:
+            total = a.make("filled", (hides,), (each.fill, 0.0), hides.shape, dtype)
+        else:
+            shape = proven(broadcast(hides.shape, before.shape))
+            total = a.make("filled", (hides, before), (each.fill,), shape, dtype)
+    return total
 
 
 def _hidden(a: Algebra, terms: Sequence[Term]) -> Iterator[Value]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, prod
+from math import inf, isfinite, prod
 from typing import Any
 
 import torch.fx as fx
@@ -23,7 +23,7 @@ from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.divided_late import Finish, divided_late, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
-from patterns.attention.masks import CLAMPED, Masks, hides_by_truths
+from patterns.attention.masks import Masks, hides_by_truths
 from patterns.attention.read_bias import GUARDED, bias_of, parted
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
@@ -183,7 +183,7 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     rounded = assumed.rounded(root)
     narrow = rounded is not None and all(uncast(a, each).dtype is rounded for each in (q, k, v))
     operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
-    said = {_SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.clamped}
+    said = {_SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.floor > -inf}
     beyond = next((why for why, met in said.items() if met), "")
     return listed_attention(masks, operands, scores.scale, weights.softmax.attrs[1], beyond)
 
@@ -269,16 +269,16 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
 
 def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | Miss:
     """The masks of the scores, and what is said of them and of a bias; or why it cannot be said."""
-    empty, sunk = CLAMPED if of.scores.clamped else of.weights.softmax.attrs[1], of.scores.sink is not None
+    empty, floor, sunk = of.weights.softmax.attrs[1], of.scores.floor, of.scores.sink is not None
     of_scores = (*frame.shape, keys), frame.masked(assumed.algebra, of.scores.terms), (*frame.sizes, keys)
     found = parted(assumed.masks(*of_scores))
-    mask = found.masks.told(empty, sunk=sunk, biased=bool(found.biases))
+    mask = found.masks.told(empty, sunk=sunk, biased=bool(found.biases), floor=floor)
     if isinstance(mask, str):
         return missed(mask, of.product, found.masks.blamed().at)
     if not found.biases:
         return found.masks, mask
     told = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
-    bias = bias_of(assumed, found, frame, dtype, empty, told)
+    bias = bias_of(assumed, found, frame, dtype, empty if floor == -inf else "", told)
     if isinstance(bias, str):
         (_, term), *_ = found.biases
         why = unproven(term.mask, hides_by_truths(found.masks.positions, term))

@@ -21,7 +21,7 @@ from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Frame
 from patterns.attention.hiding import MASKED
-from patterns.attention.masks import CLAMPED, Masks, Term
+from patterns.attention.masks import Masks, Term
 
 _VIEWS = ("reshape", "permute", "slice")
 _CARRIES = (*_VIEWS, "expand", "cast", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
@@ -117,7 +117,7 @@ def bias_of(
         found: what is added to the scores.
         frame: which dims of the scores are which.
         dtype: that of the queries.
-        empty: what the softmax makes of a row of -inf.
+        empty: what the softmax makes of a row of -inf, "" where it sees none, as scores are clamped.
         told: whether masks are told in words alone, which show nobody what a query sees.
     """
     a = assumed.algebra
@@ -137,7 +137,7 @@ def bias_of(
     infinite = _may_be_infinite(value, assumed.weights) if numbers is None else not np.isfinite(numbers).all()
     if not infinite:
         return {"bias": wide}
-    if empty == CLAMPED:
+    if not empty:
         return "as a bias it may hold -inf, which is clamped to a finite number: a query without keys sees all alike"
     if not _hide_by_infinity(found.masks):
         return "as a bias it may hold -inf, beside a mask of finite numbers, by which a query without keys sees some"

@@ -57,7 +57,7 @@ class OutputAndLse(Output):
         """What the log-sum-exp of the operator is not of."""
         require(sink is None, "the log-sum-exp of the operator does not count the sink")
         require(bias is None, "whether the log-sum-exp of the operator counts the bias is not documented")
-        finite = seen.fully_masked_row == "mean"
+        finite = seen.fully_masked_row == "mean" or seen.levels is not None
         require(not finite, "a query without keys has a finite log-sum-exp, of which the operator says +inf")
 
     def restored(self, y: Tensor, lse: Tensor, seen: Any) -> Any:

@@ -19,7 +19,7 @@ def told_apart(a: Algebra, attention: Reading) -> Reading:
     q, k, v, mask = said["q"], said["k"], said["v"], said.get("mask")
     batch, one, heads, _ = q.shape
     alike = mask is None or (mask.op == "expand" and mask.arg.rank == 4 and mask.arg.shape[1:3] == (1, 1))
-    alone = one == k.shape[1] == v.shape[1] == 1 and not {"sink", "bias"} & set(said)
+    alone = one == k.shape[1] == v.shape[1] == 1 and not {"sink", "bias", "levels"} & set(said)
     if not alike or not alone or not (_is_latent(a, k, v, heads) or _are_by_heads(a, q, heads)):
         return attention
     captures: dict[str, Any] = {**said, "q": a.reshape(q, (batch, heads, 1, q.shape[-1]))}

@@ -42,7 +42,8 @@ class Scores:
 
     `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifted`: something was taken from
     whole rows, which a softmax does not see. `at`: what is odd. `biases`: products that are added to that of queries
-    and keys, as a bias of pairs is. `clamped`: behind the masks -inf was made a number.
+    and keys, as a bias of pairs is. `floor`: behind the masks lower scores are raised to it.
+    `overflow`: from it on, lower scores that are met below are -inf in a dtype to which they are cast.
     """
 
     product: Value | None = None
@@ -55,7 +56,8 @@ class Scores:
     at: tuple[Value, ...] = ()
     shifted: bool = False
     biases: frozenset[Value] = frozenset()
-    clamped: bool = False
+    floor: float = -math.inf
+    overflow: float = -math.inf
 
 
 def dropped(p: Value) -> bool:
@@ -183,7 +185,8 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
         case "matmul":
             return replace(found, product=z)
         case "cast" if is_rounding(z):
-            return scores_of(a, found, z.arg)
+            overflow = max(found.overflow, _overflow(z.dtype) * abs(found.scale))
+            return scores_of(a, replace(found, overflow=overflow), z.arg)
         case "cast" if product_in(z, found.biases) is not None:
             said = f"the scores are cast from {z.arg.dtype} to {z.dtype}, which are not both floats"
             return replace(found, odd=said, at=(z,))
@@ -214,6 +217,12 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
             return _multiplied(a, found, z)
         case _:
             return found
+
+
+def _overflow(dtype: torch.dtype | None) -> float:
+    """The negative number from which on lower ones are rounded to -inf."""
+    held = torch.finfo(dtype or torch.float64)
+    return -(held.max + 2.0 ** math.floor(math.log2(held.max)) * held.eps / 2)
 
 
 def _of_keys_first(a: Algebra, z: Value) -> Value | None:
@@ -268,7 +277,7 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     scores, product = addends[0] if addends else (z, None)
     if product is None:
         return found
-    term = mask_on(z, scores, found.scale)
+    term = mask_on(z, scores, found.scale, found.overflow)
     if isinstance(term, Term) and term.how == "add":
         of_rows = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
         if of_rows and found.sink is None and not found.terms and computed_from(term.mask, product):
@@ -294,4 +303,4 @@ def _clamped(a: Algebra, found: Scores, z: Value) -> Scores:
         return below
     if found.terms or found.factors or not found.scale > 0 or low * found.scale > MASKED:
         return replace(found, odd="masked scores are clamped, and then masked once more or made small again", at=(z,))
-    return replace(below, clamped=True)
+    return replace(below, floor=low * found.scale)

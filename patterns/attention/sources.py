@@ -58,7 +58,8 @@ class Rows(Group):
 
     def posed(self, queries: Any, seen: Any, keys: Any) -> tuple[Any, Any]:
         """Queries and what they see; behind a mask the mean of all values, for a query without keys, is computed."""
-        return (queries, seen) if isinstance(seen, Dense) else seen.posed(queries, keys)
+        means = isinstance(seen, Dense) and seen.levels is None
+        return (queries, seen) if means else seen.posed(queries, keys)
 
     def spec(self, spec: MaskSpec, queries: Any, keys: Any, latent: bool) -> MaskSpec:
         """A mask as the operator takes it: over a latent it counts causal orders from the last key."""

@@ -33,11 +33,14 @@ class Visibility(Group):
         kv_lens, kv_len: how many keys are seen, of each sequence or of all.
         mask_kind: "none", "causal_upper_left", "causal_lower_right" as in `MaskSpec`, or "dense".
         window: how many keys before its own a query sees.
-        fully_masked_row: what a query without keys gives: "zero", "mean" (of all values) or "nan"; always "zero" where
-            every query is known to see a key.
+        fully_masked_row: what a query without keys gives: "zero", "mean" (of all values), "nan", "lowest" (the mean of
+            values whose keys are lowered least) or "lowest_or_nan" (NaN where they are lowered by -inf); always "zero"
+            where every query is known to see a key.
+        levels: by how much keys are lowered, where a query without keys sees those that are lowered least.
     """
 
     mask: Any = tensor("*L S T", optional=True, needed=False)
+    levels: Any = tensor("*L S T", optional=True)
     count: Any = tensor("B", optional=True)
     kv_lens: Any = tensor("B", optional=True)
     mask_kind: Any = attribute()
@@ -130,11 +133,18 @@ class Dense(Visibility):
         return blind.transpose(1, 2) if last else blind
 
     def posed(self, queries: Queries, keys: Any) -> tuple[Queries, Dense]:
-        """As of `Structured`."""
-        if self.fully_masked_row != "mean":
+        """As of `Structured`; or such queries see the keys that are lowered least."""
+        if self.levels is None and self.fully_masked_row != "mean":
             return queries, self
-        mask, nothing = self.shown(), self.blind()
-        opened = replace(self, mask=mask & ~nothing, fully_masked_row="zero")
+        if self.levels is None:
+            nothing, empty = self.blind(), "zero"
+            mask = self.shown() & ~nothing
+        else:
+            finite = self.fully_masked_row == "lowest"
+            least = self.levels.amax(-1, keepdim=True)
+            mask = self.levels < (least if finite else least.clamp(min=torch.finfo(least.dtype).min))
+            nothing, empty = least < 0, "zero" if finite else "nan"
+        opened = replace(self, mask=mask, levels=None, fully_masked_row=empty)
         return tuple(each.masked_fill(nothing, 0) for each in queries), opened
 
     def within(self, rows: Any) -> Dense:
@@ -157,6 +167,7 @@ class Dense(Visibility):
             case "nan":
                 return y.masked_fill(self.blind(last), torch.nan)
             case _:
+                require(self.levels is None, "a query that sees no key sees those that are lowered least")
                 mean = _mean(values, y.shape[2 if last else 1])
                 return torch.where(self.blind(last), mean.transpose(1, 2) if last else mean, y)
 

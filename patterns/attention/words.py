@@ -13,7 +13,8 @@ _SEEN = {
     "window": "how many keys before its own a query sees, None for all",
     "kv_len": "how many keys there are for every sequence, None for all T",
     "kv_lens": "how many keys there are for each sequence [B]",
-    "fully_masked_row": '"zero", "nan" or "mean": what a query without keys gives',
+    "levels": "by how much keys are lowered [B, N, S, T], where a query without keys sees those that are lowered least",
+    "fully_masked_row": '"zero", "nan", "mean", "lowest" or "lowest_or_nan": what a query without keys gives',
 }
 """What every reading of attention says of the keys that are seen."""
 

@@ -47,6 +47,7 @@ class Listing(Indexer):
     def refuse(self, seen: Any) -> None:
         """Refuse a query that no key is left for, of which the operator gives 0."""
         self.refuse_blocks()
+        require(seen.levels is None, "a query for which no key is left would see those that are lowered least")
         every = self.mask_kind == "none" and self.kv_len is None and self.kv_lens is None  # what is listed is seen
         left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and (every or self.query is not None))
         require(left, "a query for which no key is left gives the mean of all values, the operator gives 0")

@@ -139,20 +139,102 @@ def mean_by_addition(q, k, v, padding):
     return (q @ k.mT * 0.25 + hidden).softmax(-1) @ v
 
 
+def narrowed_behind(q, k, v, padding):
+    """What float32 holds is -inf in 16 bits."""
+    scores = (q @ k.mT * 0.25).float().masked_fill(~seen_by(padding, q), torch.finfo(torch.float32).min)
+    return scores.to(q.dtype).softmax(-1) @ v
+
+
+def narrowed_behind_an_addition(q, k, v, padding):
+    hidden = torch.zeros(2, 1, 6, 6).masked_fill(~seen_by(padding, q), torch.finfo(torch.float32).min)
+    return (q @ k.mT * 0.25 + hidden).to(q.dtype).softmax(-1) @ v
+
+
+def in_order(q):
+    return torch.full((q.shape[-2], q.shape[-2]), lowest(q), dtype=q.dtype).triu(1)
+
+
 def infinite_by_overflow(q, k, v, padding):
-    causal = torch.full((6, 6), lowest(q), dtype=q.dtype).triu(1)
-    hidden = causal + (~padding[:, None, None]).to(q.dtype) * lowest(q)
+    hidden = in_order(q) + (~padding[:, None, None]).to(q.dtype) * lowest(q)
     return (q @ k.mT * 0.25 + hidden).softmax(-1) @ v
 
 
+def inverted(padding, q):
+    """As older models expand a mask of padding."""
+    hidden = 1.0 - padding[:, None, None, :].expand(2, 1, q.shape[-2], -1).to(q.dtype)
+    return hidden.masked_fill(hidden.to(torch.bool), lowest(q))
+
+
+def summed(q, k, v, padding):
+    scores = q @ k.mT * 0.25 + (inverted(padding, q) + in_order(q))
+    return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def summed_one_by_one(q, k, v, padding):
+    return ((q @ k.mT * 0.25 + in_order(q)) + inverted(padding, q)).softmax(-1) @ v
+
+
+def summed_and_clamped(q, k, v, padding):
+    scores = q @ k.mT * 0.25 + (inverted(padding, q) + in_order(q))
+    return torch.max(scores, torch.tensor(lowest(q), dtype=q.dtype)).softmax(-1) @ v
+
+
+def summed_over_joined_heads(q, k, v, padding):
+    """As XGLM does: heads and sequences are one dim but where the mask is added."""
+    q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+    scores = torch.bmm(q * 0.25, k.mT).unflatten(0, (2, 4)) + (inverted(padding, q) + in_order(q))
+    scores = torch.max(scores, torch.tensor(lowest(q), dtype=q.dtype)).flatten(0, 1)
+    return torch.bmm(scores.softmax(-1), v).unflatten(0, (2, 4))
+
+
+def chosen_and_summed(q, k, v, padding):
+    """As GPT-NeoX does: the order replaces scores, padding is added to them."""
+    order = in_order(q) == 0
+    scores = torch.where(order, q @ k.mT * 0.25, torch.tensor(lowest(q), dtype=q.dtype))
+    return (scores + inverted(padding, q)).softmax(-1) @ v
+
+
+def summed_and_chosen(q, k, v, padding):
+    return (q @ k.mT * 0.25 + inverted(padding, q)).masked_fill(in_order(q) != 0, lowest(q)).softmax(-1) @ v
+
+
+def of_three_levels(q, k, v, padding):
+    return (q @ k.mT * 0.25 + in_order(q) * 0.5 + inverted(padding, q) * 0.25).softmax(-1) @ v
+
+
+def infinite_and_lowered(q, k, v, padding):
+    """Where all keys are hidden by both, NaN."""
+    hidden = torch.zeros(2, 1, 1, q.shape[-2], dtype=q.dtype).masked_fill(~padding[:, None, None], -math.inf)
+    return (q @ k.mT * 0.25 + in_order(q) + hidden).softmax(-1) @ v
+
+
+UNEVEN = [
+    infinite_by_overflow, summed, summed_one_by_one, summed_and_clamped, summed_over_joined_heads, chosen_and_summed,
+    summed_and_chosen, of_three_levels, infinite_and_lowered,
+]  # fmt: skip
+
+
 @every_dtype
-@pytest.mark.parametrize("form", [zero, not_a_number, mean, mean_by_addition, infinite_by_overflow])
+@pytest.mark.parametrize(
+    "form", [zero, not_a_number, mean, mean_by_addition, narrowed_behind, narrowed_behind_an_addition]
+)
 def test_a_query_that_sees_nothing_gives_what_the_code_gives(form, dtype):
-    t = tried(form, Entry(form, more=tensors(padding)).inputs(dtype), "composite")
-    unclear = form is infinite_by_overflow or (form is mean_by_addition and dtype is torch.float16)
-    assert told(t) == ("" if unclear else "dense"), t.outcome.refusals
-    eager, actual = (gm(*t.captured.inputs)[0] for gm in (t.captured.graph, t.fused))
-    empty = ~seen_by(padding, eager).any(-1).expand(2, 4, 6)
+    same_where_nothing_is_seen(form, padding, dtype, "" if form is mean_by_addition else "dense")
+
+
+@every_dtype
+@pytest.mark.parametrize("form", UNEVEN)
+def test_a_query_that_sees_nothing_sees_what_is_lowered_least(form, dtype):
+    """Where float16 swallows no score, it is refused."""
+    same_where_nothing_is_seen(form, torch.arange(192) >= torch.tensor([[70], [0]]), dtype, "")
+
+
+def same_where_nothing_is_seen(form, padding, dtype, halves):
+    size = padding.shape[1]
+    t = tried(form, Entry(form, more=tensors(padding), queries=size, keys=size).inputs(dtype), "composite")
+    assert told(t) == (halves if dtype is torch.float16 else "dense"), t.outcome.refusals
+    (eager,), (actual,) = t.captured.graph(*t.captured.inputs), t.fused(*t.inputs())
+    empty = (padding.cumsum(-1) == 0)[:, None].expand(2, 4, size)
     assert empty.any()
     torch.testing.assert_close(actual[empty], eager[empty], equal_nan=True, rtol=0, atol=torch.finfo(dtype).eps * 2)
     assert relative_error(actual[~empty], eager[~empty]) <= 4 * torch.finfo(dtype).eps

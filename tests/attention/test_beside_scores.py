@@ -119,10 +119,15 @@ def clamped_without_mask(q, k, v):
     return (q @ k.mT / 4).clamp(min=least(q)).masked_fill(future(), -math.inf).softmax(-1) @ v
 
 
+def clamped_padding(q, k, v):
+    scores = (q @ k.mT / 4).masked_fill(VALID[:, None, None] == 0, -math.inf)
+    return scores.clamp(min=least(q)).softmax(-1) @ v
+
+
 FUSED: list[Form] = [
     pair_sdpa, pair_by_hand, pair_first, pair_of_two_halves, positions_first, product_of_rows,
     relative_rows_and_columns, filled, filled_unequal, filled_where_zero, filled_by_choice,
-    clamped, clamped_by_max, clamped_without_mask,
+    clamped, clamped_by_max, clamped_padding, clamped_without_mask,
 ]  # fmt: skip
 
 
@@ -173,11 +178,6 @@ def keys_in_rows_and_columns(q, k, v):
     return (picture + rows + columns).view(B, N, S, S).softmax(-1) @ v
 
 
-def clamped_padding(q, k, v):
-    scores = (q @ k.mT / 4).masked_fill(VALID[:, None, None] == 0, -math.inf)
-    return scores.clamp(min=least(q)).softmax(-1) @ v
-
-
 def clamped_scores(q, k, v):
     return (q @ k.mT / 4).masked_fill(future(), -math.inf).clamp(min=-5.0).softmax(-1) @ v
 
@@ -198,7 +198,6 @@ def clamped_and_scaled(q, k, v):
 REFUSED: dict[Form, str] = {
     keys_of_each_query: "keys or values are not the same for the queries of one head",
     keys_in_rows_and_columns: "something is added to the scores while their keys stand in several dims",
-    clamped_padding: "would see all of them alike, as masked scores are clamped to finite numbers",
     clamped_scores: "the scores are clamped, which the operator does not do",
     clamped_above: "the scores are clamped, which the operator does not do",
     clamped_and_masked: "masked scores are clamped, and then masked once more",

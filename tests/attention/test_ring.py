@@ -15,7 +15,7 @@ from patterns.attention.visibility import Visibility
 @pytest.mark.parametrize("rows", [4, Symbol("rows", integer=True, positive=True)])
 def test_a_ring_is_of_as_many_keys_as_are_known_before(rows: object):
     q, k, v = (SimpleNamespace(shape=(2, 3, rows, width)) for width in (24, 24, 16))
-    seen = Visibility(None, None, None, "none", None, None, "zero")
+    seen = Visibility(None, None, None, None, "none", None, None, "zero")
     if rows == 4:
         RingMla().guard(q, k, v, seen)
         return

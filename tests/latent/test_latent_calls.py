@@ -62,10 +62,10 @@ def last(queries: int, keys: int) -> Tensor:
 def shown(queries: int, keys: int) -> Dense:
     hidden = torch.rand(B, 1, queries, keys, generator=torch.Generator().manual_seed(1)) > 0.5
     hidden[1, :, 0] = True
-    return Dense(hidden, None, None, "dense", None, None, "mean")
+    return Dense(hidden, None, None, None, "dense", None, None, "mean")
 
 
-NONE = Structured(mask_kind="none", window=None, kv_len=None, kv_lens=None, mask=None, count=None)
+NONE = Structured(mask_kind="none", window=None, kv_len=None, kv_lens=None, mask=None, levels=None, count=None)
 
 
 @pytest.mark.parametrize("heads_first", [False, True], ids=["heads behind", "heads first"])
