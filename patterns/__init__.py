@@ -23,13 +23,10 @@ from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
 from patterns.latent.read_products import latent_products
-from patterns.linear.clipped_swiglu import ClippedSwiglu
-from patterns.linear.clipped_swiglu_projections import ClippedSwigluProjections
 from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
 from patterns.linear.swiglu import Swiglu
-from patterns.linear.swiglu_projections import SwigluProjections
 from patterns.norm.add_layer_norm import AddLayerNorm
 from patterns.norm.add_rms_norm import AddRMSNorm
 from patterns.norm.layer_norm import LayerNorm
@@ -42,7 +39,6 @@ from patterns.quant.read_packed_rows import packed_rows
 from patterns.quant.read_quantise import quantised
 from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
-from patterns.quant.rotate_quant import RotateQuant
 from patterns.quant.weight_only_linear import WeightOnlyLinear
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
@@ -64,13 +60,9 @@ _RULES = (
     Rope(),
     RopePair(),
     Swiglu(),
-    SwigluProjections(),
-    ClippedSwiglu(),
-    ClippedSwigluProjections(),
     JoinedProjections(),
     HeadProjection(),
     DynamicQuant(),
-    RotateQuant(),
     QuantMatmul(),
     WeightOnlyLinear(),
     ExpertRouting(),

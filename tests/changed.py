@@ -23,7 +23,10 @@ GREEN = ROOT / ".cache" / "green"
 DOMAINS = tuple(
     sorted(each.parent.name for each in ROOT.glob("patterns/*/__init__.py") if each.parent.name != "examples")
 )
-FAMILIES = {"rope_half": "rotary", "rope_interleaved": "rotary", "rope_interleaved_to_half": "rotary"}
+FAMILIES = {
+    **dict.fromkeys(("rope_half", "rope_interleaved", "rope_interleaved_to_half"), "rotary"),
+    **dict.fromkeys(("swiglu_projections", "clipped_swiglu", "clipped_swiglu_projections"), "linear"),
+}
 """Families of the corpus that are not called as a rule is, with their domains."""
 
 ACROSS = ("corpus", "goldens", "laws")

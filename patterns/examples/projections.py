@@ -77,10 +77,10 @@ JOINED = (
 )
 ONE_BIAS = "only one of gate and up has a bias"
 GATED = (
-    Example("silu(gate) * up", _gated, PAIR),
-    Example("in float32, up first", _gated_in_float, PAIR),
-    Example("with biases, silu written out", _gated_biased, PAIR_BIASED),
-    Example("weights that are inputs", _gated, tensors(X, (64, 64), (64, 64)), NOT_PARAMETERS),
+    Example("two projections", _gated, PAIR),
+    Example("two projections in float32, up first", _gated_in_float, PAIR),
+    Example("two projections with biases, silu written out", _gated_biased, PAIR_BIASED),
+    Example("two projections by weights that are inputs", _gated, tensors(X, (64, 64), (64, 64)), NOT_PARAMETERS),
     Example("one bias", lambda x, gate, bias, up: silu(linear(x, gate, bias)) * linear(x, up), HALF_BIASED, ONE_BIAS),
     Example(
         "two inputs", lambda x, z, gate, up: silu(linear(x, gate)) * linear(z, up), TWO_INPUTS,
@@ -126,4 +126,4 @@ HEADS = (
     ),
 )  # fmt: skip
 
-TRIED = {"joined_projections": JOINED, "swiglu_projections": GATED, "head_projection": HEADS}
+TRIED = {"joined_projections": JOINED, "swiglu": GATED, "head_projection": HEADS}

@@ -233,11 +233,14 @@ def turned(*rows: int, size: int = 128) -> Inputs:
 
 
 ROTATED = (
-    Example("rows", lambda x, matrix: quantised(x @ matrix), turned(5, 128)),
-    Example("heads, half as large", lambda x, matrix: quantised(linear(x, matrix) * 0.5), turned(2, 3, 4, 128)),
+    Example("turned rows", lambda x, matrix: quantised(x @ matrix), turned(5, 128)),
+    Example("turned heads, half as large", lambda x, matrix: quantised(linear(x, matrix) * 0.5), turned(2, 3, 4, 128)),
     Example(
-        "negative", lambda x, matrix: quantised((x @ matrix) * -0.5), turned(5, 128), "multiplied by -0.5, which is not"
+        "turned, negative",
+        lambda x, matrix: quantised((x @ matrix) * -0.5),
+        turned(5, 128),
+        "multiplied by -0.5, which is not",
     ),
 )
 
-TRIED = {"dynamic_quant": ROWS, "quant_matmul": PRODUCTS, "rotate_quant": ROTATED}
+TRIED = {"dynamic_quant": (*ROWS, *ROTATED), "quant_matmul": PRODUCTS}

@@ -1,49 +1,45 @@
-"""y = silu(a) · b with a and b the halves of one tensor  (Shazeer, GLU Variants Improve Transformer, 2020).
+"""y = silu(a) · b; or y = a · sigmoid(alpha · a) · (b + shift), both bounded  (Shazeer, 2020; gpt-oss, 2025).
 
-*Matches* silu written in any way, on the first half of a merged projection. *Replaces with* `npu_swiglu`.
+*Matches* silu written in any way, of the halves or lanes of a merged projection, or of two projections of one input
+whose weights are Parameters; with bounds of both, or without. *Replaces with* `npu_swiglu` or `npu_clipped_swiglu`;
+two projections become one matmul of the joined weights, prepared once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, lookalike, lowering, pattern, scalar, tensor
+from fusion import Rule, lookalike, lowering, pattern, scalar, tensor, variants
+from patterns.linear.gates import BOUNDS, SOURCES, Clipped, Merged, Projected
 
 f32 = torch.float32
 
 
 @dataclass(frozen=True)
 class Swiglu(Rule):
-    """The gated activation of a merged gate-and-up projection."""
+    """The gated activation of gate and up."""
 
     def reference(self, x: Tensor) -> Tensor:
-        """The meaning: x [*B, 2·H]."""
+        """The meaning without bounds: x [*B, 2·H]."""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     @pattern
-    def halves(self, p, x=tensor("*B D")):
+    @variants(source=SOURCES, bounds=BOUNDS)
+    def gated(self, p, source, bounds):
         """Gate first, up second."""
-        gate = p.maybe_cast(p.part(x, 0, of=2), to=f32)
-        up = p.maybe_cast(p.part(x, 1, of=2), to=f32)
-        return p.as_dtype(p.maybe_cast(p.silu(gate), to=x) * up, like=x)
+        return p.as_dtype(_product(p, bounds, *source.terms(p), source.x), like=source.x)
 
-    @pattern
-    def cast_halves(self, p, x=tensor("*B D")):
-        """The halves of a tensor that was cast as a whole."""
-        h = p.maybe_cast(x, to=f32)
-        return p.as_dtype(p.maybe_cast(p.silu(p.part(h, 0, of=2)), to=x) * p.part(h, 1, of=2), like=x)
-
-    @lookalike("the halves are in the wrong order: silu is on the second half, the operator's is on the first half")
-    def swapped(self, p, x=tensor("*B D")):
-        """Silu of the second half."""
-        gate = p.maybe_cast(p.part(x, 1, of=2), to=f32)
-        up = p.maybe_cast(p.part(x, 0, of=2), to=f32)
-        return p.maybe_cast(p.silu(gate), to=x) * up
+    @variants(bounds=BOUNDS)
+    @lookalike("gate and up are in the wrong order: the operator takes the first half, or lanes, for the gate")
+    def swapped(self, p, bounds, source: Any = Merged):
+        """The gate second."""
+        return _product(p, bounds, *source.terms(p, gate_first=False), source.x)
 
     @lookalike("the gate is multiplied by {factor} before silu")
     def scaled(self, p, gate=tensor("*B D"), up=tensor("*B D"), factor=scalar()):
@@ -56,21 +52,44 @@ class Swiglu(Rule):
         gate, up = (p.maybe_cast(p.op("slice", x), to=f32) for _ in range(2))
         return p.maybe_cast(p.silu(gate), to=x) * up
 
+    @lookalike("gate and up are projections of different inputs", apart=("x", "z"))
+    def two_inputs(self, p, z=tensor("*B J"), source: Any = Projected):
+        """Silu of one, times the other."""
+        gate, up = source.terms(p, beside=z)
+        return p.maybe_cast(p.silu(gate), to=source.x) * up
+
+    @variants(bounds=BOUNDS)
     @lookalike(
-        "gate and up are not the first and second halves of one tensor but two tensors, or other slices; joining them "
-        "would cost a copy"
+        "gate and up are not the first and second halves, or lanes, of one tensor but two tensors, or other slices; "
+        "joining them would cost a copy",
+        apart=("gate", "up"),
     )
-    def two_tensors(self, p, gate=tensor("*B D"), up=tensor("*B D")):
-        """Silu(gate) · up of any two tensors."""
-        g = p.maybe_cast(gate, to=f32)
-        return p.maybe_cast(p.silu(g), to=gate) * up
+    def two_tensors(self, p, bounds, gate=tensor("*B D"), up=tensor("*B D")):
+        """Of any two tensors."""
+        return _product(p, bounds, p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32), gate)
+
+    @lookalike("the gate is clamped behind silu: the operator clamps it before")
+    def behind_silu(self, p, gate=tensor("*B D"), up=tensor("*B D"), bounds: Any = Clipped):
+        """Silu, then a bound."""
+        activated = p.clip(p.silu(p.maybe_cast(gate, to=f32)), bounds.floor, bounds.limit)
+        return activated * bounds.linear(p, p.maybe_cast(up, to=f32))
 
     @lookalike("the gate is gelu, not silu")
     def gelu_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
         """Gelu(gate) · up."""
         return p.op("aten.gelu.default", gate) * up
 
+    def guard(self, source: Any, bounds: Any):
+        """What the operator takes, and when joining is free."""
+        bounds.refuse(source.interleaved)
+        source.refuse()
+
     @lowering
-    def npu(self, x: Tensor):
-        """One operator over the merged tensor."""
-        return torch.ops.npu.npu_swiglu(x, -1)
+    def npu(self, source: Any, bounds: Any):
+        """One operator, behind one matmul where projections are joined."""
+        return bounds.run(source.joined(), source.interleaved)
+
+
+def _product(p: Any, bounds: Any, gate: Any, up: Any, x: Any) -> Any:
+    """What is activated of the gate, in the dtype of `x` or not, times the other factor."""
+    return p.maybe_cast(bounds.gated(p, gate), to=x) * bounds.linear(p, up)

@@ -1,0 +1,147 @@
+"""The facets of a gated activation: where gate and up come from, and what bounds them.
+
+Merged       two halves, or every second lane, of one tensor
+Projected    two projections of one input, whose weights are joined
+
+Unbounded    silu(a) · b
+Clipped      a · sigmoid(alpha · a) · b, a ≤ limit, |b| ≤ limit
+Shifted      the same with something added to b
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion import Group, attribute, require, scalar, tensor
+
+f32 = torch.float32
+
+
+@dataclass(frozen=True)
+class Merged(Group):
+    """Gate and up of one tensor, the gate first, perhaps cast as a whole."""
+
+    x: Any = tensor("*B D")
+    interleaved: Any = attribute()
+
+    def terms(self, p, gate_first: bool = True) -> tuple[Any, Any]:
+        """Both, perhaps in float32."""
+        wide = p.maybe_cast(self.x, to=f32)
+        lanes = [p.gate_lanes(x=wide, second=each, interleaved=self.interleaved) for each in (False, True)]
+        gate, up = (p.maybe_cast(each, to=f32) for each in (lanes if gate_first else lanes[::-1]))
+        return gate, up
+
+    def refuse(self) -> None:
+        """They lie in one tensor already."""
+
+    def joined(self) -> Tensor:
+        """Both, [*B, 2 · H]."""
+        return self.x
+
+
+@dataclass(frozen=True)
+class Projected(Group):
+    """Gate and up as linear layers of one input."""
+
+    x: Any = tensor("*B K")
+    gate: Any = tensor("H K")
+    gate_bias: Any = tensor("H", optional=True)
+    gate_is_parameter_only: Any = attribute()
+    up: Any = tensor("H J")
+    up_bias: Any = tensor("H", optional=True)
+    up_is_parameter_only: Any = attribute()
+    interleaved = False
+
+    def terms(self, p, beside: Any = None) -> tuple[Any, Any]:
+        """Both, perhaps in float32; up of another input where there is one `beside`."""
+        gate = dict(weight=self.gate, bias=self.gate_bias, is_parameter_only=self.gate_is_parameter_only)
+        up = dict(weight=self.up, bias=self.up_bias, is_parameter_only=self.up_is_parameter_only)
+        other = self.x if beside is None else beside
+        return p.maybe_cast(p.linear(x=self.x, **gate), to=f32), p.maybe_cast(p.linear(x=other, **up), to=f32)
+
+    def refuse(self) -> None:
+        """Joining is free only where it is done once."""
+        fixed = self.gate_is_parameter_only and self.up_is_parameter_only
+        require(fixed, "the weights do not come from Parameters alone: joining them would cost a copy at every call")
+        require((self.gate_bias is None) == (self.up_bias is None), "only one of gate and up has a bias")
+
+    def joined(self) -> Tensor:
+        """Both, [*B, 2 · H], by one matmul."""
+        bias = None if self.gate_bias is None else torch.cat([self.gate_bias, self.up_bias])
+        return F.linear(self.x, torch.cat([self.gate, self.up]), bias)
+
+
+@dataclass(frozen=True)
+class Unbounded(Group):
+    """No bounds."""
+
+    def gated(self, p, gate):
+        """Silu."""
+        return p.silu(gate)
+
+    def linear(self, p, up):
+        """The other factor."""
+        return up
+
+    def refuse(self, interleaved: bool) -> None:
+        """Refuse every second lane."""
+        require(not interleaved, "gate and up are every second lane of one tensor: the operator takes its halves")
+
+    def run(self, merged: Tensor, interleaved: bool) -> Tensor:
+        """The operator."""
+        return torch.ops.npu.npu_swiglu(merged, -1)
+
+
+@dataclass(frozen=True)
+class Clipped(Group):
+    """Bounds of gate and up, and by what the gate is multiplied in the sigmoid."""
+
+    floor: Any = scalar()
+    limit: Any = scalar()
+    low: Any = scalar()
+    high: Any = scalar()
+    alpha: Any = scalar()
+    shift = 0.0
+
+    def gated(self, p, gate):
+        """A · sigmoid(alpha · a)."""
+        a = p.maybe_cast(p.clip(gate, self.floor, self.limit), to=f32)
+        return a * p.sigmoid(p.maybe_scaled(a, self.alpha))
+
+    def linear(self, p, up):
+        """The other factor."""
+        return p.clip(up, self.low, self.high)
+
+    def refuse(self, interleaved: bool) -> None:
+        """Refuse bounds that the operator has not."""
+        require(self.floor == -math.inf, "the gate is clamped from below as well, at {floor}", floor=self.floor)
+        kept = (self.low, self.high) == (-self.limit, self.limit)
+        between = "up is clamped between {low} and {high}, where the operator has one limit for gate and up: {limit}"
+        require(kept, between, low=self.low, high=self.high, limit=self.limit)
+
+    def run(self, merged: Tensor, interleaved: bool) -> Tensor:
+        """The operator."""
+        return torch.ops.npu.npu_clipped_swiglu(
+            merged, dim=-1, alpha=self.alpha, limit=self.limit, bias=self.shift, interleaved=interleaved
+        )
+
+
+@dataclass(frozen=True)
+class Shifted(Clipped):
+    """The same with something added to up."""
+
+    shift: Any = scalar()
+
+    def linear(self, p, up):
+        """The other factor."""
+        return p.shift(super().linear(p, up), self.shift)
+
+
+SOURCES: tuple[Any, ...] = (Merged, Projected)
+BOUNDS: tuple[Any, ...] = (Unbounded, Clipped, Shifted)
