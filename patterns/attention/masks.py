@@ -250,8 +250,13 @@ class Masks:
 
     def _led(self, x: Value) -> tuple[Value, tuple[Any, ...]]:
         """What broadcasts to the scores before it was expanded, and its dims with those of size 1 in front."""
-        wide = x.arg if x.op == "expand" else x
+        wide = _once(x)
         return wide, (*(1,) * (len(self.positions.shape) - wide.rank), *wide.shape)
+
+
+def _once(x: Value) -> Value:
+    """What is repeated along dims of size 1, before it is."""
+    return x.arg if x.op == "expand" else x
 
 
 def mask_on(z: Value, scores: Value, factor: float = 1.0, overflow: float = -math.inf) -> Term | str:
@@ -361,10 +366,10 @@ def _total(a: Algebra, terms: Sequence[Term]) -> Value | None:
         must(each.factor == 1 and each.overflow <= torch.finfo(dtype).min)
         before = total and a.cast(total, dtype)
         if each.how == "add":
-            mask = a.cast(each.mask, dtype)
+            mask = a.cast(_once(each.mask), dtype)
             total = mask if before is None else a.add(before, mask)
             continue
-        (hides,) = _hidden(a, (each,))
+        hides = _once(*_hidden(a, (each,)))
         if before is None:
             total = a.make("filled", (hides,), (each.fill, 0.0), hides.shape, dtype)
         else:

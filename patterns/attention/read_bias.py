@@ -21,7 +21,7 @@ from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Frame
 from patterns.attention.hiding import MASKED
-from patterns.attention.masks import Masks, Term
+from patterns.attention.masks import LOST, Masks, Term
 
 _VIEWS = ("reshape", "permute", "slice")
 _CARRIES = (*_VIEWS, "expand", "cast", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
@@ -134,13 +134,14 @@ def bias_of(
     wide = _of_heads(a, value, frame, found.masks.sizes[-1])
     if wide is None:
         return "as a bias it is not one of each sequence, head and query"
-    infinite = _may_be_infinite(value, assumed.weights) if numbers is None else not np.isfinite(numbers).all()
-    if not infinite:
+    if not _may_reach(-LOST, value, numbers, assumed.weights):
+        return {"bias": wide}
+    if not _hide_by_infinity(found.masks):
+        return "as a bias it may hide keys, beside a mask of finite numbers, by which a query without keys sees some"
+    if not _may_reach(math.inf, value, numbers, assumed.weights):
         return {"bias": wide}
     if not empty:
         return "as a bias it may hold -inf, which is clamped to a finite number: a query without keys sees all alike"
-    if not _hide_by_infinity(found.masks):
-        return "as a bias it may hold -inf, beside a mask of finite numbers, by which a query without keys sees some"
     if told:
         return "as a bias it may hold -inf, beside a mask of each head"
     return {"bias": wide, "empty_bias": empty}
@@ -188,26 +189,33 @@ def _of_heads(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value | None
     return a.reshape(wide, (lead[0], *frame.sizes[1:], keys))
 
 
-def _may_be_infinite(x: Value, weights: Collection[str]) -> bool:
-    """Whether -inf may be among the numbers of a bias: a product is as finite as scores are, a weight a number."""
+def _may_reach(most: float, x: Value, numbers: Array | None, weights: Collection[str]) -> bool:
+    """Whether a bias may hold so large a number, or a larger one."""
+    return _may_hold(most, x, weights) if numbers is None else not (np.abs(numbers) < most).all()
+
+
+def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
+    """The same of what is no constant: a product is as small as scores are, a weight a number."""
     if x.dtype is torch.float16 and x.op not in (*_VIEWS, "expand", "index", "take", "input"):
         return True  # whose largest number is small enough to be passed
     match x.op:
         case "input":
             return x.attrs[1] != 0 or x.attrs[0] not in weights
         case "full":
-            return not math.isfinite(x.attrs[0])
+            return not abs(x.attrs[0]) < most
+        case "scale" | "shift" if not abs(x.attrs[0]) < most:
+            return True
         case "cast" if is_integer(x.arg) or x.arg.dtype is torch.bool:
             return False
         case "mul":  # what is the same for all keys is a number, as what scales the scores is
             keyed = [each for each in x.args if each.shape[-1:] not in ((), (1,))]
-            return any(_may_be_infinite(each, weights) for each in keyed)
+            return any(_may_hold(most, each, weights) for each in keyed)
         case "index" | "take":
-            return _may_be_infinite(x.arg, weights)
+            return _may_hold(most, x.arg, weights)
         case "where":
-            return any(_may_be_infinite(each, weights) for each in x.args[1:])
+            return any(_may_hold(most, each, weights) for each in x.args[1:])
         case _:
-            return x.op not in _FINITE and (x.op not in _CARRIES or any(_may_be_infinite(e, weights) for e in x.args))
+            return x.op not in _FINITE and (x.op not in _CARRIES or any(_may_hold(most, e, weights) for e in x.args))
 
 
 def _hide_by_infinity(masks: Masks) -> bool:

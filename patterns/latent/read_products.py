@@ -2,7 +2,7 @@
 
     q kᵀ = (q_nope W_UK) cᵀ + q_rope rᵀ        P v = (P c) W_UV                           (DeepSeek-V2, 2024, §2.1)
 
-Both hold for any weights: no softmax, mask or bias need be read.
+Both hold for any finite weights: no softmax, mask or bias need be read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.fx as fx
 from fusion import reader
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.infinities import may_hold_infinity
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, named, uncast
 from fusion.graph import Algebra, Found, Graph, Reading, Value
@@ -118,8 +119,8 @@ def _scores(graph: Graph, value: Value, of: Product) -> dict[Value, Reading] | N
 
 @proof
 def _context(graph: Graph, value: Value, of: Product) -> dict[Value, Reading] | None:
-    """Weights times values."""
-    must(of.number == 1)
+    """Weights times values; infinite ones make other numbers NaN if they meet the latent first."""
+    must(of.number == 1 and not may_hold_infinity(of.x))
     latent, up, rows = proven(_values(graph.algebra, of.y))
     given = {"weights": of.x, "latent": latent, "up": up, "rows": rows}
     return {value: Reading("latent_context", {**given, "dtype": of.dtype, "output_view": of.steps})}

@@ -6,6 +6,8 @@ import ast
 import random
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from .blocks import DOMAINS, Block
 from .mutate import assigned, mutated
 from .program import Input, Program, changed
@@ -57,10 +59,23 @@ def repeated(program: Program, pick: Pick) -> Program:
     count = pick((4, 5, 6))
     own = [each for each in program.inputs if pick((True, True, False))]
     chained = pick((*(each.name for each in own), ""))
-    chains = [(chained, result) for result in program.results if chained]
+    chains = [(chained, result) for result in _alike(program, chained)] if chained else []
     found = (_layers(program, own, count, chain) for chain in (*chains, ("", "")))
     made = next((each for each in found if each.runs()), program)
     return made if pick((True, False)) or made is program else changed(made, results=made.results[-1:])
+
+
+def _alike(program: Program, name: str) -> list[str]:
+    """The results that have the shape of an input: torch's attention reads on behind values of fewer rows."""
+    if not program.runs():
+        return []
+    found = list(program.results)
+    for again in (False, True) if program.again else (False,):
+        given = dict(zip((each.name for each in program.inputs), program.tensors(again), strict=True))
+        with torch.no_grad():
+            made = dict(zip(program.results, program.function()(*given.values()), strict=True))
+        found = [each for each in found if made[each].shape == given[name].shape]
+    return found
 
 
 def _layers(program: Program, own: Sequence[Input], count: int, chain: tuple[str, str]) -> Program:

@@ -416,4 +416,24 @@ KEPT = (
             sizes=(("B", 2),),
         ),
     ),
+    Kept(
+        "an order of least numbers beside a padding that is added, in rows of all heads",
+        "the padding was taken for a bias, and the order told in words, which a query without keys saw through",
+        Program(
+            inputs=(
+                Input("q", ("B", 4, "S", 128)),
+                Input("v", ("B", 4, "S", 128)),
+                Input("padding", ("B", "S"), values="left padded"),
+            ),
+            lines=(
+                "gone = 1.0 - padding[:, None, None, :]",
+                "seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()",
+                "gone = gone.masked_fill(gone.to(torch.bool), torch.finfo(q.dtype).min)",
+                "scores = torch.where(seen, q @ q.mT, torch.finfo(q.dtype).min) + gone",
+                "y = torch.bmm(scores.flatten(0, 1).softmax(-1), v.flatten(0, 1))",
+            ),
+            results=("y",),
+            sizes=(("B", 2), ("S", 3)),
+        ),
+    ),
 )

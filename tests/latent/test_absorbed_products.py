@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import product
 from time import perf_counter
@@ -18,6 +19,7 @@ from fusion.options import Options
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.read import read
 from fusion.testing import LEVELS, Trial, capture
+from tests.engine.graphs import numbers, read_graph, traced
 
 from . import absorbed_products as corpus
 
@@ -168,3 +170,21 @@ def _timed(graph: Callable[..., Any], args: tuple[Tensor, ...]) -> float:
     with torch.no_grad():
         graph(*args)
     return perf_counter() - start
+
+
+def context(weigh: Callable[[Tensor], Tensor]) -> int:
+    """How many products of weights with values of a latent are read, behind a mask of -inf."""
+
+    def forward(scores: Tensor, latent: Tensor, up: Tensor) -> Tensor:
+        values = F.linear(latent, up).unflatten(-1, (2, 16)).transpose(1, 2)
+        return weigh(scores.masked_fill(torch.arange(8) > 4, -math.inf)) @ values
+
+    graph = read_graph(traced(forward, numbers(2, 2, 1, 8), numbers(2, 8, 64), numbers(32, 64)).graph)
+    return len(graph.readings.all("latent_context"))
+
+
+def test_infinite_weights_meet_no_latent_first():
+    assert context(lambda scores: scores.softmax(-1)) == 1
+    assert context(lambda scores: scores.sigmoid()) == 1
+    assert context(lambda scores: torch.log_softmax(scores, -1)) == 0
+    assert context(lambda scores: scores) == 0

@@ -216,4 +216,29 @@ def biased(w: Writer) -> None:
     w.give(w.let(f"{p}.to({q}.dtype) @ {v}", "o"), ("B", n, "S", width))
 
 
-BLOCKS = (attention, attention, attention, from_tokens, with_sink, biased, biased)
+def summed(w: Writer) -> None:
+    """An order and a padding of least numbers, which are added up; what is masked may be clamped."""
+    (n, _), width = heads(w)
+    q, k, v = (w.take(("B", n, "S", width), name) for name in "qkv")
+    seen, least = position_mask(w, q, k, w.pick("causal", "causal", "window")), f"torch.finfo({q}.dtype).min"
+    there = w.input(("B", "S"), w.pick("left padded", "right padded"), name="padding")
+    gone = w.let(f"1.0 - {there}[:, None, None, :].to({q}.dtype)", "gone")
+    second = w.let(f"{gone}.masked_fill({gone}.to(torch.bool), {least})", "second")
+    first = w.let(w.pick(
+        f"torch.zeros({seen}.shape, dtype={q}.dtype).masked_fill(~{seen}, {least})",
+        f"torch.full({seen}.shape, {least}, dtype={q}.dtype).masked_fill({seen}, 0)",
+    ), "first")  # fmt: skip
+    scores = w.let(f"{q} @ {k}.mT * {width**-0.5}", "scores")
+    scores = w.let(w.pick(
+        f"{scores} + ({first} + {second})", f"{scores} + ({second} + {first})", f"({scores} + {first}) + {second}",
+        f"torch.where({seen}, {scores}, {least}) + {second}", f"({scores} + {second}).masked_fill(~{seen}, {least})",
+    ), "scores")  # fmt: skip
+    if w.maybe(3):
+        scores = w.let(w.pick(
+            f"torch.max({scores}, torch.tensor({least}, dtype={q}.dtype))", f"{scores}.clamp(min={least})"
+        ), "scores")  # fmt: skip
+    o = by_rows(w, scores, q, v) if w.maybe(3) else w.let(f"{softmaxed(w, scores, q)} @ {v}", "o")
+    w.give(o, ("B", n, "S", width))
+
+
+BLOCKS = (summed, attention, attention, attention, from_tokens, with_sink, biased, biased)
