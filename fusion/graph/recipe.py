@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusion.graph.dims import Dim
+from fusion.graph.proof import proven
 from fusion.graph.value import Value
 
 Sizes = Callable[[Dim], "int | torch.SymInt"]
@@ -110,8 +111,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def buildable(value: Value) -> bool:
-    """Whether this op has a recipe."""
-    return value.op in RECIPES
+    """Whether this op has a recipe: torch has no mean of whole numbers, of which a sum is one that is scaled."""
+    return value.op in RECIPES and not (value.op == "mean" and not proven(value.dtype).is_floating_point)
 
 
 def build(value: Value, sizes: Sizes, *args: Any) -> Tensor:

@@ -227,6 +227,10 @@ class Masks:
                     return True
         return False
 
+    def weakest(self) -> float:
+        """The finite number nearest to 0 by which a mask hides a key; -inf where all of them hide by that."""
+        return max((number for number in _numbers(self.positions, self.terms)), default=-torch.inf)
+
     def blamed(self) -> Term:
         """The mask of which it cannot be said what it lets through, else the last one."""
         return next((each for each in self.terms if isinstance(visible(self.positions, (each,)), str)), self.terms[-1])

@@ -278,7 +278,7 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     if not found.biases:
         return found.masks, mask
     told = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
-    bias = bias_of(assumed, found, frame, dtype, empty if floor == -inf else "", told)
+    bias = bias_of(assumed, found, frame, dtype, empty, told, floor)
     if isinstance(bias, str):
         (_, term), *_ = found.biases
         why = unproven(term.mask, hides_by_truths(found.masks.positions, term))

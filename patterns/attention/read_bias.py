@@ -18,6 +18,7 @@ from fusion.analysis.predicates import Positions
 from fusion.analysis.rounding import exact, is_float
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.logic import constant, where
+from fusion.graph.proof import proven
 from patterns.attention.assumed import Assumed
 from patterns.attention.frames import Frame
 from patterns.attention.hiding import MASKED
@@ -107,7 +108,7 @@ def _chosen(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
 
 
 def bias_of(
-    assumed: Assumed, found: Parted, frame: Frame, dtype: torch.dtype | None, empty: str, told: bool
+    assumed: Assumed, found: Parted, frame: Frame, dtype: torch.dtype | None, empty: str, told: bool, floor: float
 ) -> dict[str, Any] | str:
     """The bias [B or 1, N, S, T] in the dtype of the queries, and what a row of it gives that is all -inf; or why none,
     in words of it.
@@ -117,8 +118,9 @@ def bias_of(
         found: what is added to the scores.
         frame: which dims of the scores are which.
         dtype: that of the queries.
-        empty: what the softmax makes of a row of -inf, "" where it sees none, as scores are clamped.
+        empty: what the softmax makes of a row of -inf.
         told: whether masks are told in words alone, which show nobody what a query sees.
+        floor: the number to which lower scores are raised behind it.
     """
     a = assumed.algebra
     if dtype is None:
@@ -134,13 +136,14 @@ def bias_of(
     wide = _of_heads(a, value, frame, found.masks.sizes[-1])
     if wide is None:
         return "as a bias it is not one of each sequence, head and query"
-    if not _may_reach(-LOST, value, numbers, assumed.weights):
-        return {"bias": wide}
-    if not _hide_by_infinity(found.masks):
+    weakest = max(found.masks.weakest(), floor if found.masks.terms else -math.inf)
+    if weakest > -math.inf and _may_reach(min(-LOST, -weakest / 4), value, numbers, assumed.weights):
         return "as a bias it may hide keys, beside a mask of finite numbers, by which a query without keys sees some"
     if not _may_reach(math.inf, value, numbers, assumed.weights):
         return {"bias": wide}
-    if not empty:
+    if floor > -math.inf and not found.masks.terms:
+        return {"bias": a.make("clamp", (wide,), (floor, math.inf), wide.shape, wide.dtype)}
+    if floor > -math.inf:
         return "as a bias it may hold -inf, which is clamped to a finite number: a query without keys sees all alike"
     if told:
         return "as a bias it may hold -inf, beside a mask of each head"
@@ -207,6 +210,8 @@ def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
             return True
         case "cast" if is_integer(x.arg) or x.arg.dtype is torch.bool:
             return False
+        case "cast" if is_rounding(x):  # what the dtype does not hold is infinite
+            return _may_hold(min(most, torch.finfo(proven(x.dtype)).max), x.arg, weights)
         case "mul":  # what is the same for all keys is a number, as what scales the scores is
             keyed = [each for each in x.args if each.shape[-1:] not in ((), (1,))]
             return any(_may_hold(most, each, weights) for each in keyed)
@@ -216,16 +221,3 @@ def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
             return any(_may_hold(most, each, weights) for each in x.args[1:])
         case _:
             return x.op not in _FINITE and (x.op not in _CARRIES or any(_may_hold(most, e, weights) for e in x.args))
-
-
-def _hide_by_infinity(masks: Masks) -> bool:
-    """Whether what masks hide is -inf, whatever is added to it."""
-    for each in masks.terms:
-        numbers = (
-            masks.positions.constants(each.mask, masks.positions.of(each.mask))
-            if each.how == "add"
-            else {each.fill: True}
-        )
-        if numbers is None or any(number not in (0, -math.inf) for number in numbers):
-            return False
-    return True

@@ -20,6 +20,7 @@ QKV = tuple(numbers(B, N, S, D, seed=seed) for seed in range(3))
 PAIRS, TABLE = numbers(B, S, S, C, seed=3), numbers(N, C, seed=4) / 4
 OWN = numbers(B, S, S, D, seed=5)
 BY_AXIS = numbers(2, 2, D, seed=6), numbers(4, 4, D, seed=7)
+SLOPED = 0.5 * torch.arange(1, N + 1).view(N, 1, 1) * torch.arange(S) + torch.full((S, S), -math.inf).triu(1)
 VALID = (torch.arange(S) < torch.tensor([[5], [S]])).long()
 
 Form = Callable[..., Tensor]
@@ -124,10 +125,23 @@ def clamped_padding(q, k, v):
     return scores.clamp(min=least(q)).softmax(-1) @ v
 
 
+def clamped_bias(q, k, v):
+    """As Baichuan adds slopes: -inf in the future, clamped behind."""
+    bias = SLOPED[:, -q.shape[2] :].to(q.dtype)
+    return torch.max(q @ k.mT / 4 + bias, torch.tensor(least(q), dtype=q.dtype)).softmax(-1) @ v
+
+
+def onto_zeros(q, k, v):
+    """As in GPT-NeoX."""
+    zeros = torch.zeros(B * N, S, S, dtype=q.dtype)
+    scores = torch.baddbmm(zeros, q.flatten(0, 1), k.flatten(0, 1).mT, beta=1.0, alpha=0.25)
+    return scores.view(B, N, S, S).masked_fill(future(), -math.inf).softmax(-1) @ v
+
+
 FUSED: list[Form] = [
     pair_sdpa, pair_by_hand, pair_first, pair_of_two_halves, positions_first, product_of_rows,
     relative_rows_and_columns, filled, filled_unequal, filled_where_zero, filled_by_choice,
-    clamped, clamped_by_max, clamped_padding, clamped_without_mask,
+    clamped, clamped_by_max, clamped_padding, clamped_without_mask, clamped_bias, onto_zeros,
 ]  # fmt: skip
 
 
@@ -178,6 +192,12 @@ def keys_in_rows_and_columns(q, k, v):
     return (picture + rows + columns).view(B, N, S, S).softmax(-1) @ v
 
 
+def numbers_beside_an_order(q, k, v):
+    """A bias as low as what the order fills in, which hides the future from those that see another key alone."""
+    gone = torch.sigmoid(PAIRS[:, 0, :, 0].to(q.dtype))[:, None, None] * -3e4
+    return ((q @ k.mT / 4).masked_fill(future(), -1e4) + gone).softmax(-1) @ v
+
+
 def clamped_scores(q, k, v):
     return (q @ k.mT / 4).masked_fill(future(), -math.inf).clamp(min=-5.0).softmax(-1) @ v
 
@@ -198,6 +218,7 @@ def clamped_and_scaled(q, k, v):
 REFUSED: dict[Form, str] = {
     keys_of_each_query: "keys or values are not the same for the queries of one head",
     keys_in_rows_and_columns: "something is added to the scores while their keys stand in several dims",
+    numbers_beside_an_order: "as a bias it may hide keys, beside a mask of finite numbers",
     clamped_scores: "the scores are clamped, which the operator does not do",
     clamped_above: "the scores are clamped, which the operator does not do",
     clamped_and_masked: "masked scores are clamped, and then masked once more",
@@ -212,13 +233,32 @@ def test_what_resembles_it_is_refused(form: Form):
     assert any(REFUSED[form] in each.reason for each in outcome.refusals), outcome.refusals
 
 
-def test_a_bias_that_may_be_infinite_is_not_clamped():
+def test_a_bias_that_may_be_infinite_is_clamped_itself_where_nothing_else_hides_a_key():
     def form(q, k, v, bias):
         return (q @ k.mT / 4 + bias).clamp(min=least(q)).softmax(-1) @ v
 
-    captured = capture(form, (*QKV, numbers(B, N, S, S, seed=8)))
+    bias = numbers(B, N, S, S, seed=8)
+    bias[:, :, 2] = bias[:, :, 3, 4:] = -math.inf
+    trial = testing.trial_of(capture(form, (*QKV, bias)))
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
+    testing.means_what_it_says(trial)
+
+    def beside(q, k, v, bias):
+        return form(q, k.masked_fill(q.isnan(), 0), v, bias.masked_fill(future(), -math.inf))
+
+    captured = capture(beside, (*QKV, bias))
     missed = read_graph(captured.graph.graph, captured.facts).readings.missed("softmax_attention")
-    assert ["is clamped to a finite number" in each.reason for _, each in missed] == [True]
+    assert ["it may hide keys, beside a mask of finite numbers" in each.reason for _, each in missed] == [True]
+
+
+def of_wider_numbers(q, k, v):
+    gone = (1.0 - (PAIRS[:, 0, :, 0] * 8).long().float()) * torch.finfo(torch.float32).min
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=gone[:, None, None].to(q.dtype))
+
+
+def test_what_float32_holds_may_be_infinite_as_a_bias_of_16_bits():
+    outcome = tried(of_wider_numbers, torch.bfloat16).outcome
+    assert any("as a bias it may hold -inf" in each.reason for each in outcome.refusals), outcome.refusals
 
 
 def filled_elsewhere(q, k, v):

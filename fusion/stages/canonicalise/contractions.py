@@ -52,7 +52,8 @@ def _linear(a: Algebra, out: Out, x: Value, weight: Value, bias: Value | None = 
 def _addmm(a: Algebra, out: Out, bias: Value, x: Value, y: Value, beta: Any = 1, alpha: Any = 1) -> Translated:
     must(is_number(beta) and is_number(alpha))
     product = a.scale(proven(matmul(a, x, y)), alpha)
-    return product if beta == 0 else a.add(product, a.scale(bias, beta))
+    plain = beta == 0 or (bias.below("expand").op == "full" and bias.below("expand").attrs[0] == 0)
+    return product if plain else a.add(product, a.scale(bias, beta))
 
 
 @translates("aten.einsum.default")

@@ -100,7 +100,9 @@ def _deviation(
 def _vector_norm(
     a: Algebra, out: Out, x: Value, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Translated:
-    """Σ |x| for order 1, sqrt(Σ x²) for order 2."""
+    """Σ |x| for order 1, sqrt(Σ x²) for order 2, the greatest |x| for order inf."""
+    if order == math.inf:
+        return _reduction("greatest", a, out, a.unary("abs", a.cast(x, out.dtype)), dim)
     if order == 1:
         return a.reshape(proven(a.sum(a.unary("abs", a.cast(x, out.dtype)), _axes(x, dim))), out.shape)
     must(order == 2)
