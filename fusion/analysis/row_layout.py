@@ -15,7 +15,7 @@ import torch
 
 from fusion.analysis.dtypes import is_exact
 from fusion.analysis.repetition import unrepeated
-from fusion.graph import Algebra, Value
+from fusion.graph import Algebra, Value, but_ones
 from fusion.graph.algebra import widens
 
 Step = tuple[str, tuple[Any, ...]]
@@ -144,8 +144,17 @@ def _placed(a: Algebra, x: Value, have: Mapping[Atom, Any], target: Dims, last: 
     rows = x.shape[x.rank - last :]
     wanted = [atom for run in target for atom in run if atom in have]
     order = [atom for atom in have if atom in wanted]
-    opened = a.reshape(x, (*(have[atom] for atom in order), *rows))
+    opened = _repeated_outside(a, a.reshape(x, (*(have[atom] for atom in order), *rows)))
     return a.permute(opened, (*map(order.index, wanted), *range(len(order), len(order) + last)))
+
+
+def _repeated_outside(a: Algebra, x: Value) -> Value:
+    """What is repeated, and seen with other dims of size 1, as seen so and then repeated."""
+    if x.op != "reshape" or x.arg.op != "expand" or but_ones(x.shape) != but_ones(x.arg.shape):
+        return x
+    repeated = x.arg
+    own = (size for size, all_of in zip(repeated.arg.shape, repeated.shape, strict=True) if all_of != 1)
+    return a.expand(a.reshape(repeated.arg, [1 if size == 1 else next(own) for size in x.shape]), x.shape)
 
 
 def once(a: Algebra, kv: Value) -> Value:

@@ -16,6 +16,7 @@ import torch
 from fusion.analysis.dtypes import Array, held, is_integer, is_rounding
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounding import exact, is_float
+from fusion.analysis.row_layout import broadcast_arranged, row_step
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.logic import constant, where
 from fusion.graph.proof import proven
@@ -72,6 +73,8 @@ def _hides(positions: Positions, x: Value, factor: float) -> bool:
 def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
     """Values that broadcast to `x` and add up to it, as far as a mask among them can be told apart."""
     match x.op:
+        case "full" if x.attrs[0] == 0:
+            return
         case "add":
             for each in x.args:
                 yield from _pieces(a, positions, each)
@@ -82,8 +85,13 @@ def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
         case "cast" if is_rounding(x):
             yield from (a.cast(each, x.dtype) for each in _pieces(a, positions, x.arg))
         case "reshape" | "permute" | "slice":
-            below = [a.expand(each, x.arg.shape) for each in _pieces(a, positions, x.arg)]
-            yield from (a.seen_as(each, x) for each in below) if len(below) > 1 and x.op != "slice" else [x]
+            below, step = list(_pieces(a, positions, x.arg)), row_step(x)
+            if len(below) < 2 or x.op == "slice":
+                yield x
+            elif step is None:
+                yield from (a.seen_as(a.expand(each, x.arg.shape), x) for each in below)
+            else:
+                yield from (broadcast_arranged(a, each, x.arg.shape, (step,)) for each in below)
         case "where":
             yield from _chosen(a, positions, x)
         case _:

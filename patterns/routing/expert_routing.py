@@ -118,6 +118,11 @@ class ExpertRouting(Rule):
         """The softmax over the largest alone."""
         return p.softmax(p.maybe_cast(p.largest(logits, count), to=f32))
 
+    @lookalike("nothing reads which experts are chosen")
+    def shares_without_experts(self, p, logits=tensor("*B E"), count=attribute()):
+        """The largest of the softmax alone."""
+        return _largest_shares(p, logits, count)
+
     @lookalike("the softmax over what is chosen runs along another dim")
     def softmax_of_chosen(self, p, logits=tensor("*B E"), count=attribute()):
         """Any other softmax over the largest."""
