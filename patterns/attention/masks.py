@@ -26,7 +26,7 @@ _OF_EACH = (
     "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
     "one tensor that a list names"
 )
-_NOT_LOST = (
+NOT_LOST = (
     "a query that sees no key would see those that are lowered least: the mask must be -inf, replace the scores, lower "
     "them by 1e30 at least, or be proven to show a key to each query"
 )
@@ -153,7 +153,7 @@ class Masks:
         alike = "zero" if some or sunk else unseen(self.positions, self.terms, empty, biased, floor)
         levels = {} if alike or biased or floor > -math.inf else self._lowered(empty)
         if not (alike or levels):
-            return _NOT_LOST
+            return NOT_LOST
         mask, words = self._explicit(), self.bounded(bounds)
         found |= {"mask_kind": "dense", "fully_masked_row": alike, **mask, **levels}
         if words and (some or (alike == "zero" and not bounds.moving)):

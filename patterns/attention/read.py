@@ -23,8 +23,8 @@ from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.divided_late import Finish, divided_late, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
-from patterns.attention.masks import Masks, hides_by_truths
-from patterns.attention.read_bias import GUARDED, bias_of, parted
+from patterns.attention.masks import NOT_LOST, Masks, hides_by_truths
+from patterns.attention.read_bias import GUARDED, bias_of, parted, unparted
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
 from patterns.attention.unlike import OVER_QUERIES, unlike
@@ -271,8 +271,14 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     """The masks of the scores, and what is said of them and of a bias; or why it cannot be said."""
     empty, floor, sunk = of.weights.softmax.attrs[1], of.scores.floor, of.scores.sink is not None
     of_scores = (*frame.shape, keys), frame.masked(assumed.algebra, of.scores.terms), (*frame.sizes, keys)
-    found = parted(assumed.masks(*of_scores))
+    masks = assumed.masks(*of_scores)
+    found = parted(masks)
     mask = found.masks.told(empty, sunk=sunk, biased=bool(found.biases), floor=floor)
+    if mask == NOT_LOST and all(each.how == "add" for each in masks.terms):  # what is exact as a bias
+        whole = unparted(masks)
+        bias = bias_of(assumed, whole, frame, dtype, empty, False, floor)
+        if not isinstance(bias, str):
+            found, mask = whole, whole.masks.told(empty, sunk=sunk, biased=True)
     if isinstance(mask, str):
         return missed(mask, of.product, found.masks.blamed().at)
     if not found.biases:

@@ -62,6 +62,11 @@ def parted(masks: Masks) -> Parted:
     return Parted(replace(masks, terms=tuple(hiding)), tuple(biases))
 
 
+def unparted(masks: Masks) -> Parted:
+    """Masks that are added, all of them taken for a bias."""
+    return Parted(replace(masks, terms=()), tuple(enumerate(masks.terms)))
+
+
 def _hides(positions: Positions, x: Value, factor: float) -> bool:
     """Whether a tensor holds 0 and numbers that hide a key alone; or what no mask and no bias may hold."""
     numbers = positions.constants(x, positions.of(x)) if factor > 0 else None

@@ -138,16 +138,25 @@ def onto_zeros(q, k, v):
     return scores.view(B, N, S, S).masked_fill(future(), -math.inf).softmax(-1) @ v
 
 
+def lowered_by_numbers(q, k, v):
+    """As Falcon does: what no query may see alone is exact as a bias."""
+    gone = (VALID[:, None, None] == 0) | future()
+    bias = torch.zeros(gone.shape, dtype=q.dtype).masked_fill(gone, -1e9 if q.dtype != torch.float16 else -1e4)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
 FUSED: list[Form] = [
     pair_sdpa, pair_by_hand, pair_first, pair_of_two_halves, positions_first, product_of_rows,
     relative_rows_and_columns, filled, filled_unequal, filled_where_zero, filled_by_choice,
     clamped, clamped_by_max, clamped_padding, clamped_without_mask, clamped_bias, onto_zeros,
+    lowered_by_numbers,
 ]  # fmt: skip
 
 
 ROUNDED: set[tuple[Any, ...]] = {
-    (pair_sdpa, torch.float16, "composite"), (filled, torch.float16), (relative_rows_and_columns, torch.float16),
-    (relative_rows_and_columns, torch.bfloat16, "core"),
+    (pair_sdpa, torch.float16, "composite"), (filled, torch.float16, "composite"),
+    (relative_rows_and_columns, torch.float16), (relative_rows_and_columns, torch.bfloat16, "core"),
+    (lowered_by_numbers, torch.float16, "composite"),
 }  # fmt: skip
 """What is refused: a bias of float16 may be infinite, and a sum of several is rounded."""
 
