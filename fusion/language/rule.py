@@ -296,6 +296,9 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any], chosen: Mapping[st
     result = method(rule, Vocabulary(), **arguments)
     results = result if isinstance(result, tuple) else (result,)
     reason, apart = getattr(method, "fusion_reason", ""), getattr(method, "fusion_apart", ())
+    unknown = sorted(set(apart) - set(captures))
+    if unknown:
+        raise RuleError(f"{where}: {unknown[0]!r} is to be apart, and is no capture: there are {sorted(captures)}")
     return Pattern(name, results, captures, reason, apart, given, bool(chosen), chosen)
 
 

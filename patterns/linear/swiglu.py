@@ -52,7 +52,7 @@ class Swiglu(Rule):
         gate, up = (p.maybe_cast(p.op("slice", x), to=f32) for _ in range(2))
         return p.maybe_cast(p.silu(gate), to=x) * up
 
-    @lookalike("gate and up are projections of different inputs", apart=("x", "z"))
+    @lookalike("gate and up are projections of different inputs", apart=("source.x", "z"))
     def two_inputs(self, p, z=tensor("*B J"), source: Any = Projected):
         """Silu of one, times the other."""
         gate, up = source.terms(p, beside=z)

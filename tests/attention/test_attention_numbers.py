@@ -222,7 +222,9 @@ def test_a_query_that_sees_nothing_gives_what_the_code_gives(form, dtype):
     same_where_nothing_is_seen(form, padding, dtype, "none" if form is mean_by_addition else "dense")
 
 
-@every_dtype
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.nightly) for each in DTYPES[1:])], ids=str
+)
 @pytest.mark.parametrize("form", UNEVEN)
 def test_a_query_that_sees_nothing_sees_what_is_lowered_least(form, dtype):
     """Where float16 swallows no score, it is a bias, or refused."""

@@ -224,6 +224,15 @@ def clamped_and_scaled(q, k, v):
     return ((q @ k.mT).masked_fill(future(), -math.inf).clamp(min=least(q)) * 1e-36).softmax(-1) @ v
 
 
+def clamped_and_turned(q, k, v):
+    return ((q @ k.mT).masked_fill(future(), -math.inf).clamp(min=least(q)) * -0.25).softmax(-1) @ v
+
+
+def clamped_and_multiplied_by_rows(q, k, v):
+    scores = (q @ k.mT).masked_fill(future(), -math.inf).clamp(min=least(q))
+    return (scores * q[..., :1].sigmoid()).softmax(-1) @ v
+
+
 REFUSED: dict[Form, str] = {
     keys_of_each_query: "keys or values are not the same for the queries of one head",
     keys_in_rows_and_columns: "something is added to the scores while their keys stand in several dims",
@@ -232,6 +241,8 @@ REFUSED: dict[Form, str] = {
     clamped_above: "the scores are clamped, which the operator does not do",
     clamped_and_masked: "masked scores are clamped, and then masked once more",
     clamped_and_scaled: "masked scores are clamped, and then",
+    clamped_and_turned: "scores are replaced by something else than a number",
+    clamped_and_multiplied_by_rows: "what it makes of a hidden one is not known",
 }
 
 

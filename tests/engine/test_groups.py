@@ -8,7 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from fusion import Group, Library, Rule, attribute, lowering, pattern, reader, require, scalar, tensor, variants, word
+from fusion import (
+    Group,
+    Library,
+    Rule,
+    attribute,
+    lookalike,
+    lowering,
+    pattern,
+    reader,
+    require,
+    scalar,
+    tensor,
+    variants,
+    word,
+)
 from fusion.errors import RuleError
 from fusion.graph import Reading
 from fusion.language import call
@@ -241,3 +255,18 @@ def test_what_nothing_gives_is_left_out_only_where_it_is_not_needed(lacking: str
         assert any("of_no_recipe" in each for each in said), said
     else:
         assert not any("of_no_recipe" in each for each in said), said
+
+
+@dataclass(frozen=True)
+class ApartFromNothing(Rule):
+    """A look-alike speaks of a capture that it has not."""
+
+    @lookalike("they are two", apart=("x", "z"))
+    def two(self, p, x=tensor("*B"), y=tensor("*B")):
+        """x and y."""
+        return x + y
+
+
+def test_what_is_to_be_apart_is_a_capture():
+    with pytest.raises(RuleError, match=r"'z' is to be apart, and is no capture: there are \['x', 'y'\]"):
+        ApartFromNothing().lookalikes()
