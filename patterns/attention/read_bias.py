@@ -152,6 +152,8 @@ def bias_of(
     weakest = max(found.masks.weakest(), floor if found.masks.terms else -math.inf)
     if weakest > -math.inf and _may_reach(min(-LOST, -weakest / 4), value, numbers, assumed.weights):
         return "as a bias it may hide keys, beside a mask of finite numbers, by which a query without keys sees some"
+    if floor > LOST and _may_reach(-floor / 4, value, numbers, assumed.weights):
+        return "as a bias it may come near the number at which scores are clamped, which swallows none of them"
     if not _may_reach(math.inf, value, numbers, assumed.weights):
         return {"bias": wide}
     if floor > -math.inf and not found.masks.terms:

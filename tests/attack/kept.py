@@ -436,4 +436,24 @@ KEPT = (
             sizes=(("B", 2), ("S", 3)),
         ),
     ),
+    Kept(
+        "a padding of the least number of float16, at which scores are clamped",
+        "it was a bias: but scores below zero are raised by the clamp, and float16 swallows none",
+        Program(
+            inputs=(
+                Input("q", ("B", 4, "S", 128)),
+                Input("k", ("B", 4, "S", 128)),
+                Input("padding", ("B", "S"), values="left padded"),
+            ),
+            lines=(
+                "gone = padding.masked_fill(padding.to(torch.bool), torch.finfo(q.dtype).min)",
+                "scores = q @ k.mT * 0.088 + (torch.zeros(q.shape[2], q.shape[2], dtype=q.dtype) + gone)",
+                "scores = torch.max(scores, torch.tensor(torch.finfo(q.dtype).min, dtype=q.dtype))",
+                "y = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ q",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2)),
+            dtype="float16",
+        ),
+    ),
 )

@@ -156,9 +156,9 @@ FUSED: list[Form] = [
 ROUNDED: set[tuple[Any, ...]] = {
     (pair_sdpa, torch.float16, "composite"), (filled, torch.float16, "composite"),
     (relative_rows_and_columns, torch.float16), (relative_rows_and_columns, torch.bfloat16, "core"),
-    (lowered_by_numbers, torch.float16, "composite"),
+    (lowered_by_numbers, torch.float16, "composite"), (clamped_bias, torch.float16),
 }  # fmt: skip
-"""What is refused: a bias of float16 may be infinite, and a sum of several is rounded."""
+"""What is refused: a bias of float16 may be infinite or near where scores are clamped, a sum of several is rounded."""
 
 
 def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") -> Trial:
