@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fusion.graph import Value
 
@@ -12,12 +13,9 @@ _ENDS = ("matmul", "softmax", "sigmoid", "tanh", "exp", "compare", "below", "inp
 
 def may_hold_infinity(x: Value) -> bool:
     """Whether an infinite number that the graph writes may be among those of a value."""
-    waiting, seen = [x], {x}
-    while waiting:
-        value = waiting.pop()
-        if value.op == "full" and math.isinf(value.attrs[0]):
-            return True
-        args = () if value.op in _ENDS else value.args[1:] if value.op == "where" else value.args
-        waiting.extend(each for each in args if each not in seen)
-        seen.update(args)
-    return False
+    return any(each.op == "full" and math.isinf(each.attrs[0]) for each in x.sources(_passed_on))
+
+
+def _passed_on(x: Value) -> Sequence[Value]:
+    """Of which arguments infinite numbers go on."""
+    return () if x.op in _ENDS else x.args[1:] if x.op == "where" else x.args

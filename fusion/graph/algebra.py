@@ -385,14 +385,7 @@ class Algebra:
 
 def of_constants(x: Value) -> bool:
     """Whether `x` may depend on no input, as positions do, so that what a dtype rounds decides what it is."""
-    waiting, seen = [x], {x}
-    while waiting:
-        value = waiting.pop()
-        if not value.args and value.op not in ("arange", "constant", "full", "number"):
-            return False
-        waiting.extend(each for each in reversed(value.args) if each not in seen)
-        seen.update(value.args)
-    return True
+    return all(each.args or each.op in ("arange", "constant", "full", "number") for each in x.sources())
 
 
 def _joins(step: Value, number: float) -> bool:

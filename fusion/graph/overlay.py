@@ -232,11 +232,10 @@ class Graph:
 def _filled(a: Algebra, choice: Value) -> Value:
     """A choice in which one side is a number as that number filled in; itself where neither is one."""
     condition, yes, no = choice.args
-    numbers = [each.op == "full" for each in (yes, no)]
-    if numbers == [True, True] and condition.shape == choice.shape:
-        return a.make("filled", (condition,), (*yes.attrs, *no.attrs), choice.shape, choice.dtype)
-    if numbers[0] is False:
+    if yes.op != "full":
         condition, yes, no = a.make("not", (condition,), (), condition.shape, torch.bool), no, yes
-    if yes.op != "full" or broadcast(condition.shape, no.shape) != choice.shape:
+    tensors = (condition,) if no.op == "full" else (condition, no)
+    if yes.op != "full" or broadcast(*(each.shape for each in tensors)) != choice.shape:
         return choice
-    return a.make("filled", (condition, no), yes.attrs, choice.shape, choice.dtype)
+    numbers = (*yes.attrs, *no.attrs) if no.op == "full" else yes.attrs
+    return a.make("filled", tensors, numbers, choice.shape, choice.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,16 @@ class Value:
         while value.op in ops:
             value = value.arg
         return value
+
+    def sources(self, into: Callable[[Value], Iterable[Value]] = lambda value: value.args) -> Iterator[Value]:
+        """Itself, and all that it is computed from by way of what `into` gives of a value, each once."""
+        waiting, seen = list[Value]([self]), set[Value]((self,))
+        while waiting:
+            value = waiting.pop()
+            yield value
+            found = [each for each in into(value) if each not in seen]
+            waiting.extend(reversed(found))
+            seen.update(found)
 
     def __str__(self) -> str:
         """Render as `v12:mul f32[2,3,64]`."""

@@ -34,14 +34,14 @@ class Frame:
         shape: their sizes.
         scores, weights: each dim as a run of atoms, of the rows of the scores and of those of the weights.
         one_query: whether the last dim was added.
-        opened: sizes of the dims that were one, the first, of the softmax.
+        opened: how many of the first dims were one, the first, of the softmax.
     """
 
     shape: tuple[Any, ...]
     scores: Dims
     weights: Dims
     one_query: bool = False
-    opened: tuple[Any, ...] = ()
+    opened: int = 1
 
     @property
     def sizes(self) -> tuple[Any, Any, Any]:
@@ -60,8 +60,8 @@ class Frame:
 
     def seen(self, a: Algebra, x: Value) -> Value:
         """What broadcasts to scores [*rows, T], with the dim for one query if it was added, and all that were one."""
-        if self.opened and x.rank == len(self.shape) + 2 - len(self.opened) and x.shape[0] != 1:
-            return a.reshape(x, (*self.opened, *x.shape[1:]))
+        if self.opened > 1 and x.rank == len(self.shape) + 2 - self.opened and x.shape[0] != 1:
+            return a.reshape(x, (*self.shape[: self.opened], *x.shape[1:]))
         return a.reshape(x, (*x.shape[:-1], 1, *x.shape[-1:])) if self.one_query else x
 
     def masked(self, a: Algebra, terms: Sequence[Term]) -> list[Term]:
@@ -96,8 +96,7 @@ class Attended:
         if len(shape) == 2:
             opened = self._opened(plain)
             yield from () if opened is None else (opened,)
-        if len(shape) == 2 and self._is_repeated(plain):
-            yield plain.unbatched()
+            yield from (plain.unbatched(),) if self._is_repeated(plain) else ()
         yield plain
         if len(shape) == 2:
             yield plain.of_one_query()
@@ -121,7 +120,7 @@ class Attended:
             return None
         scores, weights = (tuple((atom,) for atom in each) for each in (rows, own))
         shape = (*lead, *frame.shape[1:])
-        return Frame(shape, scores + frame.scores[1:], weights + frame.weights[1:], opened=lead)
+        return Frame(shape, scores + frame.scores[1:], weights + frame.weights[1:], opened=len(lead))
 
     def keys_and_values(self, frame: Frame) -> list[Value | None]:
         """Keys [B, M, T, D] and values [B, M, T, E] for the rows of a frame."""

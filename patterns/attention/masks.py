@@ -11,8 +11,8 @@ import torch
 
 from fusion.analysis.affine import Affine, Formula, conjunction, conjuncts, disjunction, negation
 from fusion.analysis.predicates import Positions
-from fusion.graph import Algebra, Value, broadcast
-from fusion.graph.logic import either
+from fusion.graph import Algebra, Value
+from fusion.graph.logic import constant, either, where
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.blame import unproven
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
@@ -229,7 +229,7 @@ class Masks:
 
     def weakest(self) -> float:
         """The finite number nearest to 0 by which a mask hides a key; -inf where all of them hide by that."""
-        return max((number for number in _numbers(self.positions, self.terms)), default=-torch.inf)
+        return max(_numbers(self.positions, self.terms), default=-torch.inf)
 
     def blamed(self) -> Term:
         """The mask of which it cannot be said what it lets through, else the last one."""
@@ -373,12 +373,8 @@ def _total(a: Algebra, terms: Sequence[Term]) -> Value | None:
             mask = a.cast(_once(each.mask), dtype)
             total = mask if before is None else a.add(before, mask)
             continue
-        hides = _once(*_hidden(a, (each,)))
-        if before is None:
-            total = a.make("filled", (hides,), (each.fill, 0.0), hides.shape, dtype)
-        else:
-            shape = proven(broadcast(hides.shape, before.shape))
-            total = a.make("filled", (hides, before), (each.fill,), shape, dtype)
+        (hides,) = _hidden(a, (each,))
+        total = where(a, hides, constant(a, each.fill, (), dtype), before or constant(a, 0.0, (), dtype), dtype)
     return total
 
 

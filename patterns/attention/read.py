@@ -24,7 +24,7 @@ from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.divided_late import Finish, divided_late, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.masks import NOT_LOST, Masks, hides_by_truths
-from patterns.attention.read_bias import GUARDED, bias_of, parted, unparted
+from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
 from patterns.attention.unlike import OVER_QUERIES, unlike
@@ -234,6 +234,11 @@ class Parts:
     scores: Scores
     finish: Finish
 
+    @property
+    def empty(self) -> str:
+        """What the softmax makes of a row of -inf."""
+        return self.weights.softmax.attrs[1]
+
 
 def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str:
     """What it is if the rows are those of a frame."""
@@ -269,29 +274,35 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
 
 def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | Miss:
     """The masks of the scores, and what is said of them and of a bias; or why it cannot be said."""
-    empty, floor, sunk = of.weights.softmax.attrs[1], of.scores.floor, of.scores.sink is not None
     of_scores = (*frame.shape, keys), frame.masked(assumed.algebra, of.scores.terms), (*frame.sizes, keys)
     masks = assumed.masks(*of_scores)
     found = parted(masks)
-    mask = found.masks.told(empty, sunk=sunk, biased=bool(found.biases), floor=floor)
-    if mask == NOT_LOST and all(each.how == "add" for each in masks.terms):  # what is exact as a bias
-        whole = unparted(masks)
-        bias = bias_of(assumed, whole, frame, dtype, empty, False, floor)
-        if not isinstance(bias, str):
-            found, mask = whole, whole.masks.told(empty, sunk=sunk, biased=True)
+    mask, bias = _told(assumed, found, frame, dtype, of)
+    if mask == NOT_LOST and all(each.how == "add" for each in masks.terms):
+        whole = unparted(masks)  # numbers that hide no key alone are exact as a bias
+        told = _told(assumed, whole, frame, dtype, of)
+        found, (mask, bias) = (whole, told) if isinstance(told[1], dict) else (found, (mask, bias))
     if isinstance(mask, str):
         return missed(mask, of.product, found.masks.blamed().at)
-    if not found.biases:
-        return found.masks, mask
-    told = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
-    bias = bias_of(assumed, found, frame, dtype, empty, told, floor)
-    if isinstance(bias, str):
-        (_, term), *_ = found.biases
-        why = unproven(term.mask, hides_by_truths(found.masks.positions, term))
-        supposed = assumed.masks(*of_scores, suppose=True).told(empty, sunk=sunk) if why == TRUTHS else why
-        why = f"{why}; and {supposed}" if isinstance(supposed, str) and supposed != why else why
-        return missed(f"{why}; {bias}", of.product, term.at)
-    return found.masks, mask | bias | ({"fully_masked_row": "zero"} if "empty_bias" in bias else {})
+    if isinstance(bias, dict):
+        return found.masks, mask | bias | ({"fully_masked_row": "zero"} if "empty_bias" in bias else {})
+    (_, term), *_ = found.biases
+    why = unproven(term.mask, hides_by_truths(found.masks.positions, term))
+    supposed = why
+    if why == TRUTHS:
+        supposed = assumed.masks(*of_scores, suppose=True).told(of.empty, sunk=of.scores.sink is not None)
+    why = f"{why}; and {supposed}" if isinstance(supposed, str) and supposed != why else why
+    return missed(f"{why}; {bias}", of.product, term.at)
+
+
+def _told(assumed: Assumed, found: Parted, frame: Frame, dtype: Any, of: Parts) -> tuple[Any, Any]:
+    """What is said of the masks, and of the bias beside them, {} without one; each a reason where it cannot be said."""
+    floor = of.scores.floor
+    mask = found.masks.told(of.empty, of.scores.sink is not None, bool(found.biases), floor)
+    if isinstance(mask, str) or not found.biases:
+        return mask, {}
+    in_words = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
+    return mask, bias_of(assumed, found, frame, dtype, of.empty, in_words, floor)
 
 
 Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]

@@ -86,14 +86,8 @@ def _told(mask: Value, over: Value) -> _Told | None:
 
 def _lists(mask: Value) -> bool:
     """Whether a mask is made of a list, or of what it chooses."""
-    waiting, seen = [mask], {mask}
-    while waiting:
-        each = waiting.pop()
-        if each.op in ("chosen", "largest_index"):
-            return True
-        waiting += [arg for arg in each.args if arg not in seen and each.op in _OF_MASKS]
-        seen.update(each.args)
-    return False
+    below = mask.sources(lambda each: each.args if each.op in _OF_MASKS else ())
+    return any(each.op in ("chosen", "largest_index") for each in below)
 
 
 _OF_MASKS = (

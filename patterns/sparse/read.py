@@ -177,14 +177,7 @@ def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
 
 def _is_rectified(z: Value) -> bool:
     """Whether a sum of positive parts stands below masks, as the scores of no router do."""
-    waiting, seen = [z], {z}
-    while waiting:
-        each = waiting.pop()
-        if each.op == "relu":
-            return True
-        waiting += [arg for arg in each.args if arg not in seen and each.op in _OF_SUMS]
-        seen.update(each.args)
-    return False
+    return any(each.op == "relu" for each in z.sources(lambda each: each.args if each.op in _OF_SUMS else ()))
 
 
 _OF_SUMS = ("scale", "cast", "reshape", "permute", "expand", "slice", "add", "where", "matmul", "mean", "mul")
