@@ -231,6 +231,12 @@ class Masks:
         """The finite number nearest to 0 by which a mask hides a key; -inf where all of them hide by that."""
         return max(_numbers(self.positions, self.terms), default=-torch.inf)
 
+    def blur(self, least: float) -> bool:
+        """Whether, added up in a dtype of that least number, they may be -inf, and else not far from it."""
+        numbers = [list(_numbers(self.positions, (each,))) for each in self.terms]
+        overflow = sum(min(each, default=0.0) for each in numbers) < least
+        return overflow and any(least <= each <= least / (4 * len(numbers)) for some in numbers for each in some)
+
     def blamed(self) -> Term:
         """The mask of which it cannot be said what it lets through, else the last one."""
         return next((each for each in self.terms if isinstance(visible(self.positions, (each,)), str)), self.terms[-1])

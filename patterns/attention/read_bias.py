@@ -62,8 +62,13 @@ def parted(masks: Masks) -> Parted:
     return Parted(replace(masks, terms=tuple(hiding)), tuple(biases))
 
 
-def unparted(masks: Masks) -> Parted:
-    """Masks that are added, all of them taken for a bias."""
+def unparted(masks: Masks, dtype: torch.dtype) -> Parted | None:
+    """Masks that are added, all of them taken for a bias of that dtype.
+
+    None where some keys of a query may be lowered by -inf, told as the least number, and the others by about as much.
+    """
+    if masks.blur(torch.finfo(dtype).min):
+        return None
     return Parted(replace(masks, terms=()), tuple(enumerate(masks.terms)))
 
 

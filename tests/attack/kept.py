@@ -456,4 +456,24 @@ KEPT = (
             dtype="float16",
         ),
     ),
+    Kept(
+        "two masks of float16's least number, of which one hides what the other has lowered",
+        "their sum is -inf, which a bias tells as the least number: as if the key were lowered by one of them",
+        Program(
+            inputs=(
+                Input("q", ("B", 4, "S", 64)),
+                Input("padding", ("B", "S"), values="left padded"),
+            ),
+            lines=(
+                "seen = torch.arange(q.shape[-2]) <= 0",
+                "gone = padding[:, None, None, :].to(q.dtype)",
+                "second = gone.masked_fill(gone.to(torch.bool), torch.finfo(q.dtype).min)",
+                "first = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)",
+                "y = (q @ q.mT * 0.125 + (second + first)).softmax(-1) @ q",
+            ),
+            results=("y",),
+            sizes=(("B", 2), ("S", 2)),
+            dtype="float16",
+        ),
+    ),
 )
