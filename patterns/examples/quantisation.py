@@ -240,6 +240,7 @@ ROTATED = (
         lambda x, matrix: quantised((x @ matrix) * -0.5),
         turned(5, 128),
         "multiplied by -0.5, which is not",
+        instead="[Rows]",
     ),
 )
 

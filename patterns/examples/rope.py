@@ -81,7 +81,6 @@ def _both(rotate: Callable[..., Tensor]) -> Callable[..., Halves]:
     return lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
 
 
-NEGATIVE = "this rotates by the negative angle"
 THIRD = "a third term is added"
 EXAMPLES = (
     Example("half order, heads first", half, HEADS),
@@ -94,7 +93,7 @@ EXAMPLES = (
     Example("interleaved order, in float32", _wide(_interleaved), HEADS),
     Example("interleaved to half order, in float32", _wide(_joined), HEADS),
     Example("half to interleaved order, in float32", _wide(_halves_to_pairs), HEADS),
-    Example("by the negative angle", lambda x, cos, sin: x * cos - _swapped(x) * sin, HEADS, NEGATIVE),
+    Example("by the negative angle", lambda x, cos, sin: x * cos - _swapped(x) * sin, HEADS),
     Example("a reflection", lambda x, cos, sin: x * cos + _swapped(x, 1) * sin, HEADS, "are not those of a rotation"),
     Example("with a residual", lambda x, cos, sin: x * cos + x + _swapped(x) * sin, HEADS, THIRD),
     Example("five dims", half, DEEP, "are more than the four that the operator reads"),
