@@ -222,7 +222,7 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
 def _overflow(dtype: torch.dtype | None) -> float:
     """The negative number from which on lower ones are rounded to -inf."""
     held = torch.finfo(dtype or torch.float64)
-    return -(held.max + 2.0 ** math.floor(math.log2(held.max)) * held.eps / 2)
+    return -(held.max + math.ldexp(held.eps, math.frexp(held.max)[1] - 2))
 
 
 def _of_keys_first(a: Algebra, z: Value) -> Value | None:

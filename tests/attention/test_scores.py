@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusion.graph import Algebra, Value
 from fusion.stages.canonicalise import canonicalise
+from fusion.testing import capture, trial_of
 from patterns.attention.masks import REPLACED
 from patterns.attention.scores import Scores, Weights, scores_of, weights_of
 from tests.engine.graphs import numbers, traced
@@ -122,3 +123,15 @@ def test_scores_that_are_replaced_before_their_rows_are_arranged_are_told():
         return torch.where(wide > 0, q @ k.mT, wide).reshape(N * S, T)
 
     assert scores(replaced, *QK, WIDE).odd == REPLACED
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_scores_are_widened_to_any_dtype(dtype: torch.dtype):
+    """The least numbers of which a dtype makes -inf are numbers of float64, or -inf."""
+
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.mT).to(dtype) * 0.125).softmax(-1).to(q.dtype) @ v
+
+    trial = trial_of(capture(form, [torch.randn(2, 4, size, 64) for size in (3, 5, 5)]))
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
+    assert not trial.outcome.failures
