@@ -278,8 +278,7 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     masks = assumed.masks(*of_scores)
     found = parted(masks)
     mask, bias = _told(assumed, found, frame, dtype, of)
-    added = mask == NOT_LOST and dtype is not None and all(each.how == "add" for each in masks.terms)
-    whole = unparted(masks, dtype) if added else None
+    whole = unparted(masks, dtype) if mask == NOT_LOST else None
     if whole is not None:  # numbers that hide no key alone are exact as a bias
         told = _told(assumed, whole, frame, dtype, of)
         found, (mask, bias) = (whole, told) if isinstance(told[1], dict) else (found, (mask, bias))

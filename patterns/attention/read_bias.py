@@ -62,12 +62,14 @@ def parted(masks: Masks) -> Parted:
     return Parted(replace(masks, terms=tuple(hiding)), tuple(biases))
 
 
-def unparted(masks: Masks, dtype: torch.dtype) -> Parted | None:
-    """Masks that are added, all of them taken for a bias of that dtype.
+def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:
+    """Masks that are added, all of them taken for a bias of that dtype, that of the queries.
 
-    None where some keys of a query may be lowered by -inf, told as the least number, and the others by about as much.
+    None where others are not, and where some keys of a query may be lowered by -inf, which is told as the least number,
+    and the others by about as much.
     """
-    if masks.blur(torch.finfo(dtype).min):
+    added = dtype is not None and all(each.how == "add" for each in masks.terms)
+    if not added or masks.blur(torch.finfo(proven(dtype)).min):
         return None
     return Parted(replace(masks, terms=()), tuple(enumerate(masks.terms)))
 
