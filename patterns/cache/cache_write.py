@@ -12,6 +12,7 @@ rolled cache with one `cat`. They become their in-place forms where the cache is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,23 @@ class Cache(SlidingCache):
 
 
 @dataclass(frozen=True)
+class Sequences(SlidingCache):
+    """A cache of which some sequences, from the `first` on, take rows along `axis` at positions as of `Cache`."""
+
+    first: Any = attribute()
+    start: Any = tensor("*S", optional=True)
+    number: Any = attribute()
+    index: Any = tensor("S", optional=True)
+
+    def positions(self) -> Tensor:
+        """[S], or [B, S] where they differ between sequences."""
+        if self.index is not None:
+            return self.index
+        steps = torch.arange(self.rows.shape[self.axis], device=self.cache.device)
+        return self.number + steps if self.start is None else self.start[..., None] + steps
+
+
+@dataclass(frozen=True)
 class KeyValuePages(Group):
     """Pages [Block, Size, N, D] of keys and of values that take rows at the same slots, which are never negative."""
 
@@ -80,7 +98,7 @@ class KeyValuePages(Group):
         return self.key, self.value, *caches
 
 
-ONE, BOTH, SLIDING = (Cache,), (KeyValuePages,), (SlidingCache,)
+ONE, BOTH, OF_SEQUENCES, SLIDING = (Cache,), (KeyValuePages,), (Sequences,), (SlidingCache,)
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,12 @@ class CacheWrite(Rule):
     def written(self, p, into):
         """To positions or places of one cache."""
         return p.write(**vars(into))
+
+    @pattern
+    @variants(into=OF_SEQUENCES)
+    def of_sequences(self, p, into):
+        """To positions of some sequences, as those of a layer in a cache of all layers."""
+        return p.write_sequences(**vars(into))
 
     @pattern
     @variants(into=SLIDING)
@@ -146,9 +170,14 @@ class CacheWrite(Rule):
         if index is None:
             require(into.first is not None and into.axis == 0, "the positions are given for every sequence")
             index = _starts(into.rows, into.first)[:1] + torch.arange(into.rows.shape[0], device=into.cache.device)
-        places = coordinates(into.cache, index, into.axis) if inner is None else torch.stack((index, inner), dim=-1)
-        rows = into.rows.reshape(-1, *into.cache.shape[places.shape[-1] :])
-        return torch.ops.npu.npu_scatter_nd_update(into.cache, places.reshape(-1, places.shape[-1]), rows)
+        lead = into.cache.shape[: into.axis]
+        return _scattered(into, coordinates(lead, index) if inner is None else torch.stack((index, inner), dim=-1))
+
+    @lowering
+    @variants(into=OF_SEQUENCES)
+    def row_by_row_of_sequences(self, into: Sequences):
+        """Any positions, by coordinates."""
+        return _scattered(into, coordinates(into.rows.shape[: into.axis], into.positions(), into.first))
 
     @lowering
     @variants(into=BOTH)
@@ -170,14 +199,25 @@ class CacheWrite(Rule):
         return torch.cat((into.cache.narrow(into.axis, length, size - length), into.rows), into.axis)
 
 
-def coordinates(cache: Tensor, index: Tensor, axis: int) -> Tensor:
-    """Where index [S] counts along `axis`: integers [*lead, S, axis + 1], lead being the dims before it."""
-    lead, count = cache.shape[:axis], index.shape[0]
+def coordinates(lead: Sequence[int], index: Tensor, first: int = 0) -> Tensor:
+    """Where index [S], or [B, S] of each sequence, counts: integers [*lead, S, axis + 1].
+
+    `lead` are the sizes of the dims before it, of which the first counts from `first` on.
+    """
     grid = [
-        torch.arange(size, device=cache.device, dtype=index.dtype).reshape(-1, *(1,) * (axis - place))
+        torch.arange(size, device=index.device, dtype=index.dtype).reshape(-1, *(1,) * (len(lead) - place))
         for place, size in enumerate(lead)
     ]
-    return torch.stack([each.expand(*lead, count) for each in (*grid, index)], dim=-1)
+    if first:
+        grid[0] = grid[0] + first
+    index = index.reshape(index.shape[0], *(1,) * (len(lead) - 1), -1) if index.dim() == 2 else index
+    return torch.stack([each.expand(*lead, index.shape[-1]) for each in (*grid, index)], dim=-1)
+
+
+def _scattered(into: Any, places: Tensor) -> Tensor:
+    """The cache with rows at places [.., axes]."""
+    rows = into.rows.reshape(-1, *into.cache.shape[places.shape[-1] :])
+    return torch.ops.npu.npu_scatter_nd_update(into.cache, places.reshape(-1, places.shape[-1]), rows)
 
 
 def _starts(rows: Tensor, start: Any) -> Tensor:

@@ -30,6 +30,8 @@ _UNREAD = (
 _PUT = ("aten.index_put.default", "aten._unsafe_index_put.default")
 """What is left of them: an index of booleans, or rows that are added."""
 
+_WRITES = ("write", "write_rows", "write_lines", "write_within")
+
 Outcome = Reading | str | None
 
 _STEP = "the rows go to every position in {step}; the operator replaces neighbours"
@@ -54,22 +56,29 @@ WRITE_PAGES = word(
     cache="[Block, Size, ..], or in NZ [Block, .., A, Size, L] where a row is A blocks", rows="what is written",
     slots="[Rows], missing where a place is not proven to lie in its page", nz_block="L, None for whole rows",
 )  # fmt: skip
+WRITE_SEQUENCES = word(
+    "write_sequences",
+    "rows along an axis of some sequences, where one of these says",
+    **_WRITE,
+    first="the first of the sequences", start="[] or [B]: from one position on, or from one of each sequence",
+    number="from this position on", index="[S]: each at a position of its own",
+)  # fmt: skip
 SLIDE = word("slide", "the last rows of a cache, and new ones behind them", **_WRITE)
 
 
-@reader(gives=(WRITE, WRITE_PAGES, SLIDE))
+@reader(gives=(WRITE, WRITE_PAGES, WRITE_SEQUENCES, SLIDE))
 def cache_writes(graph: Graph) -> Iterator[Found]:
     """The writes among the values of a graph, and why others are none."""
-    writes = Writes(graph.algebra, graph.shared(Folder), graph.written)
+    writes = Writes(graph.algebra, graph.shared(Folder), graph.written, graph.places)
     return ((value, each) for value in list(graph.places) for each in writes.read(value))
 
 
 class Writes:
     """The writes of one graph, read in its order: what is written once may be written again."""
 
-    def __init__(self, a: Algebra, folder: Folder, written: Collection[Value]) -> None:
-        """`written` are the inputs that the graph changes."""
-        self._algebra, self._folder, self._caches = a, folder, set(written)
+    def __init__(self, a: Algebra, folder: Folder, written: Collection[Value], held: Collection[Value]) -> None:
+        """`written` are the inputs that the graph changes, `held` the values that nodes hold."""
+        self._algebra, self._folder, self._caches, self._held = a, folder, set(written), held
 
     def read(self, value: Value) -> Iterator[Reading | Miss]:
         """What a value writes, after those that it is computed from."""
@@ -80,19 +89,36 @@ class Writes:
                 yield Miss("cache_write", outcome) if isinstance(outcome, str) else outcome
 
     def _outcomes(self, value: Value) -> Sequence[Outcome]:
-        others = {
-            "write_lines": self._lines, "slice_scatter": self._slice, "cat": _slide, "reshape": self._pages,
-            "where": self._chosen, "add": self._blended,
-        }  # fmt: skip
-        if value.op == "write":
-            cache, rows, start = value.args
-            return (_write(cache, rows, value.attrs[0], start=start),)
-        if value.op == "write_rows":
-            return self._rows(*value.args, axis=value.attrs[0])
-        if value.op in others:
-            return (others[value.op](value),)
+        others = {"slice_scatter": self._slice, "cat": _slide, "where": self._chosen, "add": self._blended}
+        written = self._written(value)
+        if value.op == "reshape" and self._is_back(value):
+            return (*self._pages(value), *(() if value.arg in self._held else self._written(value.arg)))
+        if written or value.op in others:
+            return written or (others[value.op](value),)
         added = (_ADDED,) if value.op in _PUT and unviewed(value.arg).op == "input" else ()
         return (*added, *((_NO_FORM,) if value.op in _UNREAD and self._is_cache(value.arg) else ()))
+
+    def _written(self, value: Value) -> Sequence[Outcome]:
+        """What an op writes that stands for a write alone; nothing for other ops."""
+        match value.op:
+            case "write":
+                cache, rows, start = value.args
+                return (_write(cache, rows, value.attrs[0], start=start),)
+            case "write_rows":
+                return self._rows(*value.args, axis=value.attrs[0])
+            case "write_lines":
+                return (self._lines(value),)
+            case "write_within":
+                (cache, rows, *index), (axis, first, where, *number) = value.args, value.attrs
+                how = {"cache": cache, "rows": rows, "axis": axis, "first": first, where: (*index, *number)[0]}
+                return (Reading("write_sequences", how, over=cache),)
+            case _:
+                return ()
+
+    def _is_back(self, value: Value) -> bool:
+        """Whether a write into another view of a cache is seen as the cache is."""
+        viewed = value.arg.below(*_WRITES)
+        return value.arg is not viewed and viewed.op == "reshape" and viewed.arg.shape == value.shape
 
     def _is_cache(self, value: Value) -> bool:
         """Whether a value is, whole, an input that the graph changes, as it was or after a write."""
@@ -122,21 +148,23 @@ class Writes:
             return _STEP.format(step=step) if self._is_cache(cache) else None
         return _write(cache, rows, axis, number=start)
 
-    def _pages(self, value: Value) -> Reading | None:
-        """cache.view(-1, N, D)[slots] = rows, viewed as [Block, Size, N, D] again; dims of size 1 come and go."""
+    def _pages(self, value: Value) -> Sequence[Reading]:
+        """cache.view(-1, N, D)[slots] = rows, viewed as [.., Block, Size, N, D] again; dims of size 1 come and go."""
         flat = value.arg
         if flat.op not in ("write_rows", "write") or flat.attrs != (0,):
-            return None
+            return ()
         cache, rows, index, *inner = flat.args
-        if cache.op != "reshape" or cache.arg.shape != value.shape:
-            return None
         if inner:
             alike = cache.shape[:2] == value.shape[:2] and but_ones(cache.shape) == but_ones(value.shape)
-            return _to_pages(cache.arg, rows, _slots(self._algebra, cache.shape[:2], index, *inner)) if alike else None
-        several = flat.op == "write" and rows.shape[0] != 1
-        if several or but_ones(cache.shape[1:]) != but_ones(value.shape[2:]):
-            return None
-        return _to_pages(cache.arg, rows, self._algebra.reshape(index, rows.shape[:1]))
+            slots = _slots(self._algebra, cache.shape[:2], index, *inner)
+            return (_to_pages(self._algebra.reshape(cache, value.shape), rows, slots),) if alike else ()
+        row = next(
+            (axis for axis in range(2, value.rank) if but_ones(cache.shape[1:]) == but_ones(value.shape[axis:])), None
+        )
+        if row is None or (flat.op == "write" and rows.shape[0] != 1):
+            return ()
+        pages = self._algebra.reshape(cache, (math.prod(value.shape[: row - 1]), *value.shape[row - 1 :]))
+        return (_to_pages(pages, rows, self._algebra.reshape(index, rows.shape[:1])),)
 
     # choices ---------------------------------------------------------------------------------------------------
 

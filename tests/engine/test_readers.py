@@ -20,6 +20,7 @@ from fusion.stages.read import read
 from .graphs import numbers, read_graph, traced
 
 OTHER_MEANINGS = {
+    ("inner_writes.py", "write"),
     ("parts.py", "write"),
     ("cost.py", "linear"),  # an operator of aten
     ("hf.py", "attention"),  # an argument of transformers

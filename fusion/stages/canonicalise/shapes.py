@@ -14,7 +14,7 @@ from fusion.graph import Algebra, Value
 from fusion.graph.algebra import MAX_STOP
 from fusion.graph.logic import constant
 from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise import parts
+from fusion.stages.canonicalise import inner_writes, parts
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 arranges = partial(translates, of_complex="parts")
@@ -284,6 +284,7 @@ def sliced(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int
     if first is not None:
         return first
     changed = parts.whole(a, x, a.cut(x, axis, start, stop), source, axis, start)
+    changed = changed or inner_writes.within(a, x, source, axis, start, stop)
     if changed is not None:
         return changed
     before = [proven(a.slice(x, axis, 0, start))] if start else []

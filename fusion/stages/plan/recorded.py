@@ -162,9 +162,9 @@ class PlanBook:
         return {each.name: lowering.refused_on[each.name] for each in self._targets if each.name in lowering.refused_on}
 
     def _fitted(self, result: torch.Tensor, value: Value) -> torch.Tensor:
-        """A result with the dims of size 1 that the model's has."""
-        have, want = map(but_ones, (dims_of(result.shape), value.shape))
-        if have != want or dims_of(result.shape) == value.shape:
+        """A result with the dims of size 1 that the model's has, or seen as the model's is of what the rule gives."""
+        have, *wanted = map(but_ones, (dims_of(result.shape), value.shape, *(each.shape for each in _seen(value))))
+        if have not in wanted or dims_of(result.shape) == value.shape:
             return result
         return result.reshape([self._fakes.size(size) for size in value.shape])
 
@@ -283,3 +283,8 @@ def _overwritten(step: Step) -> list[Any]:
         return []
     values = operator.bind(step.args, step.kwargs)
     return [values[name] for name in OPERATORS[operator.in_place].written]
+
+
+def _seen(value: Value) -> tuple[Value, ...]:
+    """What a value is a reshape of."""
+    return value.args if value.op == "reshape" else ()

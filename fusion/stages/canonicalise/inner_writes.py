@@ -1,0 +1,69 @@
+"""Writes into a part of a cache that is put back: writes into the cache itself, of which the part stays a slice.
+
+cache[i][slots] = rows                 rows of all parts, one part behind the other: at slots + i · (rows of a part)
+cache[:, i][block, place] = rows       pages of all parts in turn: at block · (number of parts) + i
+cache[i][.., positions, ..] = rows     sequences of all parts: those from i · (sequences of a part) on
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from fusion.graph import Algebra, Value
+from fusion.graph.proof import must, proof
+
+_WRITES = ("write", "write_rows", "write_within")
+_CACHES = ("reshape", "slice", "slice_scatter", *_WRITES)
+"""Ops through which an input stays the cache that was passed in."""
+
+
+@proof
+def within(a: Algebra, x: Value, source: Value, axis: int, start: int, stop: int) -> Value | None:
+    """`x` with `source` at [start, stop) along `axis`, if that is this part of `x` after a write."""
+    written = source.below("reshape")
+    must(written.op in (*_WRITES, "slice_scatter") and x.below(*_CACHES).op == "input")
+    must(all(isinstance(size, int) for size in (*x.shape, *written.shape)))
+    must(a.reshape(a.cut(x, axis, start, stop), written.shape) is written.arg)
+    to_rows = written.attrs[0] == 0
+    shape: Any = x.shape
+    if axis == 0:  # parts that lie one behind the other
+        row: Any = math.prod(written.shape[1:])
+        elements = math.prod(shape[1:])
+        must(start * elements % row == shape[0] * elements % row == 0)
+        first, step, count = start * elements // row, 1, shape[0] * elements // row
+    else:
+        must(stop - start == 1 and shape[:axis] == written.shape[:1] and to_rows)
+        first, step, count = start, shape[axis], math.prod(shape[: axis + 1])
+    whole = a.reshape(x, (count, *written.shape[1:]))
+    made = _of_rows(a, whole, written, step, first) if to_rows else _of_sequences(a, whole, written, first)
+    return a.reshape(made, x.shape) if made is not None else None
+
+
+@proof
+def _of_rows(a: Algebra, whole: Value, written: Value, step: int, first: int) -> Value | None:
+    """Rows (or pages) `first`, `first` + `step`, … of the whole are 0, 1, … of the part."""
+    must(written.op == "write_rows" or (written.op == "write" and step == 1))
+    _, rows, index, *inner = written.args
+    index = index if int(whole.shape[0]) < 2**31 else a.cast(index, torch.int64)
+    index = a.shift(a.scale(index, step), first)
+    return a.make(written.op, (whole, rows, index, *inner), (0,), whole.shape, whole.dtype)
+
+
+@proof
+def _of_sequences(a: Algebra, whole: Value, written: Value, first: int) -> Value | None:
+    """Sequences `first`, `first` + 1, … of the whole are 0, 1, … of the part."""
+    _, rows, *index = written.args
+    if written.op == "slice_scatter":
+        axis, start, _, step = written.attrs
+        must(step == 1)
+        how: tuple[Any, ...] = (axis, first, "number", start)
+    elif written.op == "write_within":
+        axis, before, *place = written.attrs
+        how = (axis, first + before, *place)
+    else:
+        must(len(index) == 1)
+        how = (*written.attrs, first, "start" if written.op == "write" else "index")
+    return a.make("write_within", (whole, rows, *index), how, whole.shape, whole.dtype)
