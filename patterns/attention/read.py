@@ -38,6 +38,7 @@ from patterns.sparse.words import LISTED_ATTENTION, TOPK_MASK
 
 _APART = "keys or values are not the same for the queries of one head"
 _REPEATED = "one score is repeated for several keys"
+_CUT = "the weights are cut, but not from a sink that stands last"
 _SEVERAL = "one row of scores is scaled or masked in several ways"
 _OTHERS = (None, _APART, _REPEATED, _SEVERAL)
 """Why a product is not that of queries and keys, where what is added to it may be."""
@@ -159,7 +160,7 @@ def _found(
     if not scores.scale or not isfinite(scores.scale):
         return f"scores are multiplied by {scores.scale:g}: what is hidden would not stay apart from what is seen"
     if weights.cut != (scores.sink is not None):
-        return "the weights are cut, but not from a sink that stands last"
+        return _CUT
     return value, weights, scores, finish
 
 
@@ -212,7 +213,7 @@ def _reading(
     if not 1 <= len(shape) <= 4:
         return "scores of more than five dims"
     if scores.product is not None and scores.product.shape[-1] != product.args[1].shape[-2]:
-        return _REPEATED
+        return _REPEATED if scores.product.shape[-1] == 1 else _CUT
     attended = Attended.by(a, scores, product, weights)
     if attended is None:
         return _APART

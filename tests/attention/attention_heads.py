@@ -421,5 +421,5 @@ LOOKALIKES = (
     refused(chosen_weights, "the weights go through a choice", activations(8, S, S)),
     refused(mixed_heads, "the weights go through another product", activations(8, N, N)),
     refused(cubed, "the scores go through power"),
-    refused(clipped, "the scores go through clip"),
+    refused(clipped, "the scores are clamped"),
 )

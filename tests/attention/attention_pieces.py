@@ -235,8 +235,8 @@ def replaced_by_numbers(q, k, v):
 
 
 LOOKALIKES = (
-    Entry(rounded_in_the_last, "", keys=T),
-    Entry(others_in_the_last, "", keys=T),
+    Entry(rounded_in_the_last, "", "the scores go through slice_scatter", keys=T),
+    Entry(others_in_the_last, "", "the scores go through slice_scatter", keys=T),
     Entry(replaced_by_zero, "", "something else than a number"),
     Entry(replaced_by_numbers, ""),
 )

@@ -19,6 +19,8 @@ B, N, S, D, C = 2, 3, 8, 16, 5
 QKV = tuple(numbers(B, N, S, D, seed=seed) for seed in range(3))
 PAIRS, TABLE = numbers(B, S, S, C, seed=3), numbers(N, C, seed=4) / 4
 OWN = numbers(B, S, S, D, seed=5)
+BY_PLACE, BY_HEAD = numbers(S, S, D, seed=9), numbers(N, S, D, seed=10)
+LISTED = torch.tensor([[5, 2]] * S)
 BY_AXIS = numbers(2, 2, D, seed=6), numbers(4, 4, D, seed=7)
 SLOPED = 0.5 * torch.arange(1, N + 1).view(N, 1, 1) * torch.arange(S) + torch.full((S, S), -math.inf).triu(1)
 VALID = (torch.arange(S) < torch.tensor([[5], [S]])).long()
@@ -76,6 +78,23 @@ def relative_rows_and_columns(q, k, v):
     of_columns = torch.einsum("bnhwc,wkc->bnhwk", picture, columns)
     bias = (of_rows[..., None] + of_columns[..., None, :]).reshape(B, N, S, S)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def relative_places_first(q, k, v):
+    """A product of each query with keys of its own, as in Shaw et al., before that with keys of all."""
+    return ((torch.einsum("bnsd,std->bnst", q, BY_PLACE.to(q.dtype)) + q @ k.mT) / 4).softmax(-1) @ v
+
+
+def places_of_heads_first(q, k, v):
+    """The heads of one head of keys are its rows: both products as one would have keys of each row."""
+    scores = (q @ BY_HEAD.to(q.dtype).mT + q @ k[:, :1].mT) / 4
+    return (scores.reshape(B, 1, N * S, S).softmax(-1) @ v[:, :1]).view(q.shape)
+
+
+def listed_beside_an_order(q, k, v):
+    """What a list does not name is seen as the order says."""
+    gone = torch.full((S, S), -math.inf, dtype=q.dtype).triu(1)
+    return (q @ k.mT / 4 + gone.scatter(-1, LISTED, 0.0)).softmax(-1) @ v
 
 
 def padding(q: Tensor) -> Tensor:
@@ -147,7 +166,8 @@ def lowered_by_numbers(q, k, v):
 
 FUSED: list[Form] = [
     pair_sdpa, pair_by_hand, pair_first, pair_of_two_halves, positions_first, product_of_rows,
-    relative_rows_and_columns, filled, filled_unequal, filled_where_zero, filled_by_choice,
+    relative_rows_and_columns, relative_places_first, places_of_heads_first, listed_beside_an_order,
+    filled, filled_unequal, filled_where_zero, filled_by_choice,
     clamped, clamped_by_max, clamped_padding, clamped_without_mask, clamped_bias, onto_zeros,
     lowered_by_numbers,
 ]  # fmt: skip
@@ -157,6 +177,7 @@ ROUNDED: set[tuple[Any, ...]] = {
     (pair_sdpa, torch.float16, "composite"), (filled, torch.float16, "composite"),
     (relative_rows_and_columns, torch.float16), (relative_rows_and_columns, torch.bfloat16, "core"),
     (lowered_by_numbers, torch.float16, "composite"), (clamped_bias, torch.float16),
+    (relative_places_first, torch.float16), (places_of_heads_first, torch.float16, "composite"),
 }  # fmt: skip
 """What is refused: a bias of float16 may be infinite or near where scores are clamped, a sum of several is rounded."""
 
@@ -207,8 +228,18 @@ def numbers_beside_an_order(q, k, v):
     return ((q @ k.mT / 4).masked_fill(future(), -1e4) + gone).softmax(-1) @ v
 
 
+def chosen_of_two_products(q, k, v):
+    return torch.where(future(), q @ OWN[:, None, 0].mT, q @ k.mT).softmax(-1) @ v
+
+
 def clamped_scores(q, k, v):
     return (q @ k.mT / 4).masked_fill(future(), -math.inf).clamp(min=-5.0).softmax(-1) @ v
+
+
+def clamped_beside_a_sink(q, k, v):
+    hidden = torch.ones(S, S + 1, dtype=torch.bool).triu(1)
+    joined = torch.cat((q @ k.mT, q[..., :1]), -1).masked_fill(hidden, -math.inf)
+    return joined.clamp(min=-5.0).softmax(-1)[..., :-1] @ v
 
 
 def clamped_above(q, k, v):
@@ -237,7 +268,9 @@ REFUSED: dict[Form, str] = {
     keys_of_each_query: "keys or values are not the same for the queries of one head",
     keys_in_rows_and_columns: "something is added to the scores while their keys stand in several dims",
     numbers_beside_an_order: "as a bias it may hide keys, beside a mask of finite numbers",
+    chosen_of_two_products: "scores are replaced by something else than a number",
     clamped_scores: "the scores are clamped, which the operator does not do",
+    clamped_beside_a_sink: "the scores are clamped, which the operator does not do",
     clamped_above: "the scores are clamped, which the operator does not do",
     clamped_and_masked: "masked scores are clamped, and then masked once more",
     clamped_and_scaled: "masked scores are clamped, and then",

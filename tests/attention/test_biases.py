@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusion import testing
+from fusion.language import Refused
 from fusion.options import Options
 from fusion.testing import Trial, capture
+from patterns.attention.biases import Bias
+from patterns.attention.visibility import Structured
 from tests.engine.graphs import read_graph
 
 from .attention_base import B, N, S
@@ -56,6 +60,15 @@ def test_the_least_number_stands_for_infinity():
     assert "clamp" in str(call.kwargs["pse_shift"].target)
     assert not {"atten_mask", "sparse_mode"} & set(call.kwargs)
     testing.means_what_it_says(t)
+
+
+def test_what_a_query_without_keys_gives_is_only_told_where_all_that_is_hidden_is_shown():
+    y, whole = torch.zeros(B, N, S, 16), Structured(None, None, None, None, "none", None, None, "zero")
+    bias = Bias(torch.full((1, N, S, S), -torch.inf), "nan")
+    assert bias.restored(y, whole).isnan().all()
+    for hides in ({"mask_kind": "causal_upper_left"}, {"kv_len": 3}, {"kv_lens": torch.tensor([3, S])}):
+        with pytest.raises(Refused, match="what a mask hides cannot be shown"):
+            bias.restored(y, replace(whole, **hides))
 
 
 class Tabled(nn.Module):

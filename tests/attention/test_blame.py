@@ -160,6 +160,8 @@ OF_PLACES: dict[str, Callable[..., Any]] = {
     "a slope": lambda q, k, v, x, n: biased(q, k, v, -0.25 * (n[:, :1] - n[:1]).abs()),
     "a slope for each head": lambda q, k, v, x, n: biased(q, k, v, -x[:4, None, None] * (n[:, :1] - n[:1]).abs()),
     "the places": lambda q, k, v, x, n: biased(q, k, v, n.to(q.dtype)),
+    "the places from 1 on": lambda q, k, v, x, n: biased(q, k, v, (n + 1).to(q.dtype)),
+    "a curve": lambda q, k, v, x, n: biased(q, k, v, (1.0 - x.exp()).view(S, T)),
 }
 
 

@@ -111,10 +111,17 @@ def divided_late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (powers @ v.float() / powers.sum(-1, keepdim=True)).to(q.dtype)
 
 
+def divided_behind_a_cast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same of a product that was rounded before."""
+    powers = (q.float() @ k.float().mT).exp()
+    return ((powers.to(q.dtype) @ v).float() / powers.sum(-1, keepdim=True)).to(q.dtype)
+
+
 def test_a_result_is_cast_once_to_a_wider_dtype_alone():
     wide = (("cast", (torch.float32,)),)
     assert [each["output_view"] for each in captures(attended_alone, *HALVES)] == [()]
-    assert [each["output_view"] for each in captures(divided_late, *HALVES)] == [wide, ()]
+    for form in (divided_late, divided_behind_a_cast):
+        assert [each["output_view"] for each in captures(form, *HALVES)] == [wide, ()]
 
 
 def over_a_latent(q: Tensor, rows: Tensor) -> Tensor:

@@ -104,8 +104,21 @@ def test_scores_of_keys_first_are_turned_alone():
         assert scores(form, *wide).product is None
 
 
-def test_a_softmax_over_heads_is_none_over_keys():
-    assert scores(lambda q, k: (q @ k.mT).permute(1, 2, 0), *QK).product is None
+SQUARE = numbers(D, S, D), numbers(D, D, D, seed=1)  # as many heads as keys
+NO_SCORES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]]] = {
+    "over heads": (lambda q, k: (q @ k.mT).permute(1, 2, 0), QK),
+    "over as many heads as keys": (lambda q, k: (q @ k.mT).permute(1, 2, 0), SQUARE),
+    "over half of the keys": (lambda q, k: (q @ k.mT).reshape(N, S * 2, T // 2), QK),
+    "of an input in another shape": (lambda q, k: q.reshape(N, 2, -1), QK),
+    "of an input that is clamped": (lambda q, k: q.clamp(min=-5.0), QK),
+}
+
+
+@pytest.mark.parametrize("name", NO_SCORES)
+def test_of_what_is_no_scores_over_keys_nothing_is_told(name: str):
+    form, given = NO_SCORES[name]
+    found = scores(form, *given)
+    assert (found.product, found.odd) == (None, "")
 
 
 def test_a_factor_of_one_number_stays_one_however_rows_are_arranged():

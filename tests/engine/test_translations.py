@@ -586,6 +586,7 @@ PARTS = {
     "rounded": (lambda x, y, z: y[:, :2].bfloat16().float() + z, "slice_scatter"),
     "where others are": (lambda x, y, z: torch.where(z > 0, y[:, :2], z), "slice_scatter"),
     "of another": (lambda x, y, z: x[:, :2].sin() + z, "slice_scatter"),
+    "of another and a row": (lambda x, y, z: x[:, :2].sin() + (z[0] + 1.0), "slice_scatter"),
 }
 
 

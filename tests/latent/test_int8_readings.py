@@ -172,6 +172,16 @@ def test_what_is_one_step_away_from_it(form: Callable[..., Tensor], args: dict[s
     is_told(WHOLE, form, inputs(**args), reason)
 
 
+def biased(numbers, tokens, rope, latent, k_rope, scale):
+    keys = latent.float() * scale
+    scores = joined(numbers, tokens, rope) @ torch.cat((keys, k_rope.float()), -1).mT * 0.125
+    return (scores - torch.arange(T) / 8).softmax(-1) @ keys
+
+
+def test_it_takes_no_bias():
+    is_told("softmax_attention", biased, inputs(), "as a bias it is none of int8 attention")
+
+
 def scored_by(more: Callable[[Tensor], Tensor | float]) -> Callable[..., Tensor]:
     """Scores with a factor of each head, and one more of the int8 products."""
 

@@ -191,6 +191,14 @@ def test_tables_that_are_computed_are_repeated():
     assert reading.captures["cos"] is a.cat([cos, cos], -1)
 
 
+def test_a_table_that_is_joined_from_several_is_one():
+    a, (x, low, high, sin) = given(8, 4, 4, 8)
+    cos, turned = a.cat([low, high], -1), a.cat([a.scale(pair("half", 1, a, x), -1), pair("half", 0, a, x)], -1)
+    reading = rotation(KnownTables(a), a.add(a.mul(x, cos), a.mul(turned, sin)))
+    assert isinstance(reading, Reading)
+    assert reading.captures["cos"] is cos
+
+
 def test_cosines_and_sines_may_stand_in_one_table():
     """Each half of the lanes with both tables: x₁·(c, s) + x₂·(-s, c)."""
     a, (x, cos, sin) = given(8, 4, 4)

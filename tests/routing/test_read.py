@@ -112,6 +112,12 @@ def weights_of_other_numbers(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tens
     return logits.exp().gather(-1, experts), experts
 
 
+def chosen_by_counts(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    counts = (8 * logits).int()
+    experts = (counts + (8 * bias).int()).topk(COUNT, dim=-1)[1]
+    return counts.gather(-1, experts), experts
+
+
 def weights_of_logits(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     experts = (logits.sigmoid() + bias).topk(COUNT, dim=-1)[1]
     return logits.gather(-1, experts).softmax(-1), experts
@@ -266,6 +272,9 @@ OTHERS = {
     "weights without fractions": (weights_without_fractions, "not the scores of the experts"),
     "scores without fractions": (scores_without_fractions, "not sigmoid or softmax"),
     "logits plus a bias": (weights_of_biased_logits, "not sigmoid or softmax"),
+    "logits of one token plus a bias": (
+        lambda logits, bias: weights_of_biased_logits(logits[:1], bias), "not sigmoid or softmax",
+    ),
     "logits plus a bias of each token": (weights_of_moved_logits, None),
     "logits plus a bias, weights of others": (weights_of_other_numbers, None),
     "groups that are compared otherwise": (
@@ -279,7 +288,11 @@ OTHERS = {
     "columns for groups, expanded": (columns_for_groups(expanded=True), "not proven to be groups"),
     "two groups by the best of both": (routed(best_of_both), "what experts are chosen by"),
     "hidden by a bound": (routed(lambda choice: choice < 0.2), None),
+    "hidden by one that is listed": (
+        routed(lambda choice: choice < choice.gather(-1, (-choice).topk(3, dim=-1)[1][:, -1:])), None,
+    ),
     "scores in whole numbers": (chosen_by_whole_numbers, None),
+    "counts plus a bias": (chosen_by_counts, None),
     "scores of one token": (shared_scores, None),
     "scores of one token, times groups": (shared_scores_times_groups, None),
     "one score of each token": (one_score_of_each_token, None),

@@ -26,7 +26,7 @@ def whole(a: Algebra, x: Value, part: Value, source: Value, axis: int, start: Di
     """`x` with `source` in the place of its `part`, which begins at `start` along `axis`."""
     if source is part:
         return x
-    must(unviewed(x).op not in _WRITTEN and proven(x.dtype).is_floating_point)
+    must(unviewed(x).op not in _WRITTEN and proven(x.dtype).is_floating_point and _stems(source, part))
     return _changed(a, x, part, source, (axis, start))
 
 
