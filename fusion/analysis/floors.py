@@ -42,13 +42,13 @@ def _floor(x: Value) -> float:
 
 
 def _mean_of_largest(x: Value) -> float:
-    """Of a row of the largest of a softmax: these are no less, on the average, than all."""
+    """Of a row of the largest of a softmax: these are no less, on the average, than all; the mean of none is NaN."""
     largest = _of_rows(x)
-    if largest.op != "largest" or not isinstance(largest.attrs[0], int) or not largest.attrs[0]:
+    if largest.op != "largest":
         return 0.0
     shares = _of_rows(largest.arg)
     size = shares.shape[-1]
-    if shares.op != "softmax" or shares.attrs != (-1, "nan") or not isinstance(size, int):
+    if (shares.op, shares.attrs) != ("softmax", (-1, "nan")) or not isinstance(size, int):
         return 0.0
     return _held(1 / size, shares)
 

@@ -79,11 +79,10 @@ class Term:
 class Leaves:
     """The tensors at which lanes end, numbered, and the dtypes in which their products are computed.
 
-    `several` lets the lanes of one operand end in several tensors, like a table of [[cos, -sin], [sin, cos]], each of
-    which is `rounded` where the whole is; without it, such an operand is `joined` from them: a leaf itself.
+    `rounded` lets the lanes of one operand end in several tensors, like a table of [[cos, -sin], [sin, cos]], each of
+    which it rounds where the whole is; without it, such an operand is `joined` from them: a leaf itself.
     """
 
-    several: bool = False
     rounded: Callable[[Value, torch.dtype | None], Value] | None = None
     joined: bool = False
     found: list[tuple[Value, int]] = field(default_factory=list)
@@ -210,7 +209,7 @@ def factor(at: Rows, leaves: Leaves) -> Factor:
     parts = descend(at) or _rounded(at, leaves)
     if parts is not None:
         joined = _join([(where, factor(source, leaves)) for where, source in parts], len(at.index))
-        if leaves.several or (joined.leaf == joined.leaf[0]).all():
+        if leaves.rounded is not None or (joined.leaf == joined.leaf[0]).all():
             return joined
         leaves.joined = True
     number = leaves.number(value, at.depth)
@@ -222,7 +221,7 @@ def _rounded(at: Rows, leaves: Leaves) -> list[tuple[Index, Rows]] | None:
     value = at.value
     below = descend(at.below()) if is_rounding(value) else None
     leaves.joined |= below is not None
-    if below is None or not leaves.several or leaves.rounded is None:
+    if below is None or leaves.rounded is None:
         return None
     return [(where, replace(each, value=leaves.rounded(each.value, value.dtype))) for where, each in below]
 
@@ -276,7 +275,7 @@ def terms(at: Rows, leaves: Leaves, limit: int = 3) -> list[Term] | None:
 def _of_mean(at: Rows, leaves: Leaves, limit: int) -> list[Term] | None:
     """The terms of all entries of a lane dim, which has no more of them than there may be terms."""
     (axis,), count = at.value.attrs, at.value.arg.shape[at.value.attrs[0]]
-    if not isinstance(count, int) or count > limit:
+    if not isinstance(count, int) or not 0 < count <= limit:
         return None
     place, found = at.place, list[Term]()
     for entry in range(count):

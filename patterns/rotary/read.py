@@ -102,7 +102,7 @@ def rotation(known: KnownTables, root: Value) -> Reading | str | None:
     outcome = _summed(known, root, at, leaves)
     if isinstance(outcome, Reading) or not leaves.joined:
         return outcome
-    again = _summed(known, root, at, Leaves(several=True, rounded=known.algebra.cast))
+    again = _summed(known, root, at, Leaves(rounded=known.algebra.cast))
     return again or outcome
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from sympy import Symbol
 
 from fusion.analysis.floors import absorbs, is_above
 from fusion.graph import Algebra, Value
 
 K, E = 4, 32
+SIZE = Symbol("s", positive=True, integer=True)
 
 
 def best(
     a: Algebra,
     *,
-    count: int = K,
-    experts: int = E,
+    count: Any = K,
+    experts: Any = E,
     empty: str = "nan",
     dim: int = -1,
     dtype: torch.dtype = torch.float32,
@@ -34,6 +38,7 @@ def test_a_sum_of_the_largest_is_no_less_than_their_part():
     assert not is_above(total, 0.99 * K / E)
     assert is_above(a.reshape(a.cast(a.cast(total, torch.bfloat16), torch.float32), (6, 1)), 1e-8)
     assert is_above(a.mean(a.reshape(best(a), (6, K)), [-1]), 0.97 / E)
+    assert is_above(a.mean(best(a, count=SIZE), [-1]), 0.97 / E)
     assert not is_above(a.reshape(a.unary("cos", total), (6, 1)), -1.0)
     assert not is_above(a.unary("cos", total), 0.0)
 
@@ -45,7 +50,8 @@ def test_a_sum_of_the_largest_is_no_less_than_their_part():
         lambda a: a.cast(a.cast(a.sum(best(a), [-1]), torch.int32), torch.float32),
         lambda a: a.mean(best(a), [1]),
         lambda a: a.mean(a.reshape(best(a), (3, 2 * K)), [-1]),
-        lambda a: a.mean(best(a, count=0), [-1]),
+        lambda a: a.sum(best(a, count=0), [-1]),
+        lambda a: a.mean(best(a, experts=SIZE), [-1]),
         lambda a: a.mean(best(a, empty="zero"), [-1]),
         lambda a: a.mean(best(a, dim=-2), [-1]),
         lambda a: a.mean(best(a, experts=2**15, dtype=torch.float16), [-1]),

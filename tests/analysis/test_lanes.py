@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sympy import Symbol
 from torch import Tensor
 
 from fusion.analysis.lanes import NONE, Leaves, descend, factor, rows, same_lanes, terms
@@ -167,7 +168,7 @@ def test_rows_that_are_written_and_lanes_that_are():
     (x, data), (y, more) = leaf(a, "x", 2, SIZE), leaf(a, "y", 2, 4, seed=1)
     whole = a.make("slice_scatter", (x, y), (1, 2, 6, 1), (2, SIZE), x.dtype)
     for start, stop, found in ((0, 2, [x]), (2, 6, [y]), (6, 8, [x]), (0, 8, [x, y])):
-        leaves = Leaves(several=True)
+        leaves = Leaves(rounded=a.cast)
         one = factor(rows(a.cut(whole, 1, start, stop)), leaves)
         assert [each for each, _ in leaves.found] == found
         sources = [{x: data, y: more}[each] for each in found]
@@ -180,10 +181,41 @@ def test_lanes_of_several_tensors_are_one_table_or_themselves():
     a = Algebra()
     (x, _), (y, _) = leaf(a, "x", 2, 4), leaf(a, "y", 2, 4, seed=1)
     both = a.cat([x, y], -1)
-    for several, found in ((False, [both]), (True, [x, y])):
-        leaves = Leaves(several)
-        one = factor(rows(both), leaves)
-        assert [leaves.found[number][0] for number in sorted(set(one.leaf))][-len(found) :] == found
+    for dtype in (x.dtype, torch.bfloat16):
+        whole, parts = a.cast(both, dtype), [a.cast(x, dtype), a.cast(y, dtype)]
+        for rounded, found in ((None, [whole]), (a.cast, parts)):
+            leaves = Leaves(rounded)
+            one = factor(rows(whole), leaves)
+            assert [leaves.found[number][0] for number in sorted(set(one.leaf))][-len(found) :] == found
+
+
+def test_below_a_rounding_only_a_sign_is_taken_out():
+    a = Algebra()
+    x, _ = leaf(a, "x", 2, SIZE)
+    below = a.cast(x, torch.bfloat16)
+    for made, rounded, found in (
+        (a.scale(x, -1), a.cast, below),
+        (a.scale(x, -1), None, None),
+        (a.scale(x, -2), a.cast, None),
+        (a.shift(x, -1), a.cast, None),
+    ):
+        leaves = Leaves(rounded)
+        one = factor(rows(a.cast(made, torch.bfloat16)), leaves)
+        assert leaves.found == [(found or a.cast(made, torch.bfloat16), 1)]
+        assert (one.coefficient == (1 if found is None else -1)).all()
+
+
+def test_a_mean_is_the_sum_of_as_many_terms_as_there_may_be():
+    a = Algebra()
+    (one, _), (x, _), (y, _) = leaf(a, "one"), leaf(a, "x", 2, 4, 2), leaf(a, "y", 2, 4, 2)
+    wide, none = leaf(a, "wide", 2, 4, 4)[0], leaf(a, "none", 2, 4, 0)[0]
+    open_ = a.make("input", (), ("open",), (2, 4, Symbol("s", positive=True, integer=True)), x.dtype)
+    assert len(terms(rows(a.mean(x, [-1])), Leaves()) or ()) == 2
+    for z in (wide, none, open_, a.add(a.mul(x, y), y), a.mul(one, x)):
+        assert terms(rows(a.mean(z, [-1])), Leaves()) is None
+    both, leaves = a.mean(x, [-2, -1]), Leaves()
+    assert len(terms(rows(a.reshape(both, (2, 1))), leaves) or ()) == 1
+    assert leaves.found == [(both, 2)]
 
 
 def test_a_number_that_multiplies_all_lanes_is_no_table():

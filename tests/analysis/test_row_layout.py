@@ -92,6 +92,13 @@ def test_what_broadcasts_is_repeated_no_more_than_rows_are_mixed(have: Any, step
     torch.testing.assert_close(same.expand_as(wide), wide, rtol=0, atol=0)
 
 
+def test_rows_of_one_are_in_no_dim_of_those_behind():
+    a = Algebra()
+    x, numbers = leaf(a, "x", 1, 4, 6, 5)
+    found = broadcast_arranged(a, x, x.shape, [("permute", (0, 2, 1)), ("reshape", (6, 4))])
+    assert torch.equal(computed(found, {x: numbers}), numbers[0].transpose(0, 1))
+
+
 def test_repeated_heads_are_taken_once_where_no_head_is_cut():
     a = Algebra()
     kv, _ = leaf(a, "kv", 2, 2, 1, 6, 4)

@@ -324,11 +324,24 @@ def filled_another(q, k, v):
     return (q @ k.mT / 4 + (m + 0.5).masked_fill(m.bool(), -math.inf)).softmax(-1) @ v
 
 
-def filled_where_one(q, k, v):
+def kept_where_one(q, k, v):
     m = padding(q)
-    return (q @ k.mT / 4 + torch.where(m == 1, m, -math.inf)).softmax(-1) @ v
+    return (q @ k.mT / 4 + torch.where(m == 1, m, 0.0)).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("form", [filled_elsewhere, filled_another, filled_where_one], ids=lambda each: each.__name__)
+def kept_where_larger(q, k, v):
+    m = PAIRS[:, None, ..., 0].to(q.dtype)
+    return (q @ k.mT / 4 + torch.where(m <= 0, 0.0, m)).softmax(-1) @ v
+
+
+def kept_where_alike(q, k, v):
+    m = (PAIRS + PAIRS.flip(0))[..., 0].to(q.dtype)
+    return (q @ k.mT / 4 + torch.where(m == m.flip(0), m, 0.0)[:, None]).softmax(-1) @ v
+
+
+KEPT: list[Form] = [filled_elsewhere, filled_another, kept_where_one, kept_where_larger, kept_where_alike]
+
+
+@pytest.mark.parametrize("form", KEPT, ids=lambda each: each.__name__)
 def test_what_is_not_0_where_it_is_kept_is_no_mask(form: Form):
     testing.means_what_it_says(tried(form, torch.float32))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from sympy import Symbol
 
-from fusion.graph import Value
+from fusion.graph import Algebra, Value
+from fusion.stages.canonicalise.logic import of_own_rows
 
 from .graphs import numbers, read_graph, traced
 
 T, G, K = 6, 5, 2
+S = Symbol("s", integer=True, positive=True)
 X = numbers(T, G)
 line = torch.arange
 
@@ -42,13 +45,17 @@ OTHERS = {
     "every second place": lambda x, at: (at[..., None] == line(0, 2 * G, 2)).any(1),
     "fewer places than may be listed": lambda x, at: (at[..., None] == line(G - 1)).any(1),
     "entries that are not places": lambda x, at: ((at - 1)[..., None] == line(G)).any(1),
+    "as many entries that are not places": lambda x, at: ((x.topk(G)[1] - 1)[..., None] == line(G)).any(1),
+    "against numbers": lambda x, at: (at[..., None] == at.flatten()[:G].clamp(0, 1)).any(1),
     "less": lambda x, at: (at[..., None] < line(G)).any(1),
     "over the places": lambda x, at: (at[..., None] == line(G)).any(2),
     "a sum over tokens": lambda x, at: (at[..., None] == line(G)).sum(0) == 1,
     "against each other": lambda x, at: (at[..., None] == at[:, None]).any(1),
     "a place for each token": lambda x, at: (at[..., None] == line(T)[:, None, None]).any(1),
     "a sum of lists that share places": lambda x, at: (torch.cat([at, at], -1)[..., None] == line(G)).sum(1) == 1,
-    "a sum over two dims": lambda x, at: (at[..., None] == line(G)).sum((0, 1)) == 1,
+    "a sum over two dims": lambda x, at: (at[..., None] == line(G)).sum((1, 0)) == 1,
+    "a mean": lambda x, at: (at[..., None] == line(G)).float().mean(1),
+    "several numbers that are put": lambda x, at: torch.zeros(T, G).index_put((line(T)[:, None], at), x.topk(K)[0]),
     "put in other rows": lambda x, at: torch.zeros(T, G).index_put(
         (line(T - 1, -1, -1)[:, None], at), torch.tensor(1.0)
     ),
@@ -68,6 +75,9 @@ NOT_TAKEN = {
     ],
     "one place of each row": lambda x, at: x.cos()[line(T), at[:, 0]],
     "rows alone": lambda x, at: x.cos().view(T, G, 1)[line(T)[:, None], at],
+    "rows of two dims": lambda x, at: x.cos().view(2, 3, G)[line(2)[:, None, None], at.view(2, 3, K) % 3],
+    "entries of a vector": lambda x, at: x.cos()[0][at[0]],
+    "places that rows share": lambda x, at: x.cos()[line(T)[:, None], at[:1].expand(T, K)],
 }
 
 
@@ -96,14 +106,21 @@ def test_what_stands_at_places_of_the_own_row(name: str):
 
 @pytest.mark.parametrize("name", NOT_TAKEN)
 def test_what_stands_elsewhere(name: str):
-    assert not taken(value(NOT_TAKEN[name]))
+    assert value(NOT_TAKEN[name]).below("reshape").op == "index"
+
+
+def test_places_that_may_not_belong_together_are_none_of_the_own_row():
+    a = Algebra()
+    x, *indices = (a.make("input", (), (name,), shape, torch.int64) for name, shape in
+                   (("x", (S, G)), ("i", (S,)), ("j", (Symbol("t", integer=True, positive=True),))))  # fmt: skip
+    assert of_own_rows(a, x, indices) is None
 
 
 def test_a_cache_that_is_written_at_places_is_not_chosen():
     graph = read_graph(
         traced(lambda x, to: to.index_put((line(T)[:, None], x.topk(K)[1]), torch.tensor(1.0)), X, X + 1).graph
     )
-    assert not any(each.op == "chosen" for each in graph.places)
+    assert any(each.op == "write_rows" for each in graph.places)
     assert not any(map(chosen, graph.places))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sympy import Symbol
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, PowByNatural
 
 import fusion
 from fusion import Rule, lowering, pattern, tensor
@@ -68,6 +68,7 @@ def test_a_product_of_equal_sizes_that_is_divided_by_one_is_made():
         (FloorDiv(S * P, 2 * S), FloorDiv(S * P, 2 * S)),
         (2 * FloorDiv(S**3 * P, S * P), 2 * S**2),
         (S + P, S + P),
+        (PowByNatural(S * P, S), PowByNatural(S * P, S)),
     ],
 )
 def test_a_division_goes_where_nothing_can_be_left_over(expr: Any, expected: Any):

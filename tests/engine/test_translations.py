@@ -257,6 +257,7 @@ STAY = {
     "a dim of four that is none of lines": put([(2,), None, (2,)], (4, 3, 9, 5, 8), (2, 3, 5, 8)),
     "places in three dims": put([2, None, (2, 1, 3)], (4, 3, 9, 8), (2, 1, 2, 3, 8)),
     "a number in some rows": scattered((4, 8), (2, 3)),
+    "a number in one row": scattered((4, 8), (1, 3)),
     "a number along columns": scattered((4, 8), (4, 3), dim=0),
     "what stands in columns": lambda build: build(
         aten.gather.default, build.input(4, 8), 0, build.input(4, 8, dtype=i64)
@@ -272,6 +273,10 @@ STAY = {
     ),
     "the least first": lambda build: build(operator.getitem, build(aten.sort.default, build.input(4, 8), -1), 0),
     "places of each lane": scattered_rows((2, 1, 8), (2, 9, 8), (2, 1, 8)),
+    "a number in rows that a mask chooses": lambda build: build(
+        aten.index_put.default, build(aten.cos.default, build.input(4, 8)),
+        [build.input(4, dtype=b8), build.input(1, dtype=i64)], build.input(),
+    ),
     "a number in a cache": scattered((4, 8), (4, 3), computed=False),
     "fewer places than rows": lambda build: build(
         aten.scatter.src, build.input(4, 9, 8), 1,
@@ -323,6 +328,10 @@ FORMS = {
             build(aten.mul.Tensor, build(aten.complex.default, build.input(4), build.input(4)), build.input(4)),
         ),
         "cat(reshape(mul(arg0_1, arg3_1)), reshape(mul(arg1_1, arg3_1)), 1)",
+    ),
+    "a number divided by a constant": (
+        lambda build: build(aten.div.Tensor, 7.0, build(aten.full.default, [], 2.0)),
+        "scale(power(full(2.0), -1.0), 7.0)",
     ),
     "labels as those of batch dims": (einsum("...ab,...bc->...ac", (2, 4, 4), (2, 4, 4)), "matmul(arg0_1, arg1_1)"),
     "a dim that is moved": (call(aten.movedim.int, (2, 3, 4), more=(0, -1)), "permute(arg0_1, 1, 2, 0)"),
@@ -524,6 +533,7 @@ OF_SIZES = {
     "number at places": (
         lambda x: x.cos().scatter(-1, x.argmax(-1, keepdim=True), x.shape[0]), "aten.scatter.value"
     ),
+    "number of places": (lambda x: ((x[0, :3].long() % 4)[:, None] == torch.arange(x.shape[0])).any(0), "any"),
     "diagonal": (lambda x: x.tril(x.shape[0] - x.shape[1]), "aten.tril.default"),
     "comparison": (lambda x: x.cos() < x.shape[0], "aten.lt.Scalar"),
     "variance": (lambda x: x.var(0), "aten.var.correction"),
@@ -625,6 +635,7 @@ NO_NUMBERS = {
     "zero": lambda x: x / torch.tensor(0.0),
     "infinite": lambda x: x * torch.tensor(math.inf),
     "an input": lambda x: x * x[0, 0],
+    "true": lambda x: (x > 0) * torch.full((), True),
 }
 
 

@@ -107,6 +107,10 @@ def divided_clamped_high(logits):
     return _divided(logits, lambda shares: shares.sum(dim=-1, keepdim=True).clamp(min=0.9))
 
 
+def divided_clamped_low(logits):
+    return _divided(logits, lambda shares: shares.sum(dim=-1, keepdim=True).clamp(1e-8, 0.125))
+
+
 def divided_by_the_largest(logits):
     return _divided(logits, lambda shares: shares.amax(dim=-1, keepdim=True))
 
@@ -183,6 +187,7 @@ LOOKALIKES = (
     _other(softmax_over_tokens_first, "another dim", plain),
     _divided_otherwise(divided_with_an_eps, "0.001 is added to the sum"),
     _divided_otherwise(divided_clamped_high, "clamped between 0.9 and inf"),
+    _divided_otherwise(divided_clamped_low, "clamped between 1e-08 and 0.125"),
     _divided_otherwise(divided_by_the_largest, "something else than their sum"),
     _divided_otherwise(divided_by_their_length, "something else than their sum|root holds no eps"),
 )

@@ -159,7 +159,7 @@ def index(a: Algebra, out: Out, x: Value, indices: Sequence[Any]) -> Translated:
 def of_own_rows(a: Algebra, x: Value, indices: Sequence[Value]) -> Value | None:
     """Places in the last dim of `x` that are named beside the own position in every other; none from the end."""
     shape = broadcast(*(each.shape for each in indices))
-    if x.rank < 2 or len(indices) != x.rank or shape is None or len(shape) != x.rank or shape[:-1] != x.shape[:-1]:
+    if x.rank < 2 or len(indices) != x.rank or shape is None or shape[:-1] != x.shape[:-1]:
         return None
     *rows, last = indices
     if last.shape != shape or last.op == "expand":
@@ -248,8 +248,8 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
         own = own.arg
     chosen = a.make("chosen", (own,), (), (*own.shape[:-1], x.shape[-1]), torch.bool)
     other = constant(a, x.attrs[0], chosen.shape, x.dtype) if x.op == "full" else x
-    marks = where(a, chosen, constant(a, number.attrs[0], (), x.dtype), other, x.dtype)
-    return None if marks is None else a.expand(marks, x.shape)
+    marks = proven(where(a, chosen, constant(a, number.attrs[0], (), x.dtype), other, x.dtype))
+    return a.expand(marks, x.shape)
 
 
 def listed(a: Algebra, x: Value, axis: int, distinct: bool = False) -> Value | None:
@@ -258,7 +258,7 @@ def listed(a: Algebra, x: Value, axis: int, distinct: bool = False) -> Value | N
     The entries of each row of a list run along that axis, the positions 0, 1, … along another one.
     """
     equal = x.below("cast")
-    if equal.op != "compare" or equal.attrs != ("eq",):
+    if (equal.op, equal.attrs) != ("compare", ("eq",)):
         return None
     for places, line in (equal.args, equal.args[::-1]):
         chosen = _chosen_of(a, places, line, axis % x.rank, equal.shape, distinct)
