@@ -64,6 +64,26 @@ def _chosen_then_widened(x: Tensor) -> Routed:
     return values.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1), experts
 
 
+def _gathered(x: Tensor, finish: Finish = lambda shares: shares) -> Routed:
+    experts = x.topk(4, dim=-1)[1]
+    return finish(x.float().softmax(-1).gather(-1, experts)), experts
+
+
+def _one_of_narrow(x: Tensor) -> Routed:
+    experts = x.topk(1, dim=-1)[1]
+    return x.float().softmax(-1).gather(-1, experts).squeeze(-1), experts.squeeze(-1)
+
+
+def _in_logarithms(x: Tensor) -> Routed:
+    shares, experts = F.log_softmax(x.float(), -1).topk(4, dim=-1)
+    return shares.exp(), experts
+
+
+def _less_all(x: Tensor) -> Routed:
+    values, experts = x.float().topk(4, dim=-1)
+    return (values - x.float().logsumexp(-1, keepdim=True)).exp(), experts
+
+
 def _without_experts(x: Tensor) -> Tensor:
     return x.topk(4, dim=-1)[0].softmax(-1)
 
@@ -77,7 +97,7 @@ def _sum(shares: Tensor) -> Tensor:
     return shares.sum(dim=-1, keepdim=True)
 
 
-PLAIN = "chosen[Shares]"
+PLAIN = "Logits, Shares]"
 TWICE = partial(largest, finish=lambda shares: shares / (2 * shares.sum(dim=-1, keepdim=True)))
 IN_BATCHES = partial(scattered, finish=lambda shares: shares / shares.sum(dim=-1, keepdim=True))
 EXAMPLES = (
@@ -99,8 +119,14 @@ EXAMPLES = (
         "divided by something else than their sum", PLAIN,
     ),
     Example("softmax over tokens", _along_tokens, FLAT, "runs along another dim"),
-    Example("divided by twice their sum", TWICE, FLAT, "something else than their sum", instead="chosen[Shares]"),
+    Example("divided by twice their sum", TWICE, FLAT, "something else than their sum", instead=PLAIN),
     Example("largest of a softmax", largest, FLAT),
+    Example("one, without its dim", lambda x: x.float().softmax(-1).max(dim=-1), FLAT),
+    Example("one of logits in 16 bits", _one_of_narrow, FLAT),
+    Example("taken where the largest logits are", _gathered, FLAT),
+    Example("taken so, and divided by their sum", lambda x: _gathered(x, divided), FLAT),
+    Example("of a softmax in logarithms", _in_logarithms, FLAT),
+    Example("the largest less the logarithm of all", _less_all, FLAT),
     Example("in float32, unsorted", scattered, FLAT),
     Example(
         "largest of a softmax over tokens",

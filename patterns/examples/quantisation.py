@@ -235,6 +235,7 @@ def turned(*rows: int, size: int = 128) -> Inputs:
 ROTATED = (
     Example("turned rows", lambda x, matrix: quantised(x @ matrix), turned(5, 128)),
     Example("turned heads, half as large", lambda x, matrix: quantised(linear(x, matrix) * 0.5), turned(2, 3, 4, 128)),
+    Example("the largest magnitudes of turned rows", lambda x, matrix: of_largest(x @ matrix), turned(5, 128)),
     Example(
         "turned, negative",
         lambda x, matrix: quantised((x @ matrix) * -0.5),

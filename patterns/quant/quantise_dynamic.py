@@ -47,8 +47,8 @@ class _Scale:
 
 def _scale(value: Value) -> _Scale | None:
     """What scale of rows `value` is; None where it is none at all."""
-    if value.op == "greatest" and value.arg.op == "abs":
-        one = value.attrs == (-1,)
+    if _is_greatest(value) and value.arg.op == "abs":
+        one = value.op == "largest" or value.attrs == (-1,)
         odd = "" if one else "one scale is shared by several tokens: the operator gives each token its own"
         return _Scale(exact(value.arg.arg), value, narrow=value.dtype in _NARROW, odd=odd)
     if value.op == "where":
@@ -106,6 +106,11 @@ def _divisor(factor: Value) -> tuple[Value, float] | None:
     return below[0], below[1] * number
 
 
+def _is_greatest(value: Value) -> bool:
+    """Whether a value is the greatest of rows, or the largest one."""
+    return value.op == "greatest" or (value.op == "largest" and value.attrs == (1,))
+
+
 Largest = Mapping[Value, Sequence[Value]]
 """The largest numbers of rows, and each shape in which nodes hold them."""
 
@@ -115,7 +120,7 @@ def largest_of(graph: Graph) -> Largest:
     found: dict[Value, list[Value]] = {}
     for value in graph.places:
         below = value.below("reshape")
-        if below.op == "greatest":
+        if _is_greatest(below):
             found.setdefault(below, []).append(value)
     return found
 

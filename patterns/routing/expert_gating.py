@@ -121,9 +121,12 @@ class ExpertGating(Rule):
         return p.maybe_scaled(scores, to.after), p.expert_choice(**vars(gate), dtype=to.listed)
 
     @lookalike("the chosen shares of a softmax are divided: the operator divides scores of sigmoids alone")
-    def divided_softmax(self, p, gate: Any = SoftmaxGate, dtype=attribute(), by=tensor("*T 1"), factor=scalar()):
+    def divided_softmax(
+        self, p, gate: Any = SoftmaxGate, dtype=attribute(), by=tensor("*T 1"), factor=scalar(), times=scalar()
+    ):
         """Shares by a number of each token."""
-        return p.chosen_scores(**vars(gate), dtype=dtype) * p.maybe_scaled(p.power(by, -1.0), factor)
+        shares = p.maybe_scaled(p.chosen_scores(**vars(gate), dtype=dtype), times)
+        return shares * p.maybe_scaled(p.power(by, -1.0), factor)
 
     @lookalike("the sum of the chosen scores is clamped between {low} and {high}: the operator adds a number to it")
     def divided_clamped(

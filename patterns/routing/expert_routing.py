@@ -19,23 +19,67 @@ f32 = torch.float32
 
 
 @dataclass(frozen=True)
+class Logits(Group):
+    """What experts are chosen by, [*B, E]; softmax in float32, shares in its dtype."""
+
+    values: Any = tensor("*B E")
+
+    def wide(self, p):
+        """As the softmax takes them."""
+        return p.maybe_cast(self.values, to=f32)
+
+    def shares(self, p, x):
+        """Shares as the model holds them."""
+        return p.as_dtype(x, like=self.values)
+
+    def largest(self, p, count):
+        """The largest, as a softmax over them takes them."""
+        return p.maybe_cast(p.largest(self.wide(p), count), to=f32)
+
+    def places(self, p, count):
+        """Where they are."""
+        return p.largest_index(self.wide(p), count)
+
+    def read(self) -> Tensor:
+        """In the dtype of the shares."""
+        return self.values
+
+
+@dataclass(frozen=True)
+class WidenedLogits(Logits):
+    """Logits in 16 bits whose largest are chosen as they are; shares stay in float32."""
+
+    def wide(self, p):
+        """Widened."""
+        return p.cast(self.values, to=f32)
+
+    def shares(self, p, x):
+        """As they are."""
+        return x
+
+    def largest(self, p, count):
+        """Chosen, then widened."""
+        return p.cast(p.largest(self.values, count), to=f32)
+
+    def places(self, p, count):
+        """Where they are before they are widened."""
+        return p.largest_index(self.values, count)
+
+    def read(self) -> Tensor:
+        """Widened first."""
+        return self.values.to(f32)
+
+
+@dataclass(frozen=True)
 class Shares(Group):
-    """What each chosen expert has of the softmax over all experts.
+    """What each of `count` chosen experts has of the softmax over all experts."""
 
-    Attributes:
-        logits: [*B, E].
-        count: how many experts are chosen.
-    """
-
-    logits: Any = tensor("*B E")
     count: Any = attribute()
     are_divided: ClassVar[bool] = False
 
-    def terms(self, p):
+    def of(self, p, logits):
         """Softmax, then choose."""
-        scores = p.softmax(p.maybe_cast(self.logits, to=f32))
-        chosen = self.divided(p, p.largest(scores, self.count))
-        return p.as_dtype(chosen, like=self.logits), p.largest_index(scores, self.count)
+        return self.divided(p, p.largest(p.softmax(logits.wide(p)), self.count))
 
     def divided(self, p, chosen):
         """As they are."""
@@ -43,16 +87,6 @@ class Shares(Group):
 
     def guard(self) -> None:
         """Nothing speaks against them."""
-
-    def routed(self) -> tuple[Tensor, Tensor]:
-        """Shares and experts [*B, count], by the operator."""
-        return self.routed_of(self.logits)
-
-    def routed_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of logits that were cast: shares have their dtype."""
-        routed = torch.ops.npu.npu_moe_gating_top_k_softmax_v2
-        shares, experts, _ = routed(logits, k=self.count, renorm=int(self.are_divided))
-        return shares, experts.to(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -78,25 +112,9 @@ class SharesOfChosen(Shares):
 
     are_divided: ClassVar[bool] = True
 
-    def terms(self, p):
+    def of(self, p, logits):
         """Choose, then softmax."""
-        wide = p.maybe_cast(self.logits, to=f32)
-        shares = p.softmax(p.maybe_cast(p.largest(wide, self.count), to=f32))
-        return p.as_dtype(shares, like=self.logits), p.largest_index(wide, self.count)
-
-
-@dataclass(frozen=True)
-class WideSharesOfChosen(SharesOfChosen):
-    """The same in float32, of logits in 16 bits."""
-
-    def terms(self, p):
-        """Choose, widen, then softmax."""
-        shares = p.softmax(p.cast(p.largest(self.logits, self.count), to=f32))
-        return shares, p.largest_index(self.logits, self.count)
-
-    def routed(self) -> tuple[Tensor, Tensor]:
-        """Of logits that are widened first."""
-        return self.routed_of(self.logits.to(f32))
+        return p.softmax(logits.largest(p, self.count))
 
 
 @dataclass(frozen=True)
@@ -108,10 +126,16 @@ class ExpertRouting(Rule):
         return logits.softmax(-1).topk(count)
 
     @pattern
-    @variants(shares=(SharesOfChosen, WideSharesOfChosen, DividedShares, Shares))
-    def chosen(self, p, shares):
+    @variants(logits=(Logits, WidenedLogits), shares=(SharesOfChosen, DividedShares, Shares))
+    def chosen(self, p, logits, shares):
         """The largest, and what each of them counts."""
-        return shares.terms(p)
+        return logits.shares(p, shares.of(p, logits)), logits.places(p, shares.count)
+
+    @pattern
+    @variants(logits=(Logits, WidenedLogits), shares=(Shares,))
+    def chosen_one(self, p, logits, shares):
+        """One, without its dim (Switch Transformers)."""
+        return p.reshaped(logits.shares(p, shares.of(p, logits))), p.reshaped(logits.places(p, shares.count))
 
     @lookalike("nothing reads which experts are chosen")
     def without_experts(self, p, logits=tensor("*B E"), count=attribute()):
@@ -157,9 +181,11 @@ class ExpertRouting(Rule):
         shares.guard()
 
     @lowering
-    def npu(self, shares: Shares):
+    def npu(self, logits: Logits, shares: Shares):
         """One operator."""
-        return shares.routed()
+        routed = torch.ops.npu.npu_moe_gating_top_k_softmax_v2
+        found, experts, _ = routed(logits.read(), k=shares.count, renorm=int(shares.are_divided))
+        return found, experts.to(torch.int64)
 
 
 def _largest_shares(p: Any, logits: Any, count: Any) -> Any:

@@ -129,9 +129,10 @@ def _is_product(value: Value) -> bool:
 
 
 def _query_and_key(a: Algebra, found: _Products) -> dict[str, Value] | None:
-    """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence."""
+    """Query [B, S, N, D] and key [B, T, D]: one key for all heads and queries of a sequence; [T, D] is of one."""
     x, y = (uncast(a, each) for each in found.value.args)
-    if y.rank < 3 or any(size != 1 for size in y.shape[1:-2]):
+    y = a.reshape(y, (1, *y.shape)) if y.rank == 2 else y
+    if any(size != 1 for size in y.shape[1:-2]):
         return None
     rows = arrangement(found.value.shape[:-1], found.steps)
     apart = rows is None or rows.before[0] != rows.after[0]

@@ -36,8 +36,14 @@ def with_lengths(keys: int = T) -> Inputs:
     return *indexed(1, keys), torch.tensor([K - 1, keys - 2])
 
 
+def packed(keys: int = T) -> Inputs:
+    """The last tokens of one sequence, [S, H, T], keys [T, T] and weights [S, H]."""
+    query, key, weights = indexed(S, keys)
+    return query[0], key[0], weights[0]
+
+
 def attended(keys: int = T) -> Inputs:
-    """The same, with a query [B, S, N, D] and the rows [B, T, D] that it attends to."""
+    """`with_lengths`, and a query [B, S, N, D] and the rows [B, T, D] that it attends to."""
     lanes, heads = (576, 16) if keys == LARGE else (24, 4)
     return *with_lengths(keys), activations(3, B, 1, heads, lanes), activations(4, B, keys, lanes)
 
@@ -85,6 +91,24 @@ def narrow(q, k, w):
 
 def flattened(q, k, w):
     return by_einsum(q, k, w).topk(K, -1).indices.flatten(1) * 2
+
+
+def of_tokens(q, k, w):
+    """Heads first, as the reference functions of kernels have it."""
+    scores = torch.einsum("mhd,nd->hmn", q.float(), k.float())
+    return of_last((scores.relu() * w.unsqueeze(-1).transpose(0, 1)).sum(dim=0))
+
+
+def of_tokens_by_a_product(q, k, w):
+    """Tokens first, by one matrix."""
+    return of_last((torch.matmul(q, k.T).relu() * w.unsqueeze(-1)).sum(1))
+
+
+def of_last(scores: Tensor) -> Tensor:
+    """The largest of the keys that the last queries see."""
+    (queries, keys), places = scores.shape, torch.arange(scores.shape[1])
+    unseen = places > torch.arange(keys - queries, keys)[:, None]
+    return scores.masked_fill(unseen, -math.inf).topk(K, dim=-1)[1]
 
 
 def as_many_as_there_are(q, k, w):
@@ -162,7 +186,7 @@ Form = Callable[..., Any]
 RETURNED: dict[Form, Callable[[int], Inputs]] = {
     returned: step, narrow: prompt, as_many_as_there_are: step, sorted_first: step, marked_by_scores: prompt,
     kept_by_scores: prompt, marked_by_places: prompt, marked_by_the_mask: prompt, marked_by_length: with_lengths,
-    last_of_several: prompt,
+    last_of_several: prompt, of_tokens: packed, of_tokens_by_a_product: packed,
 }  # fmt: skip
 GATHERED: dict[Form, Callable[[int], Inputs]] = {
     gathered: attended, gathered_and_returned: attended, gathered_in_line: attended_in_line,

@@ -24,6 +24,7 @@ import torch
 from fusion.analysis.dtypes import common, held_number, holds
 from fusion.analysis.intervals import bounds, uncast
 from fusion.graph import Algebra, Value, broadcast, unviewed
+from fusion.graph.algebra import widens
 from fusion.graph.dims import INDEX_DTYPES
 from fusion.graph.logic import compare, constant, pointwise, positions, softmax, where
 from fusion.graph.proof import must, proof, proven
@@ -184,7 +185,7 @@ def _gather(a: Algebra, out: Out, x: Value, dim: int, places: Value, **kwargs: A
     """
     dim %= x.rank
     largest = uncast(places)
-    if largest.op == "largest_index" and largest.arg is x and dim == x.rank - 1:
+    if largest.op == "largest_index" and _ranked(x) is _ranked(largest.arg) and dim == x.rank - 1:
         return a.make("largest", (x,), largest.attrs, out.shape, out.dtype)
     source, listed = (each.arg if each.op == "expand" else each for each in (x, places))
     rest = x.shape[dim + 1 :]
@@ -222,8 +223,28 @@ def _topk(
     a: Algebra, out: Out, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Translated:
     must(largest and dim % x.rank == x.rank - 1)
+    return of_largest(a, x, k)
+
+
+def of_largest(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
+    """The k largest of each row, and where they are; shares of a softmax are as large as its logits.
+
+    What is added to whole rows is added to the largest alone: sums are rounded in order.
+    """
     shape: tuple[Any, ...] = (*x.shape[:-1], k)
-    return a.make("largest", (x,), (k,), shape, x.dtype), a.make("largest_index", (x,), (k,), shape, torch.int64)
+    for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
+        if rows.shape == x.shape and added.shape[-1:] == (1,) and x.shape[-1] != 1:
+            values, places = of_largest(a, rows, k)
+            return proven(a.add(values, added)), places
+    ranked = x.arg if x.op == "softmax" and x.attrs[0] == -1 else x
+    return a.make("largest", (x,), (k,), shape, x.dtype), a.make("largest_index", (ranked,), (k,), shape, torch.int64)
+
+
+def _ranked(x: Value) -> Value:
+    """What has the order of `x` along the last dim: before a softmax over it, and before it was widened."""
+    while (x.op == "softmax" and x.attrs[0] == -1) or (x.op == "cast" and widens(x.arg.dtype, x.dtype)):
+        x = x.arg
+    return x
 
 
 @translates("aten.sort.default")

@@ -46,7 +46,12 @@ def _of_dim(a: Algebra, op: str, x: Value, dim: int, keepdim: bool) -> Value:
 
 @translates("aten.max.dim")
 def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    return _of_dim(a, "greatest", x, dim, keepdim), None
+    """The greatest of rows, and where in the last dim it is: of shares of a softmax the one that a router chooses."""
+    best = _of_dim(a, "greatest", x, dim, keepdim)
+    if dim % x.rank != x.rank - 1:
+        return best, None
+    values, places = logic.of_largest(a, x, 1)
+    return a.reshape(values, best.shape) if x.op == "softmax" else best, a.reshape(places, best.shape)
 
 
 @translates("aten.min.dim")
@@ -131,8 +136,13 @@ def exp(a: Algebra, out: Out, x: Value) -> Translated:
     x = a.cast(x, out.dtype)
     for z, less in differences(x):
         safe = _but_infinite(less)
-        if summed(less if safe is None else safe) is z:
-            return a.make("softmax", (z,), (-1, "nan" if safe is None else "zero"), x.shape, x.dtype)
+        rows, empty = summed(less if safe is None else safe), "nan" if safe is None else "zero"
+        if rows is z:
+            return a.make("softmax", (z,), (-1, empty), x.shape, x.dtype)
+        if rows is not None and z.op == "largest" and rows is z.arg:
+            return a.make(
+                "largest", (a.make("softmax", (rows,), (-1, empty), rows.shape, x.dtype),), z.attrs, x.shape, x.dtype
+            )
     return a.unary("exp", x)
 
 
