@@ -196,7 +196,7 @@ def _layer(a: Algebra, graph: Graph, value: Value, wide: bool = False) -> _Layer
         below = proven(_layer(a, graph, value.arg, wide))
         must(below.heads is None)
         return replace(below, x=a.reshape(below.x, (*value.shape[:-1], below.x.shape[-1])))
-    if value.op == "cast" and is_rounding(value):
+    if is_rounding(value):
         below = proven(_layer(a, graph, value.arg, wide=True))
         must(below.x.dtype == value.dtype)
         return below

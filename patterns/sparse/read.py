@@ -160,8 +160,6 @@ def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
             return _unmasked(a, replace(found, total=z.arg))
         case "mul":
             scores, scale = z.args if _is_scores(z.arg) else z.args[::-1]
-            if not _is_scores(scores) or scores.shape != z.shape:
-                return found
             return _unmasked(a, replace(found, total=scores, scales=(*found.scales, _by_key(a, scale, z.shape))))
         case "add" | "where" if found.scales:
             return _SCALED

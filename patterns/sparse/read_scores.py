@@ -139,7 +139,7 @@ def _query_and_key(a: Algebra, found: _Products) -> dict[str, Value] | None:
     if y.shape[0] != 1 and (apart or y.rank != found.value.rank):
         return None  # the keys do not differ from sequence to sequence, but from query to query
     query = _of_queries(a, found, x)
-    if query.rank != 4 or query.shape[0] != y.shape[0]:
+    if query.shape[0] != y.shape[0]:
         return None
     return {"query": query, "key": a.reshape(swapped(a, y), (y.shape[0], y.shape[-1], y.shape[-2]))}
 

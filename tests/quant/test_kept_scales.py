@@ -71,6 +71,12 @@ def in_16_bits(x: Tensor) -> tuple[Tensor, ...]:
     return divided(x, most.float().unsqueeze(-1) / 127), most
 
 
+def in_other_rows(x: Tensor) -> tuple[Tensor, ...]:
+    """The scale is computed in other rows than those that it divides."""
+    scale = x.float().abs().amax(-1).view(2, -1) / 127
+    return divided(x, scale.view(T, 1)), scale
+
+
 def shifted(x: Tensor) -> tuple[Tensor, ...]:
     """A bound divides; what is kept is added to something."""
     scale = by_row(x)
@@ -82,6 +88,7 @@ KEPT: dict[str, tuple[Rows, tuple[int, ...], torch.dtype, float]] = {
     "without its last dim": (
         lambda x: (divided(x, by_row(x)), by_row(x).squeeze(-1)), (T, 1), torch.float32, 1,
     ),
+    "before it is cast": (lambda x: (divided(x, by_row(x)), by_row(x).bfloat16()), (T, 1), torch.float32, 1),
     "in bfloat16": (for_values, (T,), torch.bfloat16, 1),
     "seen twice": (twice_seen, (T,), torch.float32, 1),
     "the largest magnitudes": (lambda x: (divided(x, by_row(x)), largest(x)), (T, 1), torch.float32, 127),
@@ -113,6 +120,7 @@ OTHERS: dict[str, Rows] = {
     "bounded above": lambda x: (divided(x, by_row(x)), by_row(x).clamp(max=0.02)),
     "shifted": lambda x: (divided(x, by_row(x)), by_row(x) + 1),
     "in other rows": lambda x: (divided(x, by_row(x)), by_row(x).view(2, 3)),
+    "in other rows before": in_other_rows,
     "a largest of all": lambda x: (divided(x, by_row(x)), by_row(x).amax()),
 }
 
@@ -134,6 +142,7 @@ NOT_ZEROS: dict[str, Rows] = {
     "where it is at most 1": lambda x, s, n: torch.where(s <= 1, n, s),
     "where it is above 1": lambda x, s, n: torch.where(s > 1, s, n),
     "in place of others": lambda x, s, n: torch.where(s == 0, s, n),
+    "where it is no NaN": lambda x, s, n: torch.where(~s.isnan(), s, n),
     "where that of other lanes is positive": lambda x, s, n: torch.where(by_row(x[:, :8]) > 0, s, n),
 }
 
@@ -189,6 +198,7 @@ FLOAT: dict[str, tuple[Rows, bool]] = {
     "behind their bounds": (lambda x: (x / by_row(x)).round().clamp(-127, 127) * by_row(x), True),
     "of one number": (lambda x: (x / 0.5).round() * 0.5, False),
     "by the scale of a mean": (lambda x: (x / x.mean(-1, keepdim=True)).round(), False),
+    "beside the inverse of their scale": (lambda x: (x + 1 / by_row(x)).round(), False),
     "themselves": (lambda x: x.round(), False),
     "not rounded": (lambda x: (x / by_row(x)) * by_row(x), False),
 }
@@ -197,6 +207,14 @@ FLOAT: dict[str, tuple[Rows, bool]] = {
 @pytest.mark.parametrize(("rows", "told"), FLOAT.values(), ids=FLOAT)
 def test_rows_that_are_rounded_by_their_scale_in_floats_are_told_so(rows: Rows, told: bool):
     assert reasons(rows) == [FLOATS] * told
+
+
+def test_rows_that_never_become_int8_are_told_so():
+    assert reasons(lambda x: (x / by_row(x)).round()) == [FLOATS]
+
+
+def test_rows_times_their_largest_have_no_scale():
+    assert reasons(lambda x: int8(x * by_row(x))) == [UNSCALED]
 
 
 def test_the_scale_of_joined_rows_is_not_proven():

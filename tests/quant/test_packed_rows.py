@@ -68,3 +68,13 @@ def test_the_reason_is_that_of_the_whole_numbers_in_the_line():
 
     [(_, miss)] = read(of_two, numbers(T, C), ROPE).readings.missed("packed_kv_row")
     assert "becomes 7" in miss.reason
+
+
+def test_the_scales_in_the_line_are_those_of_its_tiles_in_their_order():
+    def turned(x: Tensor, rope: Tensor) -> Tensor:
+        whole, scale = tiled(x.unflatten(-1, (-1, TILE)))
+        return plain(whole, rope, scale.flip(-1))
+
+    graph = read(turned, numbers(T, C), ROPE)
+    [(_, miss)] = graph.readings.missed("packed_kv_row")
+    assert "not those that its whole numbers were divided by" in miss.reason

@@ -260,6 +260,17 @@ def test_scales_of_tokens_and_of_the_whole_tensor_stand_side_by_side():
     assert (found["tokens"].shape, found["scale"].op) == ((6, 1), "mul")
 
 
+def test_scales_of_tokens_that_the_model_holds_are_those_of_tokens():
+    tokens = fixed(COLUMN.clone())
+    [found] = layers(lambda x, w, s, t: (product(int8(x * 8), w).float() * t * s).bfloat16(), 6, tokens)
+    assert found["tokens"].shape == (6, 1)
+
+
+def test_a_product_without_scales_of_tokens_is_read_below_a_sum():
+    [found] = layers(lambda x, w, s: product(int8(x * 8), w).float() * s + x[:, : len(s)])
+    assert not {"tokens", "bias"} & {*found}
+
+
 HOLDERS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "int32": (lambda x: x.int().float(), True),
     "int16, as rows": (lambda x: x.to(torch.int16).view(-1, x.shape[-1]).float(), True),

@@ -44,7 +44,6 @@ UNREAD: dict[str, tuple[Layer, Tensor]] = {
     ),
     "one row for all channels": (lambda x, w, s: F.linear(x, w[:1].float() * s[:, None]), SCALE),
     "one channel by several numbers": (lambda x, w, s: F.linear(x, w[:1].float()) * s, SCALE),
-    "a number of each token and channel": (lambda x, w, gate: F.linear(x, w.float()) * gate, numbers(T, N)),
     "one number of a token": (lambda x, w, s: F.linear(x, w.float()) * (s + x[:1, :1]), SCALE[:1]),
     "a number that is added to all": (lambda x, w, s: F.linear(x, w.float()) + s, SCALE[:1]),
     "a number behind those of channels": (lambda x, w, s: F.linear(x, w.float()).sum() * s, SCALE),

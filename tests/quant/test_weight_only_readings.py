@@ -64,6 +64,12 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "groups that end within a channel": (
         lambda x, w, s, g, b: F.linear(x, (w.float().view(2, 2, -1) * s[:4].view(2, 2, 1)).view(N, K)), "",
     ),
+    "scales of groups times those within a group, of columns": (
+        lambda x, w, s, g, b: x @ (w.view(K, N).float() * (g.view(G, 1, N) * b[:SIZE, None]).view(K, N)), ALONG,
+    ),
+    "groups that are repeated in turns, of columns": (
+        lambda x, w, s, g, b: x @ (w.view(K, N).float() * g.view(1, G, N).expand(SIZE, G, N).reshape(K, N)), ALONG,
+    ),
     "groups that are interleaved, of columns": (
         lambda x, w, s, g, b: x @ (w.view(K, N).float() * g.view(G, N).repeat(SIZE, 1)), ALONG,
     ),
@@ -90,12 +96,41 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "inputs of each head": (
         lambda x, w, s, g, b: torch.einsum("thk,hdk->thd", x.unflatten(-1, (2, -1)), scaled_heads(w, s)[..., :8]), "",
     ),
+    "inputs of each head, behind the weight": (
+        lambda x, w, s, g, b: torch.einsum("hdk,thk->thd", scaled_heads(w, s), torch.stack((x, x.sin()), 1)), "",
+    ),
+    "heads of whole numbers": (
+        lambda x, w, s, g, b: torch.einsum("tk,hdk->thd", x.int(), w.int().view(2, -1, K) * s.int().view(2, -1, 1)), "",
+    ),
+    "tokens of a batch last": (
+        lambda x, w, s, g, b: torch.einsum("btk,hdk->bhdt", torch.stack((x, x.sin())), scaled_heads(w, s)), "",
+    ),
     "heads first": (lambda x, w, s, g, b: torch.einsum("tk,hdk->hdt", x, scaled_heads(w, s)), ""),
     "groups that are seen as other groups between scales": (
         lambda x, w, s, g, b: F.linear(
             x, ((opened(w.float(), G, SIZE) * g.unsqueeze(-1)).view(N, 2, -1) * s[0]).view(N, K)
         ),
         "",
+    ),
+    "groups that are seen as rows between scales": (
+        lambda x, w, s, g, b, halves: F.linear(
+            x, ((opened(w.float(), 8, 2) * halves).view(N, 2, 8) * s[0]).view(N, K)
+        ),
+        "",
+        numbers(N, 8, 1),
+    ),
+    "lanes that are turned in each channel": (
+        lambda x, w, s, g, b, inputs: F.linear(
+            x, inputs.float().permute(2, 0, 1).reshape(N, 2, 8).mT.reshape(N, K) * s[:, None]
+        ),
+        "",
+        WEIGHT.t().reshape(G, SIZE, N),
+    ),
+    "columns that are joined of others": (
+        lambda x, w, s, g, b: x @ w.view(8, 12).float().t().reshape(K, N) * s, "",
+    ),
+    "columns of twice as many channels": (
+        lambda x, w, s, g, b: x @ (w.view(2, 4, 12).float() * g[:2].view(2, 4, 1)).reshape(K, N), "",
     ),
     "inputs in the order of other groups": (
         lambda x, w, s, g, b, inputs: F.linear(
@@ -137,6 +172,21 @@ def test_zero_points_of_groups_that_are_joined_before_the_scales():
 def test_of_two_scales_behind_a_product_only_the_first_is_its_own():
     [found], _ = read(lambda x, w, s, g, b: F.linear(x, w.float()) * s * b.sin())
     assert found["scale"].op == "input"
+
+
+def test_activations_are_no_scale_behind_a_product():
+    found, _ = read(lambda x, w, s, g, b: F.linear(x, w.float()) * x[:, :N])
+    assert not found
+
+
+@pytest.mark.parametrize("rows", [lambda x, b: (x, b[:1]), lambda x, b: (x[:1], b[None])], ids=["one", "one token"])
+def test_what_is_added_that_is_no_number_of_each_channel_is_no_bias(rows: Callable[[Tensor, Tensor], Any]):
+    def form(x: Tensor, w: Tensor, s: Tensor, g: Tensor, b: Tensor) -> Tensor:
+        x, added = rows(x, b)
+        return F.linear(x, w.float() * s[:, None]) + added
+
+    [found], _ = read(form)
+    assert "bias" not in found
 
 
 HEADS: dict[str, Form] = {

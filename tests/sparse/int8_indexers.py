@@ -148,9 +148,17 @@ def from_rows_of_pages(q, pages, scales, w, table, lengths):
     return torch.where(places < lengths[:, None, None], places, -1)
 
 
+def by_computed_scales(q, k8, s_k, w):
+    """Scales of keys are functions of a product of matrices."""
+    scale = (s_k @ torch.eye(T, dtype=s_k.dtype)).abs().float().unsqueeze(1)
+    q8, s_q = quantised(q)
+    scores = torch.einsum("bsht,bsh->bst", relu(products(q8, k8)), w.float() * s_q.squeeze(-1))
+    return best(scale * scores)
+
+
 ROWS: dict[Form, Callable[[int], Inputs]] = {
     folded: tokens, by_products: tokens, heads_first: tokens, in_int32: tokens, queries_first: step, both_first: tokens,
-    in_float16: step, behind_one_another: tokens,
+    in_float16: step, behind_one_another: tokens, by_computed_scales: tokens,
 }  # fmt: skip
 PAGES: dict[Form, Callable[[int], Inputs]] = {from_pages: paged, from_rows_of_pages: paged}
 
@@ -182,6 +190,12 @@ def of_queries_with_any_sign(q, k8, s_k, w):
 def without_relu(q, k8, s_k, w):
     q8, s_q = quantised(q)
     return best((products(q8, k8) * s_k.float()[:, None, None] * s_q * w.float().unsqueeze(-1)).sum(2))
+
+
+def of_floats(q, k8, s_k, w):
+    """Queries that are no whole numbers."""
+    scores = relu(products(q, k8)) * w.float().unsqueeze(-1)
+    return best(scores.sum(2) * s_k.float().unsqueeze(1))
 
 
 def with_zero_points(q, k8, s_k, w):
@@ -219,6 +233,13 @@ def by_scales_of_heads(q, k8, s_k, w):
     q8, s_q = quantised(q)
     scales = s_k.float()[:, None, None] * torch.tensor([1.0, 2.0, 4.0])[:, None]
     return best((relu(products(q8, k8)) * scales * s_q * w.float().unsqueeze(-1)).sum(2))
+
+
+def by_scales_of_keys_and_heads(q, k8, s_k, w):
+    """A scale of each key, and one of each key and head."""
+    q8, s_q = quantised(q)
+    scores = relu(products(q8, k8)) * s_k.float()[:, None, None] * 2.0 ** (torch.arange(H)[:, None] * torch.arange(T))
+    return best((scores * s_q * w.float().unsqueeze(-1)).sum(2))
 
 
 def by_scales_of_pairs(q, k8, s_k, w):
@@ -263,6 +284,13 @@ def times_a_negative_number(q, k8, s_k, w):
     return best(scores.sum(2))
 
 
+def queries_by_a_negative_number(q, k8, s_k, w):
+    """Queries are dequantised by it, below the relu."""
+    q8, s_q = quantised(q)
+    scores = torch.einsum("bshd,btd->bsht", q8.float() * -0.5 * s_q, k8.float()).relu()
+    return best((scores * s_k.float()[:, None, None] * w.float().unsqueeze(-1)).sum(2))
+
+
 def by_one_scale(q, k8, s_k, w):
     """One scale of all keys."""
     q8, s_q = quantised(q)
@@ -285,6 +313,7 @@ REFUSED: dict[Form, tuple[str, Callable[[], Inputs]]] = {
     of_queries_with_any_sign: ("not proven to be positive", tokens),
     by_scales_of_queries: (_ROW, lambda: tokens(2, T)),
     by_scales_of_heads: (_ROW, tokens),
+    by_scales_of_keys_and_heads: (_ROW, tokens),
     by_scales_of_pairs: (_ROW, tokens),
     by_scales_of_another: (_ROW, lambda: tokens(S)),
     by_one_scale: (_ROW, tokens),
@@ -292,8 +321,9 @@ REFUSED: dict[Form, tuple[str, Callable[[], Inputs]]] = {
     in_float32: ("held in torch.float32", tokens),
     behind_the_mask: ("behind a mask", tokens),
     times_a_negative_number: ("not positive", tokens),
+    queries_by_a_negative_number: ("not positive", tokens),
 }
-UNLIKE = (without_relu, with_zero_points, with_weights_added)
+UNLIKE = (without_relu, of_floats, with_zero_points, with_weights_added)
 """Nothing that an indexer sums."""
 FLOATS = (of_any_sign_first, by_groups_of_lanes)
 """Rows that are dequantised first: the operator of floats takes them."""

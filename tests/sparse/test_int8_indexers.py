@@ -12,6 +12,7 @@ from fusion import Example
 from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import LEVELS, Level, Trial, emits_valid_calls, means_what_it_says, refuses, trial
+from patterns.sparse.indexer import Indexer
 
 from . import int8_indexers
 from .int8_indexers import FLOATS, PAGES, REFUSED, ROWS, UNLIKE, Form, Inputs
@@ -76,6 +77,13 @@ def test_rows_that_are_dequantised_first_are_floats(form: Form):
     t = tried(form, int8_indexers.tokens, torch.bfloat16)
     assert called(t) == ["npu.npu_lightning_indexer.default"]
     means_what_it_says(t)
+
+
+def test_scales_in_float32_that_float16_does_not_hold_go_into_the_weights():
+    weights = torch.tensor([[[1.0, -2.0]]], dtype=torch.float16)
+    given, ones = Indexer(weights=weights, query_scale=torch.full((1, 1, 2), 2.0**-30)).weighted()
+    assert given.dtype == ones.dtype == torch.float16
+    assert (given * ones * 2).equal(weights)
 
 
 def test_scales_by_another_table_are_gathered():

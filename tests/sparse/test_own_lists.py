@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import relu
 
 from fusion.graph import Reading
 from fusion.stages.canonicalise import canonicalise
@@ -59,7 +60,16 @@ def scores_without_it(q, k, w):
     return marked(by_einsum(q, k, w)[0].masked_fill(later(), -math.inf).topk(K, -1).indices)
 
 
-@pytest.mark.parametrize(("form", "sequences"), [(each_sequence, 2), (one_without_its_dim, 1), (scores_without_it, 1)])
+def weights_that_are_rectified(q, k, w):
+    """They are products of queries as well, with one key."""
+    scores = (relu(q @ k.mT.unsqueeze(1)).mT @ relu(q @ k[:, None, :1].mT)).squeeze(-1)
+    return marked(scores.masked_fill(later(), -math.inf).topk(K, -1).indices)
+
+
+SPELLINGS = [(each_sequence, 2), (one_without_its_dim, 1), (scores_without_it, 1), (weights_that_are_rectified, 1)]
+
+
+@pytest.mark.parametrize(("form", "sequences"), SPELLINGS)
 def test_a_list_of_an_indexer(form: Callable[..., Tensor], sequences: int):
     found = said(form, sequences)
     assert isinstance(found, Reading)
@@ -129,11 +139,33 @@ def one_behind_the_other(q, k, w):
     return by_einsum(q, k, w).topk(K, -1).indices.flatten(0, 1)
 
 
+def one_query_by_weights_of_many(q, k, w):
+    """As many queries as heads and lanes, but the products have no dim for them."""
+    return (relu(q[:, 0, :, :H] @ k[..., :H].mT) * w[:, :H, :, None]).sum(2).topk(K, -1).indices
+
+
+def weights_without_a_dim(q, k, w):
+    """As many queries as heads, all by the same weights."""
+    return (w[:, :1] @ relu(q[:, :H] @ k.mT.unsqueeze(1))).squeeze(2).topk(K, -1).indices
+
+
+def keys_of_no_sequence(q, k, w):
+    """As many sequences as lanes, of one query and one head each, and the same keys for all."""
+    products = relu(q[:, 0, 0].sin() @ k[0].mT)[:, None, None]
+    return (w[:, :1, None, :1] @ products).squeeze(2).topk(K, -1).indices
+
+
+def worst_of_a_router(q, k, w):
+    """Products are rectified far below."""
+    return (-relu(q @ k.mT.unsqueeze(1))[:, :, 0].softmax(-1)).topk(K, -1).indices
+
+
 LOOKALIKES: dict[Callable[..., Tensor], tuple[int, str | None]] = {
     by_halves: (1, OTHERS), by_sequences: (S, OTHERS), by_lengths_of_others: (4, OTHERS), above_zero: (1, OTHERS),
     not_above_zero: (1, OTHERS), above_the_lowest_of_others: (1, OTHERS), not_above_the_lowest_of_others: (1, OTHERS),
     where_nothing_is_seen: (1, OTHERS), within_a_window: (1, FEW), in_bytes: (1, None), best_of_each: (2, None),
-    one_behind_the_other: (2, None),
+    one_behind_the_other: (2, None), one_query_by_weights_of_many: (1, None), weights_without_a_dim: (1, None),
+    keys_of_no_sequence: (D, None), worst_of_a_router: (1, None),
 }  # fmt: skip
 
 
