@@ -97,6 +97,45 @@ def slot_pairs(w: Writer) -> None:
     read(w, values, value)
 
 
+def pages_of_one(w: Writer) -> None:
+    """Pages of keys and of values in one tensor, one behind the other or in turn; some are written twice."""
+    count, width, in_turn = w.pick(1, 2), w.pick(64, 128), w.maybe()
+    cache = w.input((8, 2, SIZE, count, width) if in_turn else (2, 8, SIZE, count, width), name="cache")
+    places = w.input(("T",), "distinct 32", name="slots")
+    w.fuses("cache_write")
+    for number in w.pick((0, 1), (1, 0), (1,), (0, 1, 0)):
+        rows = w.take(("T", count, width))
+        if in_turn:
+            part = w.pick(f"{cache}[:, {number}]", f"{cache}.unbind(1)[{number}]", f"{cache}.select(1, {number})")
+            w.do(f"{part}[{places} // {SIZE}, {places} % {SIZE}] = {rows}")
+        else:
+            part = w.pick(f"{cache}[{number}]", f"{cache}.unbind(0)[{number}]", f"{cache}[{number}:{number + 1}][0]")
+            paged(w, part, rows, places, count, width)
+        if w.maybe():
+            read(w, w.pick(cache, part), rows)
+    w.kept.append(w.let(f"{cache} * 2", "y"))
+
+
+def layers_of_one(w: Writer) -> None:
+    """Keys and values of all layers in one tensor."""
+    count, width = w.pick(1, 2, 4), w.pick(64, 128)
+    cache = w.input((3, 2, "B", count, ROOM, width), name="cache")
+    start = w.input((), "below 3", name="start")
+    w.fuses("cache_write")
+    for layer, number in w.pick(((0, 0), (0, 1)), ((2, 1), (2, 0)), ((1, 0), (2, 0)), ((1, 1),)):
+        rows = w.take(("B", count, "S", width))
+        part = w.pick(
+            f"{cache}[{layer}, {number}]", f"{cache}[{layer}][{number}]", f"{cache}[{layer}].unbind()[{number}]"
+        )
+        if w.maybe():
+            write(w, part, rows, start, 2)
+        else:
+            fixed(w, part, rows, 2, w.pick(0, 2))
+        if w.maybe():
+            read(w, w.pick(f"{cache}[{layer}]", part), rows)
+    w.kept.append(w.let(f"{cache} * 2", "y"))
+
+
 def slid(w: Writer) -> None:
     """A window of the last positions."""
     count, width = w.pick(1, 2, 4), 64
@@ -151,4 +190,6 @@ def grown(w: Writer) -> None:
     w.give(w.let(f"F.scaled_dot_product_attention({q}, {k}, {v}, attn_mask={seen})", "o"), ("B", n, "S", width))
 
 
-BLOCKS = (written, written, by_length, slots, slot_pairs, slid, decode, decode, grown)
+BLOCKS = (
+    written, written, by_length, slots, slot_pairs, pages_of_one, layers_of_one, slid, decode, decode, grown,
+)  # fmt: skip
