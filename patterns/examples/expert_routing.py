@@ -69,11 +69,6 @@ def _gathered(x: Tensor, finish: Finish = lambda shares: shares) -> Routed:
     return finish(x.float().softmax(-1).gather(-1, experts)), experts
 
 
-def _one_of_narrow(x: Tensor) -> Routed:
-    experts = x.topk(1, dim=-1)[1]
-    return x.float().softmax(-1).gather(-1, experts).squeeze(-1), experts.squeeze(-1)
-
-
 def _in_logarithms(x: Tensor) -> Routed:
     shares, experts = F.log_softmax(x.float(), -1).topk(4, dim=-1)
     return shares.exp(), experts
@@ -121,8 +116,7 @@ EXAMPLES = (
     Example("softmax over tokens", _along_tokens, FLAT, "runs along another dim"),
     Example("divided by twice their sum", TWICE, FLAT, "something else than their sum", instead=PLAIN),
     Example("largest of a softmax", largest, FLAT),
-    Example("one, without its dim", lambda x: x.float().softmax(-1).max(dim=-1), FLAT),
-    Example("one of logits in 16 bits", _one_of_narrow, FLAT),
+    Example("the first of equal ones", lambda x: x.softmax(-1).max(dim=-1), FLAT, "`max` names the first expert"),
     Example("taken where the largest logits are", _gathered, FLAT),
     Example("taken so, and divided by their sum", lambda x: _gathered(x, divided), FLAT),
     Example("of a softmax in logarithms", _in_logarithms, FLAT),

@@ -131,11 +131,10 @@ class ExpertRouting(Rule):
         """The largest, and what each of them counts."""
         return logits.shares(p, shares.of(p, logits)), logits.places(p, shares.count)
 
-    @pattern
-    @variants(logits=(Logits, WidenedLogits), shares=(Shares,))
-    def chosen_one(self, p, logits, shares):
-        """One, without its dim (Switch Transformers)."""
-        return p.reshaped(logits.shares(p, shares.of(p, logits))), p.reshaped(logits.places(p, shares.count))
+    @lookalike("of equal shares `max` names the first expert, the operator any, as `topk` may: choose by topk(1)")
+    def first_of_equal(self, p, logits=tensor("*B E")):
+        """One expert, by `max` (Switch Transformers)."""
+        return p.op("first_greatest", p.softmax(p.maybe_cast(logits, to=f32)))
 
     @lookalike("nothing reads which experts are chosen")
     def without_experts(self, p, logits=tensor("*B E"), count=attribute()):

@@ -14,17 +14,19 @@ from tests.support import ge
 
 SHAPES = {
     "cache": (2, 2, 16, 8), "rows": (2, 2, 3, 8), "keys": (5, 4, 2, 8), "key": (3, 2, 8),
+    "pair": (2, 5, 4, 2, 8), "layers": (3, 2, 2, 2, 16, 8),
     "latents": (2, 16, 512), "ropes": (2, 16, 64), "lines": (2, 3, 576), "gain": (512,), "angle": (2, 3, 64),
 }  # fmt: skip
-CACHES = ("cache", "keys", "keys", "latents", "ropes")
+CACHES = ("cache", "keys", "keys", "latents", "ropes", "pair", "layers")
 NEAR = 2**-9  # two roundings of half
 
 
 def step(
-    cache: Tensor, keys: Tensor, values: Tensor, latents: Tensor, ropes: Tensor, rows: Tensor, key: Tensor,
-    value: Tensor, lines: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, start: Tensor, slots: Tensor,
+    cache: Tensor, keys: Tensor, values: Tensor, latents: Tensor, ropes: Tensor, pair: Tensor, layers: Tensor,
+    rows: Tensor, key: Tensor, value: Tensor, lines: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, start: Tensor,
+    slots: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One cache written from a position on, pages of keys and values by slots, and a latent line in two caches."""
+    """One cache written from a position on, or a layer of one; pages by slots; and a latent line in two caches."""
     latent, rope = (each.float() for each in lines.split((512, 64), dim=-1))
     latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + 1e-6) * gain.float()
     (even, odd), cos, sin = (rope[..., ::2], rope[..., 1::2]), cos.float(), sin.float()
@@ -34,7 +36,11 @@ def step(
     cache.index_copy_(2, start + torch.arange(rows.shape[2]), rows)
     keys.view(-1, 2, 8)[slots] = key
     values.view(-1, 2, 8)[slots] = value
-    return cache.sum(-1), keys.sum(-1), values.sum(-1), latents * 2, ropes * 2
+    pair[0].view(-1, 2, 8)[slots] = key
+    pair[1].view(-1, 2, 8)[slots] = value
+    layers[1, 0].index_copy_(2, start + torch.arange(3), rows)
+    more = pair[0] * 2, layers[1] * 2
+    return cache.sum(-1), keys.sum(-1), values.sum(-1), latents * 2, ropes * 2, *more
 
 
 def inputs() -> list[Tensor]:

@@ -46,12 +46,10 @@ def _of_dim(a: Algebra, op: str, x: Value, dim: int, keepdim: bool) -> Value:
 
 @translates("aten.max.dim")
 def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
-    """The greatest of rows, and where in the last dim it is: of shares of a softmax the one that a router chooses."""
+    """The greatest of rows; of shares of a softmax also the first place of it, as torch promises here."""
     best = _of_dim(a, "greatest", x, dim, keepdim)
-    if dim % x.rank != x.rank - 1:
-        return best, None
-    values, places = logic.of_largest(a, x, 1)
-    return a.reshape(values, best.shape) if x.op == "softmax" else best, a.reshape(places, best.shape)
+    shares = x.op == "softmax" and x.attrs[0] == -1 and dim % x.rank == x.rank - 1
+    return best, a.make("first_greatest", (x,), (), best.shape, torch.int64) if shares else None
 
 
 @translates("aten.min.dim")
