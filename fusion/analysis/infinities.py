@@ -11,9 +11,22 @@ _ENDS = ("matmul", "softmax", "sigmoid", "tanh", "exp", "compare", "below", "inp
 """Ops whose results are finite, or taken to be, whatever they are computed from; or that read nothing."""
 
 
+_OF_ROWS = ("greatest", "log_sum_exp")
+"""Ops over rows whose results are -inf of rows of nothing else."""
+
+
 def may_hold_infinity(x: Value) -> bool:
     """Whether an infinite number that the graph writes may be among those of a value."""
-    return any(each.op == "full" and math.isinf(each.attrs[0]) for each in x.sources(_passed_on))
+    return any(map(_is_infinite, x.sources(_passed_on)))
+
+
+def may_be_infinite_beside_numbers(x: Value) -> bool:
+    """The same of what is computed from rows, where one of a row is enough: not all of them are infinite."""
+    return any(map(_is_infinite, x.sources(lambda each: () if each.op in _OF_ROWS else _passed_on(each))))
+
+
+def _is_infinite(x: Value) -> bool:
+    return x.op == "full" and math.isinf(x.attrs[0])
 
 
 def _passed_on(x: Value) -> Sequence[Value]:

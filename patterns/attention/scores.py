@@ -15,6 +15,7 @@ import torch
 
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.infinities import may_be_infinite_beside_numbers
 from fusion.analysis.logarithms import differences
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, broadcast_arranged, row_step
@@ -121,7 +122,7 @@ def _less_the_same(z: Value, sink: Value) -> tuple[Value, Value]:
     """Both before the same number of each row was subtracted from them; themselves where none was."""
     for whole, less in differences(z):
         minus = [each for each in sink.args if each.op == "scale" and each.attrs == (-1.0,) and each.arg is less]
-        if sink.op == "add" and minus:
+        if sink.op == "add" and minus and not may_be_infinite_beside_numbers(less):
             return whole, sink.args[1] if sink.args[0] is minus[0] else sink.args[0]
     return z, sink
 
@@ -280,7 +281,8 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     term = mask_on(z, scores, found.scale, found.overflow)
     if isinstance(term, Term) and term.how == "add":
         of_rows = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
-        if of_rows and found.sink is None and not found.terms and computed_from(term.mask, product):
+        own = computed_from(term.mask, product) and not may_be_infinite_beside_numbers(term.mask)
+        if of_rows and own and found.sink is None and not found.terms:
             return scores_of(a, replace(found, shifted=True), scores)  # the same for a whole row, as its maximum
     if isinstance(term, Term) and computed_from(term.mask, product):
         term = BIASED if term.how == "add" else "which keys are seen depends on the scores themselves"

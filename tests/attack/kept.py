@@ -476,4 +476,22 @@ KEPT = (
             dtype="float16",
         ),
     ),
+    Kept(
+        "masked scores less their sum",
+        "any number of a row went: but the sum of a row with a hidden key is -inf, and each weight NaN",
+        Program(
+            inputs=(
+                Input("q", ("B", 2, "S", 128)),
+                Input("k", ("B", 1, "S", 128)),
+                Input("hidden", ("B", 1, "S", "S"), values="bool"),
+            ),
+            lines=(
+                "scores = (q @ k.mT).masked_fill(hidden, -math.inf)",
+                "e = torch.exp(scores - scores.sum(-1, keepdim=True))",
+                "y = (e / e.sum(-1, keepdim=True)) @ k",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2)),
+        ),
+    ),
 )
