@@ -47,6 +47,14 @@ def _assign(cache: Tensor, rows: Tensor, places: Any) -> None:
     cache[places] = rows
 
 
+def _into_values(cache: Tensor, rows: Tensor, slots: Any) -> None:
+    cache[1].view(-1, *rows.shape[1:])[slots] = rows
+
+
+def _into_a_layer(cache: Tensor, rows: Tensor, places: Any) -> None:
+    cache[1, 0].index_copy_(2, places, rows)
+
+
 def put(index: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
     """By `cache[index] = rows`."""
     return of_caches(_assign, count, index)
@@ -122,6 +130,8 @@ EXAMPLES = (
     Example("counted from the end", put(lambda at: (ALL, ALL, at - 4)), PLACES),
     Example("slots of pages", of_caches(viewed), PAGES),
     Example("pages and places", put(lambda slots: (slots // 2, slots % 2)), PAGES),
+    Example("slots of one part of a cache", of_caches(_into_values), one((3, 2, 8), (2, 5, 4, 2, 8), [7, 0, 19])),
+    Example("a layer of a cache of all", of_caches(_into_a_layer), one((2, 4, 3, 8), (3, 2, 2, 4, 9, 8), [7, 0, 2])),
     Example("accumulated", _accumulated, PLACES, "added to what the cache holds"),
     Example(
         "a mask", lambda cache, rows, at: cache.index_put((cache > 0,), rows[0, 0, 0, 0]), PLACES, "chosen by a mask"
