@@ -32,18 +32,28 @@ class SlidingCache(Group):
 
 
 @dataclass(frozen=True)
-class Cache(SlidingCache):
+class PlacedRows(SlidingCache):
     """A cache whose rows are replaced along `axis`.
 
     Attributes:
         start: the first of consecutive positions, or that of every sequence; `number` where it is known.
-        index: any positions; with `inner` any places of pages.
-        position: that of one row of every sequence, chosen by comparing: nothing is written where none is equal.
+        index: any positions.
     """
 
     start: Any = tensor("*S", optional=True)
     number: Any = attribute()
     index: Any = tensor("S", optional=True)
+
+
+@dataclass(frozen=True)
+class Cache(PlacedRows):
+    """All sequences, or the first ones.
+
+    Attributes:
+        inner: with `index` any places of pages.
+        position: that of one row of every sequence, chosen by comparing: nothing is written where none is equal.
+    """
+
     inner: Any = tensor("S", optional=True)
     position: Any = tensor("*P", optional=True)
 
@@ -54,13 +64,10 @@ class Cache(SlidingCache):
 
 
 @dataclass(frozen=True)
-class Sequences(SlidingCache):
-    """A cache of which some sequences, from the `first` on, take rows along `axis` at positions as of `Cache`."""
+class Sequences(PlacedRows):
+    """Some sequences, from `sequence` on."""
 
-    first: Any = attribute()
-    start: Any = tensor("*S", optional=True)
-    number: Any = attribute()
-    index: Any = tensor("S", optional=True)
+    sequence: Any = attribute()
 
     def positions(self) -> Tensor:
         """[S], or [B, S] where they differ between sequences."""
@@ -177,7 +184,7 @@ class CacheWrite(Rule):
     @variants(into=OF_SEQUENCES)
     def row_by_row_of_sequences(self, into: Sequences):
         """Any positions, by coordinates."""
-        return _scattered(into, coordinates(into.rows.shape[: into.axis], into.positions(), into.first))
+        return _scattered(into, coordinates(into.rows.shape[: into.axis], into.positions(), into.sequence))
 
     @lowering
     @variants(into=BOTH)

@@ -41,13 +41,16 @@ _NO_FORM = "its rows are not proven to go, one by one, to places of their own al
 _SEVERAL = "it selects by something other than one position for every sequence: {why}"
 
 _WRITE = {"cache": "as it was", "rows": "what is written", "axis": "of positions"}
+_PLACE = {
+    "start": "[] or [B]: from one position on, or from one of each sequence",
+    "number": "from this position on",
+    "index": "[S]: each at a position of its own",
+}
 
 WRITE = word(
     "write",
     "rows along an axis, where one of these says",
-    **_WRITE,
-    start="[] or [B]: from one position on, or from one of each sequence", number="from this position on",
-    index="[S]: each at a position of its own", inner="[S]: with `index` of `axis`, each at two: of the axis behind",
+    **_WRITE, **_PLACE, inner="[S]: with `index` of `axis`, each at two: of the axis behind",
     position="[] or [B]: a row at a position, nothing where it is outside",
 )  # fmt: skip
 WRITE_PAGES = word(
@@ -59,9 +62,7 @@ WRITE_PAGES = word(
 WRITE_SEQUENCES = word(
     "write_sequences",
     "rows along an axis of some sequences, where one of these says",
-    **_WRITE,
-    first="the first of the sequences", start="[] or [B]: from one position on, or from one of each sequence",
-    number="from this position on", index="[S]: each at a position of its own",
+    **_WRITE, sequence="the first of them", **_PLACE,
 )  # fmt: skip
 SLIDE = word("slide", "the last rows of a cache, and new ones behind them", **_WRITE)
 
@@ -110,7 +111,7 @@ class Writes:
                 return (self._lines(value),)
             case "write_within":
                 (cache, rows, *index), (axis, first, where, *number) = value.args, value.attrs
-                how = {"cache": cache, "rows": rows, "axis": axis, "first": first, where: (*index, *number)[0]}
+                how = {"cache": cache, "rows": rows, "axis": axis, "sequence": first, where: (*index, *number)[0]}
                 return (Reading("write_sequences", how, over=cache),)
             case _:
                 return ()

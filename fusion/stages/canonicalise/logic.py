@@ -8,7 +8,8 @@ x.scatter(-1, places, value)    → where(chosen(places), value, x)      chosen:
 x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end;
                                   largest(x) where these are the places of the largest of x
 
-The k largest are values "largest" and places "largest_index", which share x and k. Sorted or not: where a model asks
+The k largest are values "largest" and places "largest_index", which share x and k; places of shares are those of their
+logits. Sorted or not: where a model asks
 for no order, descending is one of those that it may get. Which of equal values are chosen, and in what order they
 stand, torch leaves open as well.
 """
@@ -223,10 +224,10 @@ def _topk(
     a: Algebra, out: Out, x: Value, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Translated:
     must(largest and dim % x.rank == x.rank - 1)
-    return of_largest(a, x, k)
+    return _of_largest(a, x, k)
 
 
-def of_largest(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
+def _of_largest(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
     """The k largest of each row, and where they are; shares of a softmax are as large as its logits.
 
     What is added to whole rows is added to the largest alone: sums are rounded in order.
@@ -234,17 +235,22 @@ def of_largest(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
     shape: tuple[Any, ...] = (*x.shape[:-1], k)
     for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
         if rows.shape == x.shape and added.shape[-1:] == (1,) and x.shape[-1] != 1:
-            values, places = of_largest(a, rows, k)
+            values, places = _of_largest(a, rows, k)
             return proven(a.add(values, added)), places
-    ranked = x.arg if x.op == "softmax" and x.attrs[0] == -1 else x
+    ranked = x.arg if is_shares(x) else x
     return a.make("largest", (x,), (k,), shape, x.dtype), a.make("largest_index", (ranked,), (k,), shape, torch.int64)
 
 
 def _ranked(x: Value) -> Value:
     """What has the order of `x` along the last dim: before a softmax over it, and before it was widened."""
-    while (x.op == "softmax" and x.attrs[0] == -1) or (x.op == "cast" and widens(x.arg.dtype, x.dtype)):
+    while is_shares(x) or (x.op == "cast" and widens(x.arg.dtype, x.dtype)):
         x = x.arg
     return x
+
+
+def is_shares(x: Value) -> bool:
+    """Whether a value is a softmax over its last dim."""
+    return x.op == "softmax" and x.attrs[0] == -1
 
 
 @translates("aten.sort.default")

@@ -48,7 +48,7 @@ def _of_dim(a: Algebra, op: str, x: Value, dim: int, keepdim: bool) -> Value:
 def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
     """The greatest of rows; of shares of a softmax also the first place of it, as torch promises here."""
     best = _of_dim(a, "greatest", x, dim, keepdim)
-    shares = x.op == "softmax" and x.attrs[0] == -1 and dim % x.rank == x.rank - 1
+    shares = logic.is_shares(x) and dim % x.rank == x.rank - 1
     return best, a.make("first_greatest", (x,), (), best.shape, torch.int64) if shares else None
 
 
@@ -138,9 +138,8 @@ def exp(a: Algebra, out: Out, x: Value) -> Translated:
         if rows is z:
             return a.make("softmax", (z,), (-1, empty), x.shape, x.dtype)
         if rows is not None and z.op == "largest" and rows is z.arg:
-            return a.make(
-                "largest", (a.make("softmax", (rows,), (-1, empty), rows.shape, x.dtype),), z.attrs, x.shape, x.dtype
-            )
+            shares = a.make("softmax", (rows,), (-1, empty), rows.shape, x.dtype)
+            return a.make("largest", (shares,), z.attrs, x.shape, x.dtype)
     return a.unary("exp", x)
 
 

@@ -3,6 +3,7 @@
     write(cache, rows, start; axis)         rows go to start, start + 1, … along axis; start is () or [B]
     write_rows(cache, rows, *index; axis)   row i goes to index[i] (with two: index[0][i], index[1][i]), -1 is an error
     write_lines(cache, rows, block, place)  row i goes to cache[block[i], .., place[i], :], in lines
+    write_within(cache, rows, place; …)     the same of some sequences, as those of a layer: see `inner_writes`
     slice_scatter, cat                      the same at a known place
 
 A negative position of index_put counts from the end: `wrap` makes that explicit.
