@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import merge
@@ -127,17 +127,17 @@ class _Search:
         return True
 
     def apply(self, rule: Rule) -> None:
-        """Find the matches of one rule; of forms with the same choices, the first that holds at a value is the one."""
-        taken: set[Any] = set()
+        """Find the matches of one rule; at a value where a form holds, later ones are tried that choose something else."""
+        taken = defaultdict[Value, list[Set[Any]]](list)
         for form in rule.patterns():
-            chosen = frozenset(form.given.items())
+            chosen = form.given.items()
             spoken = all(f"reading:{word}" in self._by_head for word in form.words)
             for value in self._candidates(form.results[0]) if spoken else ():
-                if (value, chosen) in taken or not self._makers(value):
+                if any(chosen <= each for each in taken[value]) or not self._makers(value):
                     continue
                 matched = self._try(rule, form, value)
                 if matched is not None:
-                    taken.add((value, chosen))
+                    taken[value].append(chosen)
                     self.found.matches.append(matched)
                     self._read(value, Reading(rule.name, matched.captures, matched.relies))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import relu
 
 from fusion import Example
 from patterns.examples.inputs import Inputs, tensors
@@ -83,6 +84,13 @@ def in_line_paged(query: Tensor, pages: Tensor, weights: Tensor) -> Tensor:
     return masked(by_einsum(query, paged(pages), weights), causal(S, TABLE.shape[1] * pages.shape[1]))
 
 
+def in_line_paged_int8(query: Tensor, of_queries: Tensor, pages: Tensor, of_keys: Tensor, weights: Tensor) -> Tensor:
+    """The same of int8 queries and keys, with scales of their rows."""
+    products = torch.einsum("bshd,btd->bsht", query.float(), paged(pages).float())
+    scores = torch.einsum("bsht,bsh->bst", relu(products), weights.float() * of_queries)
+    return masked(scores * paged(of_keys).float().unsqueeze(1), causal(S, TABLE.shape[1] * pages.shape[1]))
+
+
 def unmarked(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     """Hidden keys stay in the list."""
     return by_matmul(query, key, weights).masked_fill(~causal(S, S), -torch.inf).topk(LISTED, -1).indices
@@ -144,6 +152,13 @@ def in_pages() -> list[Tensor]:
     return [query, pages, weights]
 
 
+def in_int8_pages() -> list[Tensor]:
+    """The same in int8, with scales [B, S, H] of queries in float32, and [Block, Size] of keys in float16."""
+    query, pages, weights = in_pages()
+    scales = torch.ones(pages.shape[:2], dtype=torch.float16)
+    return [query.to(torch.int8), torch.ones(query.shape[:3]) / 2, pages.to(torch.int8), scales, weights]
+
+
 Q, KV, PAGES = (B, S, N, C + DR), (B, TABLE.shape[1] * SIZE, C + DR), ((5, SIZE, C), (5, SIZE, DR))
 TRIED = {
     "sparse_attention": (
@@ -154,12 +169,14 @@ TRIED = {
         Example("rows in pages of an indexer", with_pages(in_line), tensors(Q, *PAGES, *indexed())),
         Example("rows of an indexer of pages", with_list(in_line_paged), tensors(Q, KV, *in_pages())),
         Example("all in pages", with_pages(in_line_paged), tensors(Q, *PAGES, *in_pages())),
+        Example("all in pages, by int8 keys", with_pages(in_line_paged_int8), tensors(Q, *PAGES, *in_int8_pages())),
         Example("rows and a bias", lowered, listed(), "a bias is added"),
         Example("rows without a latent", of_few_lanes, listed(), "are no latent with rotated lanes"),
     ),
     "indexer_topk": (
         Example("a prompt whose list is returned", in_line, tensors(*indexed())),
         Example("a prompt over pages", in_line_paged, tensors(*in_pages())),
+        Example("a prompt over int8 pages", in_line_paged_int8, tensors(*in_int8_pages())),
         Example("a step over enough keys", enough, tensors(*indexed(1, T))),
         Example("hidden keys are listed", unmarked, tensors(*indexed()), "fewer keys than are listed"),
         Example("another key is left out", wrongly_marked, tensors(*indexed()), "-1 is not written over the places"),

@@ -42,7 +42,7 @@ class Seen(Group):
 
 
 @dataclass(frozen=True)
-class Indexer(Seen):
+class Indexer(Group):
     """An indexer of keys that lie as rows, and how many of them it lists."""
 
     query: Any = tensor("B S H Di")
@@ -55,7 +55,7 @@ class Indexer(Seen):
     def said(self, p) -> dict[str, Any]:
         """As the readers say it."""
         found = dict(query=self.query, weights=self.weights, count=self.count, query_scale=self.query_scale)
-        return found | self.rows(p) | self.seen()
+        return found | self.rows(p)
 
     def rows(self, p) -> dict[str, Any]:
         """The keys of the indexer, and the scales of those in int8."""
@@ -64,11 +64,10 @@ class Indexer(Seen):
     def refuse_blocks(self) -> None:
         """Refuse blocks of NZ; rows have none."""
 
-    def found(self) -> Tensor:
-        """What the indexer lists [B, S, 1, count], -1 where there are not so many."""
-        require(self.query is not None, "the keys are not listed by an indexer")
+    def found(self, seen: Seen) -> Tensor:
+        """What it lists of the keys that can be seen [B, S, 1, count], -1 where there are not so many."""
         keys, room, how = self.read()
-        mode, lengths = Seen.lengths(self, self.query, self.key.shape[1], room)
+        mode, lengths = Seen.lengths(seen, self.query, self.key.shape[1], room)
         how |= dict(actual_seq_lengths_key=lengths, layout_query="BSND", sparse_count=self.count, sparse_mode=mode)
         if self.key_scale is None:
             return torch.ops.npu.npu_lightning_indexer(self.query, keys, self.weights, **how)[0]
@@ -152,3 +151,6 @@ class PagedInt8Indexer(PagedIndexer):
     def scales(self) -> Tensor:
         """The pages of scales, [Block, Size, 1]."""
         return laid(held(self.scale_pages), self.size)
+
+
+INDEXERS = (Indexer, PagedIndexer, PagedInt8Indexer)

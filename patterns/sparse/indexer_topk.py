@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusion import Rule, attribute, lowering, pattern, refused_on, variants
-from patterns.sparse.indexer import Indexer, PagedIndexer, PagedInt8Indexer
+from patterns.sparse.indexer import INDEXERS, Seen
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class IndexerTopk(Rule):
         return torch.einsum("bsnt,bsn->bst", products, weights).topk(count, -1).indices
 
     @pattern
-    @variants(indexer=(Indexer, PagedIndexer, PagedInt8Indexer))
-    def listed(self, p, indexer, dtype=attribute(), entries=attribute()):
+    @variants(indexer=INDEXERS)
+    def listed(self, p, indexer, seen: Any = Seen, dtype=attribute(), entries=attribute()):
         """A list that other code reads."""
-        return p.indexer_list(dtype=dtype, entries=entries, **indexer.said(p))
+        return p.indexer_list(dtype=dtype, entries=entries, **indexer.said(p), **seen.seen())
 
     def guard(self, indexer: Any):
         """How it reads pages."""
@@ -40,9 +40,9 @@ class IndexerTopk(Rule):
 
     @lowering
     @refused_on("ascend950", "the operator lists keys in no order there, the model the best first")
-    def run(self, indexer: Any, dtype: Any, entries: Any) -> Tensor:
+    def run(self, indexer: Any, seen: Any, dtype: Any, entries: Any) -> Tensor:
         """The operator, of whose list [B, S, 1, K] there may be fewer entries where there are fewer keys."""
-        places = indexer.found()
+        places = indexer.found(seen)
         if not isinstance(entries, int):
             places = places[..., : indexer.key.shape[1]]
         return places.squeeze(2).to(dtype)

@@ -1,12 +1,8 @@
-"""The facet of sparse attention that says which keys are listed: those that an indexer finds, or those of the model.
+"""The facet of sparse attention that says where its list of keys comes from.
 
-Listing             a list of keys behind a mask, and where an indexer makes it, its keys as rows
-PagedListing        the same of an indexer whose keys lie in pages, by a block table of its own
-PagedInt8Listing    the same of int8 keys, with their scales in pages as well
-GatheredRows        a list by which the model gathers the rows that it attends to
-IndexedRows         the same where an indexer makes it, and its keys as rows
-PagedIndexedRows    the same of an indexer whose keys lie in pages
-PagedInt8IndexedRows    the same of int8 keys, with their scales in pages as well
+Listing         a list of keys behind a mask
+GatheredRows    a list by which the model gathers the rows that it attends to
+IndexedRows     the same of a list that an indexer makes
 """
 
 from __future__ import annotations
@@ -19,17 +15,16 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
-from patterns.sparse.indexer import Indexer, PagedIndexer, PagedInt8Indexer, Seen
+from patterns.sparse.indexer import Indexer, Seen
 
 
 @dataclass(frozen=True)
-class Listing(Indexer):
+class Listing(Seen):
     """A list of keys, of which a mask shows those that can be seen at all.
 
     Attributes:
         places: numbers of keys, for each query.
         distinct: whether no row of them names a key twice.
-        query, key, weights, count: those of the indexer, and how many keys it lists; None where the model lists them.
     """
 
     places: Any = tensor("B S K")
@@ -39,17 +34,16 @@ class Listing(Indexer):
         """The mask of keys that are listed in whatever way."""
         return p.topk_mask(places=self.places, distinct=self.distinct, **self.seen())
 
-    def indexed(self, p) -> Any:
+    def indexed(self, p, indexer: Indexer) -> Any:
         """The same of what an indexer finds behind the same mask."""
-        places = p.lightning_indexer(places=self.places, **self.said(p))
+        places = p.lightning_indexer(places=self.places, **indexer.said(p), **self.seen())
         return p.topk_mask(places=places, distinct=self.distinct, **self.seen())
 
-    def refuse(self, seen: Any) -> None:
+    def refuse(self, seen: Any, indexer: Indexer | None) -> None:
         """Refuse a query that no key is left for, of which the operator gives 0."""
-        self.refuse_blocks()
         require(seen.levels is None, "a query for which no key is left would see those that are lowered least")
         every = self.mask_kind == "none" and self.kv_len is None and self.kv_lens is None  # what is listed is seen
-        left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and (every or self.query is not None))
+        left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and (every or indexer is not None))
         require(left, "a query for which no key is left gives the mean of all values, the operator gives 0")
 
     def is_distinct(self) -> bool:
@@ -78,16 +72,6 @@ class Listing(Indexer):
 
 
 @dataclass(frozen=True)
-class PagedListing(PagedIndexer, Listing):
-    """A list that an indexer makes of keys in pages."""
-
-
-@dataclass(frozen=True)
-class PagedInt8Listing(PagedInt8Indexer, Listing):
-    """The same of int8 keys, and of their scales."""
-
-
-@dataclass(frozen=True)
 class GatheredRows(Group):
     """A list of rows that the model gathers, each of which counts as often as it is listed.
 
@@ -109,7 +93,7 @@ class GatheredRows(Group):
         """As the reader says it."""
         return dict(vars(self))
 
-    def refuse(self, seen: Any) -> None:
+    def refuse(self, seen: Any, indexer: Indexer | None) -> None:
         """What a query without keys gives is restored."""
 
     def is_distinct(self) -> bool:
@@ -119,11 +103,6 @@ class GatheredRows(Group):
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
         """As of an indexer: every query may see all of the keys."""
         return Seen(mask_kind="none", kv_len=None, kv_lens=None).lengths(queries, keys, room)
-
-    def found(self) -> Tensor:
-        """No indexer lists the rows."""
-        require(False, "the keys are not listed by an indexer")
-        return self.places
 
     def own(self) -> Tensor:
         """The list as the operator takes it, [B, S, 1, K]: it ends at the first negative entry."""
@@ -150,7 +129,7 @@ class GatheredRows(Group):
 
 
 @dataclass(frozen=True)
-class IndexedRows(Indexer):
+class IndexedRows(Seen):
     """The list of an indexer, by which the model gathers the rows of keys that a query sees.
 
     Attributes:
@@ -164,9 +143,9 @@ class IndexedRows(Indexer):
     dtype: Any = attribute()
     entries: Any = attribute()
 
-    def gathered(self, p) -> dict[str, Any]:
+    def gathered(self, p, indexer: Indexer) -> dict[str, Any]:
         """As the reader says it."""
-        places = p.indexer_list(dtype=self.dtype, entries=self.entries, **self.said(p))
+        places = p.indexer_list(dtype=self.dtype, entries=self.entries, **indexer.said(p), **self.seen())
         rows = dict(fully_masked_row=self.fully_masked_row, distinct=self.distinct)
         return dict(places=places, ends="indexer", **rows)
 
@@ -174,28 +153,15 @@ class IndexedRows(Indexer):
         """An indexer names no key twice."""
         return True
 
-    def refuse(self, seen: Any) -> None:
-        """What a query without keys gives is restored."""
-        self.refuse_blocks()
-
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
         """The list says itself what is seen."""
         return Seen(mask_kind="none", kv_len=None, kv_lens=None).lengths(queries, keys, room)
 
+    refuse = GatheredRows.refuse
     posed = Listing.posed
     restored = GatheredRows.restored
 
     def own(self) -> Tensor:
         """The model's list is not built."""
         require(False, "the list is that of an indexer")
-        return self.query
-
-
-@dataclass(frozen=True)
-class PagedIndexedRows(PagedIndexer, IndexedRows):
-    """The same of an indexer of keys in pages."""
-
-
-@dataclass(frozen=True)
-class PagedInt8IndexedRows(PagedInt8Indexer, IndexedRows):
-    """The same of int8 keys, and of their scales."""
+        return self.kv_lens

@@ -16,21 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Rule, lowering, pattern, scalar, variants
+from fusion import Rule, lowering, pattern, require, scalar, variants
 from patterns.attention.calls import viewed
 from patterns.attention.results import Output
 from patterns.attention.visibility import Visibility
 from patterns.latent.encodings import Plain
 from patterns.latent.head_projection import expanded
-from patterns.sparse.listing import (
-    GatheredRows,
-    IndexedRows,
-    Listing,
-    PagedIndexedRows,
-    PagedInt8IndexedRows,
-    PagedInt8Listing,
-    PagedListing,
-)
+from patterns.sparse.indexer import INDEXERS
+from patterns.sparse.listing import GatheredRows, IndexedRows, Listing
 from patterns.sparse.packed import PackedPages, PackedRows
 from patterns.sparse.pages import LatentPages, LatentRows
 
@@ -50,38 +43,75 @@ class SparseAttention(Rule):
         return scores.masked_fill(~listed.unsqueeze(1), -torch.inf).softmax(-1).to(q.dtype) @ v
 
     @pattern
-    @variants(listing=(Listing, PagedListing, PagedInt8Listing), source=SOURCES)
+    @variants(indexer=INDEXERS, source=SOURCES)
     def by_indexer(
-        self, p, listing, source, encoding: Any = Plain, result: Any = Output, seen: Any = Visibility, scale=scalar()
+        self,
+        p,
+        indexer,
+        source,
+        listing: Any = Listing,
+        encoding: Any = Plain,
+        result: Any = Output,
+        seen: Any = Visibility,
+        scale=scalar(),
     ):
         """The keys are what an indexer finds behind the same mask."""
-        return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.indexed(p)))
+        attended = dict(seen.said(), scale=scale, mask=listing.indexed(p, indexer))
+        return encoding.terms(p, source, result, attended)
 
     @pattern
-    @variants(listing=(Listing,), source=SOURCES)
+    @variants(source=SOURCES)
     def by_places(
-        self, p, listing, source, encoding: Any = Plain, result: Any = Output, seen: Any = Visibility, scale=scalar()
+        self,
+        p,
+        source,
+        listing: Any = Listing,
+        encoding: Any = Plain,
+        result: Any = Output,
+        seen: Any = Visibility,
+        scale=scalar(),
     ):
         """The keys are listed in whatever way."""
         return encoding.terms(p, source, result, dict(seen.said(), scale=scale, mask=listing.listed(p)))
 
     @pattern
-    @variants(listing=(IndexedRows, PagedIndexedRows, PagedInt8IndexedRows, GatheredRows), source=SOURCES)
-    def by_gathered_rows(self, p, listing, source, encoding: Any = Plain, result: Any = Output, scale=scalar()):
+    @variants(source=SOURCES)
+    def by_gathered_rows(
+        self, p, source, listing: Any = GatheredRows, encoding: Any = Plain, result: Any = Output, scale=scalar()
+    ):
         """The rows that are listed are gathered first."""
         return encoding.terms(p, source, result, dict(listing.gathered(p), scale=scale), "listed_attention")
 
-    def guard(self, listing: Any, source: Any, seen: Any):
+    @pattern
+    @variants(indexer=INDEXERS, source=SOURCES)
+    def by_indexed_rows(
+        self,
+        p,
+        indexer,
+        source,
+        listing: Any = IndexedRows,
+        encoding: Any = Plain,
+        result: Any = Output,
+        scale=scalar(),
+    ):
+        """The rows that an indexer lists are gathered first."""
+        attended = dict(listing.gathered(p, indexer), scale=scale)
+        return encoding.terms(p, source, result, attended, "listed_attention")
+
+    def guard(self, indexer: Any, listing: Any, source: Any, seen: Any):
         """What the operator gives for a query without keys, and how it reads pages."""
-        listing.refuse(seen)
+        if indexer is not None:
+            indexer.refuse_blocks()
+        listing.refuse(seen, indexer)
         source.refuse_blocks()
         source.refuse_lists(listing.is_distinct())
 
     @lowering
     @variants(values=VALUES)
-    def indexed(self, listing, encoding, source, result, scale, values):
+    def indexed(self, indexer, listing, encoding, source, result, scale, values):
         """The indexer, sparse attention, and the values of all heads."""
-        y = _attended(listing.found(), listing, encoding, source, scale)
+        require(indexer is not None, "the keys are not listed by an indexer")
+        y = _attended(indexer.found(listing), listing, encoding, source, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
 
     @lowering

@@ -14,7 +14,7 @@ import torch
 
 import patterns
 from fusion import Example, Rule, testing
-from fusion.language import Refused
+from fusion.language import Pattern, Refused
 from fusion.library import installed
 from fusion.operators import operator_of
 from fusion.options import Options
@@ -57,19 +57,30 @@ def test_rule_is_tried(rule: Rule):
     assert rule.lowerings()
 
 
+def _choices(form: Pattern) -> frozenset[str]:
+    """The form by each thing that it chose."""
+    chosen = (getattr(each, "__name__", str(each)) for each in form.choices.values())
+    return frozenset(f"{form.method}[{each}]" for each in chosen) or frozenset([form.name])
+
+
 @pytest.mark.parametrize("rule", installed().rules, ids=lambda rule: rule.name)
 def test_every_form_is_used_by_an_example(rule: Rule):
-    """An example is fused in it; or, where an operator does not take it, it is what a reject is refused in."""
-    declared = {form.name for form in rule.patterns()}
-    used: set[str] = set()
+    """An example is fused in it; or, where an operator does not take it, it is what a reject is refused in.
+
+    Of a form that varies each choice is used: their product is taken by the tests of the facets.
+    """
+    told = {form.name: _choices(form) for form in rule.patterns()}
+    declared = frozenset().union(*told.values())
+    used = set[str]()
     for dtype, example in product(DTYPES, tried()[rule.name]):
         if declared <= used:
             break
         t = testing.trial(rule, example, dtype)
         if example.refusal:
-            used |= {each.variant for each in t.outcome.refusals if isinstance(each.cause, str)}
+            met = {each.variant for each in t.outcome.refusals if isinstance(each.cause, str)}
         else:
-            used |= {name for each in t.outcome.chosen for name in (each.match.form, each.lowering)}
+            met = {each.match.form for each in t.outcome.chosen}
+        used |= set().union(*(told.get(each, ()) for each in met))
     assert declared <= used, f"no example is written as {sorted(declared - used)}"
 
 

@@ -41,12 +41,9 @@ def fits(t: Trial, name: str) -> None:
     """The form is the one of the cell, and what it gathers has its reason."""
     listing, source, *_ = name.split(", ")
     (form,) = (each.match.form for each in t.outcome.chosen if each.match.rule is RULE)
-    own = (
-        "by_places[Listing"
-        if listing == "list"
-        else "by_indexer[" + ("PagedListing" if listing == "paged indexer" else "Listing")
-    )
-    assert form == f"{own}, {READ.get(source, 'LatentRows')}]"
+    paged = "PagedIndexer" if listing == "paged indexer" else "Indexer"
+    read = READ.get(source, "LatentRows")
+    assert form == (f"by_places[{read}]" if listing == "list" else f"by_indexer[{paged}, {read}]")
     told = [each.reason for each in t.outcome.refusals if each.rule == RULE.name]
     for wanted in (REASONS[each] for each in (listing, source) if each in REASONS):
         assert any(wanted in each for each in told), told

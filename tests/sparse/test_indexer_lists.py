@@ -60,8 +60,7 @@ def test_a_list_is_found_by_the_operator(form: Form, level: Level, dtype: torch.
 def test_rows_of_a_list_are_attended_to(form: Form):
     t = tried(form, "sparse_attention", torch.bfloat16)
     own = form in (indexer_lists.gathered_and_returned, indexer_lists.gathered_and_lowered)
-    listing = "GatheredRows" if own else "IndexedRows"
-    assert forms(t) == [f"by_gathered_rows[{listing}, LatentRows]"]
+    assert forms(t) == ["by_gathered_rows[LatentRows]" if own else "by_indexed_rows[Indexer, LatentRows]"]
     means_what_it_says(t)
     emits_valid_calls(t)
 
@@ -72,7 +71,7 @@ def test_lists_of_the_size_of_a_chip(form: Form):
     rule = "indexer_topk" if form in RETURNED else "sparse_attention"
     t = tried(form, rule, torch.bfloat16, target="ascend910_93")
     assert len(forms(t)) == 1, "\n".join(map(str, t.outcome.refusals))
-    assert form not in (indexer_lists.gathered, indexer_lists.gathered_in_line) or "IndexedRows" in forms(t)[0]
+    assert form not in (indexer_lists.gathered, indexer_lists.gathered_in_line) or "indexed_rows" in forms(t)[0]
     emits_valid_calls(t)
 
 
