@@ -127,7 +127,7 @@ class _Search:
         return True
 
     def apply(self, rule: Rule) -> None:
-        """Find the matches of one rule; at a value where a form holds, later ones are tried that choose something else."""
+        """Find the matches of one rule; where a form holds, later ones are tried that choose something else."""
         taken = defaultdict[Value, list[Set[Any]]](list)
         for form in rule.patterns():
             chosen = form.given.items()
