@@ -57,6 +57,11 @@ class HeadProjection(HeadLanes):
 
     source: Value
 
+    @property
+    def x(self) -> Value:
+        """What is projected, by sequence."""
+        return self.of["x"]
+
     def lanes(self, a: Algebra, count: Any) -> Value:
         """The rows of the weight that make `count` lanes of each head [N, count, K]."""
         rows, inner = self.of["weight"].shape
@@ -180,21 +185,29 @@ def latent_operands(graph: Graph) -> Iterator[Found]:
 
 @proof
 def latents(a: Algebra, found: Readings, attention: Reading) -> Operands | str | None:
-    """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it."""
+    """Readings of queries, keys and values of attention over a latent; why it is none; None if nothing is like it.
+
+    Keys, values or both may be those of heads: else the model has absorbed what projects them.
+    """
     q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
-    if v.shape[1] == k.shape[1] == 1:
-        return _absorbed(a, found, attention)
     whole, rows = _uncut(k, v)
-    heads, count = q.shape[1], whole[0].shape[2]
-    values = proven(heads_projection(a, whole[1], heads, count))
-    keys = proven(keys_of_latent(a, whole[0], heads, count))
-    if isinstance(keys, str):
-        return keys
-    if keys.up.of["x"] is not values.of["x"]:
-        return "keys and values are projected from different latents"
-    v_read = {v: Reading("latent_values", {"latent": keys.up.source, "up": swapped(a, values.lanes(a, v.shape[-1]))})}
-    read, sources = proven(read_keys(a, found, q, k, keys, rows))
-    return v_read | read | sources
+    keys, values = (once(a, each) for each in whole)
+    if values.shape[1] == 1:
+        latent, projected, tokens = values, {}, values
+    else:
+        of_values = proven(heads_projection(a, values, q.shape[1], values.shape[2]))
+        latent, projected, tokens = of_values.source, {"up": swapped(a, of_values.lanes(a, v.shape[-1]))}, of_values.x
+    if keys.shape[1] == 1:
+        attended = proven(absorbed_keys(a, found, (q, k), (keys, rows), (latent, tokens)))
+    else:
+        of_keys = proven(keys_of_latent(a, keys, q.shape[1], keys.shape[2]))
+        if isinstance(of_keys, str):
+            return of_keys
+        if of_keys.up.x is not _seen_as(a, tokens, of_keys.up.x.shape):
+            return "keys and values are projected from different latents" if projected else None
+        latent, (read, sources) = of_keys.up.source, proven(read_keys(a, found, q, k, of_keys, rows))
+        attended = read | sources
+    return {v: Reading("latent_values", {"latent": latent, **projected})} | attended
 
 
 @dataclass(frozen=True)
@@ -250,25 +263,35 @@ def read_keys(
 
 
 @proof
-def _absorbed(a: Algebra, found: Readings, attention: Reading) -> Operands | None:
-    """Readings where the model absorbs the projections itself: the values are the latent, the keys latent and rope."""
-    q, k, v = (attention.captures[name] for name in ("q", "k", "v"))
-    (keys, latent), rows = _uncut(k, v)
-    width, count = k.shape[-1], v.shape[-1]
+def absorbed_keys(
+    a: Algebra, found: Readings, attending: tuple[Value, Value], held: tuple[Value, Any], latents: tuple[Value, Value]
+) -> Operands | None:
+    """Readings of queries and keys where the model absorbs the projection of these itself.
+
+    The keys are the first rows, so many, of some [B, 1, T, C + Dr]; the latent is given as it lies, and by sequence.
+    """
+    (q, k), (keys, rows), (latent, tokens) = attending, held, latents
+    width: Any = keys.shape[-1]
+    count: Any = latent.shape[-1]
     must(isinstance(width, int) and isinstance(count, int) and count < width)
-    start = proven(next((at for at in (0, width - count) if _lanes(a, keys, at, count) is latent), None))
+    plain = proven(_seen_as(a, tokens, (*keys.shape[:-1], count)))
+    start = proven(next((at for at in (0, width - count) if _lanes(a, keys, at, count) is plain), None))
     behind, others = (count, width - count) if start == 0 else (0, start)
     rope = proven(_lanes(a, keys, behind, others))
     absorbed, rotated = (proven(_lanes(a, q, *of)) for of in ((start, count), (behind, others)))
     readings = {
         q: Reading("latent_queries", {"rope": rotated, "absorbed": absorbed, "keys": k}),
         k: Reading("latent_keys", {"latent": latent, "rope": rope, "rows": rows}),
-        v: Reading("latent_values", {"latent": latent}),
     }
     factors = absorption(a, absorbed)
     if factors is None:
         return readings
     return readings | query_sources(a, factors, absorbed, rotations(a, found, rotated))
+
+
+def _seen_as(a: Algebra, x: Value, shape: Sequence[Any]) -> Value | None:
+    """Rows as another arrangement of the same that differs by dims of size 1; None where it differs by more."""
+    return a.reshape(x, shape) if but_ones(x.shape) == but_ones(shape) else None
 
 
 def _uncut(k: Value, v: Value) -> tuple[tuple[Value, Value], int | None]:

@@ -65,11 +65,10 @@ def rotations(graph: Graph) -> Iterator[Found]:
     for value in list(graph.places):
         if not _may_turn(value) or (value.op == "cast" and value.arg in graph.places):
             continue
-        outcome = rotation(known, value)
-        rebuilt = outcome is not None and _stands_on_one(graph, value, turned)
-        if isinstance(outcome, str) and not rebuilt:
+        outcome = rotation(known, value, whole=_stands_on_one(graph, value, turned))
+        if isinstance(outcome, str):
             yield value, Miss("rotation", outcome)
-        elif isinstance(outcome, Reading) and not (rebuilt and outcome.op == "partial_rotation"):
+        elif outcome is not None:
             turned.add(value)
             yield value, outcome
 
@@ -89,8 +88,8 @@ def _stands_on_one(graph: Graph, value: Value, turned: Collection[Value], depth:
     return False
 
 
-def rotation(known: KnownTables, root: Value) -> Reading | str | None:
-    """Read `root` as a rotation.
+def rotation(known: KnownTables, root: Value, whole: bool = False) -> Reading | str | None:
+    """Read `root` as a rotation; of `whole` ones only one of all lanes, and no reason why it is none.
 
     Returns the reading ("rotation", or "partial_rotation" where some lanes pass through), the reason why something
     that looks like one is not, or None.
@@ -99,23 +98,27 @@ def rotation(known: KnownTables, root: Value) -> Reading | str | None:
     if at is None or not _multiplies(root) or root.dtype is None or not root.dtype.is_floating_point:
         return None
     leaves = Leaves()
-    outcome = _summed(known, root, at, leaves)
-    if isinstance(outcome, Reading) or not leaves.joined:
-        return outcome
-    again = _summed(known, root, at, Leaves(rounded=known.algebra.cast))
-    return again or outcome
+    outcome = _summed(known, root, at, leaves, whole)
+    if not isinstance(outcome, Reading) and leaves.joined:
+        outcome = _summed(known, root, at, Leaves(rounded=known.algebra.cast), whole) or outcome
+    return None if whole and isinstance(outcome, str) else outcome
 
 
-def _summed(known: KnownTables, root: Value, at: Rows, leaves: Leaves) -> Reading | str | None:
+def _summed(known: KnownTables, root: Value, at: Rows, leaves: Leaves, whole: bool) -> Reading | str | None:
     """The reading of a sum of two products; why none where a third term is added."""
     found = terms(at, leaves)
-    if found is None:
+    if found is None or (whole and not _turns_all(found)):
         return None
     if len(found) == 3:
         pairs = ([found[0], found[1]], [found[0], found[2]], [found[1], found[2]])
         turned = any(isinstance(_turned(known, root, pair, leaves), Reading) for pair in pairs)
         return "a third term is added to the rotation" if turned else None
     return _turned(known, root, found, leaves) if len(found) == 2 else None
+
+
+def _turns_all(found: Sequence[Term]) -> bool:
+    """Whether every lane is a sum of two products."""
+    return len(found) == 2 and all((each.second.leaf != NONE).all() for each in found)
 
 
 def _turned(known: KnownTables, root: Value, found: list[Term], leaves: Leaves) -> Reading | str | None:

@@ -208,10 +208,33 @@ def absorbed_with_a_scale_of_each_head(q, latent, rope, up, seen):
     return (shares(scores, seen, q.dtype) @ latent[:, None]) @ up_v.mT
 
 
+def absorbed_keys_alone(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    query = torch.cat((q[..., :D] @ up_k, q[..., D:]), -1)
+    keys = torch.cat((latent, rope), -1)[:, None]
+    return shares(query @ keys.mT, seen, q.dtype) @ torch.einsum("btc,nec->bnte", latent, up_v)
+
+
+def absorbed_keys_beside_a_layer(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    nope, turn = q.split((D, R), -1)
+    scores = torch.einsum("bnsc,btc->bnst", nope @ up_k, latent) + torch.einsum("bnsr,btr->bnst", turn, rope)
+    v = F.linear(latent, up_v.flatten(0, 1)).view(B, -1, N, E).transpose(1, 2)
+    return shares(scores, seen, q.dtype) @ v
+
+
+def absorbed_values_alone(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    k = torch.einsum("btc,ndc->bntd", latent, up_k)
+    k = torch.cat((k, rope[:, None].expand(-1, N, -1, -1)), -1)
+    return (shares(q @ k.mT, seen, q.dtype) @ latent[:, None]) @ up_v.mT
+
+
 SPELLINGS: tuple[Callable[..., Tensor], ...] = (
     expanded_by_expand, expanded_by_repeat, expanded_by_two_sums, expanded_by_bmm, absorbed_by_matmul,
     absorbed_by_einsum, absorbed_and_joined, absorbed_and_scaled_on_both_sides, absorbed_by_sdpa, by_sdpa,
     absorbed_and_widened_once, absorbed_and_joined_for_all_heads, absorbed_with_a_scale_of_each_head,
+    absorbed_keys_alone, absorbed_keys_beside_a_layer, absorbed_values_alone,
 )  # fmt: skip
 
 
@@ -286,10 +309,26 @@ def values_of_other_sequences(q, latent, rope, up, seen):
     return (shares(scores, seen, q.dtype) @ latent.flip(0)[:, None]) @ up_v.mT
 
 
+def values_of_another_latent_beside_absorbed_keys(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    query = torch.cat((q[..., :D] @ up_k, q[..., D:]), -1)
+    keys = torch.cat((latent, rope), -1)[:, None]
+    return shares(query @ keys.mT, seen, q.dtype) @ torch.einsum("btc,nec->bnte", latent.flip(-1), up_v)
+
+
+def absorbed_values_of_another_latent(q, latent, rope, up, seen):
+    up_k, up_v = ups(up)
+    k = torch.einsum("btc,ndc->bntd", latent, up_k)
+    k = torch.cat((k, rope[:, None].expand(-1, N, -1, -1)), -1)
+    return (shares(q @ k.mT, seen, q.dtype) @ latent.flip(1)[:, None]) @ up_v.mT
+
+
 LOOKALIKES: tuple[tuple[Callable[..., Tensor], str], ...] = (
     (values_of_another_latent, "different latents"),
     (up_of_each_position, "different latents"),
     (scale_of_each_key, "not the same for all keys"),
     (softmax_over_queries, "taken over the queries"),
     (values_of_other_sequences, ""),
+    (values_of_another_latent_beside_absorbed_keys, ""),
+    (absorbed_values_of_another_latent, ""),
 )
