@@ -60,7 +60,7 @@ class Frame:
 
     def seen(self, a: Algebra, x: Value) -> Value:
         """What broadcasts to scores [*rows, T], with the dim for one query if it was added, and all that were one."""
-        if self.opened > 1 and x.rank == len(self.shape) + 2 - self.opened and x.shape[0] != 1:
+        if x.rank == len(self.shape) + 2 - self.opened and x.shape[0] != 1:
             return a.reshape(x, (*self.shape[: self.opened], *x.shape[1:]))
         return a.reshape(x, (*x.shape[:-1], 1, *x.shape[-1:])) if self.one_query else x
 
@@ -100,7 +100,7 @@ class Attended:
         yield plain
         if len(shape) == 2:
             yield plain.of_one_query()
-        if len(shape) < 4 and sunk:
+        if sunk:
             yield plain.unbatched()
 
     def plain(self, shape: Sequence[Any]) -> Frame:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from fusion import testing
 from fusion.graph import Algebra, Value
+from fusion.testing import capture
 from patterns.attention.frames import _of_lanes
 from tests.engine.graphs import numbers, read_graph, traced
 
@@ -57,6 +60,37 @@ def shared(*lead: int) -> tuple[Tensor, Tensor]:
 def test_rows_of_heads_and_sequences_in_one_dim_are_opened_where_all_that_they_meet_is():
     assert read(otherwise, numbers(2, 6, 5, D), shared(2)[0], shared(3)[1]) == [(12, 1, 5, D)]
     assert read(biased, numbers(2, 6, 5, D), *shared(2), numbers(12, 5, 7, seed=3)) == [(2, 6, 5, D)]
+
+
+def ordered_alike(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A mask [1, S, T] of all heads of all sequences, which are one dim."""
+    mask = torch.ones(1, 5, 7, dtype=torch.bool).triu(1)
+    return (q @ k.mT).flatten(0, 1).masked_fill(mask, -torch.inf).softmax(-1).unflatten(0, q.shape[:2]) @ v
+
+
+def biased_alike(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Such a bias."""
+    return ((q @ k.mT).flatten(0, 1) + bias.tanh()).softmax(-1).unflatten(0, q.shape[:2]) @ v
+
+
+def sunk(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    """Heads in groups, beside a sink of each head of each sequence."""
+    scores = q @ k.mT
+    return torch.cat((scores, sink.expand(*scores.shape[:-1], 1)), -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize(
+    ("form", "args"),
+    [
+        (ordered_alike, (numbers(2, 6, 5, D), *shared(2))),
+        (biased_alike, (numbers(2, 6, 5, D), *shared(2), numbers(1, 5, 7, seed=3))),
+        (sunk, (numbers(2, 3, 4, 5, D), *shared(2, 3), numbers(2, 3, 4, 1, 1, seed=3))),
+    ],
+)
+def test_what_stands_beside_the_scores_is_of_their_rows(form: Callable[..., Tensor], args: tuple[Tensor, ...]):
+    trial = testing.trial_of(capture(form, args))
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
+    testing.means_what_it_says(trial)
 
 
 # lanes ---------------------------------------------------------------------------------------------------------------
