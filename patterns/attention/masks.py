@@ -204,8 +204,7 @@ class Masks:
         {} where that cannot be said: where a score is not swallowed, or where the softmax makes of a row of -inf
         something else than NaN.
         """
-        finite = [number for number in _numbers(self.positions, self.terms) if number != -torch.inf]
-        total = _total(self.a, self.terms) if finite and max(finite) <= LOST else None
+        total = _total(self.a, self.terms) if self.weakest() <= LOST else None
         wide, lead = self._led(total) if total is not None else (None, ())
         empty = "lowest" if self._lowers_some() else "lowest_or_nan" if softmax == "nan" else ""
         if wide is None or not empty or any(size != 1 for size in lead[1:-2]):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusion import testing
 from fusion.library import installed
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
@@ -183,3 +185,122 @@ def test_what_is_next_to_the_values_is_named():
 def test_what_has_other_elements_than_weights_is_no_attention():
     assert missed(summed_up, *HALVES) == []
     assert missed(projected, *(numbers(2, 4, 16, 16, seed=seed) for seed in range(3))) == []
+
+
+# queries that see no key ---------------------------------------------------------------------------------------------
+
+KEYS = 192
+LONG = tuple(numbers(2, 2, KEYS, 16, seed=seed) for seed in range(3))
+LEAST = torch.finfo(torch.float32).min
+PADDED, EMPTY = (torch.arange(KEYS) < torch.tensor([[count], [0]]) for count in (70, KEYS))
+"""Keys that are padding: those that the first queries of a sequence could see, or all of it."""
+
+
+def future(first: int = 1) -> Tensor:
+    return torch.ones(KEYS, KEYS, dtype=torch.bool).triu(first)
+
+
+def ordered(low: float, first: int = 1) -> Tensor:
+    return torch.zeros(KEYS, KEYS).masked_fill(future(first), low)
+
+
+def padded(padding: Tensor, low: float) -> Tensor:
+    return torch.zeros(2, 1, 1, KEYS).masked_fill(padding[:, None, None], low)
+
+
+def lowered_together(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    """Two finite numbers whose sum is -inf, beside an order."""
+    scores = q @ k.mT / 4 + ordered(LEAST / 2) + padded(padding, LEAST)
+    return (scores + padded(padding, LEAST)).softmax(-1) @ v
+
+
+def lowered_by_infinity(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    return (q @ k.mT / 4 + ordered(LEAST) + padded(padding, -torch.inf)).softmax(-1) @ v
+
+
+def without_the_own_key(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    """The first query sees no key of the order, which is -inf."""
+    return (q @ k.mT / 4 + ordered(-torch.inf, 0) + padded(padding, LEAST)).softmax(-1) @ v
+
+
+def neither_later_nor_far(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    """Truths that are added."""
+    scores = (q @ k.mT / 4).masked_fill(future() + ~future(-32), LEAST)
+    return (scores + padded(padding, LEAST)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("form", "padding", "empty"),
+    [
+        (lowered_together, EMPTY, "lowest_or_nan"),
+        (lowered_by_infinity, EMPTY, "lowest_or_nan"),
+        (without_the_own_key, PADDED, "lowest_or_nan"),
+        (neither_later_nor_far, EMPTY, "lowest"),
+    ],
+)
+def test_a_query_that_sees_no_key_gives_nan_where_no_key_is_proven_to_be_finite(
+    form: Callable[..., Tensor], padding: Tensor, empty: str
+):
+    assert [each["fully_masked_row"] for each in captures(form, *LONG, padding)] == [empty]
+    trial = testing.trial_of(capture(form, (*LONG, padding)))
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
+    (eager,), (fused,) = trial.captured.graph(*trial.captured.inputs), trial.fused(*trial.inputs())
+    torch.testing.assert_close(fused, eager, equal_nan=True)
+
+
+def zero_without_a_key(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    mask = ordered(LEAST) + padded(padding, -torch.inf)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def clamped(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    """What is -inf is as low as the least number then."""
+    scores = q @ k.mT / 4 + ordered(LEAST / 2) + padded(padding, -torch.inf)
+    return torch.max(scores, torch.tensor(LEAST)).softmax(-1) @ v
+
+
+def beside_a_bias(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    """The masks swallow it with the scores; an operator adds it to whatever it is shown."""
+    scores = q @ k.mT / 4 + ordered(LEAST / 2) + padded(padding, LEAST / 4)
+    return (scores + (q[..., :1] * torch.arange(KEYS)).tanh()).softmax(-1) @ v
+
+
+def scaled_between(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    """The order lowers by half as much as the padding then."""
+    return ((q @ k.mT / 4 + ordered(LEAST / 2)) * 0.25 + padded(padding, LEAST / 4)).softmax(-1) @ v
+
+
+def rounded_behind(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    """What differs in float32 alone is lowered alike in bfloat16."""
+    q, k, v = (each.bfloat16() for each in (q, k, v))
+    scores = (q @ k.mT / 4).float() + ordered(-1e33, 0) + padded(padding, -1e30)
+    return scores.bfloat16().softmax(-1) @ v
+
+
+@pytest.mark.parametrize("form", [zero_without_a_key, clamped, beside_a_bias, scaled_between, rounded_behind])
+def test_which_keys_it_sees_is_not_told_where_levels_do_not_tell_it(form: Callable[..., Tensor]):
+    (reason,) = missed(form, *LONG, PADDED)
+    assert reason.startswith("a query that sees no key would see those that are lowered least")
+
+
+def of_each_head(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    """Some heads see a part of the keys only."""
+    heads = torch.zeros(1, 2, 1, KEYS).masked_fill(padding[:, None], LEAST / 4)
+    return (q @ k.mT / 4 + (ordered(LEAST / 2) + heads)).softmax(-1) @ v
+
+
+def by_large_numbers(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    """Whose sums the dtype holds."""
+    return (q @ k.mT / 4 + (ordered(-1e38) + padded(padding, -1e9))).softmax(-1) @ v
+
+
+def by_infinity_beside_numbers(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+    return (q @ k.mT / 4 + (ordered(-torch.inf) + padded(padding, -1e9))).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("form", [of_each_head, by_large_numbers, by_infinity_beside_numbers])
+def test_masks_that_are_not_told_otherwise_are_a_bias(form: Callable[..., Tensor]):
+    trial = testing.trial_of(capture(form, (*LONG, PADDED)))
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
+    assert all("bias" in each for each in captures(form, *LONG, PADDED))
+    testing.means_what_it_says(trial)
