@@ -179,6 +179,18 @@ def raised_and_masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     return scores.masked_fill(torch.ones(S, T).triu(T - S + 1).bool(), -math.inf).softmax(-1).to(v.dtype) @ v
 
 
+def test_booleans_whose_mask_is_turned_round_are_told_as_no_numbers():
+    """Scores that are multiplied by -1 after their keys are raised."""
+
+    def turned(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        raised = (q @ k.mT + torch.where(seen[:, None, None], 0.0, math.inf)) * -0.125
+        return raised.to(q.dtype).softmax(-1) @ v
+
+    reason, _ = one(explained(turned, torch.ones(B, T, dtype=torch.bool)))
+    assert "not proven to be a mask" in reason
+    assert TRUTHS not in reason
+
+
 def test_of_several_masks_the_one_that_is_no_mask_is_blamed():
     assert one(explained(raised_and_masked, torch.ones(T).bool()))[1] == "raised = torch.where(seen, 0.0, math.inf)"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusion.language import Refused
 from fusion.operators.softmax import Visible
 from fusion.operators.visibility import Band, rows_of, visible
+from patterns.attention.visibility import Dense
 
 
 @pytest.mark.parametrize(("rows", "shape"), [(3, (3, 5)), (1, (2, 5)), (3, (2, 3, 5)), (3, (2, 1, 3, 5)), (3, (4, 8))])
@@ -39,3 +41,11 @@ def test_whole_sequences_need_no_mask():
     query = torch.zeros(2, 4, 5, 8)
     assert visible(query, query, (None, None), Band(), packed=False, table=None) == Visible()
     assert visible(query, query, (None, None), Band(2), packed=False, table=None) == Visible(causal=True)
+
+
+def test_without_a_key_the_mean_of_all_values_is_not_that_of_those_lowered_least():
+    mask = torch.ones(2, 1, 3, 5, dtype=torch.bool)
+    said = dict.fromkeys(("count", "kv_lens", "window", "kv_len"))
+    seen = Dense(mask=mask, levels=mask * -1e30, mask_kind="dense", fully_masked_row="lowest", **said)
+    with pytest.raises(Refused, match="sees those that are lowered least"):
+        seen.restored(torch.zeros(2, 4, 3, 8), values=torch.zeros(2, 4, 5, 8))
