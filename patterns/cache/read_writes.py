@@ -119,7 +119,7 @@ class Writes:
     def _is_back(self, value: Value) -> bool:
         """Whether a write into another view of a cache is seen as the cache is."""
         viewed = value.arg.below(*_WRITES)
-        return value.arg is not viewed and viewed.op == "reshape" and viewed.arg.shape == value.shape
+        return viewed.op == "reshape" and viewed.arg.shape == value.shape
 
     def _is_cache(self, value: Value) -> bool:
         """Whether a value is, whole, an input that the graph changes, as it was or after a write."""
@@ -152,7 +152,7 @@ class Writes:
     def _pages(self, value: Value) -> Sequence[Reading]:
         """cache.view(-1, N, D)[slots] = rows, viewed as [.., Block, Size, N, D] again; dims of size 1 come and go."""
         flat = value.arg
-        if flat.op not in ("write_rows", "write") or flat.attrs != (0,):
+        if flat.attrs != (0,):  # lines, or along another axis
             return ()
         cache, rows, index, *inner = flat.args
         if inner:

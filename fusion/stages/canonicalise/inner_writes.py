@@ -64,6 +64,5 @@ def _of_sequences(a: Algebra, whole: Value, written: Value, first: int) -> Value
         axis, before, *place = written.attrs
         how = (axis, first + before, *place)
     else:
-        must(len(index) == 1)
         how = (*written.attrs, first, "start" if written.op == "write" else "index")
     return a.make("write_within", (whole, rows, *index), how, whole.shape, whole.dtype)
