@@ -57,7 +57,7 @@ class Value:
         while waiting:
             value = waiting.pop()
             yield value
-            found = [each for each in into(value) if each not in seen]
+            found = [each for each in dict.fromkeys(into(value)) if each not in seen]
             waiting.extend(reversed(found))
             seen.update(found)
 

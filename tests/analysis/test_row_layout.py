@@ -69,6 +69,16 @@ def test_what_has_other_rows_is_not_carried():
         assert (carried(a, leaf(a, "x", *lead, 4, 5)[0], found, found.before, found.after) is not None) == known
 
 
+def test_what_all_rows_share_and_repeat_is_carried_as_it_is():
+    a = Algebra()
+    found = arrangement((2, 3), [("reshape", (6,))])
+    assert found is not None
+    x, numbers = leaf(a, "x", 1, 1, 5)
+    made = carried(a, a.expand(x, (1, 4, 5)), found, found.after, found.before)
+    assert made is not None
+    assert torch.equal(computed(made, {x: numbers}), numbers.expand(1, 1, 4, 5))
+
+
 @pytest.mark.parametrize(
     ("have", "steps", "becomes"),
     [

@@ -170,6 +170,42 @@ def joined_with(*place):
     return made
 
 
+def entry(target, number, *shapes, more=(), made=None):
+    """One of several results of a call, of an input or of what is made of inputs."""
+
+    def result(build):
+        given = [build.input(*shape) for shape in shapes]
+        return build(operator.getitem, build(target, *([made(build, *given)] if made else given), *more), number)
+
+    return result
+
+
+def added(build, x, y):
+    return build(aten.add.Tensor, x, y)
+
+
+def shares(dim):
+    return lambda build, x: build(aten.softmax.int, x, dim)
+
+
+def less_log_sum(build, z, x):
+    """exp(z - log Σ exp(x))."""
+    return build(aten.exp.default, build(aten.sub.Tensor, z, build(aten.logsumexp.default, x, [-1], True)))
+
+
+def largest(build, x):
+    return build(operator.getitem, build(aten.topk.default, x, 2), 0)
+
+
+def in_a_piece(build):
+    """Rows at places in one of two that are stacked."""
+    x = build(aten.stack.default, [build.input(8, 4), build.input(8, 4)])
+    part = build(
+        aten.index_copy.default, build(aten.select.int, x, 0, 0), 0, build.input(2, dtype=i64), build.input(2, 4)
+    )
+    return build(aten.select_scatter.default, x, part, 0, 0)
+
+
 STAY = {
     # numbers
     "divided by 0": call(aten.div.Tensor, (4,), more=(0.0,)),
@@ -272,6 +308,7 @@ STAY = {
         operator.getitem, build(aten.topk.default, build.input(4, 8), 2, -1, False), 0
     ),
     "the least first": lambda build: build(operator.getitem, build(aten.sort.default, build.input(4, 8), -1), 0),
+    "places of the greatest of columns": entry(aten.max.dim, 1, (4, 4), more=(0,), made=shares(-1)),
     "places of each lane": scattered_rows((2, 1, 8), (2, 9, 8), (2, 1, 8)),
     "a number in rows that a mask chooses": lambda build: build(
         aten.index_put.default, build(aten.cos.default, build.input(4, 8)),
@@ -444,6 +481,46 @@ FORMS = {
         ),
         "exp(add(arg0_1, scale(greatest(arg0_1, -1), -1.0)))",
     ),
+    "places of the largest of shares": (
+        entry(aten.topk.default, 1, (4, 4), more=(2,), made=shares(-1)),
+        "largest_index(arg0_1, 2)",
+    ),
+    "places of the largest of shares of columns": (
+        entry(aten.topk.default, 1, (4, 4), more=(2,), made=shares(0)),
+        "largest_index(softmax(arg0_1, -2, nan), 2)",
+    ),
+    "the largest of rows to which numbers are added": (
+        entry(aten.topk.default, 0, (4, 8), (4, 1), more=(2,), made=added),
+        "add(arg1_1, largest(arg0_1, 2))",
+    ),
+    "places of the largest of one row beside numbers": (
+        entry(aten.topk.default, 1, (8,), (4, 1), more=(2,), made=added),
+        "largest_index(add(arg0_1, arg1_1), 2)",
+    ),
+    "shares of the largest": (
+        lambda build: less_log_sum(build, largest(build, x := build.input(4, 8)), x),
+        "largest(softmax(arg0_1, -1, nan), 2)",
+    ),
+    "the largest over the exponentials of others": (
+        lambda build: less_log_sum(build, largest(build, build.input(4, 8)), build.input(4, 8)),
+        "exp(add(largest(arg0_1, 2), scale(log_sum_exp(arg3_1, -1), -1.0)))",
+    ),
+    "twice the numbers over their exponentials": (
+        lambda build: less_log_sum(build, build(aten.mul.Tensor, x := build.input(4, 8), 2.0), x),
+        "exp(add(scale(arg0_1, 2.0), scale(log_sum_exp(arg0_1, -1), -1.0)))",
+    ),
+    "numbers over the exponentials of others": (
+        lambda build: less_log_sum(build, build.input(4, 8), build.input(4, 8)),
+        "exp(add(arg0_1, scale(log_sum_exp(arg1_1, -1), -1.0)))",
+    ),
+    "numbers less a sum of no exponentials": (
+        lambda build: build(
+            aten.exp.default,
+            build(aten.sub.Tensor, largest(build, build.input(4, 8)), build.input(4, 1)),
+        ),
+        "exp(add(largest(arg0_1, 2), scale(arg3_1, -1.0)))",
+    ),
+    "rows of a piece": (in_a_piece, "cat(reshape(write_rows(arg0_1, arg5_1, arg4_1, 0)), reshape(arg1_1), 0)"),
     "the first piece anew": (joined_with(0, 2), "cat(arg3_1, arg1_1, 0)"),
     "the last piece anew": (joined_with(2, 4), "cat(arg0_1, arg3_1, 0)"),
     "a part of a part": (

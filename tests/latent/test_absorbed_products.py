@@ -172,12 +172,12 @@ def _timed(graph: Callable[..., Any], args: tuple[Tensor, ...]) -> float:
     return perf_counter() - start
 
 
-def context(weigh: Callable[[Tensor], Tensor]) -> int:
-    """How many products of weights with values of a latent are read, behind a mask of -inf."""
+def context(weigh: Callable[[Tensor], Tensor], hidden: float = -math.inf) -> int:
+    """How many products of weights with values of a latent are read, behind a mask of -inf, or another number."""
 
     def forward(scores: Tensor, latent: Tensor, up: Tensor) -> Tensor:
         values = F.linear(latent, up).unflatten(-1, (2, 16)).transpose(1, 2)
-        return weigh(scores.masked_fill(torch.arange(8) > 4, -math.inf)) @ values
+        return weigh(scores.masked_fill(torch.arange(8) > 4, hidden)) @ values
 
     graph = read_graph(traced(forward, numbers(2, 2, 1, 8), numbers(2, 8, 64), numbers(32, 64)).graph)
     return len(graph.readings.all("latent_context"))
@@ -188,3 +188,4 @@ def test_infinite_weights_meet_no_latent_first():
     assert context(lambda scores: scores.sigmoid()) == 1
     assert context(lambda scores: torch.log_softmax(scores, -1)) == 0
     assert context(lambda scores: scores) == 0
+    assert context(lambda scores: scores, hidden=-1e4) == 1

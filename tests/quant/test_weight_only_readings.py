@@ -148,6 +148,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
         "",
     ),
     "a scale behind the bias": (lambda x, w, s, g, b: F.linear(x, w.float(), b) * s, ""),
+    "one channel, which is repeated with scales": (lambda x, w, s, g, b: F.linear(x, w[:1].float()) * b, ""),
     "a bias before the scale": (lambda x, w, s, g, b: (F.linear(x, w.float()) + b) * s + s, ""),
 }  # fmt: skip
 

@@ -234,7 +234,7 @@ def _of_largest(a: Algebra, x: Value, k: Any) -> tuple[Value, Value]:
     """
     shape: tuple[Any, ...] = (*x.shape[:-1], k)
     for rows, added in (x.args, x.args[::-1]) if x.op == "add" else ():
-        if rows.shape == x.shape and added.shape[-1:] == (1,) and x.shape[-1] != 1:
+        if rows.shape == x.shape and added.shape[-1:] == (1,):
             values, places = _of_largest(a, rows, k)
             return proven(a.add(values, added)), places
     ranked = x.arg if is_shares(x) else x

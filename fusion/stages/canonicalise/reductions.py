@@ -137,8 +137,8 @@ def exp(a: Algebra, out: Out, x: Value) -> Translated:
         rows, empty = summed(less if safe is None else safe), "nan" if safe is None else "zero"
         if rows is z:
             return a.make("softmax", (z,), (-1, empty), x.shape, x.dtype)
-        if rows is not None and z.op == "largest" and rows is z.arg:
-            shares = a.make("softmax", (rows,), (-1, empty), rows.shape, x.dtype)
+        if z.op == "largest" and rows is z.arg:
+            shares = a.make("softmax", z.args, (-1, empty), z.arg.shape, x.dtype)
             return a.make("largest", (shares,), z.attrs, x.shape, x.dtype)
     return a.unary("exp", x)
 

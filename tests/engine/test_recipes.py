@@ -1,0 +1,74 @@
+"""What no node holds is built from what nodes hold: from which values, and what cannot be built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusion.graph import Algebra, Graph, Value
+from fusion.language.rule import Refused
+from fusion.recording import Fakes
+from fusion.stages.canonicalise import canonicalise
+
+from .graphs import numbers, traced
+
+X, Y = numbers(2, 1, 4), numbers(2, 1, 4, seed=1)
+
+
+def graph_of(function) -> tuple[Graph, Value]:
+    """The canonical graph of a function of X, and the value of X."""
+    graph = canonicalise(traced(function, X).graph)
+    return graph, next(value for value in graph.places if value.op == "input")
+
+
+def test_a_value_without_dims_of_size_1_is_made_first_unless_that_is_later():
+    graph, x = graph_of(lambda x: x.sin())
+    tripled = graph.algebra.scale(x, 3)
+    recipe = graph.recipe(tripled)
+    assert (recipe.op, recipe.arg) == ("reshape", graph.algebra.reshape(tripled, (2, 4)))
+    graph, x = graph_of(lambda x: (x.sin(), x.squeeze(1) @ x.squeeze(1).t()))
+    tripled = graph.algebra.scale(x, 3)
+    assert graph.recipe(tripled) is tripled
+
+
+def test_what_only_shows_another_is_no_view_of_what_a_later_node_copies():
+    graph, x = graph_of(lambda x: x.expand(2, 3, 4).reshape(6, 4).sin())
+    wide = graph.algebra.expand(x, (2, 3, 4))
+    assert graph.node(graph.algebra.reshape(wide, (6, 4)))
+    assert graph.recipe(wide) is wide
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["where it holds", "where it does not"])
+def test_a_choice_fills_in_a_number_alone_and_where_the_rest_has_its_shape(swapped):
+    graph, x = graph_of(lambda x: x.sin())
+    a = graph.algebra
+    lowest = a.make("full", (), (-1.0,), (), torch.float32)
+    wide = a.make("full", (), (-1.0,), (2, 1, 4), torch.float32)
+    condition = a.make("below", (x,), (0.0,), x.shape, torch.bool)
+    of_rows = a.make("below", (a.cut(x, -1, 0, 1),), (0.0,), (2, 1, 1), torch.bool)
+
+    def chosen(condition: Value, number: Value, other: Value) -> Value:
+        sides = (other, number) if swapped else (number, other)
+        return a.make("where", (condition, *sides), (), x.shape, torch.float32)
+
+    filled = chosen(condition, lowest, x)
+    assert (graph.recipe(filled).op, graph.recipe(filled).attrs) == ("filled", (-1.0,))
+    for choice in (chosen(condition, a.unary("sin", x), x), chosen(of_rows, wide, a.cut(x, -1, 0, 1))):
+        assert graph.recipe(choice) is choice
+
+
+def test_the_mean_of_whole_numbers_is_not_built():
+    """Torch has none; a sum of them is one that is scaled."""
+    graph, x = graph_of(lambda x: x.sin())
+    a, fakes = graph.algebra, Fakes(graph)
+    assert fakes.of(a.mean(x, (-1,))).shape == (2, 1, 1)
+    with pytest.raises(Refused, match="a value .* that the graph does not hold"):
+        fakes.of(a.mean(a.cast(x, torch.int64), (-1,)))
+
+
+def test_what_a_value_is_computed_from_is_named_once():
+    a = Algebra()
+    x = a.make("input", (), ("x",), (4, 4), torch.float32)
+    root, tail = a.unary("cos", x), a.unary("exp", x)
+    both = a.make("matmul", (a.make("matmul", (root, root), (), x.shape, x.dtype), tail), (), x.shape, x.dtype)
+    assert list(both.sources()) == [both, both.arg, root, x, tail]
