@@ -57,6 +57,21 @@ class WrongShape(WrongNorm):
 
 
 @dataclass(frozen=True)
+class NotTurned(Rule):
+    """An exponential that is turned, whose lowering forgets to turn it."""
+
+    @pattern
+    def written(self, p, x=tensor("B D")):
+        """exp(x)ᵀ."""
+        return p.permuted(p.op("exp", x), (1, 0))
+
+    @lowering
+    def plain(self, x: Tensor):
+        """As many numbers, in rows of another length."""
+        return torch.ops.aten.exp2(x)
+
+
+@dataclass(frozen=True)
 class Scores(Rule):
     """(x·a) + (x·b) with a pinned cast, an attribute and several results."""
 

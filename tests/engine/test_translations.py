@@ -497,6 +497,10 @@ FORMS = {
         entry(aten.topk.default, 1, (8,), (4, 1), more=(2,), made=added),
         "largest_index(add(arg0_1, arg1_1), 2)",
     ),
+    "the largest of a sum": (
+        entry(aten.topk.default, 0, (4, 8), (4, 8), more=(2,), made=added),
+        "largest(add(arg0_1, arg1_1), 2)",
+    ),
     "shares of the largest": (
         lambda build: less_log_sum(build, largest(build, x := build.input(4, 8)), x),
         "largest(softmax(arg0_1, -1, nan), 2)",

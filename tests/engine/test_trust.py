@@ -17,7 +17,7 @@ from fusion.options import Options
 
 from ..support.child import child
 from .graphs import fuse, names, norm, numbers, traced
-from .rules import DoubleExp, WrongNorm, WrongShape
+from .rules import DoubleExp, NotTurned, WrongNorm, WrongShape
 
 X, W = numbers(2, 3, 64), numbers(64, seed=1)
 
@@ -58,6 +58,15 @@ def test_a_lowering_of_another_shape_is_refused_not_used():
     assert not outcome.chosen
     assert [each.reason for each in outcome.refusals] == [
         "it would give torch.float32[3, 2, 64] where the model has torch.float32[2, 3, 64]"
+    ]
+
+
+def test_a_result_is_seen_in_the_shape_of_the_model_only_where_that_is_a_reshape():
+    """What has the shape that was turned has the numbers in another order."""
+    outcome = fuse(traced(lambda x: x.exp().t(), X[0]), rules=[NotTurned()])
+    assert not outcome.chosen
+    assert [each.reason for each in outcome.refusals] == [
+        "it would give torch.float32[3, 64] where the model has torch.float32[64, 3]"
     ]
 
 
