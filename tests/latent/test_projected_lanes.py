@@ -155,8 +155,8 @@ def test_keys_of_one_head_are_a_latent_and_more(width: Dim):
     keys = a.cat([latent, given(a, "rope", B, 1, S, 4)], -1) if width == C + 4 else given(a, "keys", B, 1, S, width)
     found = of_attention(a, given(a, "q", B, N, 2, width), latent if width == C else keys, latent)
     readings = list(found.values()) if isinstance(found, dict) else []
-    names = ["latent_queries", "latent_keys", "latent_values"] if width == C + 4 else []
-    assert [each.op for each in readings] == names
+    names = {"latent_queries", "latent_keys", "latent_values"} if width == C + 4 else set[str]()
+    assert {each.op for each in readings} == names
 
 
 def test_values_of_symbolic_width_are_no_latent():

@@ -65,11 +65,16 @@ def expanded(w: Writer, d: Widths, q: str, latent: str, rope: str, up: str, seen
 
 
 def absorbed(w: Writer, d: Widths, q: str, latent: str, rope: str, up: str, seen: str) -> str:
-    """The latent itself is attended to; [B, N, S, E]."""
+    """The latent itself is attended to, as keys and values or as one of both; [B, N, S, E]."""
     keys, values = w.both(
         f"{up}.view({d.heads}, {d.nope + d.value}, {d.latent}).split(({d.nope}, {d.value}), 1)", 2, "up"
     )
     nope, turn = w.both(f"{q}.split(({d.nope}, {d.rope}), dim=-1)", 2, "q")
+    if w.maybe(4):
+        wide = w.let(f"torch.einsum('btc,ndc->bntd', {latent}, {keys})", "k")
+        scores = w.let(f"({nope} @ {wide}.mT + {turn} @ {rope}[:, None].mT) * {d.scale}", "scores")
+        read = w.let(f"{shares(w, scores, seen, q)} @ {latent}[:, None]", "o")
+        return w.let(f"{read} @ {values}.mT", "o")
     into = w.let(w.pick(f"{nope} @ {keys}", f"torch.einsum('bnsd,ndc->bnsc', {nope}, {keys})"), "q")
     if w.maybe():
         scores = w.let(w.pick(
@@ -80,6 +85,9 @@ def absorbed(w: Writer, d: Widths, q: str, latent: str, rope: str, up: str, seen
     else:
         row = w.let(f"torch.cat(({latent}, {rope}), dim=-1).unsqueeze(1)", "row")
         scores = w.let(f"torch.cat(({into}, {turn}), -1) @ {row}.mT * {d.scale}", "scores")
+    if w.maybe(4):
+        v = w.let(f"torch.einsum('btc,nec->bnte', {latent}, {values})", "v")
+        return w.let(f"{shares(w, scores, seen, q)} @ {v}", "o")
     read = w.let(f"{shares(w, scores, seen, q)} @ {latent}[:, None]", "o")
     return w.let(w.pick(f"{read} @ {values}.mT", f"torch.einsum('bnsc,nec->bnse', {read}, {values})"), "o")
 
