@@ -49,8 +49,18 @@ def page_gathers(graph: Graph) -> Iterator[Found]:
     found = {value: rows for value, rows in found.items() if not graph.is_fixed(rows.pages)}
     alike = Counter((rows.table, rows.size, rows.lengths) for rows in found.values())
     for value, rows in found.items():
-        paired = alike[rows.table, rows.size, rows.lengths] > 1
-        yield value, _reading(a, value, rows) if paired else Miss("page_gather", _ALONE)
+        if alike[rows.table, rows.size, rows.lengths] > 1:
+            yield value, _reading(a, value, rows)
+        elif _is_rows(graph, value, rows):
+            yield value, Miss("page_gather", _ALONE)
+
+
+def _is_rows(graph: Graph, value: Value, rows: _Rows) -> bool:
+    """Whether the model reads what it gathers as rows of sequences: entries of a table of rotations are no pages."""
+    users = (graph.held.get(user) for node in graph.places[value] for user in node.users)
+    seen = [value, *(each for each in users if isinstance(each, Value) and each.op == "reshape")]
+    batch, pages = rows.table.shape
+    return any(rows.size * pages in each.shape or rows.size * pages * batch in each.shape for each in seen)
 
 
 def _reading(a: Algebra, value: Value, rows: _Rows) -> Reading:

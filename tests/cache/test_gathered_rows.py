@@ -94,6 +94,17 @@ def test_rows_that_are_looked_up_are_no_pages():
     assert not graph.readings.missed("page_gather")
 
 
+def test_entries_of_a_table_of_rotations_are_no_pages():
+    """They lie as pages of two rows, which the model takes apart again; pages of one cache have their reason."""
+
+    def rotated(tables: Tensor, positions: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        cos, sin = tables[positions].unbind(-2)
+        return cos * 2, sin * 3, cache[positions].flatten(1, 2)
+
+    graph, (*_, rows) = results(rotated, numbers(50, 2, 8), TABLE, PAGES[0])
+    assert [value for value, _ in graph.readings.missed("page_gather")] == [rows.below("reshape")]
+
+
 class Experts(nn.Module):
     """Weights of experts, which lie as pages do."""
 
