@@ -221,8 +221,12 @@ def _refusal(cos: _Side, sin: _Side) -> str | None:
 
 
 def _unpaired(left: _Side, right: _Side) -> str | None:
+    """Why lanes that are combined with lanes of the same tensor are no rotated pairs."""
     if (left.lane == right.lane).all():
         return "each lane is combined with itself, not with a partner"
+    _, uses = np.unique(np.concatenate((left.lane, right.lane)), return_counts=True)
+    if len(uses) != len(left.lane) or (uses != 2).any():
+        return None  # as of one half of a rotation, or of weighted sums: the result holds no pairs of lanes
     return "the lanes are not paired in half order (j, j + D/2) or interleaved order (2j, 2j + 1)"
 
 

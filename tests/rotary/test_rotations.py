@@ -255,6 +255,7 @@ LOOKALIKES: list[tuple[Made, str | None]] = [
     (lambda a, x, cos, sin: a.add(a.mul(x, cos), a.mul(backwards(a, x), sin)), PAIRS),
     (lambda a, x, cos, sin: a.cat(of_half(a, x, cos, sin, high=2.0), -1), FACTORS),
     (lambda a, x, cos, sin: a.cat(of_half(a, x, cos, a.scale(sin, -1), low=-1.0, high=-1.0), -1), FACTORS),
+    (lambda a, x, cos, sin: of_half(a, x, cos, sin)[0], None),
     (around, None),
     (three_lanes, None),
     (lambda a, x, cos, sin: a.add(a.mul(x, backwards(a, x)), a.mul(x, sin)), None),
