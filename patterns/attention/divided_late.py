@@ -31,7 +31,7 @@ def divided_late(a: Algebra, root: Value) -> tuple[Value, Finish] | None:
         if exp.op != "exp" or exp is sum_of or prod(exp.shape[:-1]) != prod(divided.shape):
             continue
         share = a.mul(exp, _wide(a, _moved(a, divided, "reshape", (*exp.shape[:-1], 1)), exp.dtype))
-        if share is not None and share.op == "softmax":
+        if share is not None:
             weights = _replaced(a, sum_of.arg, exp, share)
             whole = a.make("matmul", (weights, sum_of.args[1]), sum_of.attrs, sum_of.shape, sum_of.dtype)
             widened = (("cast", (root.dtype,)),) if root is value else ()

@@ -171,8 +171,9 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
         return None
     product, weights, scores, finish = found
     shape = weights.softmax.shape[:-1]
-    attended = Attended.by(a, scores, product, weights) if scores.product is not None else None
-    if scores.product is None or attended is None or not 2 <= len(shape) <= 4:
+    assert scores.product is not None  # as of all that is found
+    attended = Attended.by(a, scores, product, weights)
+    if attended is None or not 2 <= len(shape) <= 4:
         return None
     k, v = attended.keys_and_values(attended.plain(shape))
     if k is None or v is None:
@@ -212,7 +213,8 @@ def _reading(
     a, shape = assumed.algebra, weights.softmax.shape[:-1]
     if not 1 <= len(shape) <= 4:
         return "scores of more than five dims"
-    if scores.product is not None and scores.product.shape[-1] != product.args[1].shape[-2]:
+    assert scores.product is not None  # as of all that is found
+    if scores.product.shape[-1] != product.args[1].shape[-2]:
         return _REPEATED if scores.product.shape[-1] == 1 else _CUT
     attended = Attended.by(a, scores, product, weights)
     if attended is None:

@@ -17,7 +17,7 @@ from fusion.analysis.dtypes import Array, held, is_integer, is_rounding
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounding import exact, is_float
 from fusion.analysis.row_layout import broadcast_arranged, row_step
-from fusion.graph import Algebra, Value, broadcast
+from fusion.graph import Algebra, Value
 from fusion.graph.logic import constant, where
 from fusion.graph.proof import proven
 from patterns.attention.assumed import Assumed
@@ -63,13 +63,13 @@ def parted(masks: Masks) -> Parted:
 
 
 def unparted(masks: Masks, dtype: torch.dtype | None) -> Parted | None:
-    """Masks that are added, all of them taken for a bias of that dtype, that of the queries.
+    """Masks that are added, all of them taken for a bias of that dtype, that of the queries, which int8 has not.
 
     None where others are not, and where some keys of a query may be lowered by -inf, which is told as the least number,
     and the others by about as much.
     """
-    added = dtype is not None and all(each.how == "add" for each in masks.terms)
-    if not added or masks.blur(torch.finfo(proven(dtype)).min):
+    filled = any(each.how != "add" for each in masks.terms)
+    if dtype is None or filled or masks.blur(torch.finfo(dtype).min):
         return None
     return Parted(replace(masks, terms=()), tuple(enumerate(masks.terms)))
 
@@ -96,9 +96,9 @@ def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
             yield from _pieces(a, positions, x.arg)
         case "cast" if is_rounding(x):
             yield from (a.cast(each, x.dtype) for each in _pieces(a, positions, x.arg))
-        case "reshape" | "permute" | "slice":
+        case "reshape" | "permute":
             below, step = list(_pieces(a, positions, x.arg)), row_step(x)
-            if len(below) < 2 or x.op == "slice":
+            if len(below) < 2:
                 yield x
             elif step is None:
                 yield from (a.seen_as(a.expand(each, x.arg.shape), x) for each in below)
@@ -154,8 +154,6 @@ def bias_of(
             return f"as a bias it would be rounded from {_named(value.dtype)} to {_named(dtype)}"
         value = a.cast(value, dtype)
     wide = _of_heads(a, value, frame, found.masks.sizes[-1])
-    if wide is None:
-        return "as a bias it is not one of each sequence, head and query"
     weakest = max(found.masks.weakest(), floor if found.masks.terms else -math.inf)
     if weakest > -math.inf and _may_reach(min(-LOST, -weakest / 4), value, numbers, assumed.weights):
         return "as a bias it may hide keys, beside a mask of finite numbers, by which a query without keys sees some"
@@ -163,10 +161,8 @@ def bias_of(
         return "as a bias it may come near the number at which scores are clamped, which swallows none of them"
     if not _may_reach(math.inf, value, numbers, assumed.weights):
         return {"bias": wide}
-    if floor > -math.inf and not found.masks.terms:
-        return {"bias": a.make("clamp", (wide,), (floor, math.inf), wide.shape, wide.dtype)}
     if floor > -math.inf:
-        return "as a bias it may hold -inf, which is clamped to a finite number: a query without keys sees all alike"
+        return {"bias": a.make("clamp", (wide,), (floor, math.inf), wide.shape, wide.dtype)}
     if told:
         return "as a bias it may hold -inf, beside a mask of each head"
     return {"bias": wide, "empty_bias": empty}
@@ -203,12 +199,9 @@ def _joined(a: Algebra, terms: Sequence[Term], together: bool, dtype: torch.dtyp
     return a.scale(value, factor)
 
 
-def _of_heads(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value | None:
-    """A bias that broadcasts to scores [*rows, T] as [B or 1, N, S, T]; None where it does not."""
-    value = frame.seen(a, value)
+def _of_heads(a: Algebra, value: Value, frame: Frame, keys: Any) -> Value:
+    """A bias that broadcasts to scores [*rows, T] of a frame as [B or 1, N, S, T]."""
     full = (*frame.shape, keys)
-    if broadcast(value.shape, full) != full:
-        return None
     lead = (*(1,) * (len(full) - value.rank), *value.shape)
     wide = a.expand(a.reshape(value, lead), (lead[0], *full[1:]))
     return a.reshape(wide, (lead[0], *frame.sizes[1:], keys))
@@ -232,7 +225,7 @@ def _may_hold(most: float, x: Value, weights: Collection[str]) -> bool:
             return True
         case "cast" if is_integer(x.arg) or x.arg.dtype is torch.bool:
             return False
-        case "cast" if is_rounding(x):  # what the dtype does not hold is infinite
+        case "cast":  # what the dtype does not hold is infinite
             return _may_hold(min(most, torch.finfo(proven(x.dtype)).max), x.arg, weights)
         case "mul":  # what is the same for all keys is a number, as what scales the scores is
             keyed = [each for each in x.args if each.shape[-1:] not in ((), (1,))]

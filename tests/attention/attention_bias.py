@@ -113,6 +113,20 @@ def heads_in_the_batch(q, k, v, slopes):
     return torch.bmm(weights, v.flatten(0, 1)).view(B, N, S, -1)
 
 
+def cut_from_a_longer_one(q, k, v, bias):
+    """A bias and the order of more queries and keys than there are, as models keep it."""
+    whole = bias + torch.full((S + 2, S + 2), -math.inf, dtype=q.dtype).triu(1)
+    return (scores_of(q, k) + whole[..., 2:, 2:]).softmax(-1) @ v
+
+
+def by_groups_of_heads(q, k, v, slopes, seen):
+    """Slopes of heads in two dims, in a sum with an order and with padding, which all of them share."""
+    hidden = torch.where(seen[:, None, None, None], 0.0, -math.inf).to(q.dtype)
+    order = torch.full((S, S), -math.inf, dtype=q.dtype).triu(1)
+    bias = slopes.view(1, M, N // M, 1, 1) * torch.arange(S).to(q.dtype) + hidden + order
+    return (scores_of(q, k) + bias.reshape(B, N, S, S)).softmax(-1) @ v
+
+
 class Buckets(nn.Module):
     """T5: a table of relative positions, read by buckets."""
 
@@ -143,6 +157,7 @@ _given, _sloped = meaning(lambda bias: bias), meaning(lambda: -SLOPES[:, None, N
 _behind = meaning(lambda slopes: slopes[:, None, None] * distances(), future)
 _ones = torch.cat((torch.ones(S, T - S), torch.zeros(S, S)), -1)
 _LOW = tensors(SLOPES)
+SEEN = torch.arange(S) < torch.tensor([[4], [S]])
 SPELLINGS = (
     Entry(biased, more=tensors(activations(8, S, S)), meaning=_given),
     Entry(biased, more=tensors(activations(8, N, 1, S)), meaning=_given),
@@ -161,8 +176,23 @@ SPELLINGS = (
     Entry(heads_in_the_batch, "causal_upper_left", more=_LOW, meaning=_behind),
     Entry(lowered_by_a_hundred, meaning=meaning(lambda: torch.full((S, S), -100.0).triu(1))),
     Entry(ones_added_before, keys=T, meaning=meaning(lambda: _ones, lambda: _late())),
+    Entry(
+        cut_from_a_longer_one,
+        more=tensors(activations(7, N, S + 2, S + 2)),
+        meaning=meaning(lambda bias: bias[:, 2:, 2:], future),
+    ),
+    Entry(
+        by_groups_of_heads,
+        "dense",
+        more=tensors(SLOPES, SEEN),
+        meaning=meaning(lambda slopes, seen: slopes[:, None, None] * torch.arange(S), lambda: future() | _padded()),
+    ),
     Entry(BUCKETS, meaning=meaning(lambda: BUCKETS.table.detach()[(distances() + 4).clamp(0, 7)].permute(2, 0, 1))),
 )
+
+
+def _padded():
+    return ~SEEN[:, None, None]
 
 
 def _late():
@@ -200,6 +230,19 @@ def beside_finite_numbers(q, k, v, bias):
 def infinite_both_ways(q, k, v, seen):
     added = torch.where(seen, 0.0, -math.inf) + torch.where(future(), math.inf, 0.0)
     return (scores_of(q, k) + added.to(q.dtype)).softmax(-1) @ v
+
+
+def infinite_beside_a_bias(q, k, v, bias):
+    """Raised where a query is its own key."""
+    raised = torch.where(torch.eye(S, dtype=torch.bool), math.inf, 0.0)
+    return (scores_of(q, k) + (raised + bias)).softmax(-1) @ v
+
+
+def raised_beside_a_sink(q, k, v):
+    """What is added to all that is seen matters beside a sink."""
+    sink = torch.ones(N, dtype=q.dtype).view(1, N, 1, 1).expand(B, N, S, 1)
+    scores = scores_of(q, k) + torch.where(future(), -math.inf, 0.5).to(q.dtype)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ v
 
 
 def turned_round(q, k, v):
@@ -251,6 +294,8 @@ LOOKALIKES = (
     Entry(scaled_with_the_scores, "", "multiplied by 0.3 with the scores", more=tensors(WHOLE)),
     Entry(beside_finite_numbers, "", "beside a mask of finite numbers", more=tensors(WHOLE)),
     Entry(infinite_both_ways, "", "a bias of inf", more=tensors(torch.arange(S) < 3)),
+    Entry(infinite_beside_a_bias, "", "a bias of inf", more=tensors(WHOLE)),
+    Entry(raised_beside_a_sink, "", "without a bias"),
     Entry(of_two, "", "the sum of several", more=tensors(WHOLE, activations(7, N, 1, S))),
     Entry(capped, "", "capped softly", more=tensors(WHOLE)),
     Entry(beside_a_sink, "", "without a bias", more=tensors(WHOLE)),

@@ -620,6 +620,11 @@ def fewer_weights(q, k, v):
     return scores_of(q, k).softmax(-1)[..., :-1] @ v[:, :, :-1]
 
 
+def sink_with_a_value(q, k, v, sink, values):
+    """The one key and the sink have a value each."""
+    return torch.cat([scores_of(q, k), wide(sink)], -1).softmax(-1) @ values
+
+
 def fewer_heads(q, k, v):
     return scores_of(q, k).softmax(-1)[:, :2] @ v[:, :2]
 
@@ -787,6 +792,10 @@ LOOKALIKES = (
     refused(cut_in_front, "", more=tensors(activations(4, N))),
     refused(cut_too_early, "the weights are cut", more=tensors(activations(4, N))),
     refused(fewer_weights, "the weights are cut"),
+    Entry(
+        sink_with_a_value, "", "the weights are cut, but not from a sink", keys=1,
+        more=tensors(activations(4, N), activations(5, B, N, 2, D)),
+    ),
     refused(fewer_heads),
     refused(sink_of_queries, "not one number for each head", more=tensors(activations(4, S))),
     refused(weights_returned),

@@ -23,6 +23,7 @@ BY_PLACE, BY_HEAD = numbers(S, S, D, seed=9), numbers(N, S, D, seed=10)
 LISTED = torch.tensor([[5, 2]] * S)
 BY_AXIS = numbers(2, 2, D, seed=6), numbers(4, 4, D, seed=7)
 SLOPED = 0.5 * torch.arange(1, N + 1).view(N, 1, 1) * torch.arange(S) + torch.full((S, S), -math.inf).triu(1)
+SINK = numbers(N, 1, 1, seed=11)
 VALID = (torch.arange(S) < torch.tensor([[5], [S]])).long()
 
 Form = Callable[..., Tensor]
@@ -164,12 +165,20 @@ def lowered_by_numbers(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
+def divided_late_beside_a_sink(q, k, v):
+    """Both less the largest score, and divided behind the product with values."""
+    scores = q @ k.mT / 4
+    largest, sink = scores.amax(-1, keepdim=True), SINK.to(q.dtype)
+    powers = (scores - largest).exp()
+    return powers @ v / (powers.sum(-1, keepdim=True) + (sink - largest).exp())
+
+
 FUSED: list[Form] = [
     pair_sdpa, pair_by_hand, pair_first, pair_of_two_halves, positions_first, product_of_rows,
     relative_rows_and_columns, relative_places_first, places_of_heads_first, listed_beside_an_order,
     filled, filled_unequal, filled_where_zero, filled_by_choice,
     clamped, clamped_by_max, clamped_padding, clamped_without_mask, clamped_bias, onto_zeros,
-    lowered_by_numbers,
+    lowered_by_numbers, divided_late_beside_a_sink,
 ]  # fmt: skip
 
 
@@ -264,6 +273,40 @@ def clamped_and_multiplied_by_rows(q, k, v):
     return (scores * q[..., :1].sigmoid()).softmax(-1) @ v
 
 
+def lowered_by_infinity_or_nearly(q, k, v):
+    """Of what a query sees that sees no key, -inf is hidden and the least number is not."""
+    gone = (PAIRS[:, None, :1, :, 0] > 0) | (torch.arange(N) == 1)[:, None, None]
+    bias = torch.where(future(), -math.inf, torch.where(gone, least(q), 0.0))
+    return (q @ k.mT / 4 + bias).softmax(-1) @ v
+
+
+def hidden_scores(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT / 4).masked_fill(future(), -math.inf)
+
+
+def less_the_least(q, k, v):
+    """Infinity is taken from each row with a hidden key, whose weights are NaN."""
+    scores = hidden_scores(q, k)
+    return (scores + (-scores).amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+def less_the_least_by_a_sum(q, k, v):
+    scores = hidden_scores(q, k)
+    return (scores + (-scores).logsumexp(-1, keepdim=True)).softmax(-1) @ v
+
+
+def less_the_largest_of_what_is_raised(q, k, v):
+    scores = hidden_scores(q, k)
+    return (scores - scores.masked_fill(future(), math.inf).amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+def less_the_least_beside_a_sink(q, k, v):
+    scores = hidden_scores(q, k)
+    least_score = scores.amin(-1, keepdim=True)
+    powers = (scores - least_score).exp()
+    return (powers / (powers.sum(-1, keepdim=True) + (SINK - least_score).exp())) @ v
+
+
 REFUSED: dict[Form, str] = {
     keys_of_each_query: "keys or values are not the same for the queries of one head",
     keys_in_rows_and_columns: "something is added to the scores while their keys stand in several dims",
@@ -276,6 +319,11 @@ REFUSED: dict[Form, str] = {
     clamped_and_scaled: "masked scores are clamped, and then",
     clamped_and_turned: "scores are replaced by something else than a number",
     clamped_and_multiplied_by_rows: "what it makes of a hidden one is not known",
+    lowered_by_infinity_or_nearly: "would see those that are lowered least",
+    **dict.fromkeys(
+        (less_the_least, less_the_least_by_a_sum, less_the_largest_of_what_is_raised, less_the_least_beside_a_sink),
+        "computed from them, and no mask",
+    ),
 }
 
 
@@ -302,6 +350,19 @@ def test_a_bias_that_may_be_infinite_is_clamped_itself_where_nothing_else_hides_
     captured = capture(beside, (*QKV, bias))
     missed = read_graph(captured.graph.graph, captured.facts).readings.missed("softmax_attention")
     assert ["it may hide keys, beside a mask of finite numbers" in each.reason for _, each in missed] == [True]
+
+
+def test_a_bias_of_float16_that_comes_near_the_clamp_is_not():
+    """A score that is added to its least number may go beyond it, and is clamped."""
+
+    def form(q, k, v, bias):
+        return (q @ k.mT / 4 + bias).clamp(min=least(q)).softmax(-1) @ v
+
+    given = (each.half() for each in (*QKV, numbers(B, N, S, S, seed=8).masked_fill(future(), -math.inf)))
+    outcome = testing.trial_of(capture(form, tuple(given))).outcome
+    assert not outcome.chosen
+    reasons = [each.reason for each in outcome.refusals]
+    assert any("come near the number at which scores are clamped" in each for each in reasons), reasons
 
 
 def of_wider_numbers(q, k, v):

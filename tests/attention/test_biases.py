@@ -95,6 +95,12 @@ MADE: dict[str, tuple[Callable[..., Tensor], torch.dtype, bool]] = {
     "products that may be too large": (lambda t, x, n: t[:S] * x[:, :1], torch.float16, True),
     "a choice": (lambda t, x, n: torch.where(x > 0, t[:S], 0.5), torch.bfloat16, False),
     "a choice of what is given": (lambda t, x, n: torch.where(n > 0, x, t[:S]), torch.bfloat16, True),
+    "a cast of finite numbers": (lambda t, x, n: x.float().sigmoid().to(t.dtype), torch.bfloat16, False),
+    "numbers beyond those of a byte": (
+        lambda t, x, n: (x.sigmoid() * -1e5).to(torch.float8_e5m2).to(t.dtype),
+        torch.bfloat16,
+        True,
+    ),
     "a cast of what is given": (lambda t, x, n: x.half().to(t.dtype), torch.bfloat16, True),
 }
 

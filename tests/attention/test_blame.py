@@ -115,6 +115,16 @@ def test_so_may_one_whose_rows_are_chosen():
     assert "assume" in one(explained(rows_of_a_table, normal(32, T).float(), torch.arange(S)))[0]
 
 
+def test_what_is_said_of_one_that_is_passed_in_is_not_said_again_of_its_sum_with_an_order():
+    """And of no bias that the operator does not take either, here as it is wider than the queries."""
+
+    def ordered(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return biased(q, k, v, bias + torch.full((S, T), -math.inf).triu(1))
+
+    reason, _ = one(explained(ordered, normal(B, N, S, T).float()))
+    assert reason.count("a bias is added to the scores that is not proven to be a mask") == 1
+
+
 OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "a table of distances": lambda q, k, v, x: biased(
         q, k, v, x[:4, :4][(torch.arange(S)[:, None] - torch.arange(T)) % 4].permute(2, 0, 1)

@@ -53,6 +53,19 @@ def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return weights.view(q.shape[0], q.shape[1], *weights.shape[1:]) @ v
 
 
+def of_one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """A bias of heads [B, N, D] with one query each, which has no dim."""
+    weights = (torch.einsum("bnd,bntd->bnt", q, k) + bias).softmax(-1)
+    return torch.einsum("bnt,bntd->bnd", weights, v)
+
+
+def of_joined_heads(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """A bias of each head, the same for all sequences, which are one dim with the heads."""
+    joined = bias.expand(*q.shape[:2], *bias.shape[1:]).flatten(0, 1)
+    q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+    return (q @ k.mT + joined).softmax(-1) @ v
+
+
 def shared(*lead: int) -> tuple[Tensor, Tensor]:
     return numbers(*lead, 1, 7, D, seed=1), numbers(*lead, 1, 7, D, seed=2)
 
@@ -90,6 +103,26 @@ def sunk(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
 def test_what_stands_beside_the_scores_is_of_their_rows(form: Callable[..., Tensor], args: tuple[Tensor, ...]):
     trial = testing.trial_of(capture(form, args))
     assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
+    testing.means_what_it_says(trial)
+
+
+@pytest.mark.parametrize(
+    ("form", "queries", "sizes"),
+    [
+        (of_one_query, (), (6, 7)),
+        (of_one_query, (), (2, 6, 7)),
+        (of_one_query, (), (7,)),
+        (of_joined_heads, (5,), (6, 5, 7)),
+        (of_joined_heads, (5,), (6, 1, 7)),
+    ],
+)
+def test_a_bias_has_the_dims_of_the_scores(
+    form: Callable[..., Tensor], queries: tuple[int, ...], sizes: tuple[int, ...]
+):
+    keys = (numbers(2, 6, 7, D, seed=seed) for seed in (1, 2))
+    trial = testing.trial_of(capture(form, (numbers(2, 6, *queries, D), *keys, numbers(*sizes, seed=3))))
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
+    assert not trial.outcome.failures
     testing.means_what_it_says(trial)
 
 

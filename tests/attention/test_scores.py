@@ -138,6 +138,21 @@ def test_scores_that_are_replaced_before_their_rows_are_arranged_are_told():
     assert scores(replaced, *QK, WIDE).odd == REPLACED
 
 
+def test_of_a_sum_the_product_is_found_that_has_one_key_for_all():
+    """Whichever stands first."""
+    for form in (lambda q, k, wide: wide + q @ k[:, :1].mT, lambda q, k, wide: q @ k[:, :1].mT + wide):
+        found = scores(form, *QK, WIDE)
+        assert found.product is not None
+        assert (found.product.shape, len(found.terms)) == ((N, S, 1), 1)
+
+
+def test_what_is_taken_for_a_bias_is_not_joined_with_the_product_of_queries_and_keys():
+    a, z = canonical(lambda q, k, other: q @ k.mT + other @ k.mT, *QK, numbers(N, S, D, seed=4))
+    own, bias = z.args
+    assert scores_of(a, Scores(), z).product not in (own, bias)
+    assert scores_of(a, Scores(biases=frozenset({bias})), z).product is own
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_scores_are_widened_to_any_dtype(dtype: torch.dtype):
     """The least numbers of which a dtype makes -inf are numbers of float64, or -inf."""

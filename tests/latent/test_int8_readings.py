@@ -182,6 +182,17 @@ def test_it_takes_no_bias():
     is_told("softmax_attention", biased, inputs(), "as a bias it is none of int8 attention")
 
 
+def lowered(numbers, tokens, rope, latent, k_rope, scale):
+    """By numbers that hide no key alone, and are exact as a bias of floats."""
+    keys = latent.float() * scale
+    scores = joined(numbers, tokens, rope) @ torch.cat((keys, k_rope.float()), -1).mT * 0.125
+    return (scores + torch.full((S, T), -1e4).triu()).softmax(-1) @ keys
+
+
+def test_nor_a_mask_as_one():
+    is_told("softmax_attention", lowered, inputs(), "a query that sees no key would see those that are lowered least")
+
+
 def scored_by(more: Callable[[Tensor], Tensor | float]) -> Callable[..., Tensor]:
     """Scores with a factor of each head, and one more of the int8 products."""
 
