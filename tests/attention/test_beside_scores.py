@@ -173,12 +173,17 @@ def divided_late_beside_a_sink(q, k, v):
     return powers @ v / (powers.sum(-1, keepdim=True) + (sink - largest).exp())
 
 
+def less_the_largest_once_they_are_scaled(q, k, v):
+    scores = (q @ k.mT).masked_fill(future(), -math.inf) / 4
+    return (scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
+
+
 FUSED: list[Form] = [
     pair_sdpa, pair_by_hand, pair_first, pair_of_two_halves, positions_first, product_of_rows,
     relative_rows_and_columns, relative_places_first, places_of_heads_first, listed_beside_an_order,
     filled, filled_unequal, filled_where_zero, filled_by_choice,
     clamped, clamped_by_max, clamped_padding, clamped_without_mask, clamped_bias, onto_zeros,
-    lowered_by_numbers, divided_late_beside_a_sink,
+    lowered_by_numbers, divided_late_beside_a_sink, less_the_largest_once_they_are_scaled,
 ]  # fmt: skip
 
 
