@@ -126,6 +126,21 @@ def test_a_bias_has_the_dims_of_the_scores(
     testing.means_what_it_says(trial)
 
 
+def in_groups(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, seen: Tensor) -> Tensor:
+    """A bias of heads in two dims, in a sum with padding, which all heads share."""
+    padding = torch.where(seen[:, None, None, None], 0.0, -torch.inf)
+    whole = bias.view(1, 2, 3, 1, 7) + padding + torch.full((5, 7), -torch.inf).triu(3)
+    return (q @ k.mT + whole.reshape(2, 6, 5, 7)).softmax(-1) @ v
+
+
+def test_what_all_heads_share_is_so_in_a_sum_with_a_bias_of_groups():
+    keys = (numbers(2, 6, 7, D, seed=seed) for seed in (1, 2))
+    seen = torch.arange(7) < torch.tensor([[4], [7]])
+    graph = read_graph(traced(in_groups, numbers(2, 6, 5, D), *keys, numbers(6, 7, seed=3), seen).graph)
+    ((_, reading),) = graph.readings.all("softmax_attention")
+    assert (reading.captures["mask"].shape, reading.captures["bias"].shape) == ((2, 1, 5, 7), (1, 6, 5, 7))
+
+
 # lanes ---------------------------------------------------------------------------------------------------------------
 
 
