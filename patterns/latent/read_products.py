@@ -139,7 +139,7 @@ def _whole(graph: Graph, value: Value, node: fx.Node) -> dict[Value, Reading] | 
     must(not given.get("is_causal") and not given.get("dropout_p"))
     tensors = {name: proven(graph.operand(node, each)) for name, each in given.items() if isinstance(each, fx.Node)}
     q, k, v = (tensors[name] for name in ("query", "key", "value"))
-    must(q.rank == k.rank == v.rank == 4 and q.shape[1] == k.shape[1] == v.shape[1] != 1)
+    must(q.rank == k.rank == v.rank == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[1] != 1)
     keys, sources = proven(_keys(graph, q, k))
     latent, up, rows = proven(_values(graph.algebra, v))
     must(keys["up"].dtype == up.dtype == q.dtype)

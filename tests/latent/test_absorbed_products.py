@@ -189,3 +189,18 @@ def test_infinite_weights_meet_no_latent_first():
     assert context(lambda scores: torch.log_softmax(scores, -1)) == 0
     assert context(lambda scores: scores) == 0
     assert context(lambda scores: scores, hidden=-1e4) == 1
+
+
+def test_keys_of_one_sequence_for_queries_of_several_are_no_products_of_one_batch():
+    def form(x: Tensor, w_q: Tensor, w_kv: Tensor, count: Tensor) -> Tensor:
+        q = (
+            F.linear(x, w_q).view(1, -1, 4, 64).transpose(0, 2)
+        )  # as many tokens as heads, which are taken for sequences
+        k, v = (F.linear(x, each).view(1, -1, 4, 64).transpose(1, 2) for each in w_kv)
+        seen = torch.arange(k.shape[-2]) < count[:, None, None, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    args = numbers(1, 4, 128), numbers(256, 128, seed=1), numbers(2, 256, 128, seed=2), torch.tensor([2])
+    t = testing.trial_of(capture(form, args), Options(target="host", lower="eager"))
+    assert not t.outcome.failures
+    testing.means_what_it_says(t)
