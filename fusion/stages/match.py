@@ -128,16 +128,16 @@ class _Search:
 
     def apply(self, rule: Rule) -> None:
         """Find the matches of one rule; where a form holds, later ones are tried that choose something else."""
-        taken = defaultdict[Value, list[Set[Any]]](list)
+        taken: dict[Value, list[Set[Any]]] = {}
         for form in rule.patterns():
             chosen = form.given.items()
             spoken = all(f"reading:{word}" in self._by_head for word in form.words)
             for value in self._candidates(form.results[0]) if spoken else ():
-                if any(chosen <= each for each in taken[value]) or not self._makers(value):
+                if any(chosen <= each for each in taken.get(value, ())) or not self._makers(value):
                     continue
                 matched = self._try(rule, form, value)
                 if matched is not None:
-                    taken[value].append(chosen)
+                    taken.setdefault(value, []).append(chosen)
                     self.found.matches.append(matched)
                     self._read(value, Reading(rule.name, matched.captures, matched.relies))
 

@@ -17,6 +17,9 @@ from torch import Tensor
 from fusion import Group, attribute, require, tensor
 from patterns.sparse.indexer import Indexer, Seen
 
+_EVERY = Seen(mask_kind="none", kv_len=None, kv_lens=None)
+"""Where a list says itself what is seen, every query may see all of the keys."""
+
 
 @dataclass(frozen=True)
 class Listing(Seen):
@@ -101,8 +104,8 @@ class GatheredRows(Group):
         return self.distinct
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
-        """As of an indexer: every query may see all of the keys."""
-        return Seen(mask_kind="none", kv_len=None, kv_lens=None).lengths(queries, keys, room)
+        """Every query may see all of the keys: the list says itself what is seen."""
+        return _EVERY.lengths(queries, keys, room)
 
     def own(self) -> Tensor:
         """The list as the operator takes it, [B, S, 1, K]: it ends at the first negative entry."""
@@ -155,7 +158,7 @@ class IndexedRows(Seen):
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
         """The list says itself what is seen."""
-        return Seen(mask_kind="none", kv_len=None, kv_lens=None).lengths(queries, keys, room)
+        return _EVERY.lengths(queries, keys, room)
 
     refuse = GatheredRows.refuse
     posed = Listing.posed
