@@ -279,7 +279,7 @@ class Algebra:
         return None if shape is None else self.make(op, (x, y), (), shape, x.dtype)
 
     def _softmax(self, numerator: Value, inverse: Value) -> Value | None:
-        """exp(x) / Σ exp(x) over one dim, which is NaN in a row of -inf."""
+        """exp(x) / Σ exp(x) over one dim: NaN in a row of -inf, or of numbers so low that each exp(x) is 0."""
         total = inverse.arg if inverse.op == "scale" else inverse
         if numerator.op != "exp" or total.op != "power" or total.arg.op != "mean" or total.arg.arg is not numerator:
             return None
@@ -287,7 +287,7 @@ class Algebra:
         summed = self.sum(numerator, axes)
         if len(axes) != 1 or summed is None or inverse is not self.power(summed, -1):
             return None
-        return self.make("softmax", (numerator.arg,), (axes[0], "nan"), numerator.shape, numerator.dtype)
+        return self.make("softmax", (numerator.arg,), (axes[0], "nan", False), numerator.shape, numerator.dtype)
 
     def _normalised(self, x: Value, root: Value) -> tuple[Value, Value] | None:
         """x = z · s beside (mean(z²) · s² + eps)^e, which is (mean(x²) + eps)^e: the factor stays inside."""

@@ -33,9 +33,9 @@ def compare(a: Algebra, op: str, x: Value, y: Value) -> Value | None:
 
 def where(a: Algebra, condition: Value, x: Value, y: Value, dtype: torch.dtype | None) -> Value | None:
     """x where the condition holds, else y; a softmax with rows of -inf replaced by 0 is one that gives 0 there."""
-    replaced = x.op == "full" and x.attrs == (0,) and y.op == "softmax" and y.attrs == (-1, "nan")
+    replaced = x.op == "full" and x.attrs == (0,) and y.op == "softmax" and y.attrs[:2] == (-1, "nan")
     if replaced and (_sees_nothing(condition, y.arg) or _is_nan(condition, y) or _is_hidden(a, condition, y.arg)):
-        return softmax(a, y.arg, -1, "zero")
+        return softmax(a, y.arg, -1, "zero", y.attrs[2])
     if _is_never(condition) and y.shape == condition.shape and math.prod(x.shape) == 1:
         return y
     return pointwise(a, "where", (condition, x, y), (), dtype)
@@ -111,6 +111,9 @@ def _are_contrary(a: Algebra, x: Value, y: Value) -> bool:
     )
 
 
-def softmax(a: Algebra, x: Value, dim: int, empty: str) -> Value:
-    """exp(x) / Σ exp(x) along a dim; `empty` says what a row of -inf gives: "nan" or "zero"."""
-    return a.make("softmax", (x,), (dim % x.rank - x.rank, empty), x.shape, x.dtype)
+def softmax(a: Algebra, x: Value, dim: int, empty: str, safe: bool = True) -> Value:
+    """exp(x) / Σ exp(x) along a dim; `empty` says what a row of -inf gives: "nan" or "zero".
+
+    A safe one subtracts the greatest of each row first. Another gives the same of a row whose exp(x) are all 0.
+    """
+    return a.make("softmax", (x,), (dim % x.rank - x.rank, empty, safe), x.shape, x.dtype)

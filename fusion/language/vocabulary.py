@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusion.language.terms import Apply, Capture, Cast, Meaning, Term
+from fusion.language.terms import Apply, Capture, Cast, Meaning, Parameter, Term
 from fusion.language.views import Joined, Lanes, PerToken, Repeated, Reshaped, Scaled
 
 
@@ -50,7 +50,7 @@ class Vocabulary:
 
     def softmax(self, x: Term) -> Term:
         """exp(x) / Σ exp(x) over the last dim."""
-        return Apply((x,), ("softmax",), (-1, "nan"))
+        return Apply((x,), ("softmax",), (-1, "nan", Parameter("safe")))
 
     def largest(self, x: Term, count: Any) -> Term:
         """The largest of the last dim, as many as the parameter takes, in descending order."""

@@ -36,6 +36,20 @@ UNDEFINED = (
 
 
 @dataclass(frozen=True)
+class Empty:
+    """What a softmax makes of rows without a key.
+
+    Attributes:
+        of_infinite: "nan" or "zero", of a row of -inf.
+        of_low: whether it makes the same of a row of numbers so low that each exp(x) is 0. One that is not safe does,
+            as it does not subtract the greatest first; None where something else is subtracted.
+    """
+
+    of_infinite: str
+    of_low: bool | None
+
+
+@dataclass(frozen=True)
 class Term:
     """One mask of the scores.
 
@@ -133,11 +147,11 @@ class Masks:
         at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
         return {**found, "kv_lens": at_most}
 
-    def told(self, empty: str, sunk: bool, biased: bool = False, floor: float = -math.inf) -> dict[str, Any] | str:
+    def told(self, empty: Empty, sunk: bool, biased: bool = False, floor: float = -math.inf) -> dict[str, Any] | str:
         """What an operator is told of them: a kind and a window, up to which key, and the mask as it is; or why not.
 
         Args:
-            empty: what the softmax makes of a row of -inf.
+            empty: what the softmax makes of a row without a key.
             sunk: whether there is a sink, which takes all of a query that sees no key.
             biased: whether something else is added to the scores.
             floor: the number to which lower scores are raised behind the masks.
@@ -198,15 +212,15 @@ class Masks:
         flat = self.a.reshape(wide, (lead[0], 1, *lead[-2:]))
         return self.a.expand(flat, (batch if lead[0] != 1 else 1, 1, queries, keys))
 
-    def _lowered(self, softmax: str) -> dict[str, Any]:
+    def _lowered(self, softmax: Empty) -> dict[str, Any]:
         """What all masks together take from the scores, where a query that sees no key sees those lowered least alike.
 
-        {} where that cannot be said: where a score is not swallowed, or where the softmax makes of a row of -inf
-        something else than NaN.
+        {} where that cannot be said: where a score is not swallowed, where the softmax makes of a row of -inf something
+        else than NaN, or is not known to be a safe one.
         """
-        total = _total(self.a, self.terms) if self.weakest() <= LOST else None
+        total = _total(self.a, self.terms) if self.weakest() <= LOST and softmax.of_low is False else None
         wide, lead = self._led(total) if total is not None else (None, ())
-        empty = "lowest" if self._lowers_some() else "lowest_or_nan" if softmax == "nan" else ""
+        empty = "lowest" if self._lowers_some() else "lowest_or_nan" if softmax.of_infinite == "nan" else ""
         if wide is None or not empty or any(size != 1 for size in lead[1:-2]):
             return {}
         return {"fully_masked_row": empty, "levels": self._of_sequences(wide, lead)}
@@ -324,17 +338,20 @@ def _lost(positions: Positions, term: Term) -> bool:
 
 
 def unseen(
-    positions: Positions, terms: Sequence[Term], softmax: str, biased: bool = False, floor: float = -math.inf
+    positions: Positions, terms: Sequence[Term], softmax: Empty, biased: bool = False, floor: float = -math.inf
 ) -> str:
     """What a query gives that sees no key: "mean" (of all values), what `softmax` makes of a row of -inf, or "".
 
-    "" where it depends on the scores: a number that only hides a key beside others hides none where all are lowered.
+    "" where it depends on the scores: a number that only hides a key beside others hides none where all are lowered,
+    unless nothing is subtracted from them.
     Scores below `floor` are raised to it behind the masks.
     """
     numbers = {max(number, floor) for number in _numbers(positions, terms)}
     finite = [number for number in numbers if number != -torch.inf]
-    if not finite:
-        return softmax
+    if not finite or softmax.of_low:
+        return softmax.of_infinite
+    if softmax.of_low is None:
+        return ""
     replaced = all(each.how != "add" for each in terms) and not biased  # which may be added after it
     alone = (len(terms) == 1 or floor == max(finite)) and max(finite) <= LOST
     return "mean" if (replaced or alone) and len(numbers) == 1 else ""

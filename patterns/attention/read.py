@@ -23,10 +23,10 @@ from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.divided_late import Finish, divided_late, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
-from patterns.attention.masks import NOT_LOST, Masks, hides_by_truths
+from patterns.attention.masks import NOT_LOST, Empty, Masks, hides_by_truths
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
 from patterns.attention.row_heads import told_apart
-from patterns.attention.scores import Scores, Weights, dropped, scores_of, weights_of
+from patterns.attention.scores import Scores, Weights, dropped, empty_rows, scores_of, weights_of
 from patterns.attention.unlike import OVER_QUERIES, unlike
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
@@ -187,7 +187,7 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     operands = Operands(q, k, v, *((rounded, [*steps, ("cast", (root.dtype,))]) if narrow else (root.dtype, steps)))
     said = {_SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.floor > -inf}
     beyond = next((why for why, met in said.items() if met), "")
-    return listed_attention(masks, operands, scores.scale, weights.softmax.attrs[1], beyond)
+    return listed_attention(masks, operands, scores.scale, empty_rows(weights, scores), beyond)
 
 
 def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:
@@ -238,9 +238,9 @@ class Parts:
     finish: Finish
 
     @property
-    def empty(self) -> str:
-        """What the softmax makes of a row of -inf."""
-        return self.weights.softmax.attrs[1]
+    def empty(self) -> Empty:
+        """What the softmax makes of a row without a key."""
+        return empty_rows(self.weights, self.scores)
 
 
 def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of: Parts) -> Outcome | Miss | str:
@@ -281,7 +281,7 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     masks = assumed.masks(*of_scores)
     found = parted(masks)
     mask, bias = _told(assumed, found, frame, dtype, of)
-    whole = unparted(masks, dtype) if mask == NOT_LOST else None
+    whole = unparted(masks, dtype) if mask == NOT_LOST and of.empty.of_low is False else None
     if whole is not None:  # numbers that hide no key alone are exact as a bias
         told = _told(assumed, whole, frame, dtype, of)
         found, (mask, bias) = (whole, told) if isinstance(told[1], dict) else (found, (mask, bias))
@@ -305,7 +305,7 @@ def _told(assumed: Assumed, found: Parted, frame: Frame, dtype: Any, of: Parts) 
     if isinstance(mask, str) or not found.biases:
         return mask, {}
     in_words = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
-    return mask, bias_of(assumed, found, frame, dtype, of.empty, in_words, floor)
+    return mask, bias_of(assumed, found, frame, dtype, of.empty.of_infinite, in_words, floor)
 
 
 Inputs = tuple[Mapping[str, Any], Outcome, tuple[Any, Any]]

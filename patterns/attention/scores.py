@@ -17,12 +17,12 @@ from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.infinities import may_be_infinite_beside_numbers
 from fusion.analysis.logarithms import differences
-from fusion.analysis.rounding import is_float
+from fusion.analysis.rounding import exact, is_float
 from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, broadcast_arranged, row_step
 from fusion.graph import Algebra, Value
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.addends import addends_of, computed_from, product_in
-from patterns.attention.masks import MASKED, Term, mask_on
+from patterns.attention.masks import MASKED, Empty, Term, mask_on
 
 _SPLIT = "something is added to the scores while their keys stand in several dims, as rows and columns do"
 BIASED = "what is added to the scores is computed from them, and no mask"
@@ -42,9 +42,9 @@ class Scores:
     """scale · factors · product, arranged by `steps`, masked by `terms`, with a sink; `odd` says what else was met.
 
     `factors` [*rows, 1] are as the rows stand in the softmax, or of one number. `shifted`: something was taken from
-    whole rows, which a softmax does not see. `at`: what is odd. `biases`: products that are added to that of queries
-    and keys, as a bias of pairs is. `floor`: behind the masks lower scores are raised to it.
-    `overflow`: from it on, lower scores that are met below are -inf in a dtype to which they are cast.
+    whole rows, which a softmax does not see; `safe`: the greatest of each was. `at`: what is odd. `biases`: products
+    that are added to that of queries and keys, as a bias of pairs is. `floor`: behind the masks lower scores are raised
+    to it. `overflow`: from it on, lower scores that are met below are -inf in a dtype to which they are cast.
     """
 
     product: Value | None = None
@@ -56,9 +56,16 @@ class Scores:
     odd: str = ""
     at: tuple[Value, ...] = ()
     shifted: bool = False
+    safe: bool = False
     biases: frozenset[Value] = frozenset()
     floor: float = -math.inf
     overflow: float = -math.inf
+
+
+def empty_rows(weights: Weights, scores: Scores) -> Empty:
+    """What the softmax makes of a row without a key."""
+    _, of_infinite, safe = weights.softmax.attrs
+    return Empty(of_infinite, False if safe or scores.safe else None if scores.shifted else True)
 
 
 def dropped(p: Value) -> bool:
@@ -100,7 +107,7 @@ def _of_columns(a: Algebra, turned: Value) -> Value | None:
     if p.op != "softmax" or turned.attrs[-1] - p.rank != p.attrs[0]:
         return None
     z = _permuted(a, p.arg, turned.attrs)
-    return a.make("softmax", (z,), (-1, p.attrs[1]), z.shape, z.dtype)
+    return a.make("softmax", (z,), (-1, *p.attrs[1:]), z.shape, z.dtype)
 
 
 def _beside_sink(a: Algebra, p: Value) -> Value | None:
@@ -113,7 +120,7 @@ def _beside_sink(a: Algebra, p: Value) -> Value | None:
             if summed is a.sum(exp, (-1,)) and other.op == "exp" and other.shape[-1:] == (1,):
                 z, sink = _less_the_same(exp.arg, other.arg)
                 joined = a.cat([z, a.expand(sink, (*z.shape[:-1], 1))], -1)
-                weights = a.make("softmax", (joined,), (-1, "nan"), joined.shape, joined.dtype)
+                weights = a.make("softmax", (joined,), (-1, "nan", False), joined.shape, joined.dtype)
                 return a.cut(weights, -1, 0, exp.shape[-1])
     return None
 
@@ -283,7 +290,8 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
         of_rows = term.mask.shape[-1:] == (1,) and z.shape[-1] != 1
         own = computed_from(term.mask, product) and not may_be_infinite_beside_numbers(term.mask)
         if of_rows and own and found.sink is None and not found.terms:
-            return scores_of(a, replace(found, shifted=True), scores)  # the same for a whole row, as its maximum
+            safe = found.safe or _is_greatest(term.mask, scores)
+            return scores_of(a, replace(found, shifted=True, safe=safe), scores)  # the same for a whole row
     if isinstance(term, Term) and computed_from(term.mask, product):
         term = BIASED if term.how == "add" else "which keys are seen depends on the scores themselves"
     elif found.factors:
@@ -293,6 +301,11 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     if isinstance(term, str):
         return replace(found, odd=term, at=(z,))
     return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
+
+
+def _is_greatest(less: Value, scores: Value) -> bool:
+    """Whether what is taken from each row is computed from the greatest of these scores."""
+    return any(each.op in ("greatest", "largest") and exact(each.arg) is exact(scores) for each in less.sources())
 
 
 def _clamped(a: Algebra, found: Scores, z: Value) -> Scores:

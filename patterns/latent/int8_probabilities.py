@@ -49,7 +49,7 @@ def _read(a: Algebra, root: Value, read: Callable[[Value], Outcome | Miss | None
     if isinstance(weights, str):
         return weights
     scores = weights.value
-    shares = a.make("softmax", (scores,), (-1, "nan"), scores.shape, scores.dtype)
+    shares = a.make("softmax", (scores,), (-1, "nan", True), scores.shape, scores.dtype)
     both = (arranged(a, shares, weights.steps), a.scale(outer.value.args[1], weights.number))
     stand_in = arranged(a, a.make("matmul", both, (), outer.value.shape, WIDE), outer.steps)
     plain = a.cast(stand_in, root.dtype)

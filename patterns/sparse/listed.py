@@ -21,7 +21,7 @@ from fusion.analysis.row_layout import Step, named, uncast
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Miss, Reading, Value
 from fusion.graph.proof import must, proof, proven
-from patterns.attention.masks import Masks, unseen
+from patterns.attention.masks import Empty, Masks, unseen
 from patterns.sparse.rows import distinct, gathered
 
 _VIEWS = ("reshape", "expand", "permute")
@@ -112,14 +112,16 @@ def _grows(part: Formula, axis: int) -> bool:
 
 
 @proof
-def listed_attention(masks: Masks, of: Operands, scale: float, softmax: str, beyond: str = "") -> Reading | Miss | None:
+def listed_attention(
+    masks: Masks, of: Operands, scale: float, softmax: Empty, beyond: str = ""
+) -> Reading | Miss | None:
     """Attention over listed rows; why it is none; None if keys and values are not gathered by one list.
 
     Args:
         masks: those of its scores, [*rows, K].
         of: its operands.
         scale: what the scores are multiplied by.
-        softmax: what the softmax makes of a row of -inf.
+        softmax: what the softmax makes of a row without a key.
         beyond: what else is done to the scores, of which the operator knows nothing.
     """
     a = masks.a

@@ -17,7 +17,7 @@ from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES, but_ones
 from fusion.graph.logic import constant, where
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import Masks, Term, unseen
+from patterns.attention.masks import Empty, Masks, Term, unseen
 from patterns.sparse.read import Indexed, indexed
 from patterns.sparse.read_scores import NOT_A_SUM
 from patterns.sparse.words import INDEXER_LIST
@@ -144,7 +144,7 @@ def _for_places(found: Indexed, own: Masks, listed: Affine) -> Formula | None:
 
 def _is_lowest(condition: Value, places: Value, masks: Masks, how: str) -> bool:
     """Whether a condition asks for the scores of places that are -inf, which scores of hidden keys are."""
-    if unseen(masks.positions, masks.terms, "only infinite") != "only infinite":
+    if unseen(masks.positions, masks.terms, Empty("only infinite", None)) != "only infinite":
         return False
     below = condition.below("reshape", "expand")
     if below.op == "not":

@@ -494,4 +494,20 @@ KEPT = (
             sizes=(("B", 1), ("S", 2)),
         ),
     ),
+    Kept(
+        "exponentials of scores from which nothing was subtracted",
+        "a query all of whose keys are hidden by a finite number gives 0 / 0, not the mean of all values",
+        Program(
+            inputs=(
+                Input("q", ("B", 1, "S", 128)),
+                Input("hidden", ("B", 1, "S", "S"), values="bool"),
+            ),
+            lines=(
+                "e = torch.exp((q @ q.mT * 0.01).masked_fill(hidden, -1000000000.0))",
+                "y = (e / e.sum(-1, keepdim=True)) @ q",
+            ),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2)),
+        ),
+    ),
 )

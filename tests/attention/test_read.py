@@ -304,3 +304,44 @@ def test_masks_that_are_not_told_otherwise_are_a_bias(form: Callable[..., Tensor
     assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"]
     assert all("bias" in each for each in captures(form, *LONG, PADDED))
     testing.means_what_it_says(trial)
+
+
+def shared_out(powers: Tensor) -> Tensor:
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def less(scores: Tensor, number: Tensor) -> Tensor:
+    return shared_out((scores - number).exp())
+
+
+@pytest.mark.parametrize(
+    ("shares", "empty"),
+    [
+        (lambda scores: shared_out(scores.exp()), ["nan"]),
+        (lambda scores: shared_out(scores.exp()).nan_to_num(0), ["zero"]),
+        (lambda scores: less(scores, scores.amax(-1, keepdim=True)), ["mean"]),
+        (lambda scores: less(scores, scores.topk(1, -1).values), ["mean"]),
+        (lambda scores: less(scores, scores[..., ::2].amax(-1, keepdim=True)), []),
+        (lambda scores: less(scores, scores.mean(-1, keepdim=True)), []),
+        (lambda scores: (scores - scores.mean(-1, keepdim=True)).softmax(-1), ["mean"]),
+    ],
+)
+@pytest.mark.parametrize("low", [-1e9, -1e4])
+def test_what_a_query_without_a_key_gives_depends_on_what_is_subtracted_first(
+    shares: Callable[[Tensor], Tensor], empty: list[str], low: float
+):
+    def attend(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        return shares((q @ k.mT / 4).masked_fill(padding[:, None, None], low)) @ v
+
+    assert [each["fully_masked_row"] for each in captures(attend, *LONG, EMPTY)] == empty
+    trial = testing.trial_of(capture(attend, (*LONG, EMPTY)))
+    assert [each.match.rule.name for each in trial.outcome.chosen] == ["attention"] * len(empty)
+    testing.means_what_it_says(trial)
+
+
+def test_exponentials_of_numbers_lowered_by_what_does_not_swallow_them_vanish_all_the_same():
+    def attend(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        return shared_out((q @ k.mT / 4 + padding[:, None, None] * -1e4).exp()) @ v
+
+    assert [each["fully_masked_row"] for each in captures(attend, *LONG, EMPTY)] == ["nan"]
+    testing.means_what_it_says(testing.trial_of(capture(attend, (*LONG, EMPTY))))

@@ -125,7 +125,7 @@ NO_SOFTMAXES: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
 def test_softmaxes(name: str):
     form, args, empty = SOFTMAXES[name]
     found = result(form, *args)
-    assert (found.op, found.attrs) == ("softmax", (-1, empty))
+    assert (found.op, found.attrs[:2]) == ("softmax", (-1, empty))
 
 
 @pytest.mark.parametrize("name", NO_SOFTMAXES)

@@ -14,7 +14,7 @@ from fusion.graph import Algebra, Reading, Value
 from fusion.graph.logic import compare, constant, positions, where
 from fusion.graph.proof import proven
 from patterns.attention.assumed import Assumed
-from patterns.attention.masks import Term
+from patterns.attention.masks import Empty, Term
 from patterns.sparse.listed import Entries, Operands, listed_attention
 
 B, S, N, T, K, D, C = 2, 3, 5, 16, 4, 8, 6
@@ -91,7 +91,7 @@ def read(keys: Value, values: Value, hidden: Value | None = None) -> Any:
     shape = (*lists, N, keys.shape[2])
     terms = [] if hidden is None else [Term("drop", a.reshape(hidden, (*lists, 1, shape[-1])), fill=-math.inf)]
     of = Operands(tensor("q", *shape[:-1], D), keys, values, bf16, ())
-    found = listed_attention(Assumed(a).masks(shape, terms, (lists[0], 1, *shape[1:3])), of, 1.0, "nan")
+    found = listed_attention(Assumed(a).masks(shape, terms, (lists[0], 1, *shape[1:3])), of, 1.0, Empty("nan", False))
     return found.captures if isinstance(found, Reading) else found
 
 

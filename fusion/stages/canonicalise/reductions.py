@@ -136,9 +136,9 @@ def exp(a: Algebra, out: Out, x: Value) -> Translated:
         safe = _but_infinite(less)
         rows, empty = summed(less if safe is None else safe), "nan" if safe is None else "zero"
         if rows is z:
-            return a.make("softmax", (z,), (-1, empty), x.shape, x.dtype)
+            return a.make("softmax", (z,), (-1, empty, True), x.shape, x.dtype)
         if z.op == "largest" and rows is z.arg:
-            shares = a.make("softmax", z.args, (-1, empty), z.arg.shape, x.dtype)
+            shares = a.make("softmax", z.args, (-1, empty, True), z.arg.shape, x.dtype)
             return a.make("largest", (shares,), z.attrs, x.shape, x.dtype)
     return a.unary("exp", x)
 
