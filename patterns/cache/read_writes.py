@@ -32,12 +32,15 @@ _PUT = ("aten.index_put.default", "aten._unsafe_index_put.default")
 
 _WRITES = ("write", "write_rows", "write_lines", "write_within")
 
+_SEEN = ("slice", "reshape", "permute", "expand")
+
 Outcome = Reading | str | None
 
 _STEP = "the rows go to every position in {step}; the operator replaces neighbours"
 _MULTIPLIED = "what it replaces is multiplied by 0, which keeps infinities and NaN; select with torch.where"
 _ADDED = "its rows are added to what the cache holds, or chosen by a mask: the operator replaces numbered rows"
 _NO_FORM = "its rows are not proven to go, one by one, to places of their own along one axis or in pages"
+_ITS_OWN = "its rows are rows of the cache itself: an operator that writes in place may read what it has written"
 _SEVERAL = "it selects by something other than one position for every sequence: {why}"
 
 _WRITE = {"cache": "as it was", "rows": "what is written", "axis": "of positions"}
@@ -86,6 +89,7 @@ class Writes:
         for outcome in self._outcomes(value):
             if isinstance(outcome, Reading) and outcome.over is not None:
                 self._caches.add(value)
+                outcome = _ITS_OWN if _reads_what_it_writes(outcome) else outcome
             if outcome is not None:
                 yield Miss("cache_write", outcome) if isinstance(outcome, str) else outcome
 
@@ -252,6 +256,12 @@ def _is_mask(a: Algebra, x: Value) -> bool:
 
 def _write(cache: Value, rows: Value, axis: int, **place: Any) -> Reading:
     return Reading("write", {"cache": cache, "rows": rows, "axis": axis, **place}, over=cache)
+
+
+def _reads_what_it_writes(write: Reading) -> bool:
+    """Whether the rows are seen in the memory of the cache."""
+    base, source = (write.captures[name].below(*_SEEN) for name in ("cache", "rows"))
+    return source is base
 
 
 def _to_pages(cache: Value, rows: Value, slots: Value | None, nz_block: Any = None) -> Reading:

@@ -510,4 +510,17 @@ KEPT = (
             sizes=(("B", 1), ("S", 2)),
         ),
     ),
+    Kept(
+        "a row of a cache that is written over another of it",
+        "the call that writes in place was given rows in the memory that it writes to, which torch refuses",
+        Program(
+            inputs=(
+                Input("cache", ("B", "S", 64)),
+                Input("q", ("B", "S", 64)),
+            ),
+            lines=("cache[:, 0] = cache[:, -1]", "y = cache + q"),
+            results=("y",),
+            sizes=(("B", 1), ("S", 2)),
+        ),
+    ),
 )

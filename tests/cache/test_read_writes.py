@@ -347,3 +347,43 @@ def test_a_slot_is_one_where_the_place_is_proven_to_lie_in_its_page():
     assert _slots(a, (4, 16), block, place) is a.add(a.scale(block, 16), place)
     assert _slots(a, (4, 8), block, place) is None, "the page is smaller"
     assert _slots(a, (4, 16), block, slot) is None, "the place may lie anywhere"
+
+
+WORDS = ("write", "write_pages", "write_sequences")
+
+
+def moved_on(cache: Tensor, position: Tensor) -> None:
+    cache[:, :-1] = cache[:, 1:]
+
+
+def put(cache: Tensor, position: Tensor) -> None:
+    cache.index_copy_(1, position.reshape(1), cache[:, -1:])
+
+
+def to_another(cache: Tensor, position: Tensor) -> None:
+    """To a sequence what another one holds."""
+    cache[0].index_copy_(0, position.reshape(1), cache[1, :1])
+
+
+def turned(cache: Tensor, position: Tensor) -> None:
+    cache.index_copy_(1, position.reshape(1), cache.reshape(T, B, D).transpose(0, 1)[:, :1])
+
+
+@pytest.mark.parametrize("write", [moved_on, put, to_another, turned])
+def test_rows_of_the_cache_itself_are_not_written_by_a_kernel_that_writes_in_place(write: Callable[..., None]):
+    def forward(cache: Tensor, position: Tensor) -> Tensor:
+        write(cache, position)
+        return cache * 2
+
+    graph = read(forward, CACHE, POSITION)
+    assert not [value for word in WORDS for value, _ in graph.readings.all(word)]
+    assert any("rows of the cache itself" in each for each in told(graph))
+
+
+def test_rows_computed_from_a_cache_are_written():
+    def forward(cache: Tensor, position: Tensor) -> Tensor:
+        cache.index_copy_(1, position.reshape(1), cache[:, -1:] * 2)
+        return cache * 2
+
+    graph = read(forward, CACHE, POSITION)
+    assert [value for word in WORDS for value, _ in graph.readings.all(word)]
