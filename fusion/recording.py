@@ -122,7 +122,7 @@ class Fakes:
         self._mode: Any = next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), nullcontext())
         self._known: dict[Value, torch.Tensor] = {}
         self._steps: dict[Value, tuple[Sequence[Step], Mapping[str, torch.Tensor]]] = {}
-        self._runs: dict[Any, tuple[Any, Exception | None]] = {}
+        self._runs: dict[Any, tuple[Any, str]] = {}
         self._ran: Ran = {}
         sizes = [size for val in vals for size in (val.shape if isinstance(val, torch.Tensor) else (val,))]
         self._symbols: dict[Any, torch.SymInt] = {
@@ -198,15 +198,15 @@ class Fakes:
     def _sizes(self) -> SizeNodes:
         return SizeNodes(self._graph.source)
 
-    def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
-        """The fake result of one call, or the error that it raises: the same for equal calls."""
+    def run(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
+        """The fake result of one call, or what the error says that it raises: the same for equal calls."""
         key = (target, frozen(args), frozen(kwargs))
         if key not in self._runs:
             try:
                 with self._mode, torch.no_grad():
-                    self._runs[key] = run_on_fakes(target, args, kwargs), None
+                    self._runs[key] = run_on_fakes(target, args, kwargs), ""
             except (RuntimeError, ValueError) as error:
-                self._runs[key] = None, error
+                self._runs[key] = None, str(error) or type(error).__name__
         return self._runs[key]
 
     def made(

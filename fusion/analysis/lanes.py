@@ -45,7 +45,7 @@ class Rows:
     @property
     def place(self) -> list[Index]:
         """Where along each lane dim the lanes are."""
-        return list(np.unravel_index(self.index, self.lanes))
+        return [self.index] if self.depth == 1 else list(np.unravel_index(self.index, self.lanes))
 
     def below(self) -> Rows:
         """The same lanes of what the value is a function of, element by element."""
@@ -147,6 +147,8 @@ def descend(at: Rows) -> list[tuple[Index, Rows]] | None:
 
 
 def _at(value: Value, depth: int, place: Sequence[Index]) -> Rows:
+    if depth == 1:
+        return Rows(value, depth, place[0])
     sizes = tuple(int(size) for size in value.shape[value.rank - depth :])
     return Rows(value, depth, np.ravel_multi_index(tuple(place), sizes))
 
@@ -306,9 +308,11 @@ def _of_product(at: Rows, leaves: Leaves, count: int) -> list[Term] | None:
 def _by_constants(at: Rows, leaves: Leaves) -> tuple[NDArray[np.float64], Rows] | None:
     """The numbers that a product multiplies its lanes by, where one operand is numbers alone, and the other operand."""
     for other, constant in (at.value.args, at.value.args[::-1]):
-        sides = _operand(at, constant), _operand(at, other)
         numbers = leaves.folder.fold(constant) if of_constants(constant) else None
-        if numbers is None or sides[0] is None or sides[1] is None or numbers.size != math.prod(sides[0].lanes):
+        if numbers is None:
+            continue
+        sides = _operand(at, constant), _operand(at, other)
+        if sides[0] is None or sides[1] is None or numbers.size != math.prod(sides[0].lanes):
             continue
         return numbers.reshape(-1)[sides[0].index].astype(np.float64), sides[1]
     return None

@@ -298,9 +298,11 @@ def _is_nothing(size: int | torch.SymInt) -> bool:
 
 
 def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering: str | None) -> str | None:
-    own = _limits(op, chip) if chip != HOST else ()
-    for limit in (*_limits(op, HOST), *own):
-        if limit.lowering not in (None, lowering) or (kept := limit.verdict(values)):
+    asked = _asked(op, chip, lowering)
+    kept_together = all(map(predicates.is_plain, values.values())) and _together(op, chip, lowering)(values)
+    for limit in () if kept_together else asked:
+        kept = limit.verdict(values)
+        if kept:
             continue
         facts = predicates.facts(limit.text, values)
         shown = f" ({facts})" if kept is False else f", which is not proven for {facts}"
@@ -308,6 +310,18 @@ def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering:
         route = f" under {limit.lowering}" if limit.lowering else ""
         return f"{op.short} on {chip}{route} needs {limit.text}{shown}{because}"
     return _kind_refusal(op, values) if chip == HOST else None
+
+
+@cache
+def _asked(op: Operator, chip: str, lowering: str | None) -> tuple[Limit, ...]:
+    """What a call is asked for: on every machine, and on that chip."""
+    every = (*_limits(op, HOST), *(_limits(op, chip) if chip != HOST else ()))
+    return tuple(limit for limit in every if limit.lowering in (None, lowering))
+
+
+@cache
+def _together(op: Operator, chip: str, lowering: str | None) -> Callable[[Mapping[str, Any]], bool]:
+    return predicates.together((limit.text, limit.when) for limit in _asked(op, chip, lowering))
 
 
 @cache

@@ -229,6 +229,48 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
+def is_plain(value: Any) -> bool:
+    """Whether an argument or a size is known: it has no symbolic size."""
+    if isinstance(value, torch.Tensor):
+        return all(map(is_plain, value.shape))
+    if isinstance(value, (tuple, list)):
+        return all(map(is_plain, value))
+    return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def together(conditions: Iterable[tuple[str, str]]) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether each first text is true wherever the second is, or that is "", for values without a symbolic size.
+
+    All texts are one function of Python: each call that is planned is asked for all, and each by itself takes longer.
+    """
+    kept = [f"({f'not {_python(parse(when))} or ' if when else ''}{_python(parse(text))})" for text, when in conditions]
+    return eval(f"lambda values: {' and '.join(['True', *kept])}", dict(_KNOWN))
+
+
+def _python(node: ast.AST) -> str:
+    """What a plain text is in Python, where it may mean something else, as `a % 0` does."""
+    match node:
+        case ast.Name(id=name):
+            return f"values[{name!r}]"
+        case ast.Constant(value=value):
+            return repr(value)
+        case ast.Tuple(elts=items):
+            return f"({''.join(f'{_python(each)}, ' for each in items)})"
+        case ast.Call(func=ast.Name(id=function), args=given):
+            return f"{function}({', '.join(map(_python, given))})"
+        case ast.UnaryOp(op=op, operand=operand):
+            return f"({'not ' if isinstance(op, ast.Not) else '-'}{_python(operand)})"
+        case ast.BoolOp(op=op, values=terms):
+            return f"({(' and ' if isinstance(op, ast.And) else ' or ').join(map(_python, terms))})"
+        case ast.BinOp(left=left, op=op, right=right):
+            return f"_{type(op).__name__}({_python(left)}, {_python(right)})"
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            pairs = zip([left, *others], ops, others, strict=False)
+            return f"({' and '.join(f'_{type(op).__name__}({_python(a)}, {_python(b)})' for a, op, b in pairs)})"
+        case _:
+            raise OperatorError(f"reading a limit: `{ast.unparse(node)}` is not part of the grammar of limits")
+
+
 def _every(truths: Iterable[bool | None]) -> bool | None:
     """Three-valued `and`, which stops at the first False: later terms may speak of dims that are not there."""
     proven = True
@@ -241,3 +283,15 @@ def _every(truths: Iterable[bool | None]) -> bool | None:
 
 def _negated(truth: bool | None) -> bool | None:
     return None if truth is None else not truth
+
+
+_KNOWN: Mapping[str, Any] = {
+    **_FUNCTIONS,
+    **{f"_{op.__name__}": run for op, run in (*_ARITHMETIC.items(), *_ORDER.items())},
+    "_Eq": same,
+    "_NotEq": lambda a, b: not same(a, b),
+    "_In": lambda a, several: not _is_none_of(a, several, proven),
+    "_NotIn": lambda a, several: _is_none_of(a, several, proven),
+    "__builtins__": {},
+}
+"""What a text that is Python calls."""

@@ -154,7 +154,7 @@ class _Search:
                 if rule.name not in self._unsafe:
                     call(rule.guard, captures)
             except Refused as reason:
-                refused = refused or reason
+                refused = refused or reason.with_traceback(None)  # its frames hold all of this search
                 self._guarded.add(value)
                 self._explain(rule, value, captures)
                 continue
@@ -239,9 +239,10 @@ class _Search:
         Of several look-alikes of one value the first is told: rules name the nearest first.
         """
         told: set[Value] = set()
+        is_something = cache(lambda value: self._is_known(rule, value) or self._is_within(value))
         for form in rule.lookalikes():
             for value in (*self._candidates(form.results[0]), *self._inside(form.results[0])):
-                if value in told or self._is_known(rule, value) or self._is_within(value):
+                if value in told or is_something(value):
                     continue
                 for bound in form.results[0].match(value, {}, self):
                     captures = captured(form, bound)

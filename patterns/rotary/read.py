@@ -97,6 +97,8 @@ def rotation(known: KnownTables, root: Value, whole: bool = False) -> Reading | 
     at = rows(root)
     if at is None or not _multiplies(root) or root.dtype is None or not root.dtype.is_floating_point:
         return None
+    if whole and not _may_turn_all(root):
+        return None
     leaves = Leaves()
     outcome = _summed(known, root, at, leaves, whole)
     if not isinstance(outcome, Reading) and leaves.joined:
@@ -156,6 +158,23 @@ def _multiplies(value: Value, depth: int = 8) -> bool:
         return True
     moving = ("add", "scale", "cast", "reshape", "permute", "slice", "cat", "slice_scatter", "mean")
     return depth > 0 and value.op in moving and any(_multiplies(each, depth - 1) for each in value.args)
+
+
+def _may_turn_all(value: Value) -> bool:
+    """Whether all lanes may be sums of two products: a test as cheap, as one of a part is often joined with others."""
+    match value.op:
+        case "add":
+            return all(map(_multiplies, value.args))
+        case "matmul":
+            return value.arg.shape[-1] == 2
+        case "mean" | "mul":
+            return True
+        case "cat" | "slice_scatter":
+            return all(map(_may_turn_all, value.args))
+        case "scale" | "cast" | "reshape" | "permute" | "expand" | "slice" | "flip":
+            return _may_turn_all(value.arg)
+        case _:
+            return False
 
 
 def _classify(known: KnownTables, found: _Sum, leaf: int) -> Reading | str | None:

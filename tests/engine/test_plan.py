@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from sympy import Symbol
 
-from fusion import Rule, calls, lowering, pattern, scalar, tensor
+from fusion import Rule, calls, lowering, pattern, pipeline, scalar, tensor
 from fusion.facts import Facts
 from fusion.graph.contractions import matmul
+from fusion.library import installed
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.stages.canonicalise import canonicalise
@@ -23,7 +26,7 @@ from fusion.testing import capture
 from fusion.weights import marks, parameter_inputs
 
 from .graphs import Build, fuse, fused, norm, numbers, traced
-from .rules import WrongShape
+from .rules import DoubleExp, WrongShape
 
 X, W = numbers(2, 64), torch.nn.Parameter(numbers(1, 64, seed=1))
 
@@ -45,10 +48,10 @@ def test_what_no_node_holds_is_priced_by_the_bytes_and_the_arithmetic_of_buildin
     x, w = (each for each in graph.places if each.op == "input")
     planner = Planner(graph, Fakes(graph), target, "eager", (), Options())
     squares = graph.algebra.power(w, 2.0)
-    (copied,), (product,) = (planner._kernels_of(each) for each in (squares, matmul(graph.algebra, x, squares)))
+    (copied,), (product,) = (planner._kernels(each) for each in (squares, matmul(graph.algebra, x, squares)))
     assert copied == pytest.approx(target.launch + 2 * w.shape[0] * w.shape[1] * 4 / target.bandwidth)
     assert product > target.launch + w.shape[0] * w.shape[1] * 4 / target.bandwidth
-    assert planner._kernels_of(graph.algebra.reshape(w, (2048, 1024))) == ()
+    assert planner._kernels(graph.algebra.reshape(w, (2048, 1024))) == ()
 
 
 def test_nodes_that_somebody_else_reads_do_not_go():
@@ -139,3 +142,30 @@ def test_what_indices_take_may_lie_as_they_do(before):
     take = torch.ops.aten.index.Tensor
     assert not _lies_as_its_indices(build(take, x, [*before, places]))
     assert _lies_as_its_indices(build(take, x, [*before, build(torch.ops.aten.t.default, places)]))
+
+
+def test_what_a_search_knows_goes_with_it(monkeypatch: pytest.MonkeyPatch):
+    """At once, without garbage collection: a report holds no graph, and nothing that is left holds itself."""
+    planners: list[weakref.ref[Planner]] = []
+
+    class Watched(Planner):
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            planners.append(weakref.ref(self))
+
+    monkeypatch.setattr(pipeline, "Planner", Watched)
+
+    def form(x, w):
+        y = x.transpose(0, 1).contiguous().transpose(0, 1)
+        return norm(x, w) + norm(y, w), x.exp() * 3
+
+    gc.collect()
+    gc.disable()
+    try:
+        gm = traced(form, X, W)
+        report = fuse(gm, Options(target="ascend910_93"), [*installed().rules, DoubleExp()])
+        assert report.chosen
+        assert "not 2" in "".join(each.reason for each in report.refusals)
+        assert [each() for each in planners] == [None]
+    finally:
+        gc.enable()

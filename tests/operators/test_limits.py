@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fusion.errors import OperatorError
 from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator, refusal
+from fusion.operators.predicates import holds, together
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
@@ -688,6 +690,24 @@ def test_unknown_names_are_answered_with_the_nearest():
         refusal(OPERATORS["npu::npu_rms_norm"], "ascend910_9391", (), NORM)
     with pytest.raises(OperatorError, match="did you mean torchair"):
         refusal(OPERATORS["npu::npu_rms_norm"], A2, (), NORM, lowering="torch_air")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A % B == 0 and A // B >= 2", "1 <= A < B", "A - B == -2 or not A + B * 2 > 9", "A in (4, B, 7)",
+        "shape(x) == (4, A)", "rank(x) == 2 and size(x, 1) not in (A, B)", "dtype(x) in ('bfloat16', dtype(y))",
+        "given(y) and not given(z)", "sizes == (A, 2)", "mode != 'TND'", "length(sizes) == itemsize(x)", "flag",
+    ],
+)  # fmt: skip
+def test_limits_asked_together_are_those_asked_one_by_one(text: str):
+    x, y = torch.empty(4, 3, dtype=BF16), torch.empty(2)
+    for a, b in itertools.product((0, 3, 4, 7), (0, 1, 2)):
+        for sizes, mode, flag in ([a, 2], "TND", True), ((b, 2), "BSND", False):
+            values = {"A": a, "B": b, "x": x, "y": y, "z": None, "sizes": sizes, "mode": mode, "flag": flag}
+            for when in ("", "flag"):
+                asked = holds(text, values) or (bool(when) and not flag)
+                assert together([("A >= 0", ""), (text, when)])(values) is asked, (text, when, values)
 
 
 def symbolic(*shape: int, dynamic: tuple[int, ...]) -> Tensor:

@@ -66,12 +66,11 @@ class Planner:
         self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, shelf)
         self._cost = cache(partial(node_cost, machine=target))
         self._launches = cache(is_launch)
-        self._below = cache(self._needless)
         self._calls = cache(_calls)
-        self._kernels = cache(self._kernels_of)
+        self._kernels = cache(partial(_kernels, fakes, target))
         self._copies = Copies(graph, fakes, target, self._cost)
         self._together: dict[tuple[Any, ...], frozenset[fx.Node]] = {}
-        self._replaceable: frozenset[fx.Node] = frozenset()
+        self._needless = _Needless(graph, frozenset()).of
 
     def candidates(self, matches: Sequence[Match]) -> list[Candidate]:
         """The best legal way to run each match; refusals are collected in `refusals`.
@@ -79,9 +78,9 @@ class Planner:
         A match that gives a value which no node holds is offered together with a match that reads it.
         """
         plans = {match: self._attempt(match, partial(self._book.of, match), {}) for match in matches}
-        self._replaceable = frozenset(
-            node for match, ways in plans.items() if self._is_legal(ways) for makers in match.roots for node in makers
-        )
+        legal = (match for match, ways in plans.items() if self._is_legal(ways))
+        replaceable = frozenset(node for match in legal for makers in match.roots for node in makers)
+        self._needless = cache(_Needless(self.graph, replaceable).of)
         shared = self._sharing(plans)
         offers = {
             match: self._attempt(match, partial(self._offers, match, plans[match], shared), []) for match in plans
@@ -263,31 +262,47 @@ class Planner:
         cost = math.fsum(sum(costs) / shared.readers[value] for value, costs in kernels.items())
         return cost, sum(map(len, kernels.values()))
 
-    def _kernels_of(self, value: Value) -> tuple[float, ...]:
-        """What each kernel costs that builds a value from its arguments."""
-        ran = Run(*self.fakes.steps(value))
-        return tuple(
-            call_cost(step.target, ran.operands(step).values(), step.result, self.target, ran.flops(step))
-            for step in ran.steps
-            if ran.is_kernel(step)
-        )
-
     def _are_prepared(self, names: frozenset[str], match: Match) -> bool:
         """Whether a step that reads these captures alone is computed once, outside the graph; constants beside them."""
         return self.graph.facts.prepares and all(self._book.is_prepared(match.captures[name]) for name in names)
 
     def _dying(self, matches: Sequence[Match], read: frozenset[Value]) -> frozenset[fx.Node]:
         """Roots, and the nodes below that only they need; never what the plans themselves read."""
-        return self._below(tuple(node for match in matches for makers in match.roots for node in makers), read)
+        return self._needless(tuple(node for match in matches for makers in match.roots for node in makers), read)
 
-    def _needless(self, roots: Sequence[fx.Node], read: Collection[Value]) -> frozenset[fx.Node]:
-        kept = {node for value in read for node in self.graph.reads(value)}
-        memory = {memory_of(node) for node in kept}
-        views = (node for value in read for node in self.graph.places.get(value, ()) if memory_of(node) in memory)
-        kept.update(views)
-        held = (self.graph.held[node] for value in read for node in self.graph.reads(value))
-        places = (node for value in held if isinstance(value, Value) for node in self.graph.places[value])
-        kept.update(self._replaceable.intersection(places))  # copies too, as of a write into a slice, go with the value
+    def _to_build(self, read: Iterable[Value]) -> tuple[Value, ...]:
+        """Values that a plan reads, and arguments of theirs, that no node holds: each behind its arguments."""
+        found: dict[Value, None] = {}
+        waiting = [(value, False) for value in read][::-1]
+        while waiting:
+            value, is_ready = waiting.pop()
+            if is_ready:
+                found[value] = None
+            elif value not in found and self.graph.node(value) is None:
+                waiting.append((value, True))
+                waiting.extend((arg, False) for arg in reversed(self.graph.recipe(value).args))
+        return tuple(found)
+
+
+class _Given(NamedTuple):
+    """The nodes that give a value, their memory, all nodes that hold it with theirs, and copies that could go too."""
+
+    nodes: Sequence[fx.Node]
+    memory: Collection[fx.Node]
+    places: Sequence[tuple[fx.Node, fx.Node]]
+    copies: Collection[fx.Node]
+
+
+class _Needless:
+    """What nothing needs any more once nodes are replaced; `replaceable` are those that some plan replaces."""
+
+    def __init__(self, graph: Graph, replaceable: frozenset[fx.Node]) -> None:
+        self._graph, self._replaceable = graph, replaceable
+        self._known: dict[Value, _Given] = {}
+
+    def of(self, roots: Sequence[fx.Node], read: Collection[Value]) -> frozenset[fx.Node]:
+        """These roots and the nodes below that only they need, without what gives the values `read`."""
+        kept = self._kept(read)
         dying: set[fx.Node] = set(roots)
         waiting = [source for root in roots for source in root.all_input_nodes]
         while waiting:
@@ -299,24 +314,41 @@ class Planner:
                 waiting.extend(node.all_input_nodes)
         return frozenset(dying)
 
-    def _to_build(self, read: Iterable[Value]) -> tuple[Value, ...]:
-        """Values that a plan reads, and arguments of theirs, that no node holds."""
-        found: dict[Value, None] = {}
+    def _kept(self, read: Collection[Value]) -> set[fx.Node]:
+        """What gives these values: nodes, other views of their memory, and copies that could be replaced as well.
 
-        def visit(value: Value) -> None:
-            if self.graph.node(value) is None and value not in found:
-                for arg in self.graph.recipe(value).args:
-                    visit(arg)
-                found[value] = None
+        Copies go with the value, as that of a write into a slice.
+        """
+        given = [self._given(value) for value in read]
+        memory = {each for one in given for each in one.memory}
+        kept = {node for one in given for node in (*one.nodes, *one.copies)}
+        kept.update(node for one in given for node, lies in one.places if lies in memory)
+        return kept
 
-        for value in read:
-            visit(value)
-        return tuple(found)
+    def _given(self, value: Value) -> _Given:
+        if value not in self._known:
+            graph, nodes = self._graph, self._graph.reads(value)
+            places = [(node, memory_of(node)) for node in graph.places.get(value, ())]
+            held = (graph.held[node] for node in nodes)
+            alike = (node for each in held if isinstance(each, Value) for node in graph.places[each])
+            copies = self._replaceable.intersection(alike)
+            self._known[value] = _Given(nodes, set(map(memory_of, nodes)), places, copies)
+        return self._known[value]
 
 
 def _operators(plan: Plan) -> frozenset[str]:
     found = (operator_of(step.target) for step in plan.steps)
     return frozenset(operator.name for operator in found if operator is not None)
+
+
+def _kernels(fakes: Fakes, target: Target, value: Value) -> tuple[float, ...]:
+    """What each kernel costs that builds a value from its arguments."""
+    ran = Run(*fakes.steps(value))
+    return tuple(
+        call_cost(step.target, ran.operands(step).values(), step.result, target, ran.flops(step))
+        for step in ran.steps
+        if ran.is_kernel(step)
+    )
 
 
 class _Call(NamedTuple):

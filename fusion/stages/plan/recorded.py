@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +49,9 @@ class PlanBook:
         self._host_reads = options.lengths == "host"
         self.failures: list[Failure] = []
         self._plans: dict[Any, Plans] = {}
+        self._looks: dict[int, tuple[torch.Tensor, Hashable]] = {}
         self._refusals: dict[Any, str | None] = {}  # by call, as far as limits speak of it
-        self.is_prepared = cache(self._is_prepared)
+        self.is_prepared = cache(partial(_is_prepared, graph))
 
     def of(self, match: Match) -> Plans:
         """What each lowering of the rule would run, or why it cannot: recorded once per signature."""
@@ -58,11 +59,11 @@ class PlanBook:
         try:
             captures = {name: self._given(each, name in spare) for name, each in match.captures.items()}
         except Refused as refused:
-            return {each.name: refused for each in self._ways(match)}
+            return {each.name: refused.with_traceback(None) for each in self._ways(match)}
         tensors = {name: each for name, each in match.captures.items() if isinstance(each, Value)}
         prepared = frozenset(name for name, each in tensors.items() if self.is_prepared(each))
         kept = _Kept(self._written_back(match, tensors), prepared)
-        signature = tuple((name, frozen(each)) for name, each in captures.items())
+        signature = tuple((name, self._look(each)) for name, each in captures.items())
         key = (match.rule.name, tuple(each.shape for each in match.results), signature, kept)
         if key not in self._plans:
             self._plans[key] = self._kept_or_recorded(key, match, captures, kept)
@@ -111,14 +112,18 @@ class PlanBook:
                 settled.add(each.method)
         return found
 
-    def _is_prepared(self, value: Value) -> bool:
-        """Whether a value is, or is built from, Parameters alone."""
-        return all(isinstance(size, int) for size in value.shape) and self._graph.is_fixed(value)
-
     def _written_back(self, match: Match, tensors: Mapping[str, Value]) -> frozenset[str]:
         """The captures that a result of the match is copied back over, so that it can be written in place."""
         olds = {self._graph.overwritten[each] for each in match.results if each in self._graph.overwritten}
         return frozenset(name for name, each in tensors.items() if unviewed(each) in olds)
+
+    def _look(self, given: Any) -> Hashable:
+        """What of a capture tells plans apart: of a fake, which many matches are given, how it looks."""
+        if not isinstance(given, torch.Tensor):
+            return frozen(given)
+        if id(given) not in self._looks:
+            self._looks[id(given)] = given, frozen(given)  # an identity is unique only while its tensor lives
+        return self._looks[id(given)][1]
 
     def _given(self, capture: Any, spare: bool) -> Any:
         """What a lowering is given for a capture: a fake for a value; None for a spare one that nothing gives."""
@@ -151,7 +156,7 @@ class PlanBook:
             recorder, results = self._fakes.record(run, inputs)
             named = tuple(recorder.name(each) for each in results)
         except Refused as refused:
-            return refused
+            return refused.with_traceback(None)
         ran = Run(tuple(recorder.steps), inputs)
         used = ran.used | {each.name for each in named if isinstance(each, Input)}
         limits = {**self._limits(ran, kept.prepared), **self._refused_on(lowering)}
@@ -215,6 +220,11 @@ class PlanBook:
         return self._refusals[call]
 
 
+def _is_prepared(graph: Graph, value: Value) -> bool:
+    """Whether a value is, or is built from, Parameters alone."""
+    return all(isinstance(size, int) for size in value.shape) and graph.is_fixed(value)
+
+
 @dataclass(frozen=True)
 class Run:
     """What was run on these inputs."""
@@ -255,10 +265,9 @@ class Run:
         """Whether a step makes or reads data by more than a view; arithmetic on positions is bookkeeping."""
         return not is_view(step.target) and is_data((step.result, [*self.operands(step).values()]))
 
-    @cached_property
-    def arguments(self) -> Callable[[Step], tuple[Any, Any]]:
+    def arguments(self, step: Step) -> tuple[Any, Any]:
         """What a step is called with."""
-        return cache(lambda step: map_only((Input, Output), self.lookup, (step.args, step.kwargs)))
+        return map_only((Input, Output), self.lookup, (step.args, step.kwargs))
 
     def flops(self, step: Step) -> float:
         """The arithmetic of a step."""

@@ -96,7 +96,7 @@ class Layouts:
                 self._note(node, before)
                 waiting.extend(node.users)
 
-    def _fake(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _fake(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, str]:
         """What a call gives for its inputs as they lie now, and why it fails."""
         return self._fakes.run(target, *map_arg((args, kwargs), lambda each: each.meta["val"]))
 
