@@ -76,3 +76,15 @@ def test_published_style_keeps_its_order(absorbs: bool, lora: bool, mode: str):
     fitting = {"latent_attention", "attention"} if absorbs else {"attention"}  # of small sizes either is as good
     assert fitting.intersection(names), "\n".join(map(str, t.outcome.refusals))
     assert names.count("rope") == 2
+
+
+def test_queries_that_come_absorbed_attend_to_the_latent():
+    def form(q, latent, rope, up):
+        keys = torch.cat((latent, rope), -1)[:, None]
+        return (q @ keys.mT * 0.1).softmax(-1) @ torch.einsum("btc,nce->bnte", latent, up)
+
+    sizes = (2, 4, 3, 96), (2, 32, 64), (2, 32, 32), (4, 64, 16)
+    given = (corpus.activations(seed, *size).to(torch.bfloat16) for seed, size in enumerate(sizes))
+    t = tried(form, tuple(given), "composite")
+    assert applied(t) == ["latent_attention"]
+    testing.means_what_it_says(t)
