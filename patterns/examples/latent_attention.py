@@ -55,6 +55,11 @@ def shares(scores: Tensor) -> tuple[Tensor]:
     return (softmax(scores * SCALE, dim=-1, dtype=torch.float32).to(scores.dtype),)
 
 
+def shares_and_sums(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with log Σ exp of the scores."""
+    return *shares(scores), torch.logsumexp(scores.float() * SCALE, dim=-1)
+
+
 def absorbed(weigh: Callable[..., tuple[Tensor, ...]] = shares, out: str = "bsne") -> Form:
     """The model absorbs both projections itself, and adds two products; scores give weights, perhaps with sums."""
 
@@ -66,6 +71,17 @@ def absorbed(weigh: Callable[..., tuple[Tensor, ...]] = shares, out: str = "bsne
         weights, *sums = weigh(scores, *more)
         y = torch.einsum(f"bnsc,nec->{out}", torch.einsum("bnst,btc->bnsc", weights, latent), up_value)
         return (y, *sums) if sums else y
+
+    return form
+
+
+def unrotated(weigh: Callable[..., tuple[Tensor, ...]] = shares) -> Form:
+    """Over keys and values of every head that are expanded from a latent alone."""
+
+    def form(q: Tensor, latent: Tensor, up: Tensor) -> Any:
+        k, v = linear(latent, up).unflatten(-1, (N, -1)).transpose(1, 2).split((D, E), dim=-1)
+        weights, *sums = weigh(q @ k.mT)
+        return (weights @ v, *sums) if sums else weights @ v
 
     return form
 
@@ -83,6 +99,7 @@ def of_one_cache(q: Tensor, rows: Tensor, up: Tensor) -> Tensor:
 PADDING = torch.arange(S) < torch.tensor([S, S - 2])[:, None]
 """Which tokens are there: the last sequence is padded on the right."""
 HEADS = tensors((B, 3, 1, D + DR), (B, T, C), (B, T, DR), fixed(sparse.UP[: 3 * (D + E)]))
+LONG = tensors((B, N, 1, D), (B, 4096, C), UP)
 TOGETHER = tensors((B, N, 1, D + DR), (B, T, C + DR), UP)
 
 
@@ -106,6 +123,8 @@ EXAMPLES = (
     Example("more queries than keys", few_keys, given(S, sparse.FEW)),
     Example("absorbed", absorbed(), given(1, T)),
     Example("absorbed, three heads", absorbed(), HEADS),
+    Example("without rotated lanes", unrotated(), LONG),
+    Example("without rotated lanes, with its sums", unrotated(shares_and_sums), LONG),
     Example("of one cache", of_one_cache, TOGETHER),
     Example("at a position", at_position, given(1, T, sparse.POSITION)),
     Example("padded", by_sdpa(lambda there: causal(S, S) & there[:, None, None]), given(S, S, PADDING)),

@@ -79,16 +79,26 @@ def in_line(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return masked(by_einsum(query, key, weights), causal(S, S))
 
 
-def in_line_paged(query: Tensor, pages: Tensor, weights: Tensor) -> Tensor:
-    """The same of keys in pages."""
-    return masked(by_einsum(query, paged(pages), weights), causal(S, TABLE.shape[1] * pages.shape[1]))
+def of_pages(query: Tensor, pages: Tensor, weights: Tensor) -> Tensor:
+    """Scores of keys in pages."""
+    return by_einsum(query, paged(pages), weights)
 
 
-def in_line_paged_int8(query: Tensor, of_queries: Tensor, pages: Tensor, of_keys: Tensor, weights: Tensor) -> Tensor:
+def of_int8_pages(query: Tensor, of_queries: Tensor, pages: Tensor, of_keys: Tensor, weights: Tensor) -> Tensor:
     """The same of int8 queries and keys, with scales of their rows."""
     products = torch.einsum("bshd,btd->bsht", query.float(), paged(pages).float())
     scores = torch.einsum("bsht,bsh->bst", relu(products), weights.float() * of_queries)
-    return masked(scores * paged(of_keys).float().unsqueeze(1), causal(S, TABLE.shape[1] * pages.shape[1]))
+    return scores * paged(of_keys).float().unsqueeze(1)
+
+
+def in_line_paged(query: Tensor, pages: Tensor, weights: Tensor) -> Tensor:
+    """The list of a prompt, of keys in pages."""
+    return masked(of_pages(query, pages, weights), causal(S, TABLE.shape[1] * pages.shape[1]))
+
+
+def in_line_paged_int8(query: Tensor, of_queries: Tensor, pages: Tensor, *more: Tensor) -> Tensor:
+    """The same in int8."""
+    return masked(of_int8_pages(query, of_queries, pages, *more), causal(S, TABLE.shape[1] * pages.shape[1]))
 
 
 def unmarked(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:

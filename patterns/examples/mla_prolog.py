@@ -176,6 +176,7 @@ W8A8_PAGED = (
     turned_first("packed tokens, the heads quantised", packed(w8a8(PAGES, "uq"))),
     turned_first("packed tokens, all quantised", packed(w8a8(PAGES, *LAYERS))),
     turned_first("two at a slot", w8a8(PAIRS, *LAYERS), caches.two_in_a_row, refusal="hold several"),
+    turned_first("one layer of both, the heads quantised", w8a8(PAGES, "uq"), joint=True),
     turned_first("unknown places", w8a8(PAGES, "uq"), caches.anywhere, refusal="not proven to lie in"),
 )
 

@@ -13,6 +13,7 @@ from patterns.examples.inputs import rotated
 HEADS = rotated((2, 4, 3, 64), table=(2, 1, 3, 64))
 TOKENS = rotated((2, 3, 4, 64), table=(2, 3, 1, 64))
 PART = rotated((2, 4, 3, 192), table=(2, 1, 3, 64))
+PAIR_PART = rotated((2, 4, 3, 192), (2, 2, 3, 192), table=(2, 1, 3, 64))
 ODD = rotated((2, 4, 3, 193), table=(2, 1, 3, 64))
 PAIR = rotated((2, 4, 3, 64), (2, 2, 3, 64), table=(2, 1, 3, 64))
 SAME = rotated((2, 4, 3, 64), (2, 2, 3, 64), table=(1, 1, 3, 64))
@@ -105,6 +106,8 @@ PARTIAL = (
     Example("first lanes of a tensor, in float32", _among(0, 64, _wide(_interleaved)), PART),
     Example("last lanes of a tensor, interleaved order", _among(128, 192, _interleaved), PART),
     Example("last lanes of a tensor, in float32", _among(128, 192, _wide(_interleaved)), PART),
+    Example("first lanes of queries and keys", _both(_among(0, 64, _interleaved)), PAIR_PART),
+    Example("last lanes of queries and keys", _both(_among(128, 192, _interleaved)), PAIR_PART),
     Example(
         "some lanes left out", _among(0, 64, _interleaved, 128), PART, "128 of 192 lanes are left", instead="Alone"
     ),
