@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import cast
 
@@ -30,6 +31,7 @@ from fusion.recording import Fakes
 from fusion.records import Candidate, Refusal, Rewritten
 from fusion.report import Outcome, counted, live_calls, tally, together
 from fusion.shelf import shelf
+from fusion.stack import roomy
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.host_reads import read_on_host
 from fusion.stages.layers import NotRepeatedError, Origins, fold, unfold
@@ -68,7 +70,7 @@ def fuse_graph(
     kept = copy.deepcopy(source) if original is None else original
     try:
         with uncollected():
-            outcome = _fused(source, kept, library, options, facts, target)
+            outcome = roomy(partial(_fused, source, kept, library, options, facts, target))
             with stage("bodies"):
                 return _entered(source, library, options, outcome)
     except BaseException:
