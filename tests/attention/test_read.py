@@ -326,7 +326,7 @@ def less(scores: Tensor, number: Tensor) -> Tensor:
         (lambda scores: (scores - scores.mean(-1, keepdim=True)).softmax(-1), ["mean"]),
     ],
 )
-@pytest.mark.parametrize("low", [-1e9, -1e4])
+@pytest.mark.parametrize("low", [LEAST, -1e9, -1e4])
 def test_what_a_query_without_a_key_gives_depends_on_what_is_subtracted_first(
     shares: Callable[[Tensor], Tensor], empty: list[str], low: float
 ):
@@ -345,3 +345,12 @@ def test_exponentials_of_numbers_lowered_by_what_does_not_swallow_them_vanish_al
 
     assert [each["fully_masked_row"] for each in captures(attend, *LONG, EMPTY)] == ["nan"]
     testing.means_what_it_says(testing.trial_of(capture(attend, (*LONG, EMPTY))))
+
+
+@pytest.mark.parametrize("low", [LEAST, -1e9, -1e4])
+def test_added_numbers_are_no_bias_of_what_is_not_known_of_a_query_without_a_key(low: float):
+    def attend(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        scores = q @ k.mT / 4 + padded(padding, low)
+        return less(scores, scores.mean(-1, keepdim=True)) @ v
+
+    assert not captures(attend, *LONG, EMPTY)
