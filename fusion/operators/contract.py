@@ -299,8 +299,8 @@ def _is_nothing(size: int | torch.SymInt) -> bool:
 
 def _limit_refusal(op: Operator, chip: str, values: Mapping[str, Any], lowering: str | None) -> str | None:
     asked = _asked(op, chip, lowering)
-    kept_together = all(map(predicates.is_plain, values.values())) and _together(op, chip, lowering)(values)
-    for limit in () if kept_together else asked:
+    all_kept = all(map(predicates.is_plain, values.values())) and _all_hold(op, chip, lowering)(values)
+    for limit in () if all_kept else asked:
         kept = limit.verdict(values)
         if kept:
             continue
@@ -320,8 +320,8 @@ def _asked(op: Operator, chip: str, lowering: str | None) -> tuple[Limit, ...]:
 
 
 @cache
-def _together(op: Operator, chip: str, lowering: str | None) -> Callable[[Mapping[str, Any]], bool]:
-    return predicates.together((limit.text, limit.when) for limit in _asked(op, chip, lowering))
+def _all_hold(op: Operator, chip: str, lowering: str | None) -> Callable[[Mapping[str, Any]], bool]:
+    return predicates.all_hold((limit.text, limit.when) for limit in _asked(op, chip, lowering))
 
 
 @cache

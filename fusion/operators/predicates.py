@@ -238,7 +238,7 @@ def is_plain(value: Any) -> bool:
     return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def together(conditions: Iterable[tuple[str, str]]) -> Callable[[Mapping[str, Any]], bool]:
+def all_hold(conditions: Iterable[tuple[str, str]]) -> Callable[[Mapping[str, Any]], bool]:
     """Whether each first text is true wherever the second is, or that is "", for values without a symbolic size.
 
     All texts are one function of Python: each call that is planned is asked for all, and each by itself takes longer.

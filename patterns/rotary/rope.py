@@ -87,6 +87,7 @@ class Rope(Rule):
     @variants(others=JOINED)
     def rows_to_half(self, turned: Turned, others: Alone):
         """The same for x [B, S, N, D]: every position is a batch entry of its own."""
+        _refuse_other_orders(turned)
         x, tables = turned.x, turned.tables()
         one = all(each.dim() == 4 and each.shape[2] == 1 for each in tables)
         require(x.dim() == 4 and one, "the tables depend on the heads")
@@ -118,8 +119,13 @@ class Rope(Rule):
         return others.over_all(turned).by("interleave", turning(turned.x))
 
 
-def _pairs_to_half(turned: Turned) -> Tensor:
+def _refuse_other_orders(turned: Turned) -> None:
+    """Refuse all but one pair of orders: before anything is computed for it."""
     orders = turned.source, turned.result
     require(orders == ("interleaved", "half"), "the lanes do not go from interleaved to half order")
+
+
+def _pairs_to_half(turned: Turned) -> Tensor:
+    _refuse_other_orders(turned)
     x, cos, sin = (four_dims(each) for each in (turned.x, *turned.tables()))
     return turned.rounded(torch.ops.npu.npu_interleave_rope(x, cos, sin).reshape(turned.x.shape))

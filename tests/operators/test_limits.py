@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from fusion.errors import OperatorError
 from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator, refusal
-from fusion.operators.predicates import holds, together
+from fusion.operators.predicates import all_hold, holds
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
@@ -707,7 +707,7 @@ def test_limits_asked_together_are_those_asked_one_by_one(text: str):
             values = {"A": a, "B": b, "x": x, "y": y, "z": None, "sizes": sizes, "mode": mode, "flag": flag}
             for when in ("", "flag"):
                 asked = holds(text, values) or (bool(when) and not flag)
-                assert together([("A >= 0", ""), (text, when)])(values) is asked, (text, when, values)
+                assert all_hold([("A >= 0", ""), (text, when)])(values) is asked, (text, when, values)
 
 
 def symbolic(*shape: int, dynamic: tuple[int, ...]) -> Tensor:
