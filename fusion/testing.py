@@ -328,11 +328,14 @@ def idempotent(t: Trial) -> None:
 
 
 def saves_what_it_claims(t: Trial) -> None:
-    """As many launches less as the candidates said; more only where several of them share what they build."""
+    """As many launches less as the candidates said; more only where several share what they build, or what the model
+    computes for them from Parameters is prepared.
+    """
     graphs = t.captured.graph.graph, t.fused.graph
     before, after = (sum(each.launches for each in live_calls(graph).values()) for graph in graphs)
     claimed = sum(each.launches for each in t.outcome.chosen) + len(t.outcome.in_place)
-    saved = before - after == claimed or (before - after > claimed and len(t.outcome.chosen) != 1)
+    may_save_more = len(t.outcome.chosen) != 1 or bool(t.outcome.prepared)
+    saved = before - after == claimed or (before - after > claimed and may_save_more)
     assert saved, f"{before} launches became {after}, {claimed} fewer were claimed"
 
 

@@ -338,7 +338,7 @@ FORMS = {
     "a matrix with a column": (call(aten.mm.default, (4, 8), (8, 1)), "matmul(arg0_1, arg1_1)"),
     "attention to all keys": (
         call(aten.scaled_dot_product_attention.default, (2, 4, 8), (2, 4, 8), (2, 4, 8)),
-        "matmul(softmax(scale(matmul(arg0_1, permute(arg1_1, 0, 2, 1)), 0.35355339059327373), -1, zero), arg2_1)",
+        "matmul(softmax(scale(matmul(arg0_1, permute(arg1_1, 0, 2, 1)), 0.35355339059327373), -1, zero, True), arg2_1)",
     ),
     "a factor that bfloat16 does not hold": (
         call(aten.mul.Tensor, (4,), more=(0.1,), dtype=torch.bfloat16),
@@ -487,7 +487,7 @@ FORMS = {
     ),
     "places of the largest of shares of columns": (
         entry(aten.topk.default, 1, (4, 4), more=(2,), made=shares(0)),
-        "largest_index(softmax(arg0_1, -2, nan), 2)",
+        "largest_index(softmax(arg0_1, -2, nan, True), 2)",
     ),
     "the largest of rows to which numbers are added": (
         entry(aten.topk.default, 0, (4, 8), (4, 1), more=(2,), made=added),
@@ -503,7 +503,7 @@ FORMS = {
     ),
     "shares of the largest": (
         lambda build: less_log_sum(build, largest(build, x := build.input(4, 8)), x),
-        "largest(softmax(arg0_1, -1, nan), 2)",
+        "largest(softmax(arg0_1, -1, nan, True), 2)",
     ),
     "the largest over the exponentials of others": (
         lambda build: less_log_sum(build, largest(build, build.input(4, 8)), build.input(4, 8)),
