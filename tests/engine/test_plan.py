@@ -48,7 +48,9 @@ def test_what_no_node_holds_is_priced_by_the_bytes_and_the_arithmetic_of_buildin
     x, w = (each for each in graph.places if each.op == "input")
     planner = Planner(graph, Fakes(graph), target, "eager", (), Options())
     squares = graph.algebra.power(w, 2.0)
-    (copied,), (product,) = (planner._kernels(each) for each in (squares, matmul(graph.algebra, x, squares)))
+    whole = matmul(graph.algebra, x, squares)
+    assert planner._to_build([w, whole, x]) == (squares, whole)
+    (copied,), (product,) = (planner._kernels(each) for each in (squares, whole))
     assert copied == pytest.approx(target.launch + 2 * w.shape[0] * w.shape[1] * 4 / target.bandwidth)
     assert product > target.launch + w.shape[0] * w.shape[1] * 4 / target.bandwidth
     assert planner._kernels(graph.algebra.reshape(w, (2048, 1024))) == ()
