@@ -19,7 +19,7 @@ from fusion.analysis.infinities import may_be_infinite_beside_numbers
 from fusion.analysis.logarithms import differences
 from fusion.analysis.rounding import exact, is_float
 from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, broadcast_arranged, row_step
-from fusion.graph import Algebra, Value
+from fusion.graph import Algebra, Value, logic
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.addends import addends_of, computed_from, product_in
 from patterns.attention.masks import MASKED, Empty, Term, mask_on
@@ -107,7 +107,7 @@ def _of_columns(a: Algebra, turned: Value) -> Value | None:
     if p.op != "softmax" or turned.attrs[-1] - p.rank != p.attrs[0]:
         return None
     z = _permuted(a, p.arg, turned.attrs)
-    return a.make("softmax", (z,), (-1, *p.attrs[1:]), z.shape, z.dtype)
+    return logic.softmax(a, z, -1, *p.attrs[1:])
 
 
 def _beside_sink(a: Algebra, p: Value) -> Value | None:
@@ -120,7 +120,7 @@ def _beside_sink(a: Algebra, p: Value) -> Value | None:
             if summed is a.sum(exp, (-1,)) and other.op == "exp" and other.shape[-1:] == (1,):
                 z, sink = _less_the_same(exp.arg, other.arg)
                 joined = a.cat([z, a.expand(sink, (*z.shape[:-1], 1))], -1)
-                weights = a.make("softmax", (joined,), (-1, "nan", False), joined.shape, joined.dtype)
+                weights = logic.softmax(a, joined, -1, "nan", safe=False)
                 return a.cut(weights, -1, 0, exp.shape[-1])
     return None
 
@@ -145,7 +145,7 @@ def _turned(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int,
         return softmax, ()
     z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
     order = tuple(back.index(place) for place in range(len(back)))
-    return a.make("softmax", (z,), softmax.attrs, z.shape, z.dtype), order
+    return logic.softmax(a, z, *softmax.attrs), order
 
 
 def _heads_behind(softmax: Value, product: Value, terms: Sequence[Term]) -> bool:
