@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +38,12 @@ def module_path(node: fx.Node) -> str:
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
+    return _dotted(str(list(stack.values())[-1][0]))
+
+
+@cache
+def _dotted(path: str) -> str:
+    """What Dynamo calls a module, as the model's own `named_modules` does."""
     path = re.sub(r"^L\['(self|fn|args|kwargs)'\]\.?", "", path)
     keys = r"\._modules\['([^']+)'\]|\['([^']+)'\]|\[(\d+)\]"
     path = re.sub(keys, lambda found: "." + next(filter(None, found.groups())), path)

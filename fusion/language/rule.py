@@ -160,6 +160,16 @@ class Pattern:
         """The semantic ops that it mentions."""
         return frozenset(name for name, _ in self.applied)
 
+    @cached_property
+    def needed(self) -> frozenset[frozenset[str]]:
+        """Of each part of its first result the canonical ops of which it is one: all are in or below the result."""
+        return frozenset(filter(None, (each.heads() for each in _parts(self.results[0]))))
+
+    @cached_property
+    def between(self) -> frozenset[str]:
+        """The canonical ops that may stand between its first result and those parts, both included."""
+        return frozenset[str]().union(*self.needed)
+
 
 @dataclass(frozen=True)
 class Example:
@@ -311,6 +321,13 @@ def _capture(pattern: str, name: str, declared: Any) -> Capture | Parameter:
         f"tracing pattern {pattern}: capture {name!r} is declared as {declared!r}; declare it with "
         'tensor("..."), scalar(), attribute() or a kind of Group as its default'
     )
+
+
+def _parts(term: Term) -> Iterator[Term]:
+    """A term and its parts."""
+    yield term
+    for each in term.parts():
+        yield from _parts(each)
 
 
 def _applied(term: Term) -> set[tuple[str, tuple[str, ...]]]:

@@ -51,6 +51,10 @@ class Term:
         """The terms, and other things, of which this one consists."""
         return ()
 
+    def parts(self) -> tuple[Term, ...]:
+        """Those below that stand for arguments of its value, or for that itself: nothing is seen otherwise between."""
+        return ()
+
     def follows(self, bound: Bindings) -> bool:
         """Whether this term is computed from a term that is bound already."""
         return False
@@ -158,6 +162,10 @@ class Operation(Tensorial):
         """Its arguments."""
         return self.args
 
+    def parts(self) -> tuple[Term, ...]:
+        """Its arguments."""
+        return self.args
+
     def heads(self) -> frozenset[str]:
         """Its own ops."""
         return frozenset(self.ops)
@@ -260,6 +268,7 @@ class Cast(Above):
         return self.inner.rank
 
     follows = Above._inner_follows
+    parts = Above.below
 
     def heads(self) -> frozenset[str]:
         """As of any step, or its own alone."""

@@ -49,6 +49,7 @@ class Scaled(Above):
     factor: Parameter
     step = "scale"
     follows = Above._inner_follows
+    parts = Above.below
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         forms = ((value.arg, value.attrs[0]), (value, 1.0)) if value.op == "scale" else ((value, 1.0),)

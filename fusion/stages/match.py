@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from heapq import merge
@@ -86,12 +86,18 @@ class _Search:
         self._unsafe = unsafe
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
-        self._hidden: dict[str, list[Value]] = defaultdict(list)
+        self._all: dict[str, list[Value]] = defaultdict(list)  # of an op, with those that no node holds
+        self._users: dict[Value, list[Value]] = defaultdict(list)
+        self._above = cache(self._found_above)
         self._explained: set[tuple[str, Value]] = set()
         self._guarded: set[Value] = set()  # where all of a form was there, and a guard has said why not
         self._refused: set[tuple[str, Value, str]] = set()
         for value in graph.places:
             self._by_head[value.op].append(value)
+        for value in graph.owners:
+            self._all[value.op].append(value)
+            for each in value.args:
+                self._users[each].append(value)
         for value, reading in graph.readings:
             self._read(value, reading)
 
@@ -104,10 +110,32 @@ class _Search:
             insort(self._by_head[f"reading:{reading.op}"], value, key=self._place)
         self._readings[value].append(reading)
 
-    def _candidates(self, term: Term) -> Iterable[Value]:
+    def _candidates(self, term: Term) -> Sequence[Value]:
         """In the order in which nodes hold them; what no node holds comes last."""
         held = [self._by_head.get(head, []) for head in term.heads()]
         return list(held[0]) if len(held) == 1 else list(dict.fromkeys(merge(*held, key=self._place)))
+
+    def _where(self, form: Pattern, candidates: Sequence[Value]) -> Sequence[Value]:
+        """Those of the candidates for its first result that are above something of its rarest op or word."""
+        counts = {heads: sum(map(self._count, heads)) for heads in form.needed}
+        rarest = min(counts, key=lambda heads: (counts[heads], heads != form.results[0].heads()), default=None)
+        if rarest is None or rarest == form.results[0].heads():
+            return candidates
+        above = self._above(rarest, form.between, counts[rarest])
+        return [each for each in candidates if each in above]
+
+    def _count(self, head: str) -> int:
+        return len(self._all.get(head) or self._by_head.get(head, ()))
+
+    def _found_above(self, heads: frozenset[str], between: frozenset[str], count: int) -> Set[Value]:
+        """The `count` values of some ops or words, and what is computed from them by ops `between` alone."""
+        waiting = [each for head in heads for each in (self._all.get(head) or self._by_head.get(head, ()))]
+        found = set(waiting)
+        while waiting:
+            users = {each for each in self._users.get(waiting.pop(), ()) if each.op in between} - found
+            found |= users
+            waiting += users
+        return found
 
     def _place(self, value: Value) -> tuple[float, int]:
         node = self.graph.node(value)
@@ -131,8 +159,7 @@ class _Search:
         taken: dict[Value, list[Set[Any]]] = {}
         for form in rule.patterns():
             chosen = form.given.items()
-            spoken = all(f"reading:{word}" in self._by_head for word in form.words)
-            for value in self._candidates(form.results[0]) if spoken else ():
+            for value in self._where(form, self._candidates(form.results[0])) if self._is_spoken(form) else ():
                 if any(chosen <= each for each in taken.get(value, ())) or not self._makers(value):
                     continue
                 matched = self._try(rule, form, value)
@@ -140,6 +167,10 @@ class _Search:
                     taken.setdefault(value, []).append(chosen)
                     self.found.matches.append(matched)
                     self._read(value, Reading(rule.name, matched.captures, matched.relies))
+
+    def _is_spoken(self, form: Pattern) -> bool:
+        """Whether something has each meaning that a form mentions."""
+        return all(f"reading:{word}" in self._by_head for word in form.words)
 
     def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
         refused: Refused | None = None
@@ -240,8 +271,8 @@ class _Search:
         """
         told: set[Value] = set()
         is_something = cache(lambda value: self._is_known(rule, value) or self._is_within(value))
-        for form in rule.lookalikes():
-            for value in (*self._candidates(form.results[0]), *self._inside(form.results[0])):
+        for form in filter(self._is_spoken, rule.lookalikes()):
+            for value in self._where(form, (*self._candidates(form.results[0]), *self._inside(form.results[0]))):
                 if value in told or is_something(value):
                     continue
                 for bound in form.results[0].match(value, {}, self):
@@ -267,11 +298,8 @@ class _Search:
 
     def _inside(self, term: Term) -> list[Value]:
         """Values that a node is built from without holding them."""
-        if not self._hidden:
-            for value in self.graph.owners:
-                if value not in self.graph.places:
-                    self._hidden[value.op].append(value)
-        return [value for head in sorted(term.heads()) for value in self._hidden.get(head, ())]
+        found = (each for head in sorted(term.heads()) for each in self._all.get(head, ()))
+        return [each for each in found if each not in self.graph.places]
 
     def note_misses(self) -> None:
         """Say why what looked to a reader like something is nothing of the kind."""

@@ -12,7 +12,7 @@ from fusion import Rule, lookalike, lowering, pattern, require, scalar, tensor
 from fusion.errors import RuleError
 from fusion.graph import Miss, Reading, Readings
 from fusion.language import captured
-from fusion.stages.match import levels, match
+from fusion.stages.match import _Search, levels, match
 
 from .graphs import norm, numbers, read_graph, rotate, said, traced
 from .rules import DoubleExp, Scores, WrongNorm
@@ -54,6 +54,20 @@ def test_products_match_in_any_order_and_association(order, left):
 def test_a_product_of_more_factors_leaves_the_rest_to_the_last_capture():
     matches = found(lambda x, y, a: x * a * torch.sigmoid(x) * y, (X, Y, A), Triple()).matches
     assert {one.captures["y"].op for one in matches} == {"mul"}
+
+
+def test_a_form_is_tried_only_above_what_it_needs_most_rarely(monkeypatch: pytest.MonkeyPatch):
+    tried: list[str] = []
+    attempt = _Search._try
+    monkeypatch.setattr(_Search, "_try", lambda *given: tried.append(said(given[3])) or attempt(*given))
+
+    def form(x, y, a):
+        return (x * a) * y, (y * a).exp() * x, torch.sigmoid(x) * x * y, torch.sigmoid(y).exp() * y
+
+    (one,) = found(form, (X, Y, A), Triple()).matches
+    assert said(one.results[0]) in tried
+    assert len(tried) == 2, "the product below, and that of all factors"
+    assert all("sigmoid" in each for each in tried)
 
 
 def test_a_cast_is_taken_only_to_the_dtype_that_the_pattern_pins():

@@ -19,7 +19,8 @@ from fusion.library import installed
 from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.stages.canonicalise import canonicalise
-from fusion.stages.plan import Planner, _in_order, _lies_as_its_indices
+from fusion.stages.plan import Planner
+from fusion.stages.plan.fit import _in_order, _lies_as_its_indices
 from fusion.stages.plan.recorded import PlanBook
 from fusion.target import Target
 from fusion.testing import capture
@@ -135,6 +136,51 @@ def test_a_lowering_whose_operator_cannot_run_is_recorded_only_where_no_other_is
     options = Options(target=target, lower="eager", plan_lower=lowers, plan_cache="off")
     fuse(traced(lambda x: torch.exp(x) * 2, X), options, (rule,))
     assert set(Doubled.ran) == ran
+
+
+@dataclass(frozen=True)
+class AtOnce(Rule):
+    """A doubled exponential by one kernel, whose result may be of another dtype; then in other ways."""
+
+    wide: ClassVar[bool] = False
+    ran: ClassVar[list[str]] = []
+
+    @pattern
+    def written(self, p, x=tensor("*B D"), factor=scalar()):
+        """A scaled exponential."""
+        return p.scale(p.op("exp", x), factor)
+
+    @lowering
+    def first(self, x: torch.Tensor):
+        """By one kernel."""
+        self.ran.append("first")
+        return torch.ops.aten.add(x, x.double() if self.wide else x)
+
+    @lowering
+    def second(self, x: torch.Tensor):
+        """By another."""
+        self.ran.append("second")
+        return torch.ops.aten.exp2(x)
+
+    @lowering
+    def third(self, x: torch.Tensor):
+        """By one more."""
+        self.ran.append("third")
+        return torch.ops.aten.exp2(x)
+
+
+@dataclass(frozen=True)
+class WideAtOnce(AtOnce):
+    """The same, of which the first way gives another dtype."""
+
+    wide: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(("rule", "ran"), [(AtOnce(), ["first"]), (WideAtOnce(), ["first", "second"])])
+def test_nothing_is_recorded_behind_one_kernel_that_gives_what_it_replaces(rule, ran):
+    AtOnce.ran.clear()
+    fuse(traced(lambda x: torch.exp(x) * 2, X), Options(lower="eager", plan_cache="off"), (rule,))
+    assert AtOnce.ran == ran
 
 
 @pytest.mark.parametrize("before", [(), (None,)])

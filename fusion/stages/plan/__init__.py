@@ -15,13 +15,12 @@ from operator import sub
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.fx as fx
 
 from fusion.cost import call_cost, is_launch, node_cost
 from fusion.errors import Failure
 from fusion.failures import failure, raised
-from fusion.graph import Graph, Value, dims_of, is_dense
+from fusion.graph import Graph, Value
 from fusion.language import Refused
 from fusion.mutation import memory_of
 from fusion.operators import operator_of
@@ -31,6 +30,7 @@ from fusion.records import Candidate, Match, Plan, Refusal
 from fusion.shelf import Shelf
 from fusion.stages.plan import together
 from fusion.stages.plan.copies import Copies
+from fusion.stages.plan.fit import mismatch
 from fusion.stages.plan.kept import Plans
 from fusion.stages.plan.recorded import PlanBook, Run
 from fusion.target import Target
@@ -145,11 +145,15 @@ class Planner:
         others: Mapping[Match, Sequence[Candidate]],
         shared: _Sharing,
     ) -> list[Candidate]:
-        """Each offer with the best other match that reads one of the values `made`, which else it would build."""
+        """Each offer with the best other match that reads one of the values `made`, which else it would build.
+
+        Those that the target cannot run stay as they are; without such a match there is none.
+        """
         readers = (each for found in others.values() for each in found if made.intersection(each.built))
         waiting = [each for each in readers if self._cause(each) is None]
-        pairs = [self._offer(one.match, one.lowering, one.plan, shared, each) for one in offers for each in waiting]
-        best: dict[str, Candidate] = {}
+        best = {each.lowering: each for each in offers if self._cause(each) is not None} if waiting else {}
+        able = [each for each in offers if each.lowering not in best]
+        pairs = [self._offer(one.match, one.lowering, one.plan, shared, each) for one in able for each in waiting]
         for each in sorted(pairs, key=_together, reverse=True):  # of those that save the same, the first
             best.setdefault(each.lowering, each)
         return list(best.values())
@@ -189,7 +193,7 @@ class Planner:
 
     def _cause(self, offer: Candidate) -> Refused | str | None:
         """Why the target cannot run it."""
-        return offer.plan.refusals.get(self.target.name) or _mismatch(offer.match, offer.plan)
+        return offer.plan.refusals.get(self.target.name) or mismatch(offer.match, offer.plan)
 
     def _note_elsewhere(self, match: Match, plans: Sequence[Plan | Refused]) -> None:
         """What another target would refuse although this one does not."""
@@ -368,34 +372,6 @@ def _calls(match: Match, lowering: str, plan: Plan) -> tuple[_Call, ...]:
     """The steps of a plan that cost."""
     read = (frozenset((name, match.captures[name]) for name in names) for _, names in plan.costs)
     return tuple(_Call(match.rule.name, match.variant, lowering, number, each) for number, each in enumerate(read))
-
-
-def _mismatch(match: Match, plan: Plan) -> Refused | None:
-    """A plan must give exactly the shape and dtype of what it replaces."""
-    for result, fake in zip(match.results, plan.fakes, strict=True):
-        if (dims_of(fake.shape), fake.dtype) != (result.shape, result.dtype):
-            return Refused(
-                "it would give {have} where the model has {want}",
-                {"have": f"{fake.dtype}{list(fake.shape)}", "want": f"{result.dtype}{list(result.shape)}"},
-            )
-    if any(_lies_as_its_indices(node) for makers in match.roots for node in makers):
-        return Refused("its result lies in memory as the indices do, which are not in the order of their dims", {})
-    return None
-
-
-def _lies_as_its_indices(node: fx.Node) -> bool:
-    """Whether a result may lie otherwise than its fake says: torch's own are wrong for indices that lie otherwise."""
-    made: Any = memory_of(node)
-    if made.target is not torch.ops.aten.index.Tensor:
-        return False
-    return any(not _in_order(each.meta["val"]) for each in made.args[1] if each is not None)
-
-
-def _in_order(val: torch.Tensor) -> bool:
-    """Whether strides fall from dim to dim; dims of one place, or of one entry, have none."""
-    strides = [each for size, each in zip(dims_of(val.shape), dims_of(val.stride()), strict=True) if size != 1 and each]
-    known = all(isinstance(each, int) for each in strides)
-    return is_dense(val) or (known and strides == sorted(strides, reverse=True))
 
 
 def _together(offer: Candidate) -> float:

@@ -20,6 +20,7 @@ from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Input, Match, Output, Plan, Step
 from fusion.shelf import Shelf
+from fusion.stages.plan.fit import mismatch
 from fusion.stages.plan.kept import Plans, digest, plans_of, text_of
 from fusion.target import Target
 from fusion.texts import frozen
@@ -101,15 +102,17 @@ class PlanBook:
         return plans
 
     def _record_all(self, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
-        """Each lowering; of its variants those up to the first that no target refuses."""
+        """Each lowering up to the first that is one kernel, and of its variants to the first that no target refuses."""
         found: dict[str, Plan | Refused] = {}
         settled: set[str] = set()
         for each in self._ways(match):
             if each.method in settled:
                 continue
             plan = found[each.name] = self._attempt(match, each, captures, kept)
-            if isinstance(plan, Plan) and not plan.refusals:
+            if isinstance(plan, Plan) and not plan.refusals and mismatch(match, plan) is None:
                 settled.add(each.method)
+                if len(plan.costs) <= 1:
+                    break
         return found
 
     def _written_back(self, match: Match, tensors: Mapping[str, Value]) -> frozenset[str]:
