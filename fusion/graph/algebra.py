@@ -63,6 +63,8 @@ class Algebra:
             return self.reshape(x.arg, shape)
         if x.op in ("power", "scale", "shift", "cast"):
             return self.make(x.op, (self.reshape(x.arg, shape),), x.attrs, shape, x.dtype)
+        if x.op == "permute" and x.arg.op == "reshape" and (order := _opened_order(x, shape)) is not None:
+            return self.reshape(self.permute(x.arg.arg, order), shape)
         if x.op == "mean" and x.attrs == (-1,) and shape and shape[-1] == 1:
             return self.mean(self.reshape(x.arg, (*shape[:-1], x.arg.shape[-1])), (-1,))
         if x.op == "slice" and shape and x.attrs[0] == x.rank - 1 and shape[-1] == x.shape[-1]:
@@ -409,3 +411,30 @@ def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:
     if y.op == "expand" and broadcast(x.shape, y.arg.shape) == shape:
         y = y.arg
     return x, y
+
+
+def _opened_order(turned: Value, shape: tuple[Dim, ...]) -> list[int] | None:
+    """The order in which dims stand that are joined, turned, and opened again to `shape`; None where they stay joined.
+
+    Some of the dims of `shape` may be joined from several that stand beside each other.
+    """
+    below = turned.arg.arg.shape
+    groups = _joined(below, turned.arg.shape)
+    if groups is None:
+        return None
+    order = [axis for group in turned.attrs for axis in groups[group]]
+    opened = _joined(tuple(below[axis] for axis in order), shape)
+    return order if opened is not None and len(opened) > len(groups) else None
+
+
+def _joined(dims: tuple[Dim, ...], shape: tuple[Dim, ...]) -> list[range] | None:
+    """Which dims beside each other each dim of `shape` is joined from; None where one is made otherwise."""
+    groups: list[range] = []
+    for size in shape:
+        start = groups[-1].stop if groups else 0
+        stops = range(start + 1, len(dims) + 1)
+        stop = next((each for each in stops if math.prod(dims[start:each]) == size), None)
+        if stop is None:
+            return None
+        groups.append(range(start, stop))
+    return groups if groups and groups[-1].stop == len(dims) else None

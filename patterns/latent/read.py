@@ -75,7 +75,7 @@ def head_projection(a: Algebra, value: Value, heads: Any, rows: Any) -> HeadProj
     Where they are multiplied by a number, x is what the layer takes times that number.
     """
     value, rows, number = unscaled_lanes(a, value, rows)
-    for layer in (_linear, _by_heads):
+    for layer in (_linear, _positions_first, _by_heads):
         for each in sources(value):
             parts = layer(a, each, value.shape[0], heads, rows)
             place = parts and placed(a, value, parts[2])
@@ -113,6 +113,14 @@ def _linear(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Laye
     weight = swapped(a, a.reshape(product.args[1], product.args[1].shape[-2:]))
     weight = a.cut(weight, 0, *layer.attrs[1:3]) if is_cut else weight
     return product.arg, weight, opened_heads(a, layer, batch, heads, rows)
+
+
+@proof
+def _positions_first(a: Algebra, layer: Value, batch: Any, heads: Any, rows: Any) -> Layer | None:
+    """A linear layer of [S, B, K], which may be flattened."""
+    x, weight, opened = proven(_linear(a, layer, rows, heads, batch))
+    by_sequence = a.permute(a.reshape(x, (rows, batch, x.shape[-1])), (1, 0, 2))
+    return by_sequence, weight, a.permute(opened, (1, 0, 2, 3))
 
 
 @proof
@@ -310,13 +318,16 @@ def first_rows(k: Value) -> tuple[Value, int | None]:
 def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
     """What keys are joined from, each with its first lane."""
     joined, axis = k, k.rank - 1
-    while joined.op == "permute":
-        joined, axis = joined.arg, joined.attrs[axis]
+    while joined.op == "permute" or (joined.op == "reshape" and axis == joined.rank - 1 and _keeps_lanes(joined)):
+        axis = joined.attrs[axis] if joined.op == "permute" else joined.arg.rank - 1
+        joined = joined.arg
     if joined.op != "cat" or joined.attrs != (axis,) or not isinstance(k.shape[-1], int):
         return [(0, k)]
     widths: list[Any] = [each.shape[axis] for each in joined.args]
     ends = accumulate(widths)
-    return [(end - width, a.cut(k, -1, end - width, end)) for end, width in zip(ends, widths, strict=True)]
+    starts = [end - width for end, width in zip(ends, widths, strict=True)]
+    parts = [_lanes(a, k, start, width) for start, width in zip(starts, widths, strict=True)]
+    return [(start, each) for start, each in zip(starts, parts, strict=True) if each is not None]
 
 
 def _absorbing(a: Algebra, nope: Value, up: Value, turned: Sequence[Reading]) -> Value:

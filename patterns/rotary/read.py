@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
@@ -187,7 +187,7 @@ def _classify(known: KnownTables, found: _Sum, leaf: int) -> Reading | str | Non
         aligned = _align(left, right, source, result)
         if aligned is None:
             continue
-        reason = _refusal(*aligned)
+        reason = _refusal(*aligned, _pairs(result, len(found.where)))
         if reason is None:
             return _reading(known, found, leaf, aligned, {"source": source, "result": result})
     return reason or _unpaired(left, right)
@@ -228,12 +228,16 @@ def _align(left: _Side, right: _Side, source: str, result: str) -> tuple[_Side, 
     return cos, sin._replace(factor=sin.factor * sign)
 
 
-def _refusal(cos: _Side, sin: _Side) -> str | None:
-    if not all((each.table == each.table[0]).all() for each in (cos, sin)):
+def _refusal(cos: _Side, sin: _Side, pairs: Index) -> str | None:
+    """Why products of lanes and their partners are no rotation. `pairs` are the lanes of each pair of the result."""
+    apart = any((each.table[pairs[:, 0]] != each.table[pairs[:, 1]]).any() for each in (cos, sin))
+    if apart or any(stop - start < 2 for each in (cos, sin) for start, stop in _runs(each.table)):
         return "the lanes take their cosines (or sines) from different tensors"
     gain = cos.factor[0]
     if gain <= 0 or not (cos.factor == gain).all():
         return "the terms with the cosine do not all have the same positive factor"
+    if (cos.table == sin.table).all() and len({*cos.entry, *sin.entry}) == 2 * len(cos.lane):
+        return "each pair is multiplied by a matrix of its own, which is not proven to be [[cos, -sin], [sin, cos]]"
     if not (sin.factor == sin.factor[0]).all():
         return "the signs of the sine terms are not those of a rotation (one plus and one minus in each pair)"
     return None
@@ -259,9 +263,7 @@ def _reading(
     x = a.slice(_flat(a, *leaves.found[leaf]), -1, first, first + size)
     if x is None or x.shape != (*root.shape[:-1], size):
         return "the rotated tensor is broadcast along the tables"
-    cos, sin = (
-        known.scaled(_flat(a, *leaves.found[int(each.table[0])]), each.entry, float(each.factor[0])) for each in sides
-    )
+    cos, sin = (_table(known, leaves, each) for each in sides)
     if cos is None or sin is None:
         return "the table is read in an order that is neither full, repeated by halves nor repeated by pairs"
     tables = {"cos": a.cast(cos, compute), "sin": a.cast(sin, compute)}
@@ -272,6 +274,24 @@ def _reading(
     if rest is None:
         return "the lanes that are not rotated do not pass through unchanged"
     return Reading("partial_rotation", captures | {"rest": rest, "rest_first": bool(where[0] != 0)})
+
+
+def _table(known: KnownTables, leaves: Leaves, side: _Side) -> Value | None:
+    """The table by which all lanes are multiplied; joined where runs of lanes have tables of their own."""
+    pieces: list[Value] = []
+    for start, stop in _runs(side.table):
+        flat = _flat(known.algebra, *leaves.found[int(side.table[start])])
+        piece = known.scaled(flat, side.entry[start:stop], float(side.factor[0]))
+        if piece is None or piece.shape[:-1] != (pieces or [piece])[0].shape[:-1]:
+            return None
+        pieces.append(piece)
+    return pieces[0] if len(pieces) == 1 else known.algebra.cat(pieces, -1)
+
+
+def _runs(numbers: Index) -> list[tuple[int, int]]:
+    """Where stretches of the same number start and stop."""
+    bounds = [0, *(np.nonzero(np.diff(numbers))[0] + 1).tolist(), len(numbers)]
+    return list(pairwise(bounds))
 
 
 def _compute_dtype(leaves: Leaves) -> torch.dtype | None:

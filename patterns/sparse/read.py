@@ -74,13 +74,15 @@ def _words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
 class _Scores:
     """What is chosen from: a sum over heads, below masks that are added or filled in.
 
-    `scales` [B, S, 1, T], some of them 1, are those of keys that it is multiplied by.
+    `scales` [B, S, 1, T], some of them 1, are those of keys that it is multiplied by. `positions_first` says whether
+    the sum has its positions before its sequences.
     """
 
     total: Value
     shape: tuple[Any, ...]
     terms: tuple[Term, ...]
     scales: tuple[Value, ...] = ()
+    positions_first: bool = False
 
 
 @reader(gives=(LIGHTNING_INDEXER,), needs=("topk_mask",))
@@ -120,7 +122,7 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     found = _unmasked(a, _Scores(places.arg, places.arg.shape, ()))
     if isinstance(found, str):
         return found if _is_rectified(places.arg) else NOT_A_SUM
-    said = parts(a, found.total, found.scales)
+    said = parts(a, found.total, found.scales, found.positions_first or _is_exchanged(found))
     if isinstance(said, str):
         return said
     batch, queries, _, _ = said["query"].shape
@@ -158,6 +160,10 @@ def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
             return _unmasked(a, replace(found, total=z.arg))
         case "reshape":
             return _unmasked(a, replace(found, total=z.arg))
+        case "permute" if z.attrs == (1, 0, *range(2, z.rank)) and not found.scales:
+            return _unmasked(a, replace(found, total=z.arg, positions_first=True))
+        case "mul" | "add" | "where" if found.positions_first:
+            return MOVED
         case "mul":
             scores, scale = z.args if _is_scores(z.arg) else z.args[::-1]
             return _unmasked(a, replace(found, total=scores, scales=(*found.scales, _by_key(a, scale, z.shape))))
@@ -171,6 +177,12 @@ def _unmasked(a: Algebra, found: _Scores) -> _Scores | str:
             return term if isinstance(term, str) else _unmasked(a, _Scores(scores, z.shape, (*found.terms, term)))
         case _:
             return found
+
+
+def _is_exchanged(found: _Scores) -> bool:
+    """Whether a sum has one position, or is of one sequence, and has the dim of that where the other's is expected."""
+    rows = found.shape[-3:-1]
+    return 1 in rows and found.total.rank == 4 and found.total.shape[:2] == rows[::-1] != rows
 
 
 def _is_rectified(z: Value) -> bool:

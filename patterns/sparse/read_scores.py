@@ -21,7 +21,7 @@ from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, arranged, arrangement, row_step, uncast
 from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.algebra import widens
-from fusion.graph.contractions import swapped
+from fusion.graph.contractions import matmul, swapped
 from fusion.graph.signs import is_nonnegative
 
 NOT_A_SUM = "what is chosen from is not the sum over heads of weight · relu(query · key)"
@@ -54,12 +54,15 @@ class _Products:
     factors: list[_Factor] = field(default_factory=list[_Factor])
 
 
-def parts(a: Algebra, total: Value, behind: tuple[Value, ...] = ()) -> dict[str, Value] | str:
+def parts(
+    a: Algebra, total: Value, behind: tuple[Value, ...] = (), positions_first: bool = False
+) -> dict[str, Value] | str:
     """Query [B, S, N, D], key [B, T, D], weights [B, S, N] and, of int8, their scales; why a sum is none of them.
 
-    `behind` are the scales of keys [B, S, 1, T], some of them 1, that the sum is multiplied by.
+    `behind` are the scales of keys [B, S, 1, T], some of them 1, that the sum is multiplied by. With `positions_first`
+    the sum is [S, B, .., T].
     """
-    for weights, rectified, order in _sums(a, total):
+    for weights, rectified, order in _sums(a, _batch_first(a, total) if positions_first else total):
         products = _below_relu(a, rectified, order) if rectified.rank == 4 else None
         floats = _query_and_key(a, products) if products else None
         if products is None or floats is None:
@@ -86,6 +89,19 @@ def _sums(a: Algebra, total: Value) -> Iterator[tuple[Value | None, Value, tuple
         for weights, products in (both, both[::-1]):
             if weights.rank == 4 and weights.shape[-1] == 1:
                 yield weights, products, (0, 1, 2, 3)
+
+
+def _batch_first(a: Algebra, x: Value) -> Value:
+    """[S, B, ..] as [B, S, ..], as what is made of the same: means, functions of single elements, products."""
+    order = (1, 0, *range(2, x.rank))
+    if x.op in ("mean", "relu", "scale", "cast"):
+        below = _batch_first(a, x.arg)
+        return a.make(x.op, (below,), x.attrs, (x.shape[1], x.shape[0], *x.shape[2:]), x.dtype)
+    if x.op == "mul" or (x.op == "matmul" and x.rank > 3):
+        whole = [a.reshape(each, (*(1,) * (x.rank - each.rank), *each.shape)) for each in x.args]
+        moved = [_batch_first(a, each) for each in whole]
+        return (a.mul(*moved) if x.op == "mul" else matmul(a, *moved)) or a.permute(x, order)
+    return a.permute(x, order)
 
 
 def _both(a: Algebra, x: Value) -> list[Value]:

@@ -320,3 +320,23 @@ def test_a_scale_that_is_nearly_whole_is_whole():
     x = a.make("input", (), ("x",), (8,), torch.float32)
     assert a.scale(a.scale(x, 1 / 49), 49) is x
     assert a.scale(a.scale(x, 1 / math.sqrt(3)), 0.5).attrs == (0.5 / math.sqrt(3),)
+
+
+def test_dims_that_are_joined_turned_and_opened_again_are_turned():
+    def joined(x):
+        return x.reshape(3, 8, 5).transpose(0, 1)
+
+    x = numbers(3, 2, 4, 5)
+    whole = value(lambda x: joined(x).reshape(2, 4, 3, 5), x)
+    assert said(whole) == said(value(lambda x: x.permute(1, 2, 0, 3), x))
+    kept = value(lambda x: joined(x).reshape(4, 2, 3, 5), x)
+    assert said(kept) != said(value(lambda x: x.permute(2, 1, 0, 3), x)), "opened otherwise than joined"
+
+
+def test_heads_that_are_repeated_and_joined_with_sequences_are_found_again():
+    def joined(x):
+        wide = x.repeat_interleave(4, dim=2)
+        return wide.view(5, 16, 3).transpose(0, 1).view(2, 8, 5, 3)
+
+    found = value(joined, numbers(5, 2, 2, 3))
+    assert (found.op, found.arg.op) == ("reshape", "expand")

@@ -69,7 +69,36 @@ def negated_tables(x):
     return (x.float() * both[1] + x.float().roll(D // 2, -1) * both[0]).type_as(x)
 
 
-ROTATIONS = [summed, summed_over_rows, mean, by_einsum, by_matmul, row_times_matrix, rounded_tables, negated_tables]
+AXES = (4, 6, 6)
+"""How many lanes are turned by each of three positions."""
+
+
+def of_axes(x):
+    """Matrices of each position for some of the pairs, joined."""
+    made = [
+        torch.outer(torch.arange(S) * (n + 1) % 5, 100.0 ** (-torch.arange(0, m, 2) / m)) for n, m in enumerate(AXES)
+    ]
+    entries = [torch.stack([t.cos(), -t.sin(), t.sin(), t.cos()], -1).unflatten(-1, (2, 2)) for t in made]
+    table, pair = torch.cat(entries, dim=-3)[:, None], pairs(x).unsqueeze(-2)
+    return (table[..., 0] * pair[..., 0] + table[..., 1] * pair[..., 1]).flatten(-2).type_as(x)
+
+
+def of_axes_in_halves(x):
+    """Each half of the lanes by parts of several tables, which are never joined."""
+    one, two = (each.split([m // 2 for m in AXES], -1) for each in x.float().chunk(2, -1))
+    made = [
+        torch.outer(torch.arange(S) * (n + 1) % 5, 100.0 ** (-torch.arange(0, m, 2) / m)) for n, m in enumerate(AXES)
+    ]
+    both = [(t.cos()[:, None], t.sin()[:, None]) for t in made]
+    low = [a * cos - b * sin for a, b, (cos, sin) in zip(one, two, both, strict=True)]
+    high = [b * cos + a * sin for a, b, (cos, sin) in zip(one, two, both, strict=True)]
+    return torch.cat([*low, *high], -1).type_as(x)
+
+
+ROTATIONS = [
+    summed, summed_over_rows, mean, by_einsum, by_matmul, row_times_matrix, rounded_tables, negated_tables, of_axes,
+    of_axes_in_halves,
+]  # fmt: skip
 
 
 def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") -> Trial:
@@ -135,3 +164,28 @@ def test_other_matrices_are_none(form: Form):
     outcome = tried(form, torch.bfloat16).outcome
     assert not outcome.chosen
     assert not OTHERS[form] or OTHERS[form] in [each.reason for each in outcome.refusals]
+
+
+def test_matrices_that_are_passed_in_are_not_proven_to_turn():
+    def form(x, table):
+        return (pairs(x).unsqueeze(-2) * table).sum(-1).flatten(-2).type_as(x)
+
+    outcome = testing.trial_of(capture(form, (LANES.bfloat16(), matrices()), "composite")).outcome
+    assert not outcome.chosen
+    assert {each.reason for each in outcome.refusals} == {
+        "each pair is multiplied by a matrix of its own, which is not proven to be [[cos, -sin], [sin, cos]]"
+    }
+
+
+def lanes_by_turns(x):
+    """Pairs beside each other have tables of their own."""
+    one, two = x.float().chunk(2, -1)
+    tables = [angles()[:, n::2] for n in range(2)]
+    cos, sin = (torch.stack([each(t) for t in tables], -1).flatten(-2)[:, None] for each in (torch.cos, torch.sin))
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1).type_as(x)
+
+
+def test_tables_whose_lanes_take_turns_are_one_table():
+    t = tried(lanes_by_turns, torch.bfloat16)
+    assert [each.match.rule.name for each in t.outcome.chosen] == ["rope"]
+    testing.means_what_it_says(t)
