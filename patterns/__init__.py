@@ -5,6 +5,7 @@ from patterns.attention.attention import Attention
 from patterns.attention.attention_update import AttentionUpdate
 from patterns.attention.read import attentions
 from patterns.attention.read_lse_merge import merges
+from patterns.attention.read_segments import segmented_attentions
 from patterns.attention.read_softmax_lse import softmax_lse
 from patterns.attention.ring import RingMla
 from patterns.cache.cache_write import CacheWrite
@@ -85,6 +86,7 @@ _READERS = (
     rotations,
     attentions,
     softmax_lse,
+    segmented_attentions,
     merges,
     lightning_indexers,
     indexer_lists,

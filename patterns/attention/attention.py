@@ -19,8 +19,8 @@ from fusion import lowering, pattern, require, scalar, tensor, variants
 from patterns.attention import calls
 from patterns.attention.biases import Bias
 from patterns.attention.calls import Call
-from patterns.attention.results import RESULTS, SoftmaxAttention
-from patterns.attention.sources import SOURCES
+from patterns.attention.results import RESULTS, Output, SoftmaxAttention
+from patterns.attention.sources import SOURCES, Rows, Segments
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
 from patterns.cache import pages
 
@@ -49,6 +49,24 @@ class Attention(SoftmaxAttention):
         said = dict(q=q, k=k, sink=sink, scale=scale, **seen.said(), **bias.said())
         return result.terms(partial(p.softmax_attention, v=v, **said), partial(p.softmax_lse, **said))
 
+    @pattern
+    @variants(source=(Segments,), result=(Output,))
+    def segmented(
+        self,
+        p,
+        source,
+        result,
+        q=tensor("1 N S D"),
+        seen: Any = Visibility,
+        bias: Any = Bias,
+        sink=tensor("N", optional=True),
+        scale=scalar(),
+    ):
+        """Of segments of packed tokens, each to itself."""
+        k, v = source.terms(p)
+        said = dict(q=q, k=k, sink=sink, scale=scale, ends=source.ends, key_ends=source.key_ends)
+        return p.segmented_attention(v=v, output_view=result.view, **said, **seen.said(), **bias.said())
+
     def guard(self, source: Any, result: Any, seen: Any, bias: Any, sink: Any):
         """How pages hold their rows, what the log-sum-exp of the operator is of, and what a bias stands beside."""
         source.refuse_blocks(pages.NZ, pages.NZ)
@@ -63,6 +81,15 @@ class Attention(SoftmaxAttention):
         require(sink is None, "with a sink the operator reads packed sequences")
         y, lse = source.batched(q, seen, Call(scale, version, result.lse), bias)
         return result.restored(bias.restored(y, seen), lse, seen)
+
+    @lowering
+    @variants(source=(Rows,), seen=(Structured, Dense), version=(2, 1))
+    def as_heads(self, q, source, result, seen, bias, sink, scale, version):
+        """The heads of all sequences as those of one, where positions stand before sequences in memory."""
+        require(sink is None, "with a sink the operator reads packed sequences")
+        bias.refuse("a bias may differ from sequence to sequence")
+        y, lse = source.as_heads(q, seen, Call(scale, version, result.lse))
+        return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))

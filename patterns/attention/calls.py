@@ -104,6 +104,17 @@ def heads_last(x: Tensor) -> bool:
     return x.stride(1) < x.stride(2)
 
 
+def positions_first(x: Tensor) -> bool:
+    """Whether x [B, N, S, D] lies in memory as [S, B, N, D], the heads of all sequences beside each other."""
+    beside = x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return beside and (x.shape[2] == 1 or x.stride(2) > x.stride(0))
+
+
+def of_one(x: Tensor) -> Tensor:
+    """What lies so, as [1, B · N, S, D]."""
+    return x.permute(2, 0, 1, 3).flatten(1, 2).transpose(0, 1).unsqueeze(0)
+
+
 def ends_of(batch: Any, size: Any, device: torch.device, beside: Any = None) -> Any:
     """Where each sequence ends: numbers, or a tensor if those `beside` are one or their number is symbolic."""
     if isinstance(batch, int) and not isinstance(beside, Tensor):
@@ -131,11 +142,14 @@ def laid(pages: Tensor, size: Any, layout: str = "BSND", heads: Any = 1) -> Tens
     return pages.reshape(pages.shape[0], *dims[layout])
 
 
-def in_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments: Any) -> Parts:
-    """Queries [B, N, S, D] one sequence after the other, over packed keys or pages: [B, N, S, E] and [B, N, S, 1]."""
+def in_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, ends: Any = None, **arguments: Any) -> Parts:
+    """Queries [B, N, S, D] one sequence after the other, over packed keys or pages: [B, N, S, E] and [B, N, S, 1].
+
+    `ends` says where sequences end that are not all as long.
+    """
     batch: Any = q.shape[0]
     heads, queries = q.shape[1:3]
-    ends = ends_of(batch, queries, q.device, beside=lengths)
+    ends = ends_of(batch, queries, q.device, beside=lengths) if ends is None else ends
     y, lse = fused(
         q.transpose(1, 2).flatten(0, 1), k, v, lengths, call, actual_seq_qlen=ends, input_layout="TND",
         num_query_heads=heads, **arguments,

@@ -179,11 +179,15 @@ def _named(dtype: torch.dtype | None) -> str:
 
 
 def _joined(a: Algebra, terms: Sequence[Term], together: bool, dtype: torch.dtype | None) -> Value | str:
-    """All that is added, if it is rounded no oftener than by the model."""
+    """All that is added, if it is rounded no more than by the model.
+
+    Of two that are added one after the other, where the model rounds scores s, s + x and s + x + y to the dtype of x
+    and y, the sum may be rounded: |x + y| <= |s| + |s + x + y|.
+    """
     if len(terms) > 1:
-        total = (
-            terms[0].mask if together and all(each.mask.dtype == dtype and each.factor == 1 for each in terms) else None
-        )
+        alike = all(each.mask.dtype == dtype and each.factor == 1 for each in terms)
+        apart = len(terms) == 2 and all(each.scores is not None and each.scores.dtype == dtype for each in terms)
+        total = terms[0].mask if alike and (together or apart) else None
         for each in terms[1:]:
             total = total and a.add(total, each.mask)
         return total or "as a bias it is the sum of several, which would be rounded"

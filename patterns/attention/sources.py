@@ -3,13 +3,14 @@
     Rows        keys [B, M, T, D] and values [B, M, T, E]; or a latent [.., C] and its rotated lanes [.., Dr]
     Pages       the same gathered from pages, see `patterns.attention.pages`
     PagesNZ     the same from pages in blocks of NZ
+    Segments    rows of several sequences, one after the other, each of which sees itself
 
 Each is a pair: `first` keys or a latent, `second` values or rotated lanes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion import Group, require, tensor
+from fusion import Group, attribute, require, tensor
 from patterns.attention import calls
 from patterns.attention.biases import UNBIASED, Bias
 from patterns.attention.calls import Call, MaskSpec, Parts
@@ -25,6 +26,7 @@ from patterns.attention.pages import Pages, PagesNZ
 from patterns.attention.visibility import Dense
 
 BESIDE = "log-sum-exps over rows come with one sequence beside the other"
+IN_SEQUENCE = "segments of packed tokens are put to the operator one after the other"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,18 @@ class Rows(Group):
         y = seen.restored(y[..., :width], last or mixed, self.second)
         return y.transpose(1, 2) if last or mixed else y, lse
 
+    def as_heads(self, q: Tensor, seen: Any, call: Call) -> Parts:
+        """The heads of all sequences as those of one, which all see the same."""
+        batch, heads = q.shape[:2]
+        parts = (q, self.first, self.second)
+        lie_so = all(each.shape[0] == batch != 1 and calls.positions_first(each) for each in parts)
+        require(lie_so, "sequences do not stand behind positions in memory")
+        seen.refuse_own()
+        q, k, v = map(calls.of_one, parts)
+        y, lse = replace(self, first=k, second=v).batched(q, seen, call)
+        y = y.unflatten(1, (batch, heads)).squeeze(0)
+        return y, lse.unflatten(1, (batch, heads)).squeeze(0) if call.lse else lse
+
     def packed(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
         """One sequence after the other, told where each ends."""
         batch, queries, keys = q.shape[0], q.shape[2], self.first.shape[2]
@@ -132,6 +146,44 @@ class Rows(Group):
     def encoded(self, q: Tensor, scale: float) -> Tensor:
         """A whole sequence that attends to itself, by the operator for encoders."""
         return calls.encoder(q, self.first, self.second, scale)
+
+
+@dataclass(frozen=True)
+class Segments(Rows):
+    """Rows of several sequences, one after the other: keys [1, M, T, D] and values [1, M, T, E].
+
+    Attributes:
+        ends, key_ends: where each segment of the queries, and of the keys, ends.
+    """
+
+    ends: Any = attribute()
+    key_ends: Any = attribute()
+
+    def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
+        """They do not stand one beside the other."""
+        require(False, IN_SEQUENCE)
+        return q, q
+
+    def as_pages(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
+        """Nor are they pages."""
+        require(False, IN_SEQUENCE)
+        return q, q
+
+    def encoded(self, q: Tensor, scale: float) -> Tensor:
+        """Nor whole sequences."""
+        require(False, IN_SEQUENCE)
+        return q
+
+    def packed(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
+        """As they lie, told where each ends."""
+        k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
+        spec = seen.spec()
+        kind = "causal_lower_right" if spec.kind == "causal_upper_left" else spec.kind
+        told = MaskSpec(kind, spec.window).arguments(q.device, q.shape[2])
+        return calls.in_sequence(
+            q, k, v, list(self.key_ends), call, ends=list(self.ends), num_key_value_heads=self.first.shape[1], **told,
+            **beside,
+        )  # fmt: skip
 
 
 SOURCES: tuple[Any, ...] = (Rows, Pages, PagesNZ)

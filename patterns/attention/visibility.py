@@ -21,6 +21,7 @@ from fusion import Group, attribute, require, tensor
 from patterns.attention.calls import MaskSpec
 
 Queries = tuple[Tensor, ...]
+_OWN = "sequences do not all see the same"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ class Structured(Visibility):
         proven = self.mask_kind != "dense" or self.count is not None
         require(proven, "what the mask lets through is not proven to be causal, a window or a length")
 
+    def refuse_own(self) -> None:
+        """Refuse what a sequence sees that others do not."""
+        require(self.kv_lens is None and self.count is None, _OWN)
+
     def spec(self) -> MaskSpec:
         """The words."""
         self.refuse_unproven()
@@ -121,6 +126,11 @@ class Structured(Visibility):
 @dataclass(frozen=True)
 class Dense(Visibility):
     """What is seen, shown by the mask [B or 1, 1, S, T]."""
+
+    def refuse_own(self) -> None:
+        """As of `Structured`."""
+        shared = all(each is None or each.shape[0] == 1 for each in (self.shown(), self.levels))
+        require(shared and self.kv_lens is None, _OWN)
 
     def shown(self) -> Tensor:
         """The mask."""

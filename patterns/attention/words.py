@@ -31,6 +31,13 @@ SOFTMAX_ATTENTION = word(
     sink="[N], a score that takes its share and has no value",
     **_BIAS,
 )  # fmt: skip
+SEGMENTED_ATTENTION = word(
+    "segmented_attention",
+    "such attention of segments of packed tokens, each to its own keys alone",
+    q="[1, N, S, D]", k="[1, M, T, D]", v="[1, M, T, E]", scale="a number", **_SEEN,
+    output_view="as of softmax_attention", sink="[N]",
+    ends="where each segment of the queries ends", key_ends="the same of the keys", **_BIAS,
+)  # fmt: skip
 SOFTMAX_LSE = word(
     "softmax_lse",
     "log Σ exp of the scores of such an attention [B, N, S]",

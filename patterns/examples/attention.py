@@ -158,6 +158,12 @@ SINK_STEP = partial(with_sink, hidden=lambda at: torch.arange(T) > at)
 SUNK, PADDED = qkv(S, S, M, SINKS), qkv(S, S, M, PADDING)
 
 
+def segments(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] = (2, 3)) -> Tensor:
+    """A loop over packed sequences, [T, N, D], each of which attends to itself."""
+    packed = (each.transpose(0, 1)[None].split(lengths, dim=2) for each in (q, k, v))
+    return torch.cat([by_sdpa(enable_gqa=True)(*each) for each in zip(*packed, strict=True)], dim=2)[0].transpose(0, 1)
+
+
 def sloped(scores: Tensor) -> Tensor:
     """ALiBi."""
     near = (torch.arange(S)[None, :] - torch.arange(S)[:, None]).to(scores.dtype)
@@ -187,6 +193,7 @@ EXAMPLES = (
     Example("a window", by_hand(far), qkv()),
     Example("groups by einsum", grouped, qkv()),
     Example("positions before heads", positions_first, qkv()),
+    Example("segments of packed tokens", segments, tensors((S, N, D), (S, M, D), (S, M, D))),
     Example("a sink", partial(with_sink, hidden=later), SUNK),
     Example("a sink and every key", with_sink, SUNK),
     Example("a sink and padding", SINK_PADDED, qkv(S, S, M, SINKS, PADDING)),

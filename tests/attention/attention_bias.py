@@ -47,6 +47,11 @@ def biased(q, k, v, bias):
     return (scores_of(q, k) + bias).softmax(-1) @ v
 
 
+def of_two(q, k, v, bias, other):
+    """Two biases one after the other, as of places within a window and of windows."""
+    return (scores_of(q, k) + bias + other).softmax(-1) @ v
+
+
 def of_one_query(q, k, v, bias):
     return (scores_of(q, k) + bias[:, :, :1]).softmax(-1) @ v
 
@@ -162,6 +167,7 @@ SPELLINGS = (
     Entry(biased, more=tensors(activations(8, S, S)), meaning=_given),
     Entry(biased, more=tensors(activations(8, N, 1, S)), meaning=_given),
     Entry(biased, more=tensors(INFINITE), meaning=_given),
+    Entry(of_two, more=tensors(WHOLE, activations(7, N, 1, S)), meaning=meaning(lambda bias, other: bias + other)),
     Entry(grouped, heads=M, keys=T, more=tensors(activations(8, 1, N, S, T)), meaning=_given),
     Entry(of_one_query, queries=1, more=tensors(WHOLE), meaning=meaning(lambda bias: bias[:, :, :1])),
     Entry(by_einsum, layout="BSND", more=tensors(WHOLE), meaning=_given),
@@ -260,8 +266,8 @@ def of_either(q, k, v, bias):
     return (scores_of(q, k) + torch.where(future(), bias, bias * 0.5)).softmax(-1) @ v
 
 
-def of_two(q, k, v, bias, other):
-    return (scores_of(q, k) + bias + other).softmax(-1) @ v
+def of_three(q, k, v, bias, other):
+    return (scores_of(q, k) + bias + other + bias.flip(-1)).softmax(-1) @ v
 
 
 def capped(q, k, v, bias):
@@ -296,7 +302,7 @@ LOOKALIKES = (
     Entry(infinite_both_ways, "", "a bias of inf", more=tensors(torch.arange(S) < 3)),
     Entry(infinite_beside_a_bias, "", "a bias of inf", more=tensors(WHOLE)),
     Entry(raised_beside_a_sink, "", "without a bias"),
-    Entry(of_two, "", "the sum of several", more=tensors(WHOLE, activations(7, N, 1, S))),
+    Entry(of_three, "", "the sum of several", more=tensors(WHOLE, activations(7, N, 1, S))),
     Entry(capped, "", "capped softly", more=tensors(WHOLE)),
     Entry(beside_a_sink, "", "without a bias", more=tensors(WHOLE)),
     Entry(of_no_keys, "", "gives the mean of all values, beside a bias", more=tensors(WHOLE, torch.tensor([0, 4]))),

@@ -22,6 +22,7 @@ from . import (
     references,
     serving,
     torchtune,
+    vision,
 )
 from .base import Piece
 
@@ -45,4 +46,5 @@ PIECES: tuple[Piece, ...] = (
     *positions_first.PIECES,
     *hub.PIECES,
     *diffusion.PIECES,
+    *vision.PIECES,
 )

@@ -8,12 +8,13 @@ from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.fx as fx
 
 from fusion._torch import leaves, map_only
 from fusion.cost import aten_flops, call_cost, is_data, is_view
 from fusion.errors import Failure
 from fusion.failures import failure, raised
-from fusion.graph import Graph, Value, but_ones, dims_of, unviewed
+from fusion.graph import Graph, Value, but_ones, dims_of, lie_alike, unviewed
 from fusion.language import Lowering, Refused
 from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of, refusal
 from fusion.options import Options
@@ -65,7 +66,8 @@ class PlanBook:
         prepared = frozenset(name for name, each in tensors.items() if self.is_prepared(each))
         kept = _Kept(self._written_back(match, tensors), prepared)
         signature = tuple((name, self._look(each)) for name, each in captures.items())
-        key = (match.rule.name, tuple(each.shape for each in match.results), signature, kept)
+        results = tuple((each.shape, _lies(makers)) for each, makers in zip(match.results, match.roots, strict=True))
+        key = (match.rule.name, results, signature, kept)
         if key not in self._plans:
             self._plans[key] = self._kept_or_recorded(key, match, captures, kept)
         return self._plans[key]
@@ -102,7 +104,10 @@ class PlanBook:
         return plans
 
     def _record_all(self, match: Match, captures: Mapping[str, Any], kept: _Kept) -> Plans:
-        """Each lowering up to the first that is one kernel, and of its variants to the first that no target refuses."""
+        """Each lowering up to the first that is one kernel, whose results lie as the model's do.
+
+        Of variants of one lowering, those up to the first that no target refuses.
+        """
         found: dict[str, Plan | Refused] = {}
         settled: set[str] = set()
         for each in self._ways(match):
@@ -111,7 +116,8 @@ class PlanBook:
             plan = found[each.name] = self._attempt(match, each, captures, kept)
             if isinstance(plan, Plan) and not plan.refusals and mismatch(match, plan) is None:
                 settled.add(each.method)
-                if len(plan.costs) <= 1:
+                lie_so = all(map(_lies_as, match.roots, plan.fakes))
+                if len(plan.costs) <= 1 and lie_so:
                     break
         return found
 
@@ -221,6 +227,16 @@ class PlanBook:
         if call not in self._refusals:
             self._refusals[call] = refusal(operator, target.name, *given, lowering, self._host_reads)
         return self._refusals[call]
+
+
+def _lies(makers: Sequence[fx.Node]) -> Hashable:
+    """How the result of a match lies in memory; None of what no node computes."""
+    return dims_of(makers[0].meta["val"].stride()) if makers else None
+
+
+def _lies_as(makers: Sequence[fx.Node], fake: torch.Tensor) -> bool:
+    """Whether what is given lies as what it replaces."""
+    return not makers or lie_alike(makers[0].meta["val"], fake)
 
 
 def _is_prepared(graph: Graph, value: Value) -> bool:

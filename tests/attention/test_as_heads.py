@@ -1,0 +1,104 @@
+"""Sequences that stand behind positions in memory: the heads of all of them are those of one, and nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion import testing
+from fusion.options import Options
+from fusion.report import live_calls
+from fusion.testing import LEVELS, Level, Trial, capture
+from tests.engine.graphs import numbers
+
+S, B, N, M, D = 16, 3, 4, 2, 16
+SHARED = torch.ones(S, S, dtype=torch.bool).tril(2)
+OWN = torch.stack([torch.ones(S, S, dtype=torch.bool).tril(n) for n in range(B)])[:, None]
+
+Form = Callable[..., Any]
+
+
+def lanes(positions: int = S, heads: int = N, seed: int = 0, sequences: int = B) -> Tensor:
+    return numbers(positions, sequences, heads, D, seed=seed)
+
+
+def given(dtype: torch.dtype, queries: int = S, keys: int = S, shared: int = M, sequences: int = B) -> list[Tensor]:
+    made = lanes(queries, sequences=sequences), *(lanes(keys, shared, seed, sequences) for seed in (1, 2))
+    return [each.to(dtype) for each in made]
+
+
+def by_torch(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how)
+    return out.permute(2, 0, 1, 3).contiguous()
+
+
+def by_many(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-sum-exps as well."""
+    q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
+    scores = (q @ k.repeat_interleave(N // M, 1).mT).float() * D**-0.5
+    out = scores.softmax(-1).to(v.dtype) @ v.repeat_interleave(N // M, 1)
+    return out.permute(2, 0, 1, 3).contiguous(), scores.logsumexp(-1, keepdim=True)
+
+
+def tried(form: Form, inputs: list[Tensor], level: Level = "composite") -> Trial:
+    options = Options(target="ascend910_93", lower="eager", plan_cache="off")
+    return testing.trial_of(capture(form, tuple(inputs), level), options)
+
+
+def lowerings(t: Trial) -> list[str]:
+    return [each.lowering.partition("[")[0] for each in t.outcome.chosen if each.match.rule.name == "attention"]
+
+
+FORMS: dict[str, tuple[Form, dict[str, int]]] = {
+    "all": (by_torch, {}),
+    "causal": (lambda q, k, v: by_torch(q, k, v, is_causal=True), {}),
+    "a mask that is shared": (lambda q, k, v: by_torch(q, k, v, attn_mask=SHARED), {}),
+    "another number of keys": (by_torch, dict(queries=4)),
+    "a head of its own": (by_torch, dict(shared=N)),
+    "one head of keys": (by_torch, dict(shared=1)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_is_copied(name: str, level: Level):
+    form, sizes = FORMS[name]
+    t = tried(form, given(torch.bfloat16, **sizes), level)
+    assert lowerings(t) == ["as_heads"]
+    testing.means_what_it_says(t)
+    if level == "composite" and name != "a mask that is shared":
+        assert sum(each.launches for each in live_calls(t.fused.graph).values()) == 1
+
+
+def test_log_sums_are_told_of_each_sequence():
+    t = tried(by_many, given(torch.bfloat16))
+    assert lowerings(t) == ["as_heads"]
+    testing.means_what_it_says(t)
+
+
+def apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Lanes of one tensor: sequences do not stand beside each other."""
+    return by_torch(*torch.cat((q, k, v), dim=2).split((N, M, M), dim=2))
+
+
+OTHERS: dict[str, tuple[Form, dict[str, int]]] = {
+    "a mask of each sequence": (lambda q, k, v: by_torch(q, k, v, attn_mask=OWN), {}),
+    "one query, which lies the same either way": (by_torch, dict(queries=1)),
+    "one sequence": (by_torch, dict(sequences=1)),
+    "lanes of one tensor": (apart, {}),
+    "more heads than the operator takes": (by_torch, dict(sequences=80)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_put_one_beside_the_other(name: str):
+    form, sizes = OTHERS[name]
+    t = tried(form, given(torch.bfloat16, **sizes))
+    assert lowerings(t) == ["batched"]
+    testing.means_what_it_says(t)

@@ -1,0 +1,137 @@
+"""A loop over segments of packed tokens is one call, told where each ends; what only looks like one is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion import testing
+from fusion.options import Options
+from fusion.testing import LEVELS, Level, Trial, capture
+from tests.engine.graphs import numbers
+
+T, N, M, D = 12, 4, 2, 128
+LENGTHS = (3, 2, 7)
+
+Form = Callable[..., Any]
+
+
+def given(dtype: torch.dtype, keys: int = T, shared: int = M) -> list[Tensor]:
+    return [each.to(dtype) for each in (numbers(T, N, D), *(numbers(keys, shared, D, seed=n) for n in (1, 2)))]
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how)
+
+
+def heads_first(*packed: Tensor) -> list[Tensor]:
+    return [each.transpose(0, 1).unsqueeze(0) for each in packed]
+
+
+def split(q: Tensor, k: Tensor, v: Tensor, key_lengths: tuple[int, ...] = LENGTHS, **how: Any) -> Tensor:
+    """As models of pictures and words write it: heads first, joined before they are turned."""
+    q, k, v = heads_first(q, k, v)
+    parts = q.split(LENGTHS, 2), k.split(key_lengths, 2), v.split(key_lengths, 2)
+    out = torch.cat([sdpa(*each, **how) for each in zip(*parts, strict=True)], dim=2)
+    return out.squeeze(0).transpose(0, 1).reshape(T, -1)
+
+
+def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each result turned before they are joined."""
+    outs, begin = [], 0
+    for end in accumulate(LENGTHS):
+        parts = heads_first(*(each[begin:end] for each in (q, k, v)))
+        outs.append(sdpa(*parts).transpose(1, 2))
+        begin = end
+    return torch.cat(outs, dim=1).reshape(T, -1)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Matmuls around a softmax, causal."""
+    q, k, v = heads_first(q, *(each.repeat_interleave(N // M, 1) for each in (k, v)))
+    outs = []
+    for a, b, c in zip(*(each.split(LENGTHS, 2) for each in (q, k, v)), strict=True):
+        scores = (a @ b.mT).float() * a.shape[-1] ** -0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        outs.append(scores.masked_fill(future, -torch.inf).softmax(-1).to(c.dtype) @ c)
+    return torch.cat(outs, dim=2)
+
+
+def tried(form: Form, inputs: list[Tensor], level: Level = "composite") -> Trial:
+    options = Options(target="ascend910_93", lower="eager", plan_cache="off")
+    return testing.trial_of(capture(form, tuple(inputs), level), options)
+
+
+def lowerings(t: Trial) -> list[str]:
+    return [each.lowering.partition("[")[0] for each in t.outcome.chosen if each.match.rule.name == "attention"]
+
+
+FORMS: dict[str, tuple[Form, dict[str, int]]] = {
+    "split": (split, {}),
+    "causal": (lambda q, k, v: split(q, k, v, is_causal=True), {}),
+    "other lengths of keys": (lambda q, k, v: split(q, k, v, (4, 5, 7)), dict(keys=16)),
+    "turned": (turned, {}),
+    "by hand": (by_hand, {}),
+    "heads of their own": (split, dict(shared=N)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_they_are_one_call(name: str, level: Level):
+    form, sizes = FORMS[name]
+    t = tried(form, given(torch.bfloat16, **sizes), level)
+    assert lowerings(t) == ["packed"]
+    testing.means_what_it_says(t)
+    (call,) = [each for each in t.fused.graph.nodes if "npu_fused_infer_attention_score" in str(each.target)]
+    assert call.kwargs["actual_seq_qlen"] == list(accumulate(LENGTHS))
+
+
+def of_others(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Segments see the keys of the next."""
+    q, k, v = heads_first(q, k, v)
+    parts = q.split(LENGTHS, 2), *(each.split(LENGTHS, 2) for each in (k, v))
+    seen = [*parts[1][1:], parts[1][0]], [*parts[2][1:], parts[2][0]]
+    return torch.cat([sdpa(*each) for each in zip(parts[0], *seen, strict=True)], dim=2)
+
+
+def scaled_apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    parts = zip(*(each.split(LENGTHS, 2) for each in heads_first(q, k, v)), strict=True)
+    return torch.cat([sdpa(*each, scale=0.1 * n + 0.1) for n, each in enumerate(parts)], dim=2)
+
+
+def joined_by_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As many queries in each, joined along the heads."""
+    parts = zip(*(each.split(T // 2, 2) for each in heads_first(q, k, v)), strict=True)
+    return torch.cat([sdpa(*each) for each in parts], dim=1)
+
+
+def causal_over_more(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal from the first key, of which there are more than queries: the operator counts from the last."""
+    return split(q, k, v, (4, 5, 7), is_causal=True)
+
+
+OTHERS: dict[str, tuple[Form, dict[str, int]]] = {
+    "another scale for each": (scaled_apart, {}),
+    "joined along heads": (joined_by_heads, {}),
+    "causal over more keys": (causal_over_more, dict(keys=16)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_them_is_none(name: str):
+    form, sizes = OTHERS[name]
+    t = tried(form, given(torch.bfloat16, **sizes))
+    assert lowerings(t)
+    assert "packed" not in lowerings(t)
+    testing.means_what_it_says(t)
+
+
+def test_segments_that_see_others_are_right():
+    testing.means_what_it_says(tried(of_others, given(torch.bfloat16)))
