@@ -136,8 +136,8 @@ class GraphReport(Outcome):
 
 def live_calls(source: fx.Graph) -> dict[fx.Node, Tally]:
     """Each call of a graph that counts."""
-    found = {node: Tally(int(is_launch(node)), int(is_bookkeeping(node))) for node in source.nodes}
-    return {node: each for node, each in found.items() if each != Tally()}
+    launches = {node: is_launch(node) for node in source.nodes}
+    return {node: Tally(1) if each else Tally(0, 1) for node, each in launches.items() if each or is_bookkeeping(node)}
 
 
 def tally(calls: Mapping[fx.Node, Tally], chosen: Sequence[Candidate] = ()) -> dict[str, Tally]:
