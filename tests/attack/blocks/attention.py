@@ -210,6 +210,7 @@ def biased(w: Writer) -> None:
     if seen and w.maybe():
         scores, seen = masked(w, scores, seen, q), ""
     scores = w.let(w.pick(f"{scores} + {b}", f"{b} + {scores}"), "scores")
+    scores = w.let(f"{scores} + {bias(w, n, q, k, keys)}", "scores") if w.maybe(4) else scores
     scores = masked(w, scores, seen, q) if seen else scores
     scores = w.let(f"{scores}.clamp(min=torch.finfo({q}.dtype).min)", "scores") if w.maybe(5) else scores
     p = softmaxed(w, scores, q)
@@ -241,4 +242,49 @@ def summed(w: Writer) -> None:
     w.give(o, ("B", n, "S", width))
 
 
-BLOCKS = (summed, attention, attention, attention, from_tokens, with_sink, biased, biased)
+def positions_first(w: Writer) -> None:
+    """Sequences behind positions in memory; heads joined with them, repeated before or after."""
+    (n, m), width = heads(w)
+    keys = w.pick("S", "S", "T")
+    q, k, v = (w.take(dims, name) for name, dims in (
+        ("q", ("S", "B", n, width)), ("k", (keys, "B", m, width)), ("v", (keys, "B", m, width))
+    ))  # fmt: skip
+    w.fuses("attention", target="" if w.narrow else "host")
+    if w.maybe():
+        q, k, v = (w.let(f"{each}.permute(1, 2, 0, 3)", "t") for each in (q, k, v))
+        o = w.let(f"{attend(w, q, k, v, (n, m), width, keys)}.permute(2, 0, 1, 3)", "o")
+    else:
+        if n != m:
+            k, v = (w.let(f"{each}.repeat_interleave({n // m}, dim=2)", "k") for each in (k, v))
+        q, k, v = (w.let(f"{each}.reshape({each}.shape[0], -1, {width}).transpose(0, 1)", "t") for each in (q, k, v))
+        scores = w.let(f"torch.bmm({q}, {k}.transpose(1, 2)) * {width**-0.5}", "scores")
+        scores = masked(w, scores, position_mask(w, q, k, "causal"), q) if keys == "S" and w.maybe() else scores
+        o = w.let(f"torch.bmm({softmaxed(w, scores, q)}, {v}).transpose(0, 1)", "o")
+        o = w.let(f"{o}.reshape({o}.shape[0], -1, {n}, {width})", "o")
+    w.give(w.let(w.pick(o, f"{o}.contiguous()", f"{o}.flatten(2).unflatten(2, ({n}, {width}))"), "o"),
+           ("S", "B", n, width))  # fmt: skip
+
+
+def in_segments(w: Writer) -> None:
+    """A loop over segments of packed tokens, cut before they are turned or after, joined alike."""
+    (n, m), width = heads(w)
+    q, k, v = w.take(("S", n, width), "q"), w.take(("S", m, width), "k"), w.take(("S", m, width), "v")
+    first = w.pick(1, 2, f"{q}.shape[0] // 2")
+    how = w.pick("", ", is_causal=True") + (", enable_gqa=True" if n != m else "")
+    parts = []
+    for begin, end in ((0, first), (first, f"{q}.shape[0]")):
+        cut = f"{begin}:{end}"
+        turned = [w.let(w.pick(
+            f"{each}[{cut}].transpose(0, 1)[None]", f"{each}.transpose(0, 1)[None][:, :, {cut}]",
+            f"{each}.transpose(0, 1).unsqueeze(0)[..., {cut}, :]",
+        ), "part") for each in (q, k, v)]  # fmt: skip
+        parts.append(w.let(f"F.scaled_dot_product_attention({', '.join(turned)}{how})", "o"))
+    joined = w.let(w.pick(
+        f"torch.cat(({parts[0]}, {parts[1]}), dim=2)[0].transpose(0, 1)",
+        f"torch.cat(({parts[0]}.transpose(1, 2), {parts[1]}.transpose(1, 2)), dim=1)[0]",
+        f"torch.cat(({parts[0]}[0], {parts[1]}[0]), dim=1).transpose(0, 1)",
+    ), "o")  # fmt: skip
+    w.give(joined, ("S", n, width))
+
+
+BLOCKS = (positions_first, in_segments, summed, attention, attention, attention, from_tokens, with_sink, biased, biased)
