@@ -244,6 +244,7 @@ class SizeNodes:
                     self._tensors.setdefault(dim_of(size), (node, axis))
             if node.op == "placeholder":
                 self._last = node
+        self._given = frozenset((*self._nodes, *self._tensors))
 
     def node(self, size: torch.SymInt) -> fx.Node | int:
         """The node that holds this size, made where there is none."""
@@ -264,7 +265,7 @@ class SizeNodes:
 
     def _is_given(self, dim: Any) -> bool:
         """Whether the inputs give a size, or sizes whose sum or product it is."""
-        if dim in self._nodes or dim in self._tensors or getattr(dim, "is_Integer", False):
+        if dim in self._given or getattr(dim, "is_Integer", False):
             return True
         joined = _joined(dim)
         return joined is not None and all(map(self._is_given, joined[1]))

@@ -177,7 +177,7 @@ class Algebra:
             return self.cut(x.arg, axis, first + start * stride, stop, stride * step)
         if x.op == "slice_scatter" and x.attrs == (axis, start, stop, step):
             return x.args[1]
-        if x.op == "permute" and x.arg.op == "cat" and x.arg.attrs == (x.attrs[axis],):
+        if x.op == "permute" and x.arg.op == "cat" and x.arg.attrs == (x.attrs[axis],) and start < stop:
             return self.permute(self.cut(x.arg, x.attrs[axis], start, stop, step), x.attrs)
         if x.op == "cat" and x.attrs[0] == axis:
             pieces = self._pieces(x, axis, start, stop)
@@ -416,10 +416,11 @@ def _unexpanded(x: Value, y: Value) -> tuple[Value, Value]:
 def _opened_order(turned: Value, shape: tuple[Dim, ...]) -> list[int] | None:
     """The order in which dims stand that are joined, turned, and opened again to `shape`; None where they stay joined.
 
-    Some of the dims of `shape` may be joined from several that stand beside each other.
+    Some of the dims of `shape` may be joined from several that stand beside each other. Dims of one entry or none are
+    in no order.
     """
     below = turned.arg.arg.shape
-    groups = _joined(below, turned.arg.shape)
+    groups = None if 0 in below or 1 in below else _joined(below, turned.arg.shape)
     if groups is None:
         return None
     order = [axis for group in turned.attrs for axis in groups[group]]

@@ -523,4 +523,42 @@ KEPT = (
             sizes=(("B", 1), ("S", 2)),
         ),
     ),
+    Kept(
+        "halves of a number of tokens that is not known",
+        "a product with a size that the graph computes went before the node that computes it",
+        Program(
+            inputs=(
+                Input("q", ("S", 4, 128)),
+                Input("k", ("S", 1, 128)),
+            ),
+            lines=(
+                "half = q.shape[0] // 2",
+                "a, b, c = (x.transpose(0, 1)[None][:, :, :half] for x in (q, k, k))",
+                "d, e, f = (x.transpose(0, 1)[None][:, :, half:] for x in (q, k, k))",
+                "first = F.scaled_dot_product_attention(a, b, c, enable_gqa=True)",
+                "second = F.scaled_dot_product_attention(d, e, f, enable_gqa=True)",
+                "y = torch.cat((first, second), dim=2)[0].transpose(0, 1)",
+            ),
+            results=("y",),
+            sizes=(("S", 3),),
+            again=(("S", 6),),
+        ),
+    ),
+    Kept(
+        "no rows of what is joined and turned",
+        "an empty cut and a turn were put one below the other for ever",
+        Program(
+            inputs=(
+                Input("q", ("S", 2, 64)),
+                Input("k", ("S", 2, 64)),
+            ),
+            lines=(
+                "joined = torch.cat((q.transpose(0, 1), k.transpose(0, 1)), dim=1).transpose(0, 1)",
+                "rest = joined[4:].transpose(0, 1)[None]",
+                "y = F.scaled_dot_product_attention(q.transpose(0, 1)[None], rest, rest)",
+            ),
+            results=("joined", "rest"),
+            sizes=(("S", 2),),
+        ),
+    ),
 )
