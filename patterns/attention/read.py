@@ -16,7 +16,7 @@ import torch.fx as fx
 from fusion import reader
 from fusion.analysis import factored_products
 from fusion.analysis.row_layout import Step, arranged, named, narrowed, uncast
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, dims_of
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
@@ -104,6 +104,10 @@ def _left_whole(node: fx.Node) -> str:
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     if dropout:
         return "some of the weights are dropped at random"
+    given: Any = node.args[1:3]
+    keys, values = (dims_of(each.meta["val"].shape[-2:-1]) for each in given)
+    if keys != values:
+        return "there are not as many values as keys: torch leaves some out, or reads memory behind them"
     return "queries, keys and values are not [.., N, S, D] with a width D that is known"
 
 

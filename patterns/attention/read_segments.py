@@ -41,7 +41,8 @@ def segmented(graph: Graph, joined: Value) -> Reading | None:
     first, every = parts[0].reading.captures, [each.reading.captures for each in parts]
     must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
     must(all(each.get(name) is None for each in every for name in _OWN))
-    ends, key_ends = (proven(_ends([each[name] for each in every])) for name in ("q", "k"))
+    ends, key_ends, value_ends = (proven(_ends([each[name] for each in every])) for name in ("q", "k", "v"))
+    must(key_ends == value_ends)  # torch reads as many values as there are keys
     steps = proven(_steps([(each.plain, each.seen) for each in parts], _ROWS))
     must(steps.to == joined.attrs[0] and all(each.seen is steps.applied(a, each.plain) for each in parts))
     whole = {name: _joined(a, [each[name] for each in every]) for name in ("q", "k", "v")}

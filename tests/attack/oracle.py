@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fusion.testing import WIDENED
 
@@ -75,7 +77,8 @@ def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = 
     with _quiet():
         try:
             function = program.function()
-            wanted = [seen_of(function, program.tensors(again)) for again in _calls(program)]
+            with _Defined():
+                wanted = [seen_of(function, program.tensors(again)) for again in _calls(program)]
         except Exception as error:
             return Verdict("invalid", f"{type(error).__name__}: {error}")
         try:
@@ -87,6 +90,16 @@ def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = 
     fused = {name: tuple(each.rule for each in report.matches) for name, report in attack.reports.items()}
     parts = sum(len(_parts(program, target)) for target in attack.reports)
     return Verdict("right", "", fused, tuple(_missed(program, attack)), parts)
+
+
+class _Defined(TorchFunctionMode):
+    """What torch computes from memory that it was not given is an error."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch's attention reads on behind values of fewer rows than keys, and other ones of more."""
+        if func is F.scaled_dot_product_attention and args[1].shape[-2] != args[2].shape[-2]:
+            raise ValueError("there are not as many values as keys")
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -133,5 +133,11 @@ def test_what_only_looks_like_them_is_none(name: str):
     testing.means_what_it_says(t)
 
 
+def test_attention_to_other_values_than_there_are_keys_is_left_to_torch():
+    outcome = tried(sdpa, [numbers(1, N, T, D), numbers(1, N, T, D), numbers(1, N, T + 1, D)]).outcome
+    assert not outcome.chosen
+    assert "there are not as many values as keys" in outcome.refusals[0].reason
+
+
 def test_segments_that_see_others_are_right():
     testing.means_what_it_says(tried(of_others, given(torch.bfloat16)))

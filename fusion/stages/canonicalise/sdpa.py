@@ -27,8 +27,12 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Translated:
-    """q [.., N, S, D], k [.., M, T, D], v [.., M, T, E]; rows that see nothing are 0."""
+    """q [.., N, S, D], k [.., M, T, D], v [.., M, T, E]; rows that see nothing are 0.
+
+    Of other values than there are keys torch leaves some out, or reads memory behind them.
+    """
     must(not dropout and q.rank >= 3 and isinstance(q.shape[-1], int) and q.shape[-1])
+    must(k.rank == v.rank and k.shape[-2] == v.shape[-2])
     if enable_gqa:
         k, v = _repeated(a, k, q), _repeated(a, v, q)
     scores = a.scale(proven(matmul(a, q, swapped(a, k))), 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
