@@ -88,7 +88,7 @@ class _Search:
         self._by_head: dict[str, list[Value]] = defaultdict(list)
         self._all: dict[str, list[Value]] = defaultdict(list)  # of an op, with those that no node holds
         self._users: dict[Value, list[Value]] = defaultdict(list)
-        self._above = cache(self._found_above)
+        self._above: dict[Any, Set[Value]] = {}  # by ops or words, how many there are, and what may stand between
         self._explained: set[tuple[str, Value]] = set()
         self._guarded: set[Value] = set()  # where all of a form was there, and a guard has said why not
         self._refused: set[tuple[str, Value, str]] = set()
@@ -121,14 +121,16 @@ class _Search:
         rarest = min(counts, key=lambda heads: (counts[heads], heads != form.results[0].heads()), default=None)
         if rarest is None or rarest == form.results[0].heads():
             return candidates
-        above = self._above(rarest, form.between, counts[rarest])
-        return [each for each in candidates if each in above]
+        key = rarest, counts[rarest], form.between
+        if key not in self._above:
+            self._above[key] = self._found_above(rarest, form.between)
+        return [each for each in candidates if each in self._above[key]]
 
     def _count(self, head: str) -> int:
         return len(self._all.get(head) or self._by_head.get(head, ()))
 
-    def _found_above(self, heads: frozenset[str], between: frozenset[str], count: int) -> Set[Value]:
-        """The `count` values of some ops or words, and what is computed from them by ops `between` alone."""
+    def _found_above(self, heads: frozenset[str], between: frozenset[str]) -> Set[Value]:
+        """The values of some ops or words, and what is computed from them by ops `between` alone."""
         waiting = [each for head in heads for each in (self._all.get(head) or self._by_head.get(head, ()))]
         found = set(waiting)
         while waiting:
