@@ -326,8 +326,9 @@ def joined_parts(a: Algebra, k: Value) -> list[tuple[int, Value]]:
     widths: list[Any] = [each.shape[axis] for each in joined.args]
     ends = accumulate(widths)
     starts = [end - width for end, width in zip(ends, widths, strict=True)]
-    parts = [_lanes(a, k, start, width) for start, width in zip(starts, widths, strict=True)]
-    return [(start, each) for start, each in zip(starts, parts, strict=True) if each is not None]
+    parts = [(start, _lanes(a, k, start, width)) for start, width in zip(starts, widths, strict=True)]
+    known = [(start, each) for start, each in parts if each is not None]
+    return known if len(known) == len(parts) else [(0, k)]
 
 
 def _absorbing(a: Algebra, nope: Value, up: Value, turned: Sequence[Reading]) -> Value:

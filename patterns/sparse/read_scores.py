@@ -92,9 +92,10 @@ def _sums(a: Algebra, total: Value) -> Iterator[tuple[Value | None, Value, tuple
 
 
 def _batch_first(a: Algebra, x: Value) -> Value:
-    """[S, B, ..] as [B, S, ..], as what is made of the same: means, functions of single elements, products."""
+    """[S, B, ..] as [B, S, ..], made of the same: sums over heads, functions of single elements, products."""
     order = (1, 0, *range(2, x.rank))
-    if x.op in ("mean", "relu", "scale", "cast"):
+    over_heads = x.op == "mean" and x.rank == 4 and x.attrs == (-2,)
+    if over_heads or x.op in ("relu", "scale", "cast"):
         below = _batch_first(a, x.arg)
         return a.make(x.op, (below,), x.attrs, (x.shape[1], x.shape[0], *x.shape[2:]), x.dtype)
     if x.op == "mul" or (x.op == "matmul" and x.rank > 3):

@@ -36,6 +36,13 @@ def hidden_before(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     return (scores(q, k, weights) + hides[:, None]).transpose(0, 1).topk(2).indices
 
 
+def heads_before_sequences(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """[S, N, B, T]: what is summed stands where sequences are expected."""
+    q, weights = q.transpose(1, 2), weights.transpose(1, 2)
+    rectified = F.relu(torch.einsum("snbd,tbd->snbt", q, k)) * weights.unsqueeze(-1)
+    return rectified.sum(1).transpose(0, 1).topk(2).indices
+
+
 def tried(form, level: Level, positions: int = S, sequences: int = B) -> Trial:
     def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
         made = numbers(positions, sequences, N, D), numbers(T, sequences, D, seed=1)
@@ -51,6 +58,12 @@ def test_they_list_what_the_operator_lists(form, sizes: tuple[int, int], level: 
     t = tried(form, level, *sizes)
     assert [each.match.rule.name for each in t.outcome.chosen] == ["indexer_topk"]
     means_what_it_says(t)
+
+
+@pytest.mark.parametrize("sizes", [(S, B), (S, 1), (N, B), (N, N), (1, N)], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_heads_that_stand_before_sequences_are_not_taken_for_them(sizes: tuple[int, int], level: Level):
+    means_what_it_says(tried(heads_before_sequences, level, *sizes))
 
 
 @pytest.mark.parametrize("sizes", [(S, B), (B, B)], ids=str)
