@@ -32,7 +32,7 @@ EXAMPLES = (
     Example("two chunks", gated, X),
     Example("cast as a whole, silu written out", lambda x: written_out(x.float()).to(x.dtype), X),
     Example("viewed as two rows", viewed, X),
-    Example("second half first", partial(gated, gate_first=False), X, "the halves are in the wrong order"),
+    Example("second half first", partial(gated, gate_first=False), X, "in the wrong order"),
     Example(
         "two tensors", lambda gate, up: F.silu(gate) * up, tensors((2, 3, 64), (2, 3, 64)),
         "are not the first and second halves",
