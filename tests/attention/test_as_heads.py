@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,16 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import testing
-from fusion.options import Options
 from fusion.report import live_calls
-from fusion.testing import LEVELS, Level, Trial, capture
+from fusion.testing import LEVELS, Level
 from tests.engine.graphs import numbers
+
+from .lowered import Form, lowerings, tried
 
 S, B, N, M, D = 16, 3, 4, 2, 16
 SHARED = torch.ones(S, S, dtype=torch.bool).tril(2)
 OWN = torch.stack([torch.ones(S, S, dtype=torch.bool).tril(n) for n in range(B)])[:, None]
-
-Form = Callable[..., Any]
 
 
 def lanes(positions: int = S, heads: int = N, seed: int = 0, sequences: int = B) -> Tensor:
@@ -44,15 +42,6 @@ def by_many(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     scores = (q @ k.repeat_interleave(N // M, 1).mT).float() * D**-0.5
     out = scores.softmax(-1).to(v.dtype) @ v.repeat_interleave(N // M, 1)
     return out.permute(2, 0, 1, 3).contiguous(), scores.logsumexp(-1, keepdim=True)
-
-
-def tried(form: Form, inputs: list[Tensor], level: Level = "composite") -> Trial:
-    options = Options(target="ascend910_93", lower="eager", plan_cache="off")
-    return testing.trial_of(capture(form, tuple(inputs), level), options)
-
-
-def lowerings(t: Trial) -> list[str]:
-    return [each.lowering.partition("[")[0] for each in t.outcome.chosen if each.match.rule.name == "attention"]
 
 
 FORMS: dict[str, tuple[Form, dict[str, int]]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -12,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import testing
-from fusion.options import Options
-from fusion.testing import LEVELS, Level, Trial, capture
+from fusion.testing import LEVELS, Level
 from tests.engine.graphs import numbers
+
+from .lowered import Form, lowerings, tried
 
 T, N, M, D = 12, 4, 2, 128
 LENGTHS = (3, 2, 7)
-
-Form = Callable[..., Any]
 
 
 def given(dtype: torch.dtype, keys: int = T, shared: int = M) -> list[Tensor]:
@@ -61,15 +59,6 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         outs.append(scores.masked_fill(future, -torch.inf).softmax(-1).to(c.dtype) @ c)
     return torch.cat(outs, dim=2)
-
-
-def tried(form: Form, inputs: list[Tensor], level: Level = "composite") -> Trial:
-    options = Options(target="ascend910_93", lower="eager", plan_cache="off")
-    return testing.trial_of(capture(form, tuple(inputs), level), options)
-
-
-def lowerings(t: Trial) -> list[str]:
-    return [each.lowering.partition("[")[0] for each in t.outcome.chosen if each.match.rule.name == "attention"]
 
 
 FORMS: dict[str, tuple[Form, dict[str, int]]] = {
