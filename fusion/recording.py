@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
@@ -24,7 +24,7 @@ from fusion._torch import (
     schema_of,
     without_view_tracking,
 )
-from fusion.graph import Dim, Graph, Value, dim_of
+from fusion.graph import Dim, Graph, Value, dim_of, dims_of
 from fusion.graph.recipe import build, buildable
 from fusion.language import Refused
 from fusion.records import Input, Output, Step
@@ -113,6 +113,15 @@ def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args, *(each.default_value for each in rest))
 
 
+class Recipe(NamedTuple):
+    """The calls that build a value from its arguments, the inputs, by number: a reshape may have to copy."""
+
+    steps: Sequence[Step]
+    result: Input | Output
+    inputs: Mapping[str, torch.Tensor]
+    fake: torch.Tensor
+
+
 class Fakes:
     """Fake tensors for the values of one graph, and sizes for its symbolic dims."""
 
@@ -121,7 +130,7 @@ class Fakes:
         vals = [node.meta.get("val") for node in graph.source.nodes]
         self._mode: Any = next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), nullcontext())
         self._known: dict[Value, torch.Tensor] = {}
-        self._steps: dict[Value, tuple[Sequence[Step], Mapping[str, torch.Tensor]]] = {}
+        self._recipes: dict[Value, Recipe] = {}
         self._runs: dict[Any, tuple[Any, str]] = {}
         self._ran: Ran = {}
         sizes = [size for val in vals for size in (val.shape if isinstance(val, torch.Tensor) else (val,))]
@@ -161,15 +170,25 @@ class Fakes:
         recipe = self._graph.recipe(value)
         if not buildable(recipe):
             raise Refused("it needs a value ({op}) that the graph does not hold", {"op": value.op})
-        args = {str(number): self.of(arg) for number, arg in enumerate(recipe.args)}
-        recorder, result = self.record(lambda given: build(recipe, self.size, *given.values()), args)
-        self._steps[value] = recorder.steps, args
-        return result
+        self._recipes[value] = self._run_recipe(recipe, [self.of(arg) for arg in recipe.args])
+        return self._recipes[value].fake
 
-    def steps(self, value: Value) -> tuple[Sequence[Step], Mapping[str, torch.Tensor]]:
-        """The calls that build `value` from its arguments, which are the inputs: a reshape may have to copy."""
+    def _run_recipe(self, recipe: Value, args: Sequence[torch.Tensor]) -> Recipe:
+        inputs = {str(number): each for number, each in enumerate(args)}
+        recorder, fake = self.record(lambda given: build(recipe, self.size, *given.values()), inputs)
+        return Recipe(recorder.steps, recorder.name(fake), inputs, fake)
+
+    def recipe(self, value: Value, args: Sequence[torch.Tensor] | None = None) -> Recipe:
+        """The calls that build `value`, which no node holds, from its arguments, or from `args` that lie otherwise.
+
+        Raises:
+            Refused: neither a node nor a recipe gives the value.
+        """
         self.of(value)
-        return self._steps.get(value, ((), {}))
+        known = self._recipes[value]
+        if args is None or _strides(args) == _strides(known.inputs.values()):
+            return known
+        return self._run_recipe(self._graph.recipe(value), args)
 
     def record(
         self, function: Callable[[Mapping[str, torch.Tensor]], Any], inputs: Mapping[str, torch.Tensor]
@@ -220,6 +239,10 @@ class Fakes:
     def like(self, val: Any) -> Any:
         """Fresh fakes with the metadata of `val`: nodes that shared a fake would look like aliases of each other."""
         return map_only(torch.Tensor, fake_like, val)
+
+
+def _strides(tensors: Iterable[torch.Tensor]) -> list[tuple[Dim, ...]]:
+    return [dims_of(each.stride()) for each in tensors]
 
 
 class SizeNodes:

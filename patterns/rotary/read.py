@@ -183,7 +183,9 @@ def _classify(known: KnownTables, found: _Sum, leaf: int) -> Reading | str | Non
     if left is None or right is None:
         return None
     reason: str | None = None
-    for source, result in product(ORDERS, ORDERS):
+    lanes = np.concatenate((left.lane, right.lane))
+    are_all = lanes.max() - lanes.min() == len(left.lane) - 1  # as of pairs in either order
+    for source, result in product(ORDERS, ORDERS) if are_all else ():
         aligned = _align(left, right, source, result)
         if aligned is None:
             continue

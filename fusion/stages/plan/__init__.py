@@ -347,7 +347,8 @@ def _operators(plan: Plan) -> frozenset[str]:
 
 def _kernels(fakes: Fakes, target: Target, value: Value) -> tuple[float, ...]:
     """What each kernel costs that builds a value from its arguments."""
-    ran = Run(*fakes.steps(value))
+    built = fakes.recipe(value)
+    ran = Run(built.steps, built.inputs)
     return tuple(
         call_cost(step.target, ran.operands(step).values(), step.result, target, ran.flops(step))
         for step in ran.steps

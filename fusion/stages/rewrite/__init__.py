@@ -13,7 +13,6 @@ import torch.fx as fx
 from fusion._torch import leaves, map_only
 from fusion.cost import is_contiguous_copy
 from fusion.graph import Graph, Value
-from fusion.graph.recipe import build
 from fusion.mutation import is_written, memory_of, reserves, sort
 from fusion.origin import inherit
 from fusion.recording import Fakes, SizeNodes
@@ -107,11 +106,9 @@ class _Editor:
         if places:
             read = (node for node in places if not self._at.candidate.dying.isdisjoint(node.users))
             return places[0] if value.args else next(read, places[0])
-        recipe = self._graph.recipe(value)
-        inputs = {str(number): self._read(arg) for number, arg in enumerate(recipe.args)}
-        fakes = {name: arg.meta["val"] for name, arg in inputs.items()}
-        recorder, result = self._fakes.record(lambda given: build(recipe, self._fakes.size, *given.values()), fakes)
-        (self._now[value],) = self._replay(recorder.steps, [recorder.name(result)], inputs)
+        args = [self._read(arg) for arg in self._graph.recipe(value).args]
+        built = self._fakes.recipe(value, [arg.meta["val"] for arg in args])
+        (self._now[value],) = self._replay(built.steps, [built.result], dict(zip(built.inputs, args, strict=True)))
         self._layouts.planned(self._now[value], self._fakes.of(value))
         return self._now[value]
 
@@ -162,7 +159,7 @@ class _Editor:
         dead = set(self._dying)
         for node in sorted(self._order, key=self._order.__getitem__, reverse=True):
             if node in dead and not node.users:
-                dead.update(each for each in node.all_input_nodes if _is_pure(each))
+                dead.update(each for each in node.all_input_nodes if each not in dead and _is_pure(each))
                 self._source.erase_node(node)
         for node in self._source.find_nodes(op="call_function", target=_SCATTER):
             self._seen_through(node)
