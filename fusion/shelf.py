@@ -70,10 +70,9 @@ class Shelf:
         self.texts[digest] = self.fresh[digest] = text
 
     def save(self) -> None:
-        """Write what is new."""
-        fresh, self.fresh = list(self.fresh.items()), {}
-        if fresh:
-            self._on_file(lambda rows: self._add(rows, fresh))
+        """Write what is new; while others write for longer than we wait, it stays new until the next time."""
+        if self.fresh and self._on_file(lambda rows: self._add(rows, [*self.fresh.items()])):
+            self.fresh = {}
 
     def _add(self, rows: Any, fresh: Sequence[tuple[str, str]]) -> None:
         rows.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?)", fresh)
@@ -81,9 +80,10 @@ class Shelf:
             latest = "SELECT rowid FROM kept ORDER BY rowid DESC LIMIT ?"
             rows.execute(f"DELETE FROM kept WHERE rowid NOT IN ({latest})", (self.most,))
 
-    def _on_file(self, work: Callable[[Any], Any]) -> None:
+    def _on_file(self, work: Callable[[Any], Any]) -> bool:
+        """Whether the work was done, as far as there is a file."""
         if self.file is None:
-            return
+            return True
         import sqlite3
 
         try:
@@ -93,6 +93,8 @@ class Shelf:
                 work(rows)
         except (OSError, sqlite3.Error) as error:
             log.debug("nothing is kept in %s: %s", self.file, error)
+            return False
+        return True
 
 
 def _clear(where: Path) -> None:
