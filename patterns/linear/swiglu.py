@@ -44,7 +44,8 @@ class Swiglu(Rule):
     @lookalike("the gate is multiplied by {factor} before silu")
     def scaled(self, p, gate=tensor("*B D"), up=tensor("*B D"), factor=scalar()):
         """Silu of a gate times a number."""
-        return p.maybe_cast(p.silu(p.scale(p.maybe_cast(gate, to=f32), factor)), to=gate) * up
+        scaled = p.maybe_cast(p.scale(p.maybe_cast(gate, to=f32), factor), to=f32)
+        return p.maybe_cast(p.silu(scaled), to=gate) * up
 
     @lookalike("gate and up are other slices of one tensor than the first and second halves of its last dim")
     def slices(self, p, x=tensor("*B D")):
@@ -71,8 +72,8 @@ class Swiglu(Rule):
     @lookalike("the gate is clamped behind silu: the operator clamps it before")
     def behind_silu(self, p, gate=tensor("*B D"), up=tensor("*B D"), bounds: Any = Clipped):
         """Silu, then a bound."""
-        activated = p.clip(p.silu(p.maybe_cast(gate, to=f32)), bounds.floor, bounds.limit)
-        return activated * bounds.linear(p, p.maybe_cast(up, to=f32))
+        activated = p.maybe_cast(p.silu(p.maybe_cast(gate, to=f32)), to=gate)
+        return p.clip(activated, bounds.floor, bounds.limit) * bounds.linear(p, p.maybe_cast(up, to=f32))
 
     @lookalike("the gate is gelu, not silu")
     def gelu_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
