@@ -91,7 +91,8 @@ def rules_page() -> str:
 
 def _rule(entry: RuleEntry) -> str:
     uses = f" Made of {', '.join(f'`{each}`' for each in entry.uses)}." if entry.uses else ""
-    lines = [f"\n## {entry.name}\n", f"{entry.meaning}{uses}\n", f"> {entry.formula}\n"]
+    off = " Opt-in: off unless the option `opt_in` names it." if entry.opt_in else ""
+    lines = [f"\n## {entry.name}\n", f"{entry.meaning}{off}{uses}\n", f"> {entry.formula}\n"]
     lines += _list("Written forms", entry.patterns) + _list("Lowerings", entry.lowerings)
     return "\n".join(lines + _list("Refused", entry.refuses))
 

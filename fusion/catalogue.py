@@ -53,6 +53,7 @@ class RuleEntry:
         lowerings: way to run it -> what it does.
         uses: the semantic ops that its patterns are made of.
         package: the distribution that provides it.
+        opt_in: whether it is off unless the option `opt_in` names it.
     """
 
     name: str
@@ -63,6 +64,7 @@ class RuleEntry:
     lowerings: dict[str, str]
     uses: tuple[str, ...]
     package: str
+    opt_in: bool
 
 
 def operator_entries() -> tuple[OperatorEntry, ...]:
@@ -131,6 +133,7 @@ def _rule(rule: Rule) -> RuleEntry:
         {each.name: _first_line(getattr(rule, each.method)) for each in rule.lowerings()},
         tuple(sorted(rule.uses())),
         _packages().get(rule.name, ""),
+        rule.opt_in,
     )
 
 

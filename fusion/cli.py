@@ -73,6 +73,9 @@ def explain(
         list[str] | None, typer.Option(help="Do without this rule or operator; may be repeated.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    opt_in: Annotated[
+        list[str] | None, typer.Option(help="Use this rule, which is off otherwise; may be repeated.")
+    ] = None,
     dump: Annotated[str, typer.Option(help="Folder for the graphs before and after, as text.")] = "",
     full: Annotated[
         bool, typer.Option("--traceback", help="Where the model fails: print the whole traceback.")
@@ -97,7 +100,8 @@ def explain(
     [dim]cann-fusion explain hf:phi3 --disable rope_pair --json[/dim]
     """
     with _reported(f"explaining {model}", full):
-        options = Options(target=target, disable=frozenset(disable or ()), dump_dir=dump)
+        off, on = frozenset(disable or ()), frozenset(opt_in or ())
+        options = Options(target=target, disable=off, opt_in=on, dump_dir=dump)
         library_for(options)
         named = model.removeprefix("hf:")
         request = hf.Request(named, mode, layers, dtype, attn, batch, seq, context, cache, tiny)
@@ -234,7 +238,7 @@ def _operator(entry: catalogue.OperatorEntry) -> Table:
 
 def _rules(entries: list[catalogue.RuleEntry]) -> Table:
     rows = (
-        (each.name, each.meaning, *map("\n".join, (each.patterns, each.lowerings, each.uses)), each.package)
+        (each.name, _meaning(each), *map("\n".join, (each.patterns, each.lowerings, each.uses)), each.package)
         for each in entries
     )
     return _listed("installed rules", ("rule", "meaning", "written forms", "lowerings", "uses", "from"), rows)
@@ -244,7 +248,12 @@ def _rule(entry: catalogue.RuleEntry) -> Table:
     groups = (("pattern", entry.patterns), ("refuses", entry.refuses), ("lowering", entry.lowerings))
     parts = [(f"{kind} {name}", text) for kind, described in groups for name, text in described.items()]
     last = ("uses", ", ".join(entry.uses) or "aten only"), ("from", entry.package)
-    return _described(entry.name, (("meaning", entry.meaning), ("formula", entry.formula), *parts, *last))
+    return _described(entry.name, (("meaning", _meaning(entry)), ("formula", entry.formula), *parts, *last))
+
+
+def _meaning(entry: catalogue.RuleEntry) -> str:
+    """What a rule means, and whether it is off."""
+    return f"{entry.meaning} Opt-in: off unless the option opt_in names it." if entry.opt_in else entry.meaning
 
 
 def _listed(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from fusion.errors import NoRulesError, RuleError
+from fusion.errors import NoRulesError, OptionError, RuleError
 from fusion.language import Example, Library, Rule
 from fusion.operators import OPERATORS
 from fusion.options import Options, check_names
@@ -62,11 +62,16 @@ def library_for(options: Options, given: Library | Iterable[Rule] | None = None)
     """The rules that these options leave, and all readers; rules that are given alone have the installed readers.
 
     Raises:
-        OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator).
+        OptionError: an option names a rule that does not exist (`disable`: neither a rule nor an operator; `opt_in`:
+            none that is off otherwise), or `rules` one that is off.
     """
     if not isinstance(given, Library):
         given = installed() if given is None else Library(tuple(given), installed().readers)
     known = [rule.name for rule in given.rules]
+    switched = {rule.name for rule in given.rules if rule.opt_in}
+    check_names("opt-in rule", options.opt_in, sorted(switched))
+    if off := sorted((options.rules & switched) - options.opt_in):
+        raise OptionError(f"reading options: rules names {off[0]!r}, which is off; add it to opt_in as well")
     operators = {operator.short.partition(".")[0] for operator in OPERATORS.values()}  # without their overloads
     for names in (options.rules, options.disable - operators, options.unsafe):
         check_names("rule", names, known)

@@ -31,6 +31,8 @@ class Options:
         plan_lower: who would run it on the target; "" for torchair on an Ascend target, else for `lower`.
         rules: names of the only rules to use; empty for all.
         disable: names of rules and of operators not to use, e.g. {"rope_pair", "npu_swiglu"}.
+        opt_in: names of rules to use that are off otherwise: what they emit is no part of torch_npu, or is compiled for
+            one model. `cann-fusion rules` says which these are.
         unsafe: names of rules whose guard is not asked (limits of operators still are).
         assume: what the attention masks among the arguments are: {"attention_mask": "causal"}, "padding" or
             "window:n" (n keys, the query's own among them). Checked at every call; where it does not hold, the
@@ -52,6 +54,7 @@ class Options:
     plan_lower: str = ""
     rules: frozenset[str] = frozenset()
     disable: frozenset[str] = frozenset()
+    opt_in: frozenset[str] = frozenset()
     unsafe: frozenset[str] = frozenset()
     assume: Mapping[str, str] = immutable_dict()
     lengths: str = "auto"
@@ -64,7 +67,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Normalise collections and check every value that can be checked here."""
-        for name in ("rules", "disable", "unsafe"):
+        for name in ("rules", "disable", "opt_in", "unsafe"):
             given = getattr(self, name)
             object.__setattr__(self, name, frozenset((given,)) if isinstance(given, str) else frozenset(given))
         object.__setattr__(self, "assume", immutable_dict(self.assume))

@@ -147,7 +147,8 @@ class _Search:
         with stage("read"):
             graph, unread = read(graph, self.library.readers)
         with stage("match"):
-            found = match(graph, self.library.rules, self.options.unsafe)
+            on = [each for each in self.library.rules if not each.opt_in or each.name in self.options.opt_in]
+            found = match(graph, on, self.options.unsafe)
         lowering = plan_lower(self.options, self.target)
         with stage("plan"):
             plans = shelf("plans", f"{operators.ensure()} {loaded(self.library)}", self.options)

@@ -223,11 +223,16 @@ def trial(
 ) -> Trial:
     """Capture `example` and fuse it by `rule` and what it needs in `library` (by default the installed one).
 
-    That is what its patterns are built from, and the rules beside which it is offered.
+    That is what its patterns are built from, and the rules beside which it is offered. An opt-in rule is on.
     """
     known = installed() if library is None else library
     needed = replace(known, rules=_closure(rule, known.rules))
-    return trial_of(captured(example, dtype, level), options, needed)
+    return trial_of(captured(example, dtype, level), _with(rule, options), needed)
+
+
+def _with(rule: Rule, options: Options) -> Options:
+    """The options with a rule switched on."""
+    return replace(options, opt_in=options.opt_in | {rule.name}) if rule.opt_in else options
 
 
 def trial_of(
@@ -321,7 +326,8 @@ def emits_valid_calls(t: Trial) -> None:
 def idempotent(t: Trial) -> None:
     """The pass finds nothing more to do in its own result."""
     again = copy.deepcopy(t.fused.graph)
-    outcome = fuse_graph(again, t.library, Options(target="host", lower="eager"), t.captured.facts)
+    options = _with(t.rule, Options(target="host", lower="eager"))
+    outcome = fuse_graph(again, t.library, options, t.captured.facts)
     names = [each.match.rule.name for each in outcome.chosen]
     assert not names, f"a second pass fused {names}"
     assert _text(again) == _text(t.fused.graph), "a second pass changed the graph"
@@ -359,7 +365,8 @@ def leaves_the_rest_alone(t: Trial) -> None:
     """Where no rule applies, the graph keeps its nodes: the same objects in the same order with the same arguments."""
     graph = copy.deepcopy(t.captured.graph.graph)
     before, text = list(graph.nodes), _text(graph)
-    outcome = fuse_graph(graph, t.library, Options(target="host", lower="eager", fuel=0), t.captured.facts)
+    options = _with(t.rule, Options(target="host", lower="eager", fuel=0))
+    outcome = fuse_graph(graph, t.library, options, t.captured.facts)
     after = list(graph.nodes)
     assert not outcome.chosen
     assert list(map(id, before)) == list(map(id, after)), "nodes were added, dropped or moved"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -202,7 +202,11 @@ class Rule:
     1. what does it mean: `reference`; 2. how is it written: methods marked `@pattern`; 3. when must we refuse: `guard`
     and methods marked `@lookalike`; 4. what does the NPU run: methods marked `@lowering`, best first. How it is tried
     stands apart, where only tests load it: the package's entry point of the group `fusion.examples`.
+
+    A rule that is `opt_in` is off, and costs nothing, unless the option of that name names it.
     """
+
+    opt_in: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

@@ -100,8 +100,9 @@ class Operator:
     """Arguments that the eager kernel writes into although the schema does not say so: they must be dead afterwards."""
     in_place: str = ""
     """Name of the operator that computes the same into the tensors that this one copies, "" where there is none."""
-    hides_writes: bool = False
-    """Whether this overload is ours, because the vendor's default one, which a device runs, hides what it writes."""
+    runs_default: bool = False
+    """Whether this overload is ours, of which a device runs the vendor's default one: that one hides what it writes, or
+    is of a package that may define it at any time."""
     flops: Callable[..., float] | None = None
     """Multiplications and additions of a call, of what it names; None where the bytes that it moves decide."""
     on_host: frozenset[str] = field(default_factory=frozenset[str])
@@ -209,7 +210,7 @@ def functional(op: Operator, name: str, summary: str, lowerings: frozenset[str] 
     """The operator `name`, which gives copies of what `op` writes, and runs as `op` wherever it can."""
     schema = calling.functional_schema(op.schema, name)
     said = {"schema": schema, "summary": summary, "lowerings": lowerings}
-    return replace(op, copied=op.written, in_place=op.name, hides_writes=False, **said)
+    return replace(op, copied=op.written, in_place=op.name, runs_default=False, **said)
 
 
 def in_tensors(

@@ -154,7 +154,7 @@ def _add_kernels(operator: Operator) -> None:
             library.impl(operator.short, operator.fallback, device)
     if operator.on_host and not has_kernel(operator.name, "PrivateUse1"):
         library.impl(operator.short, partial(told_in_numbers, operator), "PrivateUse1")
-    if operator.hides_writes and not has_kernel(operator.name, "PrivateUse1"):
+    if operator.runs_default and not has_kernel(operator.name, "PrivateUse1"):
         library.impl(operator.short, partial(run_by_default, operator), "PrivateUse1")
     if not has_kernel(operator.name, "Meta"):  # torch_npu gives some no shapes for fake tensors
         register_fake(operator.name, operator.meta, lib=library)
@@ -173,8 +173,17 @@ def told_in_numbers(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_by_default(operator: Operator, *args: Any, **kwargs: Any) -> Any:
-    """What torch_npu's own overload of an operator gives, without the caches that it returns as well."""
-    return tuple(_default(operator)(*args, **kwargs)[: len(schema_of(operator.overload()).returns)])
+    """What the vendor's own overload of an operator gives, without the caches that it may return as well."""
+    results = _default(operator)(*args, **kwargs)
+    if isinstance(results, torch.Tensor):
+        return results
+    return tuple(results[: len(schema_of(operator.overload()).returns)])
+
+
+def has_default(operator: Operator) -> bool:
+    """Whether the vendor's own overload of an operator is there."""
+    packet = getattr(getattr(torch.ops, operator.namespace), operator.short.partition(".")[0], None)
+    return getattr(packet, "default", None) is not None  # a packet does not list what was defined after it
 
 
 def _default(operator: Operator) -> OpOverload:

@@ -254,7 +254,7 @@ def _both(name: str, source: str, kernel: tuple[Limit | str, ...]) -> tuple[Oper
         flops=MLA_PROLOG_V3.flops,
         source=source,
         summary=_OLDER_SUMMARY.format(what="an overload"),
-        hides_writes=True,
+        runs_default=True,
     )
     summary = _OLDER_SUMMARY.format(what="copies of the caches are results 2 and 3; an overload")
     return writing, functional(writing, f"npu::{name}.functional", summary)  # what runs is always the form in place

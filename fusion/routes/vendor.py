@@ -14,6 +14,7 @@ from fusion._torch import Boxed, OpOverload, boxed, tracing_apart
 from fusion.errors import FusionError
 from fusion.operators import ensure
 from fusion.routes.expand import expand
+from fusion.routes.hidden_writes import handed_over
 
 aten = torch.ops.aten
 _PROLOG_RESULTS = 5
@@ -27,7 +28,7 @@ def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any =
     Raises `FusionError` when torch_npu or torchair cannot be imported.
     """
     vendor = _vendor("torchair", "converting a fused graph to a GE graph")
-    expanded = expand(gm, _forms_with_converter())
+    expanded = expand(gm, _forms_with_converter() | handed_over(gm.graph))
     _mend_converters(vendor.register_fx_node_ge_converter)
     # The converter takes its fake mode from the tracing context, and would make another one outside of any.
     with tracing_apart(gm):

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
 from tests.operators import latent_line_cases as line
-from tests.operators import prolog_quant_cases
+from tests.operators import prolog_quant_cases, pypto_cases
 from tests.operators import quant_cases as quant
 from tests.operators import sparse_cases as sparse
 
@@ -370,6 +370,8 @@ CASES = (
     *(Case(name, label, make) for name, label, make in atb.LATENT),
     *(Case(atb.RING, label, make) for label, make in atb.STEPS),
     *(case for label, make in atb.BEFORE for case in _both(atb.PREPROCESS, label, make)),
+    *(case for label, make in pypto_cases.LAYERS for case in _both(pypto_cases.LAYER, label, make)),
+    *(case for label, make in pypto_cases.BEFORES for case in _both(pypto_cases.BEFORE, label, make)),
 )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusion.operators import OPERATORS, Operator
 from tests.operators.cases import CASES, DTYPES, OLDER, Case, described, flat
+from tests.operators.pypto_cases import LAYER
 from tests.operators.references import REFERENCES
 
 # Root mean square of the error over that of the result: one or two roundings of the dtype's last bit.
@@ -19,7 +20,7 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 5e-7, tor
 TOLERANCE[torch.int8] = 5e-3
 # Times that: four roundings, one after the other, weigh as much as two that are independent.
 CHAINS = {
-    **dict.fromkeys(("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional", *OLDER), 2),
+    **dict.fromkeys(("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional", *OLDER, *LAYER), 2),
     **dict.fromkeys(("atb::npu_mla_preprocess.out", "atb::npu_mla_preprocess.functional"), 4),
 }
 # What a rounding to int8 on the way may do, where what is rounded has been rounded before.

@@ -19,6 +19,7 @@ from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
 from tests.operators.latent_line_cases import call as line
+from tests.operators.pypto_cases import EDGES as PYPTO_EDGES
 from tests.operators.quant_limits_cases import EDGES as QUANT_EDGES
 from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
 from tests.operators.sparse_limits_cases import attention as listed
@@ -569,6 +570,7 @@ EDGES = [
     *LINE_EDGES,
     *QUANT_EDGES,
     *ATB_EDGES,
+    *PYPTO_EDGES,
 ]
 
 
