@@ -184,7 +184,8 @@ def _finished(
     with stage("verify"):
         verify(source, before, [node for each in made.done for node in each.added], names)
     with stage("reinplace"):
-        in_place = reinplace(source, lowering)
+        decomposed = lowering == "eager" and not target.is_npu
+        in_place = reinplace(source, operators.HOST if decomposed else lowering)
         waits = read_on_host(source, lowering) if target.is_npu else 0
     with stage("verify"):
         verify(source, before, [], names)

@@ -51,6 +51,7 @@ from patterns.sparse.indexer_topk import IndexerTopk
 from patterns.sparse.read import lightning_indexers
 from patterns.sparse.read_lists import indexer_lists
 from patterns.sparse.sparse_attention import SparseAttention
+from patterns.sparse.whole_layer import SparseAttentionPto
 
 _RULES = (
     RMSNorm(),
@@ -75,6 +76,7 @@ _RULES = (
     LatentAttentionAtb(),
     AbsorbedProducts(),
     SparseAttention(),
+    SparseAttentionPto(),
     IndexerTopk(),
     KvRmsnormRopeCache(),
     MlaProlog(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain
+from itertools import accumulate, chain, pairwise, product
 from math import prod
 from typing import Any
 
@@ -33,13 +33,16 @@ class Lanes(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Joined(Operation):
-    """Tensors one behind the other along the last dim."""
+    """Tensors one behind the other along the last dim, each of which may be two that are joined, as halves are."""
 
     ops: tuple[str, ...] = ("cat",)
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        if value.op == "cat" and value.attrs[0] == value.rank - 1 and len(value.args) == len(self.args):
-            yield from matched(self.args, value.args, bound, cx)
+        if value.op != "cat" or value.attrs[0] != value.rank - 1:
+            return
+        for sizes in product((1, 2), repeat=len(self.args)):
+            if sum(sizes) == len(value.args):
+                yield from matched(self.args, _runs(cx.graph.algebra, value.args, sizes), bound, cx)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +73,25 @@ class Reshaped(Above):
 
 
 @dataclass(frozen=True, eq=False)
+class Permuted(Above):
+    """A value that is `inner`, or `inner` with its dims in another order, whatever that has become."""
+
+    order: tuple[int, ...]
+    step = "permute"
+    follows = Above._inner_follows
+
+    def heads(self) -> frozenset[str]:
+        """Any: of dims of size 1 an order is a shape, and it is taken through what joins or adds."""
+        return frozenset()
+
+    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        yield from self.inner.match(value, bound, cx)
+        if value.rank == len(self.order):
+            back = sorted(range(value.rank), key=self.order.__getitem__)
+            yield from self.inner.match(cx.graph.algebra.permute(value, back), bound, cx)
+
+
+@dataclass(frozen=True, eq=False)
 class Repeated(Above):
     """A value that is `inner` with each of its lanes `times` over, one beside the other; or `inner` itself."""
 
@@ -86,8 +108,8 @@ class Repeated(Above):
 class PerToken(Tensorial):
     """A table that `of` is multiplied by, taken as [B or 1, S or 1, D].
 
-    `of`, which is bound before, is [B, S, D], [S, D] or has heads before or behind S: `heads_first` says where, None
-    for a single head or for none.
+    `of`, which is bound before, is [B, S, D], [S, D] or has heads before or behind S: `heads_first` says where, itself
+    or what it is bound to; None for a single head or for none.
     """
 
     inner: Term
@@ -103,9 +125,16 @@ class PerToken(Tensorial):
         return self.inner.heads()
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        table = _per_token(value, bound[self.of].shape[:-1], bound.get(self.heads_first), cx)
+        first = self.heads_first if isinstance(self.heads_first, bool) else bound.get(self.heads_first)
+        table = _per_token(value, bound[self.of].shape[:-1], first, cx)
         if table is not None:
             yield from self.inner.match(table, bound, cx)
+
+
+def _runs(a: Algebra, parts: Sequence[Value], sizes: Sequence[int]) -> list[Value]:
+    """So many parts each, joined along the last dim."""
+    runs = (parts[start:stop] for start, stop in pairwise((0, *accumulate(sizes))))
+    return [run[0] if len(run) == 1 else a.cat(list(run), run[0].rank - 1) for run in runs]
 
 
 def _forms(value: Value, cx: Context) -> Iterator[Value]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusion.language.terms import Apply, Capture, Cast, Meaning, Parameter, Term
-from fusion.language.views import Joined, Lanes, PerToken, Repeated, Reshaped, Scaled
+from fusion.language.views import Joined, Lanes, Permuted, PerToken, Repeated, Reshaped, Scaled
 
 
 class Vocabulary:
@@ -91,6 +91,14 @@ class Vocabulary:
     def permuted(self, x: Term, order: tuple[int, ...]) -> Term:
         """`x` with its dims in another order."""
         return Apply((x,), ("permute",), order)
+
+    def whatever(self, dims: str) -> Term:
+        """A tensor of these dims that the rule does not take: it may be computed of what the rule gives."""
+        return Capture("", tuple(dims.split()))
+
+    def maybe_permuted(self, x: Term, order: tuple[int, ...]) -> Term:
+        """`x`, or `x` with its dims in this order."""
+        return Permuted(x, order)
 
     def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
         """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""

@@ -20,7 +20,7 @@ from fusion._torch import OpOverload, fake_like, schema_of, shares_memory
 from fusion.cost import is_view
 from fusion.graph import dims_of
 from fusion.mutation import is_write, reserves
-from fusion.operators import LOWERINGS, OPERATORS, Operator, operator_of
+from fusion.operators import HOST, LOWERINGS, OPERATORS, Operator, operator_of
 
 aten = torch.ops.aten
 
@@ -46,8 +46,10 @@ class Chain:
 def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
     """Write in place what can be; return the names of the `copy_` nodes that are gone.
 
-    `lowering` is the compiler that the graph is meant for: one of `LOWERINGS`, or another that takes every operator.
+    `lowering` is the compiler that the graph is meant for: one of `LOWERINGS`, or another that takes every operator, as
+    `HOST` does, where decompositions are launched one by one.
     """
+    launched = "eager" if lowering == HOST else lowering
     for copy in _closing_copies(source):
         _shorten(copy)
     chains = [chain for copy in _closing_copies(source) if (chain := _chain(copy, lowering)) is not None]
@@ -63,7 +65,7 @@ def reinplace(source: fx.Graph, lowering: str) -> tuple[str, ...]:
             continue
         if _takes(operator, lowering) and all(_is_fresh(each, node) for each in _written(node)):
             _put_in_place(node)
-        elif lowering in LOWERINGS and lowering not in operator.lowerings:
+        elif launched in LOWERINGS and launched not in operator.lowerings:
             _put_in_place(node, _copies(node))
     return tuple(chain.copy.name for chain in chains)
 
@@ -261,9 +263,14 @@ def _put_in_place(node: fx.Node, caches: Sequence[fx.Node] = ()) -> None:
         node.replace_all_uses_with(new)
     else:
         before, returned = _beside(operator), len(schema_of(form.overload()).returns)
-        new.meta["val"] = tuple(node.meta["val"][:returned]) or None
+        vals = tuple(node.meta["val"][:returned])
+        new.meta["val"] = vals[0] if returned == 1 else vals or None
         for item in list(node.users):
             number: Any = item.args[1]
+            if number < before and returned == 1:  # which an operator gives by itself
+                item.replace_all_uses_with(new)
+                node.graph.erase_node(item)
+                continue
             if number < before:
                 item.replace_input_with(node, new)
                 continue

@@ -42,6 +42,10 @@ class SparseAttention(Rule):
         listed = torch.zeros_like(scores[:, 0], dtype=torch.bool).scatter(-1, places, True)
         return scores.masked_fill(~listed.unsqueeze(1), -torch.inf).softmax(-1).to(q.dtype) @ v
 
+    def within(self) -> frozenset[str]:
+        """The whole layer."""
+        return frozenset({"sparse_attention_pto"})
+
     @pattern
     @variants(indexer=INDEXERS, source=SOURCES)
     def by_indexer(

@@ -32,11 +32,13 @@ class Case:
         file: the file of its text.
         name: its name there.
         captured: traces it.
+        opt_in: the rules that are switched on for it.
     """
 
     file: str
     name: str
     captured: Callable[[], Captured]
+    opt_in: frozenset[str] = frozenset()
 
 
 def every() -> Iterator[Case]:
@@ -95,7 +97,8 @@ def _repositories() -> Iterator[Case]:
 def _examples() -> Iterator[Case]:
     for rule, example in cases(installed().rules):
         name = f"{example.name}{' (to be refused)' if example.refusal else ''}"
-        yield Case(f"example_{rule.name}", name, partial(captured, example, DTYPE))
+        switched = frozenset({rule.name} if rule.opt_in else ())
+        yield Case(f"example_{rule.name}", name, partial(captured, example, DTYPE), switched)
 
 
 def _models() -> Iterator[Case]:

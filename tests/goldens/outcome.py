@@ -27,7 +27,7 @@ TARGETS = ("host", "ascend910_93")
 def text(case: Case) -> str:
     """What comes out for each target; a target that gives what the one before it gave is not repeated."""
     captured = case.captured()
-    told = {target: _told(captured, target) for target in TARGETS}
+    told = {target: _told(captured, target, case.opt_in) for target in TARGETS}
     if len(set(told.values())) == 1:
         return _under(" and ".join(TARGETS), told[TARGETS[0]])
     return "\n".join(_under(target, each) for target, each in told.items())
@@ -38,10 +38,11 @@ def _under(target: str, told: str) -> str:
     return "\n".join((f"{target}: {first}", *(f"  {each}" for each in rest)))
 
 
-def _told(captured: Captured, target: str) -> str:
+def _told(captured: Captured, target: str, opt_in: frozenset[str]) -> str:
     graph = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
     before = _launches(graph.graph)
-    outcome = fuse_graph(graph.graph, installed(), Options(target=target, lower="eager"), captured.facts)
+    options = Options(target=target, lower="eager", opt_in=opt_in)
+    outcome = fuse_graph(graph.graph, installed(), options, captured.facts)
     return "\n".join(_lines(graph.graph, before, outcome))
 
 

@@ -1,0 +1,222 @@
+"""A layer of sparse attention over pages, from the hidden states to the result over the latent, in one operator.
+
+    c = norm(x W_DQ)    rows of both caches as in `MlaProlog`       query = c W_UQ W_UK       [k, k_r] by a block table
+    iq = rope(c W_IQ)   index_cache[slot] = rope(LayerNorm(x W_IK))  list = top 2048 of Σ_m (x W_IW)[m] relu(iq[m] · ik)
+    y = softmax((query kᵀ + query_rope k_rᵀ) / √(C + Dr) over the list) k
+
+*Matches* a step of DeepSeek-V3.2 (2025) in plain code: prolog, indexer, the writes into three caches of pages, and
+attention over what the indexer lists. *Replaces with* `npu_sparse_attention_pto`, which is no part of torch_npu and has
+sizes, epsilons and the scale of the scores compiled in: a model that has others is told so. The rule is opt-in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion import Group, Rule, attribute, lowering, pattern, require, scalar, tensor, variants
+from patterns.attention.calls import viewed
+from patterns.attention.results import Output
+from patterns.attention.visibility import Visibility
+from patterns.cache import pages
+from patterns.cache.stores import Pages
+from patterns.latent.encodings import Plain
+from patterns.latent.head_projection import expanded
+from patterns.latent.prolog import Queries, read
+from patterns.latent.terms import LatentRow, Tables, rotated_lanes
+from patterns.quant.quant_matmul import prepared
+from patterns.quant.schemes import FloatLayers
+from patterns.rotary.orders import HALF, INTERLEAVED
+from patterns.sparse.indexer import PagedIndexer
+from patterns.sparse.listing import Listing
+from patterns.sparse.pages import LatentPages
+from patterns.sparse.sparse_attention import VALUES
+
+LISTED, EPSILON, EPSILON_OF_KEYS = 2048, 1e-5, 1e-6
+"""What the operator has compiled in: the length of a list, and the epsilons of its RMS norms and of its layer norm."""
+
+
+@dataclass(frozen=True)
+class RotatedLanes(Group):
+    """The first lanes of queries, or keys, of an indexer, up to `split` of `end`, which are rotated."""
+
+    split: Any = attribute()
+    end: Any = attribute()
+    source: Any = attribute()
+    result: Any = attribute()
+    dtype: Any = attribute()
+
+    def term(self, p, x, tables, like, heads_first):
+        """They, joined with the others."""
+        turning, rest = p.lanes(x, 0, self.split), p.lanes(x, self.split, self.end)
+        return p.joined(rotated_lanes(p, turning, tables, self, like, heads_first), rest)
+
+    def guard(self, what: str) -> None:
+        """Refuse lanes that the operator would rotate otherwise."""
+        orders = dict(what=what, source=self.source, result=self.result)
+        said = "{what} of the indexer go from {source} to {result} order, in the operator from pairs to halves"
+        require((self.source, self.result) == (INTERLEAVED, HALF), said, **orders)
+
+
+@dataclass(frozen=True)
+class IndexKeys(RotatedLanes):
+    """Keys of an indexer, a norm of a layer of x, and the pages that they are written to."""
+
+    weight: Any = tensor("Di He")
+    gamma: Any = tensor("Di")
+    beta: Any = tensor("Di")
+    eps: Any = scalar()
+    cache: Any = tensor("*I")
+    is_parameter_only: Any = attribute()
+
+    def written(self, p, x, tables, like, slots):
+        """The write."""
+        layer = p.linear(x=x, weight=self.weight, is_parameter_only=self.is_parameter_only)
+        key = p.layer_norm(x=p.reshaped(layer), gamma=self.gamma, beta=self.beta, eps=self.eps)
+        rows = self.term(p, p.reshaped(key), tables, like, None)
+        return p.write_pages(cache=self.cache, rows=p.reshaped(rows), slots=slots, nz_block=None)
+
+
+@dataclass(frozen=True)
+class IndexQueries(RotatedLanes):
+    """Queries of an indexer, a layer of the latent of the queries, and the weights of its heads, a layer of x."""
+
+    weight: Any = tensor("Hiq Hcq")
+    of_heads: Any = tensor("M He")
+    is_parameter_only: Any = attribute()
+    of_heads_is_parameter_only: Any = attribute()
+
+    def terms(self, p, x, latent, tables, like):
+        """Both."""
+        layer = p.linear(x=p.reshaped(latent), weight=self.weight, is_parameter_only=self.is_parameter_only)
+        heads = p.linear(x=x, weight=self.of_heads, is_parameter_only=self.of_heads_is_parameter_only)
+        query = self.term(p, p.reshaped(layer), tables, like, False)
+        return query, p.maybe_cast(p.reshaped(heads), to=torch.float32)
+
+
+@dataclass(frozen=True)
+class OneTable(Group):
+    """The block table by which the model gathers rows from all three caches, as a latent only so many first ones."""
+
+    block_table: Any = tensor("B P")
+    size: Any = attribute()
+    first_rows: Any = attribute()
+
+    def terms(self, p, kv, kr) -> LatentPages:
+        """A latent and its rotated lanes."""
+        how = (self.block_table, self.size, "BSND")
+        return LatentPages(p.whatever("*F"), p.whatever("*G"), kv, kr, *how, *how)
+
+    def indexer(self, p, query, weights, count, written) -> PagedIndexer:
+        """An indexer of keys that are gathered so."""
+        how = dict(block_table=self.block_table, size=self.size, layout="BSND")
+        return PagedIndexer(query, p.whatever("B T Di"), weights, count, None, None, written, **how)
+
+
+@dataclass(frozen=True)
+class Heads(Group):
+    """Queries of heads and both projections, where the model has them in the graph, see `Plain`."""
+
+    nope: Any = tensor("B N S D", optional=True, needed=False)
+    up_key: Any = tensor("N D C", optional=True, needed=False)
+    up_value: Any = tensor("N C E", optional=True)
+
+
+@dataclass(frozen=True)
+class SparseAttentionPto(Rule):
+    """A step of sparse attention over pages, with its prolog, its indexer and the writes into three caches."""
+
+    opt_in = True
+
+    def reference(self, x: Tensor, dq: Tensor, gamma: Tensor, iq: Tensor, iw: Tensor, keys: Tensor) -> Tensor:
+        """The meaning of the list without rotation: x [B, S, H], keys [B, T, Di] → places [B, S, 2048]."""
+        c = torch.nn.functional.rms_norm(x @ dq.T, gamma.shape, gamma, EPSILON)
+        products = torch.einsum("bsmd,btd->bsmt", (c @ iq.T).unflatten(-1, (-1, keys.shape[-1])), keys).relu()
+        return torch.einsum("bsmt,bsm->bst", products, x @ iw.T).topk(LISTED, -1).indices
+
+    @pattern
+    def written(
+        self,
+        p,
+        x=tensor("B S He"),
+        projection: Any = FloatLayers,
+        queries: Any = Queries,
+        row: Any = LatentRow,
+        tables: Any = Tables,
+        storage: Any = Pages,
+        index: Any = IndexQueries,
+        keys: Any = IndexKeys,
+        table: Any = OneTable,
+        heads: Any = Heads,
+        listing: Any = Listing,
+        seen: Any = Visibility,
+        result: Any = Output,
+        count=attribute(),
+        scale=scalar(),
+    ):
+        """All of it."""
+        low, both = projection.down(p, x)
+        rotated, absorbed, (latent,) = queries.terms(p, low, projection, tables, x)
+        kv, kr = storage.written(p, *row.terms(p, both, tables, x))
+        written = keys.written(p, x, tables, x, storage.slots)
+        query, weights = index.terms(p, x, latent, tables, x)
+        turned = p.maybe_permuted(rotated, (0, 2, 1, 3))
+        encoding = Plain(heads.nope, turned, absorbed, heads.up_key, heads.up_value, table.first_rows)
+        listed = replace(listing, places=p.whatever("B S K")).indexed(
+            p, table.indexer(p, query, weights, count, written)
+        )
+        attended = dict(seen.said(), scale=scale, mask=listed)
+        return encoding.terms(p, table.terms(p, kv, kr), result, attended), kv, kr, written
+
+    def guard(
+        self, x: Any, projection: FloatLayers, queries: Queries, row: LatentRow, storage: Pages, index: IndexQueries,
+        keys: IndexKeys, listing: Listing, count: Any, scale: float,
+    ):  # fmt: skip
+        """What the operator has compiled in, and how the tokens, the weights and the caches are laid out."""
+        latent, rope = row.widths
+        own = (latent + rope) ** -0.5
+        said = "scores are multiplied by {scale}, by the operator by {own}, which it has compiled in"
+        require(math.isclose(scale, own, rel_tol=1e-6), said, scale=scale, own=own)
+        for what, eps, compiled in (
+            ("the queries' norm", queries.eps, EPSILON), ("the latent's norm", row.eps, EPSILON),
+            ("the norm of the indexer's keys", keys.eps, EPSILON_OF_KEYS),
+        ):  # fmt: skip
+            said = "eps={eps} of {what} is not the {compiled} that the operator has compiled in"
+            require(math.isclose(eps, compiled, rel_tol=1e-6), said, eps=eps, what=what, compiled=compiled)
+        said = "{count} keys are listed, by the operator {listed}, which it has compiled in"
+        require(count == LISTED, said, count=count, listed=LISTED)
+        ones = projection.factor(queries.factor) == row.factor == 1
+        require(ones, "a latent is multiplied by a number, by the operator by none")
+        told = listing.kv_lens is not None or listing.kv_len is not None
+        require(told, "nothing says how many keys the sequences have, which the operator reads from a tensor")
+        left = "a query that may see no key is left as it was by the operator, which writes nothing there"
+        require(listing.every_row_nonempty, left)
+        queries.guard(row)
+        projection.guard_row(row)
+        projection.guard(queries)
+        storage.guard_order(row.result)
+        storage.guard(x)
+        require(storage.nz_block is None, "the operator keeps pages as rows of tokens, not in blocks of NZ")
+        for what, lanes in (("queries", index), ("keys", keys)):
+            lanes.guard(what)
+
+    @lowering
+    @variants(values=VALUES)
+    def run(self, x, projection, queries, row, tables, storage, index, keys, table, heads, listing, result, values):
+        """One call, and the values of all heads."""
+        projection = queries.reordered_layers(projection, row)
+        x, dq, uq, up, dkv, gain_q, gain, sin, cos = read(x, projection, queries, row, tables)
+        mode, lengths = listing.lengths(x, table.block_table.shape[1] * table.size, None)
+        require(mode == 3 or x.shape[1] == 1, "each query sees the keys of those behind it too")
+        kv_cache, kr_cache = storage.caches(x, row.widths, up)
+        y, kv, kr, written = torch.ops.custom_pypto.npu_sparse_attention_pto.functional(
+            x, dq, uq, up, dkv, gain_q, gain, sin, cos, storage.index(x).int(), kv_cache, kr_cache,
+            table.block_table.int(), lengths, prepared(index.weight), prepared(keys.weight), prepared(index.of_heads),
+            keys.gamma.to(x.dtype), keys.beta.to(x.dtype), pages.in_rows(keys.cache, None),
+        )  # fmt: skip
+        y = viewed(expanded(y, heads.up_value, values), result.view)
+        return y, *storage.restored(*row.reordered(kv, kr)), written.reshape(keys.cache.shape)
