@@ -50,7 +50,8 @@ def _operator(entry: OperatorEntry) -> str:
     lines += ["\n| target | a call must keep to |", "|---|---|"]
     for target, limits in entry.limits.items():
         lines.append(f"| {target} | {'<br>'.join(_cell(each) for each in limits)} |")
-    lines.append(f"\nLowered by {', '.join(entry.lowerings)}. Read in {entry.source}.\n")
+    older = f" In older packages `{entry.older}`." if entry.older else ""
+    lines.append(f"\nLowered by {', '.join(entry.lowerings)}.{older} Read in {entry.source}.\n")
     return "\n".join(lines)
 
 

@@ -27,6 +27,7 @@ class OperatorEntry:
         dtypes: argument -> accepted dtypes.
         limits: target -> what a call must keep to.
         source: where all this was read.
+        older: the name by which an older package has it, "" for none.
     """
 
     name: str
@@ -38,6 +39,7 @@ class OperatorEntry:
     dtypes: dict[str, tuple[str, ...]]
     limits: dict[str, tuple[str, ...]]
     source: str
+    older: str
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def _operator(op: Operator) -> OperatorEntry:
         {name: tuple(sorted(str(each).removeprefix("torch.") for each in given)) for name, given in op.dtypes.items()},
         {chip: tuple(_limit(each) for each in op.limits[chip]) for chip in (HOST, *CHIPS) if chip in op.limits},
         op.source,
+        op.older,
     )
 
 

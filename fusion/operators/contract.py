@@ -103,6 +103,10 @@ class Operator:
     runs_default: bool = False
     """Whether this overload is ours, of which a device runs the vendor's default one: that one hides what it writes, or
     is of a package that may define it at any time."""
+    older: str = ""
+    """Qualified name by which a package older than torch_npu's operator has the same contract, "" for none."""
+    older_means: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What that one computes with where it does not name an argument, if that is not the default."""
     flops: Callable[..., float] | None = None
     """Multiplications and additions of a call, of what it names; None where the bytes that it moves decide."""
     on_host: frozenset[str] = field(default_factory=frozenset[str])
@@ -210,7 +214,7 @@ def functional(op: Operator, name: str, summary: str, lowerings: frozenset[str] 
     """The operator `name`, which gives copies of what `op` writes, and runs as `op` wherever it can."""
     schema = calling.functional_schema(op.schema, name)
     said = {"schema": schema, "summary": summary, "lowerings": lowerings}
-    return replace(op, copied=op.written, in_place=op.name, runs_default=False, **said)
+    return replace(op, copied=op.written, in_place=op.name, runs_default=False, older="", **said)
 
 
 def in_tensors(

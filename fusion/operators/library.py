@@ -156,6 +156,9 @@ def _add_kernels(operator: Operator) -> None:
         library.impl(operator.short, partial(told_in_numbers, operator), "PrivateUse1")
     if operator.runs_default and not has_kernel(operator.name, "PrivateUse1"):
         library.impl(operator.short, partial(run_by_default, operator), "PrivateUse1")
+    imported = _registration.origin is not None and _registration.origin.source == _VENDOR
+    if imported and operator.older and not has_kernel(operator.name, "PrivateUse1"):  # not before: theirs come with it
+        library.impl(operator.short, partial(run_by_older, operator), "PrivateUse1")
     if not has_kernel(operator.name, "Meta"):  # torch_npu gives some no shapes for fake tensors
         register_fake(operator.name, operator.meta, lib=library)
 
@@ -178,6 +181,35 @@ def run_by_default(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     if isinstance(results, torch.Tensor):
         return results
     return tuple(results[: len(schema_of(operator.overload()).returns)])
+
+
+def run_by_older(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+    """What the older spelling of an operator gives, where torch_npu does not have it; results that it lacks are empty.
+
+    Raises `OperatorError` where its package is not there, or it does not name what the call is about.
+    """
+    space, _, name = operator.older.partition("::")
+    older = getattr(getattr(getattr(torch.ops, space), name, None), "default", None)
+    if older is None:
+        raise OperatorError(
+            f"launching {operator.name}: this torch_npu does not have it, and no package that is loaded has the older "
+            f"{operator.older}; install a torch_npu that has it, or plan without it: disable={{{operator.short!r}}}"
+        )
+    given = operator.bind(args, kwargs)
+    named = {each.name for each in schema_of(older).arguments}
+    meant = {name: each.default_value for name, each in operator.arguments.items()} | dict(operator.older_means)
+    lost = [name for name, value in given.items() if name not in named and value != meant[name]]
+    promised = operator.meta(**given)
+    others = promised[1:] if isinstance(promised, tuple) else ()
+    lost += [f"result {number}" for number, each in enumerate(others, 1) if each.numel()]
+    if lost:
+        raise OperatorError(
+            f"launching {operator.name} by the older {operator.older}: it has no {', '.join(lost)}; install a "
+            "torch_npu that has the operator itself"
+        )
+    result = older(**{name: value for name, value in given.items() if name in named})
+    whole = isinstance(result, torch.Tensor) and isinstance(promised, tuple)
+    return (result, *others) if whole else result
 
 
 def has_default(operator: Operator) -> bool:

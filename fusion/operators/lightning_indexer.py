@@ -147,6 +147,7 @@ LIGHTNING_INDEXER = Operator(
         "ascend950": (*_KERNEL, "N in (8, 16, 24, 32, 64)", "dtype(weights) == dtype(query)"),
     },
     flops=every_key,
+    older="custom::npu_lightning_indexer",
     source="op-plugin: torch_npu.npu_lightning_indexer; kernel: ops-transformer lightning_indexer (A2/A3: float32)",
     summary=(
         "the sparse_count keys t with the largest Σₙ weights[n] · relu(query[n] · key[t]), in float32, as positions in "

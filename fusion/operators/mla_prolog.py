@@ -172,6 +172,7 @@ MLA_PROLOG_V3 = Operator(
     flops=lambda token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr: products(
         count(token_x) / hint(token_x.shape[-1]), weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr
     ),
+    older="custom::npu_mla_prolog_v3",
     source=(
         "op-plugin: torch_npu.npu_mla_prolog_v3; kernel: ops-transformer mla_prolog (a negative slot is skipped; every "
         "product is rounded); weight_dq, weight_uq_qr, weight_dkv_kr in FRACTAL_NZ"

@@ -64,6 +64,7 @@ QUANT_LIGHTNING_INDEXER = Operator(
         **dict.fromkeys(A2_A3, _KERNEL),
     },
     flops=every_key,
+    older="custom::npu_lightning_indexer_quant",
     source=(
         "op-plugin: torch_npu.npu_quant_lightning_indexer; on ascend950 queries and keys are float8, of which this "
         "contract says nothing"

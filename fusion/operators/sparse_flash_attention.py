@@ -202,6 +202,8 @@ SPARSE_FLASH_ATTENTION = Operator(
         "ascend950": (*_KERNEL, "N <= 128", "sparse_block_size == 1"),
     },
     flops=_flops,
+    older="custom::npu_sparse_flash_attention",
+    older_means={"attention_mode": 2},
     source="op-plugin: torch_npu.npu_sparse_flash_attention; kernel: ops-transformer sparse_flash_attention",
     summary=(
         "out = round(round(p) k / Σ p), p = exp(s - max s), s = scale_value · (q kᵀ + q_rope k_ropeᵀ) over the listed "
