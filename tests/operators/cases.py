@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
+from tests.operators import expert_cases as experts
 from tests.operators import latent_line_cases as line
 from tests.operators import prolog_quant_cases, pypto_cases
 from tests.operators import quant_cases as quant
@@ -325,6 +326,7 @@ CASES = (
     Case("npu_moe_gating_top_k", "of equals the first", lambda dtype: {"x": torch.zeros(3, 32, dtype=dtype), **_EIGHT}),
     Case("npu_moe_gating_top_k", "softmax, best of groups", _grouped(7, 32, False, k=5, k_group=2, group_count=4)),
     Case("npu_moe_gating_top_k", "softmax, renormalised", _grouped(3, 12, k=12, renorm=1, routed_scaling_factor=0.5)),
+    *(Case(*call) for call in experts.CALLS),
     Case("npu_clipped_swiglu", "pairs", _clipped(2, 5, 64)),
     Case("npu_clipped_swiglu", "halves", _clipped(3, 64, alpha=1.0, limit=3.0, bias=0.0, interleaved=False)),
     Case("npu_clipped_swiglu", "halves of the first dim", _clipped(6, 8, dim=0, bias=-0.5, interleaved=False)),

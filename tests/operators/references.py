@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
+from tests.operators import expert_cases as experts
 from tests.operators import latent_line_cases as line
 from tests.operators import prolog_quant_references, pypto_cases
 from tests.operators import quant_references as quant
@@ -227,6 +228,7 @@ REFERENCES = {
     "npu_moe_gating_top_k_softmax_v2": gating,
     "npu_moe_gating_top_k": grouped_gating,
     "npu_clipped_swiglu": clipped_swiglu,
+    **experts.REFERENCES,
     "npu_format_cast": format_cast,
     "npu_fusion_attention": attention.fusion,
     "npu_fused_infer_attention_score": attention.fused_infer_v1,

@@ -56,11 +56,27 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     product = product + npu.npu_weight_quant_batchmatmul(y[0], turned.t(), y[0, :, 0][None].abs() + 1).sign()
     choice = npu.npu_moe_gating_top_k_softmax_v2(y, k=2)[:2]
     choice = *choice, *npu.npu_moe_gating_top_k(y[0].float(), 2, norm_type=1)[:2]
+    out = out + experts(y[0], weights=choice[0][0], chosen=choice[1][0]).sum(-1)[None, :, None].sign()
     out = out + npu.npu_clipped_swiglu(y).sum(-1, keepdim=True).sign()
     parts = y[0].float(), residual[0].float()
     merged = npu.npu_attention_update([each.sum(-1) for each in parts], list(parts), 0)[0]
     # Compilers need not round to bfloat16 in the middle of a kernel, so of the product only signs are compared.
     return out, k, pages, residual, attended(heads), *latent(x), *choice, merged, product.sign(), fixed, alone, centred
+
+
+def experts(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Tokens [T, D] through the experts that each has chosen [T, K]."""
+    npu, count = torch.ops.npu, 4
+    matrices = x.new_ones(count, x.shape[1], x.shape[1]).cumsum(0)
+    how = dict(active_num=0, expert_num=count, expert_tokens_num_type=1, expert_tokens_num_flag=True)
+    rows, places, counts, _ = npu.npu_moe_init_routing_v2(x, chosen % count, active_expert_range=[0, count], **how)
+    products = npu.npu_grouped_matmul(
+        [rows.sign()], [matrices], group_list=counts, split_item=2, group_type=0, group_list_type=1
+    )
+    finished = npu.npu_moe_finalize_routing(
+        products[0].sign(), None, None, None, weights.to(x.dtype), places, None, drop_pad_mode=2
+    )
+    return finished.sign()
 
 
 def latent(x: Tensor) -> tuple[Tensor, ...]:

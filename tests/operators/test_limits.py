@@ -17,6 +17,7 @@ from fusion.operators import CHIPS, HOST, OPERATORS, Limit, Operator, refusal
 from fusion.operators.predicates import all_hold, holds
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
+from tests.operators.expert_cases import EDGES as EXPERT_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
 from tests.operators.latent_line_cases import call as line
 from tests.operators.pypto_cases import EDGES as PYPTO_EDGES
@@ -566,6 +567,7 @@ EDGES = [
     (MERGE, CHIPS, merging(width=8), merging(width=0), "D >= 8"),
     (MERGE, CHIPS, merging(width=512), merging(width=520), "D <= 512"),
     (MERGE, CHIPS, merging(), merging(width=132), "D % 8 == 0"),
+    *EXPERT_EDGES,
     *SPARSE_EDGES,
     *LINE_EDGES,
     *QUANT_EDGES,

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from fusion.operators import OPERATORS, decompositions, ensure
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
+from tests.operators.expert_cases import finishing, groups, routing
 from tests.operators.latent_line_cases import line
 from tests.operators.quant_cases import added_static, product, static
 from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
@@ -121,6 +122,10 @@ GROWING = [
     ("npu_swiglu", lambda b, s: {"input": torch.randn(b, s, 32)}),
     ("npu_clipped_swiglu", lambda b, s: {"x": torch.randn(b, s, 32)}),
     ("npu_moe_gating_top_k", lambda b, s: {"x": torch.randn(b * s, 32), "k": 4, "group_count": 4, "k_group": 2}),
+    ("npu_moe_init_routing_v2", lambda b, s: routing(b * s, 2, 6)(torch.float32)),
+    ("npu_grouped_matmul", lambda b, s: groups(b, 0, s, 1)(torch.float32)),
+    ("npu_grouped_matmul", lambda b, s: groups(b, s, 1, turned=True)(torch.bfloat16)),
+    ("npu_moe_finalize_routing", lambda b, s: finishing(b * s, 2)(torch.float32)),
     ("npu_dynamic_quant", lambda b, s: {"input": torch.randn(b, s, 32)}),
     ("npu_quant_matmul", lambda b, s: product(b * s)(torch.bfloat16)),
     (

@@ -1,0 +1,195 @@
+"""Calls of the operators that sort rows of tokens by expert, multiply them in groups, and add them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusion.operators import CHIPS, HOST
+
+A2_A3 = CHIPS[:2]
+ROUTE, GROUPED, FINISH = "npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"
+Make = Callable[[torch.dtype], dict[str, Any]]
+
+
+def chosen(tokens: int, choices: int, experts: int) -> Tensor:
+    """Different experts of each token; not all experts are chosen where there are many."""
+    return torch.rand(tokens, experts).argsort(-1)[:, :choices].to(torch.int32)
+
+
+def routing(tokens: int, choices: int, experts: int, row_idx_type: int = 0, width: int = 12) -> Make:
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(tokens, width, dtype=torch.float64).to(dtype)
+        how = {"active_num": 0, "expert_num": experts, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
+        return {
+            "x": x, "expert_idx": chosen(tokens, choices, experts), **how, "active_expert_range": [0, experts],
+            "row_idx_type": row_idx_type,
+        }  # fmt: skip
+
+    return make
+
+
+def groups(*counts: int, inputs: int = 24, outputs: int = 16, turned: bool = False, ends: bool = False) -> Make:
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(sum(counts), inputs, dtype=torch.float64).to(dtype)
+        shape = (len(counts), outputs, inputs) if turned else (len(counts), inputs, outputs)
+        weight = torch.randn(shape, dtype=torch.float64).to(dtype)
+        told = torch.tensor(counts).cumsum(0) if ends else torch.tensor(counts)
+        how = {"group_list": told, "split_item": 2 + ends, "group_type": 0, "group_list_type": int(not ends)}
+        return {"x": [x], "weight": [weight.mT if turned else weight], **how}
+
+    return make
+
+
+def finishing(tokens: int, choices: int, skips: int = 0, width: int = 12) -> Make:
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+        skipped = [numbers(tokens, width) if number < skips else None for number in range(2)]
+        return {
+            "expanded_permuted_rows": numbers(tokens * choices, width), "skip1": skipped[0], "skip2": skipped[1],
+            "bias": None, "scales": numbers(tokens, choices),
+            "expanded_src_to_dst_row": torch.randperm(tokens * choices).to(torch.int32),
+            "export_for_source_row": None, "drop_pad_mode": 2,
+        }  # fmt: skip
+
+    return make
+
+
+CALLS: list[tuple[str, str, Make]] = [
+    (ROUTE, "rows of three tokens", routing(3, 2, 4)),
+    (ROUTE, "more experts than rows", routing(1, 2, 16)),
+    (ROUTE, "in order of the rows", routing(5, 3, 6, row_idx_type=1)),
+    (ROUTE, "one expert each", routing(4, 1, 3)),
+    (GROUPED, "groups of several lengths", groups(2, 5, 1)),
+    (GROUPED, "empty groups", groups(0, 3, 0, 0, 4, 0)),
+    (GROUPED, "turned matrices", groups(3, 4, turned=True)),
+    (GROUPED, "matrices of odd sizes", groups(2, 1, 4, inputs=7, outputs=5)),
+    (GROUPED, "where each group ends", groups(1, 4, 2, ends=True)),
+    (GROUPED, "one row", groups(0, 1, 0, 0)),
+    (GROUPED, "all in one group", groups(0, 9)),
+    (FINISH, "two rows of each token", finishing(3, 2)),
+    (FINISH, "one row of each", finishing(4, 1, skips=1)),
+    (FINISH, "beside two others", finishing(2, 3, skips=2)),
+]
+
+
+# references ---------------------------------------------------------------------------------------------------------
+
+
+def route(x: Tensor, expert_idx: Tensor, expert_num: int, row_idx_type: int, **how: Any) -> tuple[Tensor, ...]:
+    """Expert by expert, the pairs that chose it."""
+    listed = expert_idx.flatten().tolist()
+    order = [pair for expert in range(expert_num) for pair, chose in enumerate(listed) if chose == expert]
+    rows = torch.stack([x[pair // expert_idx.shape[1]] for pair in order])
+    places = order if row_idx_type else [order.index(pair) for pair in range(len(order))]
+    counts = [listed.count(expert) for expert in range(expert_num)]
+    return rows, torch.tensor(places), torch.tensor(counts), x.new_zeros(len(order))
+
+
+def by_group(
+    x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_list_type: int, **how: Any
+) -> list[Tensor]:
+    """Row by row."""
+    ends = (group_list.cumsum(0) if group_list_type else group_list).tolist()
+    group = [next(g for g, end in enumerate(ends) if row < end) for row in range(x[0].shape[0])]
+    return [torch.stack([x[0][row] @ weight[0][g] for row, g in enumerate(group)])]
+
+
+def finish(
+    expanded_permuted_rows: Tensor, skip1: Tensor | None, skip2: Tensor | None, scales: Tensor,
+    expanded_src_to_dst_row: Tensor, **how: Any,
+) -> Tensor:  # fmt: skip
+    """Token by token."""
+    tokens, choices = scales.shape
+    out = torch.zeros(tokens, expanded_permuted_rows.shape[1], dtype=expanded_permuted_rows.dtype)
+    for token in range(tokens):
+        for choice in range(choices):
+            row = expanded_permuted_rows[expanded_src_to_dst_row[token * choices + choice]]
+            out[token] += scales[token, choice] * row
+    return sum((each for each in (skip1, skip2) if each is not None), out)
+
+
+REFERENCES = {ROUTE: route, GROUPED: by_group, FINISH: finish}
+
+
+# limits -------------------------------------------------------------------------------------------------------------
+
+
+def t(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _route(experts: int = 8, choices: int = 2, **more: Any) -> dict[str, Any]:
+    call = routing(3, 1, 8)(torch.bfloat16) | {"x": t(3, 16), "expert_idx": t(3, choices, dtype=torch.int32)}
+    return call | {"expert_num": experts, "active_expert_range": [0, experts]} | more
+
+
+def _group(count: int = 4, inputs: int = 16, outputs: int = 8, **more: Any) -> dict[str, Any]:
+    call = groups(1, 2)(torch.bfloat16) | {"x": [t(3, inputs)], "weight": [t(count, inputs, outputs)]}
+    return call | {"group_list": t(count, dtype=torch.int64)} | more
+
+
+def _finish(**more: Any) -> dict[str, Any]:
+    call = finishing(3, 2)(torch.bfloat16) | {"expanded_permuted_rows": t(6, 16), "scales": t(3, 2)}
+    return call | {"expanded_src_to_dst_row": t(6, dtype=torch.int32)} | more
+
+
+_ALL = (HOST, *A2_A3)
+_SKIP = t(3, 16)
+_LISTS = (
+    "bias", "scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale", "activation_input",
+    "activation_quant_scale", "activation_quant_offset",
+)  # fmt: skip
+_CODES = ("output_dtype", "x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
+F32 = torch.float32
+EDGES: list[Any] = [
+    (ROUTE, _ALL, _route(2), _route(1), "K <= expert_num"),
+    (ROUTE, _ALL, _route(row_idx_type=1), _route(row_idx_type=2), "row_idx_type in (0, 1)"),
+    (ROUTE, _ALL, _route(), _route(quant_mode=1), "quant_mode == -1"),
+    (ROUTE, _ALL, _route(), _route(scale=t(3, dtype=F32)), "not given(scale)"),
+    (ROUTE, _ALL, _route(), _route(offset=t(1, dtype=F32)), "not given(offset)"),
+    (ROUTE, _ALL, _route(), _route(x_dtype=1), "not given(x_dtype)"),
+    (ROUTE, _ALL, _route(), _route(active_num=-1), "active_num == 0"),
+    (ROUTE, _ALL, _route(), _route(drop_pad_mode=1), "drop_pad_mode == 0"),
+    (ROUTE, _ALL, _route(), _route(expert_tokens_num_type=0), "expert_tokens_num_type == 1"),
+    (ROUTE, _ALL, _route(), _route(expert_tokens_num_flag=False), "expert_tokens_num_flag"),
+    (ROUTE, _ALL, _route(), _route(active_expert_range=[0, 4]), "active_expert_range == (0, expert_num)"),
+    (ROUTE, A2_A3, _route(10240), _route(10241), "expert_num <= 10240"),
+    (GROUPED, _ALL, _group(), _group(x=[t(3, 16)] * 2), "length(x) == 1 and length(weight) == 1"),
+    (GROUPED, _ALL, _group(), _group(weight=[t(4, 16, 8)] * 2), "length(x) == 1 and length(weight) == 1"),
+    (GROUPED, _ALL, _group(), _group(group_list=None), "given(group_list)"),
+    (GROUPED, _ALL, _group(), _group(group_type=-1), "group_type == 0"),
+    (GROUPED, _ALL, _group(split_item=3), _group(split_item=1), "split_item in (2, 3)"),
+    (GROUPED, _ALL, _group(group_list_type=0), _group(group_list_type=2), "group_list_type in (0, 1)"),
+    (GROUPED, _ALL, _group(), _group(act_type=5), "act_type == 0"),
+    *((GROUPED, _ALL, _group(), _group(**{name: [t(8)]}), f"not given({name})") for name in _LISTS),
+    *((GROUPED, _ALL, _group(), _group(**{name: 1}), f"not given({name})") for name in _CODES),
+    (GROUPED, _ALL, _group(), _group(tuning_config=[1]), "not given(tuning_config)"),
+    (GROUPED, A2_A3, _group(inputs=65535), _group(inputs=65536), "K < 65536"),
+    (GROUPED, A2_A3, _group(outputs=65535), _group(outputs=65536), "N < 65536"),
+    (GROUPED, A2_A3, _group(1024), _group(1025), "G <= 1024"),
+    (GROUPED, A2_A3, _group(), _group(weight=[t(4, 16, 8, dtype=F32)]), "dtype(weight) == dtype(x)"),
+    (GROUPED, A2_A3, _group(1, group_list_type=0), _group(1), "G > 1"),
+    (FINISH, _ALL, _finish(), _finish(scales=None), "given(scales)"),
+    (FINISH, _ALL, _finish(), _finish(scales=t(3, 1)), "R == T * K"),
+    (FINISH, _ALL, _finish(), _finish(drop_pad_mode=0), "drop_pad_mode == 2"),
+    (FINISH, _ALL, _finish(skip1=_SKIP, skip2=_SKIP), _finish(skip2=_SKIP), "given(skip1)"),
+    (FINISH, _ALL, _finish(), _finish(bias=t(8, 16)), "not given(bias)"),
+    (FINISH, _ALL, _finish(), _finish(export_for_source_row=t(3, 2, dtype=torch.int32)), "export_for_source_row"),
+    (FINISH, A2_A3, _finish(), _finish(scales=t(3, 2, dtype=F32)), "dtype(scales) == dtype(expanded_permuted_rows)"),
+    *(
+        (
+            FINISH,
+            A2_A3,
+            _finish(skip1=_SKIP, skip2=_SKIP),
+            _finish(skip1=_SKIP, skip2=_SKIP) | {name: t(3, 16, dtype=F32)},
+            f"dtype({name}) == dtype(expanded_permuted_rows)",
+        )
+        for name in ("skip1", "skip2")
+    ),
+]
