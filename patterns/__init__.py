@@ -47,6 +47,8 @@ from patterns.rotary.rope_pair import RopePair
 from patterns.routing.expert_gating import ExpertGating
 from patterns.routing.expert_routing import ExpertRouting
 from patterns.routing.read import expert_choices
+from patterns.routing.read_experts import routed_experts
+from patterns.routing.routed_experts import RoutedExperts
 from patterns.sparse.indexer_topk import IndexerTopk
 from patterns.sparse.read import lightning_indexers
 from patterns.sparse.read_lists import indexer_lists
@@ -69,6 +71,7 @@ _RULES = (
     WeightOnlyLinear(),
     ExpertRouting(),
     ExpertGating(),
+    RoutedExperts(),
     Attention(),
     AttentionUpdate(),
     RingMla(),
@@ -105,6 +108,7 @@ _READERS = (
     linears,
     gate_lanes,
     expert_choices,
+    routed_experts,
     int8_queries,
     head_products,
 )

@@ -77,7 +77,10 @@ def _computed(x: Value) -> Range | None:
         case "largest_index":
             size = x.arg.shape[-1]
             return 0, size - 1 if isinstance(size, int) else _LARGEST
-        case "reshape" | "expand" | "permute" | "slice" | "index" | "take":
+        case "ascending_index":
+            size = x.shape[x.attrs[0]]
+            return 0, size - 1 if isinstance(size, int) else _LARGEST
+        case "reshape" | "expand" | "permute" | "slice" | "index" | "take" | "ascending":
             return _lies(x.arg)
         case "cast":
             return _lies(x.arg) if is_integer(x.arg) or x.arg.dtype is torch.bool else None

@@ -152,7 +152,7 @@ def _grouped_matmul(
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     """Whether torch multiplies groups itself: bfloat16, in lines of 16 bytes."""
-    lines = all(isinstance(size, int) and size % 8 == 0 for size in matrices.shape[1:])
+    lines = all(size % 8 == 0 for size in matrices.shape[1:])
     plain = matrices.is_contiguous() or matrices.mT.is_contiguous()
     return rows.dtype == matrices.dtype == torch.bfloat16 and lines and plain and rows.is_contiguous()
 

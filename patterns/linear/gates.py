@@ -145,3 +145,9 @@ class Shifted(Clipped):
 
 SOURCES: tuple[Any, ...] = (Merged, Projected)
 BOUNDS: tuple[Any, ...] = (Unbounded, Clipped, Shifted)
+
+
+def activated(p: Any, bounds: Any, terms: tuple[Any, Any], x: Any) -> Any:
+    """What is activated of the gate, in the dtype of `x` or not, times the other factor."""
+    gate, up = terms
+    return p.maybe_cast(bounds.gated(p, gate), to=x) * bounds.linear(p, up)

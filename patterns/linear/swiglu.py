@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Rule, lookalike, lowering, pattern, scalar, tensor, variants
-from patterns.linear.gates import BOUNDS, SOURCES, Clipped, Merged, Projected
+from patterns.linear.gates import BOUNDS, SOURCES, Clipped, Merged, Projected, activated
 
 f32 = torch.float32
 
@@ -33,13 +33,13 @@ class Swiglu(Rule):
     @variants(source=SOURCES, bounds=BOUNDS)
     def gated(self, p, source, bounds):
         """Gate first, up second."""
-        return p.as_dtype(_product(p, bounds, source.terms(p), source.x), like=source.x)
+        return p.as_dtype(activated(p, bounds, source.terms(p), source.x), like=source.x)
 
     @variants(bounds=BOUNDS)
     @lookalike("gate and up are in the wrong order: the operator takes the first half, or lanes, for the gate")
     def swapped(self, p, bounds, source: Any = Merged):
         """The gate second."""
-        return _product(p, bounds, source.terms(p, gate_first=False), source.x)
+        return activated(p, bounds, source.terms(p, gate_first=False), source.x)
 
     @lookalike("the gate is multiplied by {factor} before silu")
     def scaled(self, p, gate=tensor("*B D"), up=tensor("*B D"), factor=scalar()):
@@ -67,7 +67,7 @@ class Swiglu(Rule):
     )
     def two_tensors(self, p, bounds, gate=tensor("*B D"), up=tensor("*B D")):
         """Of any two tensors."""
-        return _product(p, bounds, (p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)), gate)
+        return activated(p, bounds, (p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)), gate)
 
     @lookalike("the gate is clamped behind silu: the operator clamps it before")
     def behind_silu(self, p, gate=tensor("*B D"), up=tensor("*B D"), bounds: Any = Clipped):
@@ -89,9 +89,3 @@ class Swiglu(Rule):
     def npu(self, source: Any, bounds: Any):
         """One operator, behind one matmul where projections are joined."""
         return bounds.run(source.joined(), source.interleaved)
-
-
-def _product(p: Any, bounds: Any, terms: tuple[Any, Any], x: Any) -> Any:
-    """What is activated of the gate, in the dtype of `x` or not, times the other factor."""
-    gate, up = terms
-    return p.maybe_cast(bounds.gated(p, gate), to=x) * bounds.linear(p, up)

@@ -1,4 +1,4 @@
-"""What the reader of routers says of experts, and of what they are chosen by."""
+"""What readers say of experts, of what they are chosen by, and of what they give."""
 
 from __future__ import annotations
 
@@ -15,3 +15,25 @@ _GATE = {
 }
 EXPERT_CHOICE = word("expert_choice", "the experts that a router chooses [*T, K]", **_GATE, dtype="of the list")
 CHOSEN_SCORES = word("chosen_scores", "the scores of these, without the bias [*T, K]", **_GATE, dtype="of the scores")
+
+ROUTED_ROWS = word(
+    "routed_rows",
+    "the rows of each token, one for every expert that it chose [R, H], R = T · K",
+    tokens="[T, H]",
+    experts="[T, K]",
+    order="which pair of a token and a choice each row is [R]; absent as they are listed",
+)
+EXPERT_PRODUCT = word(
+    "expert_product",
+    "each row by the matrix of its expert [.., N]",
+    x="[.., M], prod(..) = R",
+    weight="[E, M, N]",
+    experts="[T, K]",
+    is_sorted="whether rows are sorted by expert",
+    is_parameter_only="whether the matrices are computed from Parameters alone",
+)
+EXPERT_SUM = word(
+    "expert_sum",
+    "the sum over its choices of the rows of a token, each times a weight",
+    rows="[R, H]", weights="[T, K]", order="as of routed_rows", shape="of the value",
+)  # fmt: skip

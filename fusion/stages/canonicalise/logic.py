@@ -8,6 +8,8 @@ x.scatter(-1, places, value)    → where(chosen(places), value, x)      chosen:
 x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end;
                                   largest(x) where these are the places of the largest of x
 
+sort, argsort, ascending        → ascending, ascending_index; of one value the same if both or none keep equals in order
+
 The k largest are values "largest" and places "largest_index", which share x and k; places of shares are those of their
 logits. Sorted or not: where a model asks
 for no order, descending is one of those that it may get. Which of equal values are chosen, and in what order they
@@ -256,7 +258,21 @@ def is_shares(x: Value) -> bool:
 @translates("aten.sort.default")
 def _sort(a: Algebra, out: Out, x: Value, dim: int = -1, descending: bool = False) -> Translated:
     """In descending order, all are the largest."""
-    return _topk(a, out, x, x.shape[dim], dim) if descending else None
+    return _topk(a, out, x, x.shape[dim], dim) if descending else _ascending(a, x, dim, False)
+
+
+@translates("aten.sort.stable")
+def _stable_sort(
+    a: Algebra, out: Out, x: Value, *, stable: bool | None = None, dim: int = -1, descending: bool = False
+) -> Translated:
+    return None if descending else _ascending(a, x, dim, bool(stable))
+
+
+def _ascending(a: Algebra, x: Value, dim: int, stable: bool) -> tuple[Value, Value]:
+    """`x` in ascending order along a dim, and where each number stood; `stable`: whether equals keep their order."""
+    attrs = (dim % x.rank, stable)
+    places = a.make("ascending_index", (x,), attrs, x.shape, torch.int64)
+    return a.make("ascending", (x,), attrs, x.shape, x.dtype), places
 
 
 @translates("aten.scatter.value")

@@ -145,7 +145,9 @@ def _repeat_interleave(
     a: Algebra, out: Out, x: Value, repeats: Any, dim: int | None = None, **kwargs: Any
 ) -> Translated:
     must(isinstance(repeats, int))
-    behind = proven(dim) % x.rank + 1
+    if dim is None:
+        x, dim = a.reshape(x, (math.prod(x.shape),)), 0
+    behind = dim % x.rank + 1
     wide = a.expand(_opened(a, x, behind), (*x.shape[:behind], repeats, *x.shape[behind:]))
     return a.reshape(wide, out.shape)
 

@@ -22,7 +22,7 @@ from fusion.analysis.runs import Run, run, wrapped
 from fusion.graph import Algebra, Dim, Value, but_ones, unviewed
 from fusion.graph.dims import INDEX_DTYPES, broadcast
 from fusion.graph.proof import must, proof, proven
-from fusion.stages.canonicalise import logic, shapes
+from fusion.stages.canonicalise import groups, logic, shapes
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 # translators -------------------------------------------------------------------------------------------------------
@@ -40,7 +40,8 @@ def _index_put(
 ) -> Translated:
     given = [axis for axis, index in enumerate(indices) if index is not None]
     found = [index for index in indices if index is not None]
-    must(not accumulate)
+    if accumulate:
+        return groups.put_rows(a, cache, found, rows) if given == [0] else None
     if len(found) == 1 and found[0].dtype is torch.bool:
         return _masked(a, cache, found[0], rows, given[0])
     must(all(index.dtype in INDEX_DTYPES for index in found))

@@ -1,0 +1,105 @@
+"""Experts of a mixture: matrices that are gathered for the rows of tokens, and what only looks like their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion import Example
+from patterns.examples.inputs import Inputs, fixed
+
+TOKENS, EXPERTS, CHOICES, WIDTH, INNER = 5, 6, 2, 32, 16
+Activation = Callable[[Tensor], Tensor]
+
+
+def _inputs(*shapes: tuple[int, ...], parameters: bool = True) -> Inputs:
+    """Tokens [T, H], logits [T, E] in such steps that every dtype chooses the same, and matrices."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        draw = torch.Generator().manual_seed(11)
+        logits = torch.stack([torch.randperm(EXPERTS, generator=draw) for _ in range(TOKENS)]) / 2
+        matrices = [(torch.randn(shape, generator=draw) / 8).to(dtype) for shape in shapes]
+        tokens = torch.randn(TOKENS, WIDTH, generator=draw).to(dtype)
+        return tokens, logits.to(dtype), *(map(fixed, matrices) if parameters else matrices)
+
+    return make
+
+
+MERGED = _inputs((EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER))
+_TWO = ((EXPERTS, INNER, WIDTH), (EXPERTS, INNER, WIDTH), (EXPERTS, WIDTH, INNER))
+TWO = _inputs(*_TWO)
+
+
+def routed(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [T, K] in the dtype of the logits, and experts."""
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(CHOICES, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), experts
+
+
+def halves(both: Tensor) -> Tensor:
+    """The gate first."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def clipped(both: Tensor) -> Tensor:
+    """Every second lane, both bounded."""
+    gate, up = both[..., ::2].clamp(max=2.0), both[..., 1::2].clamp(min=-2.0, max=2.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+def clipped_halves(both: Tensor) -> Tensor:
+    """Both halves bounded."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=2.0)) * up.clamp(min=-2.0, max=2.0)
+
+
+def gathered(
+    tokens: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, activation: Activation = halves,
+    chosen: Callable[[Tensor], Tensor] = lambda experts: experts,
+) -> Tensor:  # fmt: skip
+    """A matrix for each row, as transformers writes `batched_mm`."""
+    weights, experts = routed(logits)
+    listed = chosen(experts).reshape(-1)
+    rows = tokens.repeat_interleave(CHOICES, dim=0)
+    hidden = activation(torch.bmm(gate_up[listed], rows.unsqueeze(-1)).squeeze(-1))
+    given = torch.bmm(down[listed], hidden.unsqueeze(-1)).squeeze(-1) * weights.reshape(-1, 1)
+    return given.view(*experts.shape, -1).sum(dim=1).to(tokens.dtype)
+
+
+def by_einsum(tokens: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Gate and up apart, as gpt-fast writes it."""
+    weights, experts = routed(logits)
+    hidden = F.silu(torch.einsum("td,tkid->tki", tokens, gate[experts]))
+    hidden = hidden * torch.einsum("td,tkid->tki", tokens, up[experts])
+    return torch.einsum("tkd,tk->td", torch.einsum("tki,tkdi->tkd", hidden, down[experts]), weights)
+
+
+def _given(tokens: Tensor, listed: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    hidden = halves(torch.matmul(gate_up[listed], tokens[:, None, :, None]).squeeze(-1))
+    return torch.matmul(down[listed], hidden.unsqueeze(-1)).squeeze(-1).mean(1)
+
+
+def _listed(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    tokens, logits, *matrices = MERGED(dtype)
+    return tokens, logits.topk(CHOICES, dim=-1)[1], *matrices
+
+
+EXAMPLES = (
+    Example("gathered matrices", gathered, MERGED),
+    Example("gathered matrices, bounded lanes", partial(gathered, activation=clipped), MERGED),
+    Example("gathered matrices, bounded halves", partial(gathered, activation=clipped_halves), MERGED),
+    Example("products by einsum", by_einsum, TWO),
+    Example(
+        "gelu between the products", partial(gathered, activation=lambda both: F.gelu(both)[:, :INNER]), MERGED,
+        "is not a gated silu",
+    ),
+    Example("matrices that are computed", by_einsum, _inputs(*_TWO, parameters=False), "would cost a copy"),
+    Example("experts that come from elsewhere", _given, _listed, "not proven to lie among"),
+)  # fmt: skip
+
+TRIED = {"routed_experts": EXAMPLES}

@@ -1,0 +1,88 @@
+"""Experts become rows in their order, two products of groups and a sum, in every spelling."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from fusion.library import installed
+from fusion.operators import Operator, operator_of
+from fusion.options import Options
+from fusion.pipeline import fuse_graph
+from fusion.testing import capture
+from tests.routing.experts import EMITTED, GATHERED, OTHERS, ROUTE, SORTED, Form, expected, inputs
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+A3 = Options(target="ascend910_93")
+# By dtype: what rounding rows twice and weights once may do.
+TOLERANCE = {BF16: 1e-2, F16: 2e-3, F32: 2e-6}
+
+
+def run(form: Form, args: tuple[Tensor, ...], level: str = "composite", dynamic: bool = False):
+    """The plain result, the fused one, the fused graph, and what was done; `dynamic`: for any number of tokens."""
+    for each in args[:2] if dynamic else ():
+        torch._dynamo.mark_dynamic(each, 0)
+
+    def routed(tokens: Tensor, logits: Tensor, *matrices: Tensor) -> Tensor:
+        return form(tokens, logits + 0 * tokens[:, :1], *matrices)  # of as many tokens
+
+    captured = capture(routed, args, level, dynamic=None if dynamic else False)
+    gm = captured.graph
+    with torch.no_grad():
+        plain = gm(*captured.inputs)[0]
+    named = dict(zip((n.name for n in gm.graph.find_nodes(op="placeholder")), captured.inputs, strict=True))
+    outcome = fuse_graph(gm.graph, installed(), A3, captured.facts)
+    assert not outcome.failures, outcome.failures
+    gm.recompile()
+    with torch.no_grad():
+        further = [each.module(*(named[name] for name in each.sources)) for each in outcome.prepared]
+        return plain, gm(*captured.inputs, *further)[0], gm, outcome
+
+
+def operators(gm: fx.GraphModule) -> dict[str, int]:
+    """The fused operators of a graph, but that of the router."""
+    found = Counter(operator.name for node in gm.graph.nodes if (operator := _operator(node)) is not None)
+    return {name: count for name, count in found.items() if "gating" not in name}
+
+
+def _operator(node: fx.Node) -> Operator | None:
+    return operator_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    return ((x.double() - y).norm() / y.norm()).item()
+
+
+CASES = [(form, BF16) for form in SORTED] + [(form, dtype) for form in GATHERED for dtype in (BF16, F16, F32)]
+
+
+@pytest.mark.parametrize(("level", "dynamic"), [("composite", False), ("core", True), ("decomposed", False)])
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=lambda each: getattr(each, "__name__", str(each)))
+def test_every_spelling_is_the_vendors_sequence(form: Form, dtype: torch.dtype, level: str, dynamic: bool):
+    args = inputs(dtype)
+    plain, fused, gm, _ = run(form, args, level, dynamic)
+    assert operators(gm) == EMITTED
+    wanted = expected(*args, form)
+    assert fused.dtype == dtype
+    assert distance(fused, wanted) < max(TOLERANCE[dtype], 1.5 * distance(plain, wanted))
+
+
+@pytest.mark.parametrize("form", [SORTED[0], GATHERED[0]], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_one_token_and_more(form: Form, tokens: int):
+    args = inputs(BF16, tokens)
+    _, fused, gm, _ = run(form, args)
+    assert operators(gm) == EMITTED
+    assert distance(fused, expected(*args, form)) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_it_is_left_alone(name: str):
+    form, reason = OTHERS[name]
+    _, _, gm, outcome = run(form, inputs(BF16))
+    assert ROUTE not in operators(gm)
+    said = [str(each.cause) for each in outcome.refusals if each.rule == "routed_experts"]
+    assert any(reason in each for each in said), said
