@@ -15,6 +15,7 @@ from math import prod
 
 from fusion import reader
 from fusion.analysis.intervals import bounds, uncast
+from fusion.analysis.nodes import is_handed_out
 from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.contractions import swapped
@@ -41,6 +42,7 @@ def routed_experts(graph: Graph) -> Iterator[Found]:
         summed.update((found.captures["rows"],) if isinstance(found, Reading) else found.at)
         yield value, found
     yield from _unsummed(given, summed)
+    yield from _loops(graph)
 
 
 # products -----------------------------------------------------------------------------------------------------------
@@ -192,8 +194,8 @@ def _sums(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Found]:
             continue
         if found.rows in given and given[found.rows].captures["experts"].shape == found.weights.shape:
             yield _as_sum(found, several)
-        elif found.rows.op == "add" and any(plain(each) in products for each in found.rows.args):
-            yield several[0], Miss(RULE, _BIASED, at=(found.rows, *found.rows.args))
+        elif plain(found.rows).op == "add" and any(plain(each) in products for each in plain(found.rows).args):
+            yield several[0], Miss(RULE, _BIASED, at=plain(found.rows).args)
 
 
 def _unsummed(given: Mapping[Value, Reading], summed: set[Value]) -> Iterator[Found]:
@@ -214,6 +216,34 @@ _OF_LANES = ("add", "cast", "clip", "mul", "power", "relu", "reshape", "scale", 
 _UNSUMMED = (
     "what the experts give is not proven to be summed for each token, every row with the weight of its own choice, put "
     "back by the order in which it was sorted"
+)
+
+
+def _loops(graph: Graph) -> Iterator[Found]:
+    """Which experts were hit, handed to Python for a loop."""
+    for value, nodes in graph.places.items():
+        counted = value.op == "compare" and value.rank == 1 and any(each.op == "full" for each in value.args)
+        if counted and any(map(_is_one_hot, value.sources(_whole))) and any(map(is_handed_out, nodes)):
+            yield value, Miss(RULE, _LOOP)
+
+
+def _whole(x: Value) -> tuple[Value, ...]:
+    """What whole numbers and truths are computed from, up to where numbers are compared with 0, 1, …"""
+    return () if is_float(x) or _is_one_hot(x) else x.args
+
+
+def _is_one_hot(x: Value) -> bool:
+    numbers = (uncast(each, "reshape", "expand") for each in x.args)
+    return (
+        x.op == "compare"
+        and x.attrs == ("eq",)
+        and any((each.op, each.attrs) == ("arange", (0, 1)) for each in numbers)
+    )
+
+
+_LOOP = (
+    "Python loops over the experts that were hit, and the graph breaks there: transformers' option "
+    'experts_implementation takes "grouped_mm" and "batched_mm" in its place'
 )
 _BIASED = (
     "experts add a bias to what they give: of matrices in one tensor npu_grouped_matmul is not documented to take one "

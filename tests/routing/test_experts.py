@@ -13,7 +13,19 @@ from fusion.operators import Operator, operator_of
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import capture
-from tests.routing.experts import EMITTED, GATHERED, OTHERS, ROUTE, SORTED, Form, expected, inputs
+from tests.routing.experts import (
+    EMITTED,
+    EXPERTS,
+    GATHERED,
+    OTHERS,
+    ROUTE,
+    SORTED,
+    Form,
+    expected,
+    halves,
+    inputs,
+    routed,
+)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 A3 = Options(target="ascend910_93")
@@ -21,15 +33,15 @@ A3 = Options(target="ascend910_93")
 TOLERANCE = {BF16: 1e-2, F16: 2e-3, F32: 2e-6}
 
 
-def run(form: Form, args: tuple[Tensor, ...], level: str = "composite", dynamic: bool = False):
+def run(form: Form, args: tuple[Tensor, ...], level: str = "composite", dynamic: bool | None = False):
     """The plain result, the fused one, the fused graph, and what was done; `dynamic`: for any number of tokens."""
     for each in args[:2] if dynamic else ():
         torch._dynamo.mark_dynamic(each, 0)
 
-    def routed(tokens: Tensor, logits: Tensor, *matrices: Tensor) -> Tensor:
-        return form(tokens, logits + 0 * tokens[:, :1], *matrices)  # of as many tokens
+    def tied(tokens: Tensor, logits: Tensor, *matrices: Tensor) -> Tensor:
+        return form(tokens, logits + 0 * tokens[..., :1], *matrices)  # of as many tokens
 
-    captured = capture(routed, args, level, dynamic=None if dynamic else False)
+    captured = capture(tied, args, level, dynamic=False if dynamic is False else None)
     gm = captured.graph
     with torch.no_grad():
         plain = gm(*captured.inputs)[0]
@@ -77,6 +89,35 @@ def test_one_token_and_more(form: Form, tokens: int):
     _, fused, gm, _ = run(form, args)
     assert operators(gm) == EMITTED
     assert distance(fused, expected(*args, form)) < TOLERANCE[BF16]
+
+
+def test_several_symbolic_sizes_of_a_result_are_refused():
+    def batches(tokens: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        weights, experts = routed(logits)
+        hidden = halves((gate_up[experts] @ tokens[:, :, None, :, None]).squeeze(-1))
+        return ((down[experts] @ hidden.unsqueeze(-1)).squeeze(-1) * weights.unsqueeze(-1)).sum(-2)
+
+    tokens, logits, *matrices = inputs(BF16, 6)
+    args = (tokens.unflatten(0, (2, 3)), logits.unflatten(0, (2, 3)), *matrices)
+    for each in args[:2]:
+        torch._dynamo.mark_dynamic(each, 0)
+    _, _, gm, _ = run(batches, args, dynamic=None)
+    assert operators(gm) == EMITTED
+    for each in args[:2]:
+        torch._dynamo.mark_dynamic(each, 1)
+    _, _, gm, outcome = run(batches, args, dynamic=None)
+    assert ROUTE not in operators(gm)
+    assert any("several symbolic sizes" in str(each.cause) for each in outcome.refusals)
+
+
+def test_a_loop_over_the_experts_that_were_hit_is_told():
+    def hit(tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.nn.functional.one_hot(routed(logits)[1], num_classes=EXPERTS).permute(2, 1, 0)
+        return torch.greater(mask.sum(dim=(-1, -2)), 0), tokens + 1
+
+    gm = capture(hit, inputs(BF16)[:2]).graph
+    outcome = fuse_graph(gm.graph, installed(), A3)
+    assert any("experts_implementation" in str(each.cause) for each in outcome.refusals)
 
 
 @pytest.mark.parametrize("name", OTHERS)
