@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
@@ -26,6 +27,8 @@ from tests.routing.experts import (
     inputs,
     routed,
 )
+from tests.support import torch_npu_host
+from tests.support.torch_npu_host import requires_torch_npu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 A3 = Options(target="ascend910_93")
@@ -118,6 +121,33 @@ def test_a_loop_over_the_experts_that_were_hit_is_told():
     gm = capture(hit, inputs(BF16)[:2]).graph
     outcome = fuse_graph(gm.graph, installed(), A3)
     assert any("experts_implementation" in str(each.cause) for each in outcome.refusals)
+
+
+GE = """
+import json, torch
+from tests.support import ge
+ge.install()
+from tests.routing.experts import {form}, inputs
+
+args = inputs(torch.bfloat16)
+want = {form}(*args)
+options = dict(target="ascend910_93", lower="torchair", disable=["npu_moe_gating_top_k_softmax_v2"])
+have = torch.compile({form}, backend="cann_fusion", options=options)(*args)
+error = ((have - want).norm() / want.norm()).item()
+print(json.dumps(dict(operators=ge.operators(), error=error)))
+"""
+
+
+@requires_torch_npu
+@pytest.mark.parametrize("form", [SORTED[0], GATHERED[0]], ids=lambda form: form.__name__)
+def test_the_vendors_compiler_takes_the_sequence(form: Form):
+    """The router is left to torch: the converter of its operator raises, as it hands on what GE's has not."""
+    child = torch_npu_host.run(GE.format(form=form.__name__))
+    assert child.returncode == 0, child.stderr[-3000:]
+    told = json.loads(child.stdout.splitlines()[-1])
+    expected = {"MoeInitRoutingV3": 1, "GroupedMatmul": 2, "SwiGlu": 1, "MoeFinalizeRoutingV2": 1}
+    assert {name: told["operators"].get(name) for name in expected} == expected
+    assert told["error"] < TOLERANCE[BF16]
 
 
 @pytest.mark.parametrize("name", OTHERS)
