@@ -311,11 +311,21 @@ def _flat(a: Algebra, leaf: Value, depth: int) -> Value:
 def _passing(a: Algebra, found: _Sum) -> Value | None:
     """The lanes beside the rotated ones, as one value."""
     root, both, leaves, where = found
-    first = both[0]  # of lanes that are one term, that one
+    first, second = both  # lanes that are one term have no second one
     others = np.setdiff1d(np.arange(len(first.coefficient)), where)
     leaf, lane = first.first.leaf[others], first.first.index[others]
     whole = (leaf == leaf[0]).all() and (np.diff(lane) == 1).all() and (first.coefficient[others] == 1).all()
-    if not whole or (np.diff(others) != 1).any() or (first.second.leaf[others] != NONE).any():
+    if (np.diff(others) != 1).any():
         return None
+    alone = (first.second.leaf[others] == NONE).all() and (second.first.leaf[others] == NONE).all()
+    if not whole or not alone:  # as those of a norm are not, which are terms themselves
+        return _joined_beside(a, root, int(others[0]), int(others[-1]) + 1)
     rest = a.slice(_flat(a, *leaves.found[int(leaf[0])]), -1, int(lane[0]), int(lane[-1]) + 1)
     return rest if rest is not None and rest.shape[:-1] == root.shape[:-1] and rest.dtype == root.dtype else None
+
+
+def _joined_beside(a: Algebra, root: Value, start: int, stop: int) -> Value | None:
+    """The lanes from `start` up to `stop`, where they are a value of their own that `root` is joined from."""
+    joined, rest = root.below("reshape", "cast"), a.slice(root, -1, start, stop)
+    pieces = [each.below("reshape", "cast") for each in joined.args] if joined.op == "cat" else []
+    return rest if rest is not None and rest.below("reshape", "cast") in pieces else None

@@ -86,13 +86,14 @@ class Rope(Rule):
     @lowering
     @variants(others=JOINED)
     def rows_to_half(self, turned: Turned, others: Alone):
-        """The same for x [B, S, N, D]: every position is a batch entry of its own."""
+        """The same for x [B, S, N, D], or packed tokens [T, N, D]: every position is a batch entry of its own."""
         _refuse_other_orders(turned)
         x, tables = turned.x, turned.tables()
-        one = all(each.dim() == 4 and each.shape[2] == 1 for each in tables)
-        require(x.dim() == 4 and one, "the tables depend on the heads")
-        cos, sin = (each.expand(*x.shape[:2], 1, x.shape[3]).reshape(-1, 1, 1, x.shape[3]) for each in tables)
-        rows = x.reshape(-1, x.shape[2], 1, x.shape[3])
+        one = all(each.dim() == x.dim() and each.shape[-2] == 1 for each in tables)
+        require(x.dim() in (3, 4) and one, "the tables depend on the heads")
+        *positions, heads, width = x.shape
+        cos, sin = (each.expand(*positions, 1, width).reshape(-1, 1, 1, width) for each in tables)
+        rows = x.reshape(-1, heads, 1, width)
         return others.joined(_pairs_to_half(replace(turned, x=rows, cos=cos, sin=sin)).reshape(x.shape))
 
     @lowering

@@ -15,6 +15,8 @@ from torch import Tensor
 from fusion.graph import Algebra, Reading, Value
 from fusion.language import Refused
 from fusion.operators import ensure
+from fusion.options import Options
+from fusion.testing import capture, means_what_it_says, trial_of
 from patterns.rotary.other_lanes import Alone
 from patterns.rotary.read import rotation
 from patterns.rotary.rope import Rope
@@ -169,7 +171,6 @@ def test_other_lanes_stand_before_or_behind(cut: int):
         (4, lambda a, rest, wide: a.cast(wide, torch.float32)),
         (4, lambda a, rest, wide: a.expand(a.make("input", (), ("once",), (1, 4), torch.float32), (3, 4))),
         (4, lambda a, rest, wide: shuffled(a, rest, 0, 1, 3, 2)),
-        (4, lambda a, rest, wide: a.mul(rest, a.unary("cos", rest))),
     ],
 )
 def test_other_lanes_are_one_tensor_as_it_is(cut: int, change: Change):
@@ -327,3 +328,43 @@ def test_heads_and_rows_without_heads_share_the_tables_that_are_made():
     assert names(gm).count("aten.cat.default") == 2
     for have, want in zip(replay(gm, *inputs), function(*inputs), strict=True):
         torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_tokens_go_to_halves_in_one_call():
+    inputs = numbers(5, 4, 64), numbers(5, 1, 32, seed=1), numbers(5, 1, 32, seed=2)
+    gm, _ = fused(interleaved, *(each.bfloat16() for each in inputs), target="ascend910_93")
+    assert names(gm).count("npu.npu_interleave_rope.default") == 1
+    assert not [name for name in names(gm) if "clone" in name or "rotary_mul" in name]
+    torch.testing.assert_close(replay(gm, *inputs)[0], interleaved(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def normed_first(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first lanes of what is normed are turned, and joined with the others in one go."""
+    low, high, rest = torch.nn.functional.layer_norm(x, x.shape[-1:], gain, gain, 1e-6).split((32, 32, 64), -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
+
+
+def added(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """To the others something is added."""
+    low, high, rest = x.split((32, 32, 64), -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest + gain[64:]), -1)
+
+
+def multiplied(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The others are multiplied by themselves."""
+    low, high, rest = x.split((32, 32, 64), -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest * rest), -1)
+
+
+def other_lanes_scaled(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The others are turned by numbers of their own, which is no rotation."""
+    low, high, rest = torch.nn.functional.layer_norm(x, x.shape[-1:], gain, gain, 1e-6).split((32, 32, 64), -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest * cos[..., :1] - rest * sin[..., :1]), -1)
+
+
+@pytest.mark.parametrize("form", [normed_first, added, multiplied, other_lanes_scaled])
+def test_lanes_beside_are_what_is_joined_with_those_that_are_turned(form: Callable[..., Tensor]):
+    inputs = numbers(5, 4, 128), numbers(128, seed=1), numbers(5, 1, 32, seed=2), numbers(5, 1, 32, seed=3)
+    t = trial_of(capture(form, inputs), Options(target="ascend910_93", lower="eager"))
+    assert names(t.fused).count("npu.npu_rotary_mul.default") == (form is not other_lanes_scaled)
+    means_what_it_says(t)
