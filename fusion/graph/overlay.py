@@ -113,9 +113,10 @@ class Graph:
 
         Every reshape of x is a value of x alone; where all users of x read it through one other reshape, x is read
         there too, so that what makes that reshape can be replaced. A reshape of what is joined, cast or scaled is made
-        of reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed. Where
-        none does, it is made without dims of size 1, so that rows with and without heads share a table, unless that can
-        be made only later. A choice between numbers, or a number and something else, fills the number in.
+        of reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed, where a
+        node holds it in another shape or order. Where none does, it is made without dims of size 1, so that rows with
+        and without heads share a table, unless that can be made only later. A choice between numbers, or a number and
+        something else, fills the number in.
         """
         if value.op == "where":
             return _filled(self.algebra, value)
@@ -127,6 +128,8 @@ class Graph:
             )
         elif value.op == "reshape":
             read = self._passed_on(value.arg)
+        elif value in self._turned:
+            return self._turned[value]
         else:
             read = None if value.op in _SEEN else self._reshaped.get(value)
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
@@ -153,12 +156,26 @@ class Graph:
                 found.setdefault(value.arg, value)
         return found
 
+    @cached_property
+    def _turned(self) -> Mapping[Value, Value]:
+        """What must be computed, and nodes hold in another order only, as it is seen from the first that does."""
+        found: dict[Value, Value] = {}
+        for value in self.places:
+            if value.op == "permute" and value.arg.op not in _SEEN and value.arg not in self.places:
+                back = tuple(value.attrs.index(axis) for axis in range(value.rank))
+                of = value.arg
+                found.setdefault(of, self.algebra.make("permute", (value,), back, of.shape, of.dtype))
+        return found
+
     def _passed_on(self, value: Value) -> Value | None:
-        """The reshape through which all users read `value`; None where there is none, or it copies."""
+        """The reshape through which all read `value` where it is made; None where there is none, or it copies.
+
+        It may be reshaped back behind that, by nodes that hold it too.
+        """
         places = self.places.get(value, ())
-        if not places or not is_dense(places[-1].meta["val"]):
+        if not places or not is_dense(places[0].meta["val"]):
             return None
-        users = [self.held.get(user) for each in places for user in each.users if user not in places]
+        users = [self.held.get(user) for user in places[0].users if user not in places]
         if len(users) != 1 or not isinstance(users[0], Value) or users[0].op != "reshape" or users[0].arg is not value:
             return None
         return users[0]

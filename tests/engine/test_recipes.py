@@ -38,6 +38,24 @@ def test_what_only_shows_another_is_no_view_of_what_a_later_node_copies():
     assert graph.recipe(wide) is wide
 
 
+def test_a_product_that_a_node_holds_in_another_order_is_not_made_again():
+    turned = traced(lambda x: torch.einsum("nsd,ned->sne", x, x).sin(), numbers(2, 3, 4))
+    graph = canonicalise(turned.graph)
+    held = next(value for value in graph.places if value.op == "permute" and value.arg.op == "matmul")
+    recipe = graph.recipe(held.arg)
+    assert (recipe.op, recipe.args, recipe.shape) == ("permute", (held,), held.arg.shape)
+
+
+def test_what_is_read_through_a_reshape_where_it_is_made_is_read_there():
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().view(8).unsqueeze(0).squeeze(0).view(2, 1, 4).exp()
+
+    graph, x = graph_of(function)
+    made = graph.algebra.unary("sin", x)
+    assert len(graph.places[made]) == 2
+    assert graph.recipe(graph.algebra.reshape(made, (4, 2))).arg is graph.algebra.reshape(made, (8,))
+
+
 @pytest.mark.parametrize("swapped", [False, True], ids=["where it holds", "where it does not"])
 def test_a_choice_fills_in_a_number_alone_and_where_the_rest_has_its_shape(swapped):
     graph, x = graph_of(lambda x: x.sin())
