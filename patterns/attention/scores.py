@@ -140,7 +140,8 @@ def _turned(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int,
     if scores.product is None:
         return softmax, ()
     rows = arrangement(scores.product.shape[:-1], scores.steps)
-    back = (0, 2, 1) if _heads_behind(softmax, scores.product, scores.terms) else rows and _places(rows, scores.product)
+    behind = _heads_behind(softmax, scores.product, scores.terms)
+    back = _HEADS_FIRST[softmax.rank] if behind else rows and _places(rows, scores.product)
     if back is None or back == tuple(range(len(back))):
         return softmax, ()
     z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
@@ -148,13 +149,19 @@ def _turned(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int,
     return logic.softmax(a, z, *softmax.attrs), order
 
 
+_HEADS_FIRST = {4: (0, 2, 1), 3: (1, 0)}
+"""How rows [B, S, N], or [S, N] of one sequence, are arranged with heads before positions, by the rank of scores."""
+
+
 def _heads_behind(softmax: Value, product: Value, terms: Sequence[Term]) -> bool:
-    """Whether rows [B, S, N] have heads behind positions: all share the keys, and masks depend on positions alone."""
-    if softmax.rank != 4 or prod(product.args[1].shape[1:-2]) != 1:
+    """Whether rows have heads behind positions: all share the keys, and masks depend on positions alone."""
+    rank = softmax.rank
+    if rank not in _HEADS_FIRST or prod(product.args[1].shape[rank - 3 : -2]) != 1:
         return False
-    masks = [(1,) * (4 - each.mask.rank) + each.mask.shape for each in terms]
-    alike = bool(masks) and softmax.shape[2] != 1 and all(shape[2] == 1 for shape in masks)
-    return alike and (softmax.shape[1] == 1 or any(shape[1] != 1 for shape in masks))
+    masks = [(1,) * (rank - each.mask.rank) + each.mask.shape for each in terms]
+    alike = bool(masks) and softmax.shape[-2] != 1 and all(shape[-2] == 1 for shape in masks)
+    moving = any(shape[-3] != 1 for shape in masks)
+    return alike and (moving or (rank == 4 and softmax.shape[-3] == 1))
 
 
 def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:

@@ -293,8 +293,26 @@ def absorbed_keys(
     }
     factors = absorption(a, absorbed)
     if factors is None:
+        absorbed, rotated = (_of_all_tokens(a, each) for each in (absorbed, rotated))
+        factors = absorption(a, absorbed)
+    if factors is None:
         return readings
     return readings | query_sources(a, factors, absorbed, rotations(a, found, rotated))
+
+
+def _of_all_tokens(a: Algebra, x: Value) -> Value:
+    """Lanes [1, N, T, D] of all packed tokens, of which those of one sequence are `x` [1, N, S, D]; else itself."""
+    below = x.below("reshape")
+    if x.op == "slice" and x.attrs[0] == 2 and x.shape[0] == 1:
+        return x.arg
+    if (
+        below.op == "slice"
+        and below.attrs[0] == 0
+        and below.rank == 3
+        and x.shape == (1, below.shape[1], 1, x.shape[-1])
+    ):
+        return a.permute(a.reshape(below.arg, (1, *below.arg.shape)), (0, 2, 1, 3))
+    return x
 
 
 def _seen_as(a: Algebra, x: Value, shape: Sequence[Any]) -> Value | None:

@@ -181,11 +181,12 @@ def _given(graph: Graph, x: Value, kept: _Kept, read: Sequence[Value]) -> tuple[
 
     It is taken as it is before views of it, and before it is cast for others: another rewrite may read it so.
     """
-    s = kept.s
-    if not any(each.below("cast", "reshape") is s.below("reshape") for each in read):
+    a, s = graph.algebra, kept.s
+    sources = [each.below("cast", "reshape") for each in read]
+    if not any(prod(each.shape) == prod(s.shape) and a.reshape(each, s.shape) is s for each in sources):
         s = min(filter(kept.has_as, read), key=lambda each: kept.times(each) != 1, default=s)
     alike = (each for each in kept.multiples if but_ones(each.shape) == but_ones(s.shape))
-    s = next((each for each in alike if graph.algebra.reshape(each, s.shape) is s), s)
+    s = next((each for each in alike if a.reshape(each, s.shape) is s), s)
     times = kept.times(s)
     how = {"x": x, "dtype": s.dtype, **({} if times == 1 else {"times": times})}
     return Reading("quantise", {**how, "scale": s, "scheme": "dynamic"}), s, Reading("token_scale", how)

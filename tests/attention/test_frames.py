@@ -41,6 +41,24 @@ def test_matrices_with_the_same_keys_are_heads():
     assert read(attended, *inputs(6)) == [(1, 6, 5, D)]
 
 
+def positions_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads behind the positions of one sequence, on which the mask depends alone."""
+    mask = torch.arange(k.shape[0]) <= torch.arange(q.shape[0])[:, None]
+    scores = torch.einsum("snd,td->snt", q, k).masked_fill(~mask[:, None], -torch.inf)
+    return torch.einsum("snt,te->sne", scores.softmax(-1), v)
+
+
+def heads_masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The mask depends on the second dim: that is the one of positions."""
+    mask = torch.arange(k.shape[0]) <= torch.arange(q.shape[1])[:, None]
+    return torch.einsum("nsd,td->nst", q, k).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def test_heads_may_stand_behind_the_positions_of_one_sequence():
+    assert read(positions_first, *inputs(6)) == [(1, 5, 6, D)]
+    assert read(heads_masked, *inputs(6)) == [(1, 6, 5, D)]
+
+
 def otherwise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Heads of two sequences, of which the weights are then those of three."""
     weights = (q @ k.mT).flatten(0, 1).softmax(-1)

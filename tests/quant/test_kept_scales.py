@@ -89,7 +89,7 @@ KEPT: dict[str, tuple[Rows, tuple[int, ...], torch.dtype, float]] = {
         lambda x: (divided(x, by_row(x)), by_row(x).squeeze(-1)), (T, 1), torch.float32, 1,
     ),
     "before it is cast": (lambda x: (divided(x, by_row(x)), by_row(x).bfloat16()), (T, 1), torch.float32, 1),
-    "in bfloat16": (for_values, (T,), torch.bfloat16, 1),
+    "without its last dim, before it is cast": (for_values, (T, 1), torch.float32, 1),
     "seen twice": (twice_seen, (T,), torch.float32, 1),
     "the largest magnitudes": (lambda x: (divided(x, by_row(x)), largest(x)), (T, 1), torch.float32, 127),
     "the largest magnitudes, in bfloat16": (in_16_bits, (T,), torch.bfloat16, 127),
