@@ -5,7 +5,7 @@ Queries, keys and values come out as [B, N, S, D], every key head once, with wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, prod
@@ -23,7 +23,7 @@ from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.divided_late import Finish, divided_late, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
-from patterns.attention.masks import NOT_LOST, Empty, Masks, hides_by_truths
+from patterns.attention.masks import NOT_LOST, Empty, Masks, Term, hides_by_truths
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, empty_rows, scores_of, weights_of
@@ -273,10 +273,21 @@ def _framed(assumed: Assumed, root: Value, attended: Attended, frame: Frame, of:
     masks, mask = seen
     name = "softmax_attention" if in_floats else "int8_latent_attention"
     reading = Reading(name, captures | mask, masks.positions.names())
-    of_scores = ((*frame.shape, keys), masks.terms, (*frame.sizes, keys))
-    listed = topk_mask(assumed.masks(*of_scores, keep_lists=True), mask["mask"]) if "mask" in mask else {}
-    told = reading if mask.get("mask") in listed or not in_floats else told_apart(a, reading)
-    return {**beside, root: told, **listed}
+    listed = _lists(assumed, frame, keys, masks.terms, reading)
+    if in_floats and mask.get("mask") not in listed:
+        told = told_apart(a, reading)
+        if told is not reading:
+            one = frame.of_one_query()
+            listed = _lists(assumed, one, keys, one.masked(a, masks.terms), told)
+        reading = told
+    return {**beside, root: reading, **listed}
+
+
+def _lists(assumed: Assumed, frame: Frame, keys: Any, terms: Sequence[Term], reading: Reading) -> Outcome:
+    """What the mask of an attention is if it lists keys."""
+    mask = reading.captures.get("mask")
+    masks = assumed.masks((*frame.shape, keys), terms, (*frame.sizes, keys), keep_lists=True)
+    return {} if mask is None else dict(topk_mask(masks, mask))
 
 
 def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | Miss:

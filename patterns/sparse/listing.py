@@ -43,11 +43,18 @@ class Listing(Seen):
         return p.topk_mask(places=places, distinct=self.distinct, **self.seen())
 
     def refuse(self, seen: Any, indexer: Indexer | None) -> None:
-        """Refuse a query that no key is left for, of which the operator gives 0."""
+        """Refuse a query that no key is left for, of which the operator gives 0, unless that is restored."""
         require(seen.levels is None, "a query for which no key is left would see those that are lowered least")
         every = self.mask_kind == "none" and self.kv_len is None and self.kv_lens is None  # what is listed is seen
         left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and (every or indexer is not None))
-        require(left, "a query for which no key is left gives the mean of all values, the operator gives 0")
+        restored = indexer is not None and self._is_restored(seen)
+        gives = "NaN" if seen.fully_masked_row == "nan" else "the mean of all values"
+        why = "a query for which no key is left gives {gives}, the operator gives 0"
+        require(left or restored, why, gives=gives)
+
+    def _is_restored(self, seen: Any) -> bool:
+        """Whether a query that sees no key gives NaN; the list of an indexer, of which it is empty, says which do."""
+        return seen.fully_masked_row == "nan" and not self.every_row_nonempty
 
     def is_distinct(self) -> bool:
         """Whether the list that the operator is given names no key twice: what is named again is left out of it."""
@@ -57,15 +64,16 @@ class Listing(Seen):
         """Queries [B, S, N, C] and [B, S, N, Dr] for which the operator gives what the model does."""
         return queries
 
-    def restored(self, y: Tensor, listed: Tensor) -> Tensor:
+    def restored(self, y: Tensor, listed: Tensor, seen: Any) -> Tensor:
         """The result [B, S, N, C] over lists [B, S, 1, K] with what plain attention gives without a key."""
-        return y
+        return y.masked_fill(listed[..., :1] < 0, torch.nan) if self._is_restored(seen) else y
 
-    def own(self) -> Tensor:
+    def own(self, seen: Any) -> Tensor:
         """The list of the model as the operator takes it, [B, S, 1, K]: each key once, then -1.
 
         It leaves out what lies behind the mask itself.
         """
+        require(not self._is_restored(seen), "the model's own list does not say which queries see no key")
         places = self.places.to(torch.int32)
         if not self.distinct:
             ordered = places.sort(dim=-1).values
@@ -107,7 +115,7 @@ class GatheredRows(Group):
         """Every query may see all of the keys: the list says itself what is seen."""
         return _EVERY.lengths(queries, keys, room)
 
-    def own(self) -> Tensor:
+    def own(self, seen: Any) -> Tensor:
         """The list as the operator takes it, [B, S, 1, K]: it ends at the first negative entry."""
         places = self.places.to(torch.int32)
         if self.hidden is not None:
@@ -126,7 +134,7 @@ class GatheredRows(Group):
         assert self.hidden is not None
         return self.hidden.all(-1, keepdim=True)
 
-    def restored(self, y: Tensor, listed: Tensor) -> Tensor:
+    def restored(self, y: Tensor, listed: Tensor, seen: Any) -> Tensor:
         """The result [B, S, N, C] with NaN where all of a list is hidden, if that is what the model gives."""
         return y.masked_fill(listed[..., :1] < 0, torch.nan) if self.fully_masked_row == "nan" else y
 
@@ -164,7 +172,7 @@ class IndexedRows(Seen):
     posed = Listing.posed
     restored = GatheredRows.restored
 
-    def own(self) -> Tensor:
+    def own(self, seen: Any) -> Tensor:
         """The model's list is not built."""
         require(False, "the list is that of an indexer")
         return self.kv_lens

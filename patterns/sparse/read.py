@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from fusion import reader
-from fusion.analysis.affine import Formula, number
+from fusion.analysis.affine import Affine, Formula, number
 from fusion.analysis.dtypes import is_rounding
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
@@ -36,25 +36,34 @@ def topk_mask(masks: Masks, mask: Value) -> dict[Value, Reading | Miss]:
     lists = [leaf for leaf in leaves if leaf.value.op == "chosen"]
     if not lists:
         return {}
-    at, places = lists[0].index, lists[0].value.arg
+    (*at, key), places = lists[0].index, lists[0].value.arg
     if len(bounds.rest) > 1:
         return {
             places: _miss("beside the keys that are listed, the mask asks for more than a causal order or a length")
         }
     batch, _, queries, _ = masks.sizes
-    rows, lead = (positions.axis(rank - 2), positions.axis(rank - 1)), places.shape[:-2]
-    own = (number(0) if size == 1 else positions.axis(0) for size in lead)
-    if at != (*own, *rows) or prod(lead) not in (1, batch):
+    own, query = positions.axis(0), positions.axis(rank - 2)
+    rows = {queries: query, batch * queries: own.times(queries) + query}  # how many lists, and which is of a query
+    count = prod(places.shape[:-1])
+    if key != positions.axis(rank - 1) or rows.get(count) != _row(at, places.shape[:-1]):
         return {places: _miss("the keys that are listed differ from head to head, or are those of another sequence")}
     words = _words(masks, replace(bounds, rest=()))
     if words is None:
         return {
             places: _miss("beside the keys that are listed, the mask is not proven to be a causal order or a length")
         }
-    count = places.shape[-1]
-    listed = a.expand(a.reshape(places, (prod(lead), queries, count)), (batch, queries, count))
+    lists_of = (1 if count == queries else batch, queries, places.shape[-1])
+    listed = a.expand(a.reshape(places, lists_of), (batch, *lists_of[1:]))
     captures = {"places": listed, "distinct": distinct(places), **words}
     return {mask: Reading("topk_mask", captures, positions.names())}
+
+
+def _row(at: Sequence[Affine], sizes: Sequence[Any]) -> Affine:
+    """The number of a row among rows of these sizes."""
+    found = number(0)
+    for place, size in zip(at, sizes, strict=True):
+        found = found.times(size) + place
+    return found
 
 
 def _miss(reason: str) -> Miss:
@@ -83,6 +92,16 @@ class _Scores:
     terms: tuple[Term, ...]
     scales: tuple[Value, ...] = ()
     positions_first: bool = False
+
+    def with_one_query(self, a: Algebra) -> _Scores:
+        """Scores [B, T] of one query of each sequence, as [B, 1, T]."""
+        seen = (replace(each, mask=a.reshape(each.mask, _opened(each.mask.shape))) for each in self.terms)
+        return replace(self, shape=_opened(self.shape), terms=tuple(seen))
+
+
+def _opened(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """A dim of size 1 before the last one."""
+    return (*shape[:-1], 1, *shape[-1:])
 
 
 @reader(gives=(LIGHTNING_INDEXER,), needs=("topk_mask",))
@@ -127,7 +146,8 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
         return said
     batch, queries, _, _ = said["query"].shape
     keys = said["key"].shape[1]
-    if found.shape[-2:] != (queries, keys) or prod(found.shape[:-2]) != batch or places.shape[-2:-1] != (queries,):
+    found = found.with_one_query(a) if queries == 1 != batch and len(found.shape) == 2 else found
+    if found.shape[-2:] != (queries, keys) or prod(found.shape[:-2]) != batch:
         return NOT_A_SUM
     masks = assumed.masks(found.shape, found.terms, (batch, 1, queries, keys))
     formula = masks.visible()

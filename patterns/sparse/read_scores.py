@@ -177,12 +177,24 @@ def _said(a: Algebra, found: _Products, floats: dict[str, Value], behind: tuple[
         return SIGN
     weights, *scales = (each for each in of_rows if each is not None)
     int8 = _int8(a, found)
-    said = _with_scales(a, found, int8, behind, scales) if int8 is not None else NOT_A_SUM
+    said: dict[str, Value] | str = NOT_A_SUM
+    if int8 is not None:
+        of_queries, *more = _in_float16(a, weights)
+        said = _with_scales(a, found, int8, behind, [*more, *scales])
+        said = said if isinstance(said, str) else {**said, "weights": of_queries}
     alone = len(found.factors) == 1 and not heads[0].below and not behind
     floating = alone and all(is_float(each) for each in floats.values())
     if floating and (isinstance(said, str) or said["key_scale"].dtype != torch.float16):
         return {**floats, "weights": weights}
-    return said if isinstance(said, str) else {**said, "weights": weights}
+    return said
+
+
+def _in_float16(a: Algebra, weights: Value) -> list[Value]:
+    """Both factors of weights that are a product of two in float16, which the operator multiplies itself."""
+    below = weights.below("reshape")
+    parts = [_plain(a, a.expand(each, below.shape)) for each in below.args] if below.op == "mul" else []
+    halves = [a.reshape(each, weights.shape) for each in parts if each is not None and each.dtype == torch.float16]
+    return halves if len(halves) == 2 else [weights]
 
 
 def _int8(a: Algebra, found: _Products) -> tuple[ScaledInt8, ScaledInt8] | None:
@@ -244,6 +256,8 @@ def _wholes(
         if each.whole.shape[-1:] != (1,):
             yield each.value, a.expand(each.whole, sizes)
     for each in behind:
+        rows = (*sizes[:2], *each.shape[2:]) if prod(each.shape[:2]) == prod(sizes[:2]) else each.shape
+        each = a.reshape(each, rows)  # sequences of one query stand in the place of queries where that has no dim
         yield each, a.expand(each, sizes) if broadcast(each.shape, sizes) == tuple(sizes) else each
 
 

@@ -112,25 +112,25 @@ class SparseAttention(Rule):
 
     @lowering
     @variants(values=VALUES)
-    def indexed(self, indexer, listing, encoding, source, result, scale, values):
+    def indexed(self, indexer, listing, encoding, source, result, seen, scale, values):
         """The indexer, sparse attention, and the values of all heads."""
         require(indexer is not None, "the keys are not listed by an indexer")
-        y = _attended(indexer.found(listing), listing, encoding, source, scale)
+        y = _attended(indexer.found(listing), listing, encoding, source, seen, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
 
     @lowering
     @variants(values=VALUES)
-    def listed(self, listing, encoding, source, result, scale, values):
+    def listed(self, listing, encoding, source, result, seen, scale, values):
         """Sparse attention over the model's own list."""
-        y = _attended(listing.own(), listing, encoding, source, scale)
+        y = _attended(listing.own(seen), listing, encoding, source, seen, scale)
         return viewed(expanded(y, encoding.up_value, values), result.view)
 
 
-def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, scale: float) -> Tensor:
+def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, seen: Any, scale: float) -> Tensor:
     """Absorbed queries over the listed rows of a latent, as [B, S, N, C]."""
     query, rope = listing.posed(*(each.transpose(1, 2) for each in encoding.queries()))
     room = source.keys(query.shape[0])
     keys = room if encoding.first_rows is None else encoding.first_rows
     mode, lengths = listing.lengths(query, keys, None if source.paged else room)
     y = source.attended((query, rope), listed, scale, sparse_mode=mode, actual_seq_lengths_kv=lengths)
-    return listing.restored(y, listed)
+    return listing.restored(y, listed, seen)

@@ -1,4 +1,4 @@
-"""The examples run as they are, and say what was fused; the long ones every night."""
+"""The examples run as they are, and say what was fused; the long ones, of which most have other tests, every night."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LONG = ("demo", "qwen3", "deepseek_r1_w8a8", "deepseek_r1_w8a8c8")  # the last two have tests of their own
+LONG = ("demo", "qwen3", "deepseek_r1_w8a8", "deepseek_r1_w8a8c8", "deepseek_v32", "deepseek_v32_w8a8c8", "glm5")
 NIGHTLY = [pytest.param(each, marks=pytest.mark.nightly) for each in LONG]
 SHORT = sorted({each.stem for each in EXAMPLES.glob("*.py")} - set(LONG))
 

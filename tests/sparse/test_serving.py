@@ -1,0 +1,64 @@
+"""Whole blocks over pages, as serving code spells them: what an expert launches, exact, and what is refused and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from fusion.options import Options
+from fusion.testing import Trial, capture, emits_valid_calls, means_what_it_says, trial_of
+from tests.models.latents import differences
+
+from . import serving
+from .serving import LOOKALIKES, SPELLINGS, Block, Form
+
+OPTIONS = Options(target="ascend910_93", lower="eager", plan_lower="torchair")
+ONE = {"mla_prolog_v3": 1, "lightning_indexer": 1, "sparse_flash_attention": 1}
+EACH = {**ONE, "lightning_indexer": 3, "sparse_flash_attention": 3}
+"""A call for each sequence that has tokens, where the model loops over them."""
+
+
+def tried(form: Form, given: tuple[Any, ...], dtype: torch.dtype = torch.bfloat16) -> Trial:
+    inputs = tuple(
+        each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in given
+    )
+    return trial_of(capture(Block(form).to(dtype), inputs), OPTIONS)
+
+
+def called(t: Trial) -> Counter[str]:
+    names = (str(node.target).split(".")[1] for node in t.fused.graph.nodes if str(node.target).startswith("npu."))
+    return Counter(name.removeprefix("npu_") for name in names)
+
+
+def in_full(t: Trial, wanted: dict[str, int]) -> None:
+    found = called(t)
+    assert {name: found[name] for name in wanted} == wanted
+    assert not [node for node in t.fused.graph.nodes if "softmax" in str(node.target) or "topk" in str(node.target)]
+    assert not t.outcome.failures
+
+
+@pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
+def test_a_block_is_what_an_expert_launches(form: Form):
+    t = tried(form, SPELLINGS[form])
+    in_full(t, EACH if form is serving.one_after_the_other else ONE)
+    assert max(differences(t)) < 1e-12
+    emits_valid_calls(t)
+
+
+@pytest.mark.parametrize("form", SPELLINGS, ids=lambda each: each.__name__)
+def test_where_every_key_is_listed_rounding_is_the_only_difference(form: Form, monkeypatch: pytest.MonkeyPatch):
+    """Lists of all keys are equal, however their scores are rounded."""
+    monkeypatch.setattr(serving, "LISTED", serving.TABLE.shape[1] * serving.SIZE)
+    means_what_it_says(tried(form, SPELLINGS[form]))
+
+
+@pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
+def test_what_only_looks_like_it_is_refused(form: Form):
+    given, reason = LOOKALIKES[form]
+    t = tried(form, given)
+    assert not {"lightning_indexer", "sparse_flash_attention"} & set(called(t))
+    assert any(reason in each.reason for each in t.outcome.refusals)
+    assert max(differences(t)) < 1e-12
