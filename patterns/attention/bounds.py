@@ -82,6 +82,33 @@ def per_sequence(a: Algebra, expression: Affine, batch: Any) -> Value | None:
     return a.expand(a.shift(total, expression.constant), (batch,))
 
 
+def per_query(a: Algebra, expression: Affine, sizes: tuple[Any, Any], query: int) -> Value | None:
+    """The tensor [B, S] of an expression that reads one element of a tensor for each query; None for others.
+
+    `query` is the axis of queries, that of sequences is 0.
+    """
+    terms, constant = list(expression.terms.items()), expression.constant
+    if len(terms) != 1 or not all(isinstance(each, int) for each in (terms[0][1], constant)):
+        return None
+    leaf, factor = terms[0]
+    value = _elements(a, leaf, sizes, query) if isinstance(leaf, Leaf) else None
+    return None if value is None else a.shift(a.scale(a.cast(value, torch.int64), factor), constant)
+
+
+def _elements(a: Algebra, leaf: Leaf, sizes: tuple[Any, Any], query: int) -> Value | None:
+    """The elements of a tensor that queries [B, S] read, each its own; None where they read them otherwise."""
+    own = [({place: 1}, size) for place, size in zip((0, query), sizes, strict=True) if size != 1]
+    axes = list(zip(leaf.index, leaf.value.shape, strict=True))
+    if [(dict(index.terms), size) for index, size in axes if index.terms] != own:
+        return None
+    if any(index.constant != 0 for index, _ in axes):
+        return None
+    value = leaf.value
+    for axis, (index, _) in enumerate(axes):
+        value = value if index.terms else a.cut(value, axis, 0, 1)
+    return a.reshape(value, sizes)
+
+
 def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:
     """One element, or one for each sequence, of a tensor: [1] or [B]."""
     value = leaf.value

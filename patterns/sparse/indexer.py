@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
 from patterns.attention.calls import MaskSpec, laid
+from patterns.cache.pages import cut
 from patterns.sparse.pages import of_rows, read
 
 
@@ -20,12 +21,24 @@ class Seen(Group):
     mask_kind: Any = attribute()
     kv_len: Any = attribute()
     kv_lens: Any = tensor("B", optional=True)
+    row_lens: Any = tensor("B R", optional=True)
     every_row_nonempty: Any = attribute()
 
     def seen(self) -> dict[str, Any]:
         """As the readers say it."""
         seen = dict(mask_kind=self.mask_kind, window=None, kv_len=self.kv_len, kv_lens=self.kv_lens)
-        return seen | dict(every_row_nonempty=self.every_row_nonempty)
+        return seen | dict(row_lens=self.row_lens, every_row_nonempty=self.every_row_nonempty)
+
+    def hides_nothing(self) -> bool:
+        """Whether every query may see all of the keys."""
+        return self.mask_kind == "none" and self.kv_len is None and self.kv_lens is None and self.row_lens is None
+
+    def own_lengths(self, queries: Any, keys: Any) -> Tensor:
+        """How many of the keys each query sees, [B, S] in int32."""
+        lengths = self.row_lens
+        if lengths.shape[1] != queries:
+            lengths = lengths + torch.arange(queries, device=lengths.device)
+        return lengths.clamp(0, keys).to(torch.int32)
 
     def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
         """Sparse mode, and how many of the keys of queries [B, S, ..] there are, [B] in int32, None for the whole room.
@@ -66,6 +79,11 @@ class Indexer(Group):
 
     def found(self, seen: Seen) -> Tensor:
         """What it lists of the keys that can be seen [B, S, 1, count], -1 where there are not so many."""
+        if seen.row_lens is not None:
+            batch, queries = self.query.shape[:2]
+            lengths = seen.own_lengths(queries, self.key.shape[1]).flatten()
+            alone = Seen(mask_kind="none", kv_len=None, kv_lens=lengths, row_lens=None)
+            return self.apart(queries).found(alone).unflatten(0, (batch, queries)).squeeze(2)
         keys, room, how = self.read()
         mode, lengths = Seen.lengths(seen, self.query, self.key.shape[1], room)
         how |= dict(actual_seq_lengths_key=lengths, layout_query="BSND", sparse_count=self.count, sparse_mode=mode)
@@ -92,6 +110,17 @@ class Indexer(Group):
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:
         """The keys of the indexer, how many it reads untold, and what it is told of where they lie."""
         return self.key.unsqueeze(2), self.key.shape[1], dict(layout_key="BSND")
+
+    def apart(self, queries: Any) -> Indexer:
+        """The same with every query as a sequence of its own, whose keys are read as pages in their own order."""
+        batch, keys = self.key.shape[:2]
+        pages = cut(self.key.unsqueeze(2), 1).squeeze(2)
+        size = pages.shape[1]
+        table = torch.arange(pages.shape[0], device=pages.device).reshape(batch, keys // size)
+        rows = dict(vars(self), pages=pages, block_table=table, size=size, layout="BSND")
+        if self.key_scale is None:
+            return PagedIndexer(**rows).apart(queries)
+        return PagedInt8Indexer(**rows, scale_pages=self.key_scale.reshape(-1, size)).apart(queries)
 
     def scales(self) -> Tensor:
         """The scales of int8 keys as they lie."""
@@ -122,6 +151,13 @@ class PagedIndexer(Indexer):
     def refuse_blocks(self) -> None:
         """Refuse blocks of NZ."""
         of_rows(self.layout)
+
+    def apart(self, queries: Any) -> Indexer:
+        """Each with the pages of its sequence."""
+        of_queries = (self.query, self.weights, self.query_scale)
+        query, weights, scale = (None if x is None else x.flatten(0, 1).unsqueeze(1) for x in of_queries)
+        table = self.block_table.unsqueeze(1).expand(-1, queries, -1).flatten(0, 1)
+        return replace(self, query=query, weights=weights, query_scale=scale, block_table=table)
 
     def read(self) -> tuple[Tensor, Any, dict[str, Any]]:
         """The same of pages, of which it reads none untold."""

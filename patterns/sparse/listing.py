@@ -17,7 +17,7 @@ from torch import Tensor
 from fusion import Group, attribute, require, tensor
 from patterns.sparse.indexer import Indexer, Seen
 
-_EVERY = Seen(mask_kind="none", kv_len=None, kv_lens=None)
+_EVERY = Seen(mask_kind="none", kv_len=None, kv_lens=None, row_lens=None)
 """Where a list says itself what is seen, every query may see all of the keys."""
 
 
@@ -45,8 +45,8 @@ class Listing(Seen):
     def refuse(self, seen: Any, indexer: Indexer | None) -> None:
         """Refuse a query that no key is left for, of which the operator gives 0, unless that is restored."""
         require(seen.levels is None, "a query for which no key is left would see those that are lowered least")
-        every = self.mask_kind == "none" and self.kv_len is None and self.kv_lens is None  # what is listed is seen
-        left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and (every or indexer is not None))
+        listed = self.hides_nothing() or indexer is not None  # then what is listed is seen
+        left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and listed)
         restored = indexer is not None and self._is_restored(seen)
         gives = "NaN" if seen.fully_masked_row == "nan" else "the mean of all values"
         why = "a query for which no key is left gives {gives}, the operator gives 0"
@@ -55,6 +55,10 @@ class Listing(Seen):
     def _is_restored(self, seen: Any) -> bool:
         """Whether a query that sees no key gives NaN; the list of an indexer, of which it is empty, says which do."""
         return seen.fully_masked_row == "nan" and not self.every_row_nonempty
+
+    def lengths(self, queries: Tensor, keys: Any, room: Any) -> tuple[int, Tensor | None]:
+        """A list says itself what its query sees, where each sees a number of keys of its own."""
+        return Seen.lengths(self if self.row_lens is None else _EVERY, queries, keys, room)
 
     def is_distinct(self) -> bool:
         """Whether the list that the operator is given names no key twice: what is named again is left out of it."""
@@ -75,6 +79,9 @@ class Listing(Seen):
         """
         require(not self._is_restored(seen), "the model's own list does not say which queries see no key")
         places = self.places.to(torch.int32)
+        if self.row_lens is not None:
+            places = places.masked_fill(places >= self.own_lengths(places.shape[1], None).unsqueeze(-1), -1)
+            places = places.sort(dim=-1, descending=True).values
         if not self.distinct:
             ordered = places.sort(dim=-1).values
             again = ordered.diff(dim=-1, prepend=ordered[..., :1] - 1) == 0

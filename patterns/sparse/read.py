@@ -17,7 +17,7 @@ from fusion.analysis.affine import Affine, Formula, number
 from fusion.analysis.dtypes import is_rounding
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
-from patterns.attention.bounds import Limits, sees_some
+from patterns.attention.bounds import Limits, per_query, per_sequence, sees_some
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
 from patterns.sparse.read_scores import NOT_A_SUM, SIGN, parts
 from patterns.sparse.rows import distinct
@@ -37,21 +37,17 @@ def topk_mask(masks: Masks, mask: Value) -> dict[Value, Reading | Miss]:
     if not lists:
         return {}
     (*at, key), places = lists[0].index, lists[0].value.arg
-    if len(bounds.rest) > 1:
-        return {
-            places: _miss("beside the keys that are listed, the mask asks for more than a causal order or a length")
-        }
+    others = tuple(part for part in bounds.rest if part != ("is", lists[0]))
     batch, _, queries, _ = masks.sizes
     own, query = positions.axis(0), positions.axis(rank - 2)
     rows = {queries: query, batch * queries: own.times(queries) + query}  # how many lists, and which is of a query
     count = prod(places.shape[:-1])
     if key != positions.axis(rank - 1) or rows.get(count) != _row(at, places.shape[:-1]):
         return {places: _miss("the keys that are listed differ from head to head, or are those of another sequence")}
-    words = _words(masks, replace(bounds, rest=()))
+    words = _words(masks, replace(bounds, rest=others))
     if words is None:
-        return {
-            places: _miss("beside the keys that are listed, the mask is not proven to be a causal order or a length")
-        }
+        asks = "asks for more than" if others else "is not proven to be"
+        return {places: _miss(f"beside the keys that are listed, the mask {asks} a causal order or a length")}
     lists_of = (1 if count == queries else batch, queries, places.shape[-1])
     listed = a.expand(a.reshape(places, lists_of), (batch, *lists_of[1:]))
     captures = {"places": listed, "distinct": distinct(places), **words}
@@ -76,7 +72,41 @@ def _words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
     if bounds == Limits(None, None, False, ()):
         return {**found, "every_row_nonempty": True}
     words = masks.bounded(bounds)
-    return {**found, **words, "every_row_nonempty": sees_some(bounds, *masks.sizes[2:])} if words else None
+    if not words:
+        lengths = _row_lens(masks, bounds)
+        words = {} if lengths is None else {"row_lens": lengths}
+    return {**found, **words, "every_row_nonempty": _sees_some(masks, bounds)} if words else None
+
+
+def _row_lens(masks: Masks, bounds: Limits) -> Value | None:
+    """How many keys each query sees, as of `words`; None where something else than an upper bound is asked."""
+    batch, _, queries, _ = masks.sizes
+    high = _own_bound(masks, bounds) if bounds.rest else bounds.high
+    if high is None or bounds.low is not None:
+        return None
+    if bounds.moving:
+        first = per_sequence(masks.a, high.plus(1), batch)
+        return None if first is None else masks.a.reshape(first, (batch, 1))
+    return per_query(masks.a, high.plus(1), (batch, queries), len(masks.positions.shape) - 2)
+
+
+def _own_bound(masks: Masks, bounds: Limits) -> Affine | None:
+    """The last key that each query sees, where that is all that a mask asks for and is no bound of its sequence."""
+    if bounds.high is not None or len(bounds.rest) != 1 or isinstance(bounds.rest[0], bool):
+        return None
+    kind, difference = bounds.rest[0]
+    key = len(masks.positions.shape) - 1
+    if kind != "le" or difference.terms.get(key, 0) != 1:
+        return None
+    others = difference.without(key)
+    return None if key in others.axes() else others.times(-1)
+
+
+def _sees_some(masks: Masks, bounds: Limits) -> bool:
+    """Whether every query is known to see a key."""
+    own = _own_bound(masks, bounds) if bounds.rest else None
+    told = bounds if own is None else Limits(own, None, False, ())
+    return sees_some(told, *masks.sizes[2:])
 
 
 @dataclass(frozen=True)

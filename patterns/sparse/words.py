@@ -7,6 +7,8 @@ _SEEN = {
     "window": "None",
     "kv_len": "how many keys there are for every sequence",
     "kv_lens": "[B], for each of them",
+    "row_lens": "[B, S], for each query where that is no causal order, beside no other; [B, 1] for the first ones, "
+    "and one more for each that follows",
     "every_row_nonempty": "whether every query is known to see a key",
 }
 

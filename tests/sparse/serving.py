@@ -181,20 +181,45 @@ def one_after_the_other(g: Given) -> Tensor:
 
 
 def beside_each_other(g: Given) -> Tensor:
-    """As many tokens of every sequence, in dims of their own."""
+    """As many tokens of every sequence, in dims of their own, the last of them at the end of the sequence."""
     table, lengths = g.told
+    count = g.query[0].shape[0] // table.shape[0]
+    return by_places(Given(g.query, g.index, g.pages, (table, torch.arange(count) - count + lengths[:, None])))
+
+
+def by_places(g: Given) -> Tensor:
+    """The same, each up to its position."""
+    table, positions = g.told
     batch = table.shape[0]
     latent, rope, keys = (each[table].flatten(1, 2) for each in g.pages)
     query = [each.unflatten(0, (batch, -1)) for each in g.query]
     iq, weights = (each.unflatten(0, (batch, -1)) for each in g.index)
-    rows = torch.arange(iq.shape[1]) - iq.shape[1] + lengths[:, None]
-    seen = torch.arange(keys.shape[1]) <= rows[..., None]
+    seen = torch.arange(keys.shape[1]) <= positions[..., None]
     scores = torch.einsum("bshd,bld->bshl", iq, keys).relu().float()
     scores = torch.einsum("bshl,bsh->bsl", scores, weights.float()).masked_fill(~seen, -math.inf)
     seen = shown(seen, scores.topk(LISTED, -1).indices)
     scores = torch.einsum("bshc,blc->bshl", query[0], latent) + torch.einsum("bshr,blr->bshl", query[1], rope)
     weights = (scores.float() * SCALE).masked_fill(~seen.unsqueeze(2), -math.inf).softmax(-1).to(latent.dtype)
     return torch.einsum("bshl,blc->bshc", weights, latent).flatten(0, 1)
+
+
+def by_own_list(g: Given) -> Tensor:
+    """Over a list that the model has from elsewhere, as far as each token sees it; 0 where it sees none of it."""
+    table, positions, places = g.told
+    latent, rope = (each[table].flatten(1, 2) for each in g.pages[:2])
+    query = [each.unflatten(0, (table.shape[0], -1)) for each in g.query]
+    seen = shown(torch.arange(latent.shape[1]) <= positions[..., None], places)
+    scores = torch.einsum("bshc,blc->bshl", query[0], latent) + torch.einsum("bshr,blr->bshl", query[1], rope)
+    weights = (scores.float() * SCALE).masked_fill(~seen.unsqueeze(2), -math.inf).softmax(-1).nan_to_num(0)
+    return torch.einsum("bshl,blc->bshc", weights.to(latent.dtype), latent).flatten(0, 1)
+
+
+def behind_a_prefix(g: Given) -> Tensor:
+    """A chunk of one sequence behind what there is of it, each token up to its position."""
+    table, positions = g.told
+    latent, rope, keys = (each[table].flatten(0, 1) for each in g.pages)
+    seen = torch.arange(keys.shape[0]) <= positions[:, None]
+    return attended(g.query, (latent, rope), shown(seen, best(g.index, keys, seen, "l").indices), "l")
 
 
 def by_ranges(g: Given) -> Tensor:
@@ -238,13 +263,19 @@ SPELLINGS: dict[Form, tuple[Any, ...]] = {
     by_lengths: inputs(ONE_EACH, TABLE, torch.tensor([21, 18, 1, 10])),
     listed_slots: of_tokens(MIXED),
     one_after_the_other: inputs(MIXED, TABLE, MIXED),
+    beside_each_other: inputs(TWO_EACH, TABLE, torch.tensor([22, 19, 10, 11])),
+    by_places: inputs(TWO_EACH, TABLE, told(TWO_EACH)[1].view(-1, 2)),
+    behind_a_prefix: inputs([(5, 20)], TABLE[0], told([(5, 20)])[1]),
 }
 
+OWN_LIST = inputs(
+    TWO_EACH,
+    TABLE,
+    told(TWO_EACH)[1].view(-1, 2),
+    torch.randint(32, (4, 2, 8), generator=torch.Generator().manual_seed(1)),
+)
+
 LOOKALIKES: dict[Form, tuple[tuple[Any, ...], str]] = {
-    beside_each_other: (
-        inputs(TWO_EACH, TABLE, torch.tensor([22, 19, 10, 11])),
-        "the mask is not proven to be a causal order or a length",
-    ),
     by_ranges: (of_ranges(MIXED), "the mask asks for more than a causal order or a length"),
     of_the_next: (of_tokens(MIXED), "a query may see fewer keys than are listed"),
 }

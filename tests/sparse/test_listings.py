@@ -25,8 +25,8 @@ def test_a_length_that_is_not_known_is_told_although_it_is_the_whole_room_now():
     source = ConstantSource("keys")
     length = shapes.create_symintnode(shapes.create_symbol(16, source), hint=16, source=source)
     with FakeTensorMode(shape_env=shapes):
-        seen = Seen(mask_kind="none", kv_len=length, kv_lens=None, every_row_nonempty=True)
+        seen = Seen(mask_kind="none", kv_len=length, kv_lens=None, row_lens=None, every_row_nonempty=True)
         mode, lengths = seen.lengths(torch.empty(2, 1, 4, 8), 16, 16)
         assert (mode, lengths is not None and lengths.shape) == (0, (2,))
-        known = Seen(mask_kind="none", kv_len=16, kv_lens=None, every_row_nonempty=True)
+        known = Seen(mask_kind="none", kv_len=16, kv_lens=None, row_lens=None, every_row_nonempty=True)
         assert known.lengths(torch.empty(2, 1, 4, 8), 16, 16) == (0, None)

@@ -55,6 +55,12 @@ def test_where_every_key_is_listed_rounding_is_the_only_difference(form: Form, m
     means_what_it_says(tried(form, SPELLINGS[form]))
 
 
+def test_a_list_from_elsewhere_is_cut_where_a_token_sees_no_more():
+    t = tried(serving.by_own_list, serving.OWN_LIST)
+    in_full(t, {**ONE, "lightning_indexer": 0})
+    assert max(differences(t)) < 1e-12
+
+
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
 def test_what_only_looks_like_it_is_refused(form: Form):
     given, reason = LOOKALIKES[form]
