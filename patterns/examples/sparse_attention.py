@@ -168,7 +168,6 @@ ITSELF = ANY | torch.eye(S, dtype=torch.bool)
 """Any mask that shows a query at least itself."""
 NOT_A_SUM = "not the sum over heads"
 NO_KEY = "no key is left"
-UNPROVEN = "is not proven to be a causal order"
 EXAMPLES = (
     Example("a prompt, as transformers writes it", transformers, indexed()),
     Example("a prompt, as DeepSeek writes it", deepseek, indexed()),
@@ -177,6 +176,9 @@ EXAMPLES = (
         "a step over a cache", over(found(by_einsum, lambda at: causal(1, T, at)), by_sdpa), indexed(1, T, POSITION)
     ),
     Example("a chunk written into a cache", chunk, indexed(S, T, POSITION)),
+    Example(
+        "positions that may be outside", over(found(by_einsum, lambda at: causal(S, T, at))), indexed(S, T, POSITION)
+    ),
     Example("an encoder", over(lambda *index: chosen(by_sum(*index))), indexed()),
     Example("a list from elsewhere", over(at, by_sdpa), listed()),
     Example("nothing left", BEHIND, listed(), NO_KEY),
@@ -191,10 +193,6 @@ EXAMPLES = (
     Example(
         "fewer keys than queries", over(found(by_einsum, lambda: causal(S, FEW))), indexed(S, FEW),
         "fewer keys than queries",
-    ),
-    Example(
-        "positions that may be outside", over(found(by_einsum, lambda at: causal(S, T, at))), indexed(S, T, POSITION),
-        UNPROVEN,
     ),
 )  # fmt: skip
 
