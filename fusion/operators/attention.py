@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusion._torch import hint
 from fusion.operators import attention_limits as limits
+from fusion.operators.attention_int8_limits import SCALES
 from fusion.operators.calling import Given
 from fusion.operators.contract import Operator, in_tensors
 from fusion.operators.dtypes import INT64, compute_dtype
@@ -26,6 +27,27 @@ from fusion.operators.layouts import (
 )
 from fusion.operators.softmax import Visible, fused_softmax, written_softmax
 from fusion.operators.visibility import Band, Lengths, visible
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The numbers (n + offset) · scale for which int8 stand: scales of all [1], of heads [M], of channels [M · D]."""
+
+    scale: Tensor
+    offset: Tensor | None
+    by_head: bool
+
+    def applied(self, x: Tensor, like: Tensor) -> Tensor:
+        """Of int8 keys or values [B, M, T, D], in the dtype that queries `like` are computed in."""
+        wide = torch.promote_types(compute_dtype(like), self.scale.dtype)
+        x = x.to(wide) if self.offset is None else x.to(wide) + self._seen(self.offset, x)
+        return x * self._seen(self.scale, x)
+
+    def _seen(self, each: Tensor, x: Tensor) -> Tensor:
+        """As it broadcasts to keys or values."""
+        if self.by_head:
+            return each.reshape(-1, 1, 1)
+        return each if each.dim() == 1 else each.reshape(x.shape[1], 1, x.shape[3])
 
 
 @dataclass(frozen=True)
@@ -49,6 +71,8 @@ class Attention:
     lse: bool = False
     scales: tuple[Tensor, Tensor, Tensor] | None = None
     """Of queries in whole numbers, [..] of the layout without lanes, and of all keys and all values, [1]."""
+    antiquant: tuple[Grid, Grid] | None = None
+    """Of an int8 cache, that of keys and that of values."""
 
     def heads_of(self, x: Tensor) -> Tensor:
         """Keys or values as [B, M, T, D], read through the block table if there is one."""
@@ -61,6 +85,9 @@ def computed(call: Attention) -> tuple[Tensor, Tensor]:
     """The output in its layout and the log-sum-exp, in float32 at least, empty unless asked for."""
     query = heads_first(call.query, call.layout, call.heads)
     key, value = call.heads_of(call.key), call.heads_of(call.value)
+    if call.antiquant is not None:
+        key, value = (of.applied(x, query) for of, x in zip(call.antiquant, (key, value), strict=True))
+        query = query.to(key.dtype)
     pairs = [(query, key)]
     if call.query_rope is not None and call.key_rope is not None:
         pairs.append((heads_first(call.query_rope, call.layout, call.heads), call.heads_of(call.key_rope)))
@@ -134,7 +161,7 @@ def flops_of(call: Attention) -> float:
 
 def _read(given: Given, names: limits.Names) -> Attention:
     heads = given[names.heads]
-    scales: Any = tuple(given[name] for name in limits.SCALES) if names.whole else (None,)
+    scales: Any = tuple(given[name] for name in SCALES) if names.whole else (None,)
     return Attention(
         *(given[name] for name in ("query", "key", "value")),
         layout=given["input_layout"],
@@ -150,6 +177,7 @@ def _read(given: Given, names: limits.Names) -> Attention:
         bias=given["pse_shift"],
         lse=given[names.lse],
         scales=None if scales[0] is None else scales,
+        antiquant=_grids(given, names.antiquant) if scales[0] is None else None,
     )
 
 
@@ -183,12 +211,24 @@ _V1_SCHEMA = (
     "int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
     "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)"
 )
+
+
+def _grids(given: Given, of: limits.Antiquant) -> tuple[Grid, Grid] | None:
+    """Those of keys and values, where they have scales."""
+    key, value = (
+        None if given[scale] is None else Grid(given[scale], given[offset], given[mode] == 2)
+        for scale, offset, mode in zip(of.scales, of.offsets, of.modes, strict=True)
+    )
+    return None if key is None or value is None else (key, value)
+
+
 _SUMMARY = (
     "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ) + pse_shift, masked) v), in float32; a row that sees no key "
-    "is 0; no page says what becomes of infinite numbers in pse_shift. Queries "
-    "and latent in whole numbers of 8 bits, version 2 alone: both products times dequant_scale_query · "
-    "dequant_scale_key, by which query_rope was divided before, v times dequant_scale_value; a kernel holds "
-    "exp(score - largest) in steps of 1/127, which is not decomposed"
+    "is 0; no page says what becomes of infinite numbers in pse_shift. int8 keys and values beside queries in floats: "
+    "(n + offset) · scale, of each channel, of each head (mode 2) or of all. Queries and latent in whole numbers of 8 "
+    "bits, version 2 alone: both products times dequant_scale_query · dequant_scale_key, by which query_rope was "
+    "divided before, v times dequant_scale_value; a kernel holds exp(score - largest) in steps of 1/127, which is not "
+    "decomposed"
 )
 
 

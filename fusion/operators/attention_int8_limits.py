@@ -10,7 +10,7 @@ from fusion.operators.contract import Limit
 from fusion.operators.layouts import lying
 
 SCALES = ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
-FLOATS = "dtype(query) != 'int8' and dtype(key) != 'int8' and dtype(value) != 'int8'"
+FLOAT_QUERIES = Limit("dtype(query) != 'int8'")
 _INT8 = "query_quant_mode == 3"
 _BATCHED = lying("BSH", "BSND", "BNSD")
 _LINES = "the kernel reads whole numbers from pages in lines of NZ alone"
@@ -19,11 +19,11 @@ _ROWS = {"BSH": "B, S, num_query_heads", "BSND": "B, S, N", "BNSD": "B, N, S", "
 
 INT8_HOST = (
     Limit("query_quant_mode in (0, 3)", because="the other modes are for floats of 8 bits"),
-    Limit("key_quant_mode == 0 and value_quant_mode == 0", because="keys have one scale"),
+    Limit("key_quant_mode == 0 and value_quant_mode == 0", when=_INT8, because="keys have one scale"),
     *(Limit(f"given({name})", when=_INT8) for name in SCALES),
-    *(Limit(f"not given({name})", when="query_quant_mode == 0") for name in SCALES),
+    Limit("not given(dequant_scale_query)", when="query_quant_mode == 0"),
     Limit("dtype(query) == 'int8' and dtype(key) == 'int8' and dtype(value) == 'int8'", when=_INT8),
-    Limit(FLOATS, when="query_quant_mode == 0"),
+    Limit(FLOAT_QUERIES.text, when="query_quant_mode == 0"),
     Limit("given(query_rope)", when=_INT8, because="only attention over a latent takes whole numbers"),
     *(
         Limit(f"shape(dequant_scale_query) == ({rows})", when=f"{_INT8} and {lying(layout)}")
@@ -33,6 +33,7 @@ INT8_HOST = (
     Limit("shape(dequant_scale_value) == (1,)", when=_INT8),
 )
 INT8_KERNEL = (
+    *(Limit(f"dtype({name}) == 'float32'", when=_INT8) for name in SCALES[1:]),
     Limit("input_layout in ('BSH', 'BSND', 'TND', 'BSH_NBSD', 'BSND_NBSD', 'TND_NTD')", when=_INT8),
     Limit("dtype(query_rope) == 'bfloat16' and dtype(key_rope) == 'bfloat16'", when=_INT8),
     Limit("given(block_table) and rank(key) == 5", when=_INT8, because=_LINES),

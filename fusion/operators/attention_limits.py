@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion.operators.attention_int8_limits import FLOATS, INT8_HOST, INT8_KERNEL, SCALES
+from fusion.operators.attention_antiquant_limits import CACHE, Antiquant
+from fusion.operators.attention_int8_limits import FLOAT_QUERIES, INT8_HOST, INT8_KERNEL
 from fusion.operators.contract import A2_A3, Limit
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, HALVES, INT8, INT32, INT64
 from fusion.operators.layouts import LAYOUTS, lying
@@ -33,10 +34,11 @@ class Names:
     query_lengths: str
     key_lengths: str
     lse: str
+    antiquant: Antiquant
     unused: tuple[str, ...]
     sink: str | None = None
     whole: bool = False
-    """Whether it takes queries and keys in whole numbers of 8 bits."""
+    """Whether it takes queries of int8 over an int8 latent."""
 
 
 V2 = Names(
@@ -45,9 +47,13 @@ V2 = Names(
     query_lengths="actual_seq_qlen",
     key_lengths="actual_seq_kvlen",
     lse="return_softmax_lse",
+    antiquant=Antiquant(
+        ("dequant_scale_key", "dequant_scale_value"), ("dequant_offset_key", "dequant_offset_value"),
+        ("key_quant_mode", "value_quant_mode"),
+    ),
     unused=(
-        "dequant_offset_key", "dequant_offset_value", "dequant_scale_key_rope", "quant_scale_out",
-        "quant_offset_out", "quant_scale_p", "query_dtype", "key_dtype", "value_dtype", "out_dtype",
+        "dequant_scale_key_rope", "quant_scale_out", "quant_offset_out", "quant_scale_p", "query_dtype", "key_dtype",
+        "value_dtype", "out_dtype",
     ),
     sink="learnable_sink",
     whole=True,
@@ -58,10 +64,13 @@ V1 = Names(
     query_lengths="actual_seq_lengths",
     key_lengths="actual_seq_lengths_kv",
     lse="softmax_lse_flag",
+    antiquant=Antiquant(
+        ("key_antiquant_scale", "value_antiquant_scale"), ("key_antiquant_offset", "value_antiquant_offset"),
+        ("key_antiquant_mode", "value_antiquant_mode"),
+    ),
     unused=(
-        "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2",
-        "antiquant_scale", "antiquant_offset", "key_antiquant_scale", "key_antiquant_offset", "value_antiquant_scale",
-        "value_antiquant_offset", "query_padding_size", "kv_padding_size", "key_shared_prefix", "value_shared_prefix",
+        "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2", "antiquant_scale",
+        "antiquant_offset", "query_padding_size", "kv_padding_size", "key_shared_prefix", "value_shared_prefix",
         "key_rope_antiquant_scale",
     ),
 )  # fmt: skip
@@ -85,9 +94,10 @@ def dims(names: Names) -> Mapping[str, str]:
 
 def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
     """Argument -> dtypes; lengths count where they are tensors."""
-    found = dict.fromkeys(("query", "key", "value"), HALVES | INT8 if names.whole else HALVES)
-    found |= dict.fromkeys(("query_rope", "key_rope", "pse_shift"), HALVES)
-    found |= dict.fromkeys(SCALES if names.whole else (), FLOAT32)
+    found = {"query": HALVES | INT8 if names.whole else HALVES, "key": HALVES | INT8, "value": HALVES | INT8}
+    found |= dict.fromkeys(("query_rope", "key_rope", "pse_shift", *names.antiquant.offsets), HALVES)
+    found |= dict.fromkeys(names.antiquant.scales, HALVES | FLOAT32 if names.whole else HALVES)
+    found |= {"dequant_scale_query": FLOAT32} if names.whole else {}
     lengths = dict.fromkeys((names.query_lengths, names.key_lengths), INT64)
     sink = {names.sink: BFLOAT16} if names.sink else {}
     return found | lengths | sink | {"atten_mask": _MASKS, "block_table": INT32}
@@ -96,8 +106,9 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
 def limits(names: Names) -> Mapping[str, tuple[Limit | str, ...]]:
     """Chip -> limits; Ascend 950 is on no page of version 2, and is left out."""
     a2 = (*_kernel(names), *_ONE_QUERY, *_PAGES, *_packed(names), *_latent(names), *_BIASED)
-    a2 = (*a2, *INT8_KERNEL) if names.whole else a2
-    host = (*_host(names), *(INT8_HOST if names.whole else (Limit(FLOATS),)))
+    a2 = (*a2, *names.antiquant.kernel(names.lse, names.query_lengths), *(INT8_KERNEL if names.whole else ()))
+    whole = " and query_quant_mode == 0" if names.whole else ""
+    host = (*_host(names), *(INT8_HOST if names.whole else (FLOAT_QUERIES,)), *names.antiquant.host(whole))
     return {"host": host, **dict.fromkeys(A2_A3, a2)}
 
 
@@ -169,16 +180,14 @@ All of them multiply scores by the scale before they add it, though the design n
 
 _MASKED = "given(atten_mask) and sparse_mode in (0, 1)"
 _PLAIN = "not given(query_rope)"
-_WIDTHS = ((_MERGED, "H // {0}"), (f"not {_MERGED}", "D"))
-"""Calls, and how wide their heads are."""
+_WIDTHS = ((_MERGED, "H // {0}"), (f"not {_MERGED}", "D"))  # calls, and how wide their heads are
 
 
 def _kernel(names: Names) -> tuple[Limit | str, ...]:
     """Limits of every call: dtypes, heads, head dims, masks."""
     heads = names.heads
     return (
-        "dtype(key) == dtype(query)",
-        "dtype(value) == dtype(query)",
+        *(Limit(f"dtype({name}) == dtype(query)", when=f"not ({CACHE})") for name in ("key", "value")),
         f"{heads} <= 256",
         Limit(f"{heads} <= 64 * num_key_value_heads", when=f"num_key_value_heads > 0 and {_PLAIN}"),
         Limit("B <= 65536", when=_BATCHED),
@@ -216,6 +225,7 @@ _ONE_QUERY = (
 """Calls with one query per sequence run another kernel than those with more."""
 
 _PAGED = "given(block_table)"
+_NZ = "fractal NZ caches are for latents and for int8 keys"
 _PAGES = (
     Limit("block_size % 16 == 0 and block_size <= 512", when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S == 1"),
     Limit(
@@ -223,8 +233,8 @@ _PAGES = (
         when=f"{_PAGED} and {_BATCHED} and {_PLAIN} and S > 1",
     ),
     Limit("block_size % 16 == 0 and block_size <= 1024", when=f"{_PAGED} and ({_PACKED} or given(query_rope))"),
-    Limit("rank(key) == 3", when=f"{_PAGED} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
-    Limit("rank(key) < 5", when=f"{_PAGED} and {_PLAIN}", because="fractal NZ caches are for latent attention"),
+    Limit("rank(key) == 3 or rank(key) == 5", when=f"{_PAGED} and not {_BNSD} and not {_PACKED} and {_PLAIN}"),
+    Limit("rank(key) < 5", when=f"{_PAGED} and {_PLAIN} and not ({CACHE})", because=_NZ),
     Limit("K <= 65535", when=f"{_PAGED} and rank(key) == 3"),
 )
 """Limits of paged caches."""

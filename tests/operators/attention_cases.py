@@ -14,6 +14,22 @@ FULL = torch.triu(torch.ones(2048, 2048, dtype=torch.bool), 1)
 FORMS = {"BSH": "BSH", "BSND": "BSND", "BNSD": "BNSD", "SBH": "SBH"}
 
 
+FIRST = {
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+    "actual_seq_qlen": "actual_seq_lengths",
+    "actual_seq_kvlen": "actual_seq_lengths_kv",
+    "return_softmax_lse": "softmax_lse_flag",
+    "dequant_scale_key": "key_antiquant_scale",
+    "dequant_scale_value": "value_antiquant_scale",
+    "dequant_offset_key": "key_antiquant_offset",
+    "dequant_offset_value": "value_antiquant_offset",
+    "key_quant_mode": "key_antiquant_mode",
+    "value_quant_mode": "value_antiquant_mode",
+}
+"""What the first version calls the arguments of the second."""
+
+
 @dataclass(frozen=True)
 class Attend:
     """Sizes of a call; `lengths` of its sequences in query and key."""
@@ -102,16 +118,28 @@ def whole(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     return make
 
 
+def cache(
+    a: Attend, of: str = "channels", offset: bool = False, first: bool = False
+) -> Callable[[torch.dtype], dict[str, Any]]:
+    """The same over int8 keys and values with scales of channels, of heads or of all; `first` by the first version."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = v2(a)(dtype)
+        shape = {"channels": (1, a.m, 1, a.d), "rows": (a.m, 1, a.d), "heads": (a.m,), "all": (1,)}[of]
+        for name in ("key", "value"):
+            call[name] = torch.randint(-127, 128, call[name].shape, dtype=torch.int8)
+            call[f"dequant_scale_{name}"] = (torch.rand(shape, dtype=torch.float64) / 40 + 0.01).to(dtype)
+            if offset:
+                call[f"dequant_offset_{name}"] = torch.randint(-20, 21, shape).to(dtype)
+        call |= dict.fromkeys(("key_quant_mode", "value_quant_mode"), 2 if of == "heads" else 0)
+        return {FIRST.get(name, name): value for name, value in call.items()} if first else call
+
+    return make
+
+
 def v1(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     """Arguments of npu_fused_infer_attention_score."""
-    names = {
-        "num_query_heads": "num_heads",
-        "softmax_scale": "scale",
-        "actual_seq_qlen": "actual_seq_lengths",
-        "actual_seq_kvlen": "actual_seq_lengths_kv",
-        "return_softmax_lse": "softmax_lse_flag",
-    }
-    return lambda dtype: {names.get(name, name): value for name, value in v2(a)(dtype).items()}
+    return lambda dtype: {FIRST.get(name, name): value for name, value in v2(a)(dtype).items()}
 
 
 def fusion(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
@@ -227,6 +255,17 @@ WHOLE: tuple[tuple[str, Attend], ...] = (
     ("whole numbers, pages in lines", Attend("BSND", s=1, form=5, lengths=(None, [11, 6]), **_PAGED)),
     ("whole numbers, TND_NTD in lines", Attend("TND_NTD", form=5, mode=3, lengths=([4, 10], [9, 6]), **_PAGED)),
     ("whole numbers, lse", Attend("BSND", s=2, t=7, m=1, d=32, rope=8, mode=3, lse=True)),
+)
+CACHES: tuple[tuple[str, Attend, dict[str, Any]], ...] = (
+    ("int8 rows, BNSD", Attend(s=1, t=9, d=32, lengths=(None, [4, 9])), {}),
+    ("int8 rows, BSND, offsets", Attend("BSND", s=1, t=9, d=32, lengths=(None, [0, 9])), {"offset": True}),
+    ("int8 rows, scales of heads, mask", Attend(s=1, t=6, d=32, mask=(2, 6)), {"of": "heads", "offset": True}),
+    ("int8 rows, one scale", Attend("BSND", s=3, t=7, d=32, mode=3), {"of": "all", "offset": True}),
+    ("int8 rows, several queries", Attend(s=3, t=7, d=32, mode=3), {"of": "rows"}),
+    ("int8 pages", Attend("BSND", s=1, t=11, d=32, block=4, lengths=(None, [11, 6])), {"offset": True}),
+    ("int8 pages of heads", Attend(s=1, t=11, d=32, block=4, form=4, lengths=(None, [11, 6])), {}),
+    ("int8 pages in NZ", Attend(s=1, t=11, d=32, block=4, form=5, lengths=(None, [11, 6])), {"of": "rows"}),
+    ("int8 rows, lse", Attend(s=2, t=7, d=32, lse=True), {"offset": True}),
 )
 FUSION: tuple[tuple[str, Attend], ...] = (
     *((f"{layout}, no mask", Attend(layout)) for layout in ("BSH", "SBH", "BSND", "BNSD")),

@@ -98,6 +98,54 @@ def whole_pages(rank: int) -> dict[str, Any]:
     return {"key": t(*latent, dtype=torch.int8), "value": t(*latent, dtype=torch.int8), "key_rope": t(*rope)}
 
 
+SCALES = ("dequant_scale_key", "dequant_scale_value")
+OFFSETS = ("dequant_offset_key", "dequant_offset_value")
+ONE_BYTE = torch.int8
+
+
+def c8(
+    s: int = 1, d: int = 128, n: int = 8, m: int = 2, scale: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:  # fmt: skip
+    """Queries over int8 rows."""
+    call = bsnd(s, d, n, m) | {"query": t(2, s, n, d, dtype=dtype)}
+    shape = scale or ((1, m, 1, d) if s == 1 else (m, d))
+    return call | dict.fromkeys(("key", "value"), t(2, 7, m, d, dtype=ONE_BYTE)) | dict.fromkeys(
+        SCALES, t(*shape, dtype=dtype)
+    )  # fmt: skip
+
+
+def c8_heads(*scale: int) -> dict[str, Any]:
+    return c8(scale=scale) | {"key_quant_mode": 2, "value_quant_mode": 2}
+
+
+def c8_bsh() -> dict[str, Any]:
+    rows = dict.fromkeys(("key", "value"), t(2, 7, 256, dtype=ONE_BYTE))
+    return bsh() | rows | dict.fromkeys(SCALES, t(1))
+
+
+def offset() -> dict[str, Any]:
+    return dict.fromkeys(OFFSETS, t(1, 2, 1, 128))
+
+
+def c8_pages(block: int, s: int = 1) -> dict[str, Any]:
+    return pages(c8(s), block) | dict.fromkeys(("key", "value"), t(9, block, 256, dtype=ONE_BYTE))
+
+
+def nz(
+    layout: Any = "BSND", m: int = 8, *, s: int = 1, d: int = 128, block: int = 128, line: int = 32,
+    scale: tuple[int, ...] | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:  # fmt: skip
+    """Queries over int8 pages in NZ; in place of the layout the heads of queries."""
+    n, layout = (layout, "BSND") if isinstance(layout, int) else (64, layout)
+    shape = scale or ((m, d) if layout == "BSND" else (m, 1, d))
+    call = c8(s, d, n, m, shape, dtype) | {"input_layout": layout, "inner_precise": 1}
+    query = t(2, s, n, d, dtype=dtype) if layout == "BSND" else t(2, n, s, d, dtype=dtype)
+    cache = t(9, m, d // line, block, line, dtype=ONE_BYTE)
+    table = {"block_table": t(2, 3, dtype=torch.int32), "block_size": block, "actual_seq_kvlen": [7, 9]}
+    return call | table | {"query": query, "key": cache, "value": cache}
+
+
 def without(call: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name not in names}
 
@@ -152,17 +200,14 @@ HOST_EDGES: list[Edge] = [
 F32 = torch.float32
 WHOLE_HOST_EDGES: list[Edge] = [
     (whole(), whole() | {"query_quant_mode": 1}, "query_quant_mode in (0, 3)"),
-    (whole(), whole() | {"key_quant_mode": 1}, "key_quant_mode == 0 and value_quant_mode == 0"),
+    (whole(), whole() | {"key_quant_mode": 2, "value_quant_mode": 2}, "key_quant_mode == 0 and value_quant_mode == 0"),
     *(
         (whole(), without(whole(), name), f"given({name})")
         for name in ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
     ),
-    *(
-        (latent(), latent() | {name: t(1, dtype=F32)}, f"not given({name})")
-        for name in ("dequant_scale_query", "dequant_scale_key", "dequant_scale_value")
-    ),
+    (latent(), latent() | {"dequant_scale_query": t(1, dtype=F32)}, "not given(dequant_scale_query)"),
     (whole(), whole() | {"query": t(2, 1, 8, 512)}, "dtype(query) == 'int8' and dtype(key) == 'int8'"),
-    (bsnd(), bsnd() | {"key": t(2, 7, 2, 128, dtype=torch.int8)}, "dtype(query) != 'int8' and dtype(key) != 'int8'"),
+    (bsnd(), bsnd() | {"query": t(2, 5, 8, 128, dtype=torch.int8)}, "dtype(query) != 'int8'"),
     (whole(), without(whole(), "query_rope", "key_rope"), "given(query_rope)"),
     (whole(), whole() | {"dequant_scale_query": t(2, 8, 1, dtype=F32)}, "shape(dequant_scale_query) == (B, S, N)"),
     (whole_bsh(2, 1, 8), whole_bsh(2, 8), "shape(dequant_scale_query) == (B, S, num_query_heads)"),
@@ -178,6 +223,61 @@ WHOLE_HOST_ONLY: list[Edge] = [
         whole_tnd() | {"input_layout": "NTD_TND", "query": t(8, 9, 512, dtype=torch.int8), "query_rope": t(8, 9, 64)},
         "shape(dequant_scale_query) == (N, Tq)",
     ),
+]  # fmt: skip
+CACHE_HOST_EDGES: list[Edge] = [
+    (c8(), c8() | {"value": t(2, 7, 2, 128)}, "dtype(value) == 'int8'"),
+    (bsnd(), bsnd() | {"value": t(2, 7, 2, 128, dtype=torch.int8)}, "dtype(value) != 'int8'"),
+    *((c8(), without(c8(), name), f"given({name})") for name in SCALES),
+    *((bsnd(), bsnd() | {name: t(1)}, "dtype(query) != 'int8' and dtype(key) == 'int8'") for name in SCALES),
+    (bsnd(), bsnd() | dict.fromkeys(OFFSETS, t(1)), "dtype(query) != 'int8' and dtype(key) == 'int8'"),
+    *((c8() | offset(), without(c8() | offset(), name), f"given({name})") for name in OFFSETS),
+    (c8(), c8() | {"key_quant_mode": 1, "value_quant_mode": 1}, "key_quant_mode in (0, 2)"),
+    (bsnd(), bsnd() | {"key_quant_mode": 2, "value_quant_mode": 2}, "key_quant_mode == 0"),
+    (c8(), c8() | {"value_quant_mode": 1}, "value_quant_mode == key_quant_mode"),
+    (c8(), c8(n=2) | {"num_key_value_heads": 0}, "num_key_value_heads > 0"),
+    (c8(), c8() | {"query_rope": t(2, 1, 8, 64), "key_rope": t(2, 7, 2, 64)}, "not given(query_rope)"),
+    (c8(), c8_bsh(), "input_layout in ('BSND', 'BSND_NBSD', 'BSND_BNSD')"),
+    (c8(scale=(1,)), c8(scale=(2,)), "shape(dequant_scale_key) in ((1, num_key_value_heads, 1, D)"),
+    (c8_heads(2), c8_heads(1, 2, 1, 128), "shape(dequant_scale_key) == (num_key_value_heads,)"),
+    (c8(), c8() | {"dequant_scale_value": t(1)}, "shape(dequant_scale_value) == shape(dequant_scale_key)"),
+    *(
+        (c8() | offset(), c8() | offset() | {name: t(1)}, f"shape({name}) == shape(dequant_scale_key)")
+        for name in OFFSETS
+    ),
+]
+CACHE_EDGES: list[Edge] = [
+    *(
+        (c8(), c8() | {name: t(1, 2, 1, 128, dtype=HALF)}, f"dtype({name}) == dtype(query)") for name in SCALES
+    ),
+    *(
+        (c8() | offset(), c8() | offset() | {name: t(1, 2, 1, 128, dtype=HALF)}, f"dtype({name}) == dtype(query)")
+        for name in OFFSETS
+    ),
+    (c8(5), c8(5) | {"input_layout": "BSND_NBSD"}, "input_layout in ('BSND', 'BNSD')"),
+    (c8(d=96), c8(d=80), "D % 32 == 0"),
+    (c8(), c8() | SUMS, "not return_softmax_lse"),
+    (c8(16), c8(17), "S <= 16"),
+    (c8_pages(96), c8_pages(48), "block_size % 32 == 0"),
+    (c8(5), c8_pages(128, s=5), "not given(block_table)"),
+    (c8(5), c8(5, dtype=HALF), "dtype(query) == 'bfloat16'"),
+    (c8(), c8(scale=(2, 128)), "shape(dequant_scale_key) in ((1, num_key_value_heads, 1, D), (1,))"),
+    (c8(5), c8(5, scale=(1,)), "shape(dequant_scale_key) in ((num_key_value_heads, 1, D), (num_key_value_heads, D))"),
+    (nz(), nz(dtype=HALF), "dtype(query) == 'bfloat16'"),
+    (nz(), nz(d=64), "D == 128"),
+    (nz(), nz(line=16), "L == 32"),
+    *((nz(*pair), nz(32, 8), "N == 10 and num_key_value_heads == 1 or") for pair in ((10, 1), (64, 8), (80, 8))),
+    (nz(128, 16), nz(40, 8), "N == 10 and num_key_value_heads == 1 or"),
+    (nz(block=512), nz(block=256), "block_size in (128, 512)"),
+    (nz(), nz() | dict.fromkeys(OFFSETS, t(8, 128)), "not given(dequant_offset_key)"),
+    (nz(), nz(scale=(8,)) | {"key_quant_mode": 2, "value_quant_mode": 2}, "key_quant_mode == 0"),
+    (nz("BNSD"), nz("BNSD", scale=(8, 128)), "shape(dequant_scale_key) == (num_key_value_heads, 1, D)"),
+    (nz(), nz(scale=(8, 1, 128)), "shape(dequant_scale_key) == (num_key_value_heads, D)"),
+    (nz(), nz() | {"inner_precise": 0}, "inner_precise == 1"),
+    (nz(), nz() | {"pse_shift": t(2, 64, 1, 384 * 4)}, "not given(pse_shift)"),
+    (nz(), nz() | {"actual_seq_qlen": [1, 1]}, "not given(actual_seq_qlen)"),
+    (nz(), nz() | mask(2, 1536), "sparse_mode == 0 and not given(atten_mask)"),
+    (nz(s=5) | CAUSAL, nz(s=5), "sparse_mode == 3"),
+    (nz(s=5) | CAUSAL, nz(s=5) | CAUSAL | {"atten_mask": FULL[None]}, "rank(atten_mask) == 2"),
 ]  # fmt: skip
 WHOLE_EDGES: list[Edge] = [
     (whole(), whole_bnsd(), "input_layout in ('BSH', 'BSND', 'TND', 'BSH_NBSD', 'BSND_NBSD', 'TND_NTD')"),
@@ -206,6 +306,7 @@ WHOLE_EDGES: list[Edge] = [
     (whole(5) | CAUSAL, whole(5), "sparse_mode == 3"),
     (whole(16) | CAUSAL, whole(17) | CAUSAL, "S <= 16"),
     (whole(), whole() | {"dequant_scale_query": t(2, 1, 8)}, "needs dequant_scale_query in float32"),
+    *((whole(), whole() | {name: t(1)}, f"dtype({name}) == 'float32'") for name in SCALES),
 ]  # fmt: skip
 KERNEL_EDGES: list[Edge] = [
     (bsnd(), bsnd() | {"key": t(2, 7, 2, 128, dtype=HALF)}, "dtype(key) == dtype(query)"),

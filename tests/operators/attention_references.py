@@ -189,7 +189,7 @@ def fused_infer_v2(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
         "pse_shift": "bias",
         "return_softmax_lse": "lse",
     }
-    ignored = {"block_size", "inner_precise", "query_quant_mode"}
+    ignored = {"block_size", "inner_precise", "query_quant_mode", "key_quant_mode", "value_quant_mode"}
     of_query = more.pop("dequant_scale_query", None)
     if of_query is not None:
         of_key, of_value = more.pop("dequant_scale_key"), more.pop("dequant_scale_value")
@@ -201,7 +201,27 @@ def fused_infer_v2(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
 
         query, more["query_rope"] = by_token(query), by_token(more["query_rope"]) * of_key
         key, value = key.double() * of_key, value.double() * of_value
+    elif key.dtype == torch.int8:
+        key, value = (_of_int8(x, name, more) for x, name in ((key, "key"), (value, "value")))
     return infer_attention(query, key, value, **{names.get(n, n): v for n, v in more.items() if n not in ignored})
+
+
+def _of_int8(x: Tensor, name: str, more: dict[str, Any]) -> Tensor:
+    """(x + offset) · scale of keys or values, head by head."""
+    scale, offset = more.pop(f"dequant_scale_{name}"), more.pop(f"dequant_offset_{name}", None)
+    heads, paged = more["num_key_value_heads"], more.get("block_table") is not None
+    rows = x.unflatten(-1, (heads, -1)) if paged and x.dim() == 3 else x
+    behind = rows is not x or (not paged and more["input_layout"].startswith("BSND"))
+    at, out = rows.dim() - 2 if behind else 1, torch.empty(rows.shape, dtype=torch.float64)
+    for h in range(heads):
+        of_head = [
+            torch.zeros(1) if each is None else each if each.numel() == 1 else each.reshape(heads, -1)[h]
+            for each in (scale, offset)
+        ]
+        lines = (x.shape[2], 1, x.shape[4]) if x.dim() == 5 else (-1,)  # channels, or lines of them in NZ
+        by, zero = (each if each.numel() == 1 else each.reshape(lines) for each in of_head)
+        out.select(at, h).copy_((rows.select(at, h).double() + zero) * by)
+    return out.reshape(x.shape)
 
 
 def fused_infer_v1(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
@@ -211,6 +231,12 @@ def fused_infer_v1(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
         "actual_seq_lengths": "actual_seq_qlen",
         "actual_seq_lengths_kv": "actual_seq_kvlen",
         "softmax_lse_flag": "return_softmax_lse",
+        "key_antiquant_scale": "dequant_scale_key",
+        "value_antiquant_scale": "dequant_scale_value",
+        "key_antiquant_offset": "dequant_offset_key",
+        "value_antiquant_offset": "dequant_offset_value",
+        "key_antiquant_mode": "key_quant_mode",
+        "value_antiquant_mode": "value_quant_mode",
     }
     return fused_infer_v2(query, key, value, **{names.get(n, n): v for n, v in more.items()})
 

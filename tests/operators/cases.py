@@ -243,6 +243,7 @@ def _both(names: tuple[str, ...], label: str, make: Callable[[torch.dtype], dict
 
 _ND = ("npu_scatter_nd_update", "npu_scatter_nd_update_")
 _RUN = ("scatter_update", "scatter_update_")
+FIRST = ("npu_fused_infer_attention_score",)
 _PA = ("npu_scatter_pa_kv_cache", "npu_scatter_pa_kv_cache_functional")
 _GATHER = ("npu_gather_pa_kv_cache", "npu_gather_pa_kv_cache_functional")
 _PROLOG = ("npu_mla_prolog_v3", "npu_mla_prolog_v3_functional")
@@ -304,6 +305,11 @@ CASES = (
         if call.lengths != (None, None)
     ),
     *(Case("npu_fused_infer_attention_score_v2", label, attention.whole(call)) for label, call in attention.WHOLE),
+    *(
+        Case(name, label, attention.cache(call, first=name in FIRST, **how))
+        for name in ("npu_fused_infer_attention_score_v2", *FIRST)
+        for label, call, how in attention.CACHES
+    ),
     *(
         Case("npu_fused_infer_attention_score_v2.tensor_lengths", label, attention.in_tensors(attention.whole(call)))
         for label, call in attention.WHOLE

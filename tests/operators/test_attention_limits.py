@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from fusion.operators import HOST, OPERATORS, refusal
-from fusion.operators.attention_int8_limits import FLOATS
 from fusion.operators.attention_limits import V1 as V1_NAMES
+from tests.operators.attention_cases import FIRST
 from tests.operators.attention_limits_cases import (
+    CACHE_EDGES,
+    CACHE_HOST_EDGES,
     HOST_EDGES,
     KERNEL_EDGES,
     WHOLE_EDGES,
@@ -23,13 +25,6 @@ from tests.operators.attention_limits_cases import (
 V2 = "npu::npu_fused_infer_attention_score_v2"
 V1 = "npu::npu_fused_infer_attention_score"
 CHIPS = ("ascend910b", "ascend910_93")
-FIRST = {
-    "num_query_heads": "num_heads",
-    "softmax_scale": "scale",
-    "actual_seq_qlen": "actual_seq_lengths",
-    "actual_seq_kvlen": "actual_seq_lengths_kv",
-    "return_softmax_lse": "softmax_lse_flag",
-}
 
 
 def renamed(call: dict[str, Any]) -> dict[str, Any]:
@@ -72,18 +67,18 @@ def in_both(edge: Edge) -> bool:
 
 
 @pytest.mark.parametrize("chip", [HOST, *CHIPS])
-@pytest.mark.parametrize("edge", [*HOST_EDGES, *WHOLE_HOST_EDGES], ids=lambda edge: edge[2])
+@pytest.mark.parametrize("edge", [*HOST_EDGES, *WHOLE_HOST_EDGES, *CACHE_HOST_EDGES], ids=lambda edge: edge[2])
 def test_both_sides_of_what_every_machine_asks_for(edge: Edge, chip: str):
     legal, illegal, text = edge
     judged(V2, chip, edge)
     judged(f"{V2}.tensor_lengths", chip, (in_tensors(legal), in_tensors(illegal), text))
-    by_dtype = chip != HOST and FLOATS.startswith(text)  # the first version has no whole numbers on any chip
+    by_dtype = chip != HOST and text == "dtype(query) != 'int8'"  # the first version has no such queries on any chip
     if in_both(edge) and not by_dtype:
         judged_in_first(chip, edge)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("edge", [*KERNEL_EDGES, *WHOLE_EDGES], ids=lambda edge: edge[2])
+@pytest.mark.parametrize("edge", [*KERNEL_EDGES, *WHOLE_EDGES, *CACHE_EDGES], ids=lambda edge: edge[2])
 def test_both_sides_of_what_the_kernel_asks_for(edge: Edge, chip: str):
     legal, illegal, text = edge
     judged(V2, chip, edge)
@@ -109,6 +104,7 @@ def test_what_the_first_version_has_beside_is_not_computed(name: str, lengths: s
 def test_every_limit_has_an_edge():
     op = OPERATORS[V2]
     edges = (*HOST_EDGES, *KERNEL_EDGES, *WHOLE_HOST_EDGES, *WHOLE_HOST_ONLY, *WHOLE_EDGES)
+    edges = (*edges, *CACHE_HOST_EDGES, *CACHE_EDGES)
     said = [refusal(op, CHIPS[0], (), edge[1]) or "" for edge in edges]
     texts = [each if isinstance(each, str) else each.text for each in (*op.limits[HOST], *op.limits[CHIPS[0]])]
     assert not [text for text in texts if not any(text in each for each in said)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusion.operators import CHIPS, OPERATORS, refusal
 from fusion.operators.predicates import tensors
-from tests.operators.attention_limits_cases import HOST_EDGES, KERNEL_EDGES, WHOLE_HOST_EDGES
+from tests.operators.attention_limits_cases import CACHE_HOST_EDGES, HOST_EDGES, KERNEL_EDGES, WHOLE_HOST_EDGES
 from tests.operators.test_attention_limits import V1, V2, in_tensors, renamed
 from tests.operators.test_limits import EDGES, qualified, t
 
@@ -41,7 +41,7 @@ def calls(name: str) -> Iterator[dict[str, Any]]:
     """Legal calls of the edges of an operator."""
     yield from (legal for other, _, legal, _, _ in EDGES if qualified(other) == name)
     version, _, overload = name.partition(".")
-    for legal, _, _ in (*HOST_EDGES, *KERNEL_EDGES, *WHOLE_HOST_EDGES):
+    for legal, _, _ in (*HOST_EDGES, *KERNEL_EDGES, *WHOLE_HOST_EDGES, *CACHE_HOST_EDGES):
         call = in_tensors(legal) if overload else legal
         if version in (V1, V2):
             yield renamed(call) if version == V1 else call

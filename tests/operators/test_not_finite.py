@@ -19,8 +19,9 @@ from tests.operators.test_fallbacks import new, widened
 
 PLANTED = ((0.0, math.nan), (0.4, math.nan), (1.0, math.nan), (0.7, math.inf), (0.2, -math.inf))
 """Where in a tensor, and what."""
-KEYS = ("key", "key_rope")
-"""Infinite keys: a kernel may find that a row whose seen scores are all -inf sees nothing."""
+_OF_INT8 = ("dequant_scale_key", "dequant_offset_key", "key_antiquant_scale", "key_antiquant_offset")
+KEYS = ("key", "key_rope", *_OF_INT8)
+"""Infinite keys, or what makes them so: a kernel may find that a row whose seen scores are all -inf sees nothing."""
 
 
 def floats(arguments: dict[str, Any]) -> Iterator[str]:
