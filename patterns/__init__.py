@@ -4,6 +4,7 @@ from fusion import Library
 from patterns.attention.attention import Attention
 from patterns.attention.attention_update import AttentionUpdate
 from patterns.attention.read import attentions
+from patterns.attention.read_int8 import int8_cache
 from patterns.attention.read_lse_merge import merges
 from patterns.attention.read_segments import segmented_attentions
 from patterns.attention.read_softmax_lse import softmax_lse
@@ -90,6 +91,7 @@ _RULES = (
 _READERS = (
     rotations,
     attentions,
+    int8_cache,
     softmax_lse,
     segmented_attentions,
     merges,

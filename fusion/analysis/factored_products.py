@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.int8_grids import grid_of
 from fusion.analysis.rounding import is_float
 from fusion.analysis.row_layout import Step, arranged, row_step
 from fusion.graph import Algebra, Value, broadcast
@@ -38,54 +39,23 @@ class ScaledInt8:
 
 
 def scaled_int8(a: Algebra, value: Value) -> ScaledInt8 | None:
-    """The whole numbers of 8 bits that `value` is computed from, with all factors; None where it is something else."""
-    if value.op == "cast" and value.arg.dtype == torch.int8:
-        return ScaledInt8(value.arg) if is_float(value) else None
-    if value.op == "mul":
-        return _multiplied(a, value, *value.args) or _multiplied(a, value, *value.args[::-1])
-    if value.op not in ("cast", "scale", "reshape", "permute", "expand", "slice") or not is_float(value):
+    """The whole numbers of 8 bits that `value` is computed from, with all factors; None where it is something else.
+
+    So it is where other factors than those of rows and of the whole tensor stand on it, or where it has an offset.
+    """
+    grid = grid_of(a, value)
+    if grid is None or grid.offsets or grid.shift:
         return None
-    found = scaled_int8(a, value.arg)
-    if found is None or value.op == "cast":
-        return found
-    if value.op == "scale":
-        return replace(found, number=found.number * value.attrs[0])
-    return _viewed(a, value, found)
-
-
-def _multiplied(a: Algebra, value: Value, x: Value, factor: Value) -> ScaledInt8 | None:
-    """One more factor, of rows or of the whole tensor."""
-    found = scaled_int8(a, x)
-    if found is None or x.shape != value.shape:
-        return None
-    if prod(factor.shape) == 1:
-        return replace(found, ones=(*found.ones, a.reshape(_plain(factor), (1,))))
-    if factor.shape[-1] != 1:
-        return None
-    rows = a.expand(a.cast(_plain(factor), WIDE), (*x.shape[:-1], 1))
-    both = rows if found.rows is None else a.mul(found.rows, rows)
-    return both and replace(found, rows=both)
-
-
-def _viewed(a: Algebra, value: Value, found: ScaledInt8) -> ScaledInt8 | None:
-    """The same seen through a view that leaves the last dim alone."""
-    rank = value.rank
-    if value.shape[-1:] != value.arg.shape[-1:] or (value.op == "permute" and value.attrs[-1] != rank - 1):
-        return None
-
-    def seen(x: Value) -> Value:
-        shape = (*value.shape[:-1], x.shape[-1])
-        match value.op:
-            case "reshape":
-                return a.reshape(x, shape)
-            case "permute":
-                return a.permute(x, value.attrs)
-            case "expand":
-                return a.expand(x, shape)
-            case _:
-                return a.cut(x, value.attrs[0] - rank, *value.attrs[1:])
-
-    return replace(found, base=seen(found.base), rows=found.rows and seen(found.rows))
+    found = ScaledInt8(grid.base, number=grid.number)
+    for factor in grid.factors:
+        if prod(factor.shape) == 1:
+            found = replace(found, ones=(*found.ones, a.reshape(_plain(factor), (1,))))
+            continue
+        if factor.shape[-1] != 1:
+            return None
+        rows = a.expand(a.cast(_plain(factor), WIDE), (*value.shape[:-1], 1))
+        found = replace(found, rows=rows if found.rows is None else a.mul(found.rows, rows))
+    return found
 
 
 # scores ------------------------------------------------------------------------------------------------------------

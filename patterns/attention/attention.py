@@ -19,10 +19,10 @@ from fusion import lowering, pattern, require, scalar, tensor, variants
 from patterns.attention import calls
 from patterns.attention.biases import Bias
 from patterns.attention.calls import Call
+from patterns.attention.encodings import Floats, Int8
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
 from patterns.attention.sources import SOURCES, Rows, Segments
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
-from patterns.cache import pages
 
 _PACKED = "packed sequences take no bias"
 
@@ -39,14 +39,34 @@ class Attention(SoftmaxAttention):
         source,
         result,
         q=tensor("B N S D"),
+        encoding: Any = Floats,
         seen: Any = Visibility,
         bias: Any = Bias,
         sink=tensor("N", optional=True),
         scale=scalar(),
     ):
         """Behind any mask, or none, with or without a bias."""
-        k, v = source.terms(p)
+        k, v = encoding.terms(p, *source.terms(p))
         said = dict(q=q, k=k, sink=sink, scale=scale, **seen.said(), **bias.said())
+        return result.terms(partial(p.softmax_attention, v=v, **said), partial(p.softmax_lse, **said))
+
+    @pattern
+    @variants(source=SOURCES, result=(Output,))
+    def over_int8(
+        self,
+        p,
+        source,
+        result,
+        q=tensor("B N S D"),
+        encoding: Any = Int8,
+        seen: Any = Visibility,
+        bias: Any = Bias,
+        sink=tensor("N", optional=True),
+        scale=scalar(),
+    ):
+        """The same over int8, of whose scores the operator gives no log-sum-exp."""
+        k, v = encoding.terms(p, *source.terms(p))
+        said = dict(q=q, k=k, sink=sink, scale=scale, mixed=encoding.mixed, **seen.said(), **bias.said())
         return result.terms(partial(p.softmax_attention, v=v, **said), partial(p.softmax_lse, **said))
 
     @pattern
@@ -57,69 +77,75 @@ class Attention(SoftmaxAttention):
         source,
         result,
         q=tensor("1 N S D"),
+        encoding: Any = Floats,
         seen: Any = Visibility,
         bias: Any = Bias,
         sink=tensor("N", optional=True),
         scale=scalar(),
     ):
         """Of segments of packed tokens, each to itself."""
-        k, v = source.terms(p)
+        k, v = encoding.terms(p, *source.terms(p))
         said = dict(q=q, k=k, sink=sink, scale=scale, ends=source.ends, key_ends=source.key_ends)
         return p.segmented_attention(v=v, output_view=result.view, **said, **seen.said(), **bias.said())
 
-    def guard(self, source: Any, result: Any, seen: Any, bias: Any, sink: Any):
+    def guard(self, encoding: Any, source: Any, result: Any, seen: Any, bias: Any, sink: Any):
         """How pages hold their rows, what the log-sum-exp of the operator is of, and what a bias stands beside."""
-        source.refuse_blocks(pages.NZ, pages.NZ)
+        encoding.refuse(source, result, sink)
         result.refuse(seen, sink, bias.values)
         require(sink is None or bias.values is None, "with a sink the operator reads packed sequences, without a bias")
         bias.refuse_beside(seen, source.paged)
 
     @lowering
     @variants(seen=(Structured, Dense), version=(2, 1))
-    def batched(self, q, source, result, seen, bias, sink, scale, version):
+    def batched(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """One sequence beside the other, what is seen told in words or shown by the mask."""
         require(sink is None, "with a sink the operator reads packed sequences")
-        y, lse = source.batched(q, seen, Call(scale, version, result.lse), bias)
+        y, lse = source.batched(q, seen, encoding.told(Call(scale, version, result.lse), q, source), bias)
         return result.restored(bias.restored(y, seen), lse, seen)
 
     @lowering
     @variants(source=(Rows,), seen=(Structured, Dense), version=(2, 1))
-    def as_heads(self, q, source, result, seen, bias, sink, scale, version):
+    def as_heads(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """The heads of all sequences as those of one, where positions stand before sequences in memory."""
         require(sink is None, "with a sink the operator reads packed sequences")
         bias.refuse("a bias may differ from sequence to sequence")
-        y, lse = source.as_heads(q, seen, Call(scale, version, result.lse))
+        y, lse = source.as_heads(q, seen, encoding.told(Call(scale, version, result.lse), q, source))
         return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
-    def packed(self, q, source, result, seen, bias, sink, scale, version):
+    def packed(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """One sequence after the other."""
         bias.refuse(_PACKED)
-        y, lse = source.packed(q, seen, Call(scale, version, result.lse), **_beside(sink, version))
+        y, lse = source.packed(
+            q, seen, encoding.told(Call(scale, version, result.lse), q, source), **_beside(sink, version)
+        )
         return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured,), version=(2, 1))
-    def as_pages(self, q, source, result, seen, bias, sink, scale, version):
+    def as_pages(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """The same with the keys of a sequence as one page of a paged cache, as they lie."""
         bias.refuse(_PACKED)
-        y, lse = source.as_pages(q, seen, Call(scale, version, result.lse), **_beside(sink, version))
+        y, lse = source.as_pages(
+            q, seen, encoding.told(Call(scale, version, result.lse), q, source), **_beside(sink, version)
+        )
         return result.restored(y, lse, seen)
 
     @lowering
     @variants(seen=(Structured, Dense), version=(2, 1))
-    def beside_sink(self, q, source, result, seen, bias, sink, scale, version):
+    def beside_sink(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """Attention without the sink, and the share that the sink takes, from the log-sum-exp of the scores."""
         require(sink is not None, "there is no sink")
-        y, lse = source.batched(q, seen, Call(scale, version, lse=True), bias)
+        y, lse = source.batched(q, seen, encoding.told(Call(scale, version, lse=True), q, source), bias)
         return calls.viewed(calls.beside_sink(y, lse, sink), result.view)
 
     @lowering
     @variants(seen=(Unmasked,))
-    def encoder(self, q, source, result, seen, bias, sink, scale):
+    def encoder(self, q, encoding, source, result, seen, bias, sink, scale):
         """Every query sees every key."""
         seen.refuse_others()
+        encoding.refuse_encoder()
         bias.refuse("the operator for encoders adds a bias before it multiplies by the scale")
         require(q.shape[2] != 1, "not a whole sequence attends to itself")
         require(sink is None and not result.lse, "the operator for encoders takes no sink and gives no log-sum-exp")

@@ -22,6 +22,12 @@ FIRST_NAMES = {
     "actual_seq_qlen": "actual_seq_lengths",
     KEYS: "actual_seq_lengths_kv",
     "return_softmax_lse": "softmax_lse_flag",
+    "dequant_scale_key": "key_antiquant_scale",
+    "dequant_scale_value": "value_antiquant_scale",
+    "dequant_offset_key": "key_antiquant_offset",
+    "dequant_offset_value": "value_antiquant_offset",
+    "key_quant_mode": "key_antiquant_mode",
+    "value_quant_mode": "value_antiquant_mode",
 }
 """What the first version of the operator calls the arguments of the second."""
 
@@ -31,11 +37,16 @@ Parts = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """The factor of the scores, the version of the operator, and whether it gives the log-sum-exp of the scores."""
+    """The factor of the scores, the version of the operator, and whether it gives the log-sum-exp of the scores.
+
+    Attributes:
+        int8: what is told of keys and values in int8, None for floats.
+    """
 
     scale: float
     version: int = 2
     lse: bool = False
+    int8: Any = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,7 @@ def viewed(y: Tensor, view: Any) -> Tensor:
 def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments: Any) -> Parts:
     """The operator for lengths as numbers or in a tensor: its output, and the log-sum-exps if the call has them."""
     arguments |= dict(softmax_scale=call.scale) | (dict(return_softmax_lse=True) if call.lse else {})
+    arguments |= {} if call.int8 is None else call.int8.arguments(q, k, arguments["input_layout"])
     operator = torch.ops.npu.npu_fused_infer_attention_score_v2
     if call.version == 1:
         operator = torch.ops.npu.npu_fused_infer_attention_score

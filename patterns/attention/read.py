@@ -25,6 +25,7 @@ from patterns.attention.divided_late import Finish, divided_late, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.masks import NOT_LOST, Empty, Masks, Term, hides_by_truths
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
+from patterns.attention.read_int8 import are_int8
 from patterns.attention.row_heads import told_apart
 from patterns.attention.scores import Scores, Weights, dropped, empty_rows, scores_of, weights_of
 from patterns.attention.unlike import OVER_QUERIES, unlike
@@ -346,13 +347,16 @@ def _operands(assumed: Assumed, root: Value, attended: Attended, frame: Frame, o
     if whole is not None:
         return whole if isinstance(whole, Miss) else (*whole, sizes)
     given = of.product.dtype if ("cast", (root.dtype,)) in of.finish else root.dtype
+    int8 = are_int8(a, k, v)
     for dtype in filter(None, (root.dtype, assumed.rounded(root))):
         narrow = [narrowed(a, each, dtype) for each in (q, k, v)]
-        if all(each.dtype == dtype for each in narrow):
+        if all(each.dtype == dtype for each in (narrow[:1] if int8 else narrow)):
             (q, k, v), given = narrow, given if dtype == root.dtype else dtype
-    if len({given, q.dtype, k.dtype, v.dtype}) != 1:
+    mixed = int8 and not given == q.dtype == k.dtype == v.dtype
+    if len({given, q.dtype} if mixed else {given, q.dtype, k.dtype, v.dtype}) != 1:
         return "queries, keys, values and result have different dtypes"
-    return {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}, {}, sizes
+    said = {"q": scaled_queries(a, q, scores.factors, frame), "k": k, "v": v}
+    return said | ({"mixed": True} if mixed else {}), {}, sizes
 
 
 def _divides(part: Any, whole: Any) -> bool:

@@ -86,13 +86,14 @@ class Rows(Group):
         if k.shape[3] != width:
             require(isinstance(width, int) and width < k.shape[3], "values are wider than keys")
             v = pad(v, (0, k.shape[3] - width))
-        (q,), seen = self.posed((q,), seen, k.shape[2])
-        lengths, asked = seen.asked(self, q, k.shape[2])
+        keys = k.shape[2]
+        (q,), seen = self.posed((q,), seen, keys) if call.int8 is None else seen.posed((q,), keys)
+        lengths, asked = seen.asked(self, q, keys)
         heads = dict(num_query_heads=q.shape[1], num_key_value_heads=k.shape[1])
         last = calls.heads_last(k) and calls.heads_last(v)
         if last:
             q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        mixed = not last and queries != 1 and calls.heads_last(q)
+        mixed = not last and queries != 1 and calls.heads_last(q) and call.int8 is None
         layout = "BSND" if last else "BNSD_BSND" if mixed else "BNSD"
         asked |= bias.arguments(self.first.shape[2])
         y, lse = calls.fused(q, k, v, lengths, call, input_layout=layout, **heads, **asked)

@@ -29,6 +29,7 @@ SOFTMAX_ATTENTION = word(
     q="[B, N, S, D]", k="[B, M, T, D]", v="[B, M, T, E]", scale="a number", **_SEEN,
     output_view="steps from [B, N, S, E] to the value; sizes that are symbolic by name",
     sink="[N], a score that takes its share and has no value",
+    mixed="True where k and v are read from int8 in another dtype than that of q; absent if not",
     **_BIAS,
 )  # fmt: skip
 SEGMENTED_ATTENTION = word(
@@ -41,7 +42,7 @@ SEGMENTED_ATTENTION = word(
 SOFTMAX_LSE = word(
     "softmax_lse",
     "log Σ exp of the scores of such an attention [B, N, S]",
-    q="[B, N, S, D]", k="[B, M, T, D]", scale="a number", sink="[N]", **_SEEN, **_BIAS,
+    q="[B, N, S, D]", k="[B, M, T, D]", scale="a number", sink="[N]", mixed="as of softmax_attention", **_SEEN, **_BIAS,
 )  # fmt: skip
 LSE_MERGE = word(
     "lse_merge",

@@ -43,10 +43,11 @@ Sizes = tuple[Any, Any, Any, Any]
 
 
 _ATTENTION = ("softmax_attention", "listed_attention")
+_OF_INT8 = ("int8_keys", "int8_values")
 _INDEXERS = ("lightning_indexer", "indexer_list")
 
 
-@reader(gives=(PAGED_ROWS,), needs=(*_ATTENTION, *_INT8, *_OF_LATENTS, "unpacked_latent", *_INDEXERS))
+@reader(gives=(PAGED_ROWS,), needs=(*_ATTENTION, *_INT8, *_OF_INT8, *_OF_LATENTS, "unpacked_latent", *_INDEXERS))
 def block_tables(graph: Graph) -> Iterator[Found]:
     """Keys, values and latents of attention, and keys of indexers, that are gathered from pages."""
     indexed = (each.captures["key"] for _, each in graph.readings.all(*_INDEXERS))
@@ -59,10 +60,17 @@ def block_tables(graph: Graph) -> Iterator[Found]:
         yield from _of_int8(graph, attention)
     for _, attention in graph.readings.all(*_ATTENTION):
         both = (attention.captures["k"], attention.captures["v"])
+        both = tuple(_before(graph, each) for each in both)
         batch, _, keys, _ = both[0].shape
         yield from _each(graph, ((each, (batch, each.shape[1], keys, each.shape[-1])) for each in both))
         parts = (part for each in both for part in _latents(graph.readings.one(each, *_OF_LATENTS)))
         yield from _each(graph, ((each, (batch, 1, _keys(each, batch), each.shape[-1])) for each in parts))
+
+
+def _before(graph: Graph, x: Value) -> Value:
+    """Keys or values as they lie: in int8 before they become floats."""
+    found = graph.readings.one(x, *_OF_INT8)
+    return x if found is None else found.captures["x"]
 
 
 def _each(graph: Graph, wanted: Iterable[tuple[Value, Sizes]]) -> Iterator[Found]:
@@ -251,9 +259,9 @@ def _forms(a: Algebra, found: Gather, sizes: Sizes) -> Iterator[tuple[str, Value
     if heads == 1 and turned is not None and turned.shape[-2] == size:
         forms.insert(0, ("NZ", turned, behind))
     line = found.pages.shape[-1]
-    if heads == 1 and found.pages.rank > 3 and found.pages.shape[-2] == size:
-        lines = a.reshape(found.gathered, (batch, many, width // line, size, line))
-        lines = a.reshape(a.permute(lines, (0, 1, 3, 2, 4)), (batch, 1, room, width))
+    if found.pages.rank > 3 and found.pages.shape[-2] == size and width % line == 0:
+        lines = a.reshape(found.gathered, (batch, many, heads, width // line, size, line))
+        lines = a.reshape(a.permute(lines, (0, 2, 1, 4, 3, 5)), (batch, heads, room, width))
         forms.append(("NZ", found.pages, lines))
     for layout, pages, each in forms:
         cut = a.slice(each, 2, 0, keys)

@@ -1,0 +1,90 @@
+"""Floats that int8 stand for: (n + offset) · scale, in whatever order casts, views and factors are written.
+
+k8.float() * s        (k8 - z) * s        k8.to(bf16) * 0.05        (k8[table] * s).view(..)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.rounding import is_float
+from fusion.graph import Algebra, Value
+
+
+@dataclass(frozen=True)
+class Grid:
+    """(base + Σ offsets + shift) · Π factors · number, base in int8; offsets and factors broadcast to it."""
+
+    base: Value
+    factors: tuple[Value, ...] = ()
+    offsets: tuple[Value, ...] = ()
+    number: float = 1.0
+    shift: float = 0.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether anything multiplies the sum: what is added behind is no offset."""
+        return bool(self.factors) or self.number != 1
+
+
+def grid_of(a: Algebra, value: Value) -> Grid | None:
+    """What `value` is computed from, but for roundings between floats; None where that is no int8."""
+    match value.op:
+        case "cast" if value.arg.dtype == torch.int8:
+            return Grid(value.arg) if is_float(value) else None
+        case "cast" if is_rounding(value):
+            return grid_of(a, value.arg)
+        case "scale" | "shift" if is_float(value):
+            return _by_number(grid_of(a, value.arg), value)
+        case "mul" | "add":
+            sides = (value.args, value.args[::-1])
+            found = (_joined(grid_of(a, x), x, other, value) for x, other in sides)
+            return next((each for each in found if each is not None), None)
+        case "reshape" | "permute" | "expand" | "slice" if is_float(value):
+            found = grid_of(a, value.arg)
+            return found and _viewed(a, found, value)
+        case _:
+            return None
+
+
+def _by_number(found: Grid | None, value: Value) -> Grid | None:
+    """Times a number, or with one that is added before anything multiplies it."""
+    if found is None or value.op == "scale":
+        return found and replace(found, number=found.number * value.attrs[0])
+    return None if found.is_scaled else replace(found, shift=found.shift + value.attrs[0])
+
+
+def _joined(found: Grid | None, x: Value, other: Value, value: Value) -> Grid | None:
+    """With one more factor or offset, which `x` is not broadcast to."""
+    if found is None or x.shape != value.shape:
+        return None
+    if value.op == "mul":
+        return replace(found, factors=(*found.factors, other))
+    return None if found.is_scaled else replace(found, offsets=(*found.offsets, other))
+
+
+def _viewed(a: Algebra, found: Grid, view: Value) -> Grid:
+    """The same seen through a view."""
+
+    def seen(x: Value) -> Value:
+        if prod(x.shape) == 1:
+            return x
+        alike = view.shape[-1:] == view.arg.shape[-1:] and (view.op != "permute" or view.attrs[-1] == view.rank - 1)
+        wide = (*found.base.shape[:-1], x.shape[-1] if alike else found.base.shape[-1])
+        x = a.expand(x, wide)
+        if view.op == "slice":
+            return a.cut(x, view.attrs[0] - view.rank, *view.attrs[1:])
+        return a.permute(x, view.attrs) if view.op == "permute" else _shaped(a, x, view, alike)
+
+    parts = {name: tuple(map(seen, getattr(found, name))) for name in ("factors", "offsets")}
+    return replace(found, base=seen(found.base), **parts)
+
+
+def _shaped(a: Algebra, x: Value, view: Value, alike: bool) -> Value:
+    """As a reshape or an expand shows it, but for a last dim of its own."""
+    shape = (*view.shape[:-1], x.shape[-1] if alike else view.shape[-1])
+    return a.expand(x, shape) if view.op == "expand" else a.reshape(x, shape)

@@ -1,0 +1,88 @@
+"""Keys and values of attention that lie in int8 and become floats as they are read (C8 caches).
+
+k = (x + offset) · scale        x [B, M, T, D] in int8, a scale and an offset of each channel, of each head or of all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fusion import reader, word
+from fusion.analysis.int8_grids import Grid, grid_of
+from fusion.analysis.repetition import unrepeated
+from fusion.analysis.rounding import exact, unscaled
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+
+_SCALE = {"x": "[B, M, T, D] in int8", "scale": "[1, M or 1, 1, D or 1]; absent for 1", "by": "a number"}
+INT8_KEYS = word(
+    "int8_keys",
+    "(x + offset) · scale · by",
+    **_SCALE, shifted="whether there is an offset, by which all scores of a query differ alike",
+)  # fmt: skip
+INT8_VALUES = word(
+    "int8_values",
+    "(x + offset · offset_by + shift) · scale · by",
+    **_SCALE, offset="as the scale; absent for 0", offset_by="a number", shift="a number",
+)  # fmt: skip
+_TOKENS = "int8 {of} have a scale or an offset of each token, where the operator is told those of channels and heads"
+_SEVERAL = "int8 {of} have several scales or offsets, whose product or sum no dtype is known to hold"
+_ONE = "of keys and values only the {of} lie in int8"
+
+
+@reader(gives=(INT8_KEYS, INT8_VALUES), needs=("softmax_attention",))
+def int8_cache(graph: Graph) -> Iterator[Found]:
+    """Keys and values in int8, of attention that reads both so; why others are none."""
+    a = graph.algebra
+    for root, attention in graph.readings.all("softmax_attention"):
+        k, v = (attention.captures[name] for name in ("k", "v"))
+        grids = {"keys": grid_of(a, k), "values": grid_of(a, v)}
+        held = {of: _channels(a, grid, of) for of, grid in grids.items() if grid is not None}
+        if not held:
+            continue
+        reasons = [each for each in held.values() if isinstance(each, str)]
+        reasons += [_ONE.format(of=of) for of in held if len(held) == 1]
+        keys, values = held.get("keys"), held.get("values")
+        if reasons or not isinstance(keys, dict) or not isinstance(values, dict):
+            yield next(iter(_made(graph, k, v)), k), Miss("attention", reasons[0], of=root)
+            continue
+        shifted = keys.pop("offset", None) is not None or keys.pop("shift") != 0
+        said = {name: what for name, what in keys.items() if name in ("x", "scale", "by")}
+        yield k, Reading("int8_keys", said | {"shifted": shifted})
+        yield v, Reading("int8_values", values)
+
+
+def _made(graph: Graph, *each: Value) -> list[Value]:
+    """The values that nodes hold of which keys and values are views: what is not read in int8 is made before."""
+    below = [x.below("reshape", "permute", "expand", "slice") for x in each]
+    return [x for x in below if x in graph.places and grid_of(graph.algebra, x) is not None]
+
+
+def _channels(a: Algebra, grid: Grid, of: str) -> dict[str, Any] | str:
+    """How keys or values lie in int8; or why the operator is not told so."""
+    said: dict[str, Any] = {"x": grid.base, "by": grid.number, "offset_by": 1.0, "shift": grid.shift}
+    for name, by, parts in (("scale", "by", grid.factors), ("offset", "offset_by", grid.offsets)):
+        if len(parts) > 1:
+            return _SEVERAL.format(of=of)
+        for part in parts:
+            shared = _of_channels(a, part, grid.base.shape)
+            if shared is None:
+                return _TOKENS.format(of=of)
+            below, number = unscaled(exact(shared))
+            said |= {name: exact(below), by: said[by] * number}
+    return said
+
+
+def _of_channels(a: Algebra, x: Value, shape: Sequence[Any]) -> Value | None:
+    """What broadcasts to [B, M, T, D] as [1, M or 1, 1, D or 1]; None where it differs between tokens."""
+    x = a.reshape(x, (*(1,) * (len(shape) - x.rank), *x.shape))
+    for axis in (0, 2):
+        x = unrepeated(a, x, axis)[0]
+    return x if x.shape[0] == x.shape[2] == 1 else None
+
+
+def are_int8(a: Algebra, *each: Value) -> bool:
+    """Whether all of these floats are read from int8: in whatever dtype, the operator reads them so itself."""
+    return all(x.dtype != torch.int8 and grid_of(a, x) is not None for x in each)
