@@ -36,11 +36,13 @@ from patterns.norm.norm_quant import NormQuant
 from patterns.norm.rms_norm import RMSNorm
 from patterns.quant.dynamic_quant import DynamicQuant
 from patterns.quant.quant_matmul import QuantMatmul
+from patterns.quant.read_channels import int8_rows
 from patterns.quant.read_matmul import int8_matmuls
 from patterns.quant.read_packed_rows import packed_rows
 from patterns.quant.read_quantise import quantised
 from patterns.quant.read_unpacked_rows import unpacked_rows
 from patterns.quant.read_weight_only import int8_weight_linears
+from patterns.quant.static_quant import StaticQuant
 from patterns.quant.weight_only_linear import WeightOnlyLinear
 from patterns.rotary.read import rotations
 from patterns.rotary.rope import Rope
@@ -68,6 +70,7 @@ _RULES = (
     JoinedProjections(),
     HeadProjection(),
     DynamicQuant(),
+    StaticQuant(),
     QuantMatmul(),
     WeightOnlyLinear(),
     ExpertRouting(),
@@ -103,6 +106,7 @@ _READERS = (
     cache_writes,
     page_gathers,
     quantised,
+    int8_rows,
     packed_rows,
     unpacked_rows,
     int8_matmuls,

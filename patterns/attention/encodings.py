@@ -117,19 +117,17 @@ class Scales:
         if self.offset is not None:
             told |= {"dequant_offset_key": torch.zeros_like(self.offset), "dequant_offset_value": self.offset}
         lines, one = k.dim() == 5, q.shape[1 if layout == "BSND" else 2] == 1
-        fast = dict(inner_precise=1) if lines else {}
         if one and not lines and all(each.numel() == 1 for each in told.values()):
             return {name: each.reshape(1) for name, each in told.items()}
         if one and not lines and all(each.shape[-1] == 1 for each in told.values()):
             of_heads = {name: each.expand(1, self.heads, 1, 1).flatten() for name, each in told.items()}
             return dict(of_heads, key_quant_mode=2, value_quant_mode=2)
-        shape = (
-            (self.heads, 1)
-            if lines and layout == "BNSD"
-            else (1, self.heads, 1)
-            if one and not lines
-            else (self.heads,)
-        )
         width = q.shape[-1]
-        wide = {name: each.expand(1, self.heads, 1, width).reshape(*shape, width) for name, each in told.items()}
-        return dict({name: each.contiguous() for name, each in wide.items()}, **fast)
+        alike = all(each.shape[-1] in (1, width) for each in told.values())
+        require(alike, "int8 values are narrower than keys, and have scales of each channel")
+        lead = (1, self.heads, 1) if one else (self.heads,)
+        if lines:
+            lead = (self.heads, 1) if layout == "BNSD" else (self.heads,)
+        wide = {name: each.expand(1, self.heads, 1, width) for name, each in told.items()}
+        fast = dict(inner_precise=1) if lines else {}
+        return {name: each.reshape(*lead, width) for name, each in wide.items()} | fast

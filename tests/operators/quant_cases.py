@@ -40,6 +40,30 @@ QUANT: tuple[tuple[str, Make], ...] = (
 )
 
 
+def fixed(
+    *shape: int, one: bool = False, zero: torch.dtype | None = None, divided: bool = True, swap: bool = False
+) -> Make:
+    """By scales that are powers of two, which every dtype holds."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x, size = grid(*shape).to(dtype), 1 if one else shape[-1]
+        scales = 2.0 ** torch.randint(-6, -3, (size,)).to(dtype)
+        zeros = None if zero is None else torch.randint(-9, 10, (size,)).to(zero)
+        by = scales if divided else 1 / scales
+        x = x.transpose(0, 1) if swap else x
+        return {"self": x, "scales": by, "zero_points": zeros, "dtype": 12, "axis": -1, "div_mode": divided}
+
+    return make
+
+
+FIXED: tuple[tuple[str, Make], ...] = (
+    ("channels", fixed(7, 48)),
+    ("one scale, a zero point", fixed(2, 3, 48, one=True, zero=torch.int8)),
+    ("zero points, multiplied", fixed(2, 3, 48, zero=torch.int32, divided=False)),
+    ("batch 1, a view", fixed(1, 5, 48, swap=True)),
+)
+
+
 def whole(*shape: int) -> Tensor:
     return torch.randint(-128, 128, shape, dtype=torch.int8)
 

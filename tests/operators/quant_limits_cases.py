@@ -36,6 +36,29 @@ QUANT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+def fixed(of: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
+    x, scales = t(7, 48, dtype=of), t(48, dtype=of)
+    return {"self": x, "scales": scales, "zero_points": None, "dtype": 12, "axis": -1} | more
+
+
+def zeros(dtype: torch.dtype, *shape: int) -> dict[str, Any]:
+    return {"zero_points": t(*(shape or (48,)), dtype=dtype)}
+
+
+_TIMES: dict[str, Any] = {"div_mode": False}
+FIXED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    (ON_ALL, fixed(), fixed(dtype=1), "dtype == 12"),
+    (ON_ALL, fixed(), fixed(axis=0), "axis == -1"),
+    (ON_ALL, fixed(scales=t(1)), fixed(scales=t(2)), "needs scales as [1|D]"),
+    ((A2, A3), fixed(), fixed(self=t(1, 1, 1, 1, 1, 1, 1, 7, 48)), "rank(self) <= 8"),
+    ((A2, A3), fixed(), fixed(scales=t(48, dtype=F32)), "dtype(scales) == dtype(self)"),
+    ((A2, A3), fixed(F16, **_TIMES), fixed(F16), "dtype(self) in ('float32', 'bfloat16')"),
+    ((A2, A3), fixed(**zeros(BF16)), fixed(**zeros(BF16, 1)), "shape(zero_points) == shape(scales)"),
+    ((A2, A3), fixed(F32, **zeros(INT)), fixed(F32, **zeros(BF16)), "dtype(zero_points) in ('int8', 'int32') or"),
+    ((A2, A3), fixed(**zeros(BF16), **_TIMES), fixed(**zeros(INT), **_TIMES), "dtype(zero_points) == dtype(scales)"),
+]
+
+
 def product(m: int = 5, k: int = 48, n: int = 24, **more: Any) -> dict[str, Any]:
     whole = {"x1": t(m, k, dtype=torch.int8), "x2": t(k, n, dtype=torch.int8), "scale": t(n, dtype=F32)}
     return whole | {"pertoken_scale": t(m, dtype=F32), "output_dtype": 15} | more
@@ -245,6 +268,7 @@ TURNED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
 ]
 EDGES: list[Edge] = [
     *(("npu_dynamic_quant", *edge) for edge in QUANT),
+    *(("npu_quantize", *edge) for edge in FIXED),
     *(("npu_quant_matmul", *edge) for edge in PRODUCTS),
     *(("npu_add_rms_norm_dynamic_quant", *edge) for edge in NORMS),
     *(("npu_add_rms_norm_quant", *edge) for edge in ADDED_STATIC),

@@ -25,6 +25,19 @@ def dynamic_quant(input: Tensor, smooth_scales: Tensor | None = None) -> tuple[T
     return rows(input if smooth_scales is None else input * smooth_scales)
 
 
+def quantize(
+    self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int, div_mode: bool
+) -> Tensor:  # fmt: skip
+    out = torch.zeros(self.shape).double().reshape(-1, self.shape[-1])
+    for i, row in enumerate(self.reshape(-1, self.shape[-1]).tolist()):
+        for j, v in enumerate(row):
+            of = scales[j % len(scales)].item()
+            zero = 0 if zero_points is None else zero_points[j % len(scales)].item()
+            number = Fraction(v) / Fraction(of) if div_mode else Fraction(v) * Fraction(of)
+            out[i, j] = max(-128, min(127, round(number + Fraction(zero))))
+    return out.reshape(self.shape)
+
+
 def quant_matmul(
     x1: Tensor, x2: Tensor, scale: Tensor, output_dtype: int, pertoken_scale: Tensor | None = None,
     bias: Tensor | None = None,
@@ -100,4 +113,5 @@ REFERENCES = {
     "npu_rms_norm_quant": static_norm,
     "npu_weight_quant_batchmatmul": weight_quant_batchmatmul,
     "npu_rotate_quant": rotate_quant,
+    "npu_quantize": quantize,
 }

@@ -15,7 +15,7 @@ from fusion.operators import OPERATORS, decompositions, ensure
 from tests.operators.cases import CASES, DTYPES, Case, described, flat
 from tests.operators.expert_cases import finishing, groups, routing
 from tests.operators.latent_line_cases import line
-from tests.operators.quant_cases import added_static, product, static
+from tests.operators.quant_cases import added_static, fixed, product, static
 from tests.operators.sparse_cases import Sparse, attention, indexer, prolog
 
 
@@ -127,6 +127,7 @@ GROWING = [
     ("npu_grouped_matmul", lambda b, s: groups(b, s, 1, turned=True)(torch.bfloat16)),
     ("npu_moe_finalize_routing", lambda b, s: finishing(b * s, 2)(torch.float32)),
     ("npu_dynamic_quant", lambda b, s: {"input": torch.randn(b, s, 32)}),
+    ("npu_quantize", lambda b, s: fixed(b, s, 16)(torch.float32)),
     ("npu_quant_matmul", lambda b, s: product(b * s)(torch.bfloat16)),
     (
         "npu_add_rms_norm_dynamic_quant",

@@ -1,0 +1,68 @@
+"""Rows in int8 by scales that the model holds: on a chip one call, and what is left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion import Example
+from fusion.library import installed
+from fusion.options import Options
+from fusion.testing import Trial, means_what_it_says, trial
+from patterns.examples import static_quant as examples
+from patterns.examples.inputs import fixed
+from patterns.examples.static_quant import CHANNELS, ZERO, cut_off, divided, inputs, multiplied, shifted
+
+RULE = next(each for each in installed().rules if each.name == "static_quant")
+QUANTIZE = "npu.npu_quantize.default"
+
+
+def fused(function: Callable[..., Tensor], make: Callable[..., tuple[Tensor, ...]], dtype: torch.dtype) -> Trial:
+    t = trial(RULE, Example("rows", function, make), dtype, options=Options(target="ascend910_93", lower="eager"))
+    means_what_it_says(t)
+    return t
+
+
+def calls(t: Trial) -> list[torch.fx.Node]:
+    return [node for node in t.fused.graph.nodes if str(node.target) == QUANTIZE]
+
+
+@pytest.mark.parametrize("example", examples.EXAMPLES, ids=lambda each: each.name)
+def test_one_call_on_a_chip(example: Example):
+    assert len(calls(fused(example.function, example.inputs, torch.bfloat16))) == 1
+
+
+def test_scales_of_heads_and_channels_are_those_of_whole_rows():
+    (call,) = calls(fused(divided, inputs(*CHANNELS), torch.bfloat16))
+    rows, scale = (call.args[place].meta["val"].shape for place in (0, 1))  # type: ignore[union-attr]
+    assert (rows[-1], *scale) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "count"), [(divided, torch.float16, 0), (multiplied, torch.float16, 1)], ids=str
+)
+def test_scales_in_float16_multiply_alone(function: Callable[..., Tensor], dtype: torch.dtype, count: int):
+    assert len(calls(fused(function, inputs(*CHANNELS), dtype))) == count
+
+
+def test_a_scale_in_another_dtype_is_left():
+    float32 = fixed(inputs(*CHANNELS)(torch.float32)[1].detach())
+    assert not calls(fused(divided, lambda dtype: (*inputs(*CHANNELS)(dtype)[:1], float32), torch.bfloat16))
+
+
+def test_fractions_that_are_cut_off_are_left():
+    assert not calls(fused(cut_off, inputs(*CHANNELS), torch.bfloat16))
+
+
+def test_a_zero_point_behind_the_rounding_is_left():
+    behind = lambda x, scale, zero: ((x / scale).round() + zero).clamp(-128, 127).to(torch.int8)  # noqa: E731
+    assert not calls(fused(behind, inputs(*CHANNELS, more=(ZERO,)), torch.bfloat16))
+    assert calls(fused(shifted, inputs(*CHANNELS, more=(ZERO,)), torch.bfloat16))
+
+
+def test_a_scale_of_each_token_is_left():
+    t = fused(divided, inputs(examples.B, 1, examples.S, 1), torch.bfloat16)
+    assert not calls(t)
