@@ -31,11 +31,14 @@ from fusion.operators.visibility import Band, Lengths, visible
 
 @dataclass(frozen=True)
 class Grid:
-    """The numbers (n + offset) · scale for which int8 stand: scales of all [1], of heads [M], of channels [M · D]."""
+    """The numbers (n + offset) · scale for which int8 stand, by scales as their mode says.
+
+    0: of all [1], or of channels [M · D]; 1: of tokens [1, B, T..]; 2: of heads [M]; 3: of both [B, M, T..].
+    """
 
     scale: Tensor
     offset: Tensor | None
-    by_head: bool
+    mode: int
 
     def applied(self, x: Tensor, like: Tensor) -> Tensor:
         """Of int8 keys or values [B, M, T, D], in the dtype that queries `like` are computed in."""
@@ -45,9 +48,14 @@ class Grid:
 
     def _seen(self, each: Tensor, x: Tensor) -> Tensor:
         """As it broadcasts to keys or values."""
-        if self.by_head:
-            return each.reshape(-1, 1, 1)
-        return each if each.dim() == 1 else each.reshape(x.shape[1], 1, x.shape[3])
+        match self.mode:
+            case 1 | 3:
+                tokens = each.transpose(0, 1) if self.mode == 1 else each
+                return tokens[..., : x.shape[2]].unsqueeze(-1)
+            case 2:
+                return each.reshape(-1, 1, 1)
+            case _:
+                return each if each.dim() == 1 else each.reshape(x.shape[1], 1, x.shape[3])
 
 
 @dataclass(frozen=True)
@@ -216,7 +224,7 @@ _V1_SCHEMA = (
 def _grids(given: Given, of: limits.Antiquant) -> tuple[Grid, Grid] | None:
     """Those of keys and values, where they have scales."""
     key, value = (
-        None if given[scale] is None else Grid(given[scale], given[offset], given[mode] == 2)
+        None if given[scale] is None else Grid(given[scale], given[offset], given[mode])
         for scale, offset, mode in zip(of.scales, of.offsets, of.modes, strict=True)
     )
     return None if key is None or value is None else (key, value)
@@ -225,8 +233,8 @@ def _grids(given: Given, of: limits.Antiquant) -> tuple[Grid, Grid] | None:
 _SUMMARY = (
     "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ) + pse_shift, masked) v), in float32; a row that sees no key "
     "is 0; no page says what becomes of infinite numbers in pse_shift. int8 keys and values beside queries in floats: "
-    "(n + offset) · scale, of each channel, of each head (mode 2) or of all. Queries and latent in whole numbers of 8 "
-    "bits, version 2 alone: both products times dequant_scale_query · dequant_scale_key, by which query_rope was "
+    "(n + offset) · scale, of each channel or of all, or as modes 1, 2, 3 say. Queries and latent in whole numbers of "
+    "8 bits, version 2 alone: both products times dequant_scale_query · dequant_scale_key, by which query_rope was "
     "divided before, v times dequant_scale_value; a kernel holds exp(score - largest) in steps of 1/127, which is not "
     "decomposed"
 )

@@ -1,10 +1,13 @@
 """What npu_fused_infer_attention_score asks of int8 keys and values (C8), which it multiplies by scales itself.
 
-    k = (key + offset) · scale, v likewise        mode 0: scales of each channel, or of all; mode 2: of each head
+    k = (key + offset) · scale, v likewise
+
+Scales are those of each channel or of all (mode 0), of each token (1), of each head (2), of each token and head (3).
 
 From the pages of op-plugin (both versions: one query, several queries, pages in fractal NZ) and of ops-transformer
 (aclnnFusedInferAttentionScoreV4, and the checks of the kernel, incre_flash_attention_tiling_check). Where they disagree
-the stricter holds: for several queries one table has scales with a dim for sequences and the text before it has none.
+the stricter holds: for several queries one table has scales with a dim for sequences and the text before it has none,
+and scales that lie in pages themselves (modes 4 and 5) are in the tables of the former alone.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class Antiquant:
             *(Limit(CACHE, when=f"given({name})") for name in self.offsets),
             Limit(f"given({offset_of_values})", when=f"given({offset})"),
             Limit(f"given({offset})", when=f"given({offset_of_values})"),
-            Limit(f"{mode} in (0, 2)", because="scales of each token are not decomposed"),
+            Limit(f"{mode} in (0, 1, 2, 3)", because="scales in pages are not decomposed"),
             Limit(f"{mode} == 0", when=f"not ({CACHE})"),
             Limit(f"{mode_of_values} == {mode}", because=_ALIKE),
             Limit("num_key_value_heads > 0", when=CACHE, because="scales are told of so many heads"),
@@ -55,15 +58,31 @@ class Antiquant:
             Limit(f"{_BSND} or {_BNSD}", when=CACHE, because="int8 keys in other layouts are not decomposed"),
             Limit(f"shape({scale}) in ({shapes})", when=f"{CACHE} and {mode} == 0"),
             Limit(f"shape({scale}) == {_OF_HEADS}", when=f"{CACHE} and {mode} == 2"),
+            *self._of_tokens(scale, mode),
             Limit(f"shape({of_values}) == shape({scale})", when=CACHE, because=_ALIKE),
             *(Limit(f"shape({name}) == shape({scale})", when=f"given({name})") for name in self.offsets),
+        )
+
+    def _of_tokens(self, scale: str, mode: str) -> tuple[Limit, ...]:
+        tokens = f"{CACHE} and {mode} in (1, 3)"
+        heads = f"size({scale}, 0) == B and size({scale}, 1) == num_key_value_heads"
+        last = f"size({scale}, 2) >= "
+        return (
+            Limit(f"rank({scale}) == 3", when=tokens),
+            Limit(f"size({scale}, 0) == 1 and size({scale}, 1) == B", when=f"{CACHE} and {mode} == 1"),
+            Limit(heads, when=f"{CACHE} and {mode} == 3"),
+            Limit(f"{last}M * block_size", when=f"{tokens} and given(block_table)"),
+            Limit(f"{last}U", when=f"{tokens} and not given(block_table) and {_BNSD}"),
+            Limit(f"{last}Q", when=f"{tokens} and not given(block_table) and {_BSND}"),
+            Limit(f"not given({self.offsets[0]})", when=tokens, because="offsets of each token are not decomposed"),
         )
 
     def kernel(self, lse: str, query_lengths: str) -> tuple[Limit | str, ...]:
         """What the kernels ask for, of rows and pages as they lie and of pages in NZ."""
         mode = self.modes[0]
         return (
-            *(Limit(f"dtype({name}) == dtype(query)", when=CACHE) for name in self.scales),
+            *(Limit(f"dtype({name}) == dtype(query)", when=f"{CACHE} and {mode} in (0, 2)") for name in self.scales),
+            *(Limit(f"dtype({name}) == 'float32'", when=f"{CACHE} and {mode} in (1, 3)") for name in self.scales),
             *(Limit(f"dtype({name}) == dtype(query)", when=f"given({name})") for name in self.offsets),
             Limit("input_layout in ('BSND', 'BNSD')", when=CACHE),
             Limit("D % 32 == 0", when=CACHE, because="a line of memory holds 32 int8"),
@@ -82,7 +101,8 @@ class Antiquant:
             Limit("not given(block_table)", when=several, because=alone),
             Limit("dtype(query) == 'bfloat16'", when=several),
             Limit(f"shape({scale}) in ({_CHANNELS}, {_OF_ALL})", when=f"{one} and {mode} == 0"),
-            Limit(f"{mode} == 0 and shape({scale}) in ({_HEADS}, {_ROWS})", when=several),
+            Limit(f"{mode} == 0", when=several),
+            Limit(f"shape({scale}) in ({_HEADS}, {_ROWS})", when=f"{several} and {mode} == 0"),
         )
 
     def _nz(self, mode: str, query_lengths: str) -> tuple[Limit, ...]:

@@ -96,7 +96,7 @@ def dtypes(names: Names) -> Mapping[str, frozenset[torch.dtype]]:
     """Argument -> dtypes; lengths count where they are tensors."""
     found = {"query": HALVES | INT8 if names.whole else HALVES, "key": HALVES | INT8, "value": HALVES | INT8}
     found |= dict.fromkeys(("query_rope", "key_rope", "pse_shift", *names.antiquant.offsets), HALVES)
-    found |= dict.fromkeys(names.antiquant.scales, HALVES | FLOAT32 if names.whole else HALVES)
+    found |= dict.fromkeys(names.antiquant.scales, HALVES | FLOAT32)
     found |= {"dequant_scale_query": FLOAT32} if names.whole else {}
     lengths = dict.fromkeys((names.query_lengths, names.key_lengths), INT64)
     sink = {names.sink: BFLOAT16} if names.sink else {}

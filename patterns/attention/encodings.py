@@ -3,9 +3,9 @@
     Floats      in the dtype of the queries
     Int8        k = (x + offset) · scale and v likewise, which the operator computes as it reads x
 
-Scales are those of each channel, of each head or of all. What the dtype of the queries does not hold as it is would be
-rounded, for all tokens alike: it is refused. An offset of keys adds one number to all scores of a query, which a
-softmax does not see: the operator is not told it.
+Scales are those of each channel, of each head or of all, or those of each token. What the dtype of the queries does not
+hold as it is would be rounded, for all tokens alike: it is refused; scales of tokens are told in float32. An offset of
+keys adds one number to all scores of a query, which a softmax does not see: the operator is not told it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 from fusion import Group, attribute, require, scalar, tensor
 from patterns.attention.calls import Call
 from patterns.cache import pages
-from patterns.quant.scales import exact_scale
+from patterns.quant.scales import exact_scale, scale_of
+
+ALONE = "int8 keys are read with one sequence beside the other"
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,11 @@ class Int8(Floats):
 
     def told(self, call: Call, q: Tensor, source: Any) -> Call:
         """As of floats."""
-        scales = (exact_scale(self.k_scale, self.k_by, q), exact_scale(self.v_scale, self.v_by, q))
-        return replace(call, int8=Scales(*scales, self._offset(q), source.first.shape[1]))
+        if self.k_scale is not None and self.k_scale.shape[2] != 1:
+            key, value = scale_of(self.k_scale, self.k_by, q.device), scale_of(self.v_scale, self.v_by, q.device)
+            return replace(call, int8=TokenScales(key, value))
+        key, value = exact_scale(self.k_scale, self.k_by, q), exact_scale(self.v_scale, self.v_by, q)
+        return replace(call, int8=Scales(key, value, self._offset(q), source.first.shape[1]))
 
     def _offset(self, q: Tensor) -> Tensor | None:
         """That of values, in the dtype of the queries."""
@@ -112,7 +117,7 @@ class Scales:
 
     def arguments(self, q: Tensor, k: Tensor, layout: str) -> dict[str, Any]:
         """For queries and keys of a layout, by the names of the second version of the operator."""
-        require(layout in ("BSND", "BNSD"), "int8 keys are read with one sequence beside the other")
+        require(layout in ("BSND", "BNSD"), ALONE)
         told = {"dequant_scale_key": self.key, "dequant_scale_value": self.value}
         if self.offset is not None:
             told |= {"dequant_offset_key": torch.zeros_like(self.offset), "dequant_offset_value": self.offset}
@@ -131,3 +136,19 @@ class Scales:
         wide = {name: each.expand(1, self.heads, 1, width) for name, each in told.items()}
         fast = dict(inner_precise=1) if lines else {}
         return {name: each.reshape(*lead, width) for name, each in wide.items()} | fast
+
+
+@dataclass(frozen=True)
+class TokenScales:
+    """What the operator is told of int8 keys and values with scales [B, M or 1, T, 1] of each token, in float32."""
+
+    key: Tensor
+    value: Tensor
+
+    def arguments(self, q: Tensor, k: Tensor, layout: str) -> dict[str, Any]:
+        """As of `Scales`."""
+        require(layout in ("BSND", "BNSD"), ALONE)
+        mode, dims = (1, (1, 0, 2)) if self.key.shape[1] == 1 else (3, (0, 1, 2))
+        scales = [each.squeeze(-1).permute(dims).contiguous() for each in (self.key, self.value)]
+        named = zip(("dequant_scale_key", "dequant_scale_value"), scales, strict=True)
+        return dict(named, key_quant_mode=mode, value_quant_mode=mode)

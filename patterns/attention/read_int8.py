@@ -16,7 +16,11 @@ from fusion.analysis.repetition import unrepeated
 from fusion.analysis.rounding import exact, unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 
-_SCALE = {"x": "[B, M, T, D] in int8", "scale": "[1, M or 1, 1, D or 1]; absent for 1", "by": "a number"}
+_SCALE = {
+    "x": "[B, M, T, D] in int8",
+    "scale": "[1, M or 1, 1, D or 1] or [B, M or 1, T, 1]; absent for 1",
+    "by": "a number",
+}
 INT8_KEYS = word(
     "int8_keys",
     "(x + offset) · scale · by",
@@ -25,9 +29,11 @@ INT8_KEYS = word(
 INT8_VALUES = word(
     "int8_values",
     "(x + offset · offset_by + shift) · scale · by",
-    **_SCALE, offset="as the scale; absent for 0", offset_by="a number", shift="a number",
+    **_SCALE, offset="[1, M or 1, 1, D or 1]; absent for 0", offset_by="a number", shift="a number",
 )  # fmt: skip
-_TOKENS = "int8 {of} have a scale or an offset of each token, where the operator is told those of channels and heads"
+_TOKENS = "int8 {of} have a scale or an offset of each token and channel, or of each sequence: the operator takes none"
+_SHIFTED = "int8 {of} have a scale of each token and an offset, which does not cancel and is not told so"
+_UNLIKE = "of keys and values only one has a scale of each token, or of each token and head"
 _SEVERAL = "int8 {of} have several scales or offsets, whose product or sum no dtype is known to hold"
 _ONE = "of keys and values only the {of} lie in int8"
 
@@ -39,11 +45,12 @@ def int8_cache(graph: Graph) -> Iterator[Found]:
     for root, attention in graph.readings.all("softmax_attention"):
         k, v = (attention.captures[name] for name in ("k", "v"))
         grids = {"keys": grid_of(a, k), "values": grid_of(a, v)}
-        held = {of: _channels(a, grid, of) for of, grid in grids.items() if grid is not None}
+        held = {of: _scales(a, grid, of) for of, grid in grids.items() if grid is not None}
         if not held:
             continue
         reasons = [each for each in held.values() if isinstance(each, str)]
         reasons += [_ONE.format(of=of) for of in held if len(held) == 1]
+        reasons += [_UNLIKE] if len(held) == 2 and not reasons and not _alike(*held.values()) else []
         keys, values = held.get("keys"), held.get("values")
         if reasons or not isinstance(keys, dict) or not isinstance(values, dict):
             yield next(iter(_made(graph, k, v)), k), Miss("attention", reasons[0], of=root)
@@ -54,33 +61,48 @@ def int8_cache(graph: Graph) -> Iterator[Found]:
         yield v, Reading("int8_values", values)
 
 
+def _alike(keys: Any, values: Any) -> bool:
+    """Whether both or none have a scale of each token, and of each head or of none."""
+    scales = [each.get("scale") for each in (keys, values)]
+    tokens = [scale is not None and _is_of_tokens(scale) and scale.shape[1] for scale in scales]
+    return tokens[0] == tokens[1]
+
+
 def _made(graph: Graph, *each: Value) -> list[Value]:
     """The values that nodes hold of which keys and values are views: what is not read in int8 is made before."""
     below = [x.below("reshape", "permute", "expand", "slice") for x in each]
     return [x for x in below if x in graph.places and grid_of(graph.algebra, x) is not None]
 
 
-def _channels(a: Algebra, grid: Grid, of: str) -> dict[str, Any] | str:
+def _scales(a: Algebra, grid: Grid, of: str) -> dict[str, Any] | str:
     """How keys or values lie in int8; or why the operator is not told so."""
     said: dict[str, Any] = {"x": grid.base, "by": grid.number, "offset_by": 1.0, "shift": grid.shift}
     for name, by, parts in (("scale", "by", grid.factors), ("offset", "offset_by", grid.offsets)):
         if len(parts) > 1:
             return _SEVERAL.format(of=of)
         for part in parts:
-            shared = _of_channels(a, part, grid.base.shape)
-            if shared is None:
-                return _TOKENS.format(of=of)
-            below, number = unscaled(exact(shared))
+            below, number = unscaled(exact(_shared(a, part, grid.base.shape)))
             said |= {name: exact(below), by: said[by] * number}
-    return said
+    scale, offset = said.get("scale"), said.get("offset")
+    if scale is not None and _is_of_tokens(scale) and (offset is not None or grid.shift):
+        return _SHIFTED.format(of=of)
+    if scale is not None and _is_of_tokens(scale) and scale.shape[3] == 1 and scale.shape[2] == grid.base.shape[2]:
+        return said | {"scale": a.expand(scale, (grid.base.shape[0], *scale.shape[1:]))}
+    odd = [each for each in (scale, offset) if each is not None and _is_of_tokens(each)]
+    return _TOKENS.format(of=of) if odd else said
 
 
-def _of_channels(a: Algebra, x: Value, shape: Sequence[Any]) -> Value | None:
-    """What broadcasts to [B, M, T, D] as [1, M or 1, 1, D or 1]; None where it differs between tokens."""
+def _is_of_tokens(x: Value) -> bool:
+    """Whether a scale or an offset [B or 1, M or 1, T or 1, D or 1] differs between tokens."""
+    return x.shape[0] != 1 or x.shape[2] != 1
+
+
+def _shared(a: Algebra, x: Value, shape: Sequence[Any]) -> Value:
+    """What broadcasts to [B, M, T, D], of sequences and of tokens that share it once."""
     x = a.reshape(x, (*(1,) * (len(shape) - x.rank), *x.shape))
     for axis in (0, 2):
         x = unrepeated(a, x, axis)[0]
-    return x if x.shape[0] == x.shape[2] == 1 else None
+    return x
 
 
 def are_int8(a: Algebra, *each: Value) -> bool:

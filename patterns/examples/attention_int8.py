@@ -155,6 +155,33 @@ def only_keys(
     return attended(q, keys.to(q.dtype) * by, of.expand(B, M, ROOM, D), lengths)
 
 
+def tokens_of(held: tuple[int, ...], *scale: int) -> Inputs:
+    """Scales of each token in float32, beside the rows."""
+    return tensors((B, N, 1, D), *cache(*held), *(scales(seed, *scale) for seed in (3, 4)), LENGTHS, TABLE)
+
+
+def by_tokens(
+    q: Tensor, keys: Tensor, values: Tensor, by: Tensor, of: Tensor, lengths: Tensor, table: Tensor
+) -> Tensor:  # fmt: skip
+    """Scales in float32, of each token and head."""
+    k, v = ((each.float() * scale).to(q.dtype) for each, scale in ((keys, by), (values, of)))
+    return attended(q, k, v, lengths)
+
+
+def by_tokens_of_pages(
+    q: Tensor, keys: Tensor, values: Tensor, by: Tensor, of: Tensor, lengths: Tensor, table: Tensor
+) -> Tensor:  # fmt: skip
+    """Scales that lie in pages as well."""
+    k, v, by, of = (of_pages(each, table) for each in (keys, values, by, of))
+    return by_tokens(q, k, v, by, of, lengths, table)
+
+
+def tokens_and_zeros(q: Tensor, keys: Tensor, values: Tensor, *more: Tensor) -> Tensor:
+    """A zero point beside scales of each token: it does not cancel."""
+    by, of, lengths, _, zero, _ = more
+    return attended(q, (keys.to(q.dtype) - zero) * by, values.to(q.dtype) * of, lengths)
+
+
 ZEROS = tuple(zeros(M, 1, D))
 EXAMPLES = (
     Example("int8 rows", over(), inputs(ROWS, *CHANNELS)),
@@ -168,6 +195,8 @@ EXAMPLES = (
     Example("int8 pages, scales of whole rows", before, inputs(PAGE, *CHANNELS)),
     Example("int8 pages of heads", over(of_heads, by_sdpa), inputs(OF_HEADS, *CHANNELS)),
     Example("int8 pages, zero points", shifted, inputs(PAGE, *CHANNELS, more=ZEROS)),
+    Example("int8 rows, scales of tokens", by_tokens, tokens_of(ROWS, B, M, ROOM, 1)),
+    Example("int8 pages, scales of tokens", by_tokens_of_pages, tokens_of(PAGE, BLOCKS, SIZE, M, 1)),
     Example("int8 pages, zero points of keys", shifted_keys, inputs(PAGE, *HEADS, more=ZEROS)),
 )
 
@@ -179,7 +208,10 @@ def of_float32(*shape: int) -> Inputs:
 
 
 REJECTS = (
-    Example("int8 rows, scales of tokens", over(), inputs(ROWS, B, M, ROOM, 1), "a scale or an offset of each token"),
+    Example("int8 rows, scales of sequences", over(), inputs(ROWS, B, 1, 1, 1), "or of each sequence"),
+    Example(
+        "int8 rows, tokens and zero points", tokens_and_zeros, inputs(ROWS, B, M, ROOM, 1, more=ZEROS), "and an offset"
+    ),
     Example("int8 keys", only_keys, inputs(ROWS, *CHANNELS), "of keys and values only the keys lie in int8"),
     Example("int8 rows, a sink beside zero points", with_sink, inputs(ROWS, *CHANNELS, more=ZEROS), "does not cancel"),
 )

@@ -219,7 +219,30 @@ def of_float32(s: Sizes) -> tuple[Tensor, ...]:
 
 
 def by_tokens(s: Sizes) -> tuple[Tensor, ...]:
-    return tuple(scales(seed, s.batch, s.shared, s.room, 1).double() for seed in (3, 4))
+    """In float32, of each token and head."""
+    return tuple(scales(seed, s.batch, s.shared, s.room, 1) for seed in (3, 4))
+
+
+def of_all_heads(s: Sizes) -> tuple[Tensor, ...]:
+    return tuple(each[:, :1].clone() for each in by_tokens(s))
+
+
+def with_zero(x: Tensor, q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    return ((x.float() - zero) * scale).to(q.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("of", "shape", "mode"), [(by_tokens, (2, 2, 96), 3), (of_all_heads, (1, 2, 96), 1)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_of_tokens_are_told_in_float32(
+    kind: str, of: Scales, shape: tuple[int, ...], mode: int, dtype: torch.dtype
+):  # fmt: skip
+    s = Sizes(kind=kind)
+    t = fused(s, of, narrowed, dtype)
+    assert key_dtype(t) == torch.int8
+    assert not has_dequantised(t, s)
+    modes = {"key_quant_mode": mode, "value_quant_mode": mode}
+    assert told(t) == dict.fromkeys(("dequant_scale_key", "dequant_scale_value"), shape) | modes
 
 
 def narrowed(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
@@ -228,7 +251,10 @@ def narrowed(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("s", "of", "turn", "reason"), [
     (Sizes(), of_float32, narrowed, "a scale of torch.float32 is not one in the dtype"),
-    (Sizes(), by_tokens, dequantised, "have a scale or an offset of each token"),
+    (Sizes(), lambda s: (by_tokens(s)[0], channels(s)[1]), narrowed, "only one has a scale of each token"),
+    (Sizes(), lambda s: (*by_tokens(s), *with_zeros(s)[2:]), with_zero, "and an offset, which does not cancel"),
+    (Sizes(), lambda s: tuple(scales(n, s.batch, 1, 1, 1) for n in (3, 4)), narrowed, "or of each sequence"),
+    (Sizes(queries=3, kind="rows"), by_tokens, narrowed, "key_quant_mode == 0"),
     (Sizes(), lambda s: (), lambda x, q: x.to(q.dtype) * 0.3, "does not hold the scale 0.3 as it is"),
     (Sizes(size=48), channels, dequantised, "block_size % 32 == 0"),
     (Sizes(queries=2, size=128), channels, dequantised, "not given(block_table)"),

@@ -118,6 +118,9 @@ def whole(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     return make
 
 
+MODES = {"tokens": 1, "heads": 2, "tokens of heads": 3}
+
+
 def cache(
     a: Attend, of: str = "channels", offset: bool = False, first: bool = False
 ) -> Callable[[torch.dtype], dict[str, Any]]:
@@ -125,13 +128,16 @@ def cache(
 
     def make(dtype: torch.dtype) -> dict[str, Any]:
         call = v2(a)(dtype)
-        shape = {"channels": (1, a.m, 1, a.d), "rows": (a.m, 1, a.d), "heads": (a.m,), "all": (1,)}[of]
+        shapes = {"channels": (1, a.m, 1, a.d), "rows": (a.m, 1, a.d), "heads": (a.m,), "all": (1,)}
+        room = blocks(a) * a.block if a.block else a.t
+        shape = {"tokens": (1, a.b, room + 1), "tokens of heads": (a.b, a.m, room), **shapes}[of]
         for name in ("key", "value"):
             call[name] = torch.randint(-127, 128, call[name].shape, dtype=torch.int8)
-            call[f"dequant_scale_{name}"] = (torch.rand(shape, dtype=torch.float64) / 40 + 0.01).to(dtype)
+            wide = torch.promote_types(dtype, torch.float32) if "tokens" in of else dtype
+            call[f"dequant_scale_{name}"] = (torch.rand(shape, dtype=torch.float64) / 40 + 0.01).to(wide)
             if offset:
                 call[f"dequant_offset_{name}"] = torch.randint(-20, 21, shape).to(dtype)
-        call |= dict.fromkeys(("key_quant_mode", "value_quant_mode"), 2 if of == "heads" else 0)
+        call |= dict.fromkeys(("key_quant_mode", "value_quant_mode"), MODES.get(of, 0))
         return {FIRST.get(name, name): value for name, value in call.items()} if first else call
 
     return make
@@ -265,6 +271,9 @@ CACHES: tuple[tuple[str, Attend, dict[str, Any]], ...] = (
     ("int8 pages", Attend("BSND", s=1, t=11, d=32, block=4, lengths=(None, [11, 6])), {"offset": True}),
     ("int8 pages of heads", Attend(s=1, t=11, d=32, block=4, form=4, lengths=(None, [11, 6])), {}),
     ("int8 pages in NZ", Attend(s=1, t=11, d=32, block=4, form=5, lengths=(None, [11, 6])), {"of": "rows"}),
+    ("int8 rows, scales of tokens", Attend("BSND", s=1, t=9, d=32, lengths=(None, [0, 9])), {"of": "tokens"}),
+    ("int8 rows, of tokens and heads", Attend(s=1, t=6, d=32, mask=(2, 6)), {"of": "tokens of heads"}),
+    ("int8 pages, of tokens", Attend(s=1, t=11, d=32, block=4, form=4, lengths=(None, [11, 6])), {"of": "tokens"}),
     ("int8 rows, lse", Attend(s=2, t=7, d=32, lse=True), {"offset": True}),
 )
 FUSION: tuple[tuple[str, Attend], ...] = (

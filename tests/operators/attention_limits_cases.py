@@ -119,6 +119,23 @@ def c8_heads(*scale: int) -> dict[str, Any]:
     return c8(scale=scale) | {"key_quant_mode": 2, "value_quant_mode": 2}
 
 
+_BY_HEADS = {"key_quant_mode": 3, "value_quant_mode": 3}
+
+
+def tokens(*scale: int, call: dict[str, Any] | None = None) -> dict[str, Any]:
+    given = dict.fromkeys(SCALES, t(*(scale or (1, 2, 7)), dtype=torch.float32))
+    return (call or c8()) | given | {"key_quant_mode": 1, "value_quant_mode": 1}
+
+
+def tokens_bnsd(last: int) -> dict[str, Any]:
+    rows = dict.fromkeys(("key", "value"), t(2, 2, 7, 128, dtype=ONE_BYTE))
+    return tokens(1, 2, last, call=bnsd(s=1)) | rows
+
+
+def tokens_paged(last: int) -> dict[str, Any]:
+    return tokens(1, 2, last, call=c8_pages(128))
+
+
 def c8_bsh() -> dict[str, Any]:
     rows = dict.fromkeys(("key", "value"), t(2, 7, 256, dtype=ONE_BYTE))
     return bsh() | rows | dict.fromkeys(SCALES, t(1))
@@ -231,7 +248,18 @@ CACHE_HOST_EDGES: list[Edge] = [
     *((bsnd(), bsnd() | {name: t(1)}, "dtype(query) != 'int8' and dtype(key) == 'int8'") for name in SCALES),
     (bsnd(), bsnd() | dict.fromkeys(OFFSETS, t(1)), "dtype(query) != 'int8' and dtype(key) == 'int8'"),
     *((c8() | offset(), without(c8() | offset(), name), f"given({name})") for name in OFFSETS),
-    (c8(), c8() | {"key_quant_mode": 1, "value_quant_mode": 1}, "key_quant_mode in (0, 2)"),
+    (c8(), c8() | {"key_quant_mode": 4, "value_quant_mode": 4}, "key_quant_mode in (0, 1, 2, 3)"),
+    (tokens(), tokens(2, 7), "rank(dequant_scale_key) == 3"),
+    (tokens(), tokens(1, 3, 7), "size(dequant_scale_key, 0) == 1 and size(dequant_scale_key, 1) == B"),
+    (
+        tokens(2, 2, 7) | _BY_HEADS,
+        tokens(2, 8, 7) | _BY_HEADS,
+        "size(dequant_scale_key, 0) == B and size(dequant_scale_key, 1)",
+    ),
+    (tokens(1, 2, 9), tokens(1, 2, 6), "size(dequant_scale_key, 2) >= Q"),
+    (tokens_bnsd(7), tokens_bnsd(6), "size(dequant_scale_key, 2) >= U"),
+    (tokens_paged(384), tokens_paged(383), "size(dequant_scale_key, 2) >= M * block_size"),
+    (tokens(), tokens() | dict.fromkeys(OFFSETS, t(1, 2, 7)), "not given(dequant_offset_key)"),
     (bsnd(), bsnd() | {"key_quant_mode": 2, "value_quant_mode": 2}, "key_quant_mode == 0"),
     (c8(), c8() | {"value_quant_mode": 1}, "value_quant_mode == key_quant_mode"),
     (c8(), c8(n=2) | {"num_key_value_heads": 0}, "num_key_value_heads > 0"),
@@ -253,6 +281,8 @@ CACHE_EDGES: list[Edge] = [
         (c8() | offset(), c8() | offset() | {name: t(1, 2, 1, 128, dtype=HALF)}, f"dtype({name}) == dtype(query)")
         for name in OFFSETS
     ),
+    *((tokens(), tokens() | {name: t(1, 2, 7)}, f"dtype({name}) == 'float32'") for name in SCALES),
+    (c8(5), tokens(1, 2, 7, call=c8(5)), "key_quant_mode == 0"),
     (c8(5), c8(5) | {"input_layout": "BSND_NBSD"}, "input_layout in ('BSND', 'BNSD')"),
     (c8(d=96), c8(d=80), "D % 32 == 0"),
     (c8(), c8() | SUMS, "not return_softmax_lse"),

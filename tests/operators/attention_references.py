@@ -201,9 +201,27 @@ def fused_infer_v2(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
 
         query, more["query_rope"] = by_token(query), by_token(more["query_rope"]) * of_key
         key, value = key.double() * of_key, value.double() * of_value
+    elif more.get("key_quant_mode") in (1, 3):
+        key, value = (_of_tokens(x, name, more) for x, name in ((key, "key"), (value, "value")))
+        if "block_table" in more:  # pages in the order of their sequences, as their scales are
+            more["block_table"] = torch.arange(len(key)).reshape(len(more["block_table"]), -1)
     elif key.dtype == torch.int8:
         key, value = (_of_int8(x, name, more) for x, name in ((key, "key"), (value, "value")))
     return infer_attention(query, key, value, **{names.get(n, n): v for n, v in more.items() if n not in ignored})
+
+
+def _of_tokens(x: Tensor, name: str, more: dict[str, Any]) -> Tensor:
+    """x · scale, token by token; pages as one sequence after the other reads them."""
+    scale, heads = more.pop(f"dequant_scale_{name}"), more["num_key_value_heads"]
+    if more["key_quant_mode"] == 1:
+        scale = scale[0].unsqueeze(1).expand(-1, heads, -1)
+    table = more.get("block_table")
+    if table is None:
+        rows = scale[..., : x.shape[1 if more["input_layout"] == "BSND" else 2]]
+        return x.double() * (rows.transpose(1, 2) if more["input_layout"] == "BSND" else rows).unsqueeze(-1)
+    pages = x[table.long().flatten()].double()
+    rows = scale[..., : table.shape[1] * x.shape[2]].unflatten(-1, (table.shape[1], -1))
+    return pages * rows.transpose(1, 2).flatten(0, 1).unsqueeze(-1)
 
 
 def _of_int8(x: Tensor, name: str, more: dict[str, Any]) -> Tensor:
