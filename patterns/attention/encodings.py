@@ -79,7 +79,7 @@ class Int8(Floats):
 
     def told(self, call: Call, q: Tensor, source: Any) -> Call:
         """As of floats."""
-        if self.k_scale is not None and self.k_scale.shape[2] != 1:
+        if self.k_scale is not None and (self.k_scale.shape[0] != 1 or self.k_scale.shape[2] != 1):
             key, value = scale_of(self.k_scale, self.k_by, q.device), scale_of(self.v_scale, self.v_by, q.device)
             return replace(call, int8=TokenScales(key, value))
         key, value = exact_scale(self.k_scale, self.k_by, q), exact_scale(self.v_scale, self.v_by, q)

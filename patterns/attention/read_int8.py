@@ -1,6 +1,7 @@
 """Keys and values of attention that lie in int8 and become floats as they are read (C8 caches).
 
 k = (x + offset) · scale        x [B, M, T, D] in int8, a scale and an offset of each channel, of each head or of all
+k = x · scale                   a scale of each token, or of each token and head
 """
 
 from __future__ import annotations
