@@ -6,7 +6,7 @@ from patterns.attention.attention_update import AttentionUpdate
 from patterns.attention.read import attentions
 from patterns.attention.read_int8 import int8_cache
 from patterns.attention.read_lse_merge import merges
-from patterns.attention.read_segments import segmented_attentions
+from patterns.attention.read_segments import paged_segments, segmented_attentions
 from patterns.attention.read_softmax_lse import softmax_lse
 from patterns.attention.ring import RingMla
 from patterns.cache.cache_write import CacheWrite
@@ -97,6 +97,7 @@ _READERS = (
     int8_cache,
     softmax_lse,
     segmented_attentions,
+    paged_segments,
     merges,
     lightning_indexers,
     indexer_lists,

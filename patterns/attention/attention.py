@@ -21,7 +21,7 @@ from patterns.attention.biases import Bias
 from patterns.attention.calls import Call
 from patterns.attention.encodings import Floats, Int8
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
-from patterns.attention.sources import SOURCES, Rows, Segments
+from patterns.attention.sources import SOURCES, PagedSegments, Rows, Segments
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
 
 _PACKED = "packed sequences take no bias"
@@ -70,7 +70,7 @@ class Attention(SoftmaxAttention):
         return result.terms(partial(p.softmax_attention, v=v, **said), partial(p.softmax_lse, **said))
 
     @pattern
-    @variants(source=(Segments,), result=(Output,))
+    @variants(source=(PagedSegments, Segments), result=(Output,))
     def segmented(
         self,
         p,

@@ -2,20 +2,27 @@
 
     out = [attention(q[s₀:s₁], k[t₀:t₁], v[t₀:t₁]), attention(q[s₁:s₂], k[t₁:t₂], v[t₁:t₂]), ..]
 
-A loop over segments of packed tokens is one call of the operator, which is told where each ends.
+A loop over segments of packed tokens is one call of the operator, which is told where each ends; where each segment's
+keys lie in pages of its own, it is one call over the pages (a serving engine's reference of paged attention).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 from fusion import reader
+from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value, but_ones
 from fusion.graph.proof import must, proof, proven
-from patterns.attention.words import SEGMENTED_ATTENTION
+from patterns.attention.words import PAGED_SEGMENTS, SEGMENTED_ATTENTION
+
+Results = Mapping[Value, tuple[Value, Reading]]
+"""What attention gives, and how it is read, by what computes it."""
 
 _VIEWS = ("permute", "reshape")
 _ROWS = 2
@@ -27,23 +34,66 @@ _OWN = ("count", "levels", "kv_len", "kv_lens", "bias")
 @reader(gives=(SEGMENTED_ATTENTION,), needs=("softmax_attention",))
 def segmented_attentions(graph: Graph) -> Iterator[Found]:
     """What is joined of attentions along their queries."""
-    for value in graph.places:
-        found = segmented(graph, value) if value.op == "cat" and len(value.args) > 1 else None
-        if found is not None:
-            yield value, found
+    found = graph.readings.all("softmax_attention")
+    results = {_made_by(value): (value, reading) for value, reading in found}
+    for value in graph.places if len(results) > 1 else ():
+        read = segmented(graph.algebra, results, value) if value.op == "cat" and len(value.args) > 1 else None
+        if read is not None:
+            yield value, read
+
+
+@reader(gives=(PAGED_SEGMENTS,), needs=("segmented_attention", "paged_rows"))
+def paged_segments(graph: Graph) -> Iterator[Found]:
+    """Keys and values of segments of which each lies in pages of its own."""
+    for _, attention in graph.readings.all("segmented_attention"):
+        for rows in (attention.captures["k"], attention.captures["v"]):
+            found = _in_pages(graph, rows)
+            if found is not None:
+                yield rows, found
 
 
 @proof
-def segmented(graph: Graph, joined: Value) -> Reading | None:
+def _in_pages(graph: Graph, rows: Value) -> Reading | None:
+    """Joined rows by the pages of all, and the rows of one block table."""
+    must(rows.op == "cat" and rows.attrs == (_ROWS,))
+    parts = [proven(graph.readings.one(each, "paged_rows")).captures for each in rows.args]
+    same = {name: parts[0][name] for name in ("pages", "size", "layout")}
+    must(all(part[name] == each for part in parts for name, each in same.items()))
+    table = _table(graph.algebra, [part["block_table"] for part in parts], same["pages"].shape[0])
+    return Reading("paged_segments", {"rows": rows, "block_table": table} | same)
+
+
+def _table(a: Algebra, tables: Sequence[Value], blocks: Any) -> Value:
+    """The block table of segments that have one [1, Pᵢ] each: the rows that these begin, else all of them joined.
+
+    What a table says beyond a length is not read: shorter ones are filled up with their first page.
+    """
+    whole, count = tables[0].below("wrap", "cast", "reshape", "slice"), len(tables)
+
+    def row(number: int, length: Any) -> Value:
+        cut = a.cut(a.cut(whole, 0, number, number + 1), 1, 0, length)
+        return wrapped(a, a.cast(cut, tables[0].dtype), blocks)
+
+    if whole.rank == 2 and all(isinstance(each, int) for each in whole.shape):
+        for start in range(whole.shape[0] - count + 1):
+            if all(row(start + number, each.shape[1]) is each for number, each in enumerate(tables)):
+                return wrapped(a, a.cut(whole, 0, start, start + count), blocks)
+    most = max(each.shape[1] for each in tables)
+    first = (a.expand(a.cut(each, 1, 0, 1), (1, most - each.shape[1])) for each in tables)
+    filled = (a.cat((each, more), 1) for each, more in zip(tables, first, strict=True))
+    return a.cat([*filled], 0)
+
+
+@proof
+def segmented(a: Algebra, results: Results, joined: Value) -> Reading | None:
     """The segments of which a value joins the results, each with what it attends to."""
-    a = graph.algebra
-    parts = [proven(_part(graph, each)) for each in joined.args]
+    parts = [proven(_part(a, results, each)) for each in joined.args]
     first, every = parts[0].reading.captures, [each.reading.captures for each in parts]
     must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
     must(all(each.get(name) is None for each in every for name in _OWN))
     ends, key_ends, value_ends = (proven(_ends([each[name] for each in every])) for name in ("q", "k", "v"))
     must(key_ends == value_ends)  # torch reads as many values as there are keys
-    steps = proven(_steps([(each.plain, each.seen) for each in parts], _ROWS))
+    steps = proven(_steps([(each.plain, each.seen) for each in parts], joined.attrs[0]))
     must(steps.to == joined.attrs[0] and all(each.seen is steps.applied(a, each.plain) for each in parts))
     whole = {name: _joined(a, [each[name] for each in every]) for name in ("q", "k", "v")}
     captures = {name: first[name] for name in _ALIKE if name in first} | whole
@@ -62,30 +112,38 @@ class _Part:
 
 
 @proof
-def _part(graph: Graph, value: Value) -> _Part | None:
+def _part(a: Algebra, results: Results, value: Value) -> _Part | None:
     """What a value that is joined is, if it is a result of attention, perhaps turned."""
-    a, views = graph.algebra, list[Value]()
-    while (reading := graph.readings.one(value, "softmax_attention")) is None:
+    result, reading = proven(results.get(_made_by(value)))
+    views = list[Value]()
+    while a.reshape(result, value.shape) is not value:
         must(value.op in _VIEWS)
         views.append(value)
         value = value.arg
     q, v = reading.captures["q"], reading.captures["v"]
-    plain = seen = a.make("attended", (value,), (), (*q.shape[:3], v.shape[3]), value.dtype)
+    plain = seen = a.make("attended", (result,), (), (*q.shape[:3], v.shape[3]), result.dtype)
     for op, how in reading.captures["output_view"]:
         must(op in _VIEWS and not any(isinstance(each, str) for each in how))
         seen = a.permute(seen, how) if op == "permute" else a.reshape(seen, how)
+    seen = a.reshape(seen, value.shape)
     for each in reversed(views):
         seen = a.seen_as(seen, each)
     return _Part(reading, plain, seen)
 
 
+def _made_by(value: Value) -> Value:
+    """What computes a value, without views and casts: a cast of a reshape is a reshape of a cast."""
+    return value.below(*_VIEWS, "cast")
+
+
 def _kind(every: Sequence[Mapping[str, Any]]) -> str | None:
     """What is seen in every segment; None where that differs, or a query may see nothing.
 
-    Of one query and one key there is no order. The operator counts orders from the last key.
+    The operator counts orders from the last key, which is that of a query alone.
     """
     sizes = [(each["q"].shape[_ROWS], each["k"].shape[_ROWS]) for each in every]
-    kinds = {each["mask_kind"] for each, size in zip(every, sizes, strict=True) if size != (1, 1)} or {"none"}
+    alone = "causal_lower_right" if every[0]["window"] is not None else "none"
+    kinds = {each["mask_kind"] for each, size in zip(every, sizes, strict=True) if not _is_last(each, size)} or {alone}
     told = {
         "none": True,
         "causal_lower_right": all(queries <= keys for queries, keys in sizes),
@@ -93,6 +151,11 @@ def _kind(every: Sequence[Mapping[str, Any]]) -> str | None:
     }
     kind = kinds.pop()
     return kind if not kinds and told.get(kind, False) else None
+
+
+def _is_last(part: Mapping[str, Any], size: tuple[Any, Any]) -> bool:
+    """Whether there is one query, which stands at the last key."""
+    return size == (1, 1) or (size[0] == 1 and part["mask_kind"] in ("none", "causal_lower_right"))
 
 
 def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:
@@ -107,15 +170,31 @@ def _joined(a: Algebra, parts: Sequence[Value]) -> Value:
     return _uncut(a, parts) or a.cat(parts, _ROWS)
 
 
-@proof
 def _uncut(a: Algebra, parts: Sequence[Value]) -> Value | None:
     """What parts are cut from, each where the one before it ends."""
     ends = list(accumulate(each.shape[_ROWS] for each in parts))
-    cuts = zip(parts, [0, *ends], strict=False)
-    cut, before = proven(next((each for each in cuts if each[0].op == "slice" and each[0].attrs[0] == _ROWS), None))
-    start = cut.attrs[1] - before
-    must(start >= 0 and all(_is_cut(a, cut.arg, start + end, part) for part, end in zip(parts, ends, strict=True)))
-    return a.cut(cut.arg, _ROWS, start, start + ends[-1])
+    for part, before in zip(parts, (0, *ends), strict=False):
+        found = _whole(a, part)
+        start = -1 if found is None else found[1] - before
+        if found and start >= 0 and all(map(partial(_is_cut, a, found[0]), (start + end for end in ends), parts)):
+            return a.cut(found[0], _ROWS, start, start + ends[-1])
+    return None
+
+
+@proof
+def _whole(a: Algebra, part: Value) -> tuple[Value, int] | None:
+    """What [1, N, S, D] is cut from, as [1, N, T, D], and where it begins; one row may be cut before it was opened."""
+    _, heads, rows, width = part.shape
+    cut = part.below("reshape")
+    must(cut.op == "slice")
+    axis, start = cut.attrs[:2]
+    if cut is part and axis == _ROWS:
+        return cut.arg, start
+    must(rows == cut.shape[axis] == 1)
+    tokens = a.permute(cut.arg, (axis, *(each for each in range(cut.rank) if each != axis)))
+    count = tokens.shape[0]
+    opened = a.permute(a.reshape(tokens, (count, heads, width)), (1, 0, 2))
+    return a.reshape(opened, (1, heads, count, width)), start
 
 
 def _is_cut(a: Algebra, whole: Value, end: int, part: Value) -> bool:
@@ -139,10 +218,9 @@ def _is_cut(a: Algebra, whole: Value, end: int, part: Value) -> bool:
 
 @dataclass(frozen=True)
 class _Steps:
-    """How a tensor is turned, whatever the size of one dim is, `rows` below and `to` above: reshapes say it by None."""
+    """How a result is turned, whatever the number of its rows, the dim `to` at the end: reshapes say it by None."""
 
     steps: tuple[tuple[str, tuple[Any, ...]], ...]
-    rows: int
     to: int
 
     def of(self, size: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
@@ -151,30 +229,49 @@ class _Steps:
 
     def applied(self, a: Algebra, plain: Value) -> Value:
         """What they make of a tensor."""
-        for op, how in self.of(plain.shape[self.rows]):
+        for op, how in self.of(plain.shape[_ROWS]):
             plain = a.permute(plain, how) if op == "permute" else a.reshape(plain, how)
         return plain
 
 
 @proof
-def _steps(turned: Sequence[tuple[Value, Value]], rows: int) -> _Steps | None:
-    """The steps from tensors to how they are seen, by the first with more rows than one; None where dims are joined."""
-    plain, seen = proven(next((both for both in turned if both[0].shape[rows] != 1), None))
+def _steps(turned: Sequence[tuple[Value, Value]], axis: int) -> _Steps | None:
+    """The steps from tensors to how they are seen, by the first with more rows than one; None where rows are joined."""
+    plain, seen = next((both for both in turned if both[0].shape[_ROWS] != 1), turned[0])
     views = [seen]
     while views[-1] is not plain:
         must(views[-1].op in _VIEWS)
         views.append(views[-1].arg)
-    to, steps = rows, list[tuple[str, tuple[Any, ...]]]()
-    for below, view in pairwise(reversed(views)):
+    views.reverse()
+    if plain.shape[_ROWS] == 1:
+        return _each_row(views, axis)
+    to, steps = _ROWS, list[tuple[str, tuple[Any, ...]]]()
+    for below, view in pairwise(views):
         if view.op == "permute":
             to = view.attrs.index(to)
             steps.append(("permute", view.attrs))
             continue
-        must(but_ones(below.shape) == but_ones(view.shape))
-        number = len(but_ones(below.shape[:to]))
-        to = _places(view)[number]
+        rows, before = below.shape[to], prod(below.shape[:to])
+        alike = (place for place, size in enumerate(view.shape) if size == rows and prod(view.shape[:place]) == before)
+        to = proven(next(alike, None))
         steps.append(("reshape", (*view.shape[:to], None, *view.shape[to + 1 :])))
-    return _Steps(tuple(steps), rows, to)
+    return _Steps(tuple(steps), to)
+
+
+@proof
+def _each_row(views: Sequence[Value], axis: int) -> _Steps | None:
+    """How each of many rows is seen as the one is: it stands before all other dims until it goes to its place."""
+    plain, seen = views[0], views[-1]
+    must(seen.shape[axis] == 1)
+    steps: list[tuple[str, tuple[Any, ...]]] = [("permute", (2, 0, 1, 3)), ("reshape", (None, *plain.shape))]
+    for view in views[1:]:
+        if view.op == "permute":
+            steps.append(("permute", (0, *(each + 1 for each in view.attrs))))
+        else:
+            steps.append(("reshape", (None, *view.shape)))
+    others = (*seen.shape[:axis], *seen.shape[axis + 1 :])
+    order = (*range(1, axis + 1), 0, *range(axis + 1, seen.rank))
+    return _Steps((*steps, ("reshape", (None, *others)), ("permute", order)), axis)
 
 
 def _places(x: Value) -> list[int]:

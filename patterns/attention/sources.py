@@ -4,6 +4,7 @@
     Pages       the same gathered from pages, see `patterns.attention.pages`
     PagesNZ     the same from pages in blocks of NZ
     Segments    rows of several sequences, one after the other, each of which sees itself
+    PagedSegments   the same, each in pages of its own
 
 Each is a pair: `first` keys or a latent, `second` values or rotated lanes.
 """
@@ -11,6 +12,7 @@ Each is a pair: `first` keys or a latent, `second` values or rotated lanes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -149,16 +151,15 @@ class Rows(Group):
         return calls.encoder(q, self.first, self.second, scale)
 
 
-@dataclass(frozen=True)
-class Segments(Rows):
-    """Rows of several sequences, one after the other: keys [1, M, T, D] and values [1, M, T, E].
+class InSequence:
+    """Segments of packed tokens, each of which sees its own keys alone.
 
     Attributes:
         ends, key_ends: where each segment of the queries, and of the keys, ends.
     """
 
-    ends: Any = attribute()
-    key_ends: Any = attribute()
+    ends: Any
+    key_ends: Any
 
     def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
         """They do not stand one beside the other."""
@@ -166,7 +167,7 @@ class Segments(Rows):
         return q, q
 
     def as_pages(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
-        """Nor are they pages."""
+        """Nor are they a page each."""
         require(False, IN_SEQUENCE)
         return q, q
 
@@ -175,16 +176,51 @@ class Segments(Rows):
         require(False, IN_SEQUENCE)
         return q
 
+    def told(self, q: Tensor, seen: Any) -> dict[str, Any]:
+        """Where queries end, and the mask of each segment."""
+        spec = seen.spec()
+        kind = "causal_lower_right" if spec.kind == "causal_upper_left" else spec.kind
+        return MaskSpec(kind, spec.window).arguments(q.device, q.shape[2]) | dict(ends=list(self.ends))
+
+
+@dataclass(frozen=True)
+class Segments(InSequence, Rows):
+    """Segments in rows: keys [1, M, T, D] and values [1, M, T, E]."""
+
+    ends: Any = attribute()
+    key_ends: Any = attribute()
+
     def packed(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
         """As they lie, told where each ends."""
         k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
-        spec = seen.spec()
-        kind = "causal_lower_right" if spec.kind == "causal_upper_left" else spec.kind
-        told = MaskSpec(kind, spec.window).arguments(q.device, q.shape[2])
+        heads = self.first.shape[1]
         return calls.in_sequence(
-            q, k, v, list(self.key_ends), call, ends=list(self.ends), num_key_value_heads=self.first.shape[1], **told,
-            **beside,
-        )  # fmt: skip
+            q, k, v, list(self.key_ends), call, num_key_value_heads=heads, **self.told(q, seen), **beside
+        )
+
+
+@dataclass(frozen=True)
+class PagedSegments(InSequence, Pages):
+    """Segments in pages, of which each has a row of the block table [Segment, P]; `first` and `second` are all rows."""
+
+    ends: Any = attribute()
+    key_ends: Any = attribute()
+
+    def terms(self, p) -> tuple[Any, Any]:
+        """Of keys and values."""
+        both = ((self.first, self.first_pages), (self.second, self.second_pages))
+        how = dict(block_table=self.block_table, size=self.size, layout=self.layout)
+        k, v = (p.paged_segments(rows=rows, pages=pages, **how) for rows, pages in both)
+        return k, v
+
+    def packed(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
+        """Pages as they lie, up to the length of each segment."""
+        heads = self.first.shape[1]
+        k, v = self.read(1, heads)
+        lengths = [end - start for start, end in pairwise((0, *self.key_ends))]
+        return calls.in_sequence(
+            q, k, v, lengths, call, num_key_value_heads=heads, **self.told(q, seen), **self.arguments(), **beside
+        )
 
 
 SOURCES: tuple[Any, ...] = (Rows, Pages, PagesNZ)

@@ -39,6 +39,12 @@ SEGMENTED_ATTENTION = word(
     output_view="as of softmax_attention", sink="[N]",
     ends="where each segment of the queries ends", key_ends="the same of the keys", **_BIAS,
 )  # fmt: skip
+PAGED_SEGMENTS = word(
+    "paged_segments",
+    "rows of segments, one after the other, each gathered from pages by a row of a block table [1, M, T, D]",
+    rows="the value", pages="[Block, ..]", block_table="[Segment, P]", size="rows of a page",
+    layout='"BSND", "BNSD" or "NZ": how a page lies',
+)  # fmt: skip
 SOFTMAX_LSE = word(
     "softmax_lse",
     "log Σ exp of the scores of such an attention [B, N, S]",

@@ -249,24 +249,31 @@ def _forms(a: Algebra, found: Gather, sizes: Sizes) -> Iterator[tuple[str, Value
     blocks, room = found.pages.shape[0], many * size
     if prod(found.gathered.shape) != batch * room * heads * width:
         return
-    behind = a.reshape(found.gathered, (batch, room, heads, width))
-    behind = a.permute(behind, (0, 2, 1, 3))
-    before = a.reshape(found.gathered, (batch, many, heads, size, width))
-    before = a.reshape(a.permute(before, (0, 2, 1, 3, 4)), (batch, heads, room, width))
+    behind = _turned(a, found.gathered, (batch, room, heads, width), (0, 2, 1, 3))
+    before = _turned(a, found.gathered, (batch, many, heads, size, width), (0, 2, 1, 3, 4))
     turned = _of_lines(found.pages)
     rows, first = (a.reshape(found.pages, (blocks, *of)) for of in ((size, heads, width), (heads, size, width)))
-    forms = [("BSND", rows, behind), ("BNSD", first, before)]
+    forms = [*(("BSND", rows, each) for each in behind), *(("BNSD", first, each) for each in before)]
     if heads == 1 and turned is not None and turned.shape[-2] == size:
-        forms.insert(0, ("NZ", turned, behind))
+        forms[:0] = [("NZ", turned, each) for each in behind]
     line = found.pages.shape[-1]
     if found.pages.rank > 3 and found.pages.shape[-2] == size and width % line == 0:
         lines = a.reshape(found.gathered, (batch, many, heads, width // line, size, line))
         lines = a.reshape(a.permute(lines, (0, 2, 1, 4, 3, 5)), (batch, heads, room, width))
         forms.append(("NZ", found.pages, lines))
     for layout, pages, each in forms:
-        cut = a.slice(each, 2, 0, keys)
+        cut = a.slice(a.reshape(each, (batch, heads, room, width)), 2, 0, keys)
         if cut is not None:
             yield layout, pages, cut
+
+
+def _turned(a: Algebra, x: Value, shape: Sequence[Any], order: Sequence[int]) -> list[Value]:
+    """`x` opened and turned; a model may give it the dims of one entry only behind that."""
+    large = [axis for axis, size in enumerate(shape) if size != 1]
+    bare = a.permute(
+        a.reshape(x, [shape[axis] for axis in large]), [large.index(axis) for axis in order if axis in large]
+    )
+    return [a.permute(a.reshape(x, shape), order), bare]
 
 
 def _of_lines(pages: Value) -> Value | None:

@@ -1,0 +1,149 @@
+"""A loop over sequences, each with keys in pages of its own, is one call over the pages."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion import testing
+from fusion.testing import LEVELS, Level
+from tests.engine.graphs import numbers
+
+from .lowered import Form, lowerings, tried
+
+N, M, D, SIZE, BLOCKS, ROW = 4, 2, 128, 16, 12, 4
+CHUNKS, KEYS = (4, 7, 3), (20, 40, 33)
+STEPS = (1, 1, 1)
+MIXED = (1, 5, 1)
+LOOKUP = [[7, 2, 0, 0], [3, 9, 11, 0], [1, 8, 5, 10]]
+
+
+def given(queries: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, *page: int) -> list[Tensor]:
+    shape = (BLOCKS, *(page or (SIZE, M, D)))
+    caches = (numbers(*shape, seed=n).to(dtype) for n in (1, 2))
+    return [numbers(sum(queries), N, D).to(dtype), *caches, torch.tensor(LOOKUP, dtype=torch.int32)]
+
+
+def between(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(pairwise((0, *accumulate(lengths))))
+
+
+def weighed(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """By einsum, causal towards the last key; q [s, n, d], keys [t, m, d]."""
+    k, v = (each.repeat_interleave(N // M, 1) for each in (k, v))
+    queries, keys = q.shape[0], k.shape[0]
+    hidden = torch.ones(queries, keys).triu(keys - queries + 1).bool()
+    if window is not None:
+        hidden |= ~torch.ones(queries, keys).triu(keys - queries - window + 1).bool()
+    scores = torch.einsum("qhd,khd->hqk", q, k).float().masked_fill(hidden, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1).to(v.dtype), v)
+
+
+def reference(
+    q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, queries: Any = CHUNKS, window: int | None = None
+) -> Tensor:
+    """Pages that each sequence fills are gathered and cut to its length."""
+    outs = []
+    for number, (start, end) in enumerate(between(queries)):
+        count = KEYS[number]
+        pages = lookup[number, : -(-count // SIZE)].long()
+        k, v = (each[pages].view(-1, M, D)[:count] for each in (keys, values))
+        outs.append(weighed(q[start:end] * D**-0.5, k, v, window))
+    return torch.cat(outs)
+
+
+def heads_first(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor, queries: Any = CHUNKS) -> Tensor:
+    """Pages [Block, M, Size, D]; attention by torch, of whole pages where a query sees all keys."""
+    outs = []
+    for number, (start, end) in enumerate(between(queries)):
+        pages = lookup[number]
+        k, v = (each[pages].transpose(0, 1).reshape(M, -1, D)[None] for each in (keys, values))
+        out = F.scaled_dot_product_attention(q[start:end].transpose(0, 1)[None], k, v, enable_gqa=True)
+        outs.append(out.squeeze(0).transpose(0, 1).reshape(end - start, -1))
+    return torch.cat(outs, dim=0)
+
+
+FORMS: dict[str, tuple[Form, list[Tensor], tuple[int, ...]]] = {
+    "chunks": (reference, given(CHUNKS), CHUNKS),
+    "steps": (partial(reference, queries=STEPS), given(STEPS), STEPS),
+    "steps and a chunk": (partial(reference, queries=MIXED), given(MIXED), MIXED),
+    "within a window": (partial(reference, window=9), given(CHUNKS), CHUNKS),
+    "heads first": (heads_first, given(CHUNKS, torch.bfloat16, M, SIZE, D), CHUNKS),
+    "steps, heads first": (
+        partial(heads_first, queries=STEPS), given(STEPS, torch.float16, M, SIZE, D), STEPS,
+    ),
+}  # fmt: skip
+
+
+def calls(t: testing.Trial) -> list[Any]:
+    return [each for each in t.fused.graph.nodes if "npu_fused_infer_attention_score" in str(each.target)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_they_are_one_call_over_the_pages(name: str, level: Level):
+    form, inputs, queries = FORMS[name]
+    t = tried(form, inputs, level)
+    assert lowerings(t) == ["packed"]
+    testing.means_what_it_says(t)
+    (call,) = calls(t)
+    assert call.kwargs["actual_seq_qlen"] == list(accumulate(queries))
+    assert call.kwargs["block_table"] is not None
+    assert not [each for each in t.fused.graph.nodes if each.target is torch.ops.aten.index.Tensor]
+
+
+def out_of_order(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tensor:
+    """Each sequence has the pages of the one before."""
+    return reference(q, keys, values, lookup.roll(1, 0))
+
+
+def other_pages(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tensor:
+    """The last sequence has keys where the others have values."""
+    parts = []
+    for number, (start, end) in enumerate(between(CHUNKS)):
+        pages = lookup[number].long()
+        both = (keys, values) if number < 2 else (values, keys)
+        parts.append(weighed(q[start:end], *(each[pages].view(-1, M, D)[: KEYS[number]] for each in both)))
+    return torch.cat(parts)
+
+
+def shared_row(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tensor:
+    """All sequences have the pages of the first."""
+    parts = []
+    for start, end in between(CHUNKS):
+        k, v = (each[lookup[0].long()].view(-1, M, D) for each in (keys, values))
+        parts.append(weighed(q[start:end], k, v))
+    return torch.cat(parts)
+
+
+JOINED: dict[str, Form] = {"rows in another order": out_of_order, "one row for all": shared_row}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_rows_of_no_one_table_are_joined(name: str):
+    t = tried(JOINED[name], given(CHUNKS))
+    testing.means_what_it_says(t)
+    assert lowerings(t) == ["packed"]
+    (call,) = calls(t)
+    assert call.kwargs["block_table"].meta["val"].shape[0] == len(CHUNKS)
+
+
+def test_pages_of_several_caches_are_gathered():
+    t = tried(other_pages, given(CHUNKS))
+    testing.means_what_it_says(t)
+    assert lowerings(t)
+    assert len(calls(t)) == 3 or all(each.kwargs["block_table"] is None for each in calls(t))
+
+
+def test_pages_of_one_sequence_need_no_batch():
+    """Packed tokens of one sequence: the dim of sequences comes behind the transpose."""
+    t = tried(partial(reference, queries=(5,)), given((5,)))
+    testing.means_what_it_says(t)
+    (call,) = calls(t)
+    assert call.kwargs["block_table"] is not None
