@@ -59,7 +59,9 @@ def _in_pages(graph: Graph, rows: Value) -> Reading | None:
     parts = [proven(graph.readings.one(each, "paged_rows")).captures for each in rows.args]
     same = {name: parts[0][name] for name in ("pages", "size", "layout")}
     must(all(part[name] == each for part in parts for name, each in same.items()))
-    table = _table(graph.algebra, [part["block_table"] for part in parts], same["pages"].shape[0])
+    tables = [part["block_table"] for part in parts]
+    must(all(isinstance(each.shape[1], int) for each in tables))
+    table = _table(graph.algebra, tables, same["pages"].shape[0])
     return Reading("paged_segments", {"rows": rows, "block_table": table} | same)
 
 
@@ -69,16 +71,16 @@ def _table(a: Algebra, tables: Sequence[Value], blocks: Any) -> Value:
     What a table says beyond a length is not read: shorter ones are filled up with their first page.
     """
     whole, count = tables[0].below("wrap", "cast", "reshape", "slice"), len(tables)
+    rows: Any = whole.shape[0] if whole.rank == 2 else 0
 
     def row(number: int, length: Any) -> Value:
         cut = a.cut(a.cut(whole, 0, number, number + 1), 1, 0, length)
         return wrapped(a, a.cast(cut, tables[0].dtype), blocks)
 
-    if whole.rank == 2 and all(isinstance(each, int) for each in whole.shape):
-        for start in range(whole.shape[0] - count + 1):
-            if all(row(start + number, each.shape[1]) is each for number, each in enumerate(tables)):
-                return wrapped(a, a.cut(whole, 0, start, start + count), blocks)
-    most = max(each.shape[1] for each in tables)
+    for start in range(rows - count + 1 if isinstance(rows, int) else 0):
+        if all(row(start + number, each.shape[1]) is each for number, each in enumerate(tables)):
+            return wrapped(a, a.cut(whole, 0, start, start + count), blocks)
+    most: Any = max(each.shape[1] for each in tables)
     first = (a.expand(a.cut(each, 1, 0, 1), (1, most - each.shape[1])) for each in tables)
     filled = (a.cat((each, more), 1) for each, more in zip(tables, first, strict=True))
     return a.cat([*filled], 0)
@@ -172,7 +174,8 @@ def _joined(a: Algebra, parts: Sequence[Value]) -> Value:
 
 def _uncut(a: Algebra, parts: Sequence[Value]) -> Value | None:
     """What parts are cut from, each where the one before it ends."""
-    ends = list(accumulate(each.shape[_ROWS] for each in parts))
+    sizes: list[Any] = [each.shape[_ROWS] for each in parts]
+    ends = list(accumulate(sizes))
     for part, before in zip(parts, (0, *ends), strict=False):
         found = _whole(a, part)
         start = -1 if found is None else found[1] - before
