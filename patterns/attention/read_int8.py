@@ -47,7 +47,7 @@ def int8_cache(graph: Graph) -> Iterator[Found]:
         k, v = (attention.captures[name] for name in ("k", "v"))
         grids = {"keys": grid_of(a, k), "values": grid_of(a, v)}
         held = {of: _scales(a, grid, of) for of, grid in grids.items() if grid is not None}
-        if not held:
+        if not held or (len(held) == 1 and _is_latent(k, v)):
             continue
         reasons = [each for each in held.values() if isinstance(each, str)]
         reasons += [_ONE.format(of=of) for of in held if len(held) == 1]
@@ -60,6 +60,11 @@ def int8_cache(graph: Graph) -> Iterator[Found]:
         said = {name: what for name, what in keys.items() if name in ("x", "scale", "by")}
         yield k, Reading("int8_keys", said | {"shifted": shifted})
         yield v, Reading("int8_values", values)
+
+
+def _is_latent(k: Value, v: Value) -> bool:
+    """Whether both hold int8, though only one of them consists of it: a latent, beside rotated lanes in floats."""
+    return all(any(source.dtype == torch.int8 for source in each.sources()) for each in (k, v))
 
 
 def _alike(keys: Any, values: Any) -> bool:
