@@ -28,7 +28,7 @@ from fusion.language import Library, Refused, Rule
 from fusion.language.code import loaded
 from fusion.options import Options
 from fusion.recording import Fakes
-from fusion.records import Candidate, Refusal, Rewritten
+from fusion.records import LEAST_BENEFIT, Candidate, Refusal, Rewritten
 from fusion.report import Outcome, counted, live_calls, tally, together
 from fusion.shelf import shelf
 from fusion.stack import roomy
@@ -257,11 +257,17 @@ def plan_lower(options: Options, target: Target) -> str:
 
 
 def _useless(candidates: Sequence[Candidate]) -> list[Refusal]:
-    """The matches that the target could run otherwise, but slower; what takes as long is left as it is."""
-    template = "by {lowering} it would take about {lost:.1f} us more, not less"
-    slower = [each for each in candidates if each.benefit < -TIE]
-    causes = [Refused(template, {"lowering": each.lowering, "lost": -each.benefit}) for each in slower]
-    return [Refusal(each.match.rule.name, cause, each.match.node) for each, cause in zip(slower, causes, strict=True)]
+    """The matches that the target could run otherwise, but slower, or no faster, if by more than another call."""
+    slower = "by {lowering} it would take about {lost:.1f} us more, not less"
+    alike = "by {lowering} it would take about as long"
+    refused: list[Refusal] = []
+    for each in candidates:
+        is_one_for_one = len(each.dying) == 1 and not each.launches
+        if each.benefit < -LEAST_BENEFIT and not is_one_for_one:
+            said = {"lowering": each.lowering, "lost": -each.benefit}
+            cause = Refused(slower if each.benefit < -TIE else alike, said)
+            refused.append(Refusal(each.match.rule.name, cause, each.match.node))
+    return refused
 
 
 def _worth_telling(refusals: Sequence[Refusal], chosen: Sequence[Candidate], rules: Sequence[Rule]) -> list[Refusal]:

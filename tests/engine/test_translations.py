@@ -736,3 +736,16 @@ def test_other_tensors_are_no_numbers(product):
 def test_two_constants_are_no_number():
     made = value(lambda x: torch.tensor(2.0) * torch.tensor(3.0) + x[0, 0], numbers(3, 4))
     assert made.op == "add"
+
+
+def test_a_result_without_a_form_is_of_the_call_and_not_spelt_out():
+    """As of the places of largest numbers, one computed from the other: what is spelt out doubles at each."""
+    build = Build()
+    x = build.input(4, 8)
+    for _ in range(40):
+        both = build(aten.max.dim, x, -1, True)
+        x = build(aten.add.Tensor, x, build(operator.getitem, both, 1))
+    graph = canonicalise(build.graph)
+    places = graph.held[both.next]
+    assert [str(each) for each in places.args] == [str(graph.held[both][0])]
+    assert len(repr(places.attrs)) < 100

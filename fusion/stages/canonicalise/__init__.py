@@ -162,6 +162,9 @@ class _Walk:
 
         def slot(argument: fx.Node) -> Any:
             operand = self._operand(argument)
+            if isinstance(operand, tuple):  # the results of one call, of which this one has no canonical form
+                args.extend(each for each in operand if isinstance(each, Value))
+                return str(argument)
             if not isinstance(operand, Value):
                 return str(operand) if isinstance(operand, fx.Node) else operand
             args.append(operand)
