@@ -6,7 +6,7 @@ many keys the first query of each sequence sees; where there are as many queries
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +36,7 @@ class Assumed:
         written: the writes of rows that it makes.
         weights: the names of inputs that hold Parameters.
         rounded: the dtype to which all that reads a value rounds it first, None where something does not.
+        computed: the values that nodes compute.
     """
 
     algebra: Algebra
@@ -44,13 +45,14 @@ class Assumed:
     written: Sequence[Value] = ()
     weights: frozenset[str] = frozenset()
     rounded: Callable[[Value], torch.dtype | None] = lambda value: None
+    computed: Container[Value] = frozenset()
 
     @classmethod
     def of(cls, graph: Graph) -> Assumed:
         """What is known of a graph."""
         written = [value for value in graph.places if value.op in ("write", "write_rows")]
         rounded, facts = RoundedLater(graph).dtype, graph.facts
-        return cls(graph.algebra, graph.shared(Folder), facts.assumed, written, facts.parameters, rounded)
+        return cls(graph.algebra, graph.shared(Folder), facts.assumed, written, facts.parameters, rounded, graph.places)
 
     def masks(
         self,

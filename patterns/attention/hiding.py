@@ -17,8 +17,16 @@ def hidden(a: Algebra, mask: Value, factor: float = 1.0) -> Value:
     if mask.op == "expand":
         return a.expand(hidden(a, mask.arg, factor), mask.shape)
     bound = MASKED / 2 / factor
-    listed = by_list(a, mask, lambda number: number < bound)
-    return listed or a.make("below", (mask,), (bound,), mask.shape, torch.bool)
+    told = by_list(a, mask, lambda number: number < bound) or _by_condition(a, mask, bound)
+    return told or a.make("below", (mask,), (bound,), mask.shape, torch.bool)
+
+
+def _by_condition(a: Algebra, mask: Value, bound: float) -> Value | None:
+    """The same of two numbers of which a condition chooses, where one is filled in for each head and it is of all."""
+    if mask.op != "where" or mask.arg.shape == mask.shape or any(each.op != "full" for each in mask.args[1:]):
+        return None
+    yes, no = (each.attrs[0] < bound for each in mask.args[1:])
+    return None if yes == no else mask.arg if yes else negated(a, mask.arg)
 
 
 def by_list(a: Algebra, mask: Value, hides: Callable[[float], bool]) -> Value | None:

@@ -14,16 +14,15 @@ from typing import Any
 import torch.fx as fx
 
 from fusion import reader
-from fusion.analysis import factored_products
 from fusion.analysis.row_layout import Step, arranged, named, narrowed, uncast
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, dims_of
-from fusion.graph.contractions import matmul, swapped
 from patterns.attention.addends import product_in
 from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
-from patterns.attention.divided_late import Finish, divided_late, stripped
+from patterns.attention.divided_late import Finish, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.masks import NOT_LOST, Empty, Masks, Term, hides_by_truths
+from patterns.attention.products import contraction
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
 from patterns.attention.read_int8 import are_int8
 from patterns.attention.row_heads import told_apart
@@ -128,7 +127,9 @@ def _ends(graph: Graph, value: Value) -> bool:
 def attention(assumed: Assumed, root: Value) -> Outcome | Miss | None:
     """What `root` is if it is attention, and its mask if that lists keys; why it is none; None if it is not like it."""
     outcome = _attention(assumed, root)
-    return missed(outcome, contraction(assumed.algebra, root)[0]) if isinstance(outcome, str) else outcome
+    if not isinstance(outcome, str):
+        return outcome
+    return missed(outcome, contraction(assumed.algebra, root, assumed.computed)[0])
 
 
 def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
@@ -136,10 +137,10 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
     a, walk = assumed.algebra, Scores()
     outcome: Outcome | Miss | str | None = None
     while True:
-        found = _found(a, root, walk)
+        found = _found(assumed, root, walk)
         latest = _reading(assumed, root, *found) if isinstance(found, tuple) else found
         outcome = latest if not walk.biases or latest not in _OTHERS else outcome
-        value = contraction(a, root)[0]
+        value = contraction(a, root, assumed.computed)[0]
         weights = weights_of(a, value.arg, walk) if value.op == "matmul" and outcome in _OTHERS else None
         product = weights and product_in(weights.softmax.arg, walk.biases)
         if product is None:
@@ -148,10 +149,11 @@ def _attention(assumed: Assumed, root: Value) -> Outcome | Miss | str | None:
 
 
 def _found(
-    a: Algebra, root: Value, walk: Scores = Scores()
+    assumed: Assumed, root: Value, walk: Scores = Scores()
 ) -> tuple[Value, Weights, Scores, Finish] | Miss | str | None:
     """The product with values below `root`, the weights, their scores, and how the product is arranged; or why not."""
-    value, finish = contraction(a, root)
+    a = assumed.algebra
+    value, finish = contraction(a, root, assumed.computed)
     if value.op != "matmul":
         return None
     weights = weights_of(a, value.arg, walk)
@@ -171,7 +173,7 @@ def _found(
 
 def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     """Attention over rows that the model gathers by lists; why it is none; None if nothing is gathered so."""
-    a, found = assumed.algebra, _found(assumed.algebra, root)
+    a, found = assumed.algebra, _found(assumed, root)
     if not isinstance(found, tuple):
         return None
     product, weights, scores, finish = found
@@ -193,23 +195,6 @@ def _listed(assumed: Assumed, root: Value) -> Reading | Miss | None:
     said = {_SUNK: scores.sink is not None, _SCALED: scores.factors, _CLAMPED: scores.floor > -inf}
     beyond = next((why for why, met in said.items() if met), "")
     return listed_attention(masks, operands, scores.scale, empty_rows(weights, scores), beyond)
-
-
-def contraction(a: Algebra, root: Value) -> tuple[Value, Finish]:
-    """The product of weights and values that `root` is computed from, and how it is arranged, innermost first."""
-    found = factored_products.weighted_sum(a, root) or divided_late(a, root)
-    return found or _values_behind(a, *stripped(root))
-
-
-def _values_behind(a: Algebra, value: Value, finish: Finish) -> tuple[Value, Finish]:
-    """P v for the transpose of vᵀ Pᵀ; itself for others."""
-    views = ("cast", "reshape", "permute", "slice")
-    if value.op != "matmul" or [each.below(*views).op == "softmax" for each in value.args] != [False, True]:
-        return value, finish
-    product = matmul(a, *(swapped(a, each) for each in value.args[::-1]))
-    last = value.rank - 1
-    exchanged = (*range(last - 1), last, last - 1)
-    return (value, finish) if product is None else (product, (("permute", exchanged), *finish))
 
 
 def _reading(

@@ -11,7 +11,7 @@ from fusion import reader
 from fusion.analysis.logarithms import differences, summed
 from fusion.graph import Found, Graph, Reading, Value, but_ones
 from patterns.attention.addends import computed_from
-from patterns.attention.read import contraction
+from patterns.attention.products import contraction
 from patterns.attention.scores import Scores, scores_of, weights_of
 from patterns.attention.words import SOFTMAX_LSE
 
@@ -28,7 +28,7 @@ def softmax_lse(graph: Graph) -> Iterator[Found]:
         if scores is not None:
             sums.setdefault(scores, value)
     for root, reading in graph.readings.all("softmax_attention") if sums else ():
-        weights = weights_of(a, contraction(a, root)[0].arg)
+        weights = weights_of(a, contraction(a, root, graph.places)[0].arg)
         scores = None if weights is None else _unshifted(weights.softmax.arg)
         value = None if scores is None or scores_of(a, Scores(), scores).shifted else sums.get(scores)
         if value is not None and but_ones(value.shape) == but_ones(reading.captures["q"].shape[:3]):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.corpus.base import activations
 
-from .attention_base import B, D, E, Entry, G, M, N, S, T, repeat, tensors
+from .attention_base import B, D, E, Entry, G, M, N, S, T, attend, repeat, tensors
 
 
 def causal_seen(b, i, j):
@@ -50,6 +50,15 @@ def divided_scores(q, k, v):
 
 def scaled_queries(q, k, v):
     return ((q * D**-0.5) @ k.transpose(2, 3)).softmax(dim=-1) @ v
+
+
+def scaled_values(q, k, v):
+    """MiMo-V2: values times a number, before heads are repeated."""
+    return F.scaled_dot_product_attention(q, repeat(k), repeat(v * 0.707))
+
+
+def scaled_values_by_hand(q, k, v):
+    return (q @ k.mT * D**-0.5).softmax(-1) @ (0.707 * v)
 
 
 def scaled_keys(q, k, v):
@@ -270,6 +279,12 @@ def query_chunks(q, k, v):
     return torch.cat(pieces, dim=2)
 
 
+def scaled_behind(q, k, v):
+    """The result of plain attention times the number, in float64."""
+    every = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool)
+    return 0.707 * attend(q, k, v, every, D**-0.5)
+
+
 def sunk(q, k, v, sink):
     """The meaning of `with_sink`."""
     scores = q @ k.mT * D**-0.5 + torch.full((S, S), -math.inf, dtype=q.dtype).triu(1)
@@ -312,6 +327,8 @@ SPELLINGS = (
     Entry(one_key_head_squeezed, heads=1),
     Entry(cross, keys=T),
     Entry(narrow_values, values=E),
+    Entry(scaled_values, heads=M, keys=T, meaning=scaled_behind),
+    Entry(scaled_values_by_hand, values=E, meaning=scaled_behind),
     Entry(softmax_in_float),
     Entry(scores_in_float),
     Entry(softmax_by_hand),

@@ -229,6 +229,13 @@ def any_boolean(q, k, v, seen):
 # caches --------------------------------------------------------------------------------------------------------------
 
 
+def no_bias_where_seen(q, k, v, seen):
+    """T5 across: a bias of zeros for each head, in place of which stands the least number."""
+    bias = torch.zeros(1, q.shape[1], S, S, dtype=q.dtype)
+    scores = scores_of(q, k) + torch.where(seen, bias, torch.finfo(q.dtype).min).contiguous()
+    return scores.softmax(-1) @ v
+
+
 def decode_over_filled(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
@@ -373,6 +380,7 @@ SPELLINGS = (
     ),
     Entry(prefix, "dense", seen=lambda b, i, j: j <= i or j < length[b], more=tensors(length)),
     Entry(any_boolean, "dense", seen=lambda b, i, j: bool(scattered[b, 0, i, j]), more=tensors(scattered)),
+    Entry(no_bias_where_seen, "dense", seen=lambda b, i, j: bool(scattered[b, 0, i, j]), more=tensors(scattered)),
     Entry(listed_for_all_heads, "dense", seen=is_listed, heads=M, more=tensors(listed)),
     Entry(kept_for_all_heads, "dense", seen=is_listed, more=tensors(listed)),
     Entry(dropped_for_all_heads, "dense", seen=lambda b, i, j: not is_listed(b, i, j), more=tensors(listed)),
