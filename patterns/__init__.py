@@ -31,6 +31,7 @@ from patterns.linear.read_gates import gate_lanes
 from patterns.linear.swiglu import Swiglu
 from patterns.norm.add_layer_norm import AddLayerNorm
 from patterns.norm.add_rms_norm import AddRMSNorm
+from patterns.norm.add_rms_norm_cast import AddRMSNormCast
 from patterns.norm.layer_norm import LayerNorm
 from patterns.norm.norm_quant import NormQuant
 from patterns.norm.rms_norm import RMSNorm
@@ -62,6 +63,7 @@ _RULES = (
     RMSNorm(),
     LayerNorm(),
     AddRMSNorm(),
+    AddRMSNormCast(),
     AddLayerNorm(),
     NormQuant(),
     Rope(),

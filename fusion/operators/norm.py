@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
-from fusion.operators.dtypes import FLOATS, compute_dtype
+from fusion.operators.dtypes import FLOATS, HALVES, compute_dtype
 
 _RANK = "rank(input) <= 8"
 _TRAILING = {"gamma": "*D", "input": "*B *D"}
@@ -104,6 +104,39 @@ ADD_RMS_NORM = Operator(
     },
     source="op-plugin: torch_npu.npu_add_rms_norm; CANN: aclnnAddRmsNorm; kernel: ops-nn norm/add_rms_norm",
     summary="x = round(x1 + x2); y = round(round(s · rstd) · gamma), s = x1 + x2 (bfloat16) or x (float16)",
+)
+
+
+def _add_rms_norm_cast(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+    x, total = added(x1, x2)
+    root = rstd(total, gamma, epsilon)
+    y = (total * root * gamma.to(total.dtype)).to(x1.dtype)
+    return y.to(total.dtype), y, root.contiguous(), x
+
+
+def _add_rms_norm_cast_outputs(x1: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:
+    y, root = _outputs(x1, gamma)
+    return torch.empty_like(x1, dtype=compute_dtype(x1)), y, root, torch.empty_like(x1)
+
+
+ADD_RMS_NORM_CAST = Operator(
+    schema=(
+        "npu::npu_add_rms_norm_cast(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    compute=_add_rms_norm_cast,
+    outputs=_add_rms_norm_cast_outputs,
+    dims={"gamma": "*D", "x1": "*B *D", "x2": "*B *D"},
+    dtypes={"x1": HALVES, "x2": HALVES, "gamma": HALVES},
+    limits={
+        "host": ("rank(gamma) >= 1",),
+        **dict.fromkeys(CHIPS, _ADD_SAME),
+    },
+    source=(
+        "CANN: aclnnAddRmsNormCast (y1 = float(y2), of 16 bits); torch_npu.npu_add_rms_norm_cast; kernel: ops-nn "
+        "norm/add_rms_norm_cast (one rounding, then a cast; a public test leaves y1 unrounded)"
+    ),
+    summary="x = round(x1 + x2); y2 = round(s · rstd · gamma); y1 = y2 in float32, s as of npu_add_rms_norm",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,4 +61,33 @@ EXAMPLES = (
 )
 
 
-TRIED = {"add_rms_norm": EXAMPLES}
+def narrow(inputs: Inputs) -> Inputs:
+    """These tensors in float16 instead of float32."""
+    return lambda dtype: inputs(torch.float16 if dtype == torch.float32 else dtype)
+
+
+def in_both(y: Tensor) -> tuple[Tensor, Tensor]:
+    """A norm that experts read as it is and a router in float32."""
+    return y, y.float()
+
+
+def of_tokens(y: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, of the tokens of all sequences."""
+    return y, y.view(-1, y.shape[-1]).to(torch.float32) * 2
+
+
+def by_head(y: Tensor) -> tuple[Tensor, Tensor]:
+    """In float32 with other dims than a router has."""
+    return y, y.unflatten(-1, (4, -1)).float()
+
+
+WIDENED = (
+    Example("the router", partial(decoder, layer=in_both), narrow(TWO_AND_WEIGHT)),
+    Example("the router of all tokens", partial(decoder, layer=of_tokens), narrow(TWO_AND_WEIGHT)),
+    Example("norm of the unrounded sum", partial(wide, layer=in_both), narrow(TWO_AND_WEIGHT)),
+    Example("addends of two dtypes", partial(wide, layer=in_both), mixed(TWO_AND_WEIGHT), "different dtypes"),
+    Example("heads", partial(decoder, layer=by_head), narrow(TWO_AND_WEIGHT), "where the model has"),
+)
+
+
+TRIED = {"add_rms_norm": EXAMPLES, "add_rms_norm_cast": WIDENED}

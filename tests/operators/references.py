@@ -33,6 +33,11 @@ def add_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tu
     return *norm(x1 + x2, gamma, epsilon), x1 + x2
 
 
+def add_norm_cast(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, ...]:
+    y, root, x = add_norm(x1, x2, gamma, epsilon)
+    return y, y, root, x
+
+
 def add_layer_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor, epsilon: float = 1e-5, additional_output: bool = False
 ) -> tuple[Tensor, ...]:
@@ -219,6 +224,7 @@ REFERENCES = {
     "npu_rms_norm": norm,
     "npu_gemma_rms_norm": gemma,
     "npu_add_rms_norm": add_norm,
+    "npu_add_rms_norm_cast": add_norm_cast,
     "npu_add_layer_norm": add_layer_norm,
     "npu_rotary_mul": rotary_mul,
     "npu_apply_rotary_pos_emb": apply_rotary,

@@ -170,6 +170,25 @@ EDGES = [
     ("npu_add_rms_norm", CHIPS, ADD, ADD | {"gamma": t(64, dtype=F32)}, "dtype(gamma) == dtype(x1)"),
     ("npu_add_rms_norm", CHIPS, ADD | {"epsilon": 0.0}, ADD | {"epsilon": -1e-6}, "epsilon >= 0"),
     ("npu_add_rms_norm", (HOST, *CHIPS), ADD, ADD | {"x2": t(1, 3, 64)}, "B is [1, 3], not [2, 3] in [1, 3, 64]"),
+    # npu_add_rms_norm_cast
+    ("npu_add_rms_norm_cast", (HOST, *CHIPS), ADD, ADD | {"gamma": t()}, "rank(gamma) >= 1"),
+    (
+        "npu_add_rms_norm_cast",
+        CHIPS,
+        ADD | {"x1": t(*DEEP[1:]), "x2": t(*DEEP[1:])},
+        ADD | {"x1": t(*DEEP), "x2": t(*DEEP)},
+        "rank(x1) <= 8",
+    ),
+    ("npu_add_rms_norm_cast", CHIPS, ADD, ADD | {"x2": t(2, 3, 64, dtype=F16)}, "dtype(x2) == dtype(x1)"),
+    ("npu_add_rms_norm_cast", CHIPS, ADD, ADD | {"gamma": t(64, dtype=F16)}, "dtype(gamma) == dtype(x1)"),
+    ("npu_add_rms_norm_cast", CHIPS, ADD | {"epsilon": 0.0}, ADD | {"epsilon": -1e-6}, "epsilon >= 0"),
+    (
+        "npu_add_rms_norm_cast",
+        CHIPS,
+        ADD,
+        {name: each.float() for name, each in ADD.items()},
+        "needs x1 in bfloat16, float16",
+    ),
     # npu_add_layer_norm
     ("npu_add_layer_norm", ADD_CHIPS, LAYER, LAYER | {"additional_output": False}, "additional_output"),
     ("npu_add_layer_norm", ADD_CHIPS, LAYER, LAYER | {"x2": t(1, 3, 64)}, "B is [1, 3], not [2, 3] in [1, 3, 64]"),
