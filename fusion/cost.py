@@ -88,6 +88,17 @@ def call_cost(
     return kernels * machine.launch + max(moved / machine.bandwidth, flops / machine.compute)
 
 
+def node_surplus(node: fx.Node, machine: Target) -> float:
+    """How much of a node's predicted microseconds are launches that a machine does not need which runs it as one."""
+    target: Any = node.target
+    return (_COMPOSITES.get(schema_of(target).name, 1) - 1) * machine.launch if _attends(target) else 0.0
+
+
+def _attends(target: Any) -> bool:
+    """Whether a call is attention of PyTorch's own."""
+    return isinstance(target, OpOverload) and "scaled_dot_product" in schema_of(target).name
+
+
 def node_cost(node: fx.Node, machine: Target) -> float:
     """Predicted microseconds of one node of a user's graph."""
     if not is_launch(node):
@@ -121,7 +132,7 @@ def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
 
 def _scores_moved(target: Any, args: Sequence[Any]) -> int:
     """Bytes of the scores of PyTorch's own attention: two products, a mask and a softmax hand them on in memory."""
-    if not isinstance(target, OpOverload) or "scaled_dot_product" not in schema_of(target).name:
+    if not _attends(target):
         return 0
     query, key = args[:2]
     return 6 * count(query) // hint(query.shape[-1]) * hint(key.shape[-2]) * query.element_size()

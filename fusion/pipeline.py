@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -159,7 +159,7 @@ class _Search:
         with stage("select"):
             chosen = sorted(select(candidates, graph, self.options.fuel), key=_place_in(graph.order))
         with stage("report"):
-            refused = [*found.refusals, *planner.refusals, *_useless(candidates)]
+            refused = [*found.refusals, *planner.refusals, *_useless(candidates, frozenset(chosen))]
             refusals = _worth_telling(refused, chosen, found.sound)
         with stage("rewrite"):
             done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])
@@ -256,16 +256,16 @@ def plan_lower(options: Options, target: Target) -> str:
     return "torchair" if target.is_npu else options.lower
 
 
-def _useless(candidates: Sequence[Candidate]) -> list[Refusal]:
+def _useless(candidates: Sequence[Candidate], chosen: Collection[Candidate]) -> list[Refusal]:
     """The matches that the target could run otherwise, but slower, or no faster, if by more than another call."""
     slower = "by {lowering} it would take about {lost:.1f} us more, not less"
     alike = "by {lowering} it would take about as long"
     refused: list[Refusal] = []
     for each in candidates:
+        saved = each.benefit - each.surplus
         is_one_for_one = len(each.dying) == 1 and not each.launches
-        if each.benefit < -LEAST_BENEFIT and not is_one_for_one:
-            said = {"lowering": each.lowering, "lost": -each.benefit}
-            cause = Refused(slower if each.benefit < -TIE else alike, said)
+        if saved < -LEAST_BENEFIT and not is_one_for_one and each not in chosen:
+            cause = Refused(slower if saved < -TIE else alike, {"lowering": each.lowering, "lost": -saved})
             refused.append(Refusal(each.match.rule.name, cause, each.match.node))
     return refused
 

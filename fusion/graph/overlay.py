@@ -116,8 +116,10 @@ class Graph:
         of reshapes: where a node holds it in another shape, it is not made again. Nor is what must be computed, where a
         node holds it in another shape or order. Where none does, it is made without dims of size 1, so that rows with
         and without heads share a table, unless that can be made only later. A choice between numbers, or a number and
-        something else, fills the number in.
+        something else, fills the number in. Which of two numbers was chosen is told by the condition that a node holds.
         """
+        if value.op == "below":
+            return self._by_condition(value) or value
         if value.op == "where":
             return _filled(self.algebra, value)
         if value.op in _RESHAPED_INSIDE:
@@ -133,6 +135,19 @@ class Graph:
         else:
             read = None if value.op in _SEEN else self._reshaped.get(value)
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
+
+    def _by_condition(self, value: Value) -> Value | None:
+        """Where a number chosen of two is below a bound, made of the condition; None where no node holds that."""
+        a, x = self.algebra, value.arg
+        if x.op in ("reshape", "permute"):
+            within = a.make("below", (x.arg,), value.attrs, x.arg.shape, value.dtype)
+            return a.seen_as(within, x) if self._by_condition(within) is not None else None
+        if x.op != "where" or any(each.op != "full" for each in x.args[1:]) or not self.node(x.arg):
+            return None
+        below = [each.attrs[0] < value.attrs[0] for each in x.args[1:]]
+        if below[0] == below[1] or x.arg.shape != x.shape or x.arg.dtype is not torch.bool:
+            return None
+        return a.make("reshape" if below[0] else "not", (x.arg,), (), x.shape, torch.bool)
 
     def _last_read(self, value: Value) -> int:
         """Position of the last node from which `value` is made of its own args."""

@@ -31,14 +31,29 @@ class _Option:
 
 
 def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = None) -> list[Candidate]:
-    """Return the chosen candidates in the order of the graph; `fuel` limits how many, none without what it needs."""
+    """Return the chosen candidates in the order of the graph; `fuel` limits how many, none without what it needs.
+
+    Attention of PyTorch's own is priced as the kernels that it is decomposed into, and a machine may run it as one. A
+    graph that would make more calls than the model does has only those in its place that are worth it even there.
+    """
     options = [_option(each) for each in candidates]
     useful = [each for each in options if all(member.benefit > LEAST_BENEFIT for member in each.members)]
+    chosen = _settled(useful, graph)
+    if sum(each.launches for each in chosen) < 0:
+        sure = [
+            each for each in useful if all(member.benefit - member.surplus > LEAST_BENEFIT for member in each.members)
+        ]
+        chosen = _settled(sure, graph)
+    return chosen[:fuel]  # what a candidate needs stands right before it
+
+
+def _settled(useful: Sequence[_Option], graph: Graph) -> list[Candidate]:
+    """The best cover in which no calls wait for each other."""
     chosen = _best(useful)
     while (waiting := _in_circle(chosen, graph)) is not None:
         useful = [each for each in useful if waiting not in each.members]
         chosen = _best(useful)
-    return chosen[:fuel]  # what a candidate needs stands right before it
+    return chosen
 
 
 def _option(candidate: Candidate) -> _Option:

@@ -20,7 +20,8 @@ from fusion.graph import Algebra, Value
 from fusion.graph.algebra import widens
 from fusion.graph.contractions import swapped
 from patterns.attention.masks import Term
-from patterns.attention.scores import Scores, Weights
+from patterns.attention.scores import Scores
+from patterns.attention.weights import Weights
 
 NO_ROWS: Dims = ((),)
 """A dim of size 1 that no row has."""

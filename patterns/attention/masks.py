@@ -343,7 +343,7 @@ def unseen(
     """What a query gives that sees no key: "mean" (of all values), what `softmax` makes of a row of -inf, or "".
 
     "" where it depends on the scores: a number that only hides a key beside others hides none where all are lowered,
-    unless nothing is subtracted from them.
+    unless nothing is subtracted from them. One that swallows scores is what they become, until the same replaces them.
     Scores below `floor` are raised to it behind the masks.
     """
     numbers = {max(number, floor) for number in _numbers(positions, terms)}
@@ -352,9 +352,11 @@ def unseen(
         return softmax.of_infinite
     if softmax.of_low is None:
         return ""
-    replaced = all(each.how != "add" for each in terms) and not biased  # which may be added after it
-    alone = (len(terms) == 1 or floor == max(finite)) and max(finite) <= LOST
-    return "mean" if (replaced or alone) and len(numbers) == 1 else ""
+    *outer, innermost = (each.how for each in terms)
+    replaced = "add" not in outer and (innermost != "add" or max(finite) <= LOST)
+    swallows = not biased or max(finite) <= LOST  # a bias may be added after it
+    alone = floor == max(finite) and max(finite) <= LOST
+    return "mean" if (alone or (replaced and swallows)) and len(numbers) == 1 else ""
 
 
 def _numbers(positions: Positions, terms: Sequence[Term]) -> list[float]:

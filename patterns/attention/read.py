@@ -26,8 +26,9 @@ from patterns.attention.products import contraction
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
 from patterns.attention.read_int8 import are_int8
 from patterns.attention.row_heads import told_apart
-from patterns.attention.scores import Scores, Weights, dropped, empty_rows, scores_of, weights_of
+from patterns.attention.scores import Scores, scores_of
 from patterns.attention.unlike import OVER_QUERIES, unlike
+from patterns.attention.weights import Weights, dropped, empty_rows, weights_of
 from patterns.attention.words import SOFTMAX_ATTENTION
 from patterns.latent import int8_operands
 from patterns.latent.int8_probabilities import int8_probability_attention

@@ -17,7 +17,7 @@ from fusion.analysis.dtypes import Array, held, is_integer, is_rounding
 from fusion.analysis.predicates import Positions
 from fusion.analysis.rounding import exact, is_float
 from fusion.analysis.row_layout import broadcast_arranged, row_step
-from fusion.graph import Algebra, Value
+from fusion.graph import Algebra, Value, broadcast
 from fusion.graph.logic import constant, where
 from fusion.graph.proof import proven
 from patterns.attention.assumed import Assumed
@@ -26,7 +26,7 @@ from patterns.attention.hiding import MASKED
 from patterns.attention.masks import LOST, Masks, Term
 
 _VIEWS = ("reshape", "permute", "slice")
-_CARRIES = (*_VIEWS, "expand", "cast", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
+_CARRIES = (*_VIEWS, "expand", "cast", "abs", "scale", "shift", "index", "take", "add", "mul", "where", "cat")
 """Ops that hold an infinite number only if an operand that they are made of does."""
 _FINITE = ("matmul", "softmax", "sigmoid", "tanh", "sin", "cos", "arange", "number", "constant")
 """Ops whose results are taken for numbers, as scores are."""
@@ -104,7 +104,7 @@ def _pieces(a: Algebra, positions: Positions, x: Value) -> Iterator[Value]:
                 yield from (a.seen_as(a.expand(each, x.arg.shape), x) for each in below)
             else:
                 yield from (broadcast_arranged(a, each, x.arg.shape, (step,)) for each in below)
-        case "where":
+        case "where" if broadcast(x.shape, positions.shape) != positions.shape or not _hides(positions, x, 1.0):
             yield from _chosen(a, positions, x)
         case _:
             yield x

@@ -12,7 +12,8 @@ from fusion.analysis.logarithms import differences, summed
 from fusion.graph import Found, Graph, Reading, Value, but_ones
 from patterns.attention.addends import computed_from
 from patterns.attention.products import contraction
-from patterns.attention.scores import Scores, scores_of, weights_of
+from patterns.attention.scores import Scores, scores_of
+from patterns.attention.weights import weights_of
 from patterns.attention.words import SOFTMAX_LSE
 
 _OF_VALUES = ("v", "output_view")

@@ -1,13 +1,11 @@
-"""Scores and weights: from what multiplies the values down to the product of queries and keys.
+"""Scores: from the argument of the softmax down to the product of queries and keys.
 
-The weights may be grouped by key heads, permuted, cast or cut from a softmax with a sink; factors may stand on the
-scores; masks may be added, chosen or filled in.
+Factors may stand on them; masks may be added, chosen or filled in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -16,25 +14,17 @@ import torch
 from fusion.analysis import factored_products
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.infinities import may_be_infinite_beside_numbers
-from fusion.analysis.logarithms import differences
 from fusion.analysis.rounding import exact, is_float
-from fusion.analysis.row_layout import Arrangement, Step, arranged, arrangement, broadcast_arranged, row_step
+from fusion.analysis.row_layout import Step, arranged, broadcast_arranged, row_step
 from fusion.graph import Algebra, Value, logic
 from fusion.graph.contractions import matmul, swapped
 from patterns.attention.addends import addends_of, computed_from, product_in
-from patterns.attention.masks import MASKED, Empty, Term, mask_on
+from patterns.attention.masks import MASKED, Term, mask_on
 
 _SPLIT = "something is added to the scores while their keys stand in several dims, as rows and columns do"
+PLAIN = ("cast", "scale", "reshape", "permute")
+"""What scores go through that nothing has hidden or capped yet."""
 BIASED = "what is added to the scores is computed from them, and no mask"
-
-
-@dataclass(frozen=True)
-class Weights:
-    """softmax(..), how its rows are arranged where they multiply v, and whether a sink is cut off."""
-
-    softmax: Value
-    rows: Arrangement
-    cut: bool
 
 
 @dataclass(frozen=True)
@@ -60,138 +50,6 @@ class Scores:
     biases: frozenset[Value] = frozenset()
     floor: float = -math.inf
     overflow: float = -math.inf
-
-
-def empty_rows(weights: Weights, scores: Scores) -> Empty:
-    """What the softmax makes of a row without a key."""
-    _, of_infinite, safe = weights.softmax.attrs
-    return Empty(of_infinite, False if safe or scores.safe else None if scores.shifted else True)
-
-
-def dropped(p: Value) -> bool:
-    """Whether what multiplies the values went through dropout."""
-    while p.op in ("cast", "reshape", "permute", "getitem") or (p.op.endswith("getitem>") and p.args):
-        p = p.arg
-    return "dropout" in p.op and any(each.op == "softmax" for each in p.args)
-
-
-def weights_of(a: Algebra, p: Value, walk: Scores = Scores()) -> Weights | None:
-    """The softmax that `p`, which multiplies the values, is computed from; None where it is something else."""
-    steps, cut = (), False
-    while p.op != "softmax":
-        step = row_step(p)
-        if step is not None:
-            steps = (step, *steps)
-        elif p.op == "slice" and p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
-            cut = True
-        elif p.op in ("permute", "mul"):
-            whole = _of_columns(a, p) if p.op == "permute" else _beside_sink(a, p)
-            if whole is None:
-                return None
-            p = whole
-            continue
-        elif not is_rounding(p):
-            return None
-        p = p.arg
-    p, order = _turned(a, p, walk)
-    steps = (("permute", order), *steps) if order else steps
-    rows = arrangement(p.shape[:-1], steps)
-    return None if rows is None else Weights(p, rows, cut)
-
-
-def _of_columns(a: Algebra, turned: Value) -> Value | None:
-    """softmax(zᵀ) over rows for the transpose of a softmax over columns; None for others."""
-    p = turned.arg
-    while is_rounding(p):
-        p = p.arg
-    if p.op != "softmax" or turned.attrs[-1] - p.rank != p.attrs[0]:
-        return None
-    z = _permuted(a, p.arg, turned.attrs)
-    return logic.softmax(a, z, -1, *p.attrs[1:])
-
-
-def _beside_sink(a: Algebra, p: Value) -> Value | None:
-    """The first of softmax([z, sink]) for exp(z) / (Σ exp(z) + exp(sink)), all less one number for each row or not."""
-    for exp, inverse in (p.args, p.args[::-1]):
-        total = inverse.arg if inverse.op == "power" and inverse.attrs == (-1.0,) else inverse
-        if exp.op != "exp" or total is inverse or total.op != "add" or not isinstance(exp.shape[-1], int):
-            continue
-        for summed, other in (total.args, total.args[::-1]):
-            if summed is a.sum(exp, (-1,)) and other.op == "exp" and other.shape[-1:] == (1,):
-                z, sink = _less_the_same(exp.arg, other.arg)
-                joined = a.cat([z, a.expand(sink, (*z.shape[:-1], 1))], -1)
-                weights = logic.softmax(a, joined, -1, "nan", safe=False)
-                return a.cut(weights, -1, 0, exp.shape[-1])
-    return None
-
-
-def _less_the_same(z: Value, sink: Value) -> tuple[Value, Value]:
-    """Both before the same number of each row was subtracted from them; themselves where none was."""
-    for whole, less in differences(z):
-        minus = [each for each in sink.args if each.op == "scale" and each.attrs == (-1.0,) and each.arg is less]
-        if sink.op == "add" and minus and not may_be_infinite_beside_numbers(less):
-            return whole, sink.args[1] if sink.args[0] is minus[0] else sink.args[0]
-    return z, sink
-
-
-def _turned(a: Algebra, softmax: Value, walk: Scores) -> tuple[Value, tuple[int, ...]]:
-    """The softmax of scores whose rows stand in the order of the product, and the order in which they stood."""
-    scores = scores_of(a, walk, softmax.arg)
-    if scores.product is None:
-        return softmax, ()
-    rows = arrangement(scores.product.shape[:-1], scores.steps)
-    behind = _heads_behind(softmax, scores.product, scores.terms)
-    back = _HEADS_FIRST[softmax.rank] if behind else rows and _places(rows, scores.product)
-    if back is None or back == tuple(range(len(back))):
-        return softmax, ()
-    z = _permuted(a, softmax.arg, (*back, softmax.rank - 1))
-    order = tuple(back.index(place) for place in range(len(back)))
-    return logic.softmax(a, z, *softmax.attrs), order
-
-
-_HEADS_FIRST = {4: (0, 2, 1), 3: (1, 0)}
-"""How rows [B, S, N], or [S, N] of one sequence, are arranged with heads before positions, by the rank of scores."""
-
-
-def _heads_behind(softmax: Value, product: Value, terms: Sequence[Term]) -> bool:
-    """Whether rows have heads behind positions: all share the keys, and masks depend on positions alone."""
-    rank = softmax.rank
-    if rank not in _HEADS_FIRST or prod(product.args[1].shape[rank - 3 : -2]) != 1:
-        return False
-    masks = [(1,) * (rank - each.mask.rank) + each.mask.shape for each in terms]
-    alike = bool(masks) and softmax.shape[-2] != 1 and all(shape[-2] == 1 for shape in masks)
-    moving = any(shape[-3] != 1 for shape in masks)
-    return alike and (moving or (rank == 4 and softmax.shape[-3] == 1))
-
-
-def _places(rows: Arrangement, product: Value) -> tuple[int, ...] | None:
-    """Where the dims of a product stand among the rows of its softmax, those of size 1 in their order.
-
-    Rows that a reshape alone has moved stay where they are, unless queries and the heads of keys have changed places.
-    """
-    before, after = (
-        [tuple(e for e in run if rows.sizes[e] != 1) for run in runs] for runs in (rows.before, rows.after)
-    )
-    if sorted(before) != sorted(after):
-        return None
-    free = list(range(len(after)))
-    places = tuple(free.pop(next(n for n, place in enumerate(free) if after[place] == run)) for run in before)
-    keys = (*(1,) * (len(before) + 1 - product.args[1].rank), *product.args[1].shape[:-2])
-    last = places.index(len(before) - 1)
-    moved = sorted(rows.before) == sorted(rows.after) or any(size != 1 for size in keys[last : last + 1])
-    return places if moved else None
-
-
-def _permuted(a: Algebra, z: Value, order: Sequence[int]) -> Value:
-    """`z` permuted, below all that is done to single scores."""
-    if z.op in ("cast", "scale", "add", "where", "cat", "mul", "clip"):
-        whole = [a.reshape(each, (*(1,) * (len(order) - each.rank), *each.shape)) for each in z.args]
-        args = [each if not each.shape else _permuted(a, x, order) for each, x in zip(z.args, whole, strict=True)]
-        return a.make(z.op, args, z.attrs, tuple(z.shape[axis] for axis in order), z.dtype)
-    return a.permute(z, order)
-
-
-# scores ------------------------------------------------------------------------------------------------------------
 
 
 def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
@@ -285,6 +143,7 @@ def _multiplied(a: Algebra, found: Scores, z: Value) -> Scores:
 
 def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     """Below a mask that is added or filled in, or a number of each row; or a sum of products, as one product."""
+    z = _kept_by_factor(a, z) or z
     addends = [each for each in addends_of(z, found.biases) if each[1] is not None]
     whole = factored_products.joined(a, *z.args) if z.op == "add" and len(addends) == 2 else None
     if whole is not None:
@@ -308,6 +167,33 @@ def _masked(a: Algebra, found: Scores, z: Value) -> Scores:
     if isinstance(term, str):
         return replace(found, odd=term, at=(z,))
     return scores_of(a, replace(found, terms=(*found.terms, term)), scores)
+
+
+def _kept_by_factor(a: Algebra, z: Value) -> Value | None:
+    """s where b is 1, else a number, for s · b + number · (1 - b), as GPT-2 has it; None for others.
+
+    Nor for scores that were hidden before: 0 times -inf is no number.
+    """
+    for kept, other in (z.args, z.args[::-1]) if z.op == "add" else ():
+        for scores, factor in (kept.args, kept.args[::-1]) if kept.op == "mul" else ():
+            seen, number, rest = _truth_of(a, factor), 1.0, other
+            inverse = a.shift(a.scale(factor, -1), 1)
+            while rest.op == "scale" and rest is not inverse:
+                rest, number = rest.arg, number * rest.attrs[0]
+            if seen is not None and rest is inverse and scores.below(*PLAIN).op == "matmul":
+                return logic.where(a, seen, scores, logic.constant(a, number, (), z.dtype), z.dtype)
+    return None
+
+
+def _truth_of(a: Algebra, x: Value) -> Value | None:
+    """Where a tensor of 0 and 1 is 1."""
+    if x.op in ("reshape", "permute", "expand"):
+        seen = _truth_of(a, x.arg)
+        return None if seen is None else a.seen_as(seen, x)
+    if x.op == "cast":
+        return x.arg if x.arg.dtype is torch.bool else None
+    chosen = x.op == "where" and x.arg.shape == x.shape and [each.op for each in x.args[1:]] == ["full", "full"]
+    return x.arg if chosen and [each.attrs[0] for each in x.args[1:]] == [1, 0] else None
 
 
 def _is_greatest(less: Value, scores: Value) -> bool:

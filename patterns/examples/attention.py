@@ -198,7 +198,7 @@ EXAMPLES = (
     Example("a sink and every key", with_sink, SUNK),
     Example("a sink and padding", SINK_PADDED, qkv(S, S, M, SINKS, PADDING)),
     Example("a sink over a cache", SINK_STEP, qkv(1, T, M, SINKS, POSITION)),
-    Example("values narrower than keys", lambda q, k, v: CAUSAL(q, k, v[..., :8]), qkv()),
+    Example("values narrower than keys", lambda q, k, v: written(hidden=later)(q, k, v[..., :8]), qkv()),
     Example("values wider than keys", wide_values, qkv()),
     Example("ALiBi", BARE(sloped, in_float), EQUAL),
     Example("ALiBi, causal", BARE(sloped, hidden=later), EQUAL),

@@ -192,7 +192,7 @@ def _classify(known: KnownTables, found: _Sum, leaf: int) -> Reading | str | Non
         reason = _refusal(*aligned, _pairs(result, len(found.where)))
         if reason is None:
             return _reading(known, found, leaf, aligned, {"source": source, "result": result})
-    return reason or _unpaired(left, right)
+    return reason or (_unpaired(left, right) if found.value.rank > 1 else None)  # one row is no lanes of tokens
 
 
 def _split(term: Term, leaf: int, where: Index) -> _Side | None:

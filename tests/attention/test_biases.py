@@ -42,7 +42,8 @@ def test_what_sdpa_adds_is_guarded_where_that_takes_fewer_calls():
     whole = tried(sdpa, bias, "composite")
     assert not whole.outcome.chosen
     assert any("takes more calls than the one that attends" in each.reason for each in whole.outcome.refusals)
-    apart = tried(sdpa, bias, "decomposed")
+    assert not tried(sdpa, bias, "decomposed").outcome.chosen
+    apart = tried(written, bias, "composite")
     assert [each.match.rule.name for each in apart.outcome.chosen] == ["attention"]
     testing.means_what_it_says(apart)
 

@@ -12,7 +12,8 @@ from fusion.graph import Algebra, Value
 from fusion.stages.canonicalise import canonicalise
 from fusion.testing import capture, trial_of
 from patterns.attention.masks import REPLACED
-from patterns.attention.scores import Scores, Weights, scores_of, weights_of
+from patterns.attention.scores import Scores, scores_of
+from patterns.attention.weights import Weights, weights_of
 from tests.engine.graphs import numbers, traced
 
 N, S, T, D = 3, 5, 6, 4

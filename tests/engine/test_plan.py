@@ -57,6 +57,19 @@ def test_what_no_node_holds_is_priced_by_the_bytes_and_the_arithmetic_of_buildin
     assert planner._kernels(graph.algebra.reshape(w, (2048, 1024))) == ()
 
 
+@pytest.mark.parametrize(("tokens", "chosen"), [(24, 0), (2048, 1)])
+def test_one_call_does_not_become_several_for_launches_that_a_machine_may_not_need(tokens: int, chosen: int):
+    """Attention whose values are narrower than its keys, returned: with copies, worth it where scores are many."""
+
+    def attend(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v[..., :32], is_causal=True)
+
+    qkv = (numbers(1, 2, tokens, 64, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+    outcome = fuse(traced(attend, *qkv), Options(target="ascend910_93"))
+    assert len(outcome.chosen) == chosen
+    assert chosen or any(each.rule == "attention" for each in outcome.refusals)
+
+
 def test_nodes_that_somebody_else_reads_do_not_go():
     def form(x, w):
         root = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)

@@ -75,6 +75,25 @@ def test_a_choice_fills_in_a_number_alone_and_where_the_rest_has_its_shape(swapp
         assert graph.recipe(choice) is choice
 
 
+def test_which_of_two_numbers_was_chosen_is_told_by_the_condition_that_a_node_holds():
+    graph, x = graph_of(lambda x: x < 0)
+    a = graph.algebra
+    held = next(value for value in graph.places if value.dtype is torch.bool)
+    other = a.make("below", (a.unary("sin", x),), (0.0,), x.shape, torch.bool)
+
+    def below(condition: Value, *numbers: float, like: tuple[int, ...] = (2, 1, 4), bound: float = -1.0) -> Value:
+        sides = [a.make("full", (), (number,), (), torch.float32) for number in numbers]
+        choice = a.make("where", (condition, *sides), (), condition.shape, torch.float32)
+        return a.make("below", (a.reshape(choice, like),), (bound,), like, torch.bool)
+
+    chosen, contrary = (graph.recipe(below(held, *numbers)) for numbers in ((-2.0, 0.0), (0.0, -2.0)))
+    assert [(each.op, each.args) for each in (chosen, contrary)] == [("reshape", (held,)), ("not", (held,))]
+    seen = graph.recipe(below(held, -2.0, 0.0, like=(8,)))
+    assert (seen.op, seen.arg) == ("reshape", below(held, -2.0, 0.0))
+    for each in (below(held, -2.0, -3.0), below(held, 0.0, 1.0), below(held, -1.0, 0.0), below(other, -2.0, 0.0)):
+        assert graph.recipe(each) is each
+
+
 def test_the_mean_of_whole_numbers_is_not_built():
     """Torch has none; a sum of them is one that is scaled."""
     graph, x = graph_of(lambda x: x.sin())

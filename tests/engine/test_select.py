@@ -27,7 +27,7 @@ def _match(roots: tuple[tuple[Any, ...], ...]) -> Any:
 def candidate(benefit: float, roots: set[int], dying: set[int] | None = None) -> Any:
     own = tuple(NODES[each] for each in sorted(roots))
     below = frozenset(NODES[each] for each in roots | (dying or set()))
-    return SimpleNamespace(benefit=benefit, dying=below, needs=None, match=_match((own,)))
+    return SimpleNamespace(benefit=benefit, dying=below, needs=None, match=_match((own,)), launches=1, surplus=0)
 
 
 def overlap(left: Any, right: Any) -> bool:
@@ -63,6 +63,18 @@ def test_a_large_fusion_beats_small_ones_only_if_it_saves_more():
     small = [candidate(4, {0}), candidate(4, {1})]
     assert select([*small, candidate(9, {0, 1})])[0].benefit == 9
     assert select([*small, candidate(7, {0, 1})]) == small
+
+
+def test_more_calls_than_the_model_makes_are_chosen_only_where_they_are_worth_it_without_the_surplus():
+    several, sure = candidate(4, {0}), candidate(3, {1})
+    several.launches, several.surplus = -2, 5
+    assert select([several]) == []
+    sure.launches = 1
+    assert select([several, sure]) == [sure]
+    sure.launches = 2
+    assert select([several, sure]) == [several, sure]
+    several.surplus, sure.launches = 3, 0
+    assert select([several, sure]) == [several, sure]
 
 
 def test_calls_that_would_wait_for_each_other_are_not_made_together():

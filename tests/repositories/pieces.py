@@ -18,9 +18,12 @@ from . import (
     mistral,
     nano,
     positions_first,
+    proteins,
     qwen,
     references,
     serving,
+    slopes,
+    streams,
     torchtune,
     vision,
 )
@@ -47,4 +50,7 @@ PIECES: tuple[Piece, ...] = (
     *hub.PIECES,
     *diffusion.PIECES,
     *vision.PIECES,
+    *slopes.PIECES,
+    *proteins.PIECES,
+    *streams.PIECES,
 )

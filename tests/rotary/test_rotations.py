@@ -271,6 +271,12 @@ def test_what_is_no_rotation(made: Made, reason: str | None):
     assert rotation(KnownTables(a), made(a, *inputs)) == reason
 
 
+def test_frequencies_that_are_mixed_do_not_look_like_a_rotation():
+    """As YaRN stretches them by parts: one row, by two weights."""
+    graph = read_graph(traced(lambda x, w: x / 32.0 * w + x * (1 - w), numbers(8), numbers(8, seed=1)).graph)
+    assert not graph.readings.missed("rotation")
+
+
 def test_whole_numbers_are_not_rotated():
     a, inputs = given(8, 8, 8, dtype=torch.int64)
     assert rotation(KnownTables(a), a.cat(of_half(a, *inputs), -1)) is None

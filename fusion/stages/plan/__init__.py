@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.fx as fx
 
-from fusion.cost import call_cost, is_launch, node_cost
+from fusion.cost import call_cost, is_launch, node_cost, node_surplus
 from fusion.errors import Failure
 from fusion.failures import failure, raised
 from fusion.graph import Graph, Value
@@ -65,6 +65,7 @@ class Planner:
         self._elsewhere = elsewhere
         self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, shelf)
         self._cost = cache(partial(node_cost, machine=target))
+        self._surplus = cache(partial(node_surplus, machine=target))
         self._launches = cache(is_launch)
         self._calls = cache(_calls)
         self._kernels = cache(partial(_kernels, fakes, target))
@@ -228,10 +229,11 @@ class Planner:
         running = sum(cost / sharers for cost, sharers in each_call)
         copying = self._copies.of(match, plan, dying)
         saved = self._worth(dying - alone) + self._worth(beside) / max((sharers for _, sharers in each_call), default=1)
-        launches = sum(self._launches(node) for node in dying - alone) - int(kernels) - len(each_call)
-        launches -= sum(1 if cost > 0 else -1 for cost in copying)
+        replaced = [node for node in dying - alone if self._launches(node)]
+        launches = len(replaced) - int(kernels) - len(each_call) - sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
-        return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, needs)
+        surplus = self._surplus(replaced[0]) if len(replaced) == 1 and launches < 0 else 0.0
+        return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, surplus, needs)
 
     def _count(self, shared: _Sharing, call: _Call) -> int:
         """How many matches share a call."""
