@@ -19,8 +19,8 @@ from patterns.rotary.orders import HALF, in_order
 class Tables(Group):
     """cos and sin of every token, which queries and keys are rotated by: of every lane, or of every pair."""
 
-    cos: Any = tensor("R U Angles")
-    sin: Any = tensor("R U Angles")
+    cos: Any = tensor("Bt St Angles")
+    sin: Any = tensor("Bt St Angles")
 
     def terms(self, p):
         """Both, wherever a table of pairs is written out for their lanes."""

@@ -42,7 +42,9 @@ def test_scales_of_heads_and_channels_are_those_of_whole_rows():
 
 
 @pytest.mark.parametrize(
-    ("function", "dtype", "count"), [(divided, torch.float16, 0), (multiplied, torch.float16, 1)], ids=str
+    ("function", "dtype", "count"),
+    [(divided, torch.float16, 0), (multiplied, torch.float16, 1)],
+    ids=("divided", "multiplied"),
 )
 def test_scales_in_float16_multiply_alone(function: Callable[..., Tensor], dtype: torch.dtype, count: int):
     assert len(calls(fused(function, inputs(*CHANNELS), dtype))) == count
