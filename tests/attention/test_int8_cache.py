@@ -178,7 +178,9 @@ def test_a_scale_is_one_however_it_is_written(turn: Callable[..., Tensor]):
 
 
 @pytest.mark.parametrize(
-    ("of", "shape", "mode"), [(heads, (2,), 2), (one, (1,), None), (channels, (1, 2, 1, 64), None)], ids=str
+    ("of", "shape", "mode"),
+    [(heads, (2,), 2), (one, (1,), None), (channels, (1, 2, 1, 64), None)],
+    ids=("heads", "one", "channels"),
 )
 def test_scales_are_told_as_they_are_held(of: Scales, shape: tuple[int, ...], mode: int | None):
     t = fused(Sizes(), of)
@@ -232,7 +234,9 @@ def with_zero(x: Tensor, q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("of", "shape", "mode"), [(by_tokens, (2, 2, 96), 3), (of_all_heads, (1, 2, 96), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("of", "shape", "mode"), [(by_tokens, (2, 2, 96), 3), (of_all_heads, (1, 2, 96), 1)], ids=("tokens", "all heads")
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scales_of_tokens_are_told_in_float32(
     kind: str, of: Scales, shape: tuple[int, ...], mode: int, dtype: torch.dtype
