@@ -34,7 +34,8 @@ def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = Non
     """Return the chosen candidates in the order of the graph; `fuel` limits how many, none without what it needs.
 
     Attention of PyTorch's own is priced as the kernels that it is decomposed into, and a machine may run it as one. A
-    graph that would make more calls than the model does has only those in its place that are worth it even there.
+    graph that would make more calls than the model does has only those in its place that are worth it even there, if so
+    it makes fewer.
     """
     options = [_option(each) for each in candidates]
     useful = [each for each in options if all(member.benefit > LEAST_BENEFIT for member in each.members)]
@@ -43,7 +44,7 @@ def select(candidates: Sequence[Candidate], graph: Graph, fuel: int | None = Non
         sure = [
             each for each in useful if all(member.benefit - member.surplus > LEAST_BENEFIT for member in each.members)
         ]
-        chosen = _settled(sure, graph)
+        chosen = max(chosen, _settled(sure, graph), key=lambda cover: sum(each.launches for each in cover))
     return chosen[:fuel]  # what a candidate needs stands right before it
 
 
