@@ -18,6 +18,7 @@ from fusion.language.code import fingerprint
 from fusion.library import library_for
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
+from fusion.routes import vendor
 from fusion.target import Target
 
 _loaded = cache(fingerprint)  # what runs is what was loaded, whatever becomes of the files
@@ -55,7 +56,10 @@ class FusionPass:
             warn([error.failure])
             return
         warn(outcome.failures)
-        if outcome.chosen and isinstance(graph, fx.GraphModule):
+        if not outcome.chosen:
+            return
+        vendor.mend_loaded()
+        if isinstance(graph, fx.GraphModule):
             graph.recompile()
 
     def uuid(self) -> str:

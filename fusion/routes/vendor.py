@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -33,6 +34,13 @@ def torchair(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Any =
     # The converter takes its fake mode from the tracing context, and would make another one outside of any.
     with tracing_apart(gm):
         return boxed(vendor.get_compiler(config or vendor.CompilerConfig())(expanded, list(example_inputs)))
+
+
+def mend_loaded() -> None:
+    """Mend the converters of a torchair that is in use already, as it is where the pass is its guest."""
+    loaded = sys.modules.get("torchair._ge_concrete_graph.fx2ge_converter")
+    if loaded is not None:
+        _mend_converters(loaded.register_fx_node_ge_converter)
 
 
 def npugraph_ex(
@@ -80,9 +88,10 @@ def _forms_with_converter() -> dict[OpOverload, Callable[..., Any]]:
 
 
 def _mend_converters(register: Callable[..., Any]) -> None:
-    """Let operators that write in place be converted to what their schemas return."""
+    """Let operators whose converter gives other results than their schemas, raises, or is not there be converted."""
     importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom")  # else torchair does it later
     _mend_prolog(register)
+    _mend_router(register)
     _convert_latent_line(register)
 
 
@@ -100,6 +109,33 @@ def _mend_prolog(register: Callable[..., Any]) -> None:
 
     register(prolog)(converted)
     prolog._ge_converter.mended = True
+
+
+def _mend_router(register: Callable[..., Any]) -> None:
+    """npu_moe_gating_top_k_softmax_v2 as MoeGatingTopKSoftmaxV2, which its aclnn call runs too.
+
+    Every call raises in torchair 2.13.0: the converter (ge_converter/custom/npu_moe_gating_top_k_softmax_v2.py) hands
+    `renorm` to MoeGatingTopKSoftmax, which has none. Nor can torchair's function of the second version be called: it
+    asks for `finished` by position and takes it by name alone.
+    """
+    router: Any = torch.ops.npu.npu_moe_gating_top_k_softmax_v2.default
+    theirs = getattr(router, "_ge_converter", None)
+    if theirs is None or hasattr(theirs, "mended"):
+        return
+    ge: Any = importlib.import_module("torchair.ge")
+
+    def converted(x: Any, *, k: int = 1, finished: Any = None, renorm: int | None = 0, **others: Any) -> Any:
+        if any(others.values()):  # the whole softmax: the name of its attribute differs among versions of CANN
+            return theirs(x, k=k, finished=finished, renorm=renorm, **others)
+        return ge.custom_op(
+            "MoeGatingTopKSoftmaxV2",
+            inputs={"x": x, "finished": finished},
+            outputs=["y", "expert_idx", "softmax_result"],
+            attrs={"k": ge.attr.Int(k), "renorm": ge.attr.Int(renorm or 0)},
+        )
+
+    register(router)(converted)
+    router._ge_converter.mended = True
 
 
 def _convert_latent_line(register: Callable[..., Any]) -> None:
