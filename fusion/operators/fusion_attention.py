@@ -102,6 +102,9 @@ FUSION_ATTENTION = Operator(
             Limit("not given(actual_seq_qlen) and not given(actual_seq_kvlen)", when="input_layout != 'TND'"),
             Limit("not given(atten_mask)", when="input_layout == 'TND' and sparse_mode in (0, 1)"),
             Limit("Ns == head_num", when="given(sink)"),
+            Limit(
+                "input_layout in ('BSH', 'BNSD')", lowering="torchair", because="its GE converter takes no other layout"
+            ),
         ),
         "ascend910b": _KERNEL,
         "ascend950": _KERNEL,

@@ -172,12 +172,12 @@ def in_sequence(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, ends:
 
 def encoder(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """A whole sequence that attends to itself."""
-    last = heads_last(q) and heads_last(k) and heads_last(v)
-    if last:
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    heads = q.shape[2 if last else 1]
-    y = torch.ops.npu.npu_fusion_attention(q, k, v, heads, "BSND" if last else "BNSD", scale=scale)[0]
-    return y.transpose(1, 2) if last else y
+    heads = q.shape[1]
+    if not (heads_last(q) and heads_last(k) and heads_last(v)):
+        return torch.ops.npu.npu_fusion_attention(q, k, v, heads, "BNSD", scale=scale)[0]
+    q, k, v = (each.transpose(1, 2).flatten(2) for each in (q, k, v))
+    y = torch.ops.npu.npu_fusion_attention(q, k, v, heads, "BSH", scale=scale)[0]
+    return y.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def beside_sink(y: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

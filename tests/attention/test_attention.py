@@ -117,7 +117,7 @@ def told_encoders(form: Any, queries: int = 6, last: bool = False) -> list[str]:
 
 def test_the_operator_for_encoders_reads_whole_sequences_as_they_lie():
     assert told_encoders(attention.sdpa) == ["BNSD"]
-    assert told_encoders(attention.sdpa, last=True) == ["BSND"]
+    assert told_encoders(attention.sdpa, last=True) == ["BSH"]
     assert told_encoders(attention.sdpa, queries=1) == []
     assert told_encoders(attention.sdpa_causal) == []
     assert told_encoders(up_to) == []

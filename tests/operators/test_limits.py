@@ -652,6 +652,11 @@ def test_what_a_lowering_cannot_take():
         assert refusal(mul, chip, (), paired, lowering="eager") is None
         assert "under torchair needs rotary_mode == 'half'" in str(refusal(mul, chip, (), paired, lowering="torchair"))
     assert refusal(mul, A2, (), rotary(*HALF), lowering="torchair") is None
+    for layout, takes in {"BSH": True, "BNSD": True, "BSND": False, "SBH": False}.items():
+        sizes = (2, 3, 64) if "H" in layout else (2, 4, 4, 16)
+        call = dict.fromkeys(("query", "key", "value"), t(*sizes)) | {"head_num": 4, "input_layout": layout}
+        said = refusal(OPERATORS["npu::npu_fusion_attention"], A2, (), call, lowering="torchair")
+        assert said is None if takes else "under torchair needs input_layout in ('BSH', 'BNSD')" in str(said)
     turn, rows = OPERATORS["npu::npu_rotate_quant"], {"x": t(5, 128), "rotation": t(128, 128)}
     assert refusal(turn, A2, (), rows | {"dst_dtype": 1}, lowering="torchair") is None
     assert refusal(turn, A2, (), rows, lowering="eager") is None
