@@ -78,21 +78,21 @@ QINT8 = 12
 """torch's number of the dtype qint8."""
 
 
-def _quantize(self: Tensor, scales: Tensor, zero_points: Tensor | None, div_mode: bool) -> Tensor:
-    x = self.to(compute_dtype(self))
+def _quantize(input: Tensor, scales: Tensor, zero_points: Tensor | None, div_mode: bool) -> Tensor:
+    x = input.to(compute_dtype(input))
     y = x / scales.to(x.dtype) if div_mode else x * scales.to(x.dtype)
     return int8(y if zero_points is None else y + zero_points.to(x.dtype))
 
 
 QUANTIZE = Operator(
     schema=(
-        "npu::npu_quantize(Tensor self, Tensor scales, Tensor? zero_points, int dtype, int axis=1, "
+        "npu::npu_quantize(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, "
         "bool div_mode=True) -> Tensor"
     ),
     compute=_quantize,
-    outputs=lambda self: torch.empty_like(self, dtype=torch.int8),
-    dims={"self": "*B D", "scales": "1|D", "zero_points": "1|D"},
-    dtypes={"self": HALVES | FLOAT32, "scales": HALVES | FLOAT32, "zero_points": HALVES | FLOAT32 | INT8 | INT32},
+    outputs=lambda input: torch.empty_like(input, dtype=torch.int8),
+    dims={"input": "*B D", "scales": "1|D", "zero_points": "1|D"},
+    dtypes={"input": HALVES | FLOAT32, "scales": HALVES | FLOAT32, "zero_points": HALVES | FLOAT32 | INT8 | INT32},
     limits={
         "host": (
             Limit(f"dtype == {QINT8}", because="other results than int8 are not decomposed"),
@@ -101,13 +101,13 @@ QUANTIZE = Operator(
         **dict.fromkeys(
             A2_A3,
             (
-                "rank(self) <= 8",
-                "dtype(scales) == dtype(self)",
-                Limit("dtype(self) in ('float32', 'bfloat16')", when="div_mode", because="float16 scales multiply"),
+                "rank(input) <= 8",
+                "dtype(scales) == dtype(input)",
+                Limit("dtype(input) in ('float32', 'bfloat16')", when="div_mode", because="float16 scales multiply"),
                 Limit("shape(zero_points) == shape(scales)", when="given(zero_points)"),
                 Limit(
                     "dtype(zero_points) in ('int8', 'int32') or "
-                    "dtype(zero_points) == 'bfloat16' and dtype(self) == 'bfloat16'",
+                    "dtype(zero_points) == 'bfloat16' and dtype(input) == 'bfloat16'",
                     when="given(zero_points) and div_mode",
                 ),
                 Limit("dtype(zero_points) == dtype(scales)", when="given(zero_points) and not div_mode"),
@@ -118,7 +118,7 @@ QUANTIZE = Operator(
         "op-plugin: torch_npu.npu_quantize; CANN: aclnnQuantize (its page asks for scales in the dtype of x, that of "
         "op-plugin takes none in float16 that divide), aclnnAscendQuantV3"
     ),
-    summary="y = rint(self / scales + zero_points), or self · scales, in float32, from -128 to 127",
+    summary="y = rint(input / scales + zero_points), or input · scales, in float32, from -128 to 127",
 )
 
 

@@ -51,7 +51,7 @@ def fixed(
         zeros = None if zero is None else torch.randint(-9, 10, (size,)).to(zero)
         by = scales if divided else 1 / scales
         x = x.transpose(0, 1) if swap else x
-        return {"self": x, "scales": by, "zero_points": zeros, "dtype": 12, "axis": -1, "div_mode": divided}
+        return {"input": x, "scales": by, "zero_points": zeros, "dtype": 12, "axis": -1, "div_mode": divided}
 
     return make
 

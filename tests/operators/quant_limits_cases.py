@@ -38,7 +38,7 @@ QUANT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
 
 def fixed(of: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
     x, scales = t(7, 48, dtype=of), t(48, dtype=of)
-    return {"self": x, "scales": scales, "zero_points": None, "dtype": 12, "axis": -1} | more
+    return {"input": x, "scales": scales, "zero_points": None, "dtype": 12, "axis": -1} | more
 
 
 def zeros(dtype: torch.dtype, *shape: int) -> dict[str, Any]:
@@ -50,9 +50,9 @@ FIXED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
     (ON_ALL, fixed(), fixed(dtype=1), "dtype == 12"),
     (ON_ALL, fixed(), fixed(axis=0), "axis == -1"),
     (ON_ALL, fixed(scales=t(1)), fixed(scales=t(2)), "needs scales as [1|D]"),
-    ((A2, A3), fixed(), fixed(self=t(1, 1, 1, 1, 1, 1, 1, 7, 48)), "rank(self) <= 8"),
-    ((A2, A3), fixed(), fixed(scales=t(48, dtype=F32)), "dtype(scales) == dtype(self)"),
-    ((A2, A3), fixed(F16, **_TIMES), fixed(F16), "dtype(self) in ('float32', 'bfloat16')"),
+    ((A2, A3), fixed(), fixed(input=t(1, 1, 1, 1, 1, 1, 1, 7, 48)), "rank(input) <= 8"),
+    ((A2, A3), fixed(), fixed(scales=t(48, dtype=F32)), "dtype(scales) == dtype(input)"),
+    ((A2, A3), fixed(F16, **_TIMES), fixed(F16), "dtype(input) in ('float32', 'bfloat16')"),
     ((A2, A3), fixed(**zeros(BF16)), fixed(**zeros(BF16, 1)), "shape(zero_points) == shape(scales)"),
     ((A2, A3), fixed(F32, **zeros(INT)), fixed(F32, **zeros(BF16)), "dtype(zero_points) in ('int8', 'int32') or"),
     ((A2, A3), fixed(**zeros(BF16), **_TIMES), fixed(**zeros(INT), **_TIMES), "dtype(zero_points) == dtype(scales)"),

@@ -26,16 +26,16 @@ def dynamic_quant(input: Tensor, smooth_scales: Tensor | None = None) -> tuple[T
 
 
 def quantize(
-    self: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int, div_mode: bool
+    input: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int, div_mode: bool
 ) -> Tensor:  # fmt: skip
-    out = torch.zeros(self.shape).double().reshape(-1, self.shape[-1])
-    for i, row in enumerate(self.reshape(-1, self.shape[-1]).tolist()):
+    out = torch.zeros(input.shape).double().reshape(-1, input.shape[-1])
+    for i, row in enumerate(input.reshape(-1, input.shape[-1]).tolist()):
         for j, v in enumerate(row):
             of = scales[j % len(scales)].item()
             zero = 0 if zero_points is None else zero_points[j % len(scales)].item()
             number = Fraction(v) / Fraction(of) if div_mode else Fraction(v) * Fraction(of)
             out[i, j] = max(-128, min(127, round(number + Fraction(zero))))
-    return out.reshape(self.shape)
+    return out.reshape(input.shape)
 
 
 def quant_matmul(
