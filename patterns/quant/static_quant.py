@@ -26,6 +26,10 @@ class StaticQuant(Rule):
         """The meaning: x [*B, D], a scale that broadcasts to it; returns whole numbers [*B, D]."""
         return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
 
+    def within(self) -> frozenset[str]:
+        """The norm before it."""
+        return frozenset({"norm_quant"})
+
     @pattern
     def by_channel(
         self, p, x=tensor("*B D"), scale=tensor("*S Ds"), zero=tensor("*Z Dz", optional=True), divided=attribute()

@@ -89,8 +89,8 @@ class Rope(Rule):
         """The same for x [B, S, N, D], or packed tokens [T, N, D]: every position is a batch entry of its own."""
         _refuse_other_orders(turned)
         x, tables = turned.x, turned.tables()
-        one = all(each.dim() == x.dim() and each.shape[-2] == 1 for each in tables)
-        require(x.dim() in (3, 4) and one, "the tables depend on the heads")
+        one = x.dim() in (3, 4) and all(each.dim() == x.dim() and each.shape[-2] == 1 for each in tables)
+        require(one, "the tables depend on the heads")
         *positions, heads, width = x.shape
         cos, sin = (each.expand(*positions, 1, width).reshape(-1, 1, 1, width) for each in tables)
         rows = x.reshape(-1, heads, 1, width)

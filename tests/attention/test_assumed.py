@@ -108,7 +108,9 @@ def test_a_mask_of_another_length_for_each_head_is_not_told():
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_causal_mask_over_a_cache_becomes_lengths(queries, dtype):
-    given, outcome = fused("causal", mask_of("causal", queries, 16, [5, 16, 9], dtype), queries, 16)
+    given, outcome = fused(
+        "causal", mask_of("causal", queries, 16, [5, 16, 9], dtype)[:, 0], queries, 16, 3, attend_by_hand
+    )
     assert isinstance(given["actual_seq_kvlen"], torch.fx.Node)
     assert given.get("sparse_mode", 0) == (0 if queries == 1 else 3)
     assert len(outcome.assumed) == 1
@@ -117,7 +119,8 @@ def test_a_causal_mask_over_a_cache_becomes_lengths(queries, dtype):
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("kind", ["padding", "window:3"])
 def test_an_added_mask_is_shown_where_it_cannot_be_told(kind, queries):
-    given, outcome = fused(kind, mask_of(kind, queries, 16, [5, 16, 9], torch.float32), queries, 16)
+    mask = mask_of(kind, queries, 16, [5, 16, 9], torch.float32)[:, 0]
+    given, outcome = fused(kind, mask, queries, 16, 3, attend_by_hand)
     assert given["atten_mask"].meta["val"].dtype == torch.bool
     assert len(outcome.assumed) == 1
 

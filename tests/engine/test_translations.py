@@ -307,7 +307,6 @@ STAY = {
     "the least": lambda build: build(
         operator.getitem, build(aten.topk.default, build.input(4, 8), 2, -1, False), 0
     ),
-    "the least first": lambda build: build(operator.getitem, build(aten.sort.default, build.input(4, 8), -1), 0),
     "places of the greatest of columns": entry(aten.max.dim, 1, (4, 4), more=(0,), made=shares(-1)),
     "places of each lane": scattered_rows((2, 1, 8), (2, 9, 8), (2, 1, 8)),
     "a number in rows that a mask chooses": lambda build: build(

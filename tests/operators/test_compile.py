@@ -29,6 +29,7 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     """A slice of a decoder layer that uses every functional operator that every device has."""
     npu = torch.ops.npu
     y, _, residual = npu.npu_add_rms_norm(x, residual, gamma)
+    y = npu.npu_add_rms_norm_cast(y, residual, gamma)[1]
     y = npu.npu_rms_norm(y, gamma, 1e-5)[0] + npu.npu_gemma_rms_norm(y, gamma)[0]
     heads = y.view(y.shape[0], y.shape[1], -1, 64)
     q, k = npu.npu_apply_rotary_pos_emb(heads, heads[:, :, :1], cos, sin)
@@ -184,7 +185,7 @@ def test_aot_keeps_the_operators(dynamic: bool):
     compiled = torch.compile(block, backend=counted(seen), dynamic=dynamic, fullgraph=True)
     for batch, tokens in ((2, 3), (4, 5)) if dynamic else ((2, 3),):
         torch.testing.assert_close(compiled(*inputs(batch, tokens)), block(*inputs(batch, tokens)))
-    functional = [name for name, op in OPERATORS.items() if not op.written]
+    functional = [name for name, op in OPERATORS.items() if not op.written and not name.startswith("custom_pypto::")]
     assert [len(names) for names in seen] == [len(functional)]
 
 
