@@ -27,7 +27,7 @@ _UNREAD = (
 )  # fmt: skip
 """Ops without canonical form that change some elements of their first argument."""
 
-_PUT = ("aten.index_put.default", "aten._unsafe_index_put.default")
+_PUT = ("aten.index_put.default", "aten._unsafe_index_put.default", "add_rows")
 """What is left of them: an index of booleans, or rows that are added."""
 
 _WRITES = ("write", "write_rows", "write_lines", "write_within")

@@ -177,7 +177,8 @@ def indexed(assumed: Assumed, places: Value) -> Indexed | str:
     batch, queries, _, _ = said["query"].shape
     keys = said["key"].shape[1]
     found = found.with_one_query(a) if queries == 1 != batch and len(found.shape) == 2 else found
-    if found.shape[-2:] != (queries, keys) or prod(found.shape[:-2]) != batch:
+    rows = prod(found.shape[:-2]), prod(places.shape[:-1])
+    if found.shape[-2:] != (queries, keys) or rows != (batch, batch * queries):
         return NOT_A_SUM
     masks = assumed.masks(found.shape, found.terms, (batch, 1, queries, keys))
     formula = masks.visible()
