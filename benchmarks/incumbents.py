@@ -18,7 +18,7 @@ from torch._inductor.pattern_matcher import PatternMatcherPass, register_replace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.subgraph_rewriter import replace_pattern_with_filters
 
-from fusion._torch import preserve_composites
+from fusion._torch.tracing import preserve_composites
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from fusion.backend import FusionBackend
 from fusion.facts import Facts
 from fusion.language import Library
 from fusion.library import library_for
-from fusion.report import GraphReport, Outcome
+from fusion.outcome import GraphReport, Outcome
 
 _COMMON = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 192, "num_attention_heads": 4, "pad_token_id": 0}
 _LATENT = dict(

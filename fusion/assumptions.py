@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusion._torch import Boxed, boxed, dynamo_position, stamps
+from fusion._torch.tensors import stamps
+from fusion._torch.tracing import Boxed, boxed, dynamo_position
 from fusion.facts import Facts, window
 
 ArgumentPath = tuple[str, ...]

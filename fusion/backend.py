@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from fusion import graph_cache
-from fusion._torch import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
+from fusion._torch.tracing import Boxed, aot_plain, boxed, inline_regions, outside_modes, specialise_floats
 from fusion.assumptions import assumed, checks_of
 from fusion.collection import uncollected
 from fusion.errors import FusionError, StageError
@@ -27,10 +27,10 @@ from fusion.language import Library, Rule
 from fusion.library import library_for
 from fusion.options import Options
 from fusion.origin import render
+from fusion.outcome import GraphReport, Outcome, counted
 from fusion.pipeline import fuse_graph
 from fusion.prepared import supply
 from fusion.progress import watched
-from fusion.report import GraphReport, Outcome, counted
 from fusion.stages.capture import capture, is_training
 from fusion.stages.lower import handed_on, lower, route
 from fusion.target import Target

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import higher_order
+from fusion._torch.operators import higher_order
 
 ENTERED = frozenset({"cond", "hints_wrapper", "invoke_subgraph", "map_impl", "scan", "strict_mode", "while_loop"})
 """Operators whose bodies are ordinary graphs. What others run means something else: code for each element of a kernel,

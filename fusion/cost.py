@@ -12,7 +12,8 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, count, hint, leaves, schema_of
+from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.tensors import count, hint, leaves
 from fusion.mutation import is_write, reserves
 from fusion.target import Target
 

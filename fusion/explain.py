@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusion._torch import FakeCopyMode, compile_apart, fresh_fake_mode, keep_marks, unwrapped
+from fusion._torch.fakes import FakeCopyMode, fresh_fake_mode
+from fusion._torch.tracing import compile_apart, keep_marks, unwrapped
 from fusion.backend import Explainer, FusionBackend
 from fusion.errors import FusionError
 from fusion.guesses import Guesses
 from fusion.language import Rule
 from fusion.options import Options
+from fusion.outcome import GraphReport
 from fusion.progress import watched
-from fusion.report import GraphReport, Report
+from fusion.report import Report
 from fusion.target import Target
 
 

@@ -20,14 +20,17 @@ import torch
 import torch.fx as fx
 
 from fusion import operators
-from fusion._torch import FakeTensor, OpOverload, fake_tensor, map_only, refill
+from fusion._torch.fakes import FakeTensor, fake_tensor
+from fusion._torch.operators import OpOverload
+from fusion._torch.tensors import map_only
+from fusion._torch.tracing import refill
 from fusion.facts import Facts
 from fusion.language import Library
 from fusion.language.code import is_of_its_module, loaded, names_of
 from fusion.options import Options
 from fusion.origin import inherit
+from fusion.outcome import Outcome
 from fusion.records import Output, Prepared
-from fusion.report import Outcome
 from fusion.shelf import Shelf, shelf
 from fusion.stages.verify import contract, verify
 from fusion.target import Target

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from fusion._torch import FakeTensor, FakeTensorMode, higher_order, in_fake_mode, map_only
+from fusion._torch.fakes import FakeTensor, FakeTensorMode, in_fake_mode
+from fusion._torch.operators import higher_order
+from fusion._torch.tensors import map_only
 from fusion.errors import FusionError
 
 MOST = 2**16

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fusion._torch import fresh_fake_mode
+from fusion._torch.fakes import fresh_fake_mode
 from fusion.errors import FusionError, OptionError
 from fusion.guesses import Guesses
 

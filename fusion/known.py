@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import argument_path, results_before
+from fusion._torch.tracing import argument_path, results_before
 from fusion.assumptions import ArgumentPath, facts_of
 from fusion.facts import Facts
 from fusion.graph import dims_of

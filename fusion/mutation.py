@@ -10,7 +10,8 @@ from typing import Any
 
 import torch.fx as fx
 
-from fusion._torch import OpOverload, count, leaves, schema_of
+from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.tensors import count, leaves
 
 _RESERVING = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 _UNDECLARED = {"aten::_unsafe_view", "prims::view_of"}  # views whose schema does not say so

@@ -17,7 +17,8 @@ from typing import cast
 import torch.fx as fx
 
 from fusion import operators
-from fusion._torch import higher_order, refill
+from fusion._torch.operators import higher_order
+from fusion._torch.tracing import refill
 from fusion.bodies import bodies
 from fusion.collection import uncollected
 from fusion.errors import Failure, StageError
@@ -27,9 +28,9 @@ from fusion.graph.overlay import Held
 from fusion.language import Library, Refused, Rule
 from fusion.language.code import loaded
 from fusion.options import Options
+from fusion.outcome import Outcome, counted, live_calls, tally, together
 from fusion.recording import Fakes
 from fusion.records import LEAST_BENEFIT, Candidate, Refusal, Rewritten
-from fusion.report import Outcome, counted, live_calls, tally, together
 from fusion.shelf import shelf
 from fusion.stack import roomy
 from fusion.stages.canonicalise import canonicalise

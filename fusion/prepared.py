@@ -17,7 +17,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from fusion._torch import Boxed, extended, is_alone, stamps
+from fusion._torch.tensors import is_alone, stamps
+from fusion._torch.tracing import Boxed, extended
 from fusion.records import Prepared
 
 Ids = tuple[int, ...]

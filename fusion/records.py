@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from fusion._torch import OpOverload
+from fusion._torch.operators import OpOverload
 from fusion.graph import Miss, Value
 from fusion.language import Capture, Pattern, Refused, Rule
 from fusion.origin import location, module_path, source_text

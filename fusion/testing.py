@@ -19,27 +19,17 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict
 
-from fusion._torch import (
-    Boxed,
-    OpOverload,
-    aot_inference,
-    boxed,
-    core_table,
-    preserve_composites,
-    schema_of,
-    shares_memory,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-)
+from fusion._torch.operators import OpOverload, core_table, schema_of
+from fusion._torch.tensors import shares_memory, tree_leaves, tree_map, tree_map_only
+from fusion._torch.tracing import Boxed, aot_inference, boxed, preserve_composites
 from fusion.facts import Facts
 from fusion.known import returned, strides_of
 from fusion.language import Example, Library, Rule
 from fusion.library import examples, installed
 from fusion.operators import operator_of
 from fusion.options import Options
+from fusion.outcome import live_calls
 from fusion.pipeline import Outcome, fuse_graph
-from fusion.report import live_calls
 from fusion.verification import relative_error
 from fusion.weights import marks, parameter_inputs
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion._torch import OpOverload
+from fusion._torch.operators import OpOverload
 from fusion.graph import dim_of, dims_of
 from fusion.language import Refused
 from fusion.records import Input, Output, Plan, Step

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import Boxed, boxed
+from fusion._torch.tracing import Boxed, boxed
 from fusion.errors import VerificationError
 
 # Relative rms error that rounding explains, per dtype: a rewrite moves the points where values are rounded.

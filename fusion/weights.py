@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import OpOverload, is_traceable_wrapper_subclass, leaves
+from fusion._torch.operators import OpOverload
+from fusion._torch.tensors import is_traceable_wrapper_subclass, leaves
 from fusion.cost import is_view
 from fusion.graph import dims_of
 from fusion.mutation import is_write, is_written

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import OpOverload, schema_of
+from fusion._torch.operators import OpOverload, schema_of
 from fusion.cost import is_view
 from fusion.graph import Graph, Value
 from fusion.graph.algebra import widens

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion._torch import hint
+from fusion._torch.tensors import hint
 from fusion.operators import attention_limits as limits
 from fusion.operators.attention_int8_limits import SCALES
 from fusion.operators.calling import Given

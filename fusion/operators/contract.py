@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fusion._torch import OpOverload
+from fusion._torch.operators import OpOverload
 from fusion.errors import OperatorError
 from fusion.operators import calling, predicates
 from fusion.operators import dims as named_dims

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusion._torch import count, hint
+from fusion._torch.tensors import count, hint
 
 
 def product(x: Tensor, columns: Any) -> float:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusion._torch import count, hint
+from fusion._torch.tensors import count, hint
 from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator

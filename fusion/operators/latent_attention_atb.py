@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion._torch import count, hint, known_true
+from fusion._torch.tensors import count, hint, known_true
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator, in_tensors
 from fusion.operators.dtypes import FLOAT32, HALVES, INT8, INT32, INT64, compute_dtype

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion._torch import memory_order
+from fusion._torch.tensors import memory_order
 
 LAYOUTS: Mapping[str, tuple[str, str]] = {
     "BSH": ("BSH", "BSH"),

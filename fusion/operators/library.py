@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch.library import Library, register_fake
 
-from fusion._torch import OpOverload, has_kernel, schema_of
+from fusion._torch.operators import OpOverload, has_kernel, schema_of
 from fusion.errors import OperatorError
 from fusion.operators.contract import Operator
 

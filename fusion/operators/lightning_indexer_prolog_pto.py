@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from fusion._torch import hint
+from fusion._torch.tensors import hint
 from fusion.operators.calling import Given
 from fusion.operators.contract import Limit, Operator, functional
 from fusion.operators.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, INT64, compute_dtype

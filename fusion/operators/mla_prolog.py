@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from fusion._torch import count, hint
+from fusion._torch.tensors import count, hint
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, functional, only, unused
 from fusion.operators.dtypes import BFLOAT16, FLOAT32, INT8, INT64, compute_dtype

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fusion._torch import known_true
+from fusion._torch.tensors import known_true
 from fusion.operators.layouts import lying_as
 
 Places = Sequence[Tensor | None]

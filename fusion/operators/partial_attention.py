@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusion._torch import count, hint
+from fusion._torch.tensors import count, hint
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator
 from fusion.operators.dtypes import FLOAT32, FLOATS, HALVES, INT32, compute_dtype

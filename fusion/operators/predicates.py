@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fusion._torch import known_true
+from fusion._torch.tensors import known_true
 from fusion.errors import OperatorError
 
 

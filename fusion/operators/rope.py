@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusion._torch import memory_order
+from fusion._torch.tensors import memory_order
 from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import FLOATS, compute_dtype
 from fusion.operators.layouts import lying_as

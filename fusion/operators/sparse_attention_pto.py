@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from fusion._torch import count, hint
+from fusion._torch.tensors import count, hint
 from fusion.operators.calling import Given
 from fusion.operators.contract import Limit, Operator, functional
 from fusion.operators.dtypes import BFLOAT16, INT32, compute_dtype

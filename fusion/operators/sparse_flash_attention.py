@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusion._torch import count, hint, known_true
+from fusion._torch.tensors import count, hint, known_true
 from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator

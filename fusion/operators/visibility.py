@@ -15,7 +15,7 @@ from operator import and_
 import torch
 from torch import Tensor
 
-from fusion._torch import known_true
+from fusion._torch.tensors import known_true
 from fusion.operators.calling import Given
 from fusion.operators.softmax import Visible
 

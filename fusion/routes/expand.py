@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fusion._torch import FakeTensorMode, OpOverload, fake_mode_of, trace
+from fusion._torch.fakes import FakeTensorMode, fake_mode_of
+from fusion._torch.operators import OpOverload
+from fusion._torch.tracing import trace
 from fusion.errors import FusionError
 from fusion.operators.dtypes import compute_dtype
 from fusion.operators.softmax import shared_matmul

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from fusion._torch import OpOverload
+from fusion._torch.operators import OpOverload
 from fusion.mutation import memory_of, shown, written_by
 from fusion.operators import OPERATORS, Operator
 from fusion.operators.library import has_default, run_by_default

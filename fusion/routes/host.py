@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fusion._inductor import inductor_can_build, inductor_compile
-from fusion._torch import Boxed, boxed, tracing_apart
+from fusion._torch.tracing import Boxed, boxed, tracing_apart
 from fusion.routes.expand import Table
 from fusion.routes.inline import inline
 

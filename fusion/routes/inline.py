@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion._torch import map_only
+from fusion._torch.tensors import map_only
 from fusion.bodies import with_bodies
 from fusion.routes.expand import Table, expand
 from fusion.texts import frozen

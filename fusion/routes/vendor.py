@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fusion._torch import Boxed, OpOverload, boxed, tracing_apart
+from fusion._torch.operators import OpOverload
+from fusion._torch.tracing import Boxed, boxed, tracing_apart
 from fusion.errors import FusionError
 from fusion.operators import ensure
 from fusion.routes.expand import expand

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import Boxed, aot_inference, preserve_composites
+from fusion._torch.tracing import Boxed, aot_inference, preserve_composites
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
 

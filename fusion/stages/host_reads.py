@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import OpOverload
+from fusion._torch.operators import OpOverload
 from fusion.operators import LOWERINGS, Operator, operator_of
 from fusion.origin import inherit
 

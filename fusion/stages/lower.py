@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx as fx
 
 from fusion import operators
-from fusion._torch import Boxed
+from fusion._torch.tracing import Boxed
 from fusion.routes import host, vendor
 from fusion.routes.inline import inline
 from fusion.target import Target

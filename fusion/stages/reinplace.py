@@ -16,7 +16,9 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, fake_like, schema_of, shares_memory
+from fusion._torch.fakes import fake_like
+from fusion._torch.operators import OpOverload, schema_of
+from fusion._torch.tensors import shares_memory
 from fusion.cost import is_view
 from fusion.graph import dims_of
 from fusion.mutation import is_write, reserves

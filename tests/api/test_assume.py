@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fusion
 from fusion import assumptions, backend
-from fusion._torch import boxed
+from fusion._torch.tracing import boxed
 from fusion.assumptions import holds
 from fusion.errors import OptionError
 from fusion.routes.host import has_compiler

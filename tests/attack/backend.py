@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from fusion._torch import Boxed, specialise_floats
+from fusion._torch.tracing import Boxed, specialise_floats
 from fusion.backend import FusionBackend
 from fusion.known import Known
 from fusion.options import Options
+from fusion.outcome import GraphReport
 from fusion.prepared import supply
-from fusion.report import GraphReport
 from fusion.stages.capture import capture
 from fusion.stages.lower import lower
 from fusion.testing import WIDENED, widen, widened

@@ -19,8 +19,8 @@ from fusion.facts import Facts
 from fusion.graph import Algebra, Value
 from fusion.library import installed
 from fusion.options import Options
+from fusion.outcome import emitted
 from fusion.pipeline import fuse_graph
-from fusion.report import emitted
 from patterns.attention.assumed import Assumed
 
 HOST = Options(target="host", lower="eager")

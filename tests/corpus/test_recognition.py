@@ -13,7 +13,7 @@ import torch
 
 from fusion import testing
 from fusion.options import Options
-from fusion.report import emitted
+from fusion.outcome import emitted
 from fusion.testing import DTYPES, LEVELS, Level, Trial, capture, trial_of
 
 from .base import LookAlike, Spelling

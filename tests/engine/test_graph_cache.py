@@ -17,14 +17,14 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import silu
 
 from fusion import graph_cache, shelf
-from fusion._torch import FakeTensorMode
+from fusion._torch.fakes import FakeTensorMode
 from fusion.backend import FusionBackend
 from fusion.errors import Failure
 from fusion.facts import Facts
 from fusion.library import installed
 from fusion.options import Options
+from fusion.outcome import Outcome
 from fusion.records import Prepared
-from fusion.report import Outcome
 from fusion.testing import Captured, capture, captured
 from fusion.texts import UnwrittenError
 from tests.support.tried import tried

@@ -13,7 +13,7 @@ from torch import nn
 
 import fusion
 from fusion import prepared
-from fusion._torch import stamps
+from fusion._torch.tensors import stamps
 
 from .graphs import numbers
 from .prepared_rules import RAN, CountedGate, Gate, JoinedGate, Layers, backend, close

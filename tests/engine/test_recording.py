@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusion._torch import run_on_fakes
+from fusion._torch.fakes import run_on_fakes
 from fusion.recording import Fakes
 from fusion.texts import frozen
 from tests.engine.graphs import numbers, read_graph, traced

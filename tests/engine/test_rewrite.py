@@ -10,8 +10,8 @@ import torch
 from fusion import Library
 from fusion.mutation import memory_of, outputs
 from fusion.origin import location, module_path
+from fusion.outcome import emitted
 from fusion.recording import Fakes
-from fusion.report import emitted
 from fusion.stages.canonicalise import canonicalise
 from fusion.stages.rewrite import _is_pure, rewrite
 

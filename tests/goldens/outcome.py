@@ -13,8 +13,8 @@ import torch.fx as fx
 
 from fusion.library import installed
 from fusion.options import Options
+from fusion.outcome import live_calls
 from fusion.pipeline import Outcome, fuse_graph
-from fusion.report import live_calls
 from fusion.testing import Captured
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fusion._torch import COMPOSITES
+from fusion._torch.operators import COMPOSITES
 from fusion.errors import FusionError
 from fusion.routes import host
 from fusion.routes.expand import attention, expand, rms_norm

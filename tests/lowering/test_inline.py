@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion._torch import COMPOSITES
+from fusion._torch.operators import COMPOSITES
 from fusion.routes import host
 from fusion.routes.inline import inline
 from tests.lowering.models import LIBRARY, TABLE, Block, inputs, operators, scaled_silu

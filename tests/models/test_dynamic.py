@@ -11,7 +11,7 @@ from torch import fx
 
 import fusion
 from fusion.backend import FusionBackend
-from fusion.report import GraphReport
+from fusion.outcome import GraphReport
 from fusion.verification import relative_error
 
 from .families import build

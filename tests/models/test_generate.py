@@ -12,7 +12,7 @@ import transformers
 
 import fusion
 from fusion.backend import FusionBackend
-from fusion.report import GraphReport
+from fusion.outcome import GraphReport
 from fusion.verification import relative_error
 
 from .families import Built, build, caches

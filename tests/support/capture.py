@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 
-from fusion._torch import Boxed, preserve_composites
+from fusion._torch.tracing import Boxed, preserve_composites
 
 Inner = Callable[[fx.GraphModule, Sequence[Any]], Boxed]
 

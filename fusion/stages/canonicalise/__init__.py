@@ -11,7 +11,8 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import OpOverload, constant_numbers
+from fusion._torch.operators import OpOverload
+from fusion._torch.tensors import constant_numbers
 from fusion.errors import FusionError
 from fusion.facts import Facts
 from fusion.graph import Algebra, Graph, Value, dims_of

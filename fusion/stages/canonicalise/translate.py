@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusion._torch import OpOverload, schema_of
+from fusion._torch.operators import OpOverload, schema_of
 from fusion.graph import Algebra, Dim, Value
 
 Translated = Value | tuple[Value | None, ...] | None

@@ -5,6 +5,7 @@ the same places: of their own layer, of the one before, of what all layers share
 """
 
 from fusion.stages.layers.fold import Folded, fold
-from fusion.stages.layers.unfold import NotRepeatedError, Origins, unfold
+from fusion.stages.layers.origins import Origins
+from fusion.stages.layers.unfold import NotRepeatedError, unfold
 
 __all__ = ["Folded", "NotRepeatedError", "Origins", "fold", "unfold"]

@@ -7,8 +7,6 @@ each copy of the second, the corresponding node of the copy before; what all lay
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from enum import IntEnum
 from itertools import pairwise
 
 import torch
@@ -19,87 +17,13 @@ from fusion.errors import FusionError
 from fusion.graph.overlay import Held
 from fusion.mutation import memory_of, outputs, reserves, sort
 from fusion.origin import PROVENANCE, inherit
-from fusion.records import Candidate, Refusal, Rewritten
-from fusion.stages.layers.fold import Folded
+from fusion.records import Candidate, Rewritten
+from fusion.stages.layers.origins import ONCE, Origins, Part
 from fusion.stages.layers.run import described
-
-_ONCE = 0
-"""The number under which a node stands that is not repeated: no layer that the second stands for has it."""
 
 
 class NotRepeatedError(FusionError):
     """What came of the second layer cannot be said of those behind it: the whole graph has to be searched."""
-
-
-class _Part(IntEnum):
-    """Where a node of a folded graph belongs; a part reads those before it."""
-
-    BEFORE, FIRST, SECOND, LAST, BEHIND = range(5)
-
-
-class Origins:
-    """For the nodes of a folded graph, as it came, the nodes of the whole one that they stand for."""
-
-    def __init__(self, folded: Folded) -> None:
-        self.folded = folded
-        self.copies = {node: copy for copy, node in folded.origin.items()}
-        self.reads = {node: tuple(node.all_input_nodes) for node in folded.graph.nodes}
-        self._place = {node: place for layer in folded.layers for place, node in enumerate(layer.all)}
-        self._inputs = {node.name: node for node in folded.graph.find_nodes(op="placeholder")}
-        self.part = dict(self._parts())
-
-    def _parts(self) -> Iterator[tuple[fx.Node, _Part]]:
-        layers = self.folded.layers
-        of = dict.fromkeys(layers[0].all, _Part.FIRST) | dict.fromkeys(layers[1].all, _Part.SECOND)
-        of |= dict.fromkeys(layers[-1].all, _Part.LAST)
-        outside, last = _Part.BEFORE, layers[-1].nodes[-1]
-        for copy, node in self.folded.origin.items():
-            yield copy, of.get(node, outside)
-            outside = _Part.BEHIND if node is last else outside
-
-    def times(self, known: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-        """For how many nodes each one stands, where the nodes of the whole graph stand for so many."""
-        return {
-            copy: known.get(node, 1) * (len(self.folded.middle) if self.part[copy] == _Part.SECOND else 1)
-            for copy, node in self.folded.origin.items()
-        }
-
-    def three(self) -> list[list[fx.Node]]:
-        """The nodes of the first layer, the second and the last, which correspond."""
-        first, second, *_, last = self.folded.layers
-        return [[self.copies[each] for each in layer.all] for layer in (first, second, last)]
-
-    def at(self, node: fx.Node, layer: int) -> fx.Node:
-        """What a node is where the second layer stands for that one; `_ONCE` as what is not repeated sees it."""
-        layers, origin, part = self.folded.layers, self.folded.origin[node], self.part[node]
-        if layer == _ONCE:  # it may stand behind the second layer
-            layer, away = self.folded.middle[-1], {_Part.SECOND: 0}.get(part)
-        else:
-            away = {_Part.FIRST: -1, _Part.SECOND: 0, _Part.LAST: 1}.get(part)
-        return origin if away is None else layers[layer + away].all[self._place[origin]]
-
-    def numbers(self, *nodes: fx.Node) -> Sequence[int]:
-        """The layers that something of these nodes stands for, if the second layer holds the last of them."""
-        held = max(self.part[each] for each in nodes)
-        return self.folded.middle if held == _Part.SECOND else (_ONCE,)
-
-    def candidates(self, chosen: Candidate) -> Iterator[Candidate]:
-        """A candidate, in each layer that it was found for."""
-        return (self._candidate(chosen, number) for number in self.numbers(*chosen.match.firsts))
-
-    def _candidate(self, chosen: Candidate, number: int) -> Candidate:
-        roots = tuple(tuple(self.at(each, number) for each in makers) for makers in chosen.match.roots)
-        dying = frozenset(self.at(each, number) for each in chosen.dying)
-        relies = frozenset(self.at(self._inputs[name], number).name for name in chosen.match.relies)
-        needs = None if chosen.needs is None else self._candidate(chosen.needs, number)
-        match = replace(chosen.match, roots=roots, relies=relies)
-        return replace(chosen, match=match, dying=dying, needs=needs)
-
-    def refusals(self, refusal: Refusal) -> Iterator[Refusal]:
-        """A refusal, in each layer that it holds for."""
-        for number in self.numbers(refusal.node):
-            blamed = None if refusal.blamed is None else self.at(refusal.blamed, number)
-            yield replace(refusal, node=self.at(refusal.node, number), blamed=blamed)
 
 
 def unfold(
@@ -170,7 +94,7 @@ class _Unfolding:
         found = self._below(copies[one] for one, other in pairs if one is other)
         of_each = [{held.get(each) for each in layer} for layer in self._origins.three()]
         values = set.intersection(*of_each) - {None}
-        outer = (node for node, value in held.items() if value in values and self._origins.part[node] == _Part.BEFORE)
+        outer = (node for node, value in held.items() if value in values and self._origins.part[node] == Part.BEFORE)
         return found.union(outer) - {copies[one] for one, other in pairs if one is not other}
 
     def _below(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -184,7 +108,7 @@ class _Unfolding:
                 waiting += [self._origins.copies[each] for each in self._folded.origin[node].all_input_nodes]
         return found
 
-    def _part_of(self, node: fx.Node) -> _Part:
+    def _part_of(self, node: fx.Node) -> Part:
         """Where a new node belongs: to the layer that returns its memory, or whose rewrite added it.
 
         What reads only what all layers share is shared itself, if nobody can tell its memory from another's.
@@ -192,17 +116,15 @@ class _Unfolding:
         returned = self._returned.get(node)
         if not returned and not reserves(node.target) and all(map(self._is_shared, node.all_input_nodes)):
             self._shared.add(node)
-            return _Part.BEFORE
+            return Part.BEFORE
         own = self._owner.get(node)
         within = [self._part[each] for each in own.match.firsts] if own else []
-        return max(
-            returned or _Part.BEFORE, *within, *(self._part[each] for each in node.all_input_nodes), _Part.BEFORE
-        )
+        return max(returned or Part.BEFORE, *within, *(self._part[each] for each in node.all_input_nodes), Part.BEFORE)
 
-    def _memory_of_results(self) -> Iterator[tuple[fx.Node, _Part]]:
+    def _memory_of_results(self) -> Iterator[tuple[fx.Node, Part]]:
         """The nodes whose memory the layers return."""
         layers = self._folded.layers
-        parts = ((layers[0], _Part.FIRST), (layers[1], _Part.SECOND), (layers[-1], _Part.LAST))
+        parts = ((layers[0], Part.FIRST), (layers[1], Part.SECOND), (layers[-1], Part.LAST))
         of = {place: part for layer, part in parts for place in layer.results}
         given = zip(self._folded.results, outputs(self._rewritten), strict=True)
         return ((memory_of(node), of[place]) for place, node in given if place in of)
@@ -217,12 +139,12 @@ class _Unfolding:
         Raises:
             NotRepeatedError: a rewrite of the second layer is none of the last.
         """
-        of = {part: [each for each in self._done if self._layer(each) == part] for part in _Part}
-        for one in of[_Part.SECOND]:
-            if not any(self._is_made_as(one.candidate, each.candidate) for each in of[_Part.LAST]):
+        of = {part: [each for each in self._done if self._layer(each) == part] for part in Part}
+        for one in of[Part.SECOND]:
+            if not any(self._is_made_as(one.candidate, each.candidate) for each in of[Part.LAST]):
                 raise NotRepeatedError(f"{one.candidate.match.rule.name} is applied otherwise in the last layer")
-        for one in of[_Part.FIRST]:
-            for other in of[_Part.SECOND]:
+        for one in of[Part.FIRST]:
+            for other in of[Part.SECOND]:
                 if self._is_made_as(one.candidate, other.candidate):
                     self._pair(one.added, other.added)
 
@@ -235,11 +157,11 @@ class _Unfolding:
         """
         for each in self._done:
             own = self._layer(each)
-            through = _Part.FIRST if own == _Part.SECOND else _Part.SECOND
+            through = Part.FIRST if own == Part.SECOND else Part.SECOND
             if own > through and self._looks_through(each, through, held):
                 raise NotRepeatedError(f"{each.candidate.match.rule.name} is of what a whole layer computes")
 
-    def _looks_through(self, made: Rewritten, through: _Part, held: Mapping[fx.Node, Held]) -> bool:
+    def _looks_through(self, made: Rewritten, through: Part, held: Mapping[fx.Node, Held]) -> bool:
         """Whether, between its results and what it reads, there is what a layer reads of the one before it."""
         read = self._read_by(made)
         values = {held[each] for each in read if each in held}
@@ -272,7 +194,7 @@ class _Unfolding:
                 waiting += node.all_input_nodes
         return found
 
-    def _layer(self, made: Rewritten) -> _Part:
+    def _layer(self, made: Rewritten) -> Part:
         return max(self._part[each] for each in made.candidate.match.firsts)
 
     def _is_made_as(self, one: Candidate, other: Candidate) -> bool:
@@ -296,7 +218,7 @@ class _Unfolding:
     def _is_next(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether the second layer reads `other` where the first reads `one`; before the first may be anything."""
         before = self._part[one], self._part[other]
-        corresponds = self._next.get(one) is other or before == (_Part.BEFORE, _Part.FIRST)
+        corresponds = self._next.get(one) is other or before == (Part.BEFORE, Part.FIRST)
         return corresponds or (one is other and self._is_shared(one))
 
     # writing -----------------------------------------------------------------------------------------------------
@@ -330,23 +252,23 @@ class _Unfolding:
                 yield from ((node, number) for number in self._numbers(node))
 
     def _numbers(self, node: fx.Node) -> Sequence[int]:
-        return self._folded.middle if self._part[node] == _Part.SECOND else (_ONCE,)
+        return self._folded.middle if self._part[node] == Part.SECOND else (ONCE,)
 
-    def _read(self, node: fx.Node, reader: _Part, layer: int) -> tuple[fx.Node, int]:
+    def _read(self, node: fx.Node, reader: Part, layer: int) -> tuple[fx.Node, int]:
         """What something of the part `reader` reads as `node`, for the layer of that number if it is of the second.
 
         Raises:
             NotRepeatedError: what is behind it, or of another layer without anything that corresponds.
         """
         part = self._part[node]
-        if part > reader and _Part.SECOND in (part, reader):
+        if part > reader and Part.SECOND in (part, reader):
             raise NotRepeatedError(f"{node} is made by a layer behind the one that reads it")
-        if part == _Part.SECOND:
-            return node, self._folded.middle[-1] if layer == _ONCE else layer
-        if layer == _ONCE or self._is_shared(node) or (part == _Part.FIRST and layer == 1):
-            return node, _ONCE
+        if part == Part.SECOND:
+            return node, self._folded.middle[-1] if layer == ONCE else layer
+        if layer == ONCE or self._is_shared(node) or (part == Part.FIRST and layer == 1):
+            return node, ONCE
         following = self._next.get(node)
-        if following is None or following not in self._alive or part != _Part.FIRST:
+        if following is None or following not in self._alive or part != Part.FIRST:
             raise NotRepeatedError(f"{node} of another layer is read, to which nothing corresponds")
         return following, layer - 1
 
@@ -354,12 +276,12 @@ class _Unfolding:
         """For each place among the results of the whole graph, what stands there."""
         layers = self._folded.layers
         given = dict(zip(self._folded.results, outputs(self._rewritten), strict=True))
-        of = dict.fromkeys(layers[0].results, _Part.FIRST) | dict.fromkeys(layers[-1].results, _Part.LAST)
+        of = dict.fromkeys(layers[0].results, Part.FIRST) | dict.fromkeys(layers[-1].results, Part.LAST)
         for number in self._folded.middle:
             for place, same in zip(layers[number].results, layers[1].results, strict=True):
-                yield place, self._read(given[same], _Part.SECOND, number)
+                yield place, self._read(given[same], Part.SECOND, number)
         for place in given.keys() - set(layers[1].results):
-            yield place, self._read(given[place], of.get(place, _Part.BEHIND), _ONCE)
+            yield place, self._read(given[place], of.get(place, Part.BEHIND), ONCE)
 
     def _inputs(self) -> Iterator[tuple[tuple[fx.Node, int], fx.Node]]:
         for node in self._rewritten.find_nodes(op="placeholder"):
@@ -369,7 +291,7 @@ class _Unfolding:
         """Find or make the node of each instance, behind the one before it of the same layer."""
         inputs = self._whole.find_nodes(op="placeholder")
         behind = {number: self._folded.layers[number].nodes[0].prev for number in self._folded.middle}
-        behind[_ONCE] = inputs[-1] if inputs else next(iter(self._whole.nodes))
+        behind[ONCE] = inputs[-1] if inputs else next(iter(self._whole.nodes))
         for node, layer in instances:
             known = node in self._origins.part
             now = self._origins.at(node, layer) if known else self._made(node, layer, behind[layer])
@@ -379,7 +301,7 @@ class _Unfolding:
     def _made(self, node: fx.Node, layer: int, behind: fx.Node) -> fx.Node:
         with self._whole.inserting_after(behind):
             made = self._whole.create_node(node.op, node.target, name=node.name)
-        if layer == _ONCE:
+        if layer == ONCE:
             made.meta.update(node.meta)
         elif node in self._owner:
             inherit(made, self._origins.at(self._owner[node].match.node, layer))
@@ -394,7 +316,7 @@ class _Unfolding:
     def _drop(self) -> None:
         """Erase what nothing needs any more."""
         kept = set(self._now.values())
-        copies = {now for (_, layer), now in self._now.items() if layer != _ONCE}
+        copies = {now for (_, layer), now in self._now.items() if layer != ONCE}
         for node in reversed(self._whole.nodes):
             is_dead = node not in kept or (node in copies and not node.users and not node.is_impure())
             if is_dead and node.op not in ("placeholder", "output"):
@@ -410,6 +332,6 @@ class _Unfolding:
     def _added(self, made: Rewritten, number: int) -> Iterator[fx.Node]:
         """The nodes that stand for those that were added, and still do."""
         for node in made.added:
-            found = self._now.get((node, number)) or (self._now.get((node, _ONCE)) if number == 1 else None)
+            found = self._now.get((node, number)) or (self._now.get((node, ONCE)) if number == 1 else None)
             if found is not None and not found._erased:
                 yield found

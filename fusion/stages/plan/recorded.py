@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx as fx
 
-from fusion._torch import leaves, map_only
+from fusion._torch.tensors import leaves, map_only
 from fusion.cost import aten_flops, call_cost, is_data, is_view
 from fusion.errors import Failure
 from fusion.failures import failure, raised

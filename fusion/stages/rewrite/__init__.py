@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fusion._torch import leaves, map_only
+from fusion._torch.tensors import leaves, map_only
 from fusion.cost import is_contiguous_copy
 from fusion.graph import Graph, Value
 from fusion.mutation import is_written, memory_of, reserves, sort
 from fusion.origin import inherit
-from fusion.recording import Fakes, SizeNodes
+from fusion.recording import Fakes
 from fusion.records import Candidate, Input, Output, Rewritten, Step
+from fusion.sizes import SizeNodes
 from fusion.stages.rewrite.layout import Layouts, same_strides
 from fusion.stages.rewrite.results import Results
 from fusion.texts import frozen

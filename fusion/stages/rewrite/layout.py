@@ -9,13 +9,14 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch import hint, leaves
+from fusion._torch.tensors import hint, leaves
 from fusion.cost import is_contiguous_copy
 from fusion.errors import VerificationError
 from fusion.graph import Dim, but_ones, dims_of, is_dense
 from fusion.mutation import is_copy_unseen, shown
 from fusion.origin import inherit
-from fusion.recording import Fakes, SizeNodes
+from fusion.recording import Fakes
+from fusion.sizes import SizeNodes
 
 aten = torch.ops.aten
 _STRICT_VIEWS = (aten.view.default, aten._unsafe_view.default)

@@ -1,0 +1,173 @@
+"""Fake tensors and the modes in which they are made."""
+
+# pyright: reportPrivateUsage=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    has_meta,  # pyright: ignore[reportPrivateImportUsage]
+    in_kernel_invocation_manager,
+    op_implementations_checks,  # pyright: ignore[reportPrivateImportUsage]
+    torch_decomp_decompositions,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusion._torch.tensors import leaves, map_only
+
+__all__ = ["FakeCopyMode", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]  # of torch, used as they are
+
+aten = torch.ops.aten
+
+
+Mode = TypeVar("Mode", bound=FakeTensorMode)
+
+
+def fake_mode_of(gm: fx.GraphModule) -> FakeTensorMode | None:
+    """The fake mode in which `gm` was captured: that of the values that its placeholders carry.
+
+    Private: `torch._guards.detect_fake_mode`.
+    """
+    return detect_fake_mode([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")])
+
+
+def in_fake_mode(op: Any, mode: FakeTensorMode, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator that calls graphs gives in a fake mode, a mode of a derived type too.
+
+    torch looks up by the type of the mode what it does not find among the functions for all fake modes.
+    Private: `torch._higher_order_ops.utils.registered_hop_fake_fns`, `HigherOrderOperator.python_key_table`.
+    """
+    from torch._higher_order_ops.utils import registered_hop_fake_fns
+
+    if op in registered_hop_fake_fns:
+        return FakeTensorMode.__torch_dispatch__(mode, op, [], args, kwargs)
+    return op.python_key_table[FakeTensorMode](mode, *args, **kwargs)
+
+
+def fresh_fake_mode(kind: type[Mode] = FakeTensorMode) -> Mode:
+    """A fake mode of its own, in which real tensors that a function closes over may appear."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return kind(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def fake_like(fake: Any) -> torch.Tensor:
+    """A fresh fake tensor with the shape, strides, dtype and device of `fake`."""
+    if not isinstance(fake, FakeTensor):
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return fake_tensor(fake.fake_mode, fake.shape, fake.stride(), fake.dtype, fake.device)
+
+
+def fake_tensor(
+    mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A fresh fake tensor.
+
+    Built directly: running `empty_strided` under the fake mode costs twenty times as much.
+    Private: `torch._subclasses.fake_tensor.FakeTensor`.
+    """
+    with unset_fake_temporarily():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, meta, device)
+
+
+class FakesMode(TorchDispatchMode):
+    """A mode that sees what runs on fake tensors while a graph is compiled: Dynamo need not be kept from it.
+
+    Private: `TorchDispatchMode._should_skip_dynamo`, whose wrapper costs as much as a call.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def without_view_tracking() -> AbstractContextManager[None]:
+    """Views do not remember what they are of, so that one tensor may be the result of several calls.
+
+    Private: `torch._C._ExcludeDispatchKeyGuard`.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+
+
+def run_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function gives on fake tensors.
+
+    A layer norm whose weights are wider than x gives its statistics in their dtype; its Meta kernel says that of x.
+    """
+    result = _on_fakes(func, args, kwargs)
+    if func is not aten.native_layer_norm.default:
+        return result
+    dtype = next((each.dtype for each in args[2:4] if each is not None), args[0].dtype)
+    return (result[0], *(each.to(dtype) for each in result[1:])) if dtype != args[0].dtype else result
+
+
+def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The same: an operator by its Meta kernel, if that is all that fake mode would run.
+
+    Fake mode itself takes five times as long, the look into its cache included.
+    Private: `torch._subclasses.fake_tensor`, `FakeTensor._find_common_device`.
+    """
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    if not _is_meta_enough(func) or kwargs.get("device") is not None:
+        return func(*args, **kwargs)
+    given = leaves(args, kwargs)
+    mode = next((each.fake_mode for each in given if isinstance(each, FakeTensor)), None)
+    if mode is None or not all(map(_is_known, given)):
+        return func(*args, **kwargs)
+    try:
+        with unset_fake_temporarily():
+            device = _common_device(func, given)
+            with in_kernel_invocation_manager(mode), torch._C._DisablePythonDispatcher():
+                result = func(*args, **kwargs)
+            return map_only(torch.Tensor, lambda each: FakeTensor(mode, each, device), result)
+    except Exception:  # fake mode says why
+        return func(*args, **kwargs)
+
+
+def _common_device(func: Any, given: Sequence[Any]) -> torch.device:
+    devices = {each.fake_device for each in given if isinstance(each, FakeTensor)}
+    return devices.pop() if len(devices) == 1 else FakeTensor._find_common_device(func, given)[0]
+
+
+_SPECIAL_FOR_SYMBOLS = (aten.view.default, aten._unsafe_view.default, aten.select.int, aten.slice.Tensor)
+"""Views whose Meta kernels do not know symbolic sizes: for them alone fake mode has its own ways."""
+
+
+@cache
+def _is_meta_enough(func: Callable[..., Any]) -> bool:
+    """Whether fake mode runs the Meta kernel of an operator and nothing else, where all sizes are known."""
+    from torch._decomp import decomposition_table, meta_table
+
+    if not isinstance(func, OpOverload) or func.namespace in ("prim", "prims"):
+        return False
+    if func._schema.is_mutable or not has_meta(func):
+        return False
+    if func in _SPECIAL_FOR_SYMBOLS:
+        return True
+    if any(check(func) for check, _ in op_implementations_checks):
+        return False
+    by_meta = func in meta_table or func in FakeTensorMode._cpp_meta_supports_symint or torch.Tag.view_copy in func.tags
+    decomposed = func in decomposition_table and torch_decomp_decompositions(func)
+    return by_meta or not (decomposed or func._can_decompose())
+
+
+def _is_known(argument: Any) -> bool:
+    """Whether an argument is no tensor but a fake one, and has no symbolic size."""
+    if isinstance(argument, torch.Tensor):
+        return isinstance(argument, FakeTensor) and not argument._has_symbolic_sizes_strides
+    return not isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,0 +1,95 @@
+"""Nodes that hold symbolic sizes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fusion.graph import dim_of
+from fusion.language import Refused
+
+
+class SizeNodes:
+    """Nodes that hold symbolic sizes, found or made in a graph.
+
+    What the inputs give is made before everything else: a size that the graph computes itself may stand behind where it
+    is needed, and is used for what the inputs do not give.
+    """
+
+    def __init__(self, source: fx.Graph) -> None:
+        self._source = source
+        self._nodes: dict[Any, fx.Node] = {}
+        self._computed: dict[Any, fx.Node] = {}
+        self._tensors: dict[Any, tuple[fx.Node, int]] = {}
+        self._last: fx.Node | None = None  # of the inputs and of what is made from them
+        for node in source.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt):
+                (self._nodes if node.op == "placeholder" else self._computed).setdefault(dim_of(val), node)
+            elif isinstance(val, torch.Tensor) and node.op == "placeholder":
+                for axis, size in enumerate(val.shape):
+                    self._tensors.setdefault(dim_of(size), (node, axis))
+            if node.op == "placeholder":
+                self._last = node
+        self._given = frozenset((*self._nodes, *self._tensors))
+
+    def node(self, size: torch.SymInt) -> fx.Node | int:
+        """The node that holds this size, made where there is none."""
+        dim = dim_of(size)
+        if isinstance(dim, int):
+            return dim
+        if dim not in self._nodes:
+            made = self._make(dim)
+            made.meta.setdefault("val", size)
+            self._nodes[dim] = made
+        return self._nodes[dim]
+
+    def can_make(self, dim: Any) -> bool:
+        """Whether `node` finds or makes a size."""
+        known = isinstance(dim, int) or dim.is_Integer or dim in self._computed or self._is_given(dim)
+        joined = None if known else _joined(dim)
+        return known or (joined is not None and all(map(self.can_make, joined[1])))
+
+    def _is_given(self, dim: Any) -> bool:
+        """Whether the inputs give a size, or sizes whose sum or product it is."""
+        if dim in self._given or getattr(dim, "is_Integer", False):
+            return True
+        joined = _joined(dim)
+        return joined is not None and all(map(self._is_given, joined[1]))
+
+    def _make(self, dim: Any) -> fx.Node:
+        given = self._is_given(dim)
+        if dim in self._tensors:
+            return self._call(torch.ops.aten.sym_size.int, self._tensors[dim], given)
+        if not given and dim in self._computed:
+            return self._computed[dim]
+        joined = _joined(dim)
+        if joined is None:
+            raise Refused("the symbolic size {dim} is not among the sizes of the graph", {"dim": dim})
+        join, of = joined
+        parts: Any = [int(part) if part.is_number else self._nodes.get(part) or self._make(part) for part in of]
+        return reduce(lambda whole, part: self._call(join, (whole, part), given), parts)
+
+    def _call(self, target: Any, args: tuple[Any, ...], given: bool) -> fx.Node:
+        """Behind the inputs where they give it, else at the graph's insertion point."""
+        if not given or self._last is None:
+            return self._source.call_function(target, args)
+        with self._source.inserting_after(self._last):
+            self._last = self._source.call_function(target, args)
+        return self._last
+
+
+def _joined(dim: Any) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+    """The sum or product that a size is, and of which sizes; None for another function."""
+    import sympy
+
+    if dim.func is sympy.Pow and dim.exp.is_Integer and dim.exp > 0:
+        return operator.mul, (dim.base,) * int(dim.exp)
+    if dim.func not in (sympy.Mul, sympy.Add):
+        return None
+    return operator.mul if dim.func is sympy.Mul else operator.add, dim.args
