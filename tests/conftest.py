@@ -18,20 +18,20 @@ SEED = "CANN_FUSION_SEED"
 DECISION = pytest.StashKey[changed.Decision]()
 
 SHARES = {
-    "attention/test_attention.py": 4,
+    "attention/test_attention.py": 6,
     "attention/test_attention_numbers.py": 2,
     "attention/test_block_diagonal.py": 3,
     "attention/test_hidden_again.py": 4,
     "attention/test_int8_cache.py": 3,
     "attention/test_paged_segments.py": 3,
-    "corpus/test_corpus.py": 8,
-    "corpus/test_recognition.py": 20,
+    "corpus/test_corpus.py": 12,
+    "corpus/test_recognition.py": 30,
     "sparse/test_sparse_attention.py": 6,
     "sparse/test_sparse_attention_numbers.py": 2,
     "sparse/test_serving.py": 3,
     "sparse/test_serving_examples.py": 2,
-    "goldens/test_goldens.py": 8,
-    "laws/test_laws.py": 12,
+    "goldens/test_goldens.py": 12,
+    "laws/test_laws.py": 18,
     "models/test_caches.py": 3,
     "models/test_dynamic.py": 6,
     "models/test_experts.py": 3,
@@ -49,8 +49,8 @@ SHARES = {
     "latent/test_w8a8c8.py": 3,
     "repositories/test_pieces.py": 25,
     "routing/test_experts.py": 3,
-    "operators/test_fallbacks.py": 8,
-    "operators/test_meta.py": 8,
+    "operators/test_fallbacks.py": 12,
+    "operators/test_meta.py": 12,
 }
 """Modules of which one test in so many runs for each push; tests without parameters always run."""
 

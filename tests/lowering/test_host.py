@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-from fusion import _torch
+from fusion._torch import operators, tracing
 from fusion.routes import host
 from tests.lowering.models import TABLE, Block, inputs, scaled_silu
 from tests.support.capture import Backend, Inner, compiled
@@ -133,7 +133,7 @@ def test_parameters_that_require_gradients_compile_for_inference(model: Block):
 
 
 def test_a_boxed_call_empties_its_list():
-    call = _torch.boxed(lambda x, y: x - y)
+    call = tracing.boxed(lambda x, y: x - y)
     values = [5, 3]
     assert call(values) == 2
     assert values == []
@@ -147,8 +147,8 @@ def test_composites_are_decomposed_again_outside_the_context(model: Block):
         torch.compile(model, backend=backend, fullgraph=True)(*inputs(3, 5))
         whole = {node.target for node in backend.graphs[0].graph.nodes}
         plain = torch.fx.experimental.proxy_tensor.make_fx(model)(*inputs(3, 5))
-    assert whole >= set(_torch.COMPOSITES)
-    assert not {node.target for node in plain.graph.nodes} & set(_torch.COMPOSITES)
+    assert whole >= set(operators.COMPOSITES)
+    assert not {node.target for node in plain.graph.nodes} & set(operators.COMPOSITES)
 
 
 def test_no_compiler_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
