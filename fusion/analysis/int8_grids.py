@@ -5,6 +5,7 @@ k8.float() * s        (k8 - z) * s        k8.to(bf16) * 0.05        (k8[table] *
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -33,19 +34,31 @@ class Grid:
 
 def grid_of(a: Algebra, value: Value) -> Grid | None:
     """What `value` is computed from, but for roundings between floats; None where that is no int8."""
+    known: dict[Value, Grid | None] = {}  # a value may be reached in as many ways as 2 to the length of a chain
+
+    def of(x: Value) -> Grid | None:
+        if x not in known:
+            known[x] = _read(a, x, of)
+        return known[x]
+
+    return of(value)
+
+
+def _read(a: Algebra, value: Value, of: Callable[[Value], Grid | None]) -> Grid | None:
+    """The same by what `of` says of its arguments."""
     match value.op:
         case "cast" if value.arg.dtype == torch.int8:
             return Grid(value.arg) if is_float(value) else None
         case "cast" if is_rounding(value):
-            return grid_of(a, value.arg)
+            return of(value.arg)
         case "scale" | "shift" if is_float(value):
-            return _by_number(grid_of(a, value.arg), value)
+            return _by_number(of(value.arg), value)
         case "mul" | "add":
             sides = (value.args, value.args[::-1])
-            found = (_joined(grid_of(a, x), x, other, value) for x, other in sides)
+            found = (_joined(of(x), x, other, value) for x, other in sides)
             return next((each for each in found if each is not None), None)
         case "reshape" | "permute" | "expand" | "slice" if is_float(value):
-            found = grid_of(a, value.arg)
+            found = of(value.arg)
             return found and _viewed(a, found, value)
         case _:
             return None

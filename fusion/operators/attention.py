@@ -167,6 +167,15 @@ def flops_of(call: Attention) -> float:
     return scores(hint(batch) * hint(rows) * hint(heads) * seen, width + rope + values)
 
 
+def _grids(given: Given, of: limits.Antiquant) -> tuple[Grid, Grid] | None:
+    """Those of keys and values, where they have scales."""
+    key, value = (
+        None if given[scale] is None else Grid(given[scale], given[offset], given[mode])
+        for scale, offset, mode in zip(of.scales, of.offsets, of.modes, strict=True)
+    )
+    return None if key is None or value is None else (key, value)
+
+
 def _read(given: Given, names: limits.Names) -> Attention:
     heads = given[names.heads]
     scales: Any = tuple(given[name] for name in SCALES) if names.whole else (None,)
@@ -219,17 +228,6 @@ _V1_SCHEMA = (
     "int inner_precise=0, int block_size=0, int antiquant_mode=0, int key_antiquant_mode=0, "
     "int value_antiquant_mode=0, bool softmax_lse_flag=False) -> (Tensor, Tensor)"
 )
-
-
-def _grids(given: Given, of: limits.Antiquant) -> tuple[Grid, Grid] | None:
-    """Those of keys and values, where they have scales."""
-    key, value = (
-        None if given[scale] is None else Grid(given[scale], given[offset], given[mode])
-        for scale, offset, mode in zip(of.scales, of.offsets, of.modes, strict=True)
-    )
-    return None if key is None or value is None else (key, value)
-
-
 _SUMMARY = (
     "out = round(softmax(scale · (q kᵀ + q_rope k_ropeᵀ) + pse_shift, masked) v), in float32; a row that sees no key "
     "is 0; no page says what becomes of infinite numbers in pse_shift. int8 keys and values beside queries in floats: "

@@ -111,7 +111,7 @@ def _add_rms_norm_cast(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) ->
     x, total = added(x1, x2)
     root = rstd(total, gamma, epsilon)
     y = (total * root * gamma.to(total.dtype)).to(x1.dtype)
-    return y.to(total.dtype), y, root.contiguous(), x
+    return y.to(total.dtype, copy=True), y, root.contiguous(), x
 
 
 def _add_rms_norm_cast_outputs(x1: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:

@@ -47,7 +47,7 @@ class Attention(SoftmaxAttention):
     ):
         """Behind any mask, or none, with or without a bias."""
         k, v = encoding.terms(p, *source.terms(p))
-        said = dict(q=q, k=k, sink=sink, scale=scale, **seen.said(), **bias.said())
+        said = dict(q=q, k=k, sink=sink, scale=scale, **encoding.said(), **seen.said(), **bias.said())
         return result.terms(partial(p.softmax_attention, v=v, **said), partial(p.softmax_lse, **said))
 
     @pattern
@@ -65,9 +65,7 @@ class Attention(SoftmaxAttention):
         scale=scalar(),
     ):
         """The same over int8, of whose scores the operator gives no log-sum-exp."""
-        k, v = encoding.terms(p, *source.terms(p))
-        said = dict(q=q, k=k, sink=sink, scale=scale, mixed=encoding.mixed, **seen.said(), **bias.said())
-        return result.terms(partial(p.softmax_attention, v=v, **said), partial(p.softmax_lse, **said))
+        return self.written(p, source, result, q, encoding, seen, bias, sink, scale)
 
     @pattern
     @variants(source=(PagedSegments, Segments), result=(Output,))

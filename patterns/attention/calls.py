@@ -75,14 +75,17 @@ class MaskSpec:
             return dict(sparse_mode=4, pre_tokens=self.window, next_tokens=0, atten_mask=triangle)
         return dict(sparse_mode=2 if self.kind == "causal_upper_left" else 3, atten_mask=triangle)
 
+    def towards_last(self) -> MaskSpec:
+        """The same, causal towards the last key, as which a causal order of as many queries as keys counts as well."""
+        return replace(self, kind="causal_lower_right" if self.kind == "causal_upper_left" else self.kind)
+
     def from_last(self, queries: Any, keys: Any) -> MaskSpec:
         """The same for an operator whose causal order ends at the last key, whichever it is, with `kv_len` known."""
         if self.kv_lens is not None:
             return self
         kv_len = queries if self.kind == "causal_upper_left" else keys if self.kv_len is None else self.kv_len
         require(kv_len <= keys, "there are fewer keys than queries, which stand in line from the first on")
-        kind = "causal_lower_right" if self.kind == "causal_upper_left" else self.kind
-        return replace(self, kind=kind, kv_len=kv_len)
+        return replace(self.towards_last(), kv_len=kv_len)
 
 
 def viewed(y: Tensor, view: Any) -> Tensor:

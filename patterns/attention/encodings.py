@@ -32,6 +32,10 @@ class Floats(Group):
         """Keys and values, of the rows of a source."""
         return k, v
 
+    def said(self) -> dict[str, Any]:
+        """What the words for attention say of them: nothing."""
+        return {}
+
     def refuse(self, source: Any, result: Any, sink: Any) -> None:
         """Refuse pages in other blocks of NZ."""
         source.refuse_blocks(pages.NZ, pages.NZ)
@@ -67,6 +71,10 @@ class Int8(Floats):
         offset = dict(offset=self.v_offset, offset_by=self.v_offset_by, shift=self.v_shift)
         keys = p.int8_keys(x=k, scale=self.k_scale, by=self.k_by, shifted=self.shifted)
         return keys, p.int8_values(x=v, scale=self.v_scale, by=self.v_by, **offset)
+
+    def said(self) -> dict[str, Any]:
+        """In which dtype the model computes with them."""
+        return dict(mixed=self.mixed)
 
     def refuse(self, source: Any, result: Any, sink: Any) -> None:
         """Refuse offsets of keys where more than a softmax sees them, and pages in other blocks of NZ."""

@@ -29,6 +29,8 @@ _ROWS = 2
 """The dim of queries [B, N, S, D]."""
 _ALIKE = ("scale", "window", "sink", "fully_masked_row")
 _OWN = ("count", "levels", "kv_len", "kv_lens", "bias")
+_SAID = {"q", "k", "v", "mask", "mask_kind", "output_view", *_ALIKE, *_OWN}
+"""What is asked of each segment: attention of which more is said is none."""
 
 
 @reader(gives=(SEGMENTED_ATTENTION,), needs=("softmax_attention",))
@@ -91,6 +93,7 @@ def segmented(a: Algebra, results: Results, joined: Value) -> Reading | None:
     """The segments of which a value joins the results, each with what it attends to."""
     parts = [proven(_part(a, results, each)) for each in joined.args]
     first, every = parts[0].reading.captures, [each.reading.captures for each in parts]
+    must(all(each.keys() <= _SAID for each in every))
     must(all(each.get(name) == first.get(name) for each in every for name in _ALIKE))
     must(all(each.get(name) is None for each in every for name in _OWN))
     ends, key_ends, value_ends = (proven(_ends([each[name] for each in every])) for name in ("q", "k", "v"))

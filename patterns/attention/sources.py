@@ -124,10 +124,9 @@ class Rows(Group):
             spec.kind != "causal_upper_left" or queries == keys, "packed sequences are causal towards their last key"
         )
         k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
-        spec = MaskSpec("causal_lower_right" if spec.kind == "causal_upper_left" else spec.kind, spec.window)
         ends, heads = calls.ends_of(batch, keys, q.device), self.first.shape[1]
         return calls.in_sequence(
-            q, k, v, ends, call, num_key_value_heads=heads, **spec.arguments(q.device, queries), **beside
+            q, k, v, ends, call, num_key_value_heads=heads, **spec.towards_last().arguments(q.device, queries), **beside
         )
 
     def as_pages(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
@@ -178,9 +177,7 @@ class InSequence:
 
     def told(self, q: Tensor, seen: Any) -> dict[str, Any]:
         """Where queries end, and the mask of each segment."""
-        spec = seen.spec()
-        kind = "causal_lower_right" if spec.kind == "causal_upper_left" else spec.kind
-        return MaskSpec(kind, spec.window).arguments(q.device, q.shape[2]) | dict(ends=list(self.ends))
+        return seen.spec().towards_last().arguments(q.device, q.shape[2]) | dict(ends=list(self.ends))
 
 
 @dataclass(frozen=True)

@@ -269,11 +269,14 @@ def _forms(a: Algebra, found: Gather, sizes: Sizes) -> Iterator[tuple[str, Value
 
 def _turned(a: Algebra, x: Value, shape: Sequence[Any], order: Sequence[int]) -> list[Value]:
     """`x` opened and turned; a model may give it the dims of one entry only behind that."""
+    turned = a.permute(a.reshape(x, shape), order)
     large = [axis for axis, size in enumerate(shape) if size != 1]
+    if len(large) == len(shape):
+        return [turned]
     bare = a.permute(
         a.reshape(x, [shape[axis] for axis in large]), [large.index(axis) for axis in order if axis in large]
     )
-    return [a.permute(a.reshape(x, shape), order), bare]
+    return [turned, bare]
 
 
 def _of_lines(pages: Value) -> Value | None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import testing
+from fusion.options import Options
 from fusion.testing import LEVELS, Level
 from tests.engine.graphs import numbers
 
@@ -118,6 +119,22 @@ def test_what_only_looks_like_them_is_none(name: str):
     form, sizes = OTHERS[name]
     t = tried(form, given(torch.bfloat16, **sizes))
     assert lowerings(t)
+    assert "packed" not in lowerings(t)
+    testing.means_what_it_says(t)
+
+
+def test_int8_that_is_read_in_another_dtype_than_that_of_the_queries_is_no_segment():
+    """The operator would be given queries in 16 bits beside keys in float32."""
+
+    def of_int8(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+        parts = zip(q.split(LENGTHS), *((each.float() * scale).split(LENGTHS) for each in (k, v)), strict=True)
+        outs = [sdpa(*heads_first(a.float(), b, c)).squeeze(0).transpose(0, 1).to(q.dtype) for a, b, c in parts]
+        return torch.cat(outs)
+
+    q, k, v = given(torch.bfloat16)
+    whole = [(each.float() * 20).clamp(-127, 127).to(torch.int8) for each in (k, v)]
+    graph = testing.capture(of_int8, (q, *whole, torch.tensor(0.05)))
+    t = testing.trial_of(graph, Options(target="host", lower="eager", plan_cache="off"))
     assert "packed" not in lowerings(t)
     testing.means_what_it_says(t)
 
