@@ -105,8 +105,10 @@ def node_cost(node: fx.Node, machine: Target) -> float:
     if not is_launch(node):
         return 0.0
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
-    args = map_arg(node.args, lambda each: each.meta.get("val"))
     result = node.meta.get("val")
+    if not _computes(node.target):
+        return call_cost(node.target, inputs, result, machine)
+    args = map_arg(node.args, lambda each: each.meta.get("val"))
     between = _scores_moved(node.target, args)
     return call_cost(node.target, inputs, result, machine, aten_flops(node.target, args, result), between)
 
@@ -115,10 +117,19 @@ _LEFT = {"mm": 0, "bmm": 0, "matmul": 0, "linear": 0, "mv": 0, "addmm": 1, "badd
 """Products -> which argument is their left operand, whose last dim is summed over."""
 
 
+@cache
+def _computes(target: Any) -> bool:
+    """Whether a call is a product or an attention of PyTorch's own, whose arithmetic counts."""
+    if not isinstance(target, OpOverload):
+        return False
+    name = schema_of(target).name.split("::")[-1]
+    return name in _LEFT or name == "einsum" or "scaled_dot_product" in name
+
+
 def aten_flops(target: Any, args: Sequence[Any], result: Any) -> float:
     """Multiplications and additions of a product or an attention of PyTorch's own; 0 for all other calls."""
     result = result[0] if isinstance(result, (tuple, list)) and result else result
-    if not isinstance(target, OpOverload) or not isinstance(result, torch.Tensor):
+    if not _computes(target) or not isinstance(result, torch.Tensor):
         return 0.0
     name = schema_of(target).name.split("::")[-1]
     if name in _LEFT:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fusion.analysis.constant_folding import Folder
 from fusion.analysis.dtypes import is_rounding
-from fusion.graph import Value
+from fusion.graph import Dim, Value
 from fusion.graph.algebra import of_constants, widens
 
 Index = NDArray[np.int64]
@@ -134,7 +134,7 @@ def descend(at: Rows) -> list[tuple[Index, Rows]] | None:
             order = value.attrs[lead:]
             place = [place[order.index(axis)] for axis in range(lead, value.rank)]
         case "expand":
-            place = [where * (size != 1) for where, size in zip(place, value.arg.shape[lead:], strict=True)]
+            place = [_within(size, where) for where, size in zip(place, value.arg.shape[lead:], strict=True)]
         case "slice" if value.attrs[0] >= lead:
             axis, start, _, step = value.attrs
             place[axis - lead] = start + step * place[axis - lead]
@@ -322,8 +322,13 @@ def _operand(at: Rows, operand: Value, place: Sequence[Index] | None = None) -> 
     """The lanes of a broadcast operand, at the same places or at others."""
     padded = (1,) * (at.value.rank - operand.rank) + operand.shape
     depth = min(at.depth, operand.rank)
-    own = [where * (size != 1) for where, size in zip(place or at.place, padded[at.lead :], strict=True)]
+    own = [_within(size, where) for where, size in zip(place or at.place, padded[at.lead :], strict=True)]
     return _at(operand, depth, own[at.depth - depth :]) if depth else None
+
+
+def _within(size: Dim, where: Index) -> Index:
+    """Places along a dim that is broadcast where it has one entry."""
+    return np.zeros_like(where) if size == 1 else where
 
 
 def _join_terms(parts: Sequence[tuple[Index, list[Term] | None]], size: int) -> list[Term] | None:

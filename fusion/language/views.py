@@ -9,7 +9,7 @@ from itertools import accumulate, chain, pairwise, product
 from math import prod
 from typing import Any
 
-from fusion.graph import Algebra, Value
+from fusion.graph import Algebra, Graph, Value
 from fusion.language.terms import Above, Bindings, Context, Operation, Parameter, Tensorial, Term, attributes, matched
 
 
@@ -144,22 +144,33 @@ def _forms(value: Value, cx: Context) -> Iterator[Value]:
     while waiting:
         each = waiting.pop()
         yield each
-        new = [other for other in _reshaped(each, cx) if other not in found]
+        new = [other for other in _reshaped(each, cx.graph) if other not in found]
         found |= dict.fromkeys(new)
         waiting.extend(reversed(new))
 
 
-def _reshaped(value: Value, cx: Context) -> Iterator[Value]:
+class _Reshaped(dict[Value, tuple[Value, ...]]):
+    """What was found for values of one graph."""
+
+
+def _reshaped(value: Value, graph: Graph) -> tuple[Value, ...]:
     """What is reshaped to `value` in one step, then what it is reshaped to: rows may be flattened and opened again."""
+    known = graph.shared(_Reshaped)
+    if value not in known:
+        known[value] = tuple(_one_step_from(value, graph))
+    return known[value]
+
+
+def _one_step_from(value: Value, graph: Graph) -> Iterator[Value]:
     if value.op == "reshape":
         yield value.arg
-    makers = cx.graph.places.get(value, ())
+    makers = graph.places.get(value, ())
     sources = (node for maker in makers for node in maker.all_input_nodes)
     for node in chain(sources, (user for maker in makers for user in maker.users)):
-        other = cx.graph.held.get(node)
+        other = graph.held.get(node)
         if not isinstance(other, Value) or other is value or other.dtype != value.dtype:
             continue
-        if prod(other.shape) == prod(value.shape) and cx.graph.algebra.reshape(other, value.shape) is value:
+        if prod(other.shape) == prod(value.shape) and graph.algebra.reshape(other, value.shape) is value:
             yield other
 
 

@@ -24,16 +24,16 @@ class AddRMSNormCast(Rule):
     """Residual add and RMS norm in one, with the norm in float32 beside it."""
 
     def reference(self, a: Tensor, b: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """The meaning: a and b [*B, D], gamma [D]; returns the norm, the same in float32, and the sum."""
+        """The meaning: a and b [*B, D], gamma [D]; returns the norm in float32, as it was rounded, and the sum."""
         norm, s = AddRMSNorm().reference(a, b, gamma, eps)
-        return norm, norm.to(f32), s
+        return norm.to(f32), norm, s
 
     @pattern
     @variants(of=SUMS)
     def widened(self, p, of, gamma=tensor("D", optional=True), eps=scalar()):
         """The norm is read in both dtypes, in float32 perhaps with other dims."""
         norm, kept = of.terms(p, gamma, eps)
-        return norm, p.cast(p.reshaped(norm), to=f32), *kept
+        return p.cast(p.reshaped(norm), to=f32), norm, *kept  # the norm is found in its cast
 
     @lowering
     def npu(self, of: RoundedSum, gamma: Tensor | None, eps: float):
@@ -44,13 +44,13 @@ class AddRMSNormCast(Rule):
     def of_tokens(self, of: RoundedSum, gamma: Tensor | None, eps: float):
         """The same, and the tokens of all sequences in one dim [T, D], as a router reads them."""
         require(of.a.dim() > 2, "tokens are in one dim already")
-        y, wide, s = _both(of, gamma, eps)
-        return y, wide.flatten(0, -2), s
+        wide, y, s = _both(of, gamma, eps)
+        return wide.flatten(0, -2), y, s
 
 
 def _both(of: RoundedSum, gamma: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm, the same in float32, and the sum."""
+    """The norm in float32, as it was rounded, and the sum."""
     require(of.a.dtype == of.b.dtype, "the addends have different dtypes")
     gain = unit_gain(of.a) if gamma is None else gamma.to(of.a.dtype)
     wide, y, _, s = torch.ops.npu.npu_add_rms_norm_cast(of.a, of.b, gain, eps)
-    return y, wide, s
+    return wide, y, s

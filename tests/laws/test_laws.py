@@ -14,7 +14,7 @@ import torch
 
 import patterns
 from fusion import Example, Rule, testing
-from fusion.language import Pattern, Refused
+from fusion.language import Pattern, Refused, Term
 from fusion.library import installed
 from fusion.operators import operator_of
 from fusion.options import Options
@@ -82,6 +82,20 @@ def test_every_form_is_used_by_an_example(rule: Rule):
             met = {each.match.form for each in t.outcome.chosen}
         used |= set().union(*(told.get(each, ()) for each in met))
     assert declared <= used, f"no example is written as {sorted(declared - used)}"
+
+
+def _below(term: Term) -> Iterator[Term]:
+    for each in term.below():
+        if isinstance(each, Term):
+            yield from (each, *_below(each))
+
+
+def test_a_result_of_a_common_op_comes_before_those_that_it_is_computed_from():
+    """They are found in it; the other way round, all values of that op are tried beside each of them."""
+    for form in (form for rule in installed().rules for form in rule.patterns()):
+        for number, term in enumerate(form.results):
+            common = not any(head.startswith("reading:") for head in term.heads())
+            assert not common or set(form.results[:number]).isdisjoint(_below(term)), form.name
 
 
 @pytest.mark.parametrize(

@@ -242,8 +242,10 @@ class Planner:
 
     def _times_of(self, node: fx.Node, read: Iterable[Value]) -> int:
         """How many of the nodes that `node` stands for read the same values."""
+        if node not in self._times:
+            return 1
         own = (self._times.get(each, 1) for value in read for each in self.graph.reads(value))
-        return max(self._times.get(node, 1) // max(own, default=1), 1)
+        return max(self._times[node] // max(own, default=1), 1)
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
         """What it costs to run nodes of the model."""
