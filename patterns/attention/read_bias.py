@@ -53,12 +53,11 @@ def parted(masks: Masks) -> Parted:
         if term.how != "add" or _hides(masks.positions, term.mask, term.factor):
             hiding.append(term)
             continue
-        for piece in _pieces(masks.a, masks.positions, term.mask):
-            each = replace(term, mask=piece)
-            if _hides(masks.positions, piece, term.factor):
-                hiding.append(each)
-            else:
-                biases.append((place, each))
+        pieces = [replace(term, mask=each) for each in _pieces(masks.a, masks.positions, term.mask)]
+        masking = [each for each in pieces if _hides(masks.positions, each.mask, term.factor)]
+        hiding += masking
+        rest = [each for each in pieces if each not in masking] if masking else [term] * bool(pieces)
+        biases += ((place, each) for each in rest)
     return Parted(replace(masks, terms=tuple(hiding)), tuple(biases))
 
 

@@ -6,7 +6,9 @@ Factors may stand on them; masks may be added, chosen or filled in.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 
 import torch
@@ -21,7 +23,6 @@ from fusion.graph.contractions import matmul, swapped
 from patterns.attention.addends import addends_of, computed_from, product_in
 from patterns.attention.masks import MASKED, Term, mask_on
 
-_SPLIT = "something is added to the scores while their keys stand in several dims, as rows and columns do"
 PLAIN = ("cast", "scale", "reshape", "permute")
 """What scores go through that nothing has hidden or capped yet."""
 BIASED = "what is added to the scores is computed from them, and no mask"
@@ -66,8 +67,8 @@ def scores_of(a: Algebra, found: Scores, z: Value) -> Scores:
         case "reshape" | "permute":
             step = row_step(z)
             if step is None:
-                turned = _of_keys_first(a, z)
-                return _of_split_keys(found, z) if turned is None else scores_of(a, found, turned)
+                whole = _of_keys_first(a, z) or _of_split_keys(a, z, found.biases)
+                return _split(found, z) if whole is None else scores_of(a, found, whole)
             return scores_of(a, replace(found, steps=(step, *found.steps)), z.arg)
         case "scale":
             return scores_of(a, replace(found, scale=found.scale * z.attrs[0]), z.arg)
@@ -108,12 +109,32 @@ def _of_keys_first(a: Algebra, z: Value) -> Value | None:
     return product and a.permute(product, [exchanged[axis] for axis in z.attrs])
 
 
-def _of_split_keys(found: Scores, z: Value) -> Scores:
-    """Why scores are none whose keys stood in several dims, as rows and columns, while something was added to them."""
-    product = product_in(z, found.biases)
-    if z.op != "reshape" or product is None or (product.shape[-1], prod(product.shape)) != (z.shape[-1], prod(z.shape)):
-        return found
-    return replace(found, odd=_SPLIT, at=(z,))
+def _stood_split(z: Value, biases: Collection[Value]) -> bool:
+    """Whether keys of scores stood in several dims, as rows and columns, before they were joined again."""
+    product = product_in(z, biases) if z.op == "reshape" else None
+    return product is not None and (product.shape[-1], prod(product.shape)) == (z.shape[-1], prod(z.shape))
+
+
+def _split(found: Scores, z: Value) -> Scores:
+    """Why such scores are none, where more was done to them than to add something."""
+    said = "scores are masked while their keys stand in several dims, as rows and columns"
+    return replace(found, odd=said, at=(z,)) if _stood_split(z, found.biases) else found
+
+
+def _of_split_keys(a: Algebra, z: Value, biases: Collection[Value]) -> Value | None:
+    """Scores with all that was added to them while keys stood in several dims, added behind that; None for others."""
+    scores, beside = z.arg, list[Value]()
+    if not _stood_split(z, biases):
+        return None
+    while scores.op == "add":
+        (scores, below), (other, _) = addends_of(scores, biases)
+        if below is None or scores.shape != z.arg.shape:
+            return None
+        beside.insert(0, other)
+    if not beside:
+        return None
+    total = reduce(a.add, beside)
+    return a.add(a.reshape(scores, z.shape), a.reshape(a.expand(total, z.arg.shape), z.shape))
 
 
 def _number(x: Value) -> float:

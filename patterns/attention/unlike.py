@@ -50,14 +50,21 @@ def _is_attended(product: Value) -> bool:
     return any(place is not None and place == softmax.rank + softmax.attrs[0] for softmax, place in found)
 
 
-def _down(x: Value, op: str, passed: Sequence[str]) -> tuple[str, Value | None]:
-    """The first op that is not passed on the way down to the value of an op that has as many elements; that value."""
-    odd = ""
-    while x.op != op:
+def _down(x: Value, op: str, passed: Sequence[str], most: int = 4) -> tuple[str, Value | None]:
+    """The first op that is not passed on the way down to the value of an op that has as many elements; that value.
+
+    Of several ways the latest value is taken first, and none with more than so many ops that are not passed.
+    """
+    waiting, seen = [(x, tuple[str, ...]())], set[Value]()
+    while waiting:
+        x, odd = waiting.pop()
+        if x.op == op:
+            return odd[0] if odd else "", x
+        if x in seen or len(odd) > most or (x.op == "matmul" and _is_attended(x)):
+            continue
+        seen.add(x)
         below = [each for each in x.args if x.op in _ARRANGED or prod(each.shape) == prod(x.shape)]
-        if not below or (x.op == "matmul" and _is_attended(x)):
-            return odd, None
-        if x.op not in passed and not odd:
-            odd = _WORDS.get(x.op, x.op.removeprefix("aten.").removesuffix(".default"))
-        x = max(below, key=lambda each: each.id) if x.op != "where" else below[-1]
-    return odd, x
+        own = () if x.op in passed else (_WORDS.get(x.op, x.op.removeprefix("aten.").removesuffix(".default")),)
+        latest = below if x.op == "where" else sorted(below, key=lambda each: each.id)
+        waiting.extend((each, odd + own) for each in latest)
+    return "", None

@@ -102,12 +102,22 @@ def _hidden_twice(a: Algebra, p: Value) -> Value | None:
     if scores.op != "where" or scores is p or scores.args[0] is not condition:
         return None
     fill, plain = scores.args[1:] if zero[0] else scores.args[:0:-1]
-    if fill.op != "full" or not fill.attrs[0] <= MASKED or plain.below(*PLAIN).op != "matmul":
+    if fill.op != "full" or not fill.attrs[0] <= MASKED or not all(map(_hides_no_key, plain.sources(_of_scores))):
         return None
     lowest = logic.constant(a, -math.inf, fill.shape, fill.dtype)
     chosen = (condition, lowest, plain) if zero[0] else (condition, plain, lowest)
     hidden = a.cast(a.make("where", chosen, (), scores.shape, scores.dtype), weights.dtype)
     return a.cast(logic.softmax(a, hidden, -1, "zero", weights.attrs[2]), p.dtype)
+
+
+def _of_scores(x: Value) -> Sequence[Value]:
+    """What scores are made of, down to products."""
+    return () if x.op == "matmul" else x.args
+
+
+def _hides_no_key(x: Value) -> bool:
+    """Whether a step of scores, or a number in them, leaves every key to be seen."""
+    return x.attrs[0] > MASKED if x.op == "full" else x.op in _SEEING
 
 
 def _unrounded(x: Value) -> Value:
@@ -125,6 +135,9 @@ def _less_the_same(z: Value, sink: Value) -> tuple[Value, Value]:
             return whole, sink.args[1] if sink.args[0] is minus[0] else sink.args[0]
     return z, sink
 
+
+_SEEING = ("matmul", *PLAIN, "add", "slice", "cat", "expand")
+"""Ops of scores, and of a bias that is computed from the queries, which hide no key."""
 
 _REWRITTEN = {"permute": _of_columns, "mul": _beside_sink, "where": _hidden_twice}
 """Of weights, ops that are read as another value."""

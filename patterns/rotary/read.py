@@ -238,9 +238,9 @@ def _refusal(cos: _Side, sin: _Side, pairs: Index) -> str | None:
     gain = cos.factor[0]
     if gain <= 0 or not (cos.factor == gain).all():
         return "the terms with the cosine do not all have the same positive factor"
-    if (cos.table == sin.table).all() and len({*cos.entry, *sin.entry}) == 2 * len(cos.lane):
-        return "each pair is multiplied by a matrix of its own, which is not proven to be [[cos, -sin], [sin, cos]]"
     if not (sin.factor == sin.factor[0]).all():
+        if (cos.table == sin.table).all() and len({*cos.entry, *sin.entry}) == 2 * len(cos.lane):
+            return "each pair is multiplied by a matrix of its own, which is not proven to be [[cos, -sin], [sin, cos]]"
         return "the signs of the sine terms are not those of a rotation (one plus and one minus in each pair)"
     return None
 

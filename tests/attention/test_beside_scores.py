@@ -178,22 +178,31 @@ def less_the_largest_once_they_are_scaled(q, k, v):
     return (scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
 
 
+def keys_in_rows_and_columns(q, k, v):
+    """As in SAM, by hand."""
+    picture = (q @ k.mT / 4).view(B, N, S, 2, 4)
+    rows = torch.einsum("bnsd,hd->bnsh", q, BY_AXIS[0][0].to(q.dtype))[..., None]
+    columns = torch.einsum("bnsd,wd->bnsw", q, BY_AXIS[1][0].to(q.dtype))[..., None, :]
+    return (picture + rows + columns).view(B, N, S, S).softmax(-1) @ v
+
+
 FUSED: list[Form] = [
     pair_sdpa, pair_by_hand, pair_first, pair_of_two_halves, positions_first, product_of_rows,
     relative_rows_and_columns, relative_places_first, places_of_heads_first, listed_beside_an_order,
-    filled, filled_unequal, filled_where_zero, filled_by_choice,
+    keys_in_rows_and_columns, filled, filled_unequal, filled_where_zero, filled_by_choice,
     clamped, clamped_by_max, clamped_padding, clamped_without_mask, clamped_bias, onto_zeros,
     lowered_by_numbers, divided_late_beside_a_sink, less_the_largest_once_they_are_scaled,
 ]  # fmt: skip
 
 
 ROUNDED: set[tuple[Any, ...]] = {
-    (pair_sdpa, torch.float16, "composite"), (filled, torch.float16, "composite"),
-    (relative_rows_and_columns, torch.float16), (relative_rows_and_columns, torch.bfloat16, "core"),
-    (lowered_by_numbers, torch.float16, "composite"), (clamped_bias, torch.float16),
+    (pair_sdpa, torch.float16, "composite"), (pair_sdpa, torch.float16, "decomposed"), (clamped_bias, torch.float16),
+    (lowered_by_numbers, torch.float16, "composite"), (lowered_by_numbers, torch.float16, "decomposed"),
     (relative_places_first, torch.float16), (places_of_heads_first, torch.float16, "composite"),
+    (relative_rows_and_columns, torch.float16, "composite"), (relative_rows_and_columns, torch.float16, "decomposed"),
 }  # fmt: skip
-"""What is refused: a bias of float16 may be infinite or near where scores are clamped, a sum of several is rounded."""
+"""What is refused: a bias of float16 may be infinite or near where scores are clamped, a sum of several is rounded; or
+torch's own attention, which a machine may run as one, is left as it is."""
 
 
 def tried(form: Form, dtype: torch.dtype, level: testing.Level = "composite") -> Trial:
@@ -228,12 +237,10 @@ def keys_of_each_query(q, k, v):
     return (scores + of_pairs(PAIRS, TABLE)).softmax(-1) @ v
 
 
-def keys_in_rows_and_columns(q, k, v):
-    """As in SAM, by hand."""
+def hidden_in_rows_and_columns(q, k, v):
+    """Columns of a picture are hidden by one mask."""
     picture = (q @ k.mT / 4).view(B, N, S, 2, 4)
-    rows = torch.einsum("bnsd,hd->bnsh", q, BY_AXIS[0][0])[..., None]
-    columns = torch.einsum("bnsd,wd->bnsw", q, BY_AXIS[1][0])[..., None, :]
-    return (picture + rows + columns).view(B, N, S, S).softmax(-1) @ v
+    return picture.masked_fill(torch.arange(4) > 2, -math.inf).view(B, N, S, S).softmax(-1) @ v
 
 
 def numbers_beside_an_order(q, k, v):
@@ -314,7 +321,7 @@ def less_the_least_beside_a_sink(q, k, v):
 
 REFUSED: dict[Form, str] = {
     keys_of_each_query: "keys or values are not the same for the queries of one head",
-    keys_in_rows_and_columns: "something is added to the scores while their keys stand in several dims",
+    hidden_in_rows_and_columns: "scores are masked while their keys stand in several dims",
     numbers_beside_an_order: "as a bias it may hide keys, beside a mask of finite numbers",
     chosen_of_two_products: "scores are replaced by something else than a number",
     clamped_scores: "the scores are clamped, which the operator does not do",

@@ -62,7 +62,16 @@ def in_float(q, k, v, seen):
     return F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype).masked_fill(~seen, 0.0) @ v
 
 
-@pytest.mark.parametrize("form", [of_pairs, where_seen, in_float], ids=lambda each: each.__name__)
+def beside_a_product(q, k, v, seen):
+    """As in Transformer-XL and the Conformer: places that are scored by the queries, moved by one in each row."""
+    places = q @ torch.linspace(-1, 1, D * (2 * S - 1)).view(D, -1).to(q.dtype)
+    joined = torch.cat([places.new_zeros(*places.shape[:3], 1), places], dim=-1).view(B, N, 2 * S, S)
+    moved = joined[:, :, 1:].view_as(places)[..., :S]
+    scores = ((q @ k.mT + moved) / math.sqrt(D)).masked_fill(~seen, torch.finfo(q.dtype).min)
+    return scores.softmax(-1).masked_fill(~seen, 0.0) @ v
+
+
+@pytest.mark.parametrize("form", [of_pairs, where_seen, in_float, beside_a_product], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
 def test_weights_of_hidden_keys_may_be_made_0(form: Form, dtype: torch.dtype, level: Level):
@@ -93,6 +102,12 @@ def behind_another_mask(q, k, v, seen):
     return scores.masked_fill(~seen, lowest(q)).softmax(-1).masked_fill(~seen, 0) @ v
 
 
+def beside_what_is_passed_in(q, k, v, seen):
+    """Some of which may be as low as what hides a key."""
+    scores = scores_of(q, k) + q[..., :1] @ seen[:, 0, :1].to(q.dtype)[:, None] + k[:, :, None, :, 0] * 2
+    return scores.masked_fill(~seen, lowest(q)).softmax(-1).masked_fill(~seen, 0) @ v
+
+
 def over_queries(q, k, v, seen):
     return scores_of(q, k).masked_fill(~seen, lowest(q)).softmax(-2).masked_fill(~seen, 0) @ v
 
@@ -111,6 +126,7 @@ def of_whole_weights(q, k, v, seen):
         to_another_number,
         lowered_by_little,
         behind_another_mask,
+        beside_what_is_passed_in,
         over_queries,
     ],
     ids=lambda each: each.__name__,

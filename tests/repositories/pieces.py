@@ -17,14 +17,17 @@ from . import (
     lucid,
     mistral,
     nano,
+    pixels,
     positions_first,
     proteins,
     qwen,
     references,
     serving,
     slopes,
+    sound,
     streams,
     torchtune,
+    trainers,
     vision,
 )
 from .base import Piece
@@ -53,4 +56,7 @@ PIECES: tuple[Piece, ...] = (
     *slopes.PIECES,
     *proteins.PIECES,
     *streams.PIECES,
+    *sound.PIECES,
+    *pixels.PIECES,
+    *trainers.PIECES,
 )
