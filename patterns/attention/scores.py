@@ -20,6 +20,7 @@ from fusion.analysis.rounding import exact, is_float
 from fusion.analysis.row_layout import Step, arranged, broadcast_arranged, row_step
 from fusion.graph import Algebra, Value, logic
 from fusion.graph.contractions import matmul, swapped
+from fusion.graph.proof import must, proof, proven
 from patterns.attention.addends import addends_of, computed_from, product_in
 from patterns.attention.masks import MASKED, Term, mask_on
 
@@ -121,19 +122,17 @@ def _split(found: Scores, z: Value) -> Scores:
     return replace(found, odd=said, at=(z,)) if _stood_split(z, found.biases) else found
 
 
+@proof
 def _of_split_keys(a: Algebra, z: Value, biases: Collection[Value]) -> Value | None:
     """Scores with all that was added to them while keys stood in several dims, added behind that; None for others."""
+    must(_stood_split(z, biases))
     scores, beside = z.arg, list[Value]()
-    if not _stood_split(z, biases):
-        return None
     while scores.op == "add":
         (scores, below), (other, _) = addends_of(scores, biases)
-        if below is None or scores.shape != z.arg.shape:
-            return None
+        must(below is not None and scores.shape == z.arg.shape)
         beside.insert(0, other)
-    if not beside:
-        return None
-    total = reduce(a.add, beside)
+    must(beside)
+    total = reduce(lambda x, y: proven(a.add(x, y)), beside)
     return a.add(a.reshape(scores, z.shape), a.reshape(a.expand(total, z.arg.shape), z.shape))
 
 
