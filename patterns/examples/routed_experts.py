@@ -79,6 +79,16 @@ def by_einsum(tokens: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Te
     return torch.einsum("tkd,tk->td", torch.einsum("tki,tkdi->tkd", hidden, down[experts]), weights)
 
 
+def added(tokens: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """All experts of all tokens, one after the other, as books write it."""
+    weights, experts = routed(logits)
+    every, y = torch.zeros_like(logits).scatter(-1, experts, weights), torch.zeros_like(tokens)
+    for e in range(EXPERTS):
+        hidden = F.silu(F.linear(tokens, gate[e])) * F.linear(tokens, up[e])
+        y += F.linear(hidden, down[e]) * every[:, e : e + 1]
+    return y
+
+
 def _given(tokens: Tensor, listed: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     hidden = halves(torch.matmul(gate_up[listed], tokens[:, None, :, None]).squeeze(-1))
     return torch.matmul(down[listed], hidden.unsqueeze(-1)).squeeze(-1).mean(1)
@@ -94,6 +104,7 @@ EXAMPLES = (
     Example("gathered matrices, bounded lanes", partial(gathered, activation=clipped), MERGED),
     Example("gathered matrices, bounded halves", partial(gathered, activation=clipped_halves), MERGED),
     Example("products by einsum", by_einsum, TWO),
+    Example("a loop over all experts", added, TWO),
     Example(
         "gelu between the products", partial(gathered, activation=lambda both: F.gelu(both)[:, :INNER]), MERGED,
         "is not a gated silu",

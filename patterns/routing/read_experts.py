@@ -16,11 +16,12 @@ from math import prod
 from fusion import reader
 from fusion.analysis.intervals import bounds, uncast
 from fusion.analysis.nodes import is_handed_out
-from fusion.analysis.rounding import is_float, unscaled
+from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.contractions import swapped
+from patterns.routing.all_experts import all_experts
 from patterns.routing.pairs import Arranged, Pairs, named_rows, plain, repeated_tokens, sorted_tokens, sorts
-from patterns.routing.weighted_sums import Total, total
+from patterns.routing.weighted_sums import as_sum, summed, total
 from patterns.routing.words import EXPERT_PRODUCT, EXPERT_SUM, ROUTED_ROWS
 
 RULE = "routed_experts"
@@ -37,11 +38,12 @@ def routed_experts(graph: Graph) -> Iterator[Found]:
             if isinstance(found, Reading) and found.op == "expert_product":
                 given[product] = found
             yield product, found
-    summed: set[Value] = set()
+    parts: set[Value] = set()
     for value, found in _sums(graph, given):
-        summed.update((found.captures["rows"],) if isinstance(found, Reading) else found.at)
+        parts.update((found.captures["rows"],) if isinstance(found, Reading) else found.at)
         yield value, found
-    yield from _unsummed(given, summed)
+    yield from _unsummed(given, parts)
+    yield from all_experts(graph)
     yield from _loops(graph)
 
 
@@ -182,25 +184,20 @@ def _unsorted_list(x: Value) -> Value:
 
 def _sums(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Found]:
     """Each weighted sum of rows that are `given`, with the experts that give them; why others are none."""
-    sums: dict[tuple[Value, float], list[Value]] = {}
-    for value in list(graph.places) if given else ():
-        if is_float(value):
-            below, factor = unscaled(plain(value))
-            sums.setdefault((plain(below), factor), []).append(value)
     products = set(map(plain, given))
-    for (inner, factor), several in sums.items():
+    for (inner, factor), several in (summed(graph) if given else {}).items():
         found = total(graph.algebra, inner, factor)
         if found is None:
             continue
         if found.rows in given and given[found.rows].captures["experts"].shape == found.weights.shape:
-            yield _as_sum(found, several)
+            yield as_sum(found, several)
         elif plain(found.rows).op == "add" and any(plain(each) in products for each in plain(found.rows).args):
             yield several[0], Miss(RULE, _BIASED, at=plain(found.rows).args)
 
 
-def _unsummed(given: Mapping[Value, Reading], summed: set[Value]) -> Iterator[Found]:
+def _unsummed(given: Mapping[Value, Reading], parts: set[Value]) -> Iterator[Found]:
     """Why products are no part of a sum, of those that no other product is made of."""
-    known = {plain(each) for each in summed}
+    known = {plain(each) for each in parts}
     below = {plain(each) for found in given.values() for each in found.captures["x"].sources(_lanes)}
     for product in dict.fromkeys(map(plain, given)):
         if product not in known and product not in below:
@@ -249,14 +246,3 @@ _BIASED = (
     "experts add a bias to what they give: of matrices in one tensor npu_grouped_matmul is not documented to take one "
     "for each"
 )
-
-
-def _as_sum(found: Total, several: list[Value]) -> Found:
-    """The sum where it first stands in the dtype of its rows."""
-    rows, dtype = found.rows, several[0].dtype
-    for value in several:
-        if value.dtype == rows.dtype:
-            said = {"rows": rows, "weights": found.weights, "shape": value.shape}
-            return value, Reading("expert_sum", said if found.order is None else {**said, "order": found.order})
-    kept = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
-    return several[0], Miss(RULE, kept.replace("torch.", ""), at=(rows,))

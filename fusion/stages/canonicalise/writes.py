@@ -126,9 +126,12 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
         return mask
     must(index.shape == rows.shape)
     placed = _listed(a, cache, dim, index, rows)
-    if placed is not None:
-        return placed
-    axis = dim % cache.rank
+    return placed or _scattered(a, cache, dim % cache.rank, index, rows) or logic.placed(a, cache, dim, index, rows)
+
+
+@proof
+def _scattered(a: Algebra, cache: Value, axis: int, index: Value, rows: Value) -> Value | None:
+    """Where positions are the same in all dims but one, and that of sequences."""
     source = index.arg if index.op == "expand" else index
     varying = [place for place, size in enumerate(source.shape) if size != 1 and place != axis]
     must(varying in ([], [0]))
