@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from fusion import reader
-from fusion.analysis.intervals import bounds, uncast
+from fusion.analysis.intervals import uncast
 from fusion.analysis.nodes import is_handed_out
 from fusion.analysis.rounding import is_float
-from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value, broadcast
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.contractions import swapped
 from patterns.routing.all_experts import all_experts
+from patterns.routing.counts import counted, lies_below
 from patterns.routing.pairs import Arranged, Pairs, named_rows, plain, repeated_tokens, sorted_tokens, sorts
 from patterns.routing.weighted_sums import as_sum, summed, total
 from patterns.routing.words import EXPERT_PRODUCT, EXPERT_SUM, ROUTED_ROWS
@@ -61,12 +62,12 @@ def _products(graph: Graph, value: Value) -> Iterator[Found]:
 def _sorted_product(graph: Graph, value: Value) -> Iterator[Found]:
     """Rows that are sorted by expert, each group by its own matrix."""
     rows, matrices, ends = value.args
-    listed = _counted(ends, matrices.shape[0])
+    listed = counted(ends, matrices.shape[0])
     if listed is None:
         yield value, Miss(RULE, "the groups are not proven to be the rows of each expert, counted over all experts")
         return
     experts = _experts(graph.algebra, listed)
-    if not _lies_below(experts, matrices.shape[0]):
+    if not lies_below(experts, matrices.shape[0]):
         yield value, Miss(RULE, _ELSEWHERE)
         return
     yield value, _product(graph, rows, matrices, experts, is_sorted=True)
@@ -94,7 +95,7 @@ def _gathered_product(graph: Graph, value: Value) -> Iterator[Found]:
     if broadcast(rows.shape[:-1], lead) != lead or prod(value.shape) != prod((*lead, outputs)):
         return  # several rows have one matrix
     experts = _experts(a, listed)
-    if not _lies_below(experts, matrices.shape[0]):
+    if not lies_below(experts, matrices.shape[0]):
         yield value, Miss(RULE, _ELSEWHERE)
         return
     x = a.expand(rows, (*lead, inputs))
@@ -145,38 +146,13 @@ def _rows(tokens: Arranged, experts: Value) -> Reading:
     return Reading("routed_rows", said if tokens.order is None else {**said, "order": tokens.order})
 
 
-# experts, and how many rows each has --------------------------------------------------------------------------------
+# experts ------------------------------------------------------------------------------------------------------------
 
 
 def _experts(a: Algebra, listed: Value) -> Value:
     """The list [T, K] that a router gives, of pairs [R] or as it is."""
     chosen = uncast(listed, "reshape")
     return a.reshape(chosen, (prod(chosen.shape[:-1]), chosen.shape[-1]))
-
-
-def _lies_below(experts: Value, count: Dim) -> bool:
-    low, high = bounds(experts)
-    return isinstance(count, int) and 0 <= low <= high < count
-
-
-def _counted(ends: Value, count: Dim) -> Value | None:
-    """The list of which `ends` says where the numbers 0 … count - 1 end once it is sorted."""
-    ends = ends.below("cast")
-    if ends.op != "cumsum" or ends.attrs != (0,) or ends.shape != (count,):
-        return None
-    counts = ends.arg.below("cast")
-    if counts.op == "histogram":
-        return _unsorted_list(counts.arg.below("cast", "reshape"))
-    if counts.op == "add_rows" and counts.arg.op == counts.args[1].below("expand").op == "full":
-        numbers = (counts.arg.attrs[0], counts.args[1].below("expand").attrs[0])
-        return _unsorted_list(counts.args[2].below("reshape")) if numbers == (0, 1) else None
-    return None
-
-
-def _unsorted_list(x: Value) -> Value:
-    """A list, of which a sort holds the same numbers."""
-    x = uncast(x, "reshape")
-    return uncast(x.arg, "reshape") if x.op == "ascending" else x
 
 
 # sums ---------------------------------------------------------------------------------------------------------------
