@@ -183,7 +183,7 @@ def _of_chosen(graph: Graph, found: Columns, chosen: Chosen, several: list[Value
 _MAYBE = "a loop gives every expert its part, and the weights of experts that are not chosen are not proven to be 0"
 _UNLIKE = (
     "a loop gives every expert its part, and these are not proven to be one computation with matrices of one size, "
-    "from Parameters and without biases: lay the matrices of all in one tensor and gather those that a token chose"
+    "from Parameters: lay the matrices of all in one tensor and gather those that a token chose"
 )
 
 
@@ -228,13 +228,16 @@ class _Rows:
 
     def _product(self, layers: Sequence[tuple[Value, Value, Value | None]]) -> Value:
         inputs, weights, biases = zip(*layers, strict=True)
-        must(self.graph.is_fixed(*weights) and not any(biases) and len({each.shape for each in weights}) == 1)
+        must(len({(weight.shape, bias is None) for _, weight, bias in layers}) == 1)
+        must(self.graph.is_fixed(*weights, *biases))
         rows = self.of(inputs)
         width = weights[0].shape[0]
         matrices = [self.a.reshape(swapped(self.a, each), (1, *each.shape[::-1])) for each in weights]
         joined = proven(self.a.cat(matrices, 0))
         product = self.a.make("row_product", (rows, joined), (), (*self.experts.shape, width), rows.dtype)
         said: dict[str, Any] = {"x": rows, "weight": joined, "experts": self.experts}
+        if all(biases):
+            said["bias"] = proven(self.a.cat([self.a.reshape(each, (1, width)) for each in biases], 0))
         self.found[product] = Reading("expert_product", {**said, "is_sorted": False, "is_parameter_only": True})
         return product
 

@@ -39,6 +39,9 @@ def routed_experts(graph: Graph) -> Iterator[Found]:
             if isinstance(found, Reading) and found.op == "expert_product":
                 given[product] = found
             yield product, found
+    for value, found in _biased(graph, given):
+        given[value] = found
+        yield value, found
     parts: set[Value] = set()
     for value, found in _sums(graph, given):
         parts.update((found.captures["rows"],) if isinstance(found, Reading) else found.at)
@@ -113,13 +116,16 @@ def _gathered_product(graph: Graph, value: Value) -> Iterator[Found]:
 def _gathered_rows(a: Algebra, x: Value, y: Value) -> tuple[Value, Value, Value] | None:
     """Rows [.., M], the matrices [E, M, N] of all experts, and the list by which one was gathered for each row.
 
-    The row stands on the left of its matrix, or turned on the right; or one row before matrices that are joined.
+    The row stands on the left of its matrix, or turned on the right; or one row beside matrices that are joined.
     """
     right, left = _gathered(a, y), _gathered(a, x)
     if right is not None and x.shape[-2] == 1:
         return a.reshape(x, (*x.shape[:-2], x.shape[-1])), *right
     if left is not None and y.shape[-1] == 1:
         return a.reshape(y, y.shape[:-1]), swapped(a, left[0]), left[1]
+    whole = _gathered(a, x.arg) if x.op == "reshape" and x.arg.rank == 4 else None
+    if whole is not None and y.shape[-1] == 1 and x.shape == (x.arg.shape[0], prod(x.arg.shape[1:3]), x.shape[-1]):
+        return a.reshape(y, (y.shape[0], 1, y.shape[1])), swapped(a, whole[0]), whole[1]
     joined = y.arg if y.op == "reshape" and (y.arg.op, y.arg.attrs) == ("permute", (0, 3, 1, 2)) else None
     several = None if joined is None else _gathered(a, joined.arg)
     if joined is None or several is None or x.shape[-2] != 1 or y.shape != (*joined.shape[:2], prod(joined.shape[2:])):
@@ -134,6 +140,37 @@ def _gathered(a: Algebra, x: Value) -> tuple[Value, Value] | None:
         return None if found is None else (swapped(a, found[0]), found[1])
     gathers = x.op == "index" and x.attrs == (0,) and x.arg.rank == 3
     return (x.arg, x.args[1]) if gathers else None
+
+
+def _biased(graph: Graph, given: Mapping[Value, Reading]) -> list[tuple[Value, Reading]]:
+    """Products to which each row's line of biases [E, N] is added, in the shapes that they are read in."""
+    a, found = graph.algebra, dict[Value, Reading]()
+    for value in (each for each in list(graph.owners) if each.op == "add" and given):
+        for product, rows in (value.args, value.args[::-1]):
+            reading = given.get(product)
+            biases = None if reading is None else _lines(rows, reading)
+            if reading is None or biases is None or value.shape != product.shape:
+                continue
+            shapes = [value.shape, (prod(value.shape[:-1]), value.shape[-1])]
+            shapes += [each.shape for each in graph.owners if each.op == "reshape" and each.arg is value]
+            said = Reading("expert_product", {**reading.captures, "bias": biases})
+            found |= {a.reshape(value, shape): said for shape in shapes if shape[-1:] == value.shape[-1:]}
+    return list(found.items())
+
+
+def _lines(rows: Value, product: Reading) -> Value | None:
+    """The biases of all experts, of which `rows` are those of the experts of a product's rows."""
+    taken = rows.below("reshape", "expand") if rows.shape[-1] == rows.below("reshape", "expand").shape[-1] else rows
+    if taken.op != "index" or taken.attrs != (0,) or taken.arg.rank != 2 or prod(taken.shape) != prod(rows.shape):
+        return None
+    experts, listed = product.captures["experts"], uncast(taken.args[1], "reshape")
+    if product.captures["is_sorted"]:
+        by = named_rows(listed)
+        order = uncast(by[1]) if by is not None and uncast(by[0], "reshape") is uncast(experts, "reshape") else None
+        is_sorted = listed.op == "ascending" or (order is not None and order.op == "ascending_index")
+        named = listed.arg if listed.op == "ascending" else (order.arg if order is not None else listed)
+        return taken.arg if is_sorted and uncast(named, "reshape") is uncast(experts, "reshape") else None
+    return taken.arg if listed is uncast(experts, "reshape") else None
 
 
 def _product(graph: Graph, x: Value, matrices: Value, experts: Value, is_sorted: bool) -> Reading:
@@ -218,7 +255,4 @@ _LOOP = (
     "Python loops over the experts that were hit, and the graph breaks there: transformers' option "
     'experts_implementation takes "grouped_mm" and "batched_mm" in its place'
 )
-_BIASED = (
-    "experts add a bias to what they give: of matrices in one tensor npu_grouped_matmul is not documented to take one "
-    "for each"
-)
+_BIASED = "experts add to what they give what is not proven to be the line of biases of each row's expert"

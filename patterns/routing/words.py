@@ -33,9 +33,10 @@ ROUTED_ROWS = word(
 )
 EXPERT_PRODUCT = word(
     "expert_product",
-    "each row by the matrix of its expert [.., N]",
+    "each row by the matrix of its expert (+ its bias) [.., N]",
     x="[.., M], prod(..) = R",
     weight="[E, M, N]",
+    bias="[E, N], of which the line of its expert is added to each row",
     experts="[T, K]",
     is_sorted="whether rows are sorted by expert",
     is_parameter_only="whether the matrices are computed from Parameters alone",

@@ -249,10 +249,10 @@ def _other(change: Callable[..., Any]) -> Form:
     return form
 
 
-def biased(tokens, logits, gate_up, down):
+def beside_tokens(tokens, logits, gate_up, down):
     weights, experts = routed(logits)
     listed, order = experts.reshape(-1).sort()
-    given = by_group(tokens[order // CHOICES], ends_of(listed), gate_up, down) + down[listed, :, 0]
+    given = by_group(tokens[order // CHOICES], ends_of(listed), gate_up, down) + tokens[order // CHOICES]
     given = (given * weights.reshape(-1)[order].unsqueeze(-1))[inverse(order)]
     return given.view(*experts.shape, -1).sum(dim=1)
 
@@ -321,7 +321,7 @@ OTHERS: dict[str, tuple[Form, str]] = {
         _other(lambda experts, order, **parts: {"owner": order % experts.shape[0]}), _ROWS
     ),
     "choices and tokens change places": (turned_choices, _SUM),
-    "a bias of each expert": (biased, "experts add a bias"),
+    "tokens added to what experts give": (beside_tokens, "experts add to what they give"),
     "a sum in float32": (kept_in_float, "kept in float32"),
     "sorted rows by matrices of pairs": (sorted_rows_by_matrices_of_pairs, "for one of two products alone"),
 }  # fmt: skip

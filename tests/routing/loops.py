@@ -106,17 +106,29 @@ def one_projection(tokens, logits, *matrices):
     return added(tokens, logits, *matrices, expert=merged)
 
 
+def _biased(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Lines of the matrices for biases."""
+    hidden = F.silu(F.linear(x, gate, down[0])) * F.linear(x, up, down[1])
+    return F.linear(hidden, down, gate[0])
+
+
+def with_biases(tokens, logits, *matrices):
+    return added(tokens, logits, *matrices, expert=_biased)
+
+
 FORMS: tuple[Form, ...] = (
     added, added_in_place, summed, stacked, joined_in_batches, by_einsum, by_product, one_projection,
+    with_biases,
 )  # fmt: skip
 
 
-def expected(tokens: Tensor, logits: Tensor, *matrices: Tensor) -> Tensor:
+def expected(tokens: Tensor, logits: Tensor, *matrices: Tensor, form: Form = added) -> Tensor:
     """Float64, token by token."""
+    one = _biased if form is with_biases else gated
     rows = []
     for token, row in zip(tokens.double(), logits.double(), strict=True):
         values, experts = row.topk(CHOICES)
-        parts = [gated(token, *(m.double() for m in matrices[3 * e : 3 * e + 3])) for e in experts.tolist()]
+        parts = [one(token, *(m.double() for m in matrices[3 * e : 3 * e + 3])) for e in experts.tolist()]
         rows.append(sum(w * part for w, part in zip(values.softmax(-1), parts, strict=True)))
     return torch.stack(rows)
 
@@ -164,7 +176,4 @@ OTHERS: dict[str, tuple[Form, str | None]] = {
     "one is left out": (left_out, None),
     "one weight for two": (twice, None),
     "no gate": (_loop(expert=lambda x, gate, up, down: F.linear(F.relu(F.linear(x, gate)), down)), "not a gated silu"),
-    "a bias of each expert": (
-        _loop(expert=lambda x, gate, up, down: gated(x, gate, up, down) + down[:, 0]), "without biases|add a bias",
-    ),
 }  # fmt: skip

@@ -23,7 +23,7 @@ def test_every_loop_is_the_vendors_sequence(form: Form, level: str, dynamic: boo
     args = inputs(dtype)
     plain, fused, gm, _ = run(form, args, level, dynamic)
     assert operators(gm) == EMITTED
-    wanted = expected(*args)
+    wanted = expected(*args, form=form)
     assert fused.dtype == dtype
     assert distance(fused, wanted) < max(TOLERANCE[dtype], 1.5 * distance(plain, wanted))
 
