@@ -131,6 +131,7 @@ MOE_FINALIZE_ROUTING = Operator(
                 when="given(bias)",
                 because="it lists of which expert each row is",
             ),
+            Limit("given(bias)", when="given(export_for_source_row)", because="it is read for biases alone"),
         ),
         **dict.fromkeys(
             A2_A3,
