@@ -194,9 +194,16 @@ class _Rows:
         self.graph, self.a = graph, graph.algebra
         self.experts = self.a.reshape(places, (prod(places.shape[:-1]), places.shape[-1]))
         self.found: dict[Value, Reading] = {}
+        self._known: dict[tuple[Value, ...], Value] = {}
 
     def of(self, values: Sequence[Value]) -> Value:
         """What one of `values`, that of its own expert, is for each row."""
+        key = tuple(values)
+        if key not in self._known:
+            self._known[key] = self._of(values)
+        return self._known[key]
+
+    def _of(self, values: Sequence[Value]) -> Value:
         first = values[0]
         if all(each is first for each in values):
             return self._tokens(first)
