@@ -52,6 +52,7 @@ from patterns.routing.expert_gating import ExpertGating
 from patterns.routing.expert_routing import ExpertRouting
 from patterns.routing.read import expert_choices
 from patterns.routing.read_experts import routed_experts
+from patterns.routing.read_kept import kept_largest
 from patterns.routing.routed_experts import RoutedExperts
 from patterns.sparse.indexer_topk import IndexerTopk
 from patterns.sparse.read import lightning_indexers
@@ -117,6 +118,7 @@ _READERS = (
     linears,
     gate_lanes,
     expert_choices,
+    kept_largest,
     routed_experts,
     int8_queries,
     head_products,

@@ -82,6 +82,8 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "power": _power,
         "matmul": _matmul,
         "chosen": _chosen,
+        "gathered": lambda value, sizes, x, places: x.gather(-1, places.long()),
+        "softmax": lambda value, sizes, x: x.softmax(value.attrs[0]),
         "wrap": _wrap,
         "filled": _filled,
         "number": _from_size,

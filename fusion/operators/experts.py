@@ -82,12 +82,16 @@ def _finalize_routing(
     expanded_permuted_rows: Tensor,
     skip1: Tensor | None,
     skip2: Tensor | None,
+    bias: Tensor | None,
     scales: Tensor,
     expanded_src_to_dst_row: Tensor,
+    export_for_source_row: Tensor | None,
 ) -> Tensor:
     wide = compute_dtype(expanded_permuted_rows)
-    rows = expanded_permuted_rows[expanded_src_to_dst_row.long()].unflatten(0, tuple(scales.shape))
-    out = (rows.to(wide) * scales.to(wide).unsqueeze(-1)).sum(1)
+    rows = expanded_permuted_rows[expanded_src_to_dst_row.long()].unflatten(0, tuple(scales.shape)).to(wide)
+    if bias is not None and export_for_source_row is not None:
+        rows = rows + bias[export_for_source_row.long()].to(wide)
+    out = (rows * scales.to(wide).unsqueeze(-1)).sum(1)
     for more in (skip1, skip2):
         out = out if more is None else out + more.to(wide)
     return out.to(expanded_permuted_rows.dtype)
@@ -109,15 +113,25 @@ MOE_FINALIZE_ROUTING = Operator(
         "expanded_src_to_dst_row": "R",
         "skip1": "T H",
         "skip2": "T H",
+        "bias": "E H",
+        "export_for_source_row": "T K",
     },
-    dtypes={"expanded_permuted_rows scales skip1 skip2": FLOATS, "expanded_src_to_dst_row": INT32},
+    dtypes={
+        "expanded_permuted_rows scales skip1 skip2 bias": FLOATS,
+        "expanded_src_to_dst_row export_for_source_row": INT32,
+    },
     limits={
         HOST: (
             Limit("given(scales)", because="sums without weights are not decomposed"),
             "R == T * K",
             Limit("drop_pad_mode == 2", because="this is the order in which npu_moe_init_routing_v2 lists rows"),
             Limit("given(skip1)", when="given(skip2)"),
-            *unused(("bias", "export_for_source_row"), "biases are added by the product before"),
+            Limit(
+                "given(export_for_source_row)",
+                when="given(bias)",
+                because="it lists of which expert each row is",
+            ),
+            Limit("given(bias)", when="given(export_for_source_row)", because="it is read for biases alone"),
         ),
         **dict.fromkeys(
             A2_A3,
@@ -128,6 +142,7 @@ MOE_FINALIZE_ROUTING = Operator(
                 ),
                 Limit("dtype(skip1) == dtype(expanded_permuted_rows)", when="given(skip1)"),
                 Limit("dtype(skip2) == dtype(expanded_permuted_rows)", when="given(skip2)"),
+                Limit("dtype(bias) == dtype(expanded_permuted_rows)", when="given(bias)"),
             ),
         ),
     },
@@ -135,7 +150,10 @@ MOE_FINALIZE_ROUTING = Operator(
         "op-plugin: torch_npu.npu_moe_finalize_routing, whose table names A2 alone; CANN: aclnnMoeFinalizeRoutingV2, "
         "which names A3 too, and ops-transformer has its kernel for ascend910_93"
     ),
-    summary="out[t] = round(skip1[t] + skip2[t] + Σ_k scales[t, k] · rows[expanded_src_to_dst_row[t · K + k]])",
+    summary=(
+        "out[t] = round(skip1[t] + skip2[t] + Σ_k scales[t, k] · (rows[expanded_src_to_dst_row[t · K + k]] + "
+        "bias[export_for_source_row[t, k]]))"
+    ),
 )
 
 

@@ -79,6 +79,28 @@ def _less_all(x: Tensor) -> Routed:
     return (values - x.float().logsumexp(-1, keepdim=True)).exp(), experts
 
 
+def _mask(x: Tensor) -> Tensor:
+    return torch.zeros_like(x).scatter(-1, x.topk(4, dim=-1)[1], 1.0)
+
+
+def _filled(x: Tensor, fill: float = -torch.inf) -> Tensor:
+    return x.masked_fill(_mask(x) == 0, fill).softmax(-1)
+
+
+def _put(x: Tensor) -> Tensor:
+    values, experts = x.topk(4, dim=-1)
+    return torch.full_like(x, -torch.inf).scatter(-1, experts, values).softmax(-1)
+
+
+def _weighed(x: Tensor) -> Tensor:
+    kept = x.softmax(-1) * _mask(x)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _bounded(x: Tensor) -> Tensor:
+    return x.masked_fill(x < x.topk(4, dim=-1)[0][..., -1:], -torch.inf).softmax(-1)
+
+
 def _without_experts(x: Tensor) -> Tensor:
     return x.topk(4, dim=-1)[0].softmax(-1)
 
@@ -92,7 +114,7 @@ def _sum(shares: Tensor) -> Tensor:
     return shares.sum(dim=-1, keepdim=True)
 
 
-PLAIN = "Logits, Shares]"
+PLAIN = "Logits, Shares, Listed]"
 TWICE = partial(largest, finish=lambda shares: shares / (2 * shares.sum(dim=-1, keepdim=True)))
 IN_BATCHES = partial(scattered, finish=lambda shares: shares / shares.sum(dim=-1, keepdim=True))
 EXAMPLES = (
@@ -128,6 +150,11 @@ EXAMPLES = (
         FLAT,
         "along another dim than the choice",
     ),
+    Example("weights of all experts", _put, FLAT),
+    Example("others filled, in batches", _filled, _logits(2, 3)),
+    Example("shares times a mask, divided", _weighed, FLAT),
+    Example("others filled with a number", partial(_filled, fill=-5.0), FLAT, "where it must be -inf"),
+    Example("kept by a bound", _bounded, FLAT, "more of them than there are largest"),
     Example("four dims", lambda x: x.softmax(-1).topk(4, dim=-1), _logits(1, 2, 3), "rank(x) in (2, 3)"),
 )  # fmt: skip
 

@@ -32,6 +32,7 @@ def _inputs(*shapes: tuple[int, ...], parameters: bool = True) -> Inputs:
 MERGED = _inputs((EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER))
 _TWO = ((EXPERTS, INNER, WIDTH), (EXPERTS, INNER, WIDTH), (EXPERTS, WIDTH, INNER))
 TWO = _inputs(*_TWO)
+BIASED = _inputs(_TWO[0], (EXPERTS, INNER), _TWO[1], (EXPERTS, INNER), _TWO[2])
 
 
 def routed(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,6 +80,36 @@ def by_einsum(tokens: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Te
     return torch.einsum("tkd,tk->td", torch.einsum("tki,tkdi->tkd", hidden, down[experts]), weights)
 
 
+def biased_halves(
+    tokens: Tensor, logits: Tensor, gate: Tensor, gate_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor,
+) -> Tensor:  # fmt: skip
+    """Gate and up apart, each with a bias of its own."""
+    weights, experts = routed(logits)
+    hidden = F.silu(torch.einsum("td,tkid->tki", tokens, gate[experts]) + gate_bias[experts])
+    hidden = hidden * (torch.einsum("td,tkid->tki", tokens, up[experts]) + up_bias[experts])
+    return torch.einsum("tkd,tk->td", torch.einsum("tki,tkdi->tkd", hidden, down[experts]), weights)
+
+
+def gate_alone(
+    tokens: Tensor, logits: Tensor, gate: Tensor, gate_bias: Tensor, up: Tensor, up_bias: Tensor, down: Tensor
+) -> Tensor:
+    """A bias of the gate, and none of up."""
+    weights, experts = routed(logits)
+    hidden = F.silu(torch.einsum("td,tkid->tki", tokens, gate[experts]) + gate_bias[experts])
+    hidden = hidden * torch.einsum("td,tkid->tki", tokens, up[experts])
+    return torch.einsum("tkd,tk->td", torch.einsum("tki,tkdi->tkd", hidden, down[experts]), weights)
+
+
+def added(tokens: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """All experts of all tokens, one after the other, as books write it."""
+    weights, experts = routed(logits)
+    every, y = torch.zeros_like(logits).scatter(-1, experts, weights), torch.zeros_like(tokens)
+    for e in range(EXPERTS):
+        hidden = F.silu(F.linear(tokens, gate[e])) * F.linear(tokens, up[e])
+        y += F.linear(hidden, down[e]) * every[:, e : e + 1]
+    return y
+
+
 def _given(tokens: Tensor, listed: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     hidden = halves(torch.matmul(gate_up[listed], tokens[:, None, :, None]).squeeze(-1))
     return torch.matmul(down[listed], hidden.unsqueeze(-1)).squeeze(-1).mean(1)
@@ -94,6 +125,9 @@ EXAMPLES = (
     Example("gathered matrices, bounded lanes", partial(gathered, activation=clipped), MERGED),
     Example("gathered matrices, bounded halves", partial(gathered, activation=clipped_halves), MERGED),
     Example("products by einsum", by_einsum, TWO),
+    Example("a loop over all experts", added, TWO),
+    Example("biases of gate and up", biased_halves, BIASED),
+    Example("a bias of the gate alone", gate_alone, BIASED, "only one of gate and up has biases"),
     Example(
         "gelu between the products", partial(gathered, activation=lambda both: F.gelu(both)[:, :INNER]), MERGED,
         "is not a gated silu",

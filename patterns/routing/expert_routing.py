@@ -1,12 +1,14 @@
 """shares, experts = the k experts of a token and how much each counts  (Shazeer et al., Mixture-of-Experts, 2017).
 
 *Matches* a softmax over the k largest logits, and the k largest of a softmax: as they are, or divided by their sum,
-which is the softmax over the k largest logits again. *Replaces with* `npu_moe_gating_top_k_softmax_v2`. Which of equal
-logits is chosen torch leaves open too; rounding keeps the order of all others.
+which is the softmax over the k largest logits again; of the chosen alone, or of all experts, 0 for others. *Replaces
+with* `npu_moe_gating_top_k_softmax_v2`. Which of equal logits is chosen torch leaves open too; rounding keeps the order
+of all others.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,9 +34,9 @@ class Logits(Group):
         """Shares as the model holds them."""
         return p.as_dtype(x, like=self.values)
 
-    def largest(self, p, count):
+    def largest(self, p, count, result):
         """The largest, as a softmax over them takes them."""
-        return p.maybe_cast(p.largest(self.wide(p), count), to=f32)
+        return p.maybe_cast(result.largest(p, self.wide(p), count, -math.inf), to=f32)
 
     def places(self, p, count):
         """Where they are."""
@@ -57,9 +59,9 @@ class WidenedLogits(Logits):
         """As they are."""
         return x
 
-    def largest(self, p, count):
+    def largest(self, p, count, result):
         """Chosen, then widened."""
-        return p.cast(p.largest(self.values, count), to=f32)
+        return p.cast(result.largest(p, self.values, count, -math.inf), to=f32)
 
     def places(self, p, count):
         """Where they are before they are widened."""
@@ -77,15 +79,15 @@ class Shares(Group):
     count: Any = attribute()
     are_divided: ClassVar[bool] = False
 
-    def of(self, p, logits):
+    def of(self, p, logits, result):
         """Softmax, then choose."""
-        return self.divided(p, p.largest(p.softmax(logits.wide(p)), self.count))
+        return self.divided(p, result.largest(p, p.softmax(logits.wide(p)), self.count, 0.0))
 
     def divided(self, p, chosen):
         """As they are."""
         return chosen
 
-    def guard(self) -> None:
+    def guard(self, among: Any) -> None:
         """Nothing speaks against them."""
 
 
@@ -98,11 +100,11 @@ class DividedShares(Shares):
 
     def divided(self, p, chosen):
         """By their sum."""
-        return chosen * p.scale(p.power(p.mean(chosen), -1.0), self.factor)
+        return p.scale(p.power(p.mean(chosen), -1.0), self.factor) * chosen
 
-    def guard(self) -> None:
-        """What the mean is multiplied by to be the sum."""
-        sums = abs(self.factor * self.count - 1) < 1e-9
+    def guard(self, among: Any) -> None:
+        """What the mean of so many is multiplied by to be the sum."""
+        sums = isinstance(among, int) and abs(self.factor * among - 1) < 1e-9
         require(sums, "the chosen shares are divided by something else than their sum")
 
 
@@ -112,9 +114,43 @@ class SharesOfChosen(Shares):
 
     are_divided: ClassVar[bool] = True
 
-    def of(self, p, logits):
+    def of(self, p, logits, result):
         """Choose, then softmax."""
-        return p.softmax(logits.largest(p, self.count))
+        return p.softmax(logits.largest(p, self.count, result))
+
+
+@dataclass(frozen=True)
+class Listed(Group):
+    """A share for each of the chosen experts."""
+
+    def largest(self, p, x, count, fill):
+        """As the list names them."""
+        return p.largest(x, count)
+
+    def among(self, shares: Shares, logits: Tensor) -> Any:
+        """How many shares a token has."""
+        return shares.count
+
+    def put(self, shares: Tensor, experts: Tensor, logits: Tensor) -> Tensor:
+        """The shares."""
+        return shares
+
+
+@dataclass(frozen=True)
+class InPlace(Group):
+    """A share for every expert, 0 for those that are not chosen."""
+
+    def largest(self, p, x, count, fill):
+        """Where they stand, and no share for others."""
+        return p.kept(x=x, count=count, fill=fill)
+
+    def among(self, shares: Shares, logits: Tensor) -> Any:
+        """How many shares a token has."""
+        return logits.shape[-1]
+
+    def put(self, shares: Tensor, experts: Tensor, logits: Tensor) -> Tensor:
+        """Each at its expert's place."""
+        return shares.new_zeros(logits.shape).scatter(-1, experts, shares)
 
 
 @dataclass(frozen=True)
@@ -126,15 +162,21 @@ class ExpertRouting(Rule):
         return logits.softmax(-1).topk(count)
 
     @pattern
-    @variants(logits=(Logits, WidenedLogits), shares=(SharesOfChosen, DividedShares, Shares))
-    def chosen(self, p, logits, shares):
+    @variants(logits=(Logits, WidenedLogits), shares=(SharesOfChosen, DividedShares, Shares), result=(Listed, InPlace))
+    def chosen(self, p, logits, shares, result):
         """The largest, and what each of them counts."""
-        return logits.shares(p, shares.of(p, logits)), logits.places(p, shares.count)
+        return logits.shares(p, shares.of(p, logits, result)), logits.places(p, shares.count)
 
     @lookalike("of equal shares `max` names the first expert, the operator any, as `topk` may: choose by topk(1)")
     def first_of_equal(self, p, logits=tensor("*B E")):
         """One expert, by `max` (Switch Transformers)."""
         return p.op("first_greatest", p.softmax(p.maybe_cast(logits, to=f32)))
+
+    @lookalike("what is not among the largest is {fill} where it must be -inf: a softmax may give it a share")
+    def filled_otherwise(self, p, logits=tensor("*B E"), count=attribute(), fill=attribute()):
+        """A softmax over the largest, and others."""
+        kept = p.kept(x=p.maybe_cast(logits, to=f32), count=count, fill=fill)
+        return p.softmax(p.maybe_cast(kept, to=f32))
 
     @lookalike("nothing reads which experts are chosen")
     def without_experts(self, p, logits=tensor("*B E"), count=attribute()):
@@ -175,16 +217,17 @@ class ExpertRouting(Rule):
         """Divided by any other number of each token."""
         return _largest_shares(p, logits, count) * p.power(by, exponent)
 
-    def guard(self, shares: Shares):
+    def guard(self, logits: Logits, shares: Shares, result: Any):
         """What they are divided by."""
-        shares.guard()
+        shares.guard(result.among(shares, logits.values))
 
     @lowering
-    def npu(self, logits: Logits, shares: Shares):
-        """One operator."""
-        routed = torch.ops.npu.npu_moe_gating_top_k_softmax_v2
-        found, experts, _ = routed(logits.read(), k=shares.count, renorm=int(shares.are_divided))
-        return found, experts.to(torch.int64)
+    def npu(self, logits: Logits, shares: Shares, result: Any):
+        """One operator; shares of all experts are put in their places then."""
+        read, routed = logits.read(), torch.ops.npu.npu_moe_gating_top_k_softmax_v2
+        found, experts, _ = routed(read, k=shares.count, renorm=int(shares.are_divided))
+        listed = experts.to(torch.int64)
+        return result.put(found, listed, read), listed
 
 
 def _largest_shares(p: Any, logits: Any, count: Any) -> Any:

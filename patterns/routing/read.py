@@ -22,7 +22,7 @@ from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.dims import INDEX_DTYPES
-from patterns.routing.group_masks import Masked, hidden_groups
+from patterns.routing.group_masks import Grouped, hidden_groups
 from patterns.routing.words import CHOSEN_SCORES, EXPERT_CHOICE
 
 RULE = "expert_gating"
@@ -146,7 +146,7 @@ def _is_score(x: Value) -> bool:
 # groups -------------------------------------------------------------------------------------------------------------
 
 
-def _groups(masked: Masked, choice: Value, bias: Value | None) -> dict[str, Any] | str:
+def _groups(masked: Grouped, choice: Value, bias: Value | None) -> dict[str, Any] | str:
     """How many groups there are, how many are kept, and by what; why the operator does not choose so."""
     listed = masked.groups
     if listed.op != "largest_index":

@@ -14,13 +14,15 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from fusion import reader
-from fusion.analysis.intervals import bounds, uncast
+from fusion.analysis.intervals import uncast
 from fusion.analysis.nodes import is_handed_out
-from fusion.analysis.rounding import is_float, unscaled
-from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value, broadcast
+from fusion.analysis.rounding import is_float
+from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value, broadcast
 from fusion.graph.contractions import swapped
+from patterns.routing.all_experts import all_experts
+from patterns.routing.counts import counted, lies_below
 from patterns.routing.pairs import Arranged, Pairs, named_rows, plain, repeated_tokens, sorted_tokens, sorts
-from patterns.routing.weighted_sums import Total, total
+from patterns.routing.weighted_sums import as_sum, summed, total
 from patterns.routing.words import EXPERT_PRODUCT, EXPERT_SUM, ROUTED_ROWS
 
 RULE = "routed_experts"
@@ -37,11 +39,15 @@ def routed_experts(graph: Graph) -> Iterator[Found]:
             if isinstance(found, Reading) and found.op == "expert_product":
                 given[product] = found
             yield product, found
-    summed: set[Value] = set()
-    for value, found in _sums(graph, given):
-        summed.update((found.captures["rows"],) if isinstance(found, Reading) else found.at)
+    for value, found in _biased(graph, given):
+        given[value] = found
         yield value, found
-    yield from _unsummed(given, summed)
+    parts: set[Value] = set()
+    for value, found in _sums(graph, given):
+        parts.update((found.captures["rows"],) if isinstance(found, Reading) else found.at)
+        yield value, found
+    yield from _unsummed(given, parts)
+    yield from all_experts(graph)
     yield from _loops(graph)
 
 
@@ -59,12 +65,12 @@ def _products(graph: Graph, value: Value) -> Iterator[Found]:
 def _sorted_product(graph: Graph, value: Value) -> Iterator[Found]:
     """Rows that are sorted by expert, each group by its own matrix."""
     rows, matrices, ends = value.args
-    listed = _counted(ends, matrices.shape[0])
+    listed = counted(ends, matrices.shape[0])
     if listed is None:
         yield value, Miss(RULE, "the groups are not proven to be the rows of each expert, counted over all experts")
         return
     experts = _experts(graph.algebra, listed)
-    if not _lies_below(experts, matrices.shape[0]):
+    if not lies_below(experts, matrices.shape[0]):
         yield value, Miss(RULE, _ELSEWHERE)
         return
     yield value, _product(graph, rows, matrices, experts, is_sorted=True)
@@ -92,7 +98,7 @@ def _gathered_product(graph: Graph, value: Value) -> Iterator[Found]:
     if broadcast(rows.shape[:-1], lead) != lead or prod(value.shape) != prod((*lead, outputs)):
         return  # several rows have one matrix
     experts = _experts(a, listed)
-    if not _lies_below(experts, matrices.shape[0]):
+    if not lies_below(experts, matrices.shape[0]):
         yield value, Miss(RULE, _ELSEWHERE)
         return
     x = a.expand(rows, (*lead, inputs))
@@ -110,13 +116,16 @@ def _gathered_product(graph: Graph, value: Value) -> Iterator[Found]:
 def _gathered_rows(a: Algebra, x: Value, y: Value) -> tuple[Value, Value, Value] | None:
     """Rows [.., M], the matrices [E, M, N] of all experts, and the list by which one was gathered for each row.
 
-    The row stands on the left of its matrix, or turned on the right; or one row before matrices that are joined.
+    The row stands on the left of its matrix, or turned on the right; or one row beside matrices that are joined.
     """
     right, left = _gathered(a, y), _gathered(a, x)
     if right is not None and x.shape[-2] == 1:
         return a.reshape(x, (*x.shape[:-2], x.shape[-1])), *right
     if left is not None and y.shape[-1] == 1:
         return a.reshape(y, y.shape[:-1]), swapped(a, left[0]), left[1]
+    whole = _gathered(a, x.arg) if x.op == "reshape" and x.arg.rank == 4 else None
+    if whole is not None and y.shape[-1] == 1 and x.shape == (x.arg.shape[0], prod(x.arg.shape[1:3]), x.shape[-1]):
+        return a.reshape(y, (y.shape[0], 1, y.shape[1])), swapped(a, whole[0]), whole[1]
     joined = y.arg if y.op == "reshape" and (y.arg.op, y.arg.attrs) == ("permute", (0, 3, 1, 2)) else None
     several = None if joined is None else _gathered(a, joined.arg)
     if joined is None or several is None or x.shape[-2] != 1 or y.shape != (*joined.shape[:2], prod(joined.shape[2:])):
@@ -133,6 +142,37 @@ def _gathered(a: Algebra, x: Value) -> tuple[Value, Value] | None:
     return (x.arg, x.args[1]) if gathers else None
 
 
+def _biased(graph: Graph, given: Mapping[Value, Reading]) -> list[tuple[Value, Reading]]:
+    """Products to which each row's line of biases [E, N] is added, in the shapes that they are read in."""
+    a, found = graph.algebra, dict[Value, Reading]()
+    for value in (each for each in list(graph.owners) if each.op == "add" and given):
+        for product, rows in (value.args, value.args[::-1]):
+            reading = given.get(product)
+            biases = None if reading is None else _lines(rows, reading)
+            if reading is None or biases is None or value.shape != product.shape:
+                continue
+            shapes = [value.shape, (prod(value.shape[:-1]), value.shape[-1])]
+            shapes += [each.shape for each in graph.owners if each.op == "reshape" and each.arg is value]
+            said = Reading("expert_product", {**reading.captures, "bias": biases})
+            found |= {a.reshape(value, shape): said for shape in shapes if shape[-1:] == value.shape[-1:]}
+    return list(found.items())
+
+
+def _lines(rows: Value, product: Reading) -> Value | None:
+    """The biases of all experts, of which `rows` are those of the experts of a product's rows."""
+    taken = rows.below("reshape", "expand") if rows.shape[-1] == rows.below("reshape", "expand").shape[-1] else rows
+    if taken.op != "index" or taken.attrs != (0,) or taken.arg.rank != 2 or prod(taken.shape) != prod(rows.shape):
+        return None
+    experts, listed = product.captures["experts"], uncast(taken.args[1], "reshape")
+    if product.captures["is_sorted"]:
+        by = named_rows(listed)
+        order = uncast(by[1]) if by is not None and uncast(by[0], "reshape") is uncast(experts, "reshape") else None
+        is_sorted = listed.op == "ascending" or (order is not None and order.op == "ascending_index")
+        named = listed.arg if listed.op == "ascending" else (order.arg if order is not None else listed)
+        return taken.arg if is_sorted and uncast(named, "reshape") is uncast(experts, "reshape") else None
+    return taken.arg if listed is uncast(experts, "reshape") else None
+
+
 def _product(graph: Graph, x: Value, matrices: Value, experts: Value, is_sorted: bool) -> Reading:
     said = {"x": x, "weight": matrices, "experts": experts, "is_sorted": is_sorted}
     return Reading("expert_product", {**said, "is_parameter_only": graph.is_fixed(matrices)})
@@ -143,7 +183,7 @@ def _rows(tokens: Arranged, experts: Value) -> Reading:
     return Reading("routed_rows", said if tokens.order is None else {**said, "order": tokens.order})
 
 
-# experts, and how many rows each has --------------------------------------------------------------------------------
+# experts ------------------------------------------------------------------------------------------------------------
 
 
 def _experts(a: Algebra, listed: Value) -> Value:
@@ -152,55 +192,25 @@ def _experts(a: Algebra, listed: Value) -> Value:
     return a.reshape(chosen, (prod(chosen.shape[:-1]), chosen.shape[-1]))
 
 
-def _lies_below(experts: Value, count: Dim) -> bool:
-    low, high = bounds(experts)
-    return isinstance(count, int) and 0 <= low <= high < count
-
-
-def _counted(ends: Value, count: Dim) -> Value | None:
-    """The list of which `ends` says where the numbers 0 … count - 1 end once it is sorted."""
-    ends = ends.below("cast")
-    if ends.op != "cumsum" or ends.attrs != (0,) or ends.shape != (count,):
-        return None
-    counts = ends.arg.below("cast")
-    if counts.op == "histogram":
-        return _unsorted_list(counts.arg.below("cast", "reshape"))
-    if counts.op == "add_rows" and counts.arg.op == counts.args[1].below("expand").op == "full":
-        numbers = (counts.arg.attrs[0], counts.args[1].below("expand").attrs[0])
-        return _unsorted_list(counts.args[2].below("reshape")) if numbers == (0, 1) else None
-    return None
-
-
-def _unsorted_list(x: Value) -> Value:
-    """A list, of which a sort holds the same numbers."""
-    x = uncast(x, "reshape")
-    return uncast(x.arg, "reshape") if x.op == "ascending" else x
-
-
 # sums ---------------------------------------------------------------------------------------------------------------
 
 
 def _sums(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Found]:
     """Each weighted sum of rows that are `given`, with the experts that give them; why others are none."""
-    sums: dict[tuple[Value, float], list[Value]] = {}
-    for value in list(graph.places) if given else ():
-        if is_float(value):
-            below, factor = unscaled(plain(value))
-            sums.setdefault((plain(below), factor), []).append(value)
     products = set(map(plain, given))
-    for (inner, factor), several in sums.items():
+    for (inner, factor), several in (summed(graph) if given else {}).items():
         found = total(graph.algebra, inner, factor)
         if found is None:
             continue
         if found.rows in given and given[found.rows].captures["experts"].shape == found.weights.shape:
-            yield _as_sum(found, several)
+            yield as_sum(found, several)
         elif plain(found.rows).op == "add" and any(plain(each) in products for each in plain(found.rows).args):
             yield several[0], Miss(RULE, _BIASED, at=plain(found.rows).args)
 
 
-def _unsummed(given: Mapping[Value, Reading], summed: set[Value]) -> Iterator[Found]:
+def _unsummed(given: Mapping[Value, Reading], parts: set[Value]) -> Iterator[Found]:
     """Why products are no part of a sum, of those that no other product is made of."""
-    known = {plain(each) for each in summed}
+    known = {plain(each) for each in parts}
     below = {plain(each) for found in given.values() for each in found.captures["x"].sources(_lanes)}
     for product in dict.fromkeys(map(plain, given)):
         if product not in known and product not in below:
@@ -245,18 +255,4 @@ _LOOP = (
     "Python loops over the experts that were hit, and the graph breaks there: transformers' option "
     'experts_implementation takes "grouped_mm" and "batched_mm" in its place'
 )
-_BIASED = (
-    "experts add a bias to what they give: of matrices in one tensor npu_grouped_matmul is not documented to take one "
-    "for each"
-)
-
-
-def _as_sum(found: Total, several: list[Value]) -> Found:
-    """The sum where it first stands in the dtype of its rows."""
-    rows, dtype = found.rows, several[0].dtype
-    for value in several:
-        if value.dtype == rows.dtype:
-            said = {"rows": rows, "weights": found.weights, "shape": value.shape}
-            return value, Reading("expert_sum", said if found.order is None else {**said, "order": found.order})
-    kept = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
-    return several[0], Miss(RULE, kept.replace("torch.", ""), at=(rows,))
+_BIASED = "experts add to what they give what is not proven to be the line of biases of each row's expert"

@@ -6,7 +6,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fusion.analysis.intervals import uncast
-from fusion.graph import Algebra, Dim, Value
+from fusion.analysis.rounding import is_float, unscaled
+from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from patterns.routing.pairs import Arranged, Pairs, are_tokens, order_of_tokens, plain, put_back, sorted_by
 
@@ -30,6 +31,27 @@ def total(a: Algebra, inner: Value, factor: float) -> Total | None:
     if inner.op == "mul":
         return _of_one(a, inner)
     return _of_added(a, *inner.args) if inner.op == "add_rows" else None
+
+
+def summed(graph: Graph) -> dict[tuple[Value, float], list[Value]]:
+    """What all floats are before they are rounded or multiplied by a number, with those that are made of each."""
+    found: dict[tuple[Value, float], list[Value]] = {}
+    for value in list(graph.places):
+        if is_float(value):
+            below, factor = unscaled(plain(value))
+            found.setdefault((plain(below), factor), []).append(value)
+    return found
+
+
+def as_sum(found: Total, several: list[Value]) -> Found:
+    """The sum where it first stands in the dtype of its rows."""
+    rows, dtype = found.rows, several[0].dtype
+    for value in several:
+        if value.dtype == rows.dtype:
+            said = {"rows": rows, "weights": found.weights, "shape": value.shape}
+            return value, Reading("expert_sum", said if found.order is None else {**said, "order": found.order})
+    kept = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
+    return several[0], Miss("routed_experts", kept.replace("torch.", ""), at=(rows,))
 
 
 def _of_products(a: Algebra, x: Value) -> Total | None:

@@ -16,6 +16,14 @@ _GATE = {
 EXPERT_CHOICE = word("expert_choice", "the experts that a router chooses [*T, K]", **_GATE, dtype="of the list")
 CHOSEN_SCORES = word("chosen_scores", "the scores of these, without the bias [*T, K]", **_GATE, dtype="of the scores")
 
+KEPT = word(
+    "kept",
+    "x where it is among the largest of its row, another number elsewhere [*B, E]",
+    x="[*B, E]",
+    count="how many are kept",
+    fill="what stands in the place of all others",
+)
+
 ROUTED_ROWS = word(
     "routed_rows",
     "the rows of each token, one for every expert that it chose [R, H], R = T · K",
@@ -25,9 +33,10 @@ ROUTED_ROWS = word(
 )
 EXPERT_PRODUCT = word(
     "expert_product",
-    "each row by the matrix of its expert [.., N]",
+    "each row by the matrix of its expert (+ its bias) [.., N]",
     x="[.., M], prod(..) = R",
     weight="[E, M, N]",
+    bias="[E, N], of which the line of its expert is added to each row",
     experts="[T, K]",
     is_sorted="whether rows are sorted by expert",
     is_parameter_only="whether the matrices are computed from Parameters alone",

@@ -44,7 +44,9 @@ def groups(*counts: int, inputs: int = 24, outputs: int = 16, turned: bool = Fal
     return make
 
 
-def finishing(tokens: int, choices: int, skips: int = 0, width: int = 12) -> Make:
+def finishing(tokens: int, choices: int, skips: int = 0, width: int = 12, experts: int = 0) -> Make:
+    """With biases where there are `experts`."""
+
     def make(dtype: torch.dtype) -> dict[str, Any]:
         def numbers(*shape: int) -> Tensor:
             return torch.randn(shape, dtype=torch.float64).to(dtype)
@@ -52,9 +54,9 @@ def finishing(tokens: int, choices: int, skips: int = 0, width: int = 12) -> Mak
         skipped = [numbers(tokens, width) if number < skips else None for number in range(2)]
         return {
             "expanded_permuted_rows": numbers(tokens * choices, width), "skip1": skipped[0], "skip2": skipped[1],
-            "bias": None, "scales": numbers(tokens, choices),
+            "bias": numbers(experts, width) if experts else None, "scales": numbers(tokens, choices),
             "expanded_src_to_dst_row": torch.randperm(tokens * choices).to(torch.int32),
-            "export_for_source_row": None, "drop_pad_mode": 2,
+            "export_for_source_row": chosen(tokens, choices, experts) if experts else None, "drop_pad_mode": 2,
         }  # fmt: skip
 
     return make
@@ -75,6 +77,8 @@ CALLS: list[tuple[str, str, Make]] = [
     (FINISH, "two rows of each token", finishing(3, 2)),
     (FINISH, "one row of each", finishing(4, 1, skips=1)),
     (FINISH, "beside two others", finishing(2, 3, skips=2)),
+    (FINISH, "with biases", finishing(4, 2, experts=5)),
+    (FINISH, "with biases, beside two others", finishing(3, 3, skips=2, experts=4)),
 ]
 
 
@@ -101,8 +105,8 @@ def by_group(
 
 
 def finish(
-    expanded_permuted_rows: Tensor, skip1: Tensor | None, skip2: Tensor | None, scales: Tensor,
-    expanded_src_to_dst_row: Tensor, **how: Any,
+    expanded_permuted_rows: Tensor, skip1: Tensor | None, skip2: Tensor | None, bias: Tensor | None, scales: Tensor,
+    expanded_src_to_dst_row: Tensor, export_for_source_row: Tensor | None, **how: Any,
 ) -> Tensor:  # fmt: skip
     """Token by token."""
     tokens, choices = scales.shape
@@ -110,6 +114,8 @@ def finish(
     for token in range(tokens):
         for choice in range(choices):
             row = expanded_permuted_rows[expanded_src_to_dst_row[token * choices + choice]]
+            if bias is not None and export_for_source_row is not None:
+                row = row + bias[export_for_source_row[token, choice]]
             out[token] += scales[token, choice] * row
     return sum((each for each in (skip1, skip2) if each is not None), out)
 
@@ -141,6 +147,7 @@ def _finish(**more: Any) -> dict[str, Any]:
 
 _ALL = (HOST, *A2_A3)
 _SKIP = t(3, 16)
+_BIASED = {"bias": t(8, 16), "export_for_source_row": t(3, 2, dtype=torch.int32)}
 _LISTS = (
     "bias", "scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale", "activation_input",
     "activation_quant_scale", "activation_quant_offset",
@@ -179,8 +186,9 @@ EDGES: list[Any] = [
     (FINISH, _ALL, _finish(), _finish(scales=t(3, 1)), "R == T * K"),
     (FINISH, _ALL, _finish(), _finish(drop_pad_mode=0), "drop_pad_mode == 2"),
     (FINISH, _ALL, _finish(skip1=_SKIP, skip2=_SKIP), _finish(skip2=_SKIP), "given(skip1)"),
-    (FINISH, _ALL, _finish(), _finish(bias=t(8, 16)), "not given(bias)"),
-    (FINISH, _ALL, _finish(), _finish(export_for_source_row=t(3, 2, dtype=torch.int32)), "export_for_source_row"),
+    (FINISH, _ALL, _finish(**_BIASED), _finish(bias=t(8, 16)), "given(export_for_source_row)"),
+    (FINISH, _ALL, _finish(**_BIASED), _finish(export_for_source_row=_BIASED["export_for_source_row"]), "given(bias)"),
+    (FINISH, A2_A3, _finish(**_BIASED), _finish(**_BIASED | {"bias": t(8, 16, dtype=F32)}), "dtype(bias)"),
     (FINISH, A2_A3, _finish(), _finish(scales=t(3, 2, dtype=F32)), "dtype(scales) == dtype(expanded_permuted_rows)"),
     *(
         (

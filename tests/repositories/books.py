@@ -1,4 +1,4 @@
-"""In the manner of rasbt/LLMs-from-scratch: chapters on caches, groups, windows, latents and sparse attention."""
+"""In the manner of rasbt/LLMs-from-scratch: on caches, groups, windows, latents, sparse attention, experts."""
 
 from __future__ import annotations
 
@@ -195,6 +195,52 @@ def latent(dtype: torch.dtype, s: int, past: int) -> Made:
     return Block(Latent()).to(dtype), (normal(dtype, 2, s, DIM), normal(dtype, 2, past, Latent.C), past)
 
 
+class Mixture(nn.Module):
+    """Every expert is given all tokens; columns of weights are put among zeros one after the other."""
+
+    def __init__(self, experts: int = 8, chosen: int = 2) -> None:
+        super().__init__()
+        self.chosen, self.gate = chosen, linear(DIM, experts)
+        sizes = ((DIM, 2 * D), (DIM, 2 * D), (2 * D, DIM))
+        self.fc1, self.fc2, self.fc3 = (nn.ModuleList(linear(*size) for _ in range(experts)) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x)
+        best, places = torch.topk(scores, self.chosen, dim=-1)
+        shares = torch.softmax(best, dim=-1)
+        layers = zip(self.fc1, self.fc2, self.fc3, strict=True)
+        given = [three(nn.functional.silu(one(x)) * two(x)).unsqueeze(-2) for one, two, three in layers]
+        weights = torch.zeros_like(scores)
+        for n in range(self.chosen):
+            weights.scatter_(-1, places[..., n : n + 1], shares[..., n : n + 1])
+        return (weights.unsqueeze(-1) * torch.cat(given, dim=-2)).sum(dim=-2)
+
+
+class Routed(nn.Module):
+    """The chosen logits put among -inf; experts with biases, each given all tokens."""
+
+    def __init__(self, experts: int = 4, chosen: int = 2) -> None:
+        super().__init__()
+        self.chosen, self.route = chosen, linear(DIM, experts, True)
+        self.experts = nn.ModuleList(
+            nn.Sequential(linear(DIM, 2 * DIM, True), nn.ReLU(), linear(2 * DIM, DIM, True), nn.Dropout(0.1))
+            for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.route(x)
+        best, places = logits.topk(self.chosen, dim=-1)
+        weights = torch.full_like(logits, float("-inf")).scatter(-1, places, best).softmax(dim=-1)
+        total = torch.zeros_like(x)
+        for n, expert in enumerate(self.experts):
+            total = total + expert(x) * weights[..., n].unsqueeze(-1)
+        return total
+
+
+def mixture(dtype: torch.dtype, made: nn.Module) -> Made:
+    return made.to(dtype), (normal(dtype, 2, 6, DIM),)
+
+
 NAME = "rasbt/LLMs-from-scratch"
 PIECES = (
     Piece(NAME, "block", lambda dtype: block(dtype, First(), 24)),
@@ -209,4 +255,6 @@ PIECES = (
     Piece(NAME, "block with a latent", lambda dtype: block(dtype, Latent(), 24)),
     Piece(NAME, "block with a latent, decode", lambda dtype: latent(dtype, 1, 256)),
     Piece(NAME, "block with sparse attention", lambda dtype: block(dtype, Sparse(), 48)),
+    Piece(NAME, "experts, all of them", lambda dtype: mixture(dtype, Mixture()), attentions=0),
+    Piece("AviSoori1x/makeMoE", "router and experts", lambda dtype: mixture(dtype, Routed()), attentions=0),
 )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.corpus.base import Form, LookAlike, Spelling, generator, look_alike
+from tests.corpus.base import Form, LookAlike, Spelling, generator, look_alike, wide
 
 ROUTING = "npu::npu_moe_gating_top_k_softmax_v2"
 EXPERTS, CHOSEN = 16, 4
@@ -99,6 +99,96 @@ def less_their_log_sum(logits):
     return _dense(logits, experts, torch.exp(values - values.logsumexp(-1, keepdim=True)))
 
 
+# weights of all experts ---------------------------------------------------------------------------------------------
+
+
+def put_among_infinities(logits):
+    values, experts = logits.topk(CHOSEN, dim=-1)
+    return F.softmax(torch.full_like(logits, float("-inf")).scatter(-1, experts, values), dim=-1)
+
+
+def put_and_listed(logits):
+    values, experts = logits.topk(CHOSEN, dim=-1)
+    routed = torch.full_like(logits, -torch.inf)
+    routed.scatter_(-1, experts, values)
+    return _dense(logits, experts, routed.softmax(-1).gather(-1, experts))
+
+
+def put_by_index(logits):
+    values, experts = torch.topk(logits, CHOSEN)
+    kept = torch.full_like(logits, float("-inf"))
+    kept[torch.arange(logits.shape[0]).unsqueeze(1), experts] = values
+    return torch.softmax(kept, dim=-1)
+
+
+def put_in_float(logits):
+    values, experts = logits.float().topk(CHOSEN, dim=-1)
+    kept = torch.full_like(logits, float("-inf"), dtype=torch.float32).scatter(-1, experts, values)
+    return kept.softmax(-1).to(logits.dtype)
+
+
+def masked_others(logits):
+    mask = torch.zeros_like(logits).scatter(1, logits.topk(CHOSEN, dim=1).indices, 1)
+    return F.softmax(logits.masked_fill(mask == 0, float("-inf")), dim=1)
+
+
+def where_listed(logits):
+    mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, logits.topk(CHOSEN, dim=-1)[1], True)
+    return torch.where(mask, logits, -torch.inf).softmax(-1, dtype=wide(logits.dtype))
+
+
+def lowered_others(logits):
+    mask = torch.full_like(logits, float("-inf")).scatter(-1, logits.topk(CHOSEN, dim=-1)[1], 0.0)
+    return F.softmax(logits + mask, dim=-1)
+
+
+def one_hot_kept(logits):
+    mask = F.one_hot(logits.topk(CHOSEN, dim=-1)[1], EXPERTS).sum(1)
+    return logits.masked_fill(mask < 1, -torch.inf).softmax(-1)
+
+
+def shares_times_a_mask(logits):
+    shares = logits.softmax(-1, dtype=wide(logits.dtype))
+    mask = torch.zeros_like(shares).scatter(-1, shares.topk(CHOSEN, dim=-1)[1], 1.0)
+    return shares * mask
+
+
+def divided_behind_a_mask(logits):
+    shares = logits.softmax(-1, dtype=wide(logits.dtype))
+    kept = shares * torch.zeros_like(shares).scatter(-1, shares.topk(CHOSEN, dim=-1)[1], 1.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
+
+
+# what only looks like it --------------------------------------------------------------------------------------------
+
+
+def above_a_bound(logits):
+    values, _ = logits.topk(CHOSEN, dim=-1)
+    return logits.masked_fill(logits < values[..., -1:], float("-inf")).softmax(-1)
+
+
+def above_a_bound_in_place(logits):
+    logits = logits - 1
+    values, _ = torch.topk(logits, CHOSEN)
+    logits[logits < values[:, [-1]]] = -float("inf")
+    return F.softmax(logits, dim=-1)
+
+
+def not_below_a_bound(logits):
+    least = logits.topk(CHOSEN, dim=-1)[0][:, -1].unsqueeze(-1)
+    return torch.where(logits >= least, logits, -torch.inf).softmax(-1)
+
+
+def others_lowered_by_a_number(logits):
+    mask = torch.zeros_like(logits).scatter(1, logits.topk(CHOSEN, dim=1).indices, 1)
+    return F.softmax(logits.masked_fill(mask == 0, -4.0), dim=1)
+
+
+def the_listed_hidden(logits):
+    mask = torch.zeros_like(logits).scatter(1, logits.topk(CHOSEN, dim=1).indices, 1)
+    return F.softmax(logits.masked_fill(mask == 1, float("-inf")), dim=1)
+
+
 def divided_with_an_eps(logits):
     return _divided(logits, lambda shares: shares.sum(dim=-1, keepdim=True) + 1e-3)
 
@@ -155,7 +245,9 @@ def _spelling(form: Form, note: str, meaning=renormalised) -> Spelling:
     return Spelling(f"expert_routing/{form.__name__}", "expert_routing", make, {ROUTING: 1}, expected, note)
 
 
-def _other(form: Form, reason: str, meaning=renormalised, forbid: tuple[str, ...] = (ROUTING,)) -> LookAlike:
+def _other(
+    form: Form, reason: str, meaning: Form | None = renormalised, forbid: tuple[str, ...] = (ROUTING,)
+) -> LookAlike:
     return look_alike("expert_routing", form, reason, forbid, _logits, meaning)
 
 
@@ -181,8 +273,23 @@ SPELLINGS = (
     _spelling(less_their_log_sum, "exp(x - logsumexp(x))"),
     _spelling(plain_shares, "transformers: Qwen2 MoE, OLMoE", plain),
     _spelling(plain_unsorted, "transformers: DeepSeek-V2", plain),
+    _spelling(put_among_infinities, "makeMoE: the chosen logits put among -inf, a softmax over all"),
+    _spelling(put_and_listed, "the same in place, and read again as the list names them"),
+    _spelling(put_by_index, "the same by an index"),
+    _spelling(put_in_float, "the same in float32"),
+    _spelling(masked_others, "a mask of zeros and ones, compared"),
+    _spelling(where_listed, "a mask of booleans"),
+    _spelling(lowered_others, "-inf added to others"),
+    _spelling(one_hot_kept, "a sum of one_hot"),
+    _spelling(shares_times_a_mask, "Mixture of experts of GShard: shares times a mask", plain),
+    _spelling(divided_behind_a_mask, "the same divided by their sum"),
 )
 LOOKALIKES = (
+    _other(above_a_bound, "more of them than there are largest", None),
+    _other(above_a_bound_in_place, "more of them than there are largest", None),
+    _other(not_below_a_bound, "more of them than there are largest", None),
+    _other(others_lowered_by_a_number, "not among the largest is -4.0 where it must be -inf"),
+    _other(the_listed_hidden, "something else than to keep them"),
     _other(softmax_over_tokens, "another dim"),
     _other(softmax_over_tokens_first, "another dim", plain),
     _divided_otherwise(divided_with_an_eps, "0.001 is added to the sum"),

@@ -101,6 +101,54 @@ def one_expert(tokens, logits, gate_up, down):
     return torch.zeros_like(given).index_copy(0, order, given) * weights
 
 
+# how many rows each expert has --------------------------------------------------------------------------------------
+
+
+def _ended(ends: Callable[[Tensor, Tensor], Tensor]) -> Form:
+    """Sorted rows whose ends are found so, of experts [T, K] and the same sorted."""
+
+    def form(tokens, logits, gate_up, down):
+        weights, experts = routed(logits)
+        listed, order = experts.reshape(-1).sort(stable=True)
+        given = by_group(tokens[order // CHOICES], ends(experts, listed), gate_up, down)
+        given = (given * weights.reshape(-1)[order].unsqueeze(-1))[inverse(order)]
+        return given.view(*experts.shape, -1).sum(dim=1)
+
+    return form
+
+
+COUNTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bincount": lambda experts, listed: torch.bincount(experts.flatten(), minlength=EXPERTS).cumsum(0).to(torch.int32),
+    "bincount of sorted": lambda experts, listed: torch.cumsum(
+        torch.bincount(listed, minlength=EXPERTS), dim=0, dtype=torch.int32
+    ),
+    "histc to whole numbers": lambda experts, listed: torch.histc(
+        experts.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS
+    ).int().cumsum(0, dtype=torch.int32),
+    "one_hot": lambda experts, listed: F.one_hot(experts.flatten(), EXPERTS).sum(0).cumsum(0).int(),
+    "one_hot over tokens and choices": lambda experts, listed: F.one_hot(experts, EXPERTS).sum(dim=(0, 1)).cumsum(
+        0, dtype=torch.int32
+    ),
+    "one_hot turned": lambda experts, listed: F.one_hot(experts, EXPERTS).permute(2, 1, 0).sum(dim=(-1, -2)).cumsum(
+        0, dtype=torch.int32
+    ),
+    "compared": lambda experts, listed: (listed[:, None] == torch.arange(EXPERTS)).sum(0).cumsum(0).int(),
+    "compared with each": lambda experts, listed: (torch.arange(EXPERTS)[:, None] == experts.flatten()).sum(-1).cumsum(
+        0
+    ).to(torch.int32),
+    "a map of tokens": lambda experts, listed: torch.zeros(experts.shape[0], EXPERTS, dtype=torch.int32).scatter(
+        1, experts, 1
+    ).bool().sum(dim=0).cumsum(0).int(),
+    "ones that are added": lambda experts, listed: torch.zeros(EXPERTS, dtype=torch.int64).index_add(
+        0, experts.flatten(), torch.ones_like(listed)
+    ).cumsum(0).int(),
+    "searched": lambda experts, listed: torch.searchsorted(listed, torch.arange(EXPERTS), right=True).int(),
+    "searched from the left": lambda experts, listed: torch.searchsorted(
+        listed, torch.arange(1, EXPERTS + 1), out_int32=True
+    ),
+}  # fmt: skip
+COUNTED: dict[str, Form] = {name: _ended(ends) for name, ends in COUNTS.items()}
+
 SORTED: tuple[Form, ...] = (
     sorted_rows,
     put_back_then_weighed,
@@ -201,10 +249,10 @@ def _other(change: Callable[..., Any]) -> Form:
     return form
 
 
-def biased(tokens, logits, gate_up, down):
+def beside_tokens(tokens, logits, gate_up, down):
     weights, experts = routed(logits)
     listed, order = experts.reshape(-1).sort()
-    given = by_group(tokens[order // CHOICES], ends_of(listed), gate_up, down) + down[listed, :, 0]
+    given = by_group(tokens[order // CHOICES], ends_of(listed), gate_up, down) + tokens[order // CHOICES]
     given = (given * weights.reshape(-1)[order].unsqueeze(-1))[inverse(order)]
     return given.view(*experts.shape, -1).sum(dim=1)
 
@@ -243,6 +291,21 @@ OTHERS: dict[str, tuple[Form, str]] = {
     "the ends of other experts": (
         _other(lambda experts, order, **parts: {"ends": ends_of((experts.flatten() + 1) % EXPERTS)}), _ROWS
     ),
+    "experts that are counted from one": (
+        _ended(lambda experts, listed: (listed[:, None] == torch.arange(1, EXPERTS + 1)).sum(0).cumsum(0).int()), _ENDS
+    ),
+    "more experts counted than there are": (
+        _ended(lambda experts, listed: F.one_hot(experts, EXPERTS + 1).sum((0, 1))[1:].cumsum(0).int()), _ENDS
+    ),
+    "searched from the left of zero": (
+        _ended(lambda experts, listed: torch.searchsorted(listed, torch.arange(EXPERTS)).int()), _ENDS
+    ),
+    "averages of a mask": (
+        _ended(
+            lambda experts, listed: torch.zeros(*experts.shape[:1], EXPERTS).scatter(1, experts, 1.0).mean(0).cumsum(0)
+            .int()
+        ), _ENDS
+    ),
     "no more rows than an expert takes": (
         _other(lambda experts, order, ends, **parts: {"ends": torch.minimum(ends, 2 * torch.arange(1, 7)).int()}), _ENDS
     ),
@@ -258,7 +321,7 @@ OTHERS: dict[str, tuple[Form, str]] = {
         _other(lambda experts, order, **parts: {"owner": order % experts.shape[0]}), _ROWS
     ),
     "choices and tokens change places": (turned_choices, _SUM),
-    "a bias of each expert": (biased, "experts add a bias"),
+    "tokens added to what experts give": (beside_tokens, "experts add to what they give"),
     "a sum in float32": (kept_in_float, "kept in float32"),
     "sorted rows by matrices of pairs": (sorted_rows_by_matrices_of_pairs, "for one of two products alone"),
 }  # fmt: skip

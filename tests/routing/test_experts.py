@@ -15,6 +15,7 @@ from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import capture
 from tests.routing.experts import (
+    COUNTED,
     EMITTED,
     EXPERTS,
     GATHERED,
@@ -83,6 +84,16 @@ def test_every_spelling_is_the_vendors_sequence(form: Form, dtype: torch.dtype, 
     wanted = expected(*args, form)
     assert fused.dtype == dtype
     assert distance(fused, wanted) < max(TOLERANCE[dtype], 1.5 * distance(plain, wanted))
+
+
+@pytest.mark.parametrize(("level", "dynamic"), [("composite", False), ("core", True)])
+@pytest.mark.parametrize("name", COUNTED)
+def test_rows_of_each_expert_are_counted_in_any_way(name: str, level: str, dynamic: bool):
+    form, args = COUNTED[name], inputs(BF16)
+    plain, fused, gm, _ = run(form, args, level, dynamic)
+    assert operators(gm) == EMITTED
+    wanted = expected(*args, form)
+    assert distance(fused, wanted) < max(TOLERANCE[BF16], 1.5 * distance(plain, wanted))
 
 
 @pytest.mark.parametrize("form", [SORTED[0], GATHERED[0]], ids=lambda form: form.__name__)

@@ -1,6 +1,8 @@
 """Groups of rows: how many of each number there are, sums into rows, and products by a matrix for each group.
 
 histc of whole numbers                                       → histogram: how many are 0, 1, …
+bincount                                                     → bincount: the same, at least as many as asked for
+searchsorted                                                 → searchsorted: where others belong among sorted numbers
 index_add, index_put that adds, scatter_add of whole rows    → add_rows(x, rows, index)
 _grouped_mm of rows by a matrix for each group               → grouped_matmul(x, matrices, where each group ends)
 """
@@ -22,6 +24,21 @@ def _histc(a: Algebra, out: Out, x: Value, bins: int = 100, min: Any = 0, max: A
     """Bins of one whole number each, from 0 on: the last one ends with its number, or with the next."""
     must(min == 0 and max in (bins - 1, bins) and bins > 1 and x.below("cast").dtype in INDEX_DTYPES)
     return a.make("histogram", (x,), (max,), out.shape, out.dtype)
+
+
+@translates("aten.bincount.default")
+def _bincount(a: Algebra, out: Out, x: Value, weights: Value | None = None, minlength: int = 0) -> Translated:
+    must(weights is None)
+    return a.make("bincount", (x,), (minlength,), out.shape, out.dtype)
+
+
+@translates("aten.searchsorted.Tensor")
+def _searchsorted(
+    a: Algebra, out: Out, x: Value, numbers: Value, *, out_int32: bool = False, right: bool = False,
+    side: str | None = None, sorter: Value | None = None,
+) -> Translated:  # fmt: skip
+    must(sorter is None)
+    return a.make("searchsorted", (x, numbers), (right or side == "right",), out.shape, out.dtype)
 
 
 @translates("aten._grouped_mm.default")

@@ -4,6 +4,7 @@ arange(start, …, step)          → arange: start + step · position      zero
 x >= y, x > y                   → compare(y ≤ x), compare(y < x)       tril, triu            → where
 masked_fill(x, c, v)            → where(c, v, x)                       softmax in all forms  → softmax
 x.scatter(-1, places, value)    → where(chosen(places), value, x)      chosen: true at the places that a row lists
+x.scatter(-1, places, values)   → placed(x, places, values)
 (places == arange).any(-1)      → chosen(places)                       one_hot(places).sum(-2), if they differ, as well
 x.gather(i, places)             → take(x, places): x[*own, places[*own, ..], :], none counted from the end;
                                   largest(x) where these are the places of the largest of x
@@ -175,6 +176,8 @@ def of_own_rows(a: Algebra, x: Value, indices: Sequence[Value]) -> Value | None:
 def _is_position(a: Algebra, x: Value, axis: int, shape: Sequence[Any]) -> bool:
     """Whether whole numbers are the position along one dim of a shape to which they broadcast."""
     x = uncast(x.below("expand"))
+    if shape[axis] == 1 and bounds(x) == (0, 0):
+        return True
     line = positions(a, shape[axis], len(shape), axis)
     return a.reshape(x, (*[1] * (len(shape) - x.rank), *x.shape)) is line
 
@@ -293,6 +296,14 @@ def marked(a: Algebra, x: Value, dim: int, places: Value, number: Value) -> Valu
     other = constant(a, x.attrs[0], chosen.shape, x.dtype) if x.op == "full" else x
     marks = proven(where(a, chosen, constant(a, number.attrs[0], (), x.dtype), other, x.dtype))
     return a.expand(marks, x.shape)
+
+
+def placed(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Value | None:
+    """`x`, which the graph computes, with a number of its own at each of the places that a row lists."""
+    rows = places.rank == x.rank and places.shape[:-1] == x.shape[:-1] and numbers.shape == places.shape
+    if not rows or dim % x.rank != x.rank - 1 or unviewed(x).op == "input" or numbers.dtype != x.dtype:
+        return None
+    return a.make("placed", (x, uncast(places), numbers), (), x.shape, x.dtype)
 
 
 def listed(a: Algebra, x: Value, axis: int, distinct: bool = False) -> Value | None:

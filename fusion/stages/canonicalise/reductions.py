@@ -11,6 +11,7 @@ import torch
 
 from fusion.analysis.logarithms import differences, summed
 from fusion.graph import Algebra, Value
+from fusion.graph.dims import INDEX_DTYPES
 from fusion.graph.proof import must, proven
 from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
@@ -30,8 +31,13 @@ def _reduction(
     found = _of_list(a, op, a.cast(x, out.dtype), axes)
     if found is not None:
         return a.reshape(found, out.shape)
-    reduce = {"sum": a.sum, "mean": a.mean}.get(op) or partial(a.reduce, op)
+    reduce = {"sum": partial(_sum, a), "mean": a.mean}.get(op) or partial(a.reduce, op)
     return a.reshape(proven(reduce(a.cast(x, out.dtype), axes)), out.shape)
+
+
+def _sum(a: Algebra, x: Value, axes: Sequence[int]) -> Value | None:
+    """A scaled mean; of as many whole numbers as is not known, a total, as no number of them is a factor."""
+    return a.sum(x, axes) or (a.reduce("total", x, axes) if x.dtype in INDEX_DTYPES else None)
 
 
 def _of_list(a: Algebra, op: str, x: Value, axes: Sequence[int]) -> Value | None:

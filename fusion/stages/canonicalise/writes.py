@@ -47,9 +47,12 @@ def _index_put(
     must(all(index.dtype in INDEX_DTYPES for index in found))
     if len(found) == 1:
         return _one_index(a, cache, found[0], rows, given[0])
-    listed = logic.of_own_rows(a, cache, found) if rows.op == "full" and rows.dtype == cache.dtype else None
-    if listed is not None and unviewed(cache).op != "input":
+    listed = logic.of_own_rows(a, cache, found) if rows.dtype == cache.dtype else None
+    if listed is not None and rows.op == "full" and unviewed(cache).op != "input":
         return logic.marked(a, cache, -1, listed, rows)
+    placed = None if listed is None else _listed(a, cache, -1, listed, rows)
+    if placed is not None:
+        return placed
     must(len(found) == 2 and given[0] == 0)
     return _by_batch(a, cache, found, rows, given[1]) or _by_page(a, cache, found, rows, given[1])
 
@@ -121,13 +124,27 @@ def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: V
     mask = logic.marked(a, cache, dim, index, rows) if rows.op == "full" else None
     if mask is not None:
         return mask
-    axis = dim % cache.rank
     must(index.shape == rows.shape)
+    placed = _listed(a, cache, dim, index, rows)
+    return placed or _scattered(a, cache, dim % cache.rank, index, rows) or logic.placed(a, cache, dim, index, rows)
+
+
+@proof
+def _scattered(a: Algebra, cache: Value, axis: int, index: Value, rows: Value) -> Value | None:
+    """Where positions are the same in all dims but one, and that of sequences."""
     source = index.arg if index.op == "expand" else index
     varying = [place for place, size in enumerate(source.shape) if size != 1 and place != axis]
     must(varying in ([], [0]))
     shape = (source.shape[0], source.shape[axis]) if varying else (source.shape[axis],)
     return _write(a, cache, rows, a.reshape(source, shape), axis, wraps=False)
+
+
+def _listed(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Value | None:
+    """Numbers at places of the last dim that each row lists anew, one after the other or not."""
+    is_anew = (
+        places.op != "expand" and _start(a, places) is None and math.prod(numbers.shape) == math.prod(places.shape)
+    )
+    return logic.placed(a, x, dim, places, a.reshape(numbers, places.shape)) if is_anew else None
 
 
 @translates("aten.index_select.default")
