@@ -256,6 +256,8 @@ class Algebra:
             x, factor = x.arg, factor * x.attrs[0]
         nearest = round(factor) if math.isfinite(factor) else 0
         factor = float(nearest) if nearest and math.isclose(factor, nearest, rel_tol=1e-12) else float(factor)
+        if x.op == "full" and x.attrs[0] == 1 and x.dtype is not None and x.dtype.is_floating_point:
+            return self.make("full", (), (factor,), x.shape, x.dtype)  # rounded once, as it is filled in
         return x if factor == 1 else self.make("scale", (x,), (factor,), x.shape, x.dtype)
 
     def shift(self, x: Value, offset: float) -> Value:
