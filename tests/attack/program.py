@@ -8,6 +8,7 @@ A program prints as the Python that builds it, so that a case that fails can be 
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import math
 import warnings
@@ -90,6 +91,8 @@ class Program:
         source = self.source()
         path = f"/attack/{crc32(source.encode()):08x}.py"
         linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+        if "ops.transformers" in source:
+            importlib.import_module("transformers.integrations.moe")
         space: dict[str, Any] = {"torch": torch, "F": F, "math": math}
         exec(compile(source, path, "exec"), space)
         return space["program"]
