@@ -561,4 +561,22 @@ KEPT = (
             sizes=(("S", 2),),
         ),
     ),
+    Kept(
+        "segments whose keys have as many heads or fewer",
+        "they were joined, and torch raised",
+        Program(
+            inputs=(
+                Input("q", (3, 4, 64)),
+                Input("k", (3, 2, 64)),
+            ),
+            lines=(
+                "first, second = q[:2].transpose(0, 1)[None], q[2:].transpose(0, 1)[None]",
+                "keys = k[2:].transpose(0, 1)[None]",
+                "x = F.scaled_dot_product_attention(first, first, first)",
+                "y = F.scaled_dot_product_attention(second, keys, keys, enable_gqa=True)",
+                "z = torch.cat((x, y), dim=2)",
+            ),
+            results=("z",),
+        ),
+    ),
 )
