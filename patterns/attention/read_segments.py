@@ -159,8 +159,9 @@ def _kind(every: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _is_last(part: Mapping[str, Any], size: tuple[Any, Any]) -> bool:
-    """Whether there is one query, which stands at the last key."""
-    return size == (1, 1) or (size[0] == 1 and part["mask_kind"] in ("none", "causal_lower_right"))
+    """Whether there is one query, which stands at the last key; masks of data may hide that one too."""
+    orders = ("none", "causal_lower_right", *(("causal_upper_left",) if size == (1, 1) else ()))
+    return size[0] == 1 and part["mask_kind"] in orders
 
 
 def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:

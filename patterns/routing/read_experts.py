@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
+import torch
+
 from fusion import reader
-from fusion.analysis.intervals import bounds, uncast
+from fusion.analysis.intervals import bounds, is_exact, uncast
 from fusion.analysis.nodes import is_handed_out
 from fusion.analysis.rounding import is_float, unscaled
 from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value, broadcast
@@ -159,16 +161,29 @@ def _lies_below(experts: Value, count: Dim) -> bool:
 
 def _counted(ends: Value, count: Dim) -> Value | None:
     """The list of which `ends` says where the numbers 0 … count - 1 end once it is sorted."""
-    ends = ends.below("cast")
+    ends = _counts(ends)
     if ends.op != "cumsum" or ends.attrs != (0,) or ends.shape != (count,):
         return None
-    counts = ends.arg.below("cast")
+    counts = _counts(ends.arg)
+    if not {ends.dtype, counts.dtype} <= _COUNTING:
+        return None
     if counts.op == "histogram":
-        return _unsorted_list(counts.arg.below("cast", "reshape"))
+        return _unsorted_list(_counts(counts.arg))
     if counts.op == "add_rows" and counts.arg.op == counts.args[1].below("expand").op == "full":
         numbers = (counts.arg.attrs[0], counts.args[1].below("expand").attrs[0])
         return _unsorted_list(counts.args[2].below("reshape")) if numbers == (0, 1) else None
     return None
+
+
+_COUNTING = {torch.int32, torch.int64, torch.float32, torch.float64}
+"""Dtypes that hold every number of rows."""
+
+
+def _counts(x: Value) -> Value:
+    """Whole numbers before casts to dtypes that hold them."""
+    while x.op == "reshape" or (x.op == "cast" and (x.dtype in _COUNTING or is_exact(x))):
+        x = x.arg
+    return x
 
 
 def _unsorted_list(x: Value) -> Value:

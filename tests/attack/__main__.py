@@ -61,7 +61,7 @@ class Figures:
         )
 
 
-OTHERS = ("invalid", "untraced")
+OTHERS = ("invalid", "untraced", "unmeasured")
 
 
 def main(

@@ -42,8 +42,8 @@ class Verdict:
     """What one case came to.
 
     Attributes:
-        status: "right", "wrong", "raised", "invalid" (plain Python raises) or "untraced" (torch cannot capture it, or
-            compile it as it stands).
+        status: "right", "wrong", "raised", "invalid" (plain Python raises), "untraced" (torch cannot capture it, or
+            compile it as it stands) or "unmeasured" (its graph does not run in float64, or as it was captured).
         detail: where and how it differs.
         fused: the rules applied, for each target.
         missed: of the parts built to be fused, those that were not, with the target.
@@ -89,7 +89,8 @@ def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = 
             return Verdict("untraced", found.detail) if torn else found
     fused = {name: tuple(each.rule for each in report.matches) for name, report in attack.reports.items()}
     parts = sum(len(_parts(program, target)) for target in attack.reports)
-    return Verdict("right", "", fused, tuple(_missed(program, attack)), parts)
+    status, detail = ("unmeasured", attack.unmeasured[0]) if attack.unmeasured else ("right", "")
+    return Verdict(status, detail, fused, tuple(_missed(program, attack)), parts)
 
 
 class _Defined(TorchFunctionMode):
