@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fusion.testing import WIDENED
 
 from .backend import TIES, Attack, Raised, Wrong, blamed
+from .defined import Defined
 from .memory import Seen, differences, seen_of
 from .program import Program
 
@@ -77,7 +76,7 @@ def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = 
     with _quiet():
         try:
             function = program.function()
-            with _Defined():
+            with Defined():
                 wanted = [seen_of(function, program.tensors(again)) for again in _calls(program)]
         except Exception as error:
             return Verdict("invalid", f"{type(error).__name__}: {error}")
@@ -91,26 +90,6 @@ def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = 
     parts = sum(len(_parts(program, target)) for target in attack.reports)
     status, detail = ("unmeasured", attack.unmeasured[0]) if attack.unmeasured else ("right", "")
     return Verdict(status, detail, fused, tuple(_missed(program, attack)), parts)
-
-
-class _Defined(TorchFunctionMode):
-    """What torch computes from memory that it was not given is an error."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch's attention reads on behind values of fewer rows than keys, and other ones of more.
-
-        Its products of groups leave rows as they lie in memory that are in no group.
-        """
-        if func is F.scaled_dot_product_attention and args[1].shape[-2] != args[2].shape[-2]:
-            raise ValueError("there are not as many values as keys")
-        if func in (torch._grouped_mm, F.grouped_mm) and not _are_groups(args[0], (kwargs or {}).get("offs")):
-            raise ValueError("the groups are not all rows in order")
-        return func(*args, **(kwargs or {}))
-
-
-def _are_groups(x: Tensor, offs: Tensor | None) -> bool:
-    """Whether groups that end there are all rows, one group behind the other."""
-    return offs is None or bool((offs.diff() >= 0).all() and offs[:1].ge(0).all() and (offs[-1:] == x.shape[0]).all())
 
 
 @contextlib.contextmanager

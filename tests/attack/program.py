@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .defined import Defined
+
 Sizes = tuple[tuple[str, int], ...]
 Dims = tuple[int | str, ...]
 LAYOUTS = ("plain", "transposed", "reversed", "expanded", "offset", "strided")
@@ -110,7 +112,7 @@ class Program:
         """Whether plain Python runs it without an error, on both sets of sizes."""
         try:
             function = self.function()
-            with torch.no_grad(), warnings.catch_warnings():
+            with torch.no_grad(), Defined(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for again in (False, True) if self.again else (False,):
                     function(*self.tensors(again))

@@ -131,7 +131,11 @@ def one_page_each(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Te
     return torch.cat(parts)
 
 
-JOINED: dict[str, Form] = {"rows in another order": out_of_order, "one row for all": shared_row, "a page": one_page_each}
+JOINED: dict[str, Form] = {
+    "rows in another order": out_of_order,
+    "one row for all": shared_row,
+    "a page of each": one_page_each,
+}
 
 
 @pytest.mark.parametrize("name", JOINED)
