@@ -195,9 +195,8 @@ def int8_attention(w: Writer) -> None:
     """Keys and values that become floats as they are read."""
     c = laid(w, *KINDS)
     q = w.take(("B", c.heads, "S", c.width), "q")
-    tables = (c.table, w.input(("B", c.pages), f"distinct {BLOCKS_OF_PAGES}", name="table")) if c.table else ("", "")
-    tables = w.pick((c.table, c.table), (c.table, c.table), tables) if c.table else tables
-    both = zip(numbers(w, c), tables, strict=True)
+    other = w.input(("B", c.pages), f"distinct {BLOCKS_OF_PAGES}", name="table") if c.table and w.maybe(4) else c.table
+    both = zip(numbers(w, c), (c.table, other), strict=True)
     k, v = (
         floats(w, c, c.rows(w, w.input(c.dims, "int8", name="cache"), table), q, of, zero) for (of, zero), table in both
     )
@@ -217,6 +216,19 @@ def whole(w: Writer, x: str, scale: str) -> str:
     ), "whole")  # fmt: skip
 
 
+def into_pages(w: Writer, c: Cache, cache: str, rows: str, slots: str) -> None:
+    w.do(w.pick(
+        f"{cache}.view(-1, {c.shared}, {c.width})[{slots}] = {rows}",
+        f"{cache}[{slots} // {c.size}, {slots} % {c.size}] = {rows}",
+        f"{cache}.flatten(0, 1).index_copy_(0, {slots}, {rows})",
+    ))  # fmt: skip
+
+
+def into_rows(w: Writer, cache: str, rows: str, start: str) -> None:
+    places = w.let(f"{start} + torch.arange({rows}.shape[2])", "places")
+    w.do(w.pick(f"{cache}[:, :, {places}] = {rows}", f"{cache}.index_copy_(2, {places}, {rows})"))
+
+
 def int8_step(w: Writer) -> None:
     """New rows are quantised and written, by a position or by slots; then the cache is read."""
     c = laid(w, "rows", "rows", "pages")
@@ -229,16 +241,10 @@ def int8_step(w: Writer) -> None:
         cache = w.input(c.dims, "int8", name="cache")
         scale = w.input(scale_dims(w, c, of), "scale", w.dtype, name="scale")
         if c.table:
-            turned = w.let(f"{scale}.expand({c.shared}, 1, {c.width}).reshape({c.shared}, {c.width})", "scale") \
-                if len(w.inputs[-1].dims) < 4 else w.let(f"{scale}[0, :, 0]", "scale")  # fmt: skip
-            rows = whole(w, w.take(("T", c.shared, c.width), name), turned)
-            w.do(w.pick(f"{cache}.view(-1, {c.shared}, {c.width})[{slots}] = {rows}",
-                        f"{cache}[{slots} // {c.size}, {slots} % {c.size}] = {rows}",
-                        f"{cache}.flatten(0, 1).index_copy_(0, {slots}, {rows})"))  # fmt: skip
+            of_rows = w.let(f"{scale}.expand(1, {c.shared}, 1, {c.width})[0, :, 0]", "scale")
+            into_pages(w, c, cache, whole(w, w.take(("T", c.shared, c.width), name), of_rows), slots)
         else:
-            rows = whole(w, w.take(("B", c.shared, "S", c.width), name), scale)
-            places = f"{start} + torch.arange({rows}.shape[2])"
-            w.do(w.pick(f"{cache}[:, :, {places}] = {rows}", f"{cache}.index_copy_(2, {places}, {rows})"))
+            into_rows(w, cache, whole(w, w.take(("B", c.shared, "S", c.width), name), scale), start)
         found.append((cache, scale))
     w.fuses("attention", target="" if w.narrow else "host")
     k, v = (by_scale(w, c.rows(w, cache, c.table), scale, q, "", of) for cache, scale in found)
@@ -256,9 +262,8 @@ def int8_tokens(w: Writer) -> None:
             w.input(("B", c.shared, c.room, 1), "scale", name="scales"),
         )
         rows, scale = quantised(w, w.input(("B", c.shared, "S", c.width), "rows", name=name))
-        places = w.let(f"{start} + torch.arange({rows}.shape[2])", "places")
-        for kept, new in ((cache, rows), (scales, scale)):
-            w.do(w.pick(f"{kept}[:, :, {places}] = {new}", f"{kept}.index_copy_(2, {places}, {new})"))
+        into_rows(w, cache, rows, start)
+        into_rows(w, scales, scale, start)
         found.append(by_scale(w, cache, scales, q, "", "tokens"))
     attended(w, c, q, *found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from ..program import changed
 from ..writer import Writer
 
 SIZE, PAGES, WIDTHS = 16, 3, (64, 128)
@@ -113,7 +114,7 @@ def is_plain(c: Loop) -> bool:
 def packed_segments(w: Writer) -> None:
     """Parts of packed queries and keys."""
     c = loop(w, (0, 1, 1, 4, 5, 16), ("scale", "order", "overlap", "keys", "swapped", "left out", "shared"))
-    c = c if w.maybe() else Loop(**{**vars(c), "keys": c.queries})
+    c = c if w.maybe() else changed(c, keys=c.queries)
     spare = w.pick(0, 0, 2)
     q = w.input((sum(c.queries) + spare, c.heads, c.width), name="q")
     k, v = (w.input((sum(c.keys) + spare, c.shared, c.width), name=name) for name in "kv")
@@ -162,7 +163,7 @@ def paged_segments(w: Writer) -> None:
     for number, (start, end) in enumerate(between(c.queries)):
         odd = c.wrong if c.odd == number else ""
         count = PAGES * SIZE if whole else c.keys[number]
-        c = Loop(**{**vars(c), "keys": (*c.keys[:number], count, *c.keys[number + 1 :])})
+        c = changed(c, keys=(*c.keys[:number], count, *c.keys[number + 1 :]))
         filled = PAGES if whole or w.maybe(4) else max(-(-count // SIZE), 1)
         row = (number + 1) % len(c.queries) if odd == "row" else number
         if odd == "overlap" and start:
