@@ -125,6 +125,8 @@ def widen(gm: fx.GraphModule) -> fx.GraphModule:
         if node.target is torch.ops.aten.view.dtype:
             source = node.all_input_nodes[0].meta["val"].dtype
             node.target, node.args = _as_bits, (*node.args, source)
+        elif _multiplies_groups(node):
+            node.target = _by_groups
         elif node.op == "call_function":
             node.args, node.kwargs = tree_map_only(torch.dtype, _wide, (_pinned(node), dict(node.kwargs)))
             _make_wide(node)
@@ -144,6 +146,20 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _as_bits(x: Tensor, dtype: torch.dtype, source: torch.dtype) -> Tensor:
     """The memory that `x` has in its narrow dtype `source`, read as another."""
     return widened(x.to(source).view(dtype))
+
+
+def _multiplies_groups(node: fx.Node) -> bool:
+    """Whether rows are multiplied by a matrix for each group, which torch does in float32 at most."""
+    grouped = node.target is torch.ops.aten._grouped_mm.default
+    return grouped and tuple(each.meta["val"].dim() for each in node.all_input_nodes[:2]) == (2, 3)
+
+
+def _by_groups(x: Tensor, matrices: Tensor, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:
+    """The same; rows of no group are 0."""
+    y = x.new_zeros(x.shape[0], matrices.shape[2])
+    for start, end, matrix in zip((0, *offs.tolist()), offs.tolist(), matrices, strict=False):
+        y[start:end] = x[start:end] @ matrix
+    return y
 
 
 def _pinned(node: fx.Node) -> tuple[Any, ...]:

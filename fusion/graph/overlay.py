@@ -125,9 +125,7 @@ class Graph:
         if value.op in _RESHAPED_INSIDE:
             alike = (*self._made_of_reshapes.get(_size(value), ()), self.algebra.reshape(value, but_ones(value.shape)))
             found = (each for each in alike if each is not value and self.algebra.reshape(each, value.shape) is value)
-            read = next(
-                (each for each in found if self.node(each) or self._last_read(each) <= self._last_read(value)), None
-            )
+            read = next((each for each in found if self.node(each) or self._is_made_before(each, value)), None)
         elif value.op == "reshape":
             read = self._passed_on(value.arg)
         elif value in self._turned:
@@ -148,6 +146,10 @@ class Graph:
         if below[0] == below[1] or x.arg.shape != x.shape or x.arg.dtype is not torch.bool:
             return None
         return a.make("reshape" if below[0] else "not", (x.arg,), (), x.shape, torch.bool)
+
+    def _is_made_before(self, one: Value, other: Value) -> bool:
+        """Whether one value can be made no later than another, and not of it."""
+        return other not in one.args and self._last_read(one) <= self._last_read(other)
 
     def _last_read(self, value: Value) -> int:
         """Position of the last node from which `value` is made of its own args."""

@@ -159,14 +159,19 @@ def _kind(every: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _is_last(part: Mapping[str, Any], size: tuple[Any, Any]) -> bool:
-    """Whether there is one query, which stands at the last key."""
-    return size == (1, 1) or (size[0] == 1 and part["mask_kind"] in ("none", "causal_lower_right"))
+    """Whether there is one query, which stands at the last key; masks of data may hide that one too."""
+    orders = ("none", "causal_lower_right", *(("causal_upper_left",) if size == (1, 1) else ()))
+    return size[0] == 1 and part["mask_kind"] in orders
 
 
 def _ends(parts: Sequence[Value]) -> tuple[int, ...] | None:
-    """Where each part of packed tokens ends; None of several sequences, or of lengths that are not known, or are 0."""
+    """Where each part of packed tokens ends; None of several sequences, or of lengths that are not known, or are 0.
+
+    The parts must be such that they can be joined: of as many heads and lanes, in one dtype.
+    """
     sizes: list[Any] = [each.shape[_ROWS] for each in parts]
-    packed = all(each.rank == 4 and each.shape[0] == 1 for each in parts)
+    rows = {(*each.shape[:_ROWS], *each.shape[_ROWS + 1 :], each.dtype) for each in parts}
+    packed = len(rows) == 1 and all(each.rank == 4 and each.shape[0] == 1 for each in parts)
     return tuple(accumulate(sizes)) if packed and all(isinstance(each, int) and each for each in sizes) else None
 
 

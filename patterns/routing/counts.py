@@ -11,11 +11,11 @@ from math import prod
 
 import torch
 
-from fusion.analysis.intervals import bounds, uncast
+from fusion.analysis.intervals import bounds, is_exact, uncast
 from fusion.analysis.rounding import unscaled
 from fusion.graph import Dim, Value
 
-_EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
+_EXACT = {torch.float32, torch.float64, torch.int32, torch.int64}
 """Dtypes in which so many rows are counted one by one."""
 
 
@@ -27,23 +27,32 @@ def lies_below(experts: Value, count: Dim) -> bool:
 
 def counted(ends: Value, count: Dim) -> Value | None:
     """The list of which `ends` says where the numbers 0 … count - 1 end once it is sorted."""
-    ends = ends.below("cast")
+    ends = _uncast(ends)
     if ends.op == "searchsorted":
         return _searched(ends, count)
     if ends.op != "cumsum" or ends.attrs != (0,):
         return None
-    counts = ends.arg.below("cast", "reshape")
+    counts = _uncast(ends.arg)
+    if not {ends.dtype, counts.dtype} <= _EXACT:
+        return None
     if counts.op == "bincount":
         listed = _unsorted(counts.arg)
         return listed if counts.attrs == (count,) and lies_below(listed, count) else None
     if ends.shape != (count,):
         return None
     if counts.op == "histogram":
-        return _unsorted(counts.arg.below("cast"))
+        return _unsorted(_uncast(counts.arg))
     if counts.op == "add_rows" and counts.arg.op == counts.args[1].below("expand").op == "full":
         numbers = (counts.arg.attrs[0], counts.args[1].below("expand").attrs[0])
         return _unsorted(counts.args[2]) if numbers == (0, 1) else None
     return _summed(counts)
+
+
+def _uncast(x: Value) -> Value:
+    """Numbers of rows before casts to dtypes that hold them."""
+    while x.op == "reshape" or (x.op == "cast" and (x.dtype in _EXACT or is_exact(x))):
+        x = x.arg
+    return x
 
 
 def _unsorted(x: Value) -> Value:

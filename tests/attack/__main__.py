@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch._inductor import config
 
-from .generate import case
+from .generate import blocks_of, case
 from .oracle import TARGETS, Verdict, verdict
 from .program import Program
 from .shrink import shrunk
@@ -60,13 +61,14 @@ class Figures:
         )
 
 
-OTHERS = ("invalid", "untraced")
+OTHERS = ("invalid", "untraced", "unmeasured")
 
 
 def main(
     cases: Annotated[int, typer.Option(help="how many programs")] = 1000,
     seed: Annotated[int, typer.Option(help="the same seed gives the same programs")] = 0,
     first: Annotated[int, typer.Option(help="number of the first one")] = 0,
+    block: Annotated[list[str], typer.Option(help="a block or a domain of them; may be given again")] = [],  # noqa: B006
     target: Annotated[list[str], typer.Option(help="what to fuse for; may be given twice")] = list(TARGETS),  # noqa: B006
     lower: Annotated[str, typer.Option(help="who runs the fused graphs: eager or inductor")] = "eager",
     kernels: Annotated[bool, typer.Option(help="Inductor builds kernels; without, it calls torch's: faster")] = True,
@@ -78,7 +80,8 @@ def main(
     """
     figures = Figures()
     with contextlib.suppress(KeyboardInterrupt), config.patch(fallback_by_default=not kernels):
-        _attack(figures, range(first, first + cases), seed, target, lower)
+        programs = ((number, case(seed, number, blocks_of(block))) for number in range(first, first + cases))
+        _attack(figures, cases, programs, target, lower)
     for kind, numbers in sorted(figures.kinds.items(), key=lambda each: -len(each[1])):
         print(f"{len(numbers)} times: {kind} (cases {', '.join(map(str, numbers[:5]))})")
     for (part, where, why), count in figures.missed.most_common() if missed else ():
@@ -87,12 +90,13 @@ def main(
     raise typer.Exit(bool(figures.statuses["wrong"] + figures.statuses["raised"]))
 
 
-def _attack(figures: Figures, numbers: range, seed: int, target: list[str], lower: str) -> None:
+def _attack(
+    figures: Figures, cases: int, programs: Iterator[tuple[int, Program]], target: list[str], lower: str
+) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err) as progress:
-        task = progress.add_task("attacking", total=len(numbers))
-        for number in numbers:
-            program = case(seed, number)
+        task = progress.add_task("attacking", total=cases)
+        for number, program in programs:
             found = verdict(program, target, lower)
             if figures.add(number, found):
                 _tell(number, program, found, target, lower)

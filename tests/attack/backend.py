@@ -58,6 +58,7 @@ class Attack:
         route: which of them the next call runs: "plain" (eager), "plain lowered", or a target.
         reports: of the first graph, for each target.
         algebra: how far results may differ in float64.
+        unmeasured: why a graph could not be run in float64, so that nothing was compared.
     """
 
     targets: Sequence[str]
@@ -65,6 +66,7 @@ class Attack:
     route: str = "plain"
     reports: dict[str, GraphReport] = field(default_factory=dict)
     algebra: float = WIDENED
+    unmeasured: list[str] = field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What `torch.compile` calls."""
@@ -82,7 +84,7 @@ class Attack:
                 checked.append(True)
                 for target, (report, _) in fused.items():
                     with blamed(f"{target}: "):
-                        means_the_same(plain, report, values, self.algebra)
+                        self.unmeasured += means_the_same(plain, report, values, self.algebra)
             if self.route == "plain":
                 return plain(*values)
             return (lowered() if self.route == "plain lowered" else fused[self.route][1])(values)
@@ -128,24 +130,25 @@ def _copied(gm: fx.GraphModule) -> fx.Graph:
 # one graph -----------------------------------------------------------------------------------------------------------
 
 
-def means_the_same(plain: fx.GraphModule, report: GraphReport, values: Sequence[Any], algebra: float) -> None:
-    """The same algebra in float64; in their own dtypes, about the same error.
+def means_the_same(plain: fx.GraphModule, report: GraphReport, values: Sequence[Any], algebra: float) -> list[str]:
+    """The same algebra in float64; in their own dtypes, about the same error. Why that was not measured, if so.
 
     Raises:
         Wrong: they differ.
     """
     if not report.matches:
-        return
+        return []
     count = len(values)
     graphs = (widen(plain), widen(report.graph), plain, report.graph)
     try:
         exact, old = (_run(graphs[number], values, None, count, wide=not number) for number in (0, 2))
-    except Exception:
-        return
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
     same, new = (_run(graphs[number], values, report, count, wide=number == 1) for number in (1, 3))
     units = _units(plain, count)
     for number, each in enumerate(zip(exact, same, old, new, units, strict=True)):
         _equal(f"result {number}", *each, algebra)
+    return []
 
 
 def _units(plain: fx.GraphModule, count: int) -> list[float]:

@@ -19,29 +19,39 @@ CHANGES = (0, 0, 0, 1, 1, 1, 2, 2, 3)
 BLOCKS: tuple[Block, ...] = tuple(block for name in DOMAINS if name != "plumbing" for block in DOMAINS[name])
 
 
-def case(seed: int, number: int) -> Program:
-    """The case of this number."""
+def blocks_of(names: Sequence[str]) -> tuple[Block, ...]:
+    """Those of these names, of a domain or of their own; all of them without any.
+
+    Raises:
+        KeyError: nothing has such a name.
+    """
+    named = {name: DOMAINS[name] for name in DOMAINS} | {each.__name__: (each,) for each in BLOCKS}
+    return tuple(block for name in names for block in named[name]) if names else BLOCKS
+
+
+def case(seed: int, number: int, blocks: tuple[Block, ...] = BLOCKS) -> Program:
+    """The case of this number, of these blocks."""
     chance = random.Random(f"{seed} {number}")
-    return generated(chance.choice)
+    return generated(chance.choice, blocks)
 
 
-def generated(pick: Pick) -> Program:
+def generated(pick: Pick, blocks: tuple[Block, ...] = BLOCKS) -> Program:
     """A program, every choice made by `pick`."""
-    built = composed(pick)
+    built = composed(pick, blocks)
     if pick((True, *[False] * 9)):
         built = repeated(built, pick)
     count = pick(CHANGES)
     return mutated(built, count, pick) if count else built
 
 
-def composed(pick: Pick) -> Program:
+def composed(pick: Pick, blocks: tuple[Block, ...] = BLOCKS) -> Program:
     """A program as people write it."""
     sizes = {name: pick(values) for name, values in SIZES.items()}
     w = Writer(pick, sizes, pick(DTYPES))
     if w.maybe(20):
         sizes[pick(tuple(SIZES))] = 0
     for _ in range(pick((1, 1, 2, 2, 3))):
-        pick(BLOCKS)(w)
+        pick(blocks)(w)
         if w.maybe(5):
             pick(DOMAINS["plumbing"])(w)
     again = tuple((name, 4 if size > 4 else size + 2) for name, size in sizes.items()) if w.maybe(8) else ()

@@ -561,4 +561,74 @@ KEPT = (
             sizes=(("S", 2),),
         ),
     ),
+    Kept(
+        "sequences of one page each, in another order than their table's",
+        "what joins their pages was to be made of its own reshape, for ever",
+        Program(
+            inputs=(
+                Input("keys", (9, 16, 2, 64)),
+                Input("table", (2, 3), values="distinct 9", dtype="int32"),
+                Input("q", (2, 2, 64)),
+            ),
+            lines=(
+                "k, v = (keys[table[n, :1]].flatten(0, 1)[:9].transpose(0, 1)[None] for n in (1, 0))",
+                "a, b = q[:1].transpose(0, 1)[None], q[1:].transpose(0, 1)[None]",
+                "x = F.scaled_dot_product_attention(a, k, k)",
+                "y = F.scaled_dot_product_attention(b, v, v)",
+                "z = torch.cat((x, y), dim=2)",
+            ),
+            results=("z",),
+        ),
+    ),
+    Kept(
+        "an einsum that sums one number, of two dtypes",
+        "torch multiplies there, in the wider dtype; it became a matmul, which takes one dtype alone",
+        Program(
+            inputs=(
+                Input("q", (1, 4, 64)),
+                Input("k", (1, 4, 64)),
+            ),
+            lines=(
+                "scores = torch.einsum('qhd,khd->hqk', q, k).float() * 0.125",
+                "y = torch.einsum('hqk,khd->qhd', scores.softmax(-1), k)",
+            ),
+            results=("y",),
+            dtype="float16",
+        ),
+    ),
+    Kept(
+        "a segment of one query whose only key is hidden",
+        "one query was taken to see the last key, whatever its mask",
+        Program(
+            inputs=(
+                Input("q", (4, 2, 64)),
+                Input("seen", (1, 1, 1, 1), values="below 1", dtype="bool"),
+            ),
+            lines=(
+                "first, others = q[:1].transpose(0, 1)[None], q[1:].transpose(0, 1)[None]",
+                "x = F.scaled_dot_product_attention(first, first, first, attn_mask=seen)",
+                "y = F.scaled_dot_product_attention(others, others, others)",
+                "z = torch.cat((x, y), dim=2)",
+            ),
+            results=("z",),
+        ),
+    ),
+    Kept(
+        "segments whose keys have as many heads or fewer",
+        "they were joined, and torch raised",
+        Program(
+            inputs=(
+                Input("q", (3, 4, 64)),
+                Input("k", (3, 2, 64)),
+            ),
+            lines=(
+                "first, second = q[:2].transpose(0, 1)[None], q[2:].transpose(0, 1)[None]",
+                "keys = k[2:].transpose(0, 1)[None]",
+                "x = F.scaled_dot_product_attention(first, first, first)",
+                "y = F.scaled_dot_product_attention(second, keys, keys, enable_gqa=True)",
+                "z = torch.cat((x, y), dim=2)",
+            ),
+            results=("z",),
+        ),
+    ),
 )

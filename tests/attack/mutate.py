@@ -10,6 +10,8 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from .program import Program, changed
 from .writer import Pick
 
@@ -70,6 +72,43 @@ def expression(program: Program, pick: Pick) -> Program:
     node, make = pick(options)
     make(node, pick)
     return _with_lines(program, number, [ast.unparse(ast.fix_missing_locations(tree))], f"{line}  ->  line {number}")
+
+
+def alike(program: Program, pick: Pick) -> Program:
+    """One name becomes that of another value of its shape and dtype: other pages, another order, values for keys."""
+    kinds = _kinds(program)
+    number = pick(range(len(program.lines)))
+    line = program.lines[number]
+    known = [each.name for each in program.inputs] + [
+        name for text in program.lines[:number] for name in assigned(text)
+    ]
+    tree = ast.parse(line)
+    found = [
+        (node, others)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        if (
+            others := [
+                each for each in known if each != node.id and each in kinds and kinds[each] == kinds.get(node.id)
+            ]
+        )
+    ]
+    if not found:
+        return expression(program, pick)
+    node, others = pick(found)
+    node.id = pick(others)
+    return _with_lines(program, number, [ast.unparse(tree)], f"{line}  ->  {node.id} in line {number}")
+
+
+def _kinds(program: Program) -> dict[str, Any]:
+    """Shape and dtype of each value, where it is a tensor; none where the program does not run."""
+    names = [each.name for each in program.inputs] + [name for line in program.lines for name in assigned(line)]
+    whole = changed(program, results=tuple(dict.fromkeys(names)))
+    if not whole.runs():
+        return {}
+    with torch.no_grad():
+        made = zip(whole.results, whole.function()(*whole.tensors()), strict=True)
+    return {name: (each.shape, each.dtype) for name, each in made if isinstance(each, torch.Tensor)}
 
 
 def cast(program: Program, pick: Pick) -> Program:
@@ -142,8 +181,8 @@ def dtype(program: Program, pick: Pick) -> Program:
 
 
 CHANGES = (
-    expression, expression, expression, expression, expression, cast, write, write, order, drop, returned, returned,
-    layout, dtype,
+    expression, expression, expression, expression, expression, alike, alike, cast, write, write, order, drop,
+    returned, returned, layout, dtype,
 )  # fmt: skip
 
 

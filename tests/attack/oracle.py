@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fusion.testing import WIDENED
 
 from .backend import TIES, Attack, Raised, Wrong, blamed
+from .defined import Defined
 from .memory import Seen, differences, seen_of
 from .program import Program
 
@@ -42,8 +41,8 @@ class Verdict:
     """What one case came to.
 
     Attributes:
-        status: "right", "wrong", "raised", "invalid" (plain Python raises) or "untraced" (torch cannot capture it, or
-            compile it as it stands).
+        status: "right", "wrong", "raised", "invalid" (plain Python raises), "untraced" (torch cannot capture it, or
+            compile it as it stands) or "unmeasured" (its graph does not run in float64, or as it was captured).
         detail: where and how it differs.
         fused: the rules applied, for each target.
         missed: of the parts built to be fused, those that were not, with the target.
@@ -77,7 +76,7 @@ def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = 
     with _quiet():
         try:
             function = program.function()
-            with _Defined():
+            with Defined():
                 wanted = [seen_of(function, program.tensors(again)) for again in _calls(program)]
         except Exception as error:
             return Verdict("invalid", f"{type(error).__name__}: {error}")
@@ -89,17 +88,8 @@ def verdict(program: Program, targets: Sequence[str] = TARGETS, lowering: str = 
             return Verdict("untraced", found.detail) if torn else found
     fused = {name: tuple(each.rule for each in report.matches) for name, report in attack.reports.items()}
     parts = sum(len(_parts(program, target)) for target in attack.reports)
-    return Verdict("right", "", fused, tuple(_missed(program, attack)), parts)
-
-
-class _Defined(TorchFunctionMode):
-    """What torch computes from memory that it was not given is an error."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch's attention reads on behind values of fewer rows than keys, and other ones of more."""
-        if func is F.scaled_dot_product_attention and args[1].shape[-2] != args[2].shape[-2]:
-            raise ValueError("there are not as many values as keys")
-        return func(*args, **(kwargs or {}))
+    status, detail = ("unmeasured", attack.unmeasured[0]) if attack.unmeasured else ("right", "")
+    return Verdict(status, detail, fused, tuple(_missed(program, attack)), parts)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ A program prints as the Python that builds it, so that a case that fails can be 
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import math
 import warnings
@@ -19,6 +20,8 @@ from zlib import crc32
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .defined import Defined
 
 Sizes = tuple[tuple[str, int], ...]
 Dims = tuple[int | str, ...]
@@ -90,6 +93,8 @@ class Program:
         source = self.source()
         path = f"/attack/{crc32(source.encode()):08x}.py"
         linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
+        if "ops.transformers" in source:
+            importlib.import_module("transformers.integrations.moe")
         space: dict[str, Any] = {"torch": torch, "F": F, "math": math}
         exec(compile(source, path, "exec"), space)
         return space["program"]
@@ -107,7 +112,7 @@ class Program:
         """Whether plain Python runs it without an error, on both sets of sizes."""
         try:
             function = self.function()
-            with torch.no_grad(), warnings.catch_warnings():
+            with torch.no_grad(), Defined(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for again in (False, True) if self.again else (False,):
                     function(*self.tensors(again))

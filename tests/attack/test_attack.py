@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from .generate import case, composed, generated
+from .generate import blocks_of, case, composed, generated
 from .kept import KEPT, Kept
 from .oracle import TARGETS, Verdict, at_the_door, verdict
-from .program import Program, changed
+from .program import Input, Program, changed
 from .shrink import shrunk
 from .writer import Writer
 
@@ -104,8 +104,6 @@ def test_the_backend_itself_does_what_plain_python_does(number, lowering):
 
 
 def test_a_program_prints_as_what_builds_it():
-    from .program import Input
-
     for number in range(20):
         program = case(FIXED, number)
         assert eval(repr(program), {"Program": Program, "Input": Input}) == program
@@ -114,6 +112,24 @@ def test_a_program_prints_as_what_builds_it():
 def test_a_case_depends_on_its_number_alone():
     assert case(3, 7) == case(3, 7)
     assert case(3, 7) != case(3, 8)
+
+
+def test_blocks_can_be_chosen():
+    assert {each.__name__ for each in blocks_of(["segments"])} == {"packed_segments", "paged_segments"}
+    assert [each.__name__ for each in blocks_of(["int8_step"])] == ["int8_step"]
+    assert case(3, 7, blocks_of(["int8_step"])) != case(3, 7)
+    with pytest.raises(KeyError):
+        blocks_of(["no such block"])
+
+
+@pytest.mark.parametrize(("ends", "status"), [("1, 1, 4", "right"), ("1, 1, 3", "invalid"), ("2, 1, 4", "invalid")])
+def test_products_of_groups_are_measured_where_the_groups_are_all_rows(ends, status):
+    """Other rows hold what lay in memory before."""
+    lines = (f"a, b = torch._grouped_mm(x, w, offs=torch.tensor([{ends}]).int()).chunk(2, -1)", "z = F.silu(a) * b")
+    inputs = (Input("x", (4, 64)), Input("w", (3, 64, 64), "matrix"))
+    found = verdict(Program(inputs, lines, ("z",), dtype="bfloat16"))
+    assert found.status == status
+    assert any(found.fused.values()) == (status == "right")
 
 
 def test_a_fault_is_found_and_made_small():

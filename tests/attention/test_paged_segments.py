@@ -122,12 +122,26 @@ def shared_row(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tenso
     return torch.cat(parts)
 
 
-JOINED: dict[str, Form] = {"rows in another order": out_of_order, "one row for all": shared_row}
+def one_page_each(q: Tensor, keys: Tensor, values: Tensor, lookup: Tensor) -> Tensor:
+    """Each sequence has one page, the first one of the sequence behind it."""
+    parts = []
+    for number, (start, end) in enumerate(between(CHUNKS)):
+        pages = lookup[(number + 1) % 3, :1]
+        parts.append(weighed(q[start:end], *(each[pages].view(-1, M, D)[: SIZE - number] for each in (keys, values))))
+    return torch.cat(parts)
+
+
+JOINED: dict[str, Form] = {
+    "rows in another order": out_of_order,
+    "one row for all": shared_row,
+    "a page of each": one_page_each,
+}
 
 
 @pytest.mark.parametrize("name", JOINED)
 def test_rows_of_no_one_table_are_joined(name: str):
     t = tried(JOINED[name], given(CHUNKS))
+    assert not t.outcome.failures
     testing.means_what_it_says(t)
     assert lowerings(t) == ["packed"]
     (call,) = calls(t)

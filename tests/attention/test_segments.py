@@ -107,7 +107,23 @@ def causal_over_more(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return split(q, k, v, (4, 5, 7), is_causal=True)
 
 
+def of_hidden_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query and one key in the first segment, which data hides."""
+    q, k, v = heads_first(q, k, v)
+    seen = q[:, :1, :1, :1] > 100
+    parts = zip(*(each.split((1, T - 1), 2) for each in (q, k, v)), strict=True)
+    return torch.cat([sdpa(*each, attn_mask=how) for each, how in zip(parts, (seen, None), strict=True)], dim=2)
+
+
+def of_more_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The first segment sees itself, the others keys that several heads share."""
+    first, *others = zip(*(each.split(LENGTHS, 2) for each in heads_first(q, k, v)), strict=True)
+    return torch.cat([sdpa(first[0], first[0], first[0]), *(sdpa(*each) for each in others)], dim=2)
+
+
 OTHERS: dict[str, tuple[Form, dict[str, int]]] = {
+    "more heads of one": (of_more_heads, {}),
+    "a mask of one key": (of_hidden_keys, {}),
     "another scale for each": (scaled_apart, {}),
     "joined along heads": (joined_by_heads, {}),
     "causal over more keys": (causal_over_more, dict(keys=16)),
@@ -118,6 +134,7 @@ OTHERS: dict[str, tuple[Form, dict[str, int]]] = {
 def test_what_only_looks_like_them_is_none(name: str):
     form, sizes = OTHERS[name]
     t = tried(form, given(torch.bfloat16, **sizes))
+    assert not t.outcome.failures
     assert lowerings(t)
     assert "packed" not in lowerings(t)
     testing.means_what_it_says(t)

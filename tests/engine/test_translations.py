@@ -468,6 +468,10 @@ FORMS = {
     ),
     "whole numbers from 0 on": (call(aten.clamp.default, (4,), more=(0,), dtype=i64), "clamp(arg0_1, 0, inf)"),
     "a label of size 1 of one operand": (einsum("ij,jgk->ik", (4, 4), (4, 1, 3)), "matmul(arg0_1, reshape(arg1_1))"),
+    "one number that is summed, of two dtypes": (
+        lambda build: build(aten.einsum.default, "ij,jk->ik", [build.input(4, 1, dtype=f16), build.input(1, 3)]),
+        "matmul(cast(arg0_1), arg1_1)",
+    ),
     "a matrix for all batch entries": (einsum("bij,jk->bik", (2, 4, 4), (4, 3)), "matmul(arg0_1, arg1_1)"),
     "the sum over all dims": (
         call(aten.sum.dim_IntList, (2, 4), more=([],)),

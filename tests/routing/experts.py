@@ -35,6 +35,11 @@ def ends_of(listed: Tensor, top: int = EXPERTS - 1) -> Tensor:
     return torch.histc(listed.float(), bins=EXPERTS, min=0, max=top).cumsum(0, dtype=torch.int32)
 
 
+def narrow_ends(listed: Tensor) -> Tensor:
+    """The same of counts that 8 bits hold, up to so many rows."""
+    return torch.histc(listed.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).to(torch.int8).cumsum(0).int()
+
+
 def by_group(rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     hidden = halves(torch._grouped_mm(rows, gate_up.transpose(-2, -1), offs=ends))
     return torch._grouped_mm(hidden, down.transpose(-2, -1), offs=ends)
@@ -309,6 +314,7 @@ OTHERS: dict[str, tuple[Form, str]] = {
     "no more rows than an expert takes": (
         _other(lambda experts, order, ends, **parts: {"ends": torch.minimum(ends, 2 * torch.arange(1, 7)).int()}), _ENDS
     ),
+    "counts in 8 bits": (_other(lambda experts, order, **parts: {"ends": narrow_ends(experts.flatten())}), _ENDS),
     "rows that are not put back": (_other(lambda experts, order, **parts: {"back": order}), _SUM),
     "put back by another order": (
         _other(lambda experts, order, **parts: {"back": inverse(experts.flatten().argsort(stable=True))}), _SUM

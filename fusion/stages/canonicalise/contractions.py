@@ -58,8 +58,12 @@ def _addmm(a: Algebra, out: Out, bias: Value, x: Value, y: Value, beta: Any = 1,
 
 @translates("aten.einsum.default")
 def _einsum(a: Algebra, out: Out, equation: str, operands: Sequence[Value]) -> Translated:
-    """Two operands, each label once in an operand; others stay as they are."""
+    """Two operands, each label once in an operand; others stay as they are.
+
+    Where one number is summed torch multiplies without a sum, by another dtype as well.
+    """
     must(len(operands) == 2 and "->" in equation)
+    operands = [a.cast(each, out.dtype) for each in operands]
     terms, result = equation.replace(" ", "").split("->")
     left, right = terms.split(",")
     if left and left == right and left[:-1] == result:

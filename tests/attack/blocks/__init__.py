@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..writer import Writer
-from . import attention, caches, latent, norms, pages, plumbing, prologs, quant, rotary, sparse
+from . import attention, caches, experts, int8, latent, norms, pages, plumbing, prologs, quant, rotary, segments, sparse
 
 Block = Callable[[Writer], None]
 DOMAINS: Mapping[str, tuple[Block, ...]] = {
@@ -17,6 +17,9 @@ DOMAINS: Mapping[str, tuple[Block, ...]] = {
     "pages": pages.BLOCKS,
     "prologs": prologs.BLOCKS,
     "sparse": sparse.BLOCKS,
+    "experts": experts.BLOCKS,
+    "int8": int8.BLOCKS,
+    "segments": segments.BLOCKS,
     "quant": quant.BLOCKS,
     "plumbing": plumbing.BLOCKS,
 }

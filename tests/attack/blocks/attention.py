@@ -33,7 +33,7 @@ def position_mask(w: Writer, q: str, k: str, kind: str) -> str:
                  "seen")  # fmt: skip
 
 
-def data_mask(w: Writer, k: str, kind: str, keys: str) -> str:
+def data_mask(w: Writer, k: str, kind: str, keys: int | str) -> str:
     """Booleans that broadcast to [B, 1, S, T], from a padding, lengths or a position."""
     t = f"{k}.shape[-2]"
     if kind == "padding":
@@ -51,7 +51,7 @@ def data_mask(w: Writer, k: str, kind: str, keys: str) -> str:
     return w.input(("B", 1, "S", keys), "bool", name="seen")
 
 
-def mask(w: Writer, q: str, k: str, keys: str) -> str:
+def mask(w: Writer, q: str, k: str, keys: int | str) -> str:
     """The keys that are seen, "" where all are."""
     kind = w.pick("none", "causal", "causal", "last", "window", "padding", "lengths", "position", "any", "both")
     if kind == "none":
@@ -85,7 +85,7 @@ def softmaxed(w: Writer, scores: str, q: str) -> str:
     return w.let(w.pick(f"torch.softmax({scores}, dim=-1)", f"{scores}.softmax(-1)", f"F.softmax({scores}, -1)"), "p")
 
 
-def shared(w: Writer, x: str, times: int, keys: str) -> str:
+def shared(w: Writer, x: str, times: int, keys: int | str) -> str:
     """Every key head for the query heads that share it."""
     if times == 1:
         return x
@@ -103,7 +103,7 @@ def by_rows(w: Writer, scores: str, q: str, v: str) -> str:
     return w.let(w.pick(f"{o}.view({q}.shape[0], -1, *{o}.shape[1:])", f"{o}.reshape(*{q}.shape[:3], -1)"), "o")
 
 
-def attend(w: Writer, q: str, k: str, v: str, heads: tuple[int, int], width: int, keys: str) -> str:
+def attend(w: Writer, q: str, k: str, v: str, heads: tuple[int, int], width: int, keys: int | str) -> str:
     """[B, N, S, D] of queries of N heads, keys and values of M."""
     seen = mask(w, q, k, keys)
     times = heads[0] // heads[1]
