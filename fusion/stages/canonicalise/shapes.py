@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from fusion.graph import Algebra, Value
+from fusion.graph import Algebra, Value, inner_writes, parts
 from fusion.graph.algebra import MAX_STOP
 from fusion.graph.logic import constant
 from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise import inner_writes, parts
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 arranges = partial(translates, of_complex="parts")
