@@ -15,7 +15,7 @@ chooses. What a mode means, takes and refuses, and the arguments that it becomes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeGuard
 
@@ -65,18 +65,19 @@ def attribute(*among: Any) -> Any:
 class Group:
     """Captures that belong together: a frozen dataclass whose fields have `tensor`, `scalar`, `attribute` as defaults.
 
-    In a form its fields are terms; in a guard or a lowering they are what was captured.
+    A field may be a group itself. In a form fields are terms; in a guard or a lowering they are what was captured.
     """
 
     @classmethod
-    def declared(cls) -> Mapping[str, Any]:
-        """What each field is declared as."""
-        return {each.name: each.default for each in fields(cls)}
+    def made(cls, name: str, make: Callable[[str, Any], Any]) -> Self:
+        """The group with what `make` gives for the full name of each field and what it is declared as."""
+        named = ((each.name, f"{name}.{each.name}", each.default) for each in fields(cls))
+        return cls(**{own: kind.made(full, make) if is_group(kind) else make(full, kind) for own, full, kind in named})
 
     @classmethod
     def bound(cls, name: str, captures: Mapping[str, Any]) -> Self:
         """The group `name` of some captures; a field that the form lacks is None."""
-        return cls(**{each.name: captures.get(f"{name}.{each.name}") for each in fields(cls)})
+        return cls.made(name, lambda full, _: captures.get(full))
 
 
 def is_group(declared: Any) -> TypeGuard[type[Group]]:

@@ -299,14 +299,16 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any], chosen: Mapping[st
     given: dict[str, Any] = dict(chosen)
     arguments: dict[str, Any] = dict(chosen)
     where = f"{type(rule).__name__}.{name}"
+
+    def capture(name: str, declared: Any) -> Capture | Parameter:
+        return captures.setdefault(name, _capture(where, name, declared))
+
     for parameter in list(inspect.signature(method).parameters.values())[2:]:
         declared = chosen.get(parameter.name, parameter.default)
         if is_group(declared):
-            terms = {each: _capture(where, f"{parameter.name}.{each}", it) for each, it in declared.declared().items()}
-            captures.update({term.name: term for term in terms.values()})
-            given[parameter.name], arguments[parameter.name] = declared, declared(**terms)
+            given[parameter.name], arguments[parameter.name] = declared, declared.made(parameter.name, capture)
         elif parameter.name not in chosen:
-            captures[parameter.name] = arguments[parameter.name] = _capture(where, parameter.name, declared)
+            arguments[parameter.name] = capture(parameter.name, declared)
     result = method(rule, Vocabulary(), **arguments)
     results = result if isinstance(result, tuple) else (result,)
     reason, apart = getattr(method, "fusion_reason", ""), getattr(method, "fusion_apart", ())

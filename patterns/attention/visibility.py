@@ -11,7 +11,7 @@ key gives 0 in the operator, and a log-sum-exp of +inf; plain attention gives wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Visibility(Group):
 
     def said(self, *but: str) -> dict[str, Any]:
         """As the readers say it, of everything or of what has other names."""
-        return {name: getattr(self, name) for name in Visibility.declared() if name not in but}
+        return {each.name: getattr(self, each.name) for each in fields(Visibility) if each.name not in but}
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,38 @@ class Heads(Group):
 
 
 @dataclass(frozen=True)
+class Prolog(Group):
+    """What stands before attention, see `MlaProlog`."""
+
+    projection: Any = FloatLayers
+    queries: Any = Queries
+    row: Any = LatentRow
+    tables: Any = Tables
+    storage: Any = Pages
+
+
+@dataclass(frozen=True)
+class Index(Group):
+    """What chooses `count` keys."""
+
+    queries: Any = IndexQueries
+    keys: Any = IndexKeys
+    count: Any = attribute()
+
+
+@dataclass(frozen=True)
+class Attended(Group):
+    """Attention over the keys that are listed."""
+
+    table: Any = OneTable
+    heads: Any = Heads
+    listing: Any = Listing
+    seen: Any = Visibility
+    result: Any = Output
+    scale: Any = scalar()
+
+
+@dataclass(frozen=True)
 class SparseAttentionPto(Rule):
     """A step of sparse attention over pages, with its prolog, its indexer and the writes into three caches."""
 
@@ -139,84 +171,67 @@ class SparseAttentionPto(Rule):
         return torch.einsum("bsmt,bsm->bst", products, x @ iw.T).topk(LISTED, -1).indices
 
     @pattern
-    def written(
-        self,
-        p,
-        x=tensor("B S He"),
-        projection: Any = FloatLayers,
-        queries: Any = Queries,
-        row: Any = LatentRow,
-        tables: Any = Tables,
-        storage: Any = Pages,
-        index: Any = IndexQueries,
-        keys: Any = IndexKeys,
-        table: Any = OneTable,
-        heads: Any = Heads,
-        listing: Any = Listing,
-        seen: Any = Visibility,
-        result: Any = Output,
-        count=attribute(),
-        scale=scalar(),
-    ):
+    def written(self, p, x=tensor("B S He"), prolog: Any = Prolog, index: Any = Index, attended: Any = Attended):
         """All of it."""
+        projection, tables, table, heads = prolog.projection, prolog.tables, attended.table, attended.heads
         low, both = projection.down(p, x)
-        rotated, absorbed, (latent,) = queries.terms(p, low, projection, tables, x)
-        kv, kr = storage.written(p, *row.terms(p, both, tables, x))
-        written = keys.written(p, x, tables, x, storage.slots)
-        query, weights = index.terms(p, x, latent, tables, x)
+        rotated, absorbed, (latent,) = prolog.queries.terms(p, low, projection, tables, x)
+        kv, kr = prolog.storage.written(p, *prolog.row.terms(p, both, tables, x))
+        written = index.keys.written(p, x, tables, x, prolog.storage.slots)
+        query, weights = index.queries.terms(p, x, latent, tables, x)
         turned = p.maybe_permuted(rotated, (0, 2, 1, 3))
         encoding = Plain(heads.nope, turned, absorbed, heads.up_key, heads.up_value, table.first_rows)
-        listed = replace(listing, places=p.whatever("B S K")).indexed(
-            p, table.indexer(p, query, weights, count, written)
+        listed = replace(attended.listing, places=p.whatever("B S K")).indexed(
+            p, table.indexer(p, query, weights, index.count, written)
         )
-        attended = dict(seen.said(), scale=scale, mask=listed)
-        return encoding.terms(p, table.terms(p, kv, kr), result, attended), kv, kr, written
+        said = dict(attended.seen.said(), scale=attended.scale, mask=listed)
+        return encoding.terms(p, table.terms(p, kv, kr), attended.result, said), kv, kr, written
 
-    def guard(
-        self, x: Any, projection: FloatLayers, queries: Queries, row: LatentRow, storage: Pages, index: IndexQueries,
-        keys: IndexKeys, listing: Listing, count: Any, scale: float,
-    ):  # fmt: skip
+    def guard(self, x: Any, prolog: Prolog, index: Index, attended: Attended):
         """What the operator has compiled in, and how the tokens, the weights and the caches are laid out."""
+        projection, queries, row, storage = prolog.projection, prolog.queries, prolog.row, prolog.storage
         latent, rope = row.widths
         own = (latent + rope) ** -0.5
         said = "scores are multiplied by {scale}, by the operator by {own}, which it has compiled in"
-        require(math.isclose(scale, own, rel_tol=1e-6), said, scale=scale, own=own)
+        require(math.isclose(attended.scale, own, rel_tol=1e-6), said, scale=attended.scale, own=own)
         for what, eps, compiled in (
             ("the queries' norm", queries.eps, EPSILON), ("the latent's norm", row.eps, EPSILON),
-            ("the norm of the indexer's keys", keys.eps, EPSILON_OF_KEYS),
+            ("the norm of the indexer's keys", index.keys.eps, EPSILON_OF_KEYS),
         ):  # fmt: skip
             said = "eps={eps} of {what} is not the {compiled} that the operator has compiled in"
             require(math.isclose(eps, compiled, rel_tol=1e-6), said, eps=eps, what=what, compiled=compiled)
         said = "{count} keys are listed, by the operator {listed}, which it has compiled in"
-        require(count == LISTED, said, count=count, listed=LISTED)
+        require(index.count == LISTED, said, count=index.count, listed=LISTED)
         ones = projection.factor(queries.factor) == row.factor == 1
         require(ones, "a latent is multiplied by a number, by the operator by none")
-        told = listing.kv_lens is not None or listing.kv_len is not None
+        told = attended.listing.kv_lens is not None or attended.listing.kv_len is not None
         require(told, "nothing says how many keys the sequences have, which the operator reads from a tensor")
         left = "a query that may see no key is left as it was by the operator, which writes nothing there"
-        require(listing.every_row_nonempty, left)
+        require(attended.listing.every_row_nonempty, left)
         queries.guard(row)
         projection.guard_row(row)
         projection.guard(queries)
         storage.guard_order(row.result)
         storage.guard(x)
         require(storage.nz_block is None, "the operator keeps pages as rows of tokens, not in blocks of NZ")
-        for what, lanes in (("queries", index), ("keys", keys)):
+        for what, lanes in (("queries", index.queries), ("keys", index.keys)):
             lanes.guard(what)
 
     @lowering
     @variants(values=VALUES)
-    def run(self, x, projection, queries, row, tables, storage, index, keys, table, heads, listing, result, values):
+    def run(self, x: Tensor, prolog: Prolog, index: Index, attended: Attended, values: str):
         """One call, and the values of all heads."""
-        projection = queries.reordered_layers(projection, row)
-        x, dq, uq, up, dkv, gain_q, gain, sin, cos = read(x, projection, queries, row, tables)
-        mode, lengths = listing.lengths(x, table.block_table.shape[1] * table.size, None)
+        queries, row, storage, table = prolog.queries, prolog.row, prolog.storage, attended.table
+        projection, keys = queries.reordered_layers(prolog.projection, row), index.keys
+        x, dq, uq, up, dkv, gain_q, gain, sin, cos = read(x, projection, queries, row, prolog.tables)
+        mode, lengths = attended.listing.lengths(x, table.block_table.shape[1] * table.size, None)
         require(mode == 3 or x.shape[1] == 1, "each query sees the keys of those behind it too")
         kv_cache, kr_cache = storage.caches(x, row.widths, up)
+        of_index = (prepared(each) for each in (index.queries.weight, keys.weight, index.queries.of_heads))
         y, kv, kr, written = torch.ops.custom_pypto.npu_sparse_attention_pto.functional(
             x, dq, uq, up, dkv, gain_q, gain, sin, cos, storage.index(x).int(), kv_cache, kr_cache,
-            table.block_table.int(), lengths, prepared(index.weight), prepared(keys.weight), prepared(index.of_heads),
-            keys.gamma.to(x.dtype), keys.beta.to(x.dtype), pages.in_rows(keys.cache, None),
+            table.block_table.int(), lengths, *of_index, keys.gamma.to(x.dtype), keys.beta.to(x.dtype),
+            pages.in_rows(keys.cache, None),
         )  # fmt: skip
-        y = viewed(expanded(y, heads.up_value, values), result.view)
+        y = viewed(expanded(y, attended.heads.up_value, values), attended.result.view)
         return y, *storage.restored(*row.reordered(kv, kr)), written.reshape(keys.cache.shape)

@@ -84,6 +84,16 @@ def test_every_form_is_used_by_an_example(rule: Rule):
     assert declared <= used, f"no example is written as {sorted(declared - used)}"
 
 
+def test_no_function_of_the_library_has_more_than_ten_parameters():
+    """Captures that belong together are a group; groups may hold groups."""
+    for path in LIBRARY.rglob("*.py"):
+        for each in ast.walk(ast.parse(path.read_text())):
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                given = each.args
+                count = len([*given.posonlyargs, *given.args, *given.kwonlyargs])
+                assert count <= 10, f"{path.name}:{each.lineno} has {count}"
+
+
 def _below(term: Term) -> Iterator[Term]:
     for each in term.below():
         if isinstance(each, Term):
