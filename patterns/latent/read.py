@@ -244,8 +244,14 @@ def keys_of_latent(a: Algebra, k: Value, heads: Any, count: Any) -> KeysOfLatent
         return KeysOfLatent(up, part)
     shared = [(at, each) for at, each in ((s, once(a, e)) for s, e in parts) if each.shape[1] == 1]
     if len(shared) != 1 or len(parts) != 2:
+        must(_is_less(up.source.shape[-1], heads * k.shape[-1]))  # else it is no latent but what heads are made of
         return "keys of a latent are read as one part that is projected for each head, and one that all heads share"
     return KeysOfLatent(up, part, start, shared[0][1], shared[0][0])
+
+
+def _is_less(lanes: Any, others: Any) -> bool:
+    """Whether so many lanes are known to be fewer."""
+    return isinstance(lanes, int) and isinstance(others, int) and lanes < others
 
 
 @proof
