@@ -56,8 +56,8 @@ def parted(masks: Masks) -> Parted:
         pieces = [replace(term, mask=each) for each in _pieces(masks.a, masks.positions, term.mask)]
         masking = [each for each in pieces if _hides(masks.positions, each.mask, term.factor)]
         hiding += masking
-        rest = [each for each in pieces if each not in masking] if masking else [term] * bool(pieces)
-        biases += ((place, each) for each in rest)
+        rest = [each for each in pieces if each not in masking]
+        biases += ((place, each) for each in (rest if masking or len(rest) < 2 else [term]))
     return Parted(replace(masks, terms=tuple(hiding)), tuple(biases))
 
 
