@@ -77,9 +77,13 @@ def is_call(node: fx.Node) -> bool:
 
 
 def call_cost(
-    target: Any, inputs: Iterable[Any], result: Any, machine: Target, flops: float = 0.0, between: int = 0
+    target: Any, inputs: Iterable[Any], result: Any, machine: Target, flops: float = 0.0, between: float = 0
 ) -> float:
-    """Predicted microseconds of one call: its multiplications and additions, the bytes it moves between its kernels."""
+    """Predicted microseconds of one call.
+
+    `flops` are its multiplications and additions; `between` the bytes that it moves between its kernels, or, negative,
+    those of its inputs that it does not read.
+    """
     if is_view(target):
         return 0.0
     kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1

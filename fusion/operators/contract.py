@@ -109,6 +109,8 @@ class Operator:
     """What that one computes with where it does not name an argument, if that is not the default."""
     flops: Callable[..., float] | None = None
     """Multiplications and additions of a call, of what it names; None where the bytes that it moves decide."""
+    unread: Callable[..., float] | None = None
+    """Bytes of what a call is given that it does not read, of what it names; None where it reads all."""
     on_host: frozenset[str] = field(default_factory=frozenset[str])
     """Tensors that a launch outside `lowerings` reads on the host: with those there, "eager" takes the operator too."""
     empty: frozenset[str] = field(default_factory=frozenset[str])
@@ -179,6 +181,14 @@ class Operator:
     def work(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         """The `flops` of a call, 0 where there are none."""
         return self._flops(self.bind(args, kwargs))
+
+    def left(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        """The `unread` of a call, 0 where there is none."""
+        return self._unread(self.bind(args, kwargs))
+
+    @cached_property
+    def _unread(self) -> Callable[..., float]:
+        return calling.by_name(self.unread or (lambda: 0.0))
 
     @cached_property
     def _flops(self) -> Callable[..., float]:

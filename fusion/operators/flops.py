@@ -25,6 +25,14 @@ def scores(pairs: float, width: Any) -> float:
     return 2.0 * pairs * hint(width)
 
 
+def unlisted(rows: Tensor | None, lists: float) -> float:
+    """Bytes of rows [.., D] that so many entries of lists cannot name."""
+    if rows is None:
+        return 0.0
+    there = count(rows) / hint(rows.shape[-1])
+    return max(0.0, there - lists) * hint(rows.shape[-1]) * rows.element_size()
+
+
 def causal(rows: Any, keys: Any) -> float:
     """How many keys a row sees on average if the last of them sees all, and every row before it one less."""
     seen, of = hint(keys), hint(rows)

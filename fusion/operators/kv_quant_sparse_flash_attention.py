@@ -15,7 +15,7 @@ from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import HALVES, INT8, INT32, compute_dtype
-from fusion.operators.flops import scores
+from fusion.operators.flops import scores, unlisted
 from fusion.operators.sparse_flash_attention import BLOCKS, KeyRows, listed_attention, taken
 
 _SCALE = 4
@@ -50,6 +50,12 @@ def _flops(given: Given) -> float:
     query = given["query"]
     keys = hint(given["sparse_indices"].shape[-1]) * hint(given["sparse_block_size"])
     return scores(count(query) / hint(query.shape[-1]) * keys, 2 * query.shape[-1] - given["rope_head_dim"])
+
+
+def _unread(given: Given) -> float:
+    """All rows that no list can name."""
+    named = count(given["sparse_indices"]) * hint(given["sparse_block_size"])
+    return sum(unlisted(given[name], named) for name in ("key", "value"))
 
 
 _MODES = (
@@ -91,6 +97,7 @@ KV_QUANT_SPARSE_FLASH_ATTENTION = Operator(
         **dict.fromkeys(A2_A3, _KERNEL),
     },
     flops=_flops,
+    unread=_unread,
     older="custom::npu_sparse_flash_attention_antiquant",
     source=(
         "op-plugin: torch_npu.npu_kv_quant_sparse_flash_attention; rows as npu_mla_prolog_v3 writes them with "

@@ -18,7 +18,7 @@ from fusion.operators import sparse_limits
 from fusion.operators.calling import Given
 from fusion.operators.contract import A2_A3, Limit, Operator
 from fusion.operators.dtypes import HALVES, INT32, compute_dtype
-from fusion.operators.flops import scores
+from fusion.operators.flops import scores, unlisted
 from fusion.operators.softmax import Visible, rounded_softmax
 from fusion.operators.visibility import Rows, rows_of
 
@@ -153,6 +153,12 @@ def _flops(given: Given) -> float:
     return scores(count(query) / hint(query.shape[-1]) * keys, width)
 
 
+def _unread(given: Given) -> float:
+    """All rows that no list can name."""
+    named = count(given["sparse_indices"]) * hint(given["sparse_block_size"])
+    return sum(unlisted(given[name], named) for name in ("key", "value", "key_rope"))
+
+
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128)
 _KERNEL = (
     *sparse_limits.kernel("kv"),
@@ -202,6 +208,7 @@ SPARSE_FLASH_ATTENTION = Operator(
         "ascend950": (*_KERNEL, "N <= 128", "sparse_block_size == 1"),
     },
     flops=_flops,
+    unread=_unread,
     older="custom::npu_sparse_flash_attention",
     older_means={"attention_mode": 2},
     source="op-plugin: torch_npu.npu_sparse_flash_attention; kernel: ops-transformer sparse_flash_attention",

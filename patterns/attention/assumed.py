@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ from fusion.facts import window
 from fusion.graph import Algebra, Graph, Value
 from patterns.attention.hiding import hidden
 from patterns.attention.masks import Masks, Sizes, Term
+from patterns.sparse.rows import sorted_by_scores
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Assumed:
         weights: the names of inputs that hold Parameters.
         rounded: the dtype to which all that reads a value rounds it first, None where something does not.
         computed: the values that nodes compute.
+        sorted_by_scores: whether a list of the largest of some scores is sorted by them.
     """
 
     algebra: Algebra
@@ -46,13 +49,15 @@ class Assumed:
     weights: frozenset[str] = frozenset()
     rounded: Callable[[Value], torch.dtype | None] = lambda value: None
     computed: Container[Value] = frozenset()
+    sorted_by_scores: Callable[[Value], bool] = lambda places: False
 
     @classmethod
     def of(cls, graph: Graph) -> Assumed:
         """What is known of a graph."""
         written = [value for value in graph.places if value.op in ("write", "write_rows")]
         rounded, facts = RoundedLater(graph).dtype, graph.facts
-        return cls(graph.algebra, graph.shared(Folder), facts.assumed, written, facts.parameters, rounded, graph.places)
+        kept = graph.shared(Folder), facts.assumed, written, facts.parameters, rounded, graph.places
+        return cls(graph.algebra, *kept, partial(sorted_by_scores, graph))
 
     def masks(
         self,

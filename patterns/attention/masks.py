@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from fusion.analysis.affine import Affine, Formula, conjunction, conjuncts, disjunction, negation
+from fusion.analysis.elements import lists_all
 from fusion.analysis.predicates import Positions
 from fusion.graph import Algebra, Value
 from fusion.graph.logic import constant, either, where
 from fusion.graph.proof import must, proof, proven
 from patterns.attention.blame import unproven
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
+from patterns.attention.granted import granted
 from patterns.attention.hiding import MASKED, by_list, hidden, negated
 
 LOST = -1e30  # a finite number that swallows any score it is added to
@@ -168,7 +170,8 @@ class Masks:
         levels = {} if alike or biased or floor > -math.inf else self._lowered(empty)
         if not (alike or levels):
             return NOT_LOST
-        mask, words = self._explicit(), self.bounded(bounds)
+        words = self.bounded(bounds)
+        mask = self._explicit(beside_lists=not words)
         found |= {"mask_kind": "dense", "fully_masked_row": alike, **mask, **levels}
         if words and (some or (alike == "zero" and not bounds.moving)):
             return found | words
@@ -187,10 +190,10 @@ class Masks:
             return False
         places = leaf.value.arg.below("cast", "reshape")
         masked = places.arg.below("cast") if places.op == "largest_index" and places.attrs[0] != 0 else places
-        found = self._masks_of(masked)
+        found = self.behind(masked)
         return found is not None and found.limits(found.visible()) == inside
 
-    def _masks_of(self, masked: Value) -> Masks | None:
+    def behind(self, masked: Value) -> Masks | None:
         """The mask that is put on scores [B, S, T] last, if what it hides is below all that it lets through."""
         positions = self.positions.over(masked.shape)
         for scores in masked.args[-2:] if masked.op in ("add", "where") else ():
@@ -201,9 +204,14 @@ class Masks:
                 return replace(self, positions=positions, terms=(term,))
         return None
 
-    def _explicit(self) -> dict[str, Value]:
-        """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads."""
+    def _explicit(self, beside_lists: bool = False) -> dict[str, Value]:
+        """The mask [B or 1, 1, S, T] as booleans, true where a key is hidden; {} where it differs between heads.
+
+        `beside_lists` leaves out lists of all keys, which nothing needs then but the mask.
+        """
         wide, lead = self._joined()
+        if beside_lists:
+            wide = granted(self.a, wide, lambda truth: truth.op == "chosen" and lists_all(truth))
         return {} if any(size != 1 for size in lead[1:-2]) else {"mask": self._of_sequences(wide, lead)}
 
     def _of_sequences(self, wide: Value, lead: Sequence[Any]) -> Value:

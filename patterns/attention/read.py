@@ -274,7 +274,12 @@ def _lists(assumed: Assumed, frame: Frame, keys: Any, terms: Sequence[Term], rea
     """What the mask of an attention is if it lists keys."""
     mask = reading.captures.get("mask")
     masks = assumed.masks((*frame.shape, keys), terms, (*frame.sizes, keys), keep_lists=True)
-    return {} if mask is None else dict(topk_mask(masks, mask))
+    listed = {} if mask is None else topk_mask(masks, mask, assumed.sorted_by_scores)
+    sink = reading.captures.get("sink")
+    if sink is None:
+        return dict(listed)
+    lists = (each.captures["places"] for each in listed.values() if isinstance(each, Reading))
+    return {places: Miss("sparse_attention", _SUNK, (sink,)) for places in lists}
 
 
 def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> tuple[Masks, dict[str, Any]] | Miss:

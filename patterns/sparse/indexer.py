@@ -60,7 +60,7 @@ class Indexer(Group):
 
     query: Any = tensor("B S H Di")
     key: Any = tensor("B T Di")
-    weights: Any = tensor("B S H")
+    weights: Any = tensor("B S H", optional=True)
     count: Any = attribute()
     query_scale: Any = tensor("B S H", optional=True)
     key_scale: Any = tensor("B T", optional=True)
@@ -88,7 +88,8 @@ class Indexer(Group):
         mode, lengths = Seen.lengths(seen, self.query, self.key.shape[1], room)
         how |= dict(actual_seq_lengths_key=lengths, layout_query="BSND", sparse_count=self.count, sparse_mode=mode)
         if self.key_scale is None:
-            return torch.ops.npu.npu_lightning_indexer(self.query, keys, self.weights, **how)[0]
+            weights = self.query.new_ones(self.query.shape[:3]) if self.weights is None else self.weights
+            return torch.ops.npu.npu_lightning_indexer(self.query, keys, weights, **how)[0]
         weights, query_scale = self.weighted()
         return torch.ops.npu.npu_quant_lightning_indexer(
             self.query, keys, weights, query_scale, self.scales(), 0, 0, **how

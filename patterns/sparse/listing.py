@@ -7,7 +7,7 @@ IndexedRows     the same of a list that an indexer makes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,31 +28,40 @@ class Listing(Seen):
     Attributes:
         places: numbers of keys, for each query.
         distinct: whether no row of them names a key twice.
+        hidden: which keys are hidden besides, where there are no words for it.
+        ends: whether an entry that it hides is followed by hidden ones alone.
     """
 
     places: Any = tensor("B S K")
     distinct: Any = attribute()
+    hidden: Any = tensor("B S T", optional=True)
+    ends: Any = attribute()
 
     def listed(self, p) -> Any:
         """The mask of keys that are listed in whatever way."""
-        return p.topk_mask(places=self.places, distinct=self.distinct, **self.seen())
+        hidden = dict(hidden=self.hidden, ends=self.ends)
+        return p.topk_mask(places=self.places, distinct=self.distinct, **hidden, **self.seen())
 
     def indexed(self, p, indexer: Indexer) -> Any:
         """The same of what an indexer finds behind the same mask."""
         places = p.lightning_indexer(places=self.places, **indexer.said(p), **self.seen())
         return p.topk_mask(places=places, distinct=self.distinct, **self.seen())
 
-    def refuse(self, seen: Any, indexer: Indexer | None) -> None:
-        """Refuse a query that no key is left for, of which the operator gives 0, unless that is restored."""
+    def refuse(self, seen: Any, indexer: Indexer | None, averaged: bool) -> None:
+        """Refuse a query that no key is left for, of which the operator gives 0, unless that is restored.
+
+        `averaged` says whether the mean of all values can be had.
+        """
         require(seen.levels is None, "a query for which no key is left would see those that are lowered least")
         listed = self.hides_nothing() or indexer is not None  # then what is listed is seen
         left = seen.fully_masked_row == "zero" or (self.every_row_nonempty and listed)
-        restored = indexer is not None and self._is_restored(seen)
+        restored = indexer is not None and self._is_nan(seen)
+        restored |= self.hidden is not None and (self._is_nan(seen) or averaged)
         gives = "NaN" if seen.fully_masked_row == "nan" else "the mean of all values"
         why = "a query for which no key is left gives {gives}, the operator gives 0"
         require(left or restored, why, gives=gives)
 
-    def _is_restored(self, seen: Any) -> bool:
+    def _is_nan(self, seen: Any) -> bool:
         """Whether a query that sees no key gives NaN; the list of an indexer, of which it is empty, says which do."""
         return seen.fully_masked_row == "nan" and not self.every_row_nonempty
 
@@ -68,17 +77,25 @@ class Listing(Seen):
         """Queries [B, S, N, C] and [B, S, N, Dr] for which the operator gives what the model does."""
         return queries
 
-    def restored(self, y: Tensor, listed: Tensor, seen: Any) -> Tensor:
+    def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
         """The result [B, S, N, C] over lists [B, S, 1, K] with what plain attention gives without a key."""
-        return y.masked_fill(listed[..., :1] < 0, torch.nan) if self._is_restored(seen) else y
+        if self._is_nan(seen):
+            return y.masked_fill(listed[..., :1] < 0, torch.nan)
+        blind = self.hidden is not None and seen.fully_masked_row == "mean"
+        return torch.where(listed[..., :1] < 0, mean(), y) if blind else y
 
     def own(self, seen: Any) -> Tensor:
         """The list of the model as the operator takes it, [B, S, 1, K]: each key once, then -1.
 
         It leaves out what lies behind the mask itself.
         """
-        require(not self._is_restored(seen), "the model's own list does not say which queries see no key")
+        shown = self.hidden is not None or not self._is_nan(seen)
+        require(shown, "the model's own list does not say which queries see no key")
         places = self.places.to(torch.int32)
+        if self.hidden is not None:
+            places = places.masked_fill(self.hidden.gather(-1, self.places.to(torch.int64)), -1)
+            ordered = self.ends and self.distinct
+            places = places if ordered else places.sort(dim=-1, descending=True).values
         if self.row_lens is not None:
             places = places.masked_fill(places >= self.own_lengths(places.shape[1], None).unsqueeze(-1), -1)
             places = places.sort(dim=-1, descending=True).values
@@ -111,7 +128,7 @@ class GatheredRows(Group):
         """As the reader says it."""
         return dict(vars(self))
 
-    def refuse(self, seen: Any, indexer: Indexer | None) -> None:
+    def refuse(self, seen: Any, indexer: Indexer | None, averaged: bool) -> None:
         """What a query without keys gives is restored."""
 
     def is_distinct(self) -> bool:
@@ -141,7 +158,7 @@ class GatheredRows(Group):
         assert self.hidden is not None
         return self.hidden.all(-1, keepdim=True)
 
-    def restored(self, y: Tensor, listed: Tensor, seen: Any) -> Tensor:
+    def restored(self, y: Tensor, listed: Tensor, seen: Any, mean: Callable[[], Tensor]) -> Tensor:
         """The result [B, S, N, C] with NaN where all of a list is hidden, if that is what the model gives."""
         return y.masked_fill(listed[..., :1] < 0, torch.nan) if self.fully_masked_row == "nan" else y
 

@@ -20,7 +20,7 @@ class PackedRows(Group):
 
     rows: Any = tensor("*F Row")
     tile: Any = attribute()
-    paged = False
+    paged = averaged = False
 
     def term(self, p) -> Any:
         """The rows as the model unpacks them."""

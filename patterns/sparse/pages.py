@@ -30,6 +30,12 @@ def attended(queries: calls.Parts, kv: calls.Parts, listed: Tensor, scale: float
 class LatentRows(Rows):
     """Rows of a latent, and of its rotated lanes."""
 
+    averaged = True
+
+    def mean(self, batch: Any, keys: Any) -> Tensor:
+        """The mean of the first so many rows of each sequence, [B, 1, 1, C]."""
+        return self.read(batch)[0][:, :keys].mean(1, keepdim=True)
+
     def refuse_lists(self, distinct: bool) -> None:
         """A key counts as often as a list names it."""
 
@@ -43,6 +49,7 @@ class LatentRows(Rows):
 class LatentPages(Pages):
     """Pages of a latent and of its rotated lanes, each as the model names them."""
 
+    averaged = False
     layout: Any = attribute()
     rope_table: Any = tensor("B Q")
     rope_size: Any = attribute()

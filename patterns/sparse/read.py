@@ -7,35 +7,45 @@ Positive factors that all scores have are left out: they change no order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from fusion import reader
-from fusion.analysis.affine import Affine, Formula, number
+from fusion.analysis.affine import Affine, Formula, conjuncts, number
 from fusion.analysis.dtypes import is_rounding
+from fusion.analysis.elements import lists_all
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
 from patterns.attention.bounds import Limits, per_query, per_sequence, sees_some
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
+from patterns.sparse.looked_up import looked_up
 from patterns.sparse.read_scores import NOT_A_SUM, SIGN, parts
 from patterns.sparse.rows import distinct
 from patterns.sparse.words import LIGHTNING_INDEXER
 
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
+_EVERY = {"mask_kind": "none", "window": None, "kv_len": None}
+_MORE = (
+    "the mask shows other keys than those that are listed, as first keys or a window: the operator reads a list alone"
+)
+_BLOCKS = "what is listed are no keys, but blocks of them or keys of another number: the operator reads lists of keys"
 _SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
 
 
-def topk_mask(masks: Masks, mask: Value) -> dict[Value, Reading | Miss]:
-    """A reading of `mask`, if it lets through what each row lists, within bounds; why it is none, by the list."""
+def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], bool]) -> dict[Value, Reading | Miss]:
+    """A reading of `mask`, if it lets through what each row lists, or a part of it; why it is none, by the list.
+
+    `sorted_by_scores` says whether a list is sorted so.
+    """
     a, positions, formula = masks.a, masks.positions, masks.visible()
     rank = len(positions.shape)
     bounds = masks.limits(formula) if not isinstance(formula, str) else Limits(None, None, False, ())
     leaves = [part[1] for part in bounds.rest if not isinstance(part, bool) and part[0] == "is"]
     lists = [leaf for leaf in leaves if leaf.value.op == "chosen"]
     if not lists:
-        return {}
+        return {} if isinstance(formula, str) else _beside_lists(mask, masks.sizes[3])
     (*at, key), places = lists[0].index, lists[0].value.arg
     others = tuple(part for part in bounds.rest if part != ("is", lists[0]))
     batch, _, queries, _ = masks.sizes
@@ -44,14 +54,27 @@ def topk_mask(masks: Masks, mask: Value) -> dict[Value, Reading | Miss]:
     count = prod(places.shape[:-1])
     if key != positions.axis(rank - 1) or rows.get(count) != _row(at, places.shape[:-1]):
         return {places: _miss("the keys that are listed differ from head to head, or are those of another sequence")}
-    words = _words(masks, replace(bounds, rest=others))
+    words: dict[str, Any] | None = _words(masks, replace(bounds, rest=others))
+    if words is None and lists_all(lists[0].value):
+        return {}  # the mask says it all
     if words is None:
-        asks = "asks for more than" if others else "is not proven to be"
-        return {places: _miss(f"beside the keys that are listed, the mask {asks} a causal order or a length")}
+        besides = tuple(part for part in conjuncts(formula) if part != ("is", lists[0]))
+        hidden = looked_up(masks, mask, lists[0].value, besides, sorted_by_scores(places))
+        words = {**_EVERY, "every_row_nonempty": False, **hidden}
     lists_of = (1 if count == queries else batch, queries, places.shape[-1])
     listed = a.expand(a.reshape(places, lists_of), (batch, *lists_of[1:]))
     captures = {"places": listed, "distinct": distinct(places), **words}
     return {mask: Reading("topk_mask", captures, positions.names())}
+
+
+def _beside_lists(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
+    """Why a mask that is made of a list shows other keys than those in it."""
+    into = ("not", "and", "or", "where", "compare", "below", "cast", "slice", "reshape", "expand", "permute", "repeat")
+    made = mask.sources(lambda each: each.args if each.op in into else ())
+    found = next((each for each in made if each.op == "chosen"), None)
+    if found is None:
+        return {}
+    return {found.arg: _miss(_MORE if found.shape[-1] == keys else _BLOCKS)}
 
 
 def _row(at: Sequence[Affine], sizes: Sequence[Any]) -> Affine:
@@ -68,7 +91,7 @@ def _miss(reason: str) -> Miss:
 
 def _words(masks: Masks, bounds: Limits) -> dict[str, Any] | None:
     """The bounds in words, and whether every query is known to see a key."""
-    found = {"mask_kind": "none", "window": None, "kv_len": None}
+    found = _EVERY
     if bounds == Limits(None, None, False, ()):
         return {**found, "every_row_nonempty": True}
     words = masks.bounded(bounds)
@@ -140,6 +163,10 @@ def lightning_indexers(graph: Graph) -> Iterator[Found]:
     assumed = Assumed.of(graph)
     for _, each in graph.readings.all("topk_mask"):
         places = each.captures["places"]
+        if (
+            places.below("cast", "reshape", "expand", "permute", "slice").op == "input"
+        ):  # a list that was made elsewhere
+            continue
         found = lightning_indexer(assumed, places.below("reshape"))
         yield places, _miss(found) if isinstance(found, str) else found
 

@@ -59,6 +59,8 @@ def parts(
 ) -> dict[str, Value] | str:
     """Query [B, S, N, D], key [B, T, D], weights [B, S, N] and, of int8, their scales; why a sum is none of them.
 
+    Without weights all heads count alike.
+
     `behind` are the scales of keys [B, S, 1, T], some of them 1, that the sum is multiplied by. With `positions_first`
     the sum is [S, B, .., T].
     """
@@ -170,6 +172,8 @@ def _said(a: Algebra, found: _Products, floats: dict[str, Value], behind: tuple[
     """The parts of int8 queries and keys, or of floats; why they are none."""
     rows = (*floats["query"].shape[:3], 1)
     heads = [each for each in found.factors if each.whole.shape[-1:] == (1,)]
+    if not (heads or found.factors or behind) and all(map(is_float, floats.values())):
+        return floats
     if not heads or any(broadcast(each.whole.shape, rows) != rows for each in heads):
         return NOT_A_SUM
     of_rows = [_plain(a, a.reshape(a.expand(each.whole, rows), rows[:3])) for each in heads]

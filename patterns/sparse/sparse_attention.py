@@ -106,7 +106,7 @@ class SparseAttention(Rule):
         """What the operator gives for a query without keys, and how it reads pages."""
         if indexer is not None:
             indexer.refuse_blocks()
-        listing.refuse(seen, indexer)
+        listing.refuse(seen, indexer, source.averaged)
         source.refuse_blocks()
         source.refuse_lists(listing.is_distinct())
 
@@ -133,4 +133,4 @@ def _attended(listed: Tensor, listing: Any, encoding: Any, source: Any, seen: An
     keys = room if encoding.first_rows is None else encoding.first_rows
     mode, lengths = listing.lengths(query, keys, None if source.paged else room)
     y = source.attended((query, rope), listed, scale, sparse_mode=mode, actual_seq_lengths_kv=lengths)
-    return listing.restored(y, listed, seen)
+    return listing.restored(y, listed, seen, lambda: source.mean(query.shape[0], keys))

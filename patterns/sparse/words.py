@@ -12,6 +12,13 @@ _SEEN = {
     "every_row_nonempty": "whether every query is known to see a key",
 }
 
+_SCORED = {
+    "query": "[B, S, N, D]",
+    "key": "[B, T, D]",
+    "weights": "[B, S, N], without which all heads count alike",
+    "count": "K",
+}
+
 _INT8 = {
     "query_scale": "[B, S, N], of int8 queries, that weights are multiplied by",
     "key_scale": "[B, T], of int8 keys, that scores are multiplied by",
@@ -21,11 +28,13 @@ TOPK_MASK = word(
     "topk_mask",
     "a mask of attention that shows the keys in a list",
     places="[B, S, K]", distinct="whether no row names a key twice", **_SEEN,
+    hidden="[B, S, T], True where a key is hidden besides, listed or not",
+    ends="whether an entry that it hides is followed by hidden ones alone",
 )  # fmt: skip
 LIGHTNING_INDEXER = word(
     "lightning_indexer",
     "places of the K largest of Σ_n weights[i, n] · relu(query[i, n] · key[j]) [B, S, K]",
-    query="[B, S, N, D]", key="[B, T, D]", weights="[B, S, N]", places="the list itself", count="K", **_SEEN, **_INT8,
+    **_SCORED, places="the list itself", **_SEEN, **_INT8,
 )  # fmt: skip
 LISTED_ATTENTION = word(
     "listed_attention",
@@ -41,6 +50,6 @@ LISTED_ATTENTION = word(
 INDEXER_LIST = word(
     "indexer_list",
     "what a lightning indexer lists for each query, best first, and -1 behind it where a query sees fewer keys [.., K]",
-    query="[B, S, N, D]", key="[B, T, D]", weights="[B, S, N]", count="K", **_SEEN, **_INT8, dtype="of the list",
+    **_SCORED, **_SEEN, **_INT8, dtype="of the list",
     entries="how many keys are listed, as many as there are where these are fewer than K",
 )  # fmt: skip

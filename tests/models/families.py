@@ -46,6 +46,19 @@ CONFIGS: dict[str, Any] = {
 }
 
 
+_WITHOUT_RANK = {name: size for name, size in _INDEXED.items() if name != "q_lora_rank"}
+
+OTHER_INDEXERS: dict[str, Any] = {
+    "AXK2": lambda **sizes: transformers.AXK2Config(**_INDEXED | sizes),
+    "HYV4": lambda **sizes: transformers.HYV4Config(**dict(_INDEXED, qk_nope_head_dim=192, v_head_dim=256) | sizes),
+    "Dots3Note": lambda **sizes: transformers.Dots3NoteTextConfig(
+        **dict(_INDEXED, layer_types=["full_attention"] * LAYERS) | sizes
+    ),
+    "MistralLarge4": lambda q_lora_rank=0, **sizes: transformers.MistralLarge4TextConfig(**_WITHOUT_RANK | sizes),
+}
+"""Families that differ from DeepSeek-V3.2 in their indexer or beside it."""
+
+
 @dataclass(frozen=True)
 class Built:
     """One model; every call of `step` gives fresh, equal inputs, with a filled cache of its own where it decodes."""
@@ -78,9 +91,11 @@ class Built:
 
 def build(family: str, dtype: torch.dtype, attention: str = "sdpa", **sizes: Any) -> Built:
     torch.manual_seed(3)
-    config = CONFIGS[family](**sizes)
+    config = (CONFIGS | OTHER_INDEXERS)[family](**sizes)
     config._attn_implementation = attention
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    whole = f"{family}ForCausalLM"
+    kind = getattr(transformers, whole if hasattr(transformers, whole) else f"{family}TextModel")
+    model = kind(config).eval().requires_grad_(False)
     with torch.no_grad():  # gains other than one, so that a gain that is lost or exchanged shows
         for parameter in model.parameters():
             if parameter.dim() == 1:

@@ -43,12 +43,15 @@ def steps(model: Any, run: Any, config: Any, count: int = STEPS) -> tuple[list[T
     return logits, state
 
 
-def padded(of: Built, cache: str, tokens: int, side: str) -> dict[str, Any]:
-    """A step of some tokens behind a prompt of which the first sequence is shorter, padded on one `side` if any."""
+def padded(of: Built, cache: str, tokens: int, side: str, count: int = 5) -> dict[str, Any]:
+    """A step of some tokens behind a prompt of which the first sequence is shorter, padded on one `side` if any.
+
+    Without tokens it is the prompt itself, over a cache that is there before if it is static.
+    """
     ids = torch.randint(3, 90, (2, PROMPT + tokens), generator=torch.Generator().manual_seed(7))
     mask = torch.ones_like(ids)
     if side:
-        mask[0, slice(0, 5) if side == "left" else slice(PROMPT - 5, PROMPT)] = 0
+        mask[0, slice(0, count) if side == "left" else slice(PROMPT - count, PROMPT)] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     kept: Any = transformers.DynamicCache(config=of.config)
     if cache == "static":
@@ -59,9 +62,12 @@ def padded(of: Built, cache: str, tokens: int, side: str) -> dict[str, Any]:
         shown = dict(attention_mask=mask[:, :end], position_ids=positions[:, begin:end].contiguous())
         return given | (shown if side else {})
 
-    with torch.no_grad():
-        of.model(**of_tokens(0, PROMPT))
-    return of_tokens(PROMPT, PROMPT + tokens)
+    if tokens or cache == "static":
+        with torch.no_grad():
+            of.model(**of_tokens(0, PROMPT if tokens else 1))
+    if not tokens:
+        kept.reset()
+    return of_tokens(PROMPT, PROMPT + tokens) if tokens else of_tokens(0, PROMPT)
 
 
 def differences(trial: Trial) -> list[float]:

@@ -19,8 +19,8 @@ from fusion.pipeline import fuse_graph
 from fusion.testing import Trial, capture
 from fusion.verification import relative_error
 
-from .families import LAYERS, Built, build, caches
-from .latents import PROMPT, ROOM, call, differences, steps
+from .families import LAYERS, OTHER_INDEXERS, Built, build, caches
+from .latents import PROMPT, ROOM, call, differences, padded, steps
 
 TARGET = "ascend910_93"
 SIZES = dict(hidden_size=1024, q_lora_rank=1536, index_topk=24)
@@ -134,6 +134,104 @@ def _first(graph: fx.GraphModule, name: str, inputs: Any) -> tuple[Any, Any]:
 
     Watch(graph).run(*(each.clone() if isinstance(each, Tensor) else each for each in inputs))
     return found[0]
+
+
+PADDED = {"sdpa": 65, "eager": 76}
+"""Launches of two layers of which attention is dense over the latent, behind the mask of the list and of padding."""
+
+
+def paddings() -> Iterator[Any]:
+    """Prompt, step and several tokens over both caches; a seventh of them for each push."""
+    every = product(("sdpa", "eager"), ("static", "dynamic"), (0, 1, 4), ("", "left", "right"), (5, PROMPT - 1, PROMPT))
+    for number, (*each, side, count) in enumerate(every):
+        whole = count == PROMPT and not each[2]  # transformers asks for a token
+        if not (whole or (side == "" and count != 5)):
+            yield pytest.param(*each, side, count, marks=[pytest.mark.nightly] if number % 7 != 3 else [])
+
+
+@pytest.mark.parametrize(("attention", "cache", "tokens", "side", "count"), paddings())
+def test_padding_keeps_sparse_attention(attention, cache, tokens, side, count):
+    """The model's own list, looked up in the mask; no launch more than dense attention needs, and the same numbers."""
+    of = built("DeepseekV32", attention=attention)
+    captured = capture(of.model, (), **padded(of, cache, tokens, side, count))
+    fused = fx.GraphModule(captured.graph, copy.deepcopy(captured.graph.graph))
+    options = Options(target=TARGET, lower="eager", plan_lower="eager")
+    outcome = fuse_graph(fused.graph, installed(), options, captured.facts)
+    fused.recompile()
+    form = "by_places[LatentRows]" if side else "by_indexer[Indexer, LatentRows]"
+    forms = [each.match.form for each in outcome.chosen if each.match.rule.name == "sparse_attention"]
+    assert forms == [form] * LAYERS, "\n".join(map(str, outcome.refusals))
+    assert max(differences(Trial(installed(), captured, fused, outcome))) < 1e-12
+
+
+@pytest.mark.parametrize("attention", PADDED)
+def test_padding_costs_no_launches(attention):
+    of = built("DeepseekV32", attention=attention)
+    report = fusion.explain(of.model, **padded(of, "static", 1, "left"), options={"target": TARGET})
+    assert report.launches[1] <= PADDED[attention]
+
+
+@pytest.mark.parametrize(("attention", "cache"), [("sdpa", "static"), ("eager", "dynamic")])
+def test_padding_where_every_key_is_listed_leaves_no_indexer(attention, cache):
+    of = built("DeepseekV32", attention=attention, index_topk=ROOM)
+    report = fusion.explain(of.model, **padded(of, cache, 0, "left"), options={"target": TARGET})
+    left = named(report)
+    assert not [name for name in ("topk", "relu", "scatter.value") if name in left], left
+
+
+def passed_in(kind: str, dtype: torch.dtype, tokens: int, hidden: int = 0) -> Tensor:
+    """A causal mask [2, 1, S, T] of the last tokens of those that are there, of which the first keys may be hidden."""
+    first = 0 if tokens == PROMPT else PROMPT
+    shown = (torch.arange(ROOM) <= torch.arange(first, first + tokens)[:, None]).repeat(2, 1, 1, 1)
+    shown[0, ..., :hidden] = False
+    lowest = torch.finfo(dtype).min
+    return shown if kind == "bool" else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, lowest)
+
+
+INDEXED, LISTED = "by_indexer[Indexer, LatentRows]", "by_places[LatentRows]"
+MASKS = [
+    ("bool", None, 0, LISTED), ("bool", None, 5, LISTED), ("bool", "causal", 0, INDEXED),
+    ("bool", "padding", 5, LISTED),
+    ("float", "causal", 0, INDEXED), ("float", None, 0, "the option assume says it"),
+    ("float", "padding", 5, "a query that sees no key would see those that are lowered least"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["DeepseekV32", pytest.param("GlmMoeDsa", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("mode", ["decode_static", "prefill_static"])
+@pytest.mark.parametrize(("kind", "assumed", "hidden", "expected"), MASKS)
+def test_masks_that_are_passed_in(family, mode, kind, assumed, hidden, expected):
+    of = built(family)
+    tokens = PROMPT if mode.startswith("prefill") else 1
+    given = dict(call(of, mode), attention_mask=passed_in(kind, torch.bfloat16, tokens, hidden))
+    assume = {} if assumed is None else {"assume": {"attention_mask": assumed}}
+    report = fusion.explain(of.model, **given, options={"target": TARGET, **assume})
+    listed = report.ops.get("npu::npu_sparse_flash_attention", 0), report.ops.get("npu::npu_lightning_indexer", 0)
+    if expected in (INDEXED, LISTED):
+        assert listed == (LAYERS, LAYERS if expected == INDEXED else 0), report
+    else:
+        assert listed == (0, 0)
+        assert any(expected in each.reason for each in report.refusals), report
+
+
+VARIANTS = {
+    "AXK2": (LAYERS, LAYERS, None),
+    "MistralLarge4": (LAYERS, LAYERS, None),
+    "Dots3Note": (0, LAYERS, "needs query in bfloat16, float16 (query is float32)"),
+    "HYV4": (0, 0, "a sink stands beside the scores"),
+}
+"""How often indexer and sparse attention are called, and why not."""
+
+
+@pytest.mark.parametrize("family", OTHER_INDEXERS)
+@pytest.mark.parametrize("mode", ["prefill_static", "decode_static"])
+def test_other_families_with_an_indexer(family, mode):
+    indexers, attentions, why = VARIANTS[family]
+    of = build(family, torch.bfloat16, "eager" if family == "HYV4" else "sdpa", **SIZES)
+    report = fusion.explain(of.model, **call(of, mode), options={"target": TARGET})
+    assert report.ops.get("npu::npu_lightning_indexer", 0) == indexers, report
+    assert report.ops.get("npu::npu_sparse_flash_attention", 0) == attentions
+    assert why is None or any(why in each.reason for each in report.refusals), report
 
 
 @pytest.mark.parametrize(

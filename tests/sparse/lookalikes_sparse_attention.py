@@ -102,10 +102,6 @@ def weights_of_keys(q, k, w):
     return (F.relu(q @ k.mT.unsqueeze(1)) * k[..., :HEADS].mT.unsqueeze(1)).sum(2)
 
 
-def no_weights(q, k, w):
-    return F.relu(q @ k.mT.unsqueeze(1)).sum(2)
-
-
 def of_the_first(q, k, w):
     return score(q[:1], k[:1], w[:1])
 
@@ -229,11 +225,6 @@ def listed_or_first(places, seen, x):
     return hide(places, seen, x) | (torch.arange(seen.shape[-1]) == 0)
 
 
-def padded(places, seen, x):
-    real = torch.arange(seen.shape[-1]) >= (torch.arange(x.shape[0]) * 2)[:, None]
-    return hide(places, seen, x) & real[:, None, None]
-
-
 def softly_hidden(places, seen, x):
     return torch.zeros(1, dtype=x.dtype) - (~hide(places, seen, x)).to(x.dtype)
 
@@ -324,9 +315,8 @@ LOOKALIKES = (
     entry("only_listed", ("prefill", "chunk", "step"), hide=only_listed, indexer=0),
     entry("all_but_listed", hide=all_but_listed, **UNFUSED),
     entry("listed_or_near", hide=listed_or_near, **UNFUSED),
-    entry("listed_and_near", hide=listed_and_near, **UNFUSED),
+    entry("listed_and_near", ("prefill", "chunk", "step"), hide=listed_and_near, indexer=0),
     entry("listed_or_first", hide=listed_or_first, **UNFUSED),
-    entry("padded", ("chunk", "step", "grow"), hide=padded, **UNFUSED),
     entry("softly_hidden", hide=softly_hidden, **UNFUSED),
     entry("hidden_by_a_hundred", hide=hidden_by_a_hundred, **UNFUSED),
     entry("written_twice", hide=written_twice, **UNFUSED),
@@ -343,7 +333,6 @@ LOOKALIKES = (
     entry("one_weight", score=one_weight),
     entry("one_weight_with_matmul", score=one_weight_with_matmul),
     entry("weights_of_keys", score=weights_of_keys, indexer=0, reason=SUM),
-    entry("no_weights", score=no_weights, indexer=0, reason=SUM),
     entry("whole_products", score=whole_products, indexer=0, reason=SUM),
     entry("whole_scores", choose=whole_scores, indexer=0),
     entry("listed_twice", choose=listed_twice, indexer=0),

@@ -276,6 +276,5 @@ OWN_LIST = inputs(
 )
 
 LOOKALIKES: dict[Form, tuple[tuple[Any, ...], str]] = {
-    by_ranges: (of_ranges(MIXED), "the mask asks for more than a causal order or a length"),
     of_the_next: (of_tokens(MIXED), "a query may see fewer keys than are listed"),
 }

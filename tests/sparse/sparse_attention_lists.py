@@ -95,6 +95,10 @@ def mean_of_heads(q, k, w):
     return (F.relu(q @ k.mT.unsqueeze(1)) * w.unsqueeze(-1)).mean(2)
 
 
+def no_weights(q, k, w):
+    return F.relu(q @ k.mT.unsqueeze(1)).sum(2)
+
+
 def scores_in_dtype(q, k, w):
     return score(q, k, w).to(q.dtype)
 
@@ -257,6 +261,7 @@ SPELLINGS = (
     entry("scaled_behind", score=scaled_behind),
     entry("divided", score=divided),
     entry("mean_of_heads", score=mean_of_heads),
+    entry("no_weights", score=no_weights),
     entry("scores_in_dtype", score=scores_in_dtype),
     entry("added_infinity", choose=added_infinity),
     entry("where_lowest", choose=where_lowest),

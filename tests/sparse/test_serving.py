@@ -61,6 +61,15 @@ def test_a_list_from_elsewhere_is_cut_where_a_token_sees_no_more():
     assert max(differences(t)) < 1e-12
 
 
+def test_ranges_of_keys_keep_the_list_of_the_model():
+    """The indexer's operator sees all keys up to one, of which a range may not be the first."""
+    t = tried(serving.by_ranges, serving.of_ranges(serving.MIXED))
+    found = called(t)
+    assert {name: found[name] for name in ONE} == {**ONE, "lightning_indexer": 0}
+    assert max(differences(t)) < 1e-12
+    emits_valid_calls(t)
+
+
 @pytest.mark.parametrize("form", LOOKALIKES, ids=lambda each: each.__name__)
 def test_what_only_looks_like_it_is_refused(form: Form):
     given, reason = LOOKALIKES[form]

@@ -155,7 +155,8 @@ class Planner:
         best = {each.lowering: each for each in offers if self._cause(each) is not None} if waiting else {}
         able = [each for each in offers if each.lowering not in best]
         pairs = [self._offer(one.match, one.lowering, one.plan, shared, each) for one in able for each in waiting]
-        for each in sorted(pairs, key=_together, reverse=True):  # of those that save the same, the first
+        # of those that save the same, the one that stands for most of the user's calls, as for covers; then the first
+        for each in sorted(pairs, key=lambda pair: (round(_together(pair), 6), _standing(pair)), reverse=True):
             best.setdefault(each.lowering, each)
         return list(best.values())
 
@@ -354,7 +355,7 @@ def _kernels(fakes: Fakes, target: Target, value: Value) -> tuple[float, ...]:
     built = fakes.recipe(value)
     ran = Run(built.steps, built.inputs)
     return tuple(
-        call_cost(step.target, ran.operands(step).values(), step.result, target, ran.flops(step))
+        call_cost(step.target, ran.operands(step).values(), step.result, target, ran.flops(step), -ran.unread(step))
         for step in ran.steps
         if ran.is_kernel(step)
     )
@@ -377,6 +378,11 @@ def _calls(match: Match, lowering: str, plan: Plan) -> tuple[_Call, ...]:
     """The steps of a plan that cost."""
     read = (frozenset((name, match.captures[name]) for name in names) for _, names in plan.costs)
     return tuple(_Call(match.rule.name, match.variant, lowering, number, each) for number, each in enumerate(read))
+
+
+def _standing(candidate: Candidate) -> int:
+    """How many calls of the user a candidate stands for, with what it needs."""
+    return len(candidate.dying | (frozenset() if candidate.needs is None else candidate.needs.dying))
 
 
 def _together(offer: Candidate) -> float:

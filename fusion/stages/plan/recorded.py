@@ -196,7 +196,8 @@ class PlanBook:
             if caches and all(origin & owned or not origin for origin in written.values()):
                 moved = [each for one, each in operands.items() if one not in caches]
                 result = None
-            costs.append((call_cost(step.target, moved, result, self._targets[0], ran.flops(step)), names))
+            work = ran.flops(step), -ran.unread(step)
+            costs.append((call_cost(step.target, moved, result, self._targets[0], *work), names))
         return tuple(costs)
 
     def _limits(self, ran: Run, prepared: frozenset[str]) -> dict[str, str]:
@@ -294,6 +295,11 @@ class Run:
         if operator is None:
             return aten_flops(step.target, self.arguments(step)[0], step.result)
         return 0.0 if operator.flops is None else operator.work(*self.arguments(step))
+
+    def unread(self, step: Step) -> float:
+        """Bytes of what a step is given that it does not read."""
+        operator = operator_of(step.target)
+        return 0.0 if operator is None or operator.unread is None else operator.left(*self.arguments(step))
 
 
 def _references(step: Step) -> list[Input | Output]:
