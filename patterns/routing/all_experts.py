@@ -187,6 +187,10 @@ _UNLIKE = (
 )
 
 
+_OF_NUMBERS = ("sigmoid", "tanh", "exp", "log", "abs", "relu", "clip", "clamp")
+"""Further ops of which each number depends on those at the same place alone."""
+
+
 class _Rows:
     """The same computation with the matrices of all experts, written for the rows of the experts that are chosen."""
 
@@ -264,4 +268,5 @@ class _Rows:
             case "power":
                 return a.power(x, like.attrs[0])
             case _:
+                must(like.op in _OF_NUMBERS)  # others may mix the rows of tokens
                 return a.make(like.op, tuple(args), like.attrs, x.shape, like.dtype)

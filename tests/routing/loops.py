@@ -168,6 +168,11 @@ def twice(tokens, logits, *matrices):
     return sum(weights[:, max(e, 1) : max(e, 1) + 1] * part for e, part in enumerate(given))
 
 
+def over_tokens(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Each token's share of all, those that chose other experts too."""
+    return F.linear(F.silu(F.linear(x, gate).softmax(0)) * F.linear(x, up), down)
+
+
 _NOT_ONE = "not proven to be one computation"
 OTHERS: dict[str, tuple[Form, str | None]] = {
     "kept by a bound": (_loop(bounded), "not proven to be 0"),
@@ -175,5 +180,6 @@ OTHERS: dict[str, tuple[Form, str | None]] = {
     "one is another computation": (last_alone, _NOT_ONE),
     "one is left out": (left_out, None),
     "one weight for two": (twice, None),
+    "an expert that mixes tokens": (_loop(expert=over_tokens), _NOT_ONE),
     "no gate": (_loop(expert=lambda x, gate, up, down: F.linear(F.relu(F.linear(x, gate)), down)), "not a gated silu"),
 }  # fmt: skip
