@@ -81,6 +81,11 @@ def other_lengths(keys: Tensor, values: Tensor, table: Tensor) -> tuple[Tensor, 
     return packed((3, 5), (3, 11))(keys, table), v
 
 
+def by_two_tables(keys: Tensor, values: Tensor, table: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of keys by one, rows of values by the other."""
+    return keys[table].flatten(1, 2), values[other].flatten(1, 2)
+
+
 ALONE = "the pages of one cache are gathered"
 EXAMPLES = (
     Example("whole pages", whole, inputs()),
@@ -94,7 +99,7 @@ EXAMPLES = (
     Example("packed, fewer pages", of_both(packed((2, 6), (3, 12))), inputs()),
     Example("a latent that is expanded", expanded, inputs(TABLE, UP, heads=False)),
     Example("one cache", lambda keys, values, table: (keys[table].flatten(1, 2), values), inputs(), ALONE),
-    Example("two tables", lambda keys, values, table, other: (keys[table], values[other]), inputs(TABLE, WHOLE), ALONE),
+    Example("two tables", by_two_tables, inputs(TABLE, WHOLE), ALONE),
     Example("pages of two sizes", whole, inputs(sizes=(SIZE, 2 * SIZE)), ALONE),
     Example("lengths that differ", other_lengths, inputs(), ALONE),
     Example("some lanes", of_both(lambda pages, table: pages[..., :8][table]), inputs(), "do not lie together"),

@@ -323,8 +323,8 @@ def test_of_numbers_that_nothing_is_known_of_no_input_is_blamed():
 
 
 def summed(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Two biases that are added as one, and multiplied with the scores."""
-    return ((q @ k.mT + (bias + bias.flip(0))) * 0.125).softmax(-1) @ v
+    """Two biases that are added one after the other, and multiplied with the scores."""
+    return ((q @ k.mT + bias + bias.flip(0)) * 0.125).softmax(-1) @ v
 
 
 def test_several_biases_that_are_scaled_with_the_scores_are_not_added():
