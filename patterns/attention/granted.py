@@ -13,11 +13,21 @@ _VIEWS = ("reshape", "expand", "permute")
 
 def granted(a: Algebra, x: Value, holds: Callable[[Value], bool]) -> Value:
     """What a mask is wherever some truths hold that it is made of, as far as it can be said without them."""
-    if holds(x):
-        return constant(a, True, x.shape, x.dtype)
+    known: dict[Value, Value] = {}  # a value may be reached in as many ways as 2 to the length of a chain
+
+    def of(x: Value) -> Value:
+        if x not in known:
+            known[x] = constant(a, True, x.shape, x.dtype) if holds(x) else _left(a, x, of)
+        return known[x]
+
+    return of(x)
+
+
+def _left(a: Algebra, x: Value, of: Callable[[Value], Value]) -> Value:
+    """The same by what `of` leaves of its arguments."""
     if x.op not in ("not", "below", "and", "or", "where", *_VIEWS):
         return x
-    args = [granted(a, each, holds) for each in x.args]
+    args = [of(each) for each in x.args]
     if args == list(x.args):
         return x
     known = [_number(each) for each in args]

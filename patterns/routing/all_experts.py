@@ -16,11 +16,10 @@ from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proof, proven
 from patterns.linear.read import linear
+from patterns.routing.list_masks import lists_largest
 from patterns.routing.pairs import plain
 from patterns.routing.read_kept import Kept, kept
-from patterns.routing.weighted_sums import Total, as_sum, summed, total
-
-RULE = "routed_experts"
+from patterns.routing.weighted_sums import RULE, Total, as_sum, summed, total
 
 
 class Chosen(NamedTuple):
@@ -157,7 +156,7 @@ def _of_stack(a: Algebra, inner: Value, factor: float) -> Columns:
 
 def all_experts(graph: Graph) -> Iterator[Found]:
     """Sums over all experts, with what they are of the rows of those that are chosen; why others are none."""
-    if not any(each.op in ("largest", "largest_index") for each in graph.owners):
+    if not lists_largest(graph):
         return
     for (inner, factor), several in summed(graph).items():
         found = columns(graph.algebra, inner, factor)

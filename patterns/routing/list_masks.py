@@ -11,7 +11,7 @@ import torch
 
 from fusion.analysis.constant_folding import COMPARE
 from fusion.analysis.rounding import exact
-from fusion.graph import Value
+from fusion.graph import Graph, Value
 
 Sides = tuple[Any, Any]  # of an element that is listed, or whose group is, and of one that is not
 
@@ -88,6 +88,11 @@ def told(mask: Value, over: Value) -> Told | None:
     if sides is None or len(lists) != 1:
         return None
     return Told(next(iter(lists)), sides)
+
+
+def lists_largest(graph: Graph) -> bool:
+    """Whether the largest of anything are taken, without which no list chooses experts."""
+    return any(each.op in ("largest", "largest_index") for each in graph.owners)
 
 
 def is_of_list(mask: Value) -> bool:

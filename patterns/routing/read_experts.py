@@ -22,10 +22,9 @@ from fusion.graph.contractions import swapped
 from patterns.routing.all_experts import all_experts
 from patterns.routing.counts import counted, lies_below
 from patterns.routing.pairs import Arranged, Pairs, named_rows, plain, repeated_tokens, sorted_tokens, sorts
-from patterns.routing.weighted_sums import as_sum, summed, total
+from patterns.routing.weighted_sums import RULE, as_sum, summed, total
 from patterns.routing.words import EXPERT_PRODUCT, EXPERT_SUM, ROUTED_ROWS
 
-RULE = "routed_experts"
 _GROUPED = ("grouped_matmul", "transformers.grouped_mm_fallback.default")
 """Products of groups: torch's own, and what transformers calls instead where torch compiles none of that dtype."""
 

@@ -16,7 +16,7 @@ from fusion import reader
 from fusion.analysis.rounding import exact, is_float
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.proof import proven
-from patterns.routing.list_masks import Masked, masked
+from patterns.routing.list_masks import Masked, lists_largest, masked
 from patterns.routing.words import KEPT
 
 RULE = "expert_routing"
@@ -25,7 +25,7 @@ RULE = "expert_routing"
 @reader(gives=(KEPT,))
 def kept_largest(graph: Graph) -> Iterator[Found]:
     """Every row of which the largest are kept; why others are none."""
-    for value in list(graph.places):
+    for value in list(graph.places) if lists_largest(graph) else ():
         found = kept(graph.algebra, value) or _other(value) if is_float(value) else None
         if isinstance(found, Miss):
             yield value, found

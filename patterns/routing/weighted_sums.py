@@ -11,6 +11,8 @@ from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from patterns.routing.pairs import Arranged, Pairs, are_tokens, order_of_tokens, plain, put_back, sorted_by
 
+RULE = "routed_experts"
+
 
 class Total(NamedTuple):
     """Σ over the choices of a token of rows [R, H] times weights [T, K]."""
@@ -51,7 +53,7 @@ def as_sum(found: Total, several: list[Value]) -> Found:
             said = {"rows": rows, "weights": found.weights, "shape": value.shape}
             return value, Reading("expert_sum", said if found.order is None else {**said, "order": found.order})
     kept = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
-    return several[0], Miss("routed_experts", kept.replace("torch.", ""), at=(rows,))
+    return several[0], Miss(RULE, kept.replace("torch.", ""), at=(rows,))
 
 
 def _of_products(a: Algebra, x: Value) -> Total | None:

@@ -59,6 +59,14 @@ def test_what_it_does_not_decide_is_left():
     assert left(where(A, OTHER, LISTED, three, torch.bool)).args[0] is OTHER
 
 
+def test_a_chain_in_which_each_mask_stands_twice_is_walked_once():
+    mask = both(OTHER, LISTED)
+    for number in range(60):
+        more = A.make("input", (), (f"more{number}", 0), ROWS, torch.bool)
+        mask = both(negated(both(mask, more)), mask)
+    assert LISTED not in left(mask).sources()
+
+
 def test_views_are_passed():
     seen = A.reshape(both(OTHER, LISTED), (2, 1, 4))
     assert left(A.expand(seen, (2, 5, 4))) is A.expand(A.reshape(OTHER, (2, 1, 4)), (2, 5, 4))
