@@ -3,6 +3,7 @@
 from fusion import Library
 from patterns.attention.attention import Attention
 from patterns.attention.attention_update import AttentionUpdate
+from patterns.attention.qkv_write import QkvRmsNormRopeCache
 from patterns.attention.read import attentions
 from patterns.attention.read_int8 import int8_cache
 from patterns.attention.read_lse_merge import merges
@@ -89,6 +90,7 @@ _RULES = (
     SparseAttentionPto(),
     IndexerTopk(),
     KvRmsnormRopeCache(),
+    QkvRmsNormRopeCache(),
     MlaProlog(),
     MlaPreprocess(),
     CacheWrite(),

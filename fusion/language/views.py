@@ -74,9 +74,10 @@ class Reshaped(Above):
 
 @dataclass(frozen=True, eq=False)
 class Permuted(Above):
-    """A value that is `inner`, or `inner` with its dims in another order, whatever that has become."""
+    """A value that is `inner` with its dims in another order, whatever that has become, or `inner` if it is no must."""
 
     order: tuple[int, ...]
+    must: bool
     step = "permute"
     follows = Above._inner_follows
 
@@ -85,7 +86,8 @@ class Permuted(Above):
         return frozenset()
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        yield from self.inner.match(value, bound, cx)
+        if not self.must:
+            yield from self.inner.match(value, bound, cx)
         if value.rank == len(self.order):
             back = sorted(range(value.rank), key=self.order.__getitem__)
             yield from self.inner.match(cx.graph.algebra.permute(value, back), bound, cx)
@@ -164,6 +166,9 @@ def _reshaped(value: Value, graph: Graph) -> tuple[Value, ...]:
 def _one_step_from(value: Value, graph: Graph) -> Iterator[Value]:
     if value.op == "reshape":
         yield value.arg
+    lanes = _lanes_of_heads(graph.algebra, value)
+    if lanes is not None:
+        yield lanes
     makers = graph.places.get(value, ())
     sources = (node for maker in makers for node in maker.all_input_nodes)
     for node in chain(sources, (user for maker in makers for user in maker.users)):
@@ -172,6 +177,16 @@ def _one_step_from(value: Value, graph: Graph) -> Iterator[Value]:
             continue
         if prod(other.shape) == prod(value.shape) and graph.algebra.reshape(other, value.shape) is value:
             yield other
+
+
+def _lanes_of_heads(a: Algebra, value: Value) -> Value | None:
+    """Lanes of a tensor whose last dim was opened into heads [.., N, D], of which `value` is a run; None for others."""
+    heads = value.arg if value.op == "slice" and value.attrs[0] == value.rank - 2 and value.attrs[3] == 1 else value
+    whole = heads.arg if heads is not value and heads.op == "reshape" else None
+    if whole is None or whole.shape[:-1] != heads.shape[:-2]:
+        return None
+    width = heads.shape[-1]
+    return a.cut(whole, -1, *(bound * width for bound in value.attrs[1:3])) if isinstance(width, int) else None
 
 
 def _once(a: Algebra, value: Value, times: int) -> Value | None:

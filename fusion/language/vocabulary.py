@@ -98,7 +98,11 @@ class Vocabulary:
 
     def maybe_permuted(self, x: Term, order: tuple[int, ...]) -> Term:
         """`x`, or `x` with its dims in this order."""
-        return Permuted(x, order)
+        return Permuted(x, order, must=False)
+
+    def in_order(self, x: Term, order: tuple[int, ...]) -> Term:
+        """`x` with its dims in this order, which of dims of size 1 is a shape."""
+        return Permuted(x, order, must=True)
 
     def per_token(self, table: Term, of: Term, heads_first: Any = None) -> Term:
         """A table that `of` is multiplied by, as [B or 1, S or 1, D]: `of` is [B, S, D], or has heads beside S."""

@@ -238,9 +238,10 @@ class _Search:
         order, start = self.graph.order, self._makers(first)[0]
         alike = not missing[0].heads().isdisjoint(form.results[0].heads())
         anywhere = not alike or missing[0].follows(bound)  # else the first of two comes first: a pair is found once
+        found_before = {bound[each] for each in form.results if each in bound}
         for value in self._candidates(missing[0]):
             makers = self._makers(value)
-            if value is first or not self._may_replace(value):
+            if value in found_before or not self._may_replace(value):
                 continue
             if makers and not anywhere and (order[makers[0]] < order[start] or self.graph.depends(makers[0], start)):
                 continue

@@ -44,7 +44,8 @@ def _joined(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(_of_pairs(x, cos, sin), dim=-1)
 
 
-def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of neighbours rotated."""
     return torch.stack(_of_pairs(x, cos, sin), dim=-1).flatten(-2)
 
 
@@ -86,12 +87,12 @@ THIRD = "a third term is added"
 EXAMPLES = (
     Example("half order, heads first", half, HEADS),
     Example("half order, tokens first", half, TOKENS),
-    Example("interleaved order", _interleaved, HEADS),
+    Example("interleaved order", interleaved, HEADS),
     Example("interleaved to half order", _joined, HEADS),
     Example("interleaved to half order, tokens first", _joined, TOKENS),
     Example("half to interleaved order", _halves_to_pairs, HEADS),
     Example("half order, in float32", _wide(half), HEADS),
-    Example("interleaved order, in float32", _wide(_interleaved), HEADS),
+    Example("interleaved order, in float32", _wide(interleaved), HEADS),
     Example("interleaved to half order, in float32", _wide(_joined), HEADS),
     Example("half to interleaved order, in float32", _wide(_halves_to_pairs), HEADS),
     Example("by the negative angle", lambda x, cos, sin: x * cos - _swapped(x) * sin, HEADS),
@@ -102,25 +103,21 @@ EXAMPLES = (
 PARTIAL = (
     Example("first lanes, half order", _first_lanes, PART),
     Example("last lanes, interleaved to half order", _last_lanes, PART),
-    Example("first lanes of a tensor, interleaved order", _among(0, 64, _interleaved), PART),
-    Example("first lanes of a tensor, in float32", _among(0, 64, _wide(_interleaved)), PART),
-    Example("last lanes of a tensor, interleaved order", _among(128, 192, _interleaved), PART),
-    Example("last lanes of a tensor, in float32", _among(128, 192, _wide(_interleaved)), PART),
-    Example("first lanes of queries and keys", _both(_among(0, 64, _interleaved)), PAIR_PART),
-    Example("last lanes of queries and keys", _both(_among(128, 192, _interleaved)), PAIR_PART),
-    Example(
-        "some lanes left out", _among(0, 64, _interleaved, 128), PART, "128 of 192 lanes are left", instead="Alone"
-    ),
-    Example(
-        "behind lanes of odd number", _among(129, 193, _interleaved), ODD, "pairs would be broken", instead="Alone"
-    ),
+    Example("first lanes of a tensor, interleaved order", _among(0, 64, interleaved), PART),
+    Example("first lanes of a tensor, in float32", _among(0, 64, _wide(interleaved)), PART),
+    Example("last lanes of a tensor, interleaved order", _among(128, 192, interleaved), PART),
+    Example("last lanes of a tensor, in float32", _among(128, 192, _wide(interleaved)), PART),
+    Example("first lanes of queries and keys", _both(_among(0, 64, interleaved)), PAIR_PART),
+    Example("last lanes of queries and keys", _both(_among(128, 192, interleaved)), PAIR_PART),
+    Example("some lanes left out", _among(0, 64, interleaved, 128), PART, "128 of 192 lanes are left", instead="Alone"),
+    Example("behind lanes of odd number", _among(129, 193, interleaved), ODD, "pairs would be broken", instead="Alone"),
 )
 PAIRS = (
     Example("queries and keys", _both(half), PAIR),
     Example("in float32", _both(_wide(half)), PAIR),
     Example("packed tokens", _both(half), rotated((6, 4, 64), (6, 2, 64), table=(6, 1, 64))),
     Example("a batch at the same positions", _both(half), SAME),
-    Example("interleaved order", _both(_interleaved), PAIR, "the lanes are interleaved"),
+    Example("interleaved order", _both(interleaved), PAIR, "the lanes are interleaved"),
     Example("two ranks", _both(half), rotated((2, 4, 3, 64), (4, 3, 64), table=(3, 64)), "their axes differ"),
     Example("two dims", _both(half), rotated(*2 * ((3, 64),), table=(3, 64)), "not three or four"),
 )

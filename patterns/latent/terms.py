@@ -13,18 +13,12 @@ from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
 from patterns.rotary.orders import HALF, in_order
+from patterns.rotary.token_tables import TokenTables, rotated_lanes
 
 
 @dataclass(frozen=True)
-class Tables(Group):
-    """cos and sin of every token, which queries and keys are rotated by: of every lane, or of every pair."""
-
-    cos: Any = tensor("Bt St Angles")
-    sin: Any = tensor("Bt St Angles")
-
-    def terms(self, p):
-        """Both, wherever a table of pairs is written out for their lanes."""
-        return [p.maybe_cast(p.maybe_repeated(each, 2), to=torch.float32) for each in (self.cos, self.sin)]
+class Tables(TokenTables):
+    """The same for a latent's rotated key, and the queries beside it."""
 
     def of_tokens(self, x: Tensor, row: LatentRow, dtype: torch.dtype) -> list[Tensor]:
         """Both as [B, S, D] for tokens [B, S, H], or as [T, D] for those without their sequences, [T, H].
@@ -32,8 +26,7 @@ class Tables(Group):
         They come in the order of the rotated key and are given in halves, rounded to `dtype`: the operators read them
         so, and what a table in float32 loses is no more than a rotated lane is rounded by.
         """
-        batch, rows = x.shape[:2] if x.dim() == 3 else (1, x.shape[0])
-        both = (_in_halves(_of_tokens(each, batch, rows), row, dtype) for each in (self.cos, self.sin))
+        both = (_in_halves(each, row, dtype) for each in self.rows(x))
         return [each.reshape(*x.shape[:-1], each.shape[-1]) for each in both]
 
 
@@ -116,27 +109,9 @@ class LatentQueries(Group):
         return in_order(rope, HALF, self.result)
 
 
-def rotated_lanes(p, x, tables, of, like, heads_first=None, factor=1.0):
-    """Lanes of the queries or the row `of`, computed in float32, as by the operators, or in the dtype of the model."""
-    both = (p.per_token(each, x, heads_first) for each in tables.terms(p))
-    cos, sin = (each if factor == 1 else p.maybe_scaled(each, factor) for each in both)
-    how = dict(source=of.source, result=of.result, dtype=of.dtype)
-    return p.as_dtype(p.rotation(x=p.maybe_cast(x, to=torch.float32), cos=cos, sin=sin, **how), like)
-
-
 def _in_halves(table: Tensor, row: LatentRow, dtype: torch.dtype) -> Tensor:
     """A table [B, S, D], or [B, S, D / 2] of pairs, as the operators read it."""
     if table.shape[-1] == row.widths[1]:
         return in_order(table.to(dtype), row.result, HALF)
     pairs = table.unsqueeze(-1).expand(*table.shape, 2)
     return (pairs if row.result == HALF else pairs.transpose(-1, -2)).to(dtype).flatten(-2)
-
-
-def _of_tokens(table: Tensor, batch: Any, rows: Any) -> Tensor:
-    """A table [B or 1, S or 1, D], of tokens that the caller may have packed otherwise, as [batch, rows, D]."""
-    first, second = table.shape[:2]
-    if (first, second) == (1, 1) or not all(isinstance(each, int) for each in (batch, rows, first, second)):
-        return table.expand(batch, rows, table.shape[-1])
-    tokens = batch * rows
-    first, second = (tokens // second, second) if first == 1 else (first, tokens // first)
-    return table.expand(first, second, table.shape[-1]).reshape(batch, rows, -1)

@@ -66,9 +66,10 @@ def _is_held(factor: Value) -> bool:
 
 
 def _is_of_channels(x: Value, factor: Value) -> bool:
-    """Whether a factor differs between the last dim and one other alone."""
+    """Whether a factor differs between the last dim and one other alone; of one row with all dims it may be of rows."""
     own = [axis for axis, size in enumerate((*(1,) * (x.rank - factor.rank), *factor.shape)) if size != 1]
-    return prod(factor.shape) != prod(x.shape) and len(own) < (3 if x.rank - 1 in own else 2)
+    of_rows = factor.rank == x.rank and prod(factor.shape) == prod(x.shape)
+    return not of_rows and len(own) < (3 if x.rank - 1 in own else 2)
 
 
 def _wide(a: Algebra, factor: Value, rank: int) -> Value:

@@ -27,10 +27,11 @@ from patterns.cache.stores import Pages
 from patterns.latent.encodings import Plain
 from patterns.latent.head_projection import expanded
 from patterns.latent.prolog import Queries, read
-from patterns.latent.terms import LatentRow, Tables, rotated_lanes
+from patterns.latent.terms import LatentRow, Tables
 from patterns.quant.quant_matmul import prepared
 from patterns.quant.schemes import FloatLayers
 from patterns.rotary.orders import HALF, INTERLEAVED
+from patterns.rotary.token_tables import rotated_lanes
 from patterns.sparse.indexer import PagedIndexer
 from patterns.sparse.listing import Listing
 from patterns.sparse.pages import LatentPages

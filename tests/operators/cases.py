@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.operators import atb_cases as atb
 from tests.operators import attention_cases as attention
 from tests.operators import expert_cases as experts
+from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import prolog_quant_cases, pypto_cases
 from tests.operators import quant_cases as quant
@@ -363,7 +364,7 @@ CASES = (
     *_both(_GATHER, "blocks that are none, and too few of them", _gathered((12, 2), ((3, -1), (7, 0)))),
     *_both(_GATHER, "room for more", _gathered((5, 2), ((3, 0), (2, 4)), room=9)),
     *(case for label, make in sparse.PROLOG for case in _both(_PROLOG, label, make)),
-    *(case for label, make in line.CASES for case in _both(line.NAMES, label, make)),
+    *(case for of in (line, grouped) for label, make in of.CASES for case in _both(of.NAMES, label, make)),
     *(case for label, make in sparse.OLDER for case in _both(OLDER, label, make)),
     *(case for label, make in prolog_quant_cases.PROLOG for case in _both(_PROLOG, label, make)),
     *(Case("npu_transpose_batchmatmul", label, make) for label, make in (*sparse.PRODUCTS, sparse.TURNED_WEIGHT)),

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.operators import atb_references as atb
 from tests.operators import attention_references as attention
 from tests.operators import expert_cases as experts
+from tests.operators import grouped_line_cases as grouped
 from tests.operators import latent_line_cases as line
 from tests.operators import prolog_quant_references, pypto_cases
 from tests.operators import quant_references as quant
@@ -250,6 +251,7 @@ REFERENCES = {
     "atb::_npu_reshape_and_cache": reshape_and_cache,
     "atb::_npu_reshape_and_cache.functional": reshape_and_cache,
     **dict.fromkeys(line.NAMES, line.reference),
+    **dict.fromkeys(grouped.NAMES, grouped.reference),
     **dict.fromkeys(OLDER, sparse.older_prolog),
     "npu_mla_prolog_v3": prolog_quant_references.prolog,
     "npu_mla_prolog_v3_functional": prolog_quant_references.prolog,

@@ -18,6 +18,7 @@ from fusion.operators.predicates import all_hold, holds
 from tests.operators.atb_limits_cases import EDGES as ATB_EDGES
 from tests.operators.attention_limits_cases import FUSION_EDGES, FUSION_HOST_EDGES
 from tests.operators.expert_cases import EDGES as EXPERT_EDGES
+from tests.operators.grouped_line_cases import EDGES as GROUPED_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
 from tests.operators.latent_line_cases import call as line
 from tests.operators.pypto_cases import EDGES as PYPTO_EDGES
@@ -589,6 +590,7 @@ EDGES = [
     *EXPERT_EDGES,
     *SPARSE_EDGES,
     *LINE_EDGES,
+    *GROUPED_EDGES,
     *QUANT_EDGES,
     *ATB_EDGES,
     *PYPTO_EDGES,
