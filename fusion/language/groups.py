@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self, TypeGuard
+from typing import Any, ClassVar, Self, TypeGuard
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,10 @@ class Group:
     """Captures that belong together: a frozen dataclass whose fields have `tensor`, `scalar`, `attribute` as defaults.
 
     A field may be a group itself. In a form fields are terms; in a guard or a lowering they are what was captured.
+    Those that a kind names in `differing` must be different values.
     """
+
+    differing: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def made(cls, name: str, make: Callable[[str, Any], Any]) -> Self:

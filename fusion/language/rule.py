@@ -145,6 +145,10 @@ class Pattern:
     varies: bool = False
     choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    def keeps_apart(self, captures: Mapping[str, Any]) -> bool:
+        """Whether captures that must be different values are."""
+        return len({captures[name] for name in self.apart}) == len(self.apart)
+
     @property
     def method(self) -> str:
         """The name of the method that it is one variant of."""
@@ -311,7 +315,10 @@ def _trace(rule: Rule, name: str, method: Callable[..., Any], chosen: Mapping[st
             arguments[parameter.name] = capture(parameter.name, declared)
     result = method(rule, Vocabulary(), **arguments)
     results = result if isinstance(result, tuple) else (result,)
-    reason, apart = getattr(method, "fusion_reason", ""), getattr(method, "fusion_apart", ())
+    reason = getattr(method, "fusion_reason", "")
+    kinds = {group: kind for group, kind in given.items() if is_group(kind)}
+    apart = tuple(f"{group}.{name}" for group, kind in kinds.items() for name in kind.differing)
+    apart += getattr(method, "fusion_apart", ())
     unknown = sorted(set(apart) - set(captures))
     if unknown:
         raise RuleError(f"{where}: {unknown[0]!r} is to be apart, and is no capture: there are {sorted(captures)}")

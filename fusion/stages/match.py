@@ -180,6 +180,8 @@ class _Search:
             captures = captured(form, bound)
             results = tuple(bound[term] for term in form.results)
             roots = tuple(self._makers(each) for each in results)
+            if not form.keeps_apart(captures):
+                continue
             if not all(map(self._may_replace, results)) or self._circular(captures, roots):
                 continue
             try:
@@ -280,7 +282,7 @@ class _Search:
                     continue
                 for bound in form.results[0].match(value, {}, self):
                     captures = captured(form, bound)
-                    if len({captures[name] for name in form.apart}) == len(form.apart):
+                    if form.keeps_apart(captures):
                         told.add(value)
                         self._refuse(rule.name, Refused(form.reason, captures), value)
                         break

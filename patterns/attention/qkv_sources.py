@@ -2,7 +2,7 @@
 
     one projection      lanes of one tensor
     projections         three layers of one input
-    apart               each from anywhere
+    anywhere            each a tensor of its own
 
 A source gives the heads of queries and of keys, and values as they are written, as terms (`heads`), what has the dtype
 of the model (`like`), what speaks against it (`guard`), all of them as [T, W] (`joined`), and the shape that queries
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -96,12 +96,13 @@ class Projections(Group):
 
 
 @dataclass(frozen=True)
-class Apart(Group):
+class Anywhere(Group):
     """Queries and keys from anywhere, [B, S, N, D] or [T, N, D], and values with the same lanes."""
 
     q: Any = tensor("*B Nq D")
     k: Any = tensor("*B Nk D")
     v: Any = tensor("*Lines")
+    differing: ClassVar[tuple[str, ...]] = ("q", "k")
 
     def heads(self, p):
         """Heads of queries and of keys, and values as they are written."""
@@ -112,8 +113,7 @@ class Apart(Group):
         return self.q
 
     def guard(self) -> None:
-        """Refuse keys in the place of queries, where there are none like them."""
-        require(self.q is not self.k, "no queries beside these keys are normalised and rotated by the same tables")
+        """Nothing speaks against them."""
 
     def joined(self, tokens: int) -> Tensor:
         """All of them, [T, W], which is a copy."""
@@ -124,4 +124,4 @@ class Apart(Group):
         return tuple(self.q.shape)
 
 
-SOURCES = (OneProjection, Projections, Apart)
+SOURCES = (OneProjection, Projections, Anywhere)
