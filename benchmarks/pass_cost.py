@@ -3,9 +3,10 @@
     python -m benchmarks.pass_cost --models DeepseekV32 --models Qwen3 --layers 4 --layers 61 --modes decode
                                    --incumbents --never 100 --json figures.json --cold 0.04
 
-A model is traced once a round, and everything is run on copies of that graph, one after the other: the whole pass
-without plans that were kept, the same with them, with rules that never match, and what others do at the same places.
-Prints a table of medians and one line of JSON; exits with 1 where a figure is beyond a limit that is given.
+A model is traced once a round, in a process of its own, where nothing but a model of two layers was traced before; and
+everything is run on copies of that graph, one after the other: the whole pass without plans that were kept, the same
+with them, with rules that never match, and what others do at the same places. Prints a table of medians and one line of
+JSON; exits with 1 where a figure is beyond a limit that is given.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import time
 import tracemalloc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,6 +162,13 @@ def measure(family: str, layers: int, mode: str, never: int = 0, with_others: bo
     raise SystemExit(f"pass_cost: {family} {mode} compiled without its graph having been fused; try another step")
 
 
+def _measured(family: str, mode: str, layers: int, never: int, with_others: bool) -> Figures:
+    """A round in a process that has done nothing yet: what a first compilation imports and makes is not of the case."""
+    torch.set_num_threads(1)
+    measure(family, 2, mode, never)
+    return measure(family, layers, mode, never, with_others)
+
+
 def _figures(error: BaseException, start: float) -> Figures:
     reason: BaseException | None = error
     while reason is not None and not isinstance(reason, _Measured):
@@ -217,13 +227,11 @@ def main(
         raise typer.BadParameter(f"not known: {', '.join(unknown)}; models are {', '.join(MODELS)}, modes {MODES}")
     if faster and not others:
         raise typer.BadParameter("--faster compares with --incumbents: give both")
-    torch.set_num_threads(1)
     cases = [(family, mode, count) for family in models for mode in modes for count in sorted(set(layers))]
-    measure(models[0], 2, modes[0], never)  # imports and caches
     runs = defaultdict[tuple[str, str, int], list[Figures]](list)
-    for case in track([case for _ in range(rounds) for case in cases], "compiling", console=Console(stderr=True)):
-        family, mode, count = case
-        runs[case].append(measure(family, count, mode, never, others))
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as fresh:
+        for case in track([case for _ in range(rounds) for case in cases], "compiling", console=Console(stderr=True)):
+            runs[case].append(fresh.submit(_measured, *case, never, others).result())
     told = {" ".join(map(str, case)): _told(found) for case, found in runs.items()}
     slopes = {
         f"{family} {mode}": exponent({n: told[f"{family} {mode} {n}"]["cold_seconds"] for n in layers})
