@@ -163,6 +163,7 @@ _KERNEL = (
     Limit("FullSize == Size", because="its page has one size of blocks"),
     Limit("Dr <= 64", when="rank(full_k_rope) == 3"),
     "C <= 656",
+    Limit("FullPages * FullSize <= 16777216", because="numbers of keys are compared in float32"),
     Limit("dtype(full_kv_cache) != 'int8'", when="rank(full_k_rope) == 3", because="rows in int8 hold the rotated key"),
     Limit("dtype(full_kv_cache) == 'int8'", when="rank(full_k_rope) == 1", because="other rows have a rotated key"),
     Limit(

@@ -30,6 +30,7 @@ class Setting:
     index: torch.dtype = torch.int32
     int8: bool = False
     heads: tuple[int, ...] = ()
+    turned: bool = False
 
     def __call__(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Fresh inputs: scores, what the slots hold, both tables, buffers and caches of rotated lanes and latents."""
@@ -47,6 +48,7 @@ class Setting:
             for width in (self.dr, self.c)
         ]
         stored = [(each * 30).to(torch.int8) for each in rows] if self.int8 else rows
+        stored = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in stored] if self.turned else stored
         return tuple(in_dtype(each, dtype) for each in (normal(1, self.lists, self.keys), status, *tables, *stored))
 
 
@@ -169,6 +171,7 @@ EXAMPLES = (
     example("no length", "the status does not become the list by its slots", tell=never_full),
     example("slots in the order of the list", "go elsewhere than, one by one", placed=in_order),
     example("slots that are read", "something else reads which slots", read=lambda rows, new: (rows.sum(1), new)),
+    example("pages that lie otherwise", "have gaps or another order", setting=replace(SETTING, turned=True)),
     example("floats without rotated lanes", "there is no second buffer", rope=False),
     example("an order that nothing proves", "may be no key, or one that the list names twice",
             listed=lambda scores, count: scores[:, :count].abs().long()),

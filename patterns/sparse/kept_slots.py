@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fusion.graph import Algebra, Value
 from fusion.graph.dims import INDEX_DTYPES
-from fusion.graph.proof import must, proof
+from fusion.graph.proof import must, proof, proven
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,7 @@ class Compared:
 
     def each(self, x: Value, axis: int) -> bool:
         """Whether x says what holds anywhere along an axis, of each entry or of each slot."""
-        x = x.below("reshape", "cast")
-        return x.op == "any" and x.arg is self.equal and x.attrs[0] % self.equal.rank == axis
+        return _anywhere(x) == (self.equal, axis)
 
     def is_found(self, x: Value) -> bool:
         """Whether x says of each entry whether a slot holds it."""
@@ -42,9 +43,21 @@ class Compared:
         return x.op == "first_greatest" and axis == self.slots and x.arg.below("cast") is self.equal
 
 
-def plain(x: Value) -> Value:
-    """Whole numbers before casts among their dtypes."""
-    while x.op == "cast" and {x.dtype, x.arg.dtype} <= INDEX_DTYPES:
+def _anywhere(x: Value) -> tuple[Value, int] | None:
+    """The truths of which x says whether any holds along an axis, and that: any, the greatest, or a sum above 0."""
+    x, counted = x.below("reshape", "cast"), False
+    if (x.op, x.attrs) == ("compare", ("lt",)) and (x.arg.op, x.arg.attrs) == ("full", (0,)):
+        x, counted = x.args[1].below("reshape", "cast"), True
+        x = x.arg.below("reshape", "cast") if x.op == "scale" and x.attrs[0] > 0 else x
+    if x.op not in ("any", "greatest", *(("mean", "total") if counted else ())) or len(x.attrs) != 1:
+        return None
+    truths = x.arg.below("cast")
+    return (truths, x.attrs[0] % truths.rank) if truths.dtype is torch.bool else None
+
+
+def plain(x: Value, *ops: str) -> Value:
+    """Whole numbers before casts among their dtypes, and before steps of these ops."""
+    while x.op in ops or (x.op == "cast" and {x.dtype, x.arg.dtype} <= INDEX_DTYPES):
         x = x.arg
     return x
 
@@ -61,9 +74,8 @@ def choice(x: Value) -> tuple[Value, Value, Value] | None:
 @proof
 def compared(a: Algebra, condition: Value, ids: Value) -> Compared | None:
     """A condition on each entry of a list as whether it stands in one of as many slots."""
-    found = condition.below("reshape")
-    equal, (*lead, count) = found.arg, ids.shape
-    must(found.op == "any" and (equal.op, equal.attrs) == ("compare", ("eq",)))
+    (equal, _), (*lead, count) = proven(_anywhere(condition)), ids.shape
+    must((equal.op, equal.attrs) == ("compare", ("eq",)))
     must(equal.shape == (*lead, count, count) and count != 1)
     along: dict[Any, int] = {(*lead, count, 1): equal.rank - 2, (*lead, 1, count): equal.rank - 1}
     must({each.shape for each in equal.args} == set(along))
@@ -71,7 +83,7 @@ def compared(a: Algebra, condition: Value, ids: Value) -> Compared | None:
     first = one is plain(ids)
     must(first or other is plain(ids))
     same = Compared(equal, other if first else one, along[equal.args[first].shape])
-    return same if same.is_found(found) else None
+    return same if same.is_found(condition) else None
 
 
 def is_next_free(new: Value, same: Compared) -> bool:
@@ -95,7 +107,7 @@ def _is_free_first(order: Value, same: Compared) -> bool:
 def _is_rank(x: Value, same: Compared) -> bool:
     """Whether x is the number of entries before each one that no slot holds, or anything where one does."""
     count = same.equal.shape[-1]
-    x = plain(x.arg) if x.op == "clamp" and x.attrs[0] == 0 and x.attrs[1] >= count - 1 else x
+    x = plain(x.arg) if x.op == "relu" or (x.op == "clamp" and x.attrs[0] == 0 and x.attrs[1] >= count - 1) else x
     total = plain(x.arg) if x.op == "shift" and x.attrs == (-1,) else x
     if total.op != "cumsum" or total is x or total.attrs[0] % total.rank != total.rank - 1:
         return False

@@ -84,16 +84,19 @@ class _Kept:
 @reader(gives=(KEPT_ROWS, KEPT_STATUS), needs=("write_pages", "write", "listed_attention"))
 def kept_selections(graph: Graph) -> Iterator[Found]:
     """Buffers of listed rows with their status; why others are none that an operator keeps."""
-    for value, attention in graph.readings.all("listed_attention"):
-        if attention.captures["k"].below("reshape", "slice", "cat", "cast").op == "input":
-            yield value, Miss(_RULE, _NO_BUFFER)
     kept: list[_Kept] = []
+    written = set[Value]()
     for value, write in graph.readings.all("write_pages", "write"):
         found = _written(graph, value, write)
+        if found is not None:
+            written.add(value)
         if isinstance(found, str):
             yield value, Miss(_RULE, found)
         elif found is not None:
             kept.append(found)
+    for value, attention in graph.readings.all("listed_attention"):
+        if written.isdisjoint(attention.captures["k"].sources()):
+            yield value, Miss(_RULE, _NO_BUFFER)
     for found in kept:
         alike = [each for each in kept if each.slots is found.slots]
         if _is_read_elsewhere(graph, found.slots, {each for one in alike for each in (one.value, one.told)}):
@@ -131,10 +134,12 @@ def _written(graph: Graph, value: Value, write: Reading) -> _Kept | str | None:
     source = _rows(a, fresh)
     if source is None or source.held is cache.below("reshape"):
         return None
-    slots = write.captures["slots"] if write.op == "write_pages" and write.captures["nz_block"] is None else None
-    own = None if slots is None else _paged(a, slots)
+    slots, by_page = write.captures.get("slots", write.captures.get("index")), write.op == "write_pages"
+    own = None if slots is None or write.captures.get("nz_block") is not None else _paged(a, slots)
     if own is None:
-        return None if graph.readings.of(value, "write_pages") and write.op == "write" else _NO_TABLE
+        return _NO_TABLE if by_page or not graph.readings.of(value, "write_pages") else None
+    if not by_page:
+        return None
     same = None if condition is None else compared(a, condition, source.at.numbers)
     if same is None or there is None:
         return _NO_STATUS
@@ -170,7 +175,7 @@ def _rows(a: Algebra, x: Value) -> _Rows | None:
     found = proven(gathered(a, x))
     at = proven(_paged(a, found.places))
     _, count, lanes = found.source.shape
-    must(found.groups == 1 and isinstance(count, int) and count % at.size == 0)
+    must(found.groups == 1 and isinstance(count, int) and count % at.size == 0 and count < 1 << 31)
     pages = a.reshape(found.source, (int(count) // at.size, at.size, lanes))
     return _Rows(found.source.below("reshape"), pages, at)
 
@@ -178,13 +183,13 @@ def _rows(a: Algebra, x: Value) -> _Rows | None:
 @proof
 def _paged(a: Algebra, places: Value) -> _Paged | None:
     """Places as table[number // Size] * Size + number % Size."""
-    x = places.below("reshape", "cast")
+    x = plain(places, "reshape", "wrap")  # a page that counts from the end does so too as the number of a row
     must(x.op == "add")
     for page, offset in (x.args, x.args[::-1]):
-        page, offset = (each.below("reshape", "cast") for each in (page, offset))
+        page, offset = (plain(each, "reshape") for each in (page, offset))
         if page.op == "scale" and offset.op == "remainder" and page.attrs == offset.attrs:
             size = int(offset.attrs[0])
-            table, number = proven(_entry(a, page.arg.below("reshape", "cast", "wrap")))
+            table, number = proven(_entry(a, plain(page.arg, "reshape", "wrap")))
             must((number.op, number.attrs) == ("floor_divide", (size,)) and number.arg is offset.arg)
             return _Paged(table, offset.arg, size)
     return None

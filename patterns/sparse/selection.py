@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lookalike, lowering, pattern, tensor, variants
+from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, tensor, variants
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class GatherSelectionKvCache(Rule):
         """One call for all buffers; every number of a row is seen, and none of them is new."""
         ids, status, table, full_table = (each.flatten(0, -2) for each in vars(selection).values())
         caches = rows.caches()
+        require(all(each.is_contiguous() for each in (*caches, status)), "rows of a buffer have gaps or another order")
         one = torch.ones(ids.shape[0], dtype=torch.int32, device=ids.device)
         seen = torch.full_like(one, full_table.shape[1] * caches[3].shape[1] + 1)
         result = torch.ops.custom.npu_gather_selection_kv_cache.functional(
