@@ -207,12 +207,12 @@ GATHER_SELECTION_KV_CACHE = Operator(
     dims=_DIMS,
     dtypes=dict.fromkeys(_DIMS, INT32) | {_CACHES: HALVES | INT8},
     limits={"host": _HOST, "ascend910_93": _KERNEL},
-    lowerings=frozenset({"eager", "npugraph_ex"}),  # the converter for GE writes into copies of the buffers
+    lowerings=frozenset({"eager", "npugraph_ex"}),
     unread=_unread,
     source=(
         "cann-recipes-infer ops/ascendc: page (A3 alone, though the kernel is built for A2), golden, tiling and both "
         "kernels of gather_selection_kv_cache: where golden and kernel of long lists do not agree, as the kernel; the "
-        "order of the slots is what the status tells, no more"
+        "order of the slots is what the status tells, no more; its converter for GE writes into copies of the buffers"
     ),
     summary=_SUMMARY.format(what="an overload of ours, because a package of its own defines the operator"),
     runs_default=True,

@@ -48,6 +48,7 @@ _NOT_TOLD = (
     "status[:, :K] scattered by the slots, and status[:, K] = K"
 )
 _ELSEWHERE = "rows that the buffer holds are not left where they are, in the slots that the status names"
+_ALONE = "there is no second buffer, which the operator keeps of rotated lanes unless rows are packed in int8"
 _READ_ELSEWHERE = (
     "something else reads which slots the rows go to: the operator may choose others, of which the status alone tells"
 )
@@ -99,8 +100,13 @@ def kept_selections(graph: Graph) -> Iterator[Found]:
             yield value, Miss(_RULE, _NO_BUFFER)
     for found in kept:
         alike = [each for each in kept if each.slots is found.slots]
-        if _is_read_elsewhere(graph, found.slots, {each for one in alike for each in (one.value, one.told)}):
-            yield found.value, Miss(_RULE, _READ_ELSEWHERE)
+        miss = None
+        if not found.said["packed"] and len(alike) == 1:
+            miss = _ALONE
+        elif _is_read_elsewhere(graph, found.slots, {each for one in alike for each in (one.value, one.told)}):
+            miss = _READ_ELSEWHERE
+        if miss is not None:
+            yield found.value, Miss(_RULE, miss)
             continue
         listed = {name: found.said[name] for name in ("ids", "status")}
         yield found.value, Reading("kept_rows", found.said, over=found.said["cache"])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, tensor, variants
+from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,6 @@ class Packed(Group):
 
 
 @dataclass(frozen=True)
-class Alone(Packed):
-    """The same of other rows."""
-
-    packed: Any = attribute(False)
-
-
-@dataclass(frozen=True)
 class GatherSelectionKvCache(Rule):
     """Rows of listed keys that a buffer does not hold yet, copied from the cache of all keys into its free slots."""
 
@@ -117,11 +110,6 @@ class GatherSelectionKvCache(Rule):
     def kept(self, p, rows, selection: Any = Selection):
         """Both caches, or one."""
         return (*rows.terms(p, selection), selection.told(p))
-
-    @lookalike("there is no second buffer, which the operator keeps of rotated lanes unless rows are packed in int8")
-    def alone(self, p, rows: Any = Alone, selection: Any = Selection):
-        """A buffer of rows in floats, of which another one may be the other half."""
-        return rows.terms(p, selection)
 
     @lowering
     def run(self, rows: Any, selection: Selection):
