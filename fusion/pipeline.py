@@ -160,9 +160,7 @@ class _Search:
         with stage("select"):
             chosen = sorted(select(candidates, graph, self.options.fuel), key=_place_in(graph.order))
         with stage("report"):
-            off = {each.name for each in self.library.rules if each not in on}
-            matched = [each for each in found.refusals if each.rule not in off]
-            refused = [*matched, *planner.refusals, *_useless(candidates, frozenset(chosen))]
+            refused = [*found.refusals, *planner.refusals, *_useless(candidates, frozenset(chosen))]
             refusals = _worth_telling(refused, chosen, found.sound)
         with stage("rewrite"):
             done, copies = rewrite(graph, chosen, planner.fakes) if chosen else ([], [])

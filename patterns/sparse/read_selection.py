@@ -18,13 +18,12 @@ import torch
 from fusion import reader
 from fusion.analysis.intervals import bounds
 from fusion.analysis.runs import wrapped
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
+from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
 from patterns.sparse.kept_slots import Compared, choice, compared, is_next_free, is_told, plain
 from patterns.sparse.rows import counts, distinct, gathered
-from patterns.sparse.words import KEPT_ROWS, KEPT_STATUS
+from patterns.sparse.words import KEPT_ROWS, KEPT_STATUS, UNKEPT_ROWS
 
-_RULE = "gather_selection_kv_cache"
 _NO_BUFFER = (
     "the listed rows are gathered into fresh memory at every step: the model keeps no buffer for them, with a block "
     "table and a status of its own (selection_kv_cache, selection_kv_block_table, selection_kv_block_status)"
@@ -82,7 +81,7 @@ class _Kept:
     said: Mapping[str, Any]
 
 
-@reader(gives=(KEPT_ROWS, KEPT_STATUS), needs=("write_pages", "write", "listed_attention"))
+@reader(gives=(KEPT_ROWS, KEPT_STATUS, UNKEPT_ROWS), needs=("write_pages", "write", "listed_attention"))
 def kept_selections(graph: Graph) -> Iterator[Found]:
     """Buffers of listed rows with their status; why others are none that an operator keeps."""
     kept: list[_Kept] = []
@@ -92,25 +91,30 @@ def kept_selections(graph: Graph) -> Iterator[Found]:
         if found is not None:
             written.add(value)
         if isinstance(found, str):
-            yield value, Miss(_RULE, found)
+            yield value, _unkept(found)
         elif found is not None:
             kept.append(found)
     for value, attention in graph.readings.all("listed_attention"):
         if written.isdisjoint(attention.captures["k"].sources()):
-            yield value, Miss(_RULE, _NO_BUFFER)
+            yield value, _unkept(_NO_BUFFER)
     for found in kept:
         alike = [each for each in kept if each.slots is found.slots]
-        miss = None
+        reason = ""
         if not found.said["packed"] and len(alike) == 1:
-            miss = _ALONE
+            reason = _ALONE
         elif _is_read_elsewhere(graph, found.slots, {each for one in alike for each in (one.value, one.told)}):
-            miss = _READ_ELSEWHERE
-        if miss is not None:
-            yield found.value, Miss(_RULE, miss)
+            reason = _READ_ELSEWHERE
+        if reason:
+            yield found.value, _unkept(reason)
             continue
         listed = {name: found.said[name] for name in ("ids", "status")}
         yield found.value, Reading("kept_rows", found.said, over=found.said["cache"])
         yield found.told, Reading("kept_status", listed, over=listed["status"])
+
+
+def _unkept(reason: str) -> Reading:
+    """Why rows are not kept, which the rule tells where it is on: a `Miss` would be told always."""
+    return Reading("unkept_rows", {"reason": reason})
 
 
 def _is_read_elsewhere(graph: Graph, slots: Value, into: Collection[Value]) -> bool:

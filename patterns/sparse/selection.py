@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
+from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, tensor, variants
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,11 @@ class GatherSelectionKvCache(Rule):
     def kept(self, p, rows, selection: Any = Selection):
         """Both caches, or one."""
         return (*rows.terms(p, selection), selection.told(p))
+
+    @lookalike("{reason}")
+    def unkept(self, p, reason=attribute()):
+        """What lacks a part of that, as it was read."""
+        return p.unkept_rows(reason=reason)
 
     @lowering
     def run(self, rows: Any, selection: Selection):

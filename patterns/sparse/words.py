@@ -65,3 +65,4 @@ KEPT_ROWS = word(
     full_table="of each list [.., P]", packed="whether rows are in int8, which hold all lanes", **_LISTED,
 )  # fmt: skip
 KEPT_STATUS = word("kept_status", "which key each of these slots holds then, and K last", **_LISTED)
+UNKEPT_ROWS = word("unkept_rows", "rows of listed keys that no such buffer keeps", reason="why it does not")
