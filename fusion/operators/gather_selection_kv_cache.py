@@ -62,12 +62,11 @@ def _queries(given: Given) -> int:
 def _slots(given: Given, ids: Tensor, status: Tensor) -> _Slots:
     """Slots of the listed blocks `ids` [T, K], of which `status` [T, K + 1] holds some."""
     seen, known = _lengths(given)
-    size, slots = given["selection_topk_block_size"], torch.arange(ids.shape[1], device=ids.device)
+    size = given["selection_topk_block_size"]
     last = (seen + size - 1).div(size, rounding_mode="floor") - 1
     listed = (ids >= 0) & (ids <= last)
     number = listed.sum(-1, keepdim=True)
-    whole = status[:, -1:].div(size, rounding_mode="floor")
-    held, order = status[:, :-1].masked_fill(slots >= whole, -1).sort(-1)
+    held, order = _held(status, size).sort(-1)
     place = torch.searchsorted(held, ids).clamp(max=ids.shape[1] - 1)
     found = listed & (held.gather(1, place) == ids) & ((ids + 1) * size <= known)
     old = order.gather(1, place)
@@ -76,6 +75,14 @@ def _slots(given: Given, ids: Tensor, status: Tensor) -> _Slots:
         new = _largest_last(new, ids.masked_fill(~listed, -1), number)
     tokens = torch.where(ids == last, seen - last * size, size).masked_fill(~listed, 0)
     return _Slots(listed, tokens, found, old, new)
+
+
+def _held(status: Tensor, size: int) -> Tensor:
+    """What each slot holds whole [T, K]: of blocks of one token the kernel of long lists does not ask how many."""
+    if size == 1:
+        return status[:, :-1]
+    slots = torch.arange(status.shape[1] - 1, device=status.device)
+    return status[:, :-1].masked_fill(slots >= status[:, -1:].div(size, rounding_mode="floor"), -1)
 
 
 def _destinations(listed: Tensor, stays: Tensor, old: Tensor) -> Tensor:

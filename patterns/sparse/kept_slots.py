@@ -95,6 +95,12 @@ def is_next_free(new: Value, same: Compared) -> bool:
     return taken.op == "take" and _is_free_first(taken.arg, same) and _is_rank(plain(taken.args[1]), same)
 
 
+def free_order(new: Value) -> Value:
+    """The order in which such slots are free."""
+    found = choice(new)
+    return new if found is None else plain(plain(found[2]).arg)
+
+
 def _is_free_first(order: Value, same: Compared) -> bool:
     """Whether slots are sorted by whether they hold an entry: torch may leave the order of equals open."""
     order, last = plain(order), same.equal.rank - 2

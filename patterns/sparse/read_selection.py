@@ -20,7 +20,7 @@ from fusion.analysis.intervals import bounds
 from fusion.analysis.runs import wrapped
 from fusion.graph import Algebra, Found, Graph, Reading, Value
 from fusion.graph.proof import must, proof, proven
-from patterns.sparse.kept_slots import Compared, choice, compared, is_next_free, is_told, plain
+from patterns.sparse.kept_slots import Compared, choice, compared, free_order, is_next_free, is_told, plain
 from patterns.sparse.rows import counts, distinct, gathered
 from patterns.sparse.words import KEPT_ROWS, KEPT_STATUS, UNKEPT_ROWS
 
@@ -118,14 +118,15 @@ def _unkept(reason: str) -> Reading:
 
 
 def _is_read_elsewhere(graph: Graph, slots: Value, into: Collection[Value]) -> bool:
-    """Whether nodes read slots on no way into some values."""
+    """Whether nodes read slots, or the order of the free ones, on no way into some values."""
     ends = {node for each in into for node in graph.places[each]}
     leading, waiting = set(ends), list(ends)
     while waiting:
         before = set(waiting.pop().all_input_nodes) - leading
         leading |= before
         waiting.extend(before)
-    waiting = [node for value, nodes in graph.places.items() if plain(value) is slots for node in nodes]
+    order = free_order(slots)
+    waiting = [node for value, nodes in graph.places.items() if plain(value) is order for node in nodes]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()

@@ -7,7 +7,8 @@
 *Matches* a step that compares a list of keys with what the slots of its buffer hold, and copies what is new to it, of
 a latent and its rotated lanes or of packed rows in int8. *Replaces with* `npu_gather_selection_kv_cache`, which is of a
 package of its own: the rule is opt-in. What reads the buffer may go by the status alone: a kernel may choose other
-slots. No status names a key twice, and no two lists have a page of the buffer in common, for the model as well.
+slots. No status names a key twice, and no two lists have a page of the buffer in common, for the model as well; the
+last number of a status that names keys is how many (lists of up to 32 keys ask for it).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ CASES: tuple[tuple[str, Make], ...] = (
     ("all held", gathering((11,), lists=((3, 0, 9, 7),), held=(([7, 9, 3, 0], 4),))),
     ("some held", gathering((20,), lists=((3, 0, 9, 7),), held=(([5, 9, 2, 3], 4),))),
     ("fewer than are held", gathering((20,), lists=((3, 9, -1, -1),), held=(([5, 8, 2, 3], 4),))),
-    ("told, but not in use", gathering((20,), lists=((3, 9, 5, -1),), held=(([5, 8, 2, 3], 2),))),
+    ("told behind the length", gathering((20,), lists=((3, 9, 5, -1),), held=(([5, 8, 2, 3], 2),))),
     ("the newest keys", gathering((10,), queries=2, lists=((9, 8, 7, 2), (9, 8, 7, 6)), held=(([9, 8, 7, 2], 4),) * 2)),
     ("behind what is seen", gathering((5,), lists=((7, 1, 5, 4),), held=(([7, 1], 2),))),
     ("no list", gathering((5, 9), lists=((-1,) * 4, (2, -1, -1, -1)), held=(([3, 1], 2),) * 2)),
@@ -107,7 +107,7 @@ def reference(
             continue
         ids = [each for each in lists[row] if 0 <= each * block < seen]
         before = lines[row].tolist()
-        held = {each: slot for slot, each in enumerate(before[:k]) if (slot + 1) * block <= before[k]}
+        held = {each: slot for slot, each in enumerate(before[:k]) if block == 1 or (slot + 1) * block <= before[k]}
         hits = {each: held[each] for each in ids if each in held and (each + 1) * block <= length - queries}
         slots: dict[int, int] = {each: slot for each, slot in hits.items() if slot < len(ids)}
         for each in ids:

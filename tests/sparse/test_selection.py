@@ -441,6 +441,20 @@ def test_rows_that_are_gathered_anew_are_told():
     assert not told_of(form, *given, on=False)
 
 
+def test_an_order_of_free_slots_that_is_read_is_told():
+    def step(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        free = []
+
+        def slots(used: Tensor) -> Tensor:
+            free.append(sorted_slots(used))
+            return free[0]
+
+        return Model(slots=slots)(*inputs), free[0]
+
+    said = told_of(step, *SETTING(torch.float32))
+    assert any("something else reads which slots" in each for each in said)
+
+
 def test_nothing_is_said_of_it_unless_it_is_named():
     for parts in ({}, *(parts for _, parts in LOOKALIKES.values())):
         gm, outcome, _ = fused(Model(**parts), SETTING(torch.float32), target="host", lower="eager")
