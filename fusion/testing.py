@@ -344,8 +344,10 @@ def saves_what_it_claims(t: Trial) -> None:
     computes for them from Parameters is prepared.
     """
     graphs = t.captured.graph.graph, t.fused.graph
-    before, after = (sum(each.launches for each in live_calls(graph).values()) for graph in graphs)
-    claimed = sum(each.launches for each in t.outcome.chosen) + len(t.outcome.in_place)
+    calls, left = (live_calls(graph) for graph in graphs)
+    before, after = (sum(each.launches for each in counted.values()) for counted in (calls, left))
+    copies = sum(each.launches for node, each in calls.items() if node.name in t.outcome.in_place)
+    claimed = sum(each.launches for each in t.outcome.chosen) + copies
     may_save_more = len(t.outcome.chosen) != 1 or bool(t.outcome.prepared)
     saved = before - after == claimed or (before - after > claimed and may_save_more)
     assert saved, f"{before} launches became {after}, {claimed} fewer were claimed"

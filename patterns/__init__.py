@@ -58,6 +58,8 @@ from patterns.routing.routed_experts import RoutedExperts
 from patterns.sparse.indexer_topk import IndexerTopk
 from patterns.sparse.read import lightning_indexers
 from patterns.sparse.read_lists import indexer_lists
+from patterns.sparse.read_selection import kept_selections
+from patterns.sparse.selection import GatherSelectionKvCache
 from patterns.sparse.sparse_attention import SparseAttention
 from patterns.sparse.whole_layer import SparseAttentionPto
 
@@ -88,6 +90,7 @@ _RULES = (
     AbsorbedProducts(),
     SparseAttention(),
     SparseAttentionPto(),
+    GatherSelectionKvCache(),
     IndexerTopk(),
     KvRmsnormRopeCache(),
     QkvRmsNormRopeCache(),
@@ -110,6 +113,7 @@ _READERS = (
     latent_products,
     block_tables,
     cache_writes,
+    kept_selections,
     page_gathers,
     quantised,
     int8_rows,

@@ -176,7 +176,12 @@ def told_in_numbers(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_by_default(operator: Operator, *args: Any, **kwargs: Any) -> Any:
-    """What the vendor's own overload of an operator gives, without the caches that it may return as well."""
+    """What the vendor's own overload of an operator gives, without the caches that it may return as well.
+
+    Where the package that has it is not loaded, the decomposition.
+    """
+    if not has_default(operator):
+        return operator.fallback(*args, **kwargs)
     results = _default(operator)(*args, **kwargs)
     if isinstance(results, torch.Tensor):
         return results

@@ -119,6 +119,10 @@ class CacheWrite(Rule):
         wide[0], wide[axis] = positions.shape if axis else (1, -1)
         return cache.scatter(axis, positions.reshape(wide).expand(rows.shape), rows)
 
+    def within(self) -> frozenset[str]:
+        """A buffer of listed rows."""
+        return frozenset({"gather_selection_kv_cache"})
+
     @pattern
     @variants(into=BOTH)
     def both(self, p, into):

@@ -123,7 +123,7 @@ def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) ->
     """source[first, second]: the rows of every group by a list of its own, or those of pages."""
     dims = x.shape[: x.rank - source.rank + 2]
     groups, size = source.shape[:2]
-    if groups == 1 or _counts(a, first, groups, len(dims)):
+    if groups == 1 or counts(a, first, groups, len(dims)):
         return Gathered(_rows(a, source, 1), a.reshape(a.expand(second, dims), x.shape[:-1]), counted_back=True)
     must(isinstance(groups, int) and isinstance(size, int))
     page, offset = (a.cast(wrapped(a, each, many), torch.int64) for each, many in ((first, groups), (second, size)))
@@ -132,7 +132,7 @@ def _by_two(a: Algebra, x: Value, source: Value, first: Value, second: Value) ->
     return Gathered(_rows(a, flat, 0), a.reshape(places, x.shape[:-1]), counted_back=False)
 
 
-def _counts(a: Algebra, index: Value, groups: Any, rank: int) -> bool:
+def counts(a: Algebra, index: Value, groups: Any, rank: int) -> bool:
     """Whether an index of so many dims names every group by its own number along the first, and along no other."""
     whole = index.rank == rank and index.shape == (groups, *[1] * (rank - 1))
     return whole and run(a, a.reshape(index, (groups,))) == Run(None, 0)

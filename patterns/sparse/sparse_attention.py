@@ -43,8 +43,8 @@ class SparseAttention(Rule):
         return scores.masked_fill(~listed.unsqueeze(1), -torch.inf).softmax(-1).to(q.dtype) @ v
 
     def within(self) -> frozenset[str]:
-        """The whole layer."""
-        return frozenset({"sparse_attention_pto"})
+        """The whole layer, and a buffer of the rows that are listed."""
+        return frozenset({"sparse_attention_pto", "gather_selection_kv_cache"})
 
     @pattern
     @variants(indexer=INDEXERS, source=SOURCES)

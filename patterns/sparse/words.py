@@ -53,3 +53,16 @@ INDEXER_LIST = word(
     **_SCORED, **_SEEN, **_INT8, dtype="of the list",
     entries="how many keys are listed, as many as there are where these are fewer than K",
 )  # fmt: skip
+
+_LISTED = {
+    "ids": "the list [.., K], which names no key twice",
+    "status": "what the slots of the buffer hold before [.., K + 1], a number of tokens last",
+}
+KEPT_ROWS = word(
+    "kept_rows",
+    "a buffer with the rows of listed keys: those that it held stay, the others go to its free slots in their order",
+    cache="the buffer before [Block, Size, ..]", table="of each list [.., P]", full="the cache [Block, Size, ..]",
+    full_table="of each list [.., P]", packed="whether rows are in int8, which hold all lanes", **_LISTED,
+)  # fmt: skip
+KEPT_STATUS = word("kept_status", "which key each of these slots holds then, and K last", **_LISTED)
+UNKEPT_ROWS = word("unkept_rows", "rows of listed keys that no such buffer keeps", reason="why it does not")

@@ -16,6 +16,7 @@ import torch
 from fusion.operators import OPERATORS, ensure
 from fusion.operators.library import run_by_default
 from tests.operators.pypto_cases import BEFORE, LAYER
+from tests.operators.selection_cases import NAMES as SELECTION
 from tests.support import torch_npu_host
 from tests.support.torch_npu_host import REPO, requires_torch_npu
 
@@ -143,7 +144,7 @@ y, rstd = torch.ops.npu.npu_rms_norm(x.half().to("meta"), gamma.half().to("meta"
 
 def assert_own_overloads(facts: dict[str, Any]) -> None:
     """Our overloads stand beside the ones of torch_npu, and run."""
-    assert len(facts["own"]) == 13
+    assert len(facts["own"]) == 15
     assert set(map(tuple, facts["own"].values())) == {(True, True)}
     assert facts["overloads"] == ["default", "out", "tensor_lengths"]
     assert facts["attended"] == [2, 3, 8]
@@ -249,5 +250,9 @@ ensure()
 hidden = [name for name, each in OPERATORS.items() if each.runs_default]
 told(hidden={name: torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1") for name in hidden})
 """)
-    names = ("npu::npu_mla_prolog.in_place", "npu::npu_mla_prolog_v2.in_place", *(each[0] for each in (LAYER, BEFORE)))
+    names = (
+        "npu::npu_mla_prolog.in_place",
+        "npu::npu_mla_prolog_v2.in_place",
+        *(each[0] for each in (LAYER, BEFORE, SELECTION)),
+    )
     assert facts == {"hidden": dict.fromkeys(names, True)}

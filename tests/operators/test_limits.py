@@ -23,6 +23,7 @@ from tests.operators.latent_line_cases import EDGES as LINE_EDGES
 from tests.operators.latent_line_cases import call as line
 from tests.operators.pypto_cases import EDGES as PYPTO_EDGES
 from tests.operators.quant_limits_cases import EDGES as QUANT_EDGES
+from tests.operators.selection_cases import EDGES as SELECTION_EDGES
 from tests.operators.sparse_limits_cases import EDGES as SPARSE_EDGES
 from tests.operators.sparse_limits_cases import attention as listed
 from tests.operators.sparse_limits_cases import indexer, prolog
@@ -594,6 +595,7 @@ EDGES = [
     *QUANT_EDGES,
     *ATB_EDGES,
     *PYPTO_EDGES,
+    *SELECTION_EDGES,
 ]
 
 

@@ -58,6 +58,14 @@ def _max_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) ->
     return best, a.make("first_greatest", (x,), (), best.shape, torch.int64) if shares else None
 
 
+@translates("aten.argmax.default")
+def _argmax(a: Algebra, out: Out, x: Value, dim: int | None = None, keepdim: bool = False) -> Translated:
+    """The first place of the greatest of whole numbers or truths."""
+    axis = proven(dim) % x.rank
+    must(x.below("cast").dtype in INDEX_DTYPES or x.below("cast").dtype is torch.bool)
+    return a.make("first_greatest", (x,), () if axis == x.rank - 1 else (axis,), out.shape, torch.int64)
+
+
 @translates("aten.min.dim")
 def _min_dim(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
     return _of_dim(a, "least", x, dim, keepdim), None
