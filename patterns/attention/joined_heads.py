@@ -28,10 +28,11 @@ def of_all_heads(a: Algebra, root: Value) -> Value | None:
 @proof
 def joined(a: Algebra, z: Value) -> Value:
     """One product, arranged, for products of the same shape that are joined along a dim; None for others."""
-    must(z.op == "cat" and len(z.args) > 1 and len({each.shape for each in z.args}) == 1)
-    products = [each.below("reshape") for each in z.args]
+    pieces = list(z.args)
+    must(z.op == "cat" and len(pieces) > 1 and len({each.shape for each in pieces}) == 1)
+    products = [each.below("reshape") for each in pieces]
     must(all(each.op == "matmul" for each in products))
-    stack = a.reshape(proven(_stacked(a, products)), (len(products), *z.args[0].shape))
+    stack = a.reshape(proven(_stacked(a, products)), (len(pieces), *pieces[0].shape))
     axis = z.attrs[0]
     return a.reshape(a.permute(stack, (*range(1, axis + 1), 0, *range(axis + 1, stack.rank))), z.shape)
 
