@@ -94,9 +94,20 @@ def call_cost(
 
 
 def node_surplus(node: fx.Node, machine: Target) -> float:
-    """How much of a node's predicted microseconds are launches that a machine does not need which runs it as one."""
+    """How much of a node's predicted microseconds a machine does not need which runs its composite as one kernel.
+
+    That are the launches of the others, and what they hand on in memory.
+    """
     target: Any = node.target
-    return (_COMPOSITES.get(schema_of(target).name, 1) - 1) * machine.launch if _attends(target) else 0.0
+    kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
+    if kernels == 1 or not is_launch(node):
+        return 0.0
+    args = map_arg(node.args, lambda each: each.meta.get("val"))
+    inputs = [each.meta.get("val") for each in node.all_input_nodes]
+    result = node.meta.get("val")
+    moved = sum(_bytes(each) for each in leaves(*inputs, result))
+    alone = machine.launch + max(moved / machine.bandwidth, aten_flops(target, args, result) / machine.compute)
+    return node_cost(node, machine) - alone
 
 
 def _attends(target: Any) -> bool:

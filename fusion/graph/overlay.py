@@ -134,15 +134,19 @@ class Graph:
             read = None if value.op in _SEEN else self._reshaped.get(value)
         return value if read is None else self.algebra.make("reshape", (read,), (), value.shape, value.dtype)
 
-    def _by_condition(self, value: Value) -> Value | None:
-        """Where a number chosen of two is below a bound, made of the condition; None where no node holds that."""
+    def _by_condition(self, value: Value, *dtypes: torch.dtype | None) -> Value | None:
+        """Where a number chosen of two is below a bound, made of the condition; None where no node holds that.
+
+        `dtypes` are those to which it is rounded before it is compared.
+        """
         a, x = self.algebra, value.arg
-        if x.op in ("reshape", "permute"):
+        if x.op in ("reshape", "permute", "cast"):
             within = a.make("below", (x.arg,), value.attrs, x.arg.shape, value.dtype)
-            return a.seen_as(within, x) if self._by_condition(within) is not None else None
+            found = self._by_condition(within, *((x.dtype,) if x.op == "cast" else ()), *dtypes)
+            return found if found is None or x.op == "cast" else a.seen_as(found, x)
         if x.op != "where" or any(each.op != "full" for each in x.args[1:]) or not self.node(x.arg):
             return None
-        below = [each.attrs[0] < value.attrs[0] for each in x.args[1:]]
+        below = [_rounded(each.attrs[0], x.dtype, *dtypes) < value.attrs[0] for each in x.args[1:]]
         if below[0] == below[1] or x.arg.shape != x.shape or x.arg.dtype is not torch.bool:
             return None
         return a.make("reshape" if below[0] else "not", (x.arg,), (), x.shape, torch.bool)
@@ -261,6 +265,14 @@ class Graph:
                     mask |= self._masks[source]
                 self._masks[each] = mask
         return bool(self._masks[node] >> self.order[on] & 1)
+
+
+def _rounded(number: float, *dtypes: torch.dtype | None) -> float:
+    """A number in one dtype after the other."""
+    x = torch.tensor(number, dtype=torch.float64)
+    for dtype in dtypes:
+        x = x if dtype is None else x.to(dtype)
+    return x.item()
 
 
 def _filled(a: Algebra, choice: Value) -> Value:

@@ -6,7 +6,7 @@ Queries, keys and values come out as [B, N, S, D], every key head once, with wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isfinite, prod
 from typing import Any
@@ -21,6 +21,7 @@ from patterns.attention.assumed import Assumed
 from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.divided_late import Finish, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
+from patterns.attention.joined_heads import of_all_heads
 from patterns.attention.masks import NOT_LOST, Empty, Masks, Term, hides_by_truths
 from patterns.attention.products import contraction
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
@@ -67,6 +68,9 @@ def attentions(graph: Graph) -> Iterator[Found]:
     for value in list(graph.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
             yield value, Miss("softmax_attention", _left_whole(graph.places[value][0]))
+        if value.op in ("cat", "matmul") and (whole := of_all_heads(graph.algebra, value)) is not None:
+            yield from _named(value, whole, read(whole))
+            continue
         if value.op not in _ATTENDING or _only_arranges(graph, value):
             continue
         outcome = read(value)
@@ -93,6 +97,14 @@ def attentions(graph: Graph) -> Iterator[Found]:
         yield from outcome.items()
         wide = kept_wide(graph, value, outcome.get(value))
         yield from () if wide is None else ((value, wide),)
+
+
+def _named(value: Value, whole: Value, outcome: Outcome | Miss | None) -> Iterator[Found]:
+    """What is read of a value in another form, of the value itself."""
+    if isinstance(outcome, Miss):
+        yield value, replace(outcome, of=value)
+    elif outcome:
+        yield from ((value if each is whole else each, said) for each, said in outcome.items())
 
 
 def _is_one_call(graph: Graph, value: Value) -> bool:

@@ -11,6 +11,7 @@ from math import prod
 from fusion.graph import Value
 
 OVER_QUERIES = "the softmax is taken over the queries, not over the keys"
+JOINED = "scores of single heads are joined, of which queries or keys are not cut from one tensor in the same order"
 _ARRANGED = ("cast", "reshape", "permute", "slice", "expand")
 """Ops of weights that attention has as well, and those that say nothing of what is computed."""
 _OF_SCORES = (*_ARRANGED, "scale", "shift", "add", "where", "cat")
@@ -23,6 +24,8 @@ def unlike(product: Value) -> str:
     for side, axis in zip(product.args, (-1, -2), strict=True) if product.op == "matmul" else ():
         odd, softmax = _down(side, "softmax", _ARRANGED)
         other, scores = ("", None) if softmax is None else _down(softmax.arg, "matmul", _OF_SCORES)
+        if softmax is not None and scores is None and _is_joined(softmax.arg):
+            return JOINED
         if softmax is None or scores is None:
             continue
         if odd:
@@ -32,6 +35,14 @@ def unlike(product: Value) -> str:
         if _place(side, side.rank + axis) not in (None, softmax.rank + softmax.attrs[0]):
             return OVER_QUERIES
     return ""
+
+
+def _is_joined(x: Value) -> bool:
+    """Whether scores are products that were joined, but not along their rows, unless those were opened, or keys."""
+    _, joined = _down(x, "cat", _OF_SCORES)
+    if joined is None or joined.attrs[0] >= joined.rank - (2 if x.rank == joined.rank else 1):
+        return False
+    return all(each.below("reshape", "scale").op == "matmul" for each in joined.args)
 
 
 def _place(x: Value, axis: int) -> int | None:

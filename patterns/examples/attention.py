@@ -203,7 +203,7 @@ EXAMPLES = (
     Example("ALiBi", BARE(sloped, in_float), EQUAL),
     Example("ALiBi, causal", BARE(sloped, hidden=later), EQUAL),
     Example("a temperature of each query", BARE(torch.mul), qkv(S, S, N, (1, 1, S, 1))),
-    Example("any bias", BARE(torch.add, in_float), qkv(S, S, N, (S, S))),
+    Example("any bias", written(torch.add, in_float), qkv(S, S, N, (S, S))),
     Example("a bias of each head", written(torch.add, in_float), qkv(S, T, M, (1, N, S, T))),
     Example("a bias of whole numbers", BARE(counted), qkv(S, S, N), "of whole numbers"),
     Example("softmax over queries", OF_QUERIES, EQUAL, "taken over the queries"),

@@ -28,6 +28,11 @@ def by_sdpa(seen: Callable[..., Tensor | None] = lambda: None) -> Form:
     return over_latent(lambda q, k, v, *more: scaled_dot_product_attention(q, k, v, attn_mask=seen(*more), scale=SCALE))
 
 
+def by_hand(hidden: Callable[..., Tensor] | None = None) -> Form:
+    """By matmuls around a softmax in float32."""
+    return over_latent(written(weigh=in_float, hidden=hidden, scale=SCALE))
+
+
 def by_table(form: Form, read: Read = of_pages, keys: int | None = None) -> Form:
     """The same over the first keys in pages that a block table names."""
 
@@ -39,7 +44,7 @@ def by_table(form: Form, read: Read = of_pages, keys: int | None = None) -> Form
 
 
 step = by_sdpa()
-chunk = by_sdpa(lambda: causal(S, T, T - S))
+chunk = by_hand(lambda: ~causal(S, T, T - S))
 at_position = by_sdpa(lambda at: (torch.arange(T) <= at)[None, None, None])
 prompt = over_latent(lambda q, k, v: sparse.eager(q, k, v, added(~causal(S, S), q.dtype)))
 
@@ -127,7 +132,7 @@ EXAMPLES = (
     Example("without rotated lanes, with its sums", unrotated(shares_and_sums), LONG),
     Example("of one cache", of_one_cache, TOGETHER),
     Example("at a position", at_position, given(1, T, sparse.POSITION)),
-    Example("padded", by_sdpa(lambda there: causal(S, S) & there[:, None, None]), given(S, S, PADDING)),
+    Example("padded", by_hand(lambda there: ~(causal(S, S) & there[:, None, None])), given(S, S, PADDING)),
     Example("another latent", other_latent, given(1, T, normal(9, B, T, C).float()), "different latents"),
     Example("rotated lanes of each head", rotated_twice, given(1, T), "one that all heads share"),
 )

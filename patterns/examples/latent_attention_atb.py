@@ -13,7 +13,7 @@ from patterns.examples import latent_attention_paged as paged
 from patterns.examples import sparse_attention as sparse
 from patterns.examples.caches import of_nz
 from patterns.examples.inputs import Inputs, Part, tensors
-from patterns.examples.latent_attention import UP, absorbed, at_position, by_sdpa, by_table, chunk, given, prompt, step
+from patterns.examples.latent_attention import UP, absorbed, at_position, by_hand, by_table, chunk, given, prompt, step
 from patterns.examples.masks import added, causal
 from patterns.examples.ring_mla import summed
 from patterns.examples.sparse_attention import B, C, D, Form, N, S, T, eager, lowered, over_latent
@@ -24,7 +24,7 @@ SOME = torch.rand(B, 1, FEW, T, generator=torch.Generator().manual_seed(3)) > 0.
 TREE = SOME | (causal(FEW, T, T - FEW) & ~causal(FEW, T, T - FEW - 1))
 """Which keys a query sees [B, 1, FEW, T], itself among them."""
 
-several = by_sdpa(lambda: causal(FEW, T, T - FEW))
+several, unmasked = by_hand(lambda: ~causal(FEW, T, T - FEW)), by_hand()
 drafted = over_latent(lambda q, k, v, there: eager(q, k, v, added(~there, q.dtype)).flatten(2))
 """Some tokens that were guessed in several ways, what each sees told by a mask; heads side by side [B, S, N·E]."""
 
@@ -61,7 +61,7 @@ MODES = (
 """Name, form, inputs, and which of these are tried so."""
 PAGED = (
     ("one query", step, 1),
-    ("queries that see all", step, FEW),
+    ("queries that see all", unmasked, FEW),
     ("the last queries", several, FEW),
     ("a mask", drafted, FEW, TREE),
 )
@@ -69,7 +69,7 @@ PLAIN = (*PAGED, ("absorbed", absorbed(), 1), ("at a position", at_position, 1, 
 EXAMPLES = (
     *(Example(name, form, given(queries, T, *more)) for name, form, queries, *more in PLAIN),
     Example("pages of a table", paged.whole, paged.inputs(1)),
-    Example("queries that see all, pages of a table", paged.whole, paged.inputs(FEW)),
+    Example("queries that see all, pages of a table", by_table(unmasked), paged.inputs(FEW)),
     Example("pages of a table, cut behind", by_table(step, keys=T - 3), pages(1, nz=False)),
     Example("one query, with its sum", with_sums, given(1, T)),
     Example("one query, with its sum, pages of a table", by_table(with_sums), pages(1, nz=False)),

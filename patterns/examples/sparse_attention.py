@@ -180,7 +180,7 @@ EXAMPLES = (
         "positions that may be outside", over(found(by_einsum, lambda at: causal(S, T, at))), indexed(S, T, POSITION)
     ),
     Example("an encoder", over(lambda *index: chosen(by_sum(*index))), indexed()),
-    Example("a list from elsewhere", over(at, by_sdpa), listed()),
+    Example("a list from elsewhere", over(at), listed()),
     Example("nothing left", BEHIND, listed(), NO_KEY),
     Example("scores that are not rectified", over(found(not_rectified)), indexed(), NOT_A_SUM, "by_places"),
     Example("the worst keys", over(found(lambda *index: -by_einsum(*index))), indexed(), "not positive", "by_places"),

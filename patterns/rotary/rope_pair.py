@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, Rule, attribute, lowering, pattern, require, tensor, variants
+from fusion.graph import dim_of
 from patterns.rotary.rope import Rope
 from patterns.rotary.turned import Turned, Widened, dims_of, four_dims
 
@@ -106,9 +107,24 @@ class RopePair(Rule):
         return pair.results(*_positions_first(*pair.read(by_batch=True)))
 
 
-def _positions_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
+def _positions_first(*given: Tensor) -> tuple[Tensor, Tensor]:
+    _refuse_unlike(1, *given)
+    return _turned(*given)
 
 
 def _heads_first(*given: Tensor) -> list[Tensor]:
-    return [each.transpose(1, 2) for each in _positions_first(*(each.transpose(1, 2) for each in given))]
+    _refuse_unlike(2, *given)
+    return [each.transpose(1, 2) for each in _turned(*(each.transpose(1, 2) for each in given))]
+
+
+def _turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Q [B, S, N, D], k [B, S, K, D], by tables [B|1, S, 1, D]."""
+    return torch.ops.npu.npu_apply_rotary_pos_emb(q, k, cos, sin, "BSND", "half")
+
+
+def _refuse_unlike(axis: int, q: Tensor, k: Tensor, *tables: Tensor) -> None:
+    """Positions stand along one axis, heads along the other: of others a limit would say what is not so."""
+    sizes = {dim_of(each.shape[axis]) for each in (q, k, *tables)}
+    alike = len(sizes) == 1 and {dim_of(each.shape[3 - axis]) for each in tables} == {1}
+    said = "queries {q}, keys {k} and tables {table} do not have their positions along one axis"
+    require(alike, said, q=list(q.shape), k=list(k.shape), table=list(tables[0].shape))

@@ -88,9 +88,27 @@ def test_which_of_two_numbers_was_chosen_is_told_by_the_condition_that_a_node_ho
 
     chosen, contrary = (graph.recipe(below(held, *numbers)) for numbers in ((-2.0, 0.0), (0.0, -2.0)))
     assert [(each.op, each.args) for each in (chosen, contrary)] == [("reshape", (held,)), ("not", (held,))]
-    seen = graph.recipe(below(held, -2.0, 0.0, like=(8,)))
-    assert (seen.op, seen.arg) == ("reshape", below(held, -2.0, 0.0))
+    assert graph.recipe(below(held, -2.0, 0.0, like=(8,))) is a.reshape(held, (8,))
     for each in (below(held, -2.0, -3.0), below(held, 0.0, 1.0), below(held, -1.0, 0.0), below(other, -2.0, 0.0)):
+        assert graph.recipe(each) is each
+
+
+def test_which_number_was_chosen_is_told_by_the_condition_where_both_are_rounded():
+    """-1.0005 is -1 in bfloat16, and what lies below its range -inf."""
+    graph, _ = graph_of(lambda x: x < 0)
+    a = graph.algebra
+    held = next(value for value in graph.places if value.dtype is torch.bool)
+
+    def below(*numbers: float, like: tuple[int, ...] = (2, 1, 4), bound: float = -1.0) -> Value:
+        sides = [a.make("full", (), (number,), (), torch.float32) for number in numbers]
+        choice = a.reshape(a.make("where", (held, *sides), (), held.shape, torch.float32), like)
+        return a.make("below", (a.cast(choice, torch.bfloat16),), (bound,), like, torch.bool)
+
+    lowest = torch.finfo(torch.float32).min
+    chosen, contrary = (graph.recipe(below(*numbers)) for numbers in ((lowest, 0.0), (0.0, lowest)))
+    assert [(each.op, each.args) for each in (chosen, contrary)] == [("reshape", (held,)), ("not", (held,))]
+    assert graph.recipe(below(lowest, 0.0, like=(8,))) is a.reshape(held, (8,))
+    for each in (below(-1.0005, 0.0), below(0.0, -1.0005, like=(8,))):
         assert graph.recipe(each) is each
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 
 import fusion
 from fusion.language import Refused
@@ -54,7 +55,9 @@ def model(mask: Callable[[int], Tensor | None], lies: str = "rows") -> Callable[
         heads = q.shape[1]
         nope, v = linear(latent, up).unflatten(-1, (heads, D + E)).transpose(1, 2).split((D, E), dim=-1)
         k = torch.cat((nope, rope.unsqueeze(1).expand(-1, heads, -1, -1)), dim=-1)
-        return scaled_dot_product_attention(q, k, v, mask(q.shape[2]))
+        scores, seen = q @ k.mT * (D + DR) ** -0.5, mask(q.shape[2])
+        scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
+        return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
     return forward
 

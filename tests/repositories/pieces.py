@@ -12,6 +12,7 @@ from . import (
     gpt_oss,
     hub,
     latents,
+    lessons,
     litgpt,
     llama,
     lucid,
@@ -59,4 +60,5 @@ PIECES: tuple[Piece, ...] = (
     *sound.PIECES,
     *pixels.PIECES,
     *trainers.PIECES,
+    *lessons.PIECES,
 )

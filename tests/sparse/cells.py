@@ -18,7 +18,7 @@ from fusion import Example
 from patterns.examples.attention_pages import TABLE
 from patterns.examples.inputs import normal, tensors
 from patterns.examples.masks import causal
-from patterns.examples.sparse_attention import B, D, E, N, by_matmul, by_sdpa, chosen, index, keys_values
+from patterns.examples.sparse_attention import B, D, E, N, by_matmul, chosen, index, keys_values
 from tests.attention.facets import Sizes, rows_of
 
 LISTINGS = ("indexer", "paged indexer", "NZ indexer", "list")
@@ -29,6 +29,12 @@ LISTED = 4
 SMALL = Sizes(queries=3, size=4, rope=16)
 LARGE = Sizes(queries=3, size=16, width=512, rope=64, index=128)
 """Sizes that a chip takes."""
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, listed: Tensor) -> Tensor:
+    """By matmuls, over the keys at which booleans [B, S, T] are true; a query that sees none gives 0."""
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~listed.unsqueeze(1), -torch.inf)
+    return scores.float().softmax(-1).nan_to_num().to(q.dtype) @ v
 
 
 def stored(how: str, pages: Tensor, table: Tensor) -> Tensor:
@@ -56,7 +62,7 @@ def cell(listing: str, source: str, visibility: str, s: Sizes = SMALL, cut: int 
             scores = by_matmul(query, rows_of(by, key, of_keys)[:, :keys], weights)
             listed = chosen(scores if seen is None else scores.masked_fill(~seen, -torch.inf), LISTED)
         listed = listed if seen is None else listed & seen
-        return by_sdpa(q, k[:, :, :keys], v[:, :, :keys], listed)
+        return by_hand(q, k[:, :, :keys], v[:, :, :keys], listed)
 
     other = OTHER if source == "two tables" else TABLE
     pages, turned = (normal(n, s.blocks, s.size, width) for n, width in ((1, s.width), (2, s.rope)))

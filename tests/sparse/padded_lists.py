@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from patterns.examples.masks import added, causal
-from patterns.examples.sparse_attention import LISTED, B, N, S, by_eager, by_matmul, by_sdpa, keys_values
+from patterns.examples.sparse_attention import LISTED, B, N, S, by_eager, by_matmul, keys_values
 
 Form = Callable[..., Any]
 
@@ -44,15 +44,22 @@ def listing(places: Tensor) -> Tensor:
     return torch.zeros(*places.shape[:2], S, dtype=torch.bool).scatter(-1, places, True)
 
 
+def by_matmuls(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """By a mask [B, S, T] of booleans, or one that is added; a query that sees none gives 0, as by sdpa."""
+    scores, mask = q @ k.mT * q.shape[-1] ** -0.5, mask.unsqueeze(1)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.float().softmax(-1).nan_to_num().to(q.dtype) @ v
+
+
 # spellings: how padding is written, one mask [B, S] of 0 and 1 each ---------------------------------------------------
 
 
 @over_latent
 def booleans(q, k, v, *given):
-    """As sdpa of transformers takes them."""
+    """As transformers gives them to attention."""
     *index, valid = given
     shown = seen(valid)
-    return by_sdpa(q, k, v, listing(best(index, shown)) & shown)
+    return by_matmuls(q, k, v, listing(best(index, shown)) & shown)
 
 
 @over_latent
@@ -60,7 +67,7 @@ def a_mask_of_hidden_keys(q, k, v, *given):
     *index, valid = given
     hidden = ~seen(valid)
     left = torch.ones(B, S, S, dtype=torch.bool).scatter(-1, best(index, ~hidden), False)
-    return by_sdpa(q, k, v, ~(left | hidden))
+    return by_matmuls(q, k, v, ~(left | hidden))
 
 
 @over_latent
@@ -70,7 +77,7 @@ def filled_in(q, k, v, *given):
     mask = added(~seen(valid), q.dtype)
     places = (by_matmul(*index) + mask).topk(LISTED, dim=-1).indices
     left = torch.ones(B, S, S, dtype=torch.bool).scatter(-1, places, False)
-    return by_sdpa(q, k, v, mask.masked_fill(left, -math.inf))
+    return by_matmuls(q, k, v, mask.masked_fill(left, -math.inf))
 
 
 @over_latent
@@ -98,21 +105,21 @@ def in_no_order(q, k, v, *given):
     """The list says nothing of the order in which hidden keys stand."""
     *index, valid = given
     shown = seen(valid)
-    return by_sdpa(q, k, v, listing(best(index, shown, sorted=False)) & shown)
+    return by_matmuls(q, k, v, listing(best(index, shown, sorted=False)) & shown)
 
 
 @over_latent
 def narrow_places(q, k, v, *given):
     *index, valid = given
     shown = seen(valid)
-    return by_sdpa(q, k, v, listing(best(index, shown).to(torch.int32).long()) & shown)
+    return by_matmuls(q, k, v, listing(best(index, shown).to(torch.int32).long()) & shown)
 
 
 @over_latent
 def hidden_from_attention_alone(q, k, v, *given):
     """Keys that are listed and hidden stand anywhere among those that are seen."""
     *index, valid = given
-    return by_sdpa(q, k, v, listing(best(index, causal(S, S))) & seen(valid))
+    return by_matmuls(q, k, v, listing(best(index, causal(S, S))) & seen(valid))
 
 
 @over_latent
@@ -120,7 +127,7 @@ def hidden_from_scores_as_well(q, k, v, *given):
     """The scores' mask hides another key."""
     *index, valid = given
     others = seen(valid) & (torch.arange(S) != 2)
-    return by_sdpa(q, k, v, listing(best(index, others)) & seen(valid))
+    return by_matmuls(q, k, v, listing(best(index, others)) & seen(valid))
 
 
 @over_latent
@@ -128,7 +135,7 @@ def lowered_before(q, k, v, *given):
     """Of what is hidden from the indexer alone, some is listed among what is hidden from attention."""
     *index, valid = given
     lowered = by_matmul(*index).masked_fill(torch.arange(S) == 3, -math.inf).masked_fill(~seen(valid), -math.inf)
-    return by_sdpa(q, k, v, listing(lowered.topk(LISTED, dim=-1).indices) & seen(valid))
+    return by_matmuls(q, k, v, listing(lowered.topk(LISTED, dim=-1).indices) & seen(valid))
 
 
 @over_latent
@@ -136,7 +143,7 @@ def passed_in(q, k, v, *given):
     """A list that was made elsewhere."""
     query, _, _, valid = given
     places = query[..., 0, :LISTED].long() % S
-    return by_sdpa(q, k, v, listing(places) & seen(valid))
+    return by_matmuls(q, k, v, listing(places) & seen(valid))
 
 
 @over_latent
@@ -144,7 +151,7 @@ def by_a_window(q, k, v, *given):
     """A window has words, but not beside a list."""
     *index, valid = given
     shown = seen(valid) & (torch.arange(S) > torch.arange(S)[:, None] - 4)
-    return by_sdpa(q, k, v, listing(best(index, shown)) & shown)
+    return by_matmuls(q, k, v, listing(best(index, shown)) & shown)
 
 
 SORTED = (booleans, a_mask_of_hidden_keys, filled_in, narrow_places, by_a_window, written_out, lowest)
@@ -166,7 +173,7 @@ PADDINGS = {
 def beside_first_keys(q, k, v, *given):
     *index, valid = given
     shown = seen(valid)
-    return by_sdpa(q, k, v, (listing(best(index, shown)) | (torch.arange(S) < 1)) & shown)
+    return by_matmuls(q, k, v, (listing(best(index, shown)) | (torch.arange(S) < 1)) & shown)
 
 
 @over_latent
@@ -174,7 +181,7 @@ def beside_a_window(q, k, v, *given):
     *index, valid = given
     shown = seen(valid)
     own = torch.arange(S) > torch.arange(S)[:, None] - 2
-    return by_sdpa(q, k, v, (listing(best(index, shown)) | own) & shown)
+    return by_matmuls(q, k, v, (listing(best(index, shown)) | own) & shown)
 
 
 @over_latent
@@ -185,7 +192,7 @@ def blocks(q, k, v, *given):
     scores = by_matmul(*index).masked_fill(~shown, -math.inf).unflatten(-1, (-1, 2)).amax(-1)
     places = scores.topk(2, dim=-1).indices
     listed = torch.zeros(B, S, S // 2, dtype=torch.bool).scatter(-1, places, True).repeat_interleave(2, -1)
-    return by_sdpa(q, k, v, listed & shown)
+    return by_matmuls(q, k, v, listed & shown)
 
 
 @over_latent

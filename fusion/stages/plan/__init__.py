@@ -233,7 +233,7 @@ class Planner:
         replaced = [node for node in dying - alone if self._launches(node)]
         launches = len(replaced) - int(kernels) - len(each_call) - sum(1 if cost > 0 else -1 for cost in copying)
         saved -= building + running + sum(copying)
-        surplus = self._surplus(replaced[0]) if len(replaced) == 1 and launches < 0 else 0.0
+        surplus = math.fsum(map(self._surplus, replaced)) if launches < 0 else 0.0
         return Candidate(match, lowering, plan, built, (dying | beside) - alone, saved, launches, surplus, needs)
 
     def _count(self, shared: _Sharing, call: _Call) -> int:

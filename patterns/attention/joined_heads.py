@@ -1,0 +1,117 @@
+"""Products of single heads that a model computes one by one and joins, as one product of all heads.
+
+cat_h (x_h y_h)  →  x y with x = stack_h x_h, where these are cut from one tensor or are the same for all heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from fusion.graph import Algebra, Value
+from fusion.graph.contractions import matmul
+from fusion.graph.proof import must, proof, proven
+
+_VIEWS = ("cast", "reshape", "permute", "slice")
+"""Ops between a softmax and its product with values."""
+_OF_SCORES = ("cast", "scale", "shift", "add", "where", "mul", "clip")
+"""Ops on single scores between their product and the softmax."""
+
+
+def of_all_heads(a: Algebra, root: Value) -> Value | None:
+    """Attention with one product for all heads in the place of one for each; None where there is none of these."""
+    whole = joined(a, root) if root.op == "cat" else root
+    found = None if whole is None else _attended(a, whole)
+    return None if found is root else found
+
+
+@proof
+def joined(a: Algebra, z: Value) -> Value:
+    """One product, arranged, for products of the same shape that are joined along a dim; None for others."""
+    pieces = list(z.args)
+    must(z.op == "cat" and len(pieces) > 1 and len({each.shape for each in pieces}) == 1)
+    products = [each.below("reshape") for each in pieces]
+    must(all(each.op == "matmul" for each in products))
+    stack = a.reshape(proven(_stacked(a, products)), (len(pieces), *pieces[0].shape))
+    axis = z.attrs[0]
+    return a.reshape(a.permute(stack, (*range(1, axis + 1), 0, *range(axis + 1, stack.rank))), z.shape)
+
+
+@proof
+def _stacked(a: Algebra, pieces: Sequence[Value]) -> Value:
+    """Values of one shape along a new first dim."""
+    first, count = pieces[0], len(pieces)
+    shape = (count, *first.shape)
+    must(all((each.op, each.shape, each.dtype) == (first.op, first.shape, first.dtype) for each in pieces))
+    if all(each is first for each in pieces):
+        return a.expand(a.reshape(first, (1, *first.shape)), shape)
+    match first.op:
+        case "matmul":
+            x, y = (_operand(a, [each.args[side] for each in pieces], first.rank) for side in (0, 1))
+            return a.reshape(proven(matmul(a, x, y)), shape)
+        case "slice":
+            return _uncut(a, pieces)
+        case "reshape":
+            return a.reshape(_of_args(a, pieces), shape)
+        case "permute":
+            must(all(each.attrs == first.attrs for each in pieces))
+            return a.permute(_of_args(a, pieces), (0, *(axis + 1 for axis in first.attrs)))
+        case _:
+            return proven(None)
+
+
+def _of_args(a: Algebra, pieces: Sequence[Value]) -> Value:
+    return proven(_stacked(a, [each.arg for each in pieces]))
+
+
+def _operand(a: Algebra, pieces: Sequence[Value], rank: int) -> Value:
+    """What stands on one side of all products, of so many dims behind the new one."""
+    stack = proven(_stacked(a, pieces))
+    return a.reshape(stack, (len(pieces), *(1,) * (rank + 1 - stack.rank), *stack.shape[1:]))
+
+
+def _uncut(a: Algebra, pieces: Sequence[Value]) -> Value:
+    """Parts of one width that lie one behind the other in a tensor."""
+    source, (axis, start, stop, _) = pieces[0].arg, pieces[0].attrs
+    must(isinstance(start, int) and isinstance(stop, int))
+    width, count = stop - start, len(pieces)
+    cuts = [(axis, start + n * width, stop + n * width, 1) for n in range(count)]
+    must(all(each.arg is source for each in pieces) and [each.attrs for each in pieces] == cuts)
+    part = a.cut(source, axis, start, start + count * width)
+    opened = a.reshape(part, (*part.shape[:axis], count, width, *part.shape[axis + 1 :]))
+    return a.permute(opened, (axis, *(place for place in range(opened.rank) if place != axis)))
+
+
+def _attended(a: Algebra, x: Value) -> Value:
+    """`x`, down to a product of weights and values, with scores of one product; itself for others."""
+    if x.op in ("cast", "reshape", "permute"):
+        return _of(a, x, [_attended(a, x.arg)])
+    if x.op != "matmul":
+        return x
+    return _of(a, x, [_weights(a, each) if each.below(*_VIEWS).op == "softmax" else each for each in x.args])
+
+
+def _weights(a: Algebra, x: Value) -> Value:
+    return _of(a, x, [(_scores if x.op == "softmax" else _weights)(a, x.arg)])
+
+
+def _scores(a: Algebra, x: Value) -> Value:
+    """Scores of which the product is one; themselves where it is none of joined ones."""
+    if x.op == "cat":
+        return joined(a, x) or x
+    if x.op in ("reshape", "permute"):
+        return _of(a, x, [_scores(a, x.arg)])
+    if x.op not in _OF_SCORES:
+        return x
+    return _of(a, x, [_scores(a, each) if prod(each.shape) == prod(x.shape) else each for each in x.args])
+
+
+def _of(a: Algebra, x: Value, args: Sequence[Value]) -> Value:
+    """`x` of other arguments, equal to its own."""
+    if all(one is other for one, other in zip(args, x.args, strict=True)):
+        return x
+    if x.op in ("reshape", "permute"):
+        return a.seen_as(args[0], x)
+    if x.op == "slice":
+        return a.cut(args[0], *x.attrs)
+    return a.make(x.op, args, x.attrs, x.shape, x.dtype)
