@@ -142,6 +142,7 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
         if not times or not scale.factor:
             return "the rows are multiplied by 0, or divided by 0"
         scale, x = scale.times(1 / times), exact(x)
+        scale, x = _repeated(graph, scale, x)
         base, number = unscaled(scale.x)
         if number and base is x:  # a number that stands behind the quotient here, and inside its scale
             scale, x, times = scale.times(number), scale.x, _near(times / number)
@@ -154,6 +155,15 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
         read = [each for each in multiples if _is_read(graph, each, multiples, int8)]
         return _given(graph, x, _Kept(s, scale, multiples), read)
     return UNSCALED
+
+
+def _repeated(graph: Graph, scale: _Scale, x: Value) -> tuple[_Scale, Value]:
+    """Rows that are repeated before their scales are taken, as often as these are, where the quotient repeats them."""
+    a, rows = graph.algebra, scale.x
+    if rows.op != "expand" or rows.shape == x.shape:
+        return scale, x
+    seen = a.expand(exact(rows.arg), rows.shape)
+    return (replace(scale, x=seen), seen) if a.expand(x, rows.shape) is seen else (scale, x)
 
 
 @dataclass(frozen=True)

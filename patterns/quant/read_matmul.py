@@ -30,7 +30,7 @@ INT8_MATMUL = word(
 
 
 @dataclass(frozen=True)
-class _Layers(Products):
+class Layers(Products):
     """Products of rows with one matrix."""
 
     def bare(self, value: Value) -> Read:
@@ -93,7 +93,7 @@ def _reading(graph: Graph, found: Product, value: Value) -> Reading | str | None
 @reader(gives=(INT8_MATMUL,))
 def int8_matmuls(graph: Graph) -> Iterator[Found]:
     """All scaled products of whole numbers, as far as each goes on; why others are none."""
-    layers = _Layers(graph.algebra)
+    layers = Layers(graph.algebra)
     products = {value: each for value in list(graph.places) if (each := layers.of(value))}
     held, seen = (
         {node for value, each in products.items() if isinstance(each, kinds) for node in graph.places[value]}

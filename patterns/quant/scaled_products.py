@@ -79,7 +79,7 @@ class Products(ABC):
 
     @abstractmethod
     def tokens(self, factor: Value, rows: Sequence[Dim]) -> Value | None:
-        """The scales [\*rows, 1] of tokens that a factor is; None where it is something else."""
+        """The scales [.., 1] that a factor is of these rows; None where it is something else."""
 
     def of(self, value: Value) -> Read:
         """How `value` is a product."""
