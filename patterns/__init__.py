@@ -29,6 +29,7 @@ from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
 from patterns.linear.swiglu import Swiglu
+from patterns.linear.swiglu_quant import SwigluQuant
 from patterns.norm.add_layer_norm import AddLayerNorm
 from patterns.norm.add_rms_norm import AddRMSNorm
 from patterns.norm.add_rms_norm_cast import AddRMSNormCast
@@ -70,6 +71,7 @@ _RULES = (
     Rope(),
     RopePair(),
     Swiglu(),
+    SwigluQuant(),
     JoinedProjections(),
     HeadProjection(),
     DynamicQuant(),

@@ -92,9 +92,13 @@ class FloatRows(Group):
         """The rows of the first product."""
         return choice.rows(p, self.tokens)
 
-    def further(self, p, hidden):
-        """The rows of the second."""
-        return p.as_dtype(hidden, like=self.tokens)
+    def like(self, first):
+        """What has the dtype of what stands between both products, of the first matrices."""
+        return self.tokens
+
+    def further(self, p, hidden, like):
+        """The rows of the second product."""
+        return p.as_dtype(hidden, like=like)
 
     @staticmethod
     def product(p, choice, rows, matrices):
@@ -130,9 +134,13 @@ class QuantisedTokens(Group):
         int8, scale = quantised_rows(p, self.tokens, self.scale_dtype)
         return choice.rows(p, int8), choice.rows(p, scale)
 
-    def further(self, p, hidden):
-        """The rows of the second, and their scales."""
-        return quantised_rows(p, p.maybe_cast(hidden, to=self.tokens), self.scale_dtype)
+    def like(self, first):
+        """The dtype of what stands between both products, of the first matrices."""
+        return first.dtype
+
+    def further(self, p, hidden, like):
+        """The rows of the second product, and their scales."""
+        return quantised_rows(p, p.maybe_cast(hidden, to=like), self.scale_dtype)
 
     @staticmethod
     def product(p, choice, rows, matrices):
@@ -181,10 +189,6 @@ class Int8Tokens(QuantisedTokens):
         """The rows of the first product, and their scales."""
         return choice.rows(p, self.tokens), choice.rows(p, self.scale)
 
-    def further(self, p, hidden):
-        """The rows of the second, and their scales."""
-        return quantised_rows(p, hidden, self.scale_dtype)
-
     def routed(self, experts: Tensor, count: int) -> Routed:
         """Rows and scales of tokens."""
         return _routed(self.tokens, experts, count, scale=self.scale.float().reshape(-1))
@@ -216,6 +220,11 @@ class MergedGate(Group):
     both: Any = Inward
     interleaved: Any = attribute()
 
+    @property
+    def first(self) -> Inward:
+        """Some of the matrices."""
+        return self.both
+
     def terms(self, p, multiply: Multiply):
         """Both, of all rows."""
         return Merged(multiply(self.both), self.interleaved).terms(p)
@@ -235,6 +244,11 @@ class TwoGates(Group):
     gate: Any = Inward
     up: Any = Inward
     interleaved: ClassVar[bool] = False
+
+    @property
+    def first(self) -> Inward:
+        """Some of the matrices."""
+        return self.gate
 
     def terms(self, p, multiply: Multiply):
         """Both, of all rows."""

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Rule, attribute, lookalike, lowering, pattern, require, tensor, variants
+from fusion import Rule, attribute, calls, lookalike, lowering, pattern, require, tensor, variants
 from patterns.linear.gates import BOUNDS, Unbounded, activated
 from patterns.routing.encodings import (
     ENCODINGS,
@@ -44,9 +44,9 @@ class RoutedExperts(Rule):
     @variants(rows=ENCODINGS, gate=GATES, bounds=BOUNDS)
     def summed(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, shape=attribute()):
         """Rows, two products with an activation between, and their sum."""
-        first = rows.listed(p, choice)
-        terms = gate.terms(p, partial(rows.product, p, choice, first))
-        hidden = rows.further(p, activated(p, bounds, terms, rows.tokens))
+        like, listed = rows.like(gate.first), rows.listed(p, choice)
+        terms = gate.terms(p, partial(rows.product, p, choice, listed))
+        hidden = rows.further(p, activated(p, bounds, terms, like), like)
         given = rows.product(p, choice, hidden, down)
         return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
 
@@ -89,6 +89,17 @@ class RoutedExperts(Rule):
         int8, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
             routed.rows, [both.in_nz()], [both.scale], routed.scales, routed.counts, group_list_type=1
         )
+        given = rows.multiplied(routed._replace(rows=int8, scales=scales), down)
+        return _total(given, choice, routed.places, down, shape)
+
+    @lowering
+    @calls("npu::npu_swiglu_quant")
+    @variants(rows=INT8_ENCODINGS, bounds=(Unbounded,))
+    def quantised(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
+        """Activation and quantisation as one, which not every compiler takes."""
+        routed = rows.routed(choice.experts, down.weight.shape[0])
+        both = rows.multiplied(routed, replace(gate.joined(), dtype=down.dtype))
+        int8, scales = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
         given = rows.multiplied(routed._replace(rows=int8, scales=scales), down)
         return _total(given, choice, routed.places, down, shape)
 

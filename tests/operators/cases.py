@@ -372,6 +372,7 @@ CASES = (
     *(Case("npu_quant_lightning_indexer", label, make) for label, make in sparse.QUANT_INDEXER),
     *(Case("npu_kv_quant_sparse_flash_attention", label, make) for label, make in sparse.QUANT_ATTENTION),
     *(Case("npu_dynamic_quant", label, make) for label, make in quant.QUANT),
+    *(Case("npu_swiglu_quant", label, make) for label, make in quant.GATED),
     *(Case("npu_quantize", label, make) for label, make in quant.FIXED),
     *(Case("npu_quant_matmul", label, make) for label, make in quant.PRODUCTS),
     *(Case("npu_add_rms_norm_dynamic_quant", label, make) for label, make in quant.NORMS),
