@@ -72,6 +72,10 @@ class Vocabulary:
         """x + a number that the parameter takes."""
         return Apply((x,), ("shift",), (offset,))
 
+    def gelu(self, x: Term, approximate: Any) -> Term:
+        """x · Φ(x), of which the parameter takes how Φ is computed: "none" or "tanh"."""
+        return Apply((x,), ("gelu",), (approximate,))
+
     def part(self, x: Term, number: int, of: int) -> Term:
         """The `number`-th of `of` equal runs of the last dim."""
         return Lanes((x,), start=Fraction(number, of), stop=Fraction(number + 1, of))

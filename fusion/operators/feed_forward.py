@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, unused
 from fusion.operators.dtypes import FLOATS, compute_dtype
@@ -70,6 +70,21 @@ SWIGLU_QUANT = Operator(
     summary=(
         "a, b = halves of x, the first or, without activate_left, the second activated; "
         "y, scale = dynamic quantisation of a · sigmoid(a) · b in float32"
+    ),
+)
+
+
+GELU = Operator(
+    schema='npu::npu_gelu(Tensor input, *, str approximate="none") -> Tensor',
+    compute=lambda input, approximate: gelu(input.to(compute_dtype(input)), approximate=approximate).to(input.dtype),
+    outputs=lambda input: torch.empty_like(input),
+    dims={"input": "*S"},
+    dtypes={"input": FLOATS},
+    limits={"host": ("approximate in ('none', 'tanh')",), CHIPS[0]: ("rank(input) <= 8",)},
+    source="op-plugin: torch_npu.npu_gelu, whose table names A2 and not A3; there gelu of torch is that of tanh",
+    summary=(
+        "approximate none: y = x · (1 + erf(x / √2)) / 2; tanh: y = x · (1 + tanh(√(2/π) · (x + 0.044715 · x³))) / 2; "
+        "in float32"
     ),
 )
 

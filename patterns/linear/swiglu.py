@@ -78,7 +78,7 @@ class Swiglu(Rule):
     @lookalike("the gate is gelu, not silu")
     def gelu_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
         """Gelu(gate) · up."""
-        return p.op("aten.gelu.default", gate) * up
+        return p.op("gelu", gate) * up
 
     def guard(self, source: Any, bounds: Any):
         """What the operator takes, and when joining is free."""
