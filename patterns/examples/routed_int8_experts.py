@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Example
@@ -14,22 +16,25 @@ from patterns.examples.quantisation import by_row, divided, grid, quantised, sca
 from patterns.examples.routed_experts import CHOICES, EXPERTS, INNER, TOKENS, WIDTH, clipped_halves, halves, routed
 
 
-def _inputs(parameters: bool = True) -> Inputs:
+def _inputs(parameters: bool = True, inner: int = 2 * INNER, in_int8: bool = False) -> Inputs:
     """Tokens, logits in such steps that every dtype chooses the same, and matrices in int8, each with its scales."""
 
     def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
         draw = torch.Generator().manual_seed(11)
         logits = torch.stack([torch.randperm(EXPERTS, generator=draw) for _ in range(TOKENS)]) / 2
         layers = (
-            weights(1, EXPERTS, 2 * INNER, WIDTH), scales(2, EXPERTS, 2 * INNER) / 8,
+            weights(1, EXPERTS, inner, WIDTH), scales(2, EXPERTS, inner) / 8,
             weights(3, EXPERTS, WIDTH, INNER), scales(4, EXPERTS, WIDTH) / 8,
         )  # fmt: skip
-        return grid(0, TOKENS, WIDTH).to(dtype), logits.to(dtype), *(map(fixed, layers) if parameters else layers)
+        tokens = grid(0, TOKENS, WIDTH).to(dtype)
+        given = quantised(tokens) if in_int8 else (tokens,)
+        return *given, logits.to(dtype), *(map(fixed, layers) if parameters else layers)
 
     return make
 
 
-FIXED, PASSED = _inputs(), _inputs(parameters=False)
+FIXED, PASSED, IN_INT8 = _inputs(), _inputs(parameters=False), _inputs(in_int8=True)
+PLAIN, PLAIN_IN_INT8 = _inputs(inner=INNER), _inputs(inner=INNER, in_int8=True)
 
 
 def kept(x: Tensor, like: Tensor) -> Tensor:
@@ -42,35 +47,45 @@ def _product(int8: Tensor, matrices: Tensor) -> Tensor:
     return torch.matmul(matrices.int(), int8.int().unsqueeze(-1)).squeeze(-1).float()
 
 
-def gathered(
-    tokens: Tensor, logits: Tensor, gate_up: Tensor, of_gates: Tensor, down: Tensor, of_down: Tensor,
-    activation: Callable[[Tensor], Tensor] = halves, result: Callable[[Tensor, Tensor], Tensor] = kept,
-    between: Callable[[Tensor], tuple[Tensor, Tensor]] = quantised,
+Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def _experts(
+    rows: tuple[Tensor, Tensor], routing: tuple[Tensor, Tensor], layers: tuple[Tensor, ...], like: Tensor,
+    activation: Callable[[Tensor], Tensor], result: Callable[[Tensor, Tensor], Tensor] = kept,
+    between: Quantise = quantised,
 ) -> Tensor:  # fmt: skip
-    """Tokens are quantised, then repeated for the experts that they chose."""
-    shares, experts = routed(logits)
-    rows, scale = (each.unsqueeze(1).expand(-1, CHOICES, -1) for each in quantised(tokens))
-    both = kept(_product(rows, gate_up[experts]) * scale * of_gates[experts], tokens)
-    rows, scale = between(activation(both))
-    given = result(_product(rows, down[experts]) * scale * of_down[experts], tokens)
+    """What experts give of rows in int8 [T, K, H] with their scales."""
+    (shares, experts), (first, of_first, down, of_down) = routing, layers
+    hidden = kept(_product(rows[0], first[experts]) * rows[1] * of_first[experts], like)
+    int8, scale = between(activation(hidden))
+    given = result(_product(int8, down[experts]) * scale * of_down[experts], like)
     return (given * shares.to(given.dtype).unsqueeze(-1)).sum(1)
 
 
-def listed(tokens: Tensor, logits: Tensor, gate_up: Tensor, of_gates: Tensor, down: Tensor, of_down: Tensor) -> Tensor:
-    """Tokens are repeated for the experts that they chose, and each row quantised."""
-    shares, experts = routed(logits)
-    rows, scale = quantised(tokens.repeat_interleave(CHOICES, dim=0).unflatten(0, experts.shape))
-    both = kept(_product(rows, gate_up[experts]) * scale * of_gates[experts], tokens)
-    rows, scale = quantised(halves(both))
-    given = kept(_product(rows, down[experts]) * scale * of_down[experts], tokens)
-    return (given * shares.to(given.dtype).unsqueeze(-1)).sum(1)
+def _repeated(int8: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens, and their scales, for the experts that they chose."""
+    return int8.unsqueeze(1).expand(-1, CHOICES, -1), scale.unsqueeze(1).expand(-1, CHOICES, -1)
 
 
-def beside(
-    tokens: Tensor, logits: Tensor, gate_up: Tensor, of_gates: Tensor, down: Tensor, of_down: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What the experts read is given as well."""
-    return gathered(tokens, logits, gate_up, of_gates, down, of_down), quantised(tokens)[0]
+def gathered(
+    tokens: Tensor, logits: Tensor, *layers: Tensor, activation: Callable[[Tensor], Tensor] = halves, **how: Any
+) -> Tensor:
+    """Tokens are quantised, then repeated."""
+    return _experts(_repeated(*quantised(tokens)), routed(logits), layers, tokens, activation, **how)
+
+
+def listed(tokens: Tensor, logits: Tensor, *layers: Tensor, activation: Callable[[Tensor], Tensor] = halves) -> Tensor:
+    """Tokens are repeated, and each row quantised."""
+    rows = tokens.repeat_interleave(CHOICES, dim=0).unflatten(0, (-1, CHOICES))
+    return _experts(quantised(rows), routed(logits), layers, tokens, activation)
+
+
+def passed(
+    int8: Tensor, scale: Tensor, logits: Tensor, *layers: Tensor, activation: Callable[[Tensor], Tensor] = halves
+) -> Tensor:
+    """Tokens come in int8, with their scales."""
+    return _experts(_repeated(int8, scale), routed(logits), layers, logits, activation)
 
 
 def _by_7(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,13 +93,16 @@ def _by_7(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 EXAMPLES = (
-    Example("tokens in int8", gathered, FIXED),
-    Example("rows in int8", listed, FIXED),
-    Example("tokens in int8 that are given as well", beside, FIXED),
-    Example("in int8, bounded", partial(gathered, activation=clipped_halves), FIXED),
+    Example("tokens that become int8", gathered, FIXED),
+    Example("rows that become int8", listed, FIXED),
+    Example("tokens in int8", passed, IN_INT8),
+    Example("tokens that become int8, bounded", partial(gathered, activation=clipped_halves), FIXED),
+    Example("tokens that become int8, no gate", partial(gathered, activation=F.relu), PLAIN),
+    Example("rows that become int8, no gate", partial(listed, activation=F.relu), PLAIN),
+    Example("tokens in int8, no gate", partial(passed, activation=F.relu), PLAIN_IN_INT8),
     Example("int8 matrices that are passed in", gathered, PASSED),
     Example("in int8, a sum in float32", partial(gathered, result=lambda x, _: x), FIXED, "gives float16 and bfloat16"),
     Example("four bits between the products", partial(gathered, between=_by_7), FIXED, "whose rows are quantised"),
-)  # fmt: skip
+)
 
 TRIED = {"routed_experts": EXAMPLES}

@@ -18,6 +18,7 @@ import torch
 
 from fusion.analysis.rounding import Rounded, exact, is_float, unscaled
 from fusion.graph import Graph, Reading, Value, but_ones
+from fusion.graph.signs import is_nonnegative
 
 LARGEST = 127
 _NARROW = (torch.float16, torch.bfloat16)
@@ -47,10 +48,11 @@ class _Scale:
 
 def _scale(value: Value) -> _Scale | None:
     """What scale of rows `value` is; None where it is none at all."""
-    if _is_greatest(value) and value.arg.op == "abs":
+    if _is_greatest(value) and is_nonnegative(value.arg):
         one = value.op == "largest" or value.attrs == (-1,)
         odd = "" if one else "one scale is shared by several tokens: the operator gives each token its own"
-        return _Scale(exact(value.arg.arg), value, narrow=value.dtype in _NARROW, odd=odd)
+        x = value.arg.arg if value.arg.op == "abs" else value.arg
+        return _Scale(exact(x), value, narrow=value.dtype in _NARROW, odd=odd)
     if value.op == "where":
         return _without_zeros(value)
     if value.op == "cat":

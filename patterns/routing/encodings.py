@@ -6,6 +6,7 @@ QuantisedRows    the same of rows that are quantised once they are listed
 Int8Tokens       the same of tokens that something else has quantised, or that something else reads in int8
 
 MergedGate       gate and up of an expert in one matrix          TwoGates    in a matrix each
+OneMatrix        no gate: an activation of one product
 """
 
 from __future__ import annotations
@@ -270,3 +271,27 @@ class TwoGates(Group):
 
 
 GATES: tuple[Any, ...] = (MergedGate, TwoGates)
+
+
+@dataclass(frozen=True)
+class OneMatrix(Group):
+    """No gate: what an activation of one product is of."""
+
+    up: Any = Inward
+    interleaved: ClassVar[bool] = False
+
+    @property
+    def first(self) -> Inward:
+        """The matrices."""
+        return self.up
+
+    def terms(self, p, multiply: Multiply):
+        """The product, of all rows."""
+        return p.maybe_cast(multiply(self.up), to=f32)
+
+    def refuse(self) -> None:
+        """Nothing is joined."""
+
+    def joined(self) -> Inward:
+        """The matrices, [E, H, I]."""
+        return self.up

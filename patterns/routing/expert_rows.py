@@ -21,7 +21,7 @@ from patterns.linear.read import linear
 from patterns.quant.read_matmul import Layers
 from patterns.quant.scaled_products import Product
 
-_OF_NUMBERS = ("sigmoid", "tanh", "exp", "log", "abs", "relu", "clip", "clamp")
+_OF_NUMBERS = ("gelu", "sigmoid", "tanh", "exp", "log", "abs", "relu", "clip", "clamp")
 """Further ops of which each number depends on those at the same place alone."""
 
 

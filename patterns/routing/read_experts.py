@@ -193,7 +193,21 @@ def _lanes(x: Value) -> tuple[Value, ...]:
     return x.args if x.op in _OF_LANES else ()
 
 
-_OF_LANES = ("add", "cast", "clip", "mul", "power", "relu", "reshape", "round", "scale", "shift", "sigmoid", "slice")
+_OF_LANES = (
+    "add",
+    "cast",
+    "clip",
+    "gelu",
+    "mul",
+    "power",
+    "relu",
+    "reshape",
+    "round",
+    "scale",
+    "shift",
+    "sigmoid",
+    "slice",
+)
 _UNSUMMED = (
     "what the experts give is not proven to be summed for each token, every row with the weight of its own choice, put "
     "back by the order in which it was sorted"

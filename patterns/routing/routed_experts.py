@@ -1,7 +1,7 @@
 """y_t = Σ_c w[t, c] · D_e · swiglu(U_e x_t) over the experts e = e(t, c) that token t chose  (Shazeer et al., 2017).
 
 *Matches* rows that are sorted by expert and multiplied in groups, and rows that meet matrices gathered for them; gate
-and up of an expert in one matrix or in two, the sum by a reshape, a product or additions. *Replaces with*
+and up of an expert in one matrix or in two, or no gate, the sum by a reshape, a product or additions. *Replaces with*
 `npu_moe_init_routing_v2`, `npu_grouped_matmul`, `npu_swiglu`, `npu_grouped_matmul` and `npu_moe_finalize_routing`,
 which weighs and adds in float32. Weights are rounded to the dtype of the rows. Biases behind the first product are
 added as rows, as npu_grouped_matmul is documented to take one of one dim alone; those behind the second by the sum.
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from fusion import Rule, attribute, calls, lookalike, lowering, pattern, require, tensor, variants
 from patterns.linear.gates import BOUNDS, Unbounded, activated
+from patterns.routing.activations import ACTIVATIONS, GatedGelu
 from patterns.routing.encodings import (
     ENCODINGS,
     GATES,
     INT8_ENCODINGS,
     Choice,
     FloatRows,
+    OneMatrix,
     Outward,
     QuantisedTokens,
 )
@@ -41,7 +43,7 @@ class RoutedExperts(Rule):
         return torch.einsum("tkh,tk->th", rows, weights)
 
     @pattern
-    @variants(rows=ENCODINGS, gate=GATES, bounds=BOUNDS)
+    @variants(rows=ENCODINGS, gate=GATES, bounds=(*BOUNDS, GatedGelu))
     def summed(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, shape=attribute()):
         """Rows, two products with an activation between, and their sum."""
         like, listed = rows.like(gate.first), rows.listed(p, choice)
@@ -50,14 +52,23 @@ class RoutedExperts(Rule):
         given = rows.product(p, choice, hidden, down)
         return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
 
-    @lookalike("what an expert computes between its two products is not a gated silu")
+    @pattern
+    @variants(rows=ENCODINGS, gate=(OneMatrix,), bounds=ACTIVATIONS)
+    def ungated(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, shape=attribute()):
+        """The same with an activation of one product."""
+        like, listed = rows.like(gate.first), rows.listed(p, choice)
+        activation = bounds.activated(p, gate.terms(p, partial(rows.product, p, choice, listed)))
+        given = rows.product(p, choice, rows.further(p, activation, like), down)
+        return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
+
+    @lookalike("what an expert computes between its two products is not a gated silu or gelu, nor an activation alone")
     def otherwise(self, p, hidden=tensor("*R I"), choice: Any = Choice, down: Any = Outward, shape=attribute()):
         """Any sum of what experts give."""
         given = FloatRows.product(p, choice, hidden, down)
         return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
 
     @lookalike(
-        "what an expert computes between its two int8 products is not a gated silu whose rows are quantised by token, "
+        "what an expert computes between its two int8 products is no activation whose rows are quantised by token, "
         "or what it reads is not rows of tokens in int8"
     )
     def otherwise_in_int8(
