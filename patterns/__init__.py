@@ -26,10 +26,13 @@ from patterns.latent.read import latent_operands
 from patterns.latent.read_head_products import head_products
 from patterns.latent.read_int8_query import int8_queries
 from patterns.latent.read_products import latent_products
+from patterns.linear.gelu import Gelu
 from patterns.linear.joined_projections import JoinedProjections
 from patterns.linear.read import linears
 from patterns.linear.read_gates import gate_lanes
+from patterns.linear.read_gelu import written_gelus
 from patterns.linear.swiglu import Swiglu
+from patterns.linear.swiglu_quant import SwigluQuant
 from patterns.norm.add_layer_norm import AddLayerNorm
 from patterns.norm.add_rms_norm import AddRMSNorm
 from patterns.norm.add_rms_norm_cast import AddRMSNormCast
@@ -73,6 +76,8 @@ _RULES = (
     Rope(),
     RopePair(),
     Swiglu(),
+    SwigluQuant(),
+    Gelu(),
     JoinedProjections(),
     HeadProjection(),
     DynamicQuant(),
@@ -123,6 +128,7 @@ _READERS = (
     int8_weight_linears,
     linears,
     gate_lanes,
+    written_gelus,
     expert_choices,
     kept_largest,
     routed_experts,

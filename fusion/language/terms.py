@@ -252,12 +252,12 @@ class Cast(Above):
 
     Attributes:
         inner: what is cast.
-        dtype: the dtype to which it is cast if it is, or the capture whose dtype that is.
+        dtype: the dtype to which it is cast if it is, or the capture whose dtype that is, or the attribute that it is.
         always: whether the result must have that dtype, with or without a cast.
         seen: whether there must be a cast.
     """
 
-    dtype: torch.dtype | Capture
+    dtype: torch.dtype | Capture | Parameter
     always: bool
     seen: bool = False
     step = "cast"
@@ -276,7 +276,9 @@ class Cast(Above):
 
     def pinned(self, bound: Bindings) -> torch.dtype | None:
         """The dtype, once known."""
-        return bound[self.dtype].dtype if isinstance(self.dtype, Capture) else self.dtype
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        return bound[self.dtype].dtype if isinstance(self.dtype, Capture) else bound[self.dtype]
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         if value.op == "cast":

@@ -72,6 +72,10 @@ class Vocabulary:
         """x + a number that the parameter takes."""
         return Apply((x,), ("shift",), (offset,))
 
+    def gelu(self, x: Term, approximate: Any) -> Term:
+        """x · Φ(x), of which the parameter takes how Φ is computed: "none" or "tanh"."""
+        return Apply((x,), ("gelu",), (approximate,))
+
     def part(self, x: Term, number: int, of: int) -> Term:
         """The `number`-th of `of` equal runs of the last dim."""
         return Lanes((x,), start=Fraction(number, of), stop=Fraction(number + 1, of))
@@ -116,16 +120,16 @@ class Vocabulary:
         """`x`, or each lane of `x` so many times over; `x` is what is repeated wherever that is seen."""
         return Repeated(x, times)
 
-    def maybe_cast(self, x: Term, to: torch.dtype | Capture) -> Term:
-        """`x`, or `x` cast to exactly this dtype (or the dtype of this capture)."""
+    def maybe_cast(self, x: Term, to: torch.dtype | Capture | Parameter) -> Term:
+        """`x`, or `x` cast to exactly this dtype (or the dtype of this capture, or what this attribute is)."""
         return Cast(x, to, always=False)
 
     def cast(self, x: Term, to: torch.dtype | Capture) -> Term:
         """`x` cast to exactly this dtype (or the dtype of this capture)."""
         return Cast(x, to, always=True, seen=True)
 
-    def as_dtype(self, x: Term, like: Capture) -> Term:
-        """`x` in the dtype of `like`, cast if it was not computed in it."""
+    def as_dtype(self, x: Term, like: Capture | Parameter) -> Term:
+        """`x` in the dtype of `like`, or in that which it is, cast if it was not computed in it."""
         return Cast(x, like, always=True)
 
     def __getattr__(self, op: str) -> Callable[..., Term]:

@@ -1,4 +1,4 @@
-"""Experts of a mixture: rows of tokens sorted by expert, products of each group with its own matrix, and their sums.
+"""Experts of a mixture: rows of tokens sorted by expert, perhaps quantised on the way, and sums of what experts give.
 
 A token has K rows, one for each expert that it chose. Row i of the sorted ones is of expert e where
 counts[0] + .. + counts[e - 1] <= i < counts[0] + .. + counts[e].
@@ -6,26 +6,28 @@ counts[0] + .. + counts[e - 1] <= i < counts[0] + .. + counts[e].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from fusion.operators.contract import A2_A3, HOST, Limit, Operator, unused
-from fusion.operators.dtypes import FLOATS, INT32, INT64, compute_dtype
-from fusion.operators.flops import product
+from fusion.operators.dtypes import FLOAT32, FLOATS, INT8, INT32, compute_dtype
+from fusion.operators.quantisation import quantised
 
 
 def _init_routing(
-    x: Tensor, expert_idx: Tensor, expert_num: int, row_idx_type: int
+    x: Tensor, expert_idx: Tensor, scale: Tensor | None, expert_num: int, quant_mode: int, row_idx_type: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     experts = expert_idx.flatten()
     found, order = experts.sort(stable=True)
     edges = torch.arange(expert_num + 1, dtype=found.dtype, device=found.device)
     ends = torch.searchsorted(found, edges)
     places = order if row_idx_type else torch.empty_like(order).scatter(0, order, _numbers(order))
-    rows = x[order // expert_idx.shape[1]]
-    return rows, places.to(torch.int32), ends[1:] - ends[:-1], x.new_zeros(rows.shape[:1], dtype=torch.float32)
+    tokens = order // expert_idx.shape[1]
+    rows, scales = x[tokens], None if scale is None else scale[tokens]
+    if quant_mode == 1:
+        rows, scales = quantised(rows.to(compute_dtype(x)))
+    told = x.new_zeros(rows.shape[:1], dtype=torch.float32) if scales is None else scales
+    return rows, places.to(torch.int32), ends[1:] - ends[:-1], told
 
 
 def _numbers(like: Tensor) -> Tensor:
@@ -33,17 +35,20 @@ def _numbers(like: Tensor) -> Tensor:
     return torch.arange(like.shape[0], dtype=like.dtype, device=like.device)
 
 
-def _routed(x: Tensor, expert_idx: Tensor, expert_num: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _routed(
+    x: Tensor, expert_idx: Tensor, scale: Tensor | None, expert_num: int, quant_mode: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = expert_idx.shape[0] * expert_idx.shape[1]
+    dtype = compute_dtype(x) if quant_mode == 1 else torch.float32 if scale is None else scale.dtype
     return (
-        x.new_empty((rows, x.shape[1])),
+        x.new_empty((rows, x.shape[1]), dtype=torch.int8 if quant_mode == 1 else x.dtype),
         x.new_empty((rows,), dtype=torch.int32),
         x.new_empty((expert_num,), dtype=torch.int64),
-        x.new_empty((rows,), dtype=torch.float32),
+        x.new_empty((rows,), dtype=dtype),
     )
 
 
-_QUANTISED = "rows that are quantised on the way are not decomposed"
+_SMOOTH = "factors of lanes, before rows are quantised on the way, are not decomposed"
 
 MOE_INIT_ROUTING_V2 = Operator(
     schema=(
@@ -54,14 +59,16 @@ MOE_INIT_ROUTING_V2 = Operator(
     ),
     compute=_init_routing,
     outputs=_routed,
-    dims={"x": "T H", "expert_idx": "T K"},
-    dtypes={"x": FLOATS, "expert_idx": INT32},
+    dims={"x": "T H", "expert_idx": "T K", "scale": "T"},
+    dtypes={"x": FLOATS | INT8, "expert_idx": INT32, "scale": FLOAT32},
     limits={
         HOST: (
             "expert_num > 0 and K <= expert_num",
             "row_idx_type in (0, 1)",
-            Limit("quant_mode == -1", because=_QUANTISED),
-            *unused(("scale", "offset"), _QUANTISED),
+            Limit("quant_mode in (-1, 1)", because="rows are quantised by token, or not at all"),
+            Limit("not given(scale)", when="quant_mode == 1", because=_SMOOTH),
+            Limit("dtype(x) != 'int8'", when="quant_mode == 1", because="they are whole numbers already"),
+            *unused(("offset",), "offsets are not decomposed"),
             *unused(("x_dtype",), "formats of 8 and 4 bits are not decomposed"),
             Limit("active_num == 0", because="torch_npu takes -1 for all rows as well, CANN does not"),
             Limit("drop_pad_mode == 0", because="rows beyond a capacity are not dropped"),
@@ -73,7 +80,8 @@ MOE_INIT_ROUTING_V2 = Operator(
     source="op-plugin: torch_npu.npu_moe_init_routing_v2 (A2 and A3); CANN: aclnnMoeInitRoutingV3",
     summary=(
         "order = stable sort of expert_idx [T · K]; expanded_x[i] = x[order[i] / K]; expanded_row_idx[order[i]] = i, "
-        "or order[i] where row_idx_type is 1; counts[e] = rows of expert e"
+        "or order[i] where row_idx_type is 1; counts[e] = rows of expert e; expanded_scale[i] = scale[order[i] / K]; "
+        "quant_mode 1: expanded_x, expanded_scale = dynamic quantisation of these rows"
     ),
 )
 
@@ -155,90 +163,3 @@ MOE_FINALIZE_ROUTING = Operator(
         "bias[export_for_source_row[t, k]]))"
     ),
 )
-
-
-def _grouped_matmul(
-    x: Sequence[Tensor], weight: Sequence[Tensor], group_list: Tensor, group_list_type: int
-) -> list[Tensor]:
-    rows, matrices = x[0], weight[0]
-    counts = group_list if group_list_type else group_list.diff(prepend=group_list.new_zeros(1))
-    if _has_kernel(rows, matrices):
-        ends = counts.cumsum(0).to(torch.int32)
-        return [torch.ops.aten._grouped_mm.default(rows, matrices, ends)]
-    return [_by_blocks(rows, matrices, counts)]
-
-
-def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether torch multiplies groups itself: bfloat16, in lines of 16 bytes."""
-    lines = all(size % 8 == 0 for size in matrices.shape[1:])
-    plain = matrices.is_contiguous() or matrices.mT.is_contiguous()
-    return rows.dtype == matrices.dtype == torch.bfloat16 and lines and plain and rows.is_contiguous()
-
-
-def _by_blocks(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Each group in blocks of as many rows, the last of them filled up; a block has one matrix.
-
-    Blocks are as long as groups are on average, so that there are at most two matrices for each group, and one for
-    each row at most: what is multiplied is no more than twice what must be.
-    """
-    count, groups = rows.shape[0], matrices.shape[0]
-    size = (count + groups - 1) // groups
-    blocks_of = (counts + (size - 1)) // size
-    row_ends, block_ends = counts.cumsum(0), blocks_of.cumsum(0)
-    row_starts, block_starts = row_ends - counts, block_ends - blocks_of
-    block = torch.arange(torch.sym_min(count, count // size + groups), device=rows.device)
-    group = torch.searchsorted(block_ends, block, right=True).clamp(max=groups - 1)
-    places = (block - block_starts[group]) * size + row_starts[group]
-    inside = places.unsqueeze(-1) + torch.arange(size, device=rows.device)
-    products = torch.bmm(rows[inside.clamp(0, count - 1)], matrices[group])
-    row = torch.arange(count, device=rows.device)
-    group = torch.searchsorted(row_ends, row, right=True)
-    found = block_starts[group] * size + (row - row_starts[group])
-    return products.flatten(0, 1)[found]
-
-
-_GROUPED = (
-    "K < 65536 and N < 65536",
-    "G <= 1024",
-    "dtype(weight) == dtype(x)",
-    Limit("G > 1", when="group_list_type == 1", because="a list of counts has more than one"),
-)
-
-GROUPED_MATMUL = Operator(
-    schema=(
-        "npu::npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, "
-        "Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, "
-        "Tensor[]? per_token_scale=None, Tensor? group_list=None, Tensor[]? activation_input=None, "
-        "Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0, "
-        "int? group_type=None, int? group_list_type=0, int? act_type=0, int[]? tuning_config=None, "
-        "int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, "
-        "int? per_token_scale_dtype=None) -> Tensor[]"
-    ),
-    compute=_grouped_matmul,
-    outputs=lambda x, weight: [x[0].new_empty((x[0].shape[0], weight[0].shape[2]))],
-    dims={"weight": "G K N", "x": "M K", "group_list": "G"},
-    dtypes={"x weight": FLOATS, "group_list": INT64},
-    limits={
-        HOST: (
-            Limit("length(x) == 1 and length(weight) == 1", because="lists of tensors are not decomposed"),
-            Limit("given(group_list)", because="groups are told by a tensor"),
-            Limit("group_type == 0", because="groups of rows are decomposed"),
-            Limit("split_item in (2, 3)", because="the result is one tensor"),
-            "group_list_type in (0, 1)",
-            Limit("act_type == 0", because="an activation is for quantised rows alone"),
-            *unused(
-                (
-                    "bias", "scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale",
-                    "activation_input", "activation_quant_scale", "activation_quant_offset", "tuning_config",
-                    "output_dtype", "x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype",
-                ),
-                "only products of floats without bias are decomposed: op-plugin documents biases of one dim, CANN of "
-                "one line for each group",
-            ),
-        ),
-        **dict.fromkeys(A2_A3, _GROUPED),
-    },
-    flops=lambda x, weight: product(x[0], weight[0].shape[2]),
-    source="op-plugin: torch_npu.npu_grouped_matmul (A2 and A3; x, weight and result one tensor each)",
-    summary="out[i] = round(x[i] · weight[g]) for row i of group g; group_list: rows of each group, or where each ends",
-)  # fmt: skip

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from fusion.operators.contract import A2_A3, CHIPS, Limit, Operator, unused
 from fusion.operators.dtypes import FLOATS, compute_dtype
+from fusion.operators.quantisation import quantised
 
 
 def _swiglu(input: Tensor, dim: int) -> Tensor:
@@ -33,6 +34,58 @@ SWIGLU = Operator(
     },
     source="op-plugin: torch_npu.npu_swiglu; CANN: aclnnSwiGlu",
     summary="a, b = halves of input along dim; out = round(a · sigmoid(a) · b), in float32",
+)
+
+
+def _swiglu_quant(x: Tensor, activate_left: bool) -> tuple[Tensor, Tensor]:
+    gate, value = x.to(compute_dtype(x)).chunk(2, -1)[:: 1 if activate_left else -1]
+    return quantised(silu(gate) * value)
+
+
+SWIGLU_QUANT = Operator(
+    schema=(
+        "npu::npu_swiglu_quant(Tensor x, *, Tensor? smooth_scales=None, Tensor? offsets=None, "
+        "Tensor? group_index=None, bool activate_left=False, int quant_mode=0, int group_list_type=0, "
+        "ScalarType? dst_type=None) -> (Tensor, Tensor)"
+    ),
+    compute=_swiglu_quant,
+    outputs=lambda x: (
+        x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8),
+        x.new_empty(x.shape[:-1], dtype=compute_dtype(x)),
+    ),
+    dims={"x": "*B D"},
+    dtypes={"x": FLOATS},
+    limits={
+        "host": (
+            "D % 2 == 0",
+            Limit("quant_mode == 1", because="rows are quantised by a scale of their own"),
+            Limit("group_list_type == 0", because="it is read for groups alone"),
+            *unused(("smooth_scales", "offsets", "group_index"), "groups with factors of their own are not decomposed"),
+            *unused(("dst_type",), "other results than int8 are not decomposed"),
+        ),
+        **dict.fromkeys(CHIPS, ("rank(x) > 1", "D <= 8192")),
+    },
+    lowerings=frozenset({"eager", "npugraph_ex"}),
+    source="op-plugin: torch_npu.npu_swiglu_quant and its test; CANN: aclnnSwiGluQuantV2",
+    summary=(
+        "a, b = halves of x, the first or, without activate_left, the second activated; "
+        "y, scale = dynamic quantisation of a · sigmoid(a) · b in float32"
+    ),
+)
+
+
+GELU = Operator(
+    schema='npu::npu_gelu(Tensor input, *, str approximate="none") -> Tensor',
+    compute=lambda input, approximate: gelu(input.to(compute_dtype(input)), approximate=approximate).to(input.dtype),
+    outputs=lambda input: torch.empty_like(input),
+    dims={"input": "*S"},
+    dtypes={"input": FLOATS},
+    limits={"host": ("approximate in ('none', 'tanh')",), CHIPS[0]: ("rank(input) <= 8",)},
+    source="op-plugin: torch_npu.npu_gelu, whose table names A2 and not A3; there gelu of torch is that of tanh",
+    summary=(
+        "approximate none: y = x · (1 + erf(x / √2)) / 2; tanh: y = x · (1 + tanh(√(2/π) · (x + 0.044715 · x³))) / 2; "
+        "in float32"
+    ),
 )
 
 

@@ -20,7 +20,7 @@ LARGEST = 127.0
 """The largest number of a symmetric quantisation: -128 is not used."""
 EXACT = 1024
 """Products of two int8 of which float32 holds every sum exactly: 1024 · 128² = 2²⁴."""
-_CODES = {5: torch.float16, 15: torch.bfloat16}
+CODES = {5: torch.float16, 15: torch.bfloat16}
 """torch's numbers of the dtypes of a result."""
 
 
@@ -37,8 +37,8 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_product(x1: Tensor, x2: Tensor) -> Tensor:
-    """x1 [.., M, K] · x2 [K, N] of int8, exactly, as int32: in floats, that every device multiplies fast."""
-    parts = zip(x1.split(EXACT, -1), x2.split(EXACT, 0), strict=True)
+    """x1 [.., M, K] · x2 [.., K, N] of int8, exactly, as int32: in floats, that every device multiplies fast."""
+    parts = zip(x1.split(EXACT, -1), x2.split(EXACT, -2), strict=True)
     return reduce(torch.add, [torch.matmul(a.float(), b.float()).to(torch.int32) for a, b in parts])
 
 
@@ -134,12 +134,12 @@ def _quant_matmul(
         out = out * pertoken_scale.unsqueeze(-1)
     if bias is not None and bias.is_floating_point():
         out = out + bias.to(wide)
-    return out.to(_result(scale, output_dtype))
+    return out.to(result_dtype(scale, output_dtype))
 
 
-def _result(scale: Tensor, output_dtype: int | None) -> torch.dtype:
+def result_dtype(scale: Tensor, output_dtype: int | None) -> torch.dtype:
     """The dtype asked for; a widened graph, whose scales are float64, keeps that."""
-    return scale.dtype if scale.dtype == torch.float64 else _CODES.get(output_dtype or 0, torch.int8)
+    return scale.dtype if scale.dtype == torch.float64 else CODES.get(output_dtype or 0, torch.int8)
 
 
 _UNUSED = ("offset", "group_sizes", "y_scale", "x1_dtype", "x2_dtype", "scale_dtype", "pertoken_scale_dtype")
@@ -166,13 +166,13 @@ QUANT_MATMUL = Operator(
     ),
     compute=_quant_matmul,
     outputs=lambda x1, x2, scale, output_dtype: x1.new_empty(
-        (*x1.shape[:-1], x2.shape[-1]), dtype=_result(scale, output_dtype)
+        (*x1.shape[:-1], x2.shape[-1]), dtype=result_dtype(scale, output_dtype)
     ),
     dims={"x2": "K N", "x1": "*B M K", "scale": "1|N", "pertoken_scale": "M", "bias": "N"},
     dtypes={"x1 x2": INT8, "scale": FLOAT32 | BFLOAT16, "pertoken_scale": FLOAT32, "bias": INT32 | BFLOAT16 | FLOAT32},
     limits={
         "host": (
-            Limit(f"output_dtype in {tuple(_CODES)}", because=f"results of whole numbers are {_NOT}"),
+            Limit(f"output_dtype in {tuple(CODES)}", because=f"results of whole numbers are {_NOT}"),
             *unused(_UNUSED, f"offsets, groups, and other dtypes than int8 are {_NOT}"),
         ),
         **dict.fromkeys(A2_A3, _KERNEL),

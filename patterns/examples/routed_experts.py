@@ -30,6 +30,7 @@ def _inputs(*shapes: tuple[int, ...], parameters: bool = True) -> Inputs:
 
 
 MERGED = _inputs((EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER))
+PLAIN = _inputs((EXPERTS, INNER, WIDTH), (EXPERTS, WIDTH, INNER))
 _TWO = ((EXPERTS, INNER, WIDTH), (EXPERTS, INNER, WIDTH), (EXPERTS, WIDTH, INNER))
 TWO = _inputs(*_TWO)
 BIASED = _inputs(_TWO[0], (EXPERTS, INNER), _TWO[1], (EXPERTS, INNER), _TWO[2])
@@ -110,6 +111,20 @@ def added(tokens: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Tensor
     return y
 
 
+def ungated(tokens: Tensor, logits: Tensor, up: Tensor, down: Tensor, activation: Activation = F.relu) -> Tensor:
+    """An activation of one product."""
+    weights, experts = routed(logits)
+    hidden = activation(torch.matmul(up[experts], tokens[:, None, :, None]).squeeze(-1))
+    given = torch.matmul(down[experts], hidden.unsqueeze(-1)).squeeze(-1)
+    return (given * weights.unsqueeze(-1)).sum(1)
+
+
+def gelu_halves(both: Tensor) -> Tensor:
+    """The gate first, gelu of it."""
+    gate, up = both.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def _given(tokens: Tensor, listed: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     hidden = halves(torch.matmul(gate_up[listed], tokens[:, None, :, None]).squeeze(-1))
     return torch.matmul(down[listed], hidden.unsqueeze(-1)).squeeze(-1).mean(1)
@@ -124,6 +139,10 @@ EXAMPLES = (
     Example("gathered matrices", gathered, MERGED),
     Example("gathered matrices, bounded lanes", partial(gathered, activation=clipped), MERGED),
     Example("gathered matrices, bounded halves", partial(gathered, activation=clipped_halves), MERGED),
+    Example("gathered matrices, a gate by gelu", partial(gathered, activation=gelu_halves), MERGED),
+    Example("relu and no gate", ungated, PLAIN),
+    Example("silu and no gate", partial(ungated, activation=F.silu), PLAIN),
+    Example("gelu and no gate", partial(ungated, activation=F.gelu), PLAIN),
     Example("products by einsum", by_einsum, TWO),
     Example("a loop over all experts", added, TWO),
     Example("biases of gate and up", biased_halves, BIASED),

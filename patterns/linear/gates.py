@@ -2,6 +2,7 @@
 
 Merged       two halves, or every second lane, of one tensor
 Projected    two projections of one input, whose weights are joined
+Int8Projected    the same in W8A8
 
 Unbounded    silu(a) · b
 Clipped      a · sigmoid(alpha · a) · b, a ≤ limit, |b| ≤ limit
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Group, attribute, require, scalar, tensor
+from patterns.quant.quant_matmul import multiplied, prepared, refuse
 
 f32 = torch.float32
 
@@ -36,6 +38,11 @@ class Merged(Group):
         lanes = [p.gate_lanes(x=wide, second=each, interleaved=self.interleaved) for each in (False, True)]
         gate, up = (p.maybe_cast(each, to=f32) for each in (lanes if gate_first else lanes[::-1]))
         return gate, up
+
+    @property
+    def like(self) -> Any:
+        """What has the dtype of the result."""
+        return self.x
 
     def refuse(self) -> None:
         """They lie in one tensor already."""
@@ -65,16 +72,61 @@ class Projected(Group):
         other = self.x if beside is None else beside
         return p.maybe_cast(p.linear(x=self.x, **gate), to=f32), p.maybe_cast(p.linear(x=other, **up), to=f32)
 
+    @property
+    def like(self) -> Any:
+        """What has the dtype of the result."""
+        return self.x
+
     def refuse(self) -> None:
         """Joining is free only where it is done once."""
         fixed = self.gate_is_parameter_only and self.up_is_parameter_only
         require(fixed, "the weights do not come from Parameters alone: joining them would cost a copy at every call")
         require((self.gate_bias is None) == (self.up_bias is None), "only one of gate and up has a bias")
 
+    def bias(self) -> Tensor | None:
+        """Those of both, [2 · H]."""
+        return None if self.gate_bias is None else torch.cat([self.gate_bias, self.up_bias])
+
     def joined(self) -> Tensor:
         """Both, [*B, 2 · H], by one matmul."""
-        bias = None if self.gate_bias is None else torch.cat([self.gate_bias, self.up_bias])
-        return F.linear(self.x, torch.cat([self.gate, self.up]), bias)
+        return F.linear(self.x, torch.cat([self.gate, self.up]), self.bias())
+
+
+@dataclass(frozen=True)
+class Int8Projected(Projected):
+    """Gate and up as layers in W8A8 of one input in int8."""
+
+    tokens: Any = tensor("*B 1")
+    gate_scale: Any = tensor("H")
+    up_scale: Any = tensor("H")
+    dtype: Any = attribute()
+
+    def terms(self, p, beside: Any = None) -> tuple[Any, Any]:
+        """Both, perhaps in float32."""
+        gate, up = (
+            p.int8_matmul(
+                x=self.x, weight=getattr(self, name), scale=getattr(self, f"{name}_scale"), tokens=self.tokens,
+                bias=getattr(self, f"{name}_bias"), is_parameter_only=getattr(self, f"{name}_is_parameter_only"),
+                dtype=self.dtype,
+            )
+            for name in ("gate", "up")
+        )  # fmt: skip
+        return p.maybe_cast(gate, to=f32), p.maybe_cast(up, to=f32)
+
+    @property
+    def like(self) -> Any:
+        """The dtype of the result."""
+        return self.dtype
+
+    def refuse(self) -> None:
+        """What the operator returns; joining is free only where it is done once."""
+        super().refuse()
+        refuse(self.dtype)
+
+    def joined(self) -> Tensor:
+        """Both, [*B, 2 · H], by one product."""
+        scale, weight = torch.cat([self.gate_scale, self.up_scale]), prepared(torch.cat([self.gate, self.up]))
+        return multiplied(self.x, weight, scale, self.tokens.float().reshape(-1), self.bias(), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -143,11 +195,11 @@ class Shifted(Clipped):
         return p.shift(super().linear(p, up), self.shift)
 
 
-SOURCES: tuple[Any, ...] = (Merged, Projected)
+SOURCES: tuple[Any, ...] = (Merged, Projected, Int8Projected)
 BOUNDS: tuple[Any, ...] = (Unbounded, Clipped, Shifted)
 
 
-def activated(p: Any, bounds: Any, terms: tuple[Any, Any], x: Any) -> Any:
-    """What is activated of the gate, in the dtype of `x` or not, times the other factor."""
+def activated(p: Any, bounds: Any, terms: tuple[Any, Any], like: Any) -> Any:
+    """What is activated of the gate, in the dtype of `like` or not, times the other factor."""
     gate, up = terms
-    return p.maybe_cast(bounds.gated(p, gate), to=x) * bounds.linear(p, up)
+    return p.maybe_cast(bounds.gated(p, gate), to=like) * bounds.linear(p, up)

@@ -2,7 +2,7 @@
 
 *Matches* silu written in any way, of the halves or lanes of a merged projection, or of two projections of one input
 whose weights are Parameters; with bounds of both, or without. *Replaces with* `npu_swiglu` or `npu_clipped_swiglu`;
-two projections become one matmul of the joined weights, prepared once.
+two projections become one matmul of the joined weights, in floats or in W8A8, prepared once.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Swiglu(Rule):
     @variants(source=SOURCES, bounds=BOUNDS)
     def gated(self, p, source, bounds):
         """Gate first, up second."""
-        return p.as_dtype(activated(p, bounds, source.terms(p), source.x), like=source.x)
+        return p.as_dtype(activated(p, bounds, source.terms(p), source.like), like=source.like)
 
     @variants(bounds=BOUNDS)
     @lookalike("gate and up are in the wrong order: the operator takes the first half, or lanes, for the gate")
     def swapped(self, p, bounds, source: Any = Merged):
         """The gate second."""
-        return activated(p, bounds, source.terms(p, gate_first=False), source.x)
+        return activated(p, bounds, source.terms(p, gate_first=False), source.like)
 
     @lookalike("the gate is multiplied by {factor} before silu")
     def scaled(self, p, gate=tensor("*B D"), up=tensor("*B D"), factor=scalar()):
@@ -78,7 +78,7 @@ class Swiglu(Rule):
     @lookalike("the gate is gelu, not silu")
     def gelu_gate(self, p, gate=tensor("*B D"), up=tensor("*B D")):
         """Gelu(gate) · up."""
-        return p.op("aten.gelu.default", gate) * up
+        return p.op("gelu", gate) * up
 
     def guard(self, source: Any, bounds: Any):
         """What the operator takes, and when joining is free."""

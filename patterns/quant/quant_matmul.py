@@ -24,6 +24,11 @@ def prepared(weight: Tensor) -> Tensor:
     return torch.ops.npu.npu_format_cast(weight.t().contiguous(), NZ)
 
 
+def refuse(dtype: torch.dtype) -> None:
+    """Refuse results that the operator does not give."""
+    require(dtype in CODES, "the result is of {dtype}, the operator gives float16 and bfloat16", dtype=dtype)
+
+
 @dataclass(frozen=True)
 class QuantMatmul(Rule):
     """Linear layer in whole numbers of 8 bits."""
@@ -51,15 +56,21 @@ class QuantMatmul(Rule):
 
     def guard(self, dtype: torch.dtype):
         """What the operator returns."""
-        require(dtype in CODES, "the result is of {dtype}, the operator gives float16 and bfloat16", dtype=dtype)
+        refuse(dtype)
 
     @lowering
     def npu(self, x, weight, scale, tokens, bias, dtype, is_parameter_only):
         """One operator over the rows of all tokens."""
-        weight = prepared(weight) if is_parameter_only else weight.t()
         rows = None if tokens is None else tokens.float().reshape(-1)
-        more = {} if bias is None else {"bias": bias if bias.dtype in (torch.int32, dtype) else bias.float()}
-        y = torch.ops.npu.npu_quant_matmul(
-            x.reshape(-1, x.shape[-1]), weight, scale.float(), pertoken_scale=rows, output_dtype=CODES[dtype], **more
-        )
-        return y.reshape(*x.shape[:-1], weight.shape[-1])
+        return multiplied(x, prepared(weight) if is_parameter_only else weight.t(), scale, rows, bias, dtype)
+
+
+def multiplied(
+    x: Tensor, weight: Tensor, scale: Tensor, rows: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """x [*B, K] of int8 times a weight [K, N] as the operator reads it, times scales [N] and those of rows."""
+    more = {} if bias is None else {"bias": bias if bias.dtype in (torch.int32, dtype) else bias.float()}
+    y = torch.ops.npu.npu_quant_matmul(
+        x.reshape(-1, x.shape[-1]), weight, scale.float(), pertoken_scale=rows, output_dtype=CODES[dtype], **more
+    )
+    return y.reshape(*x.shape[:-1], weight.shape[-1])

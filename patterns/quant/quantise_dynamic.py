@@ -18,6 +18,7 @@ import torch
 
 from fusion.analysis.rounding import Rounded, exact, is_float, unscaled
 from fusion.graph import Graph, Reading, Value, but_ones
+from fusion.graph.signs import is_nonnegative
 
 LARGEST = 127
 _NARROW = (torch.float16, torch.bfloat16)
@@ -47,10 +48,11 @@ class _Scale:
 
 def _scale(value: Value) -> _Scale | None:
     """What scale of rows `value` is; None where it is none at all."""
-    if _is_greatest(value) and value.arg.op == "abs":
+    if _is_greatest(value) and is_nonnegative(value.arg):
         one = value.op == "largest" or value.attrs == (-1,)
         odd = "" if one else "one scale is shared by several tokens: the operator gives each token its own"
-        return _Scale(exact(value.arg.arg), value, narrow=value.dtype in _NARROW, odd=odd)
+        x = value.arg.arg if value.arg.op == "abs" else value.arg
+        return _Scale(exact(x), value, narrow=value.dtype in _NARROW, odd=odd)
     if value.op == "where":
         return _without_zeros(value)
     if value.op == "cat":
@@ -142,6 +144,7 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
         if not times or not scale.factor:
             return "the rows are multiplied by 0, or divided by 0"
         scale, x = scale.times(1 / times), exact(x)
+        scale, x = _repeated(graph, scale, x)
         base, number = unscaled(scale.x)
         if number and base is x:  # a number that stands behind the quotient here, and inside its scale
             scale, x, times = scale.times(number), scale.x, _near(times / number)
@@ -154,6 +157,15 @@ def dynamic(graph: Graph, int8: Value, below: Rounded, largest: Largest) -> tupl
         read = [each for each in multiples if _is_read(graph, each, multiples, int8)]
         return _given(graph, x, _Kept(s, scale, multiples), read)
     return UNSCALED
+
+
+def _repeated(graph: Graph, scale: _Scale, x: Value) -> tuple[_Scale, Value]:
+    """Rows that are repeated before their scales are taken, as often as these are, where the quotient repeats them."""
+    a, rows = graph.algebra, scale.x
+    if rows.op != "expand" or rows.shape == x.shape:
+        return scale, x
+    seen = a.expand(exact(rows.arg), rows.shape)
+    return (replace(scale, x=seen), seen) if a.expand(x, rows.shape) is seen else (scale, x)
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,16 @@ finite number for a token which did not choose it makes the model's sum NaN, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from fusion.analysis.rounding import is_float
-from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
-from fusion.graph.contractions import swapped
+from fusion.graph import Algebra, Found, Graph, Miss, Value
 from fusion.graph.proof import must, proof, proven
-from patterns.linear.read import linear
+from patterns.routing.expert_rows import Rows
 from patterns.routing.list_masks import lists_largest
 from patterns.routing.pairs import plain
 from patterns.routing.read_kept import Kept, kept
-from patterns.routing.weighted_sums import RULE, Total, as_sum, summed, total
+from patterns.routing.weighted_sums import RULE, Total, sum_of_products, summed, total
 
 
 class Chosen(NamedTuple):
@@ -170,13 +167,14 @@ def all_experts(graph: Graph) -> Iterator[Found]:
 
 
 def _of_chosen(graph: Graph, found: Columns, chosen: Chosen, several: list[Value]) -> Iterator[Found]:
-    rows = _Rows(graph, chosen.places)
+    rows = Rows(graph, chosen.places)
     given = proof(rows.of)(found.given)
     if given is None:
         yield several[0], Miss(RULE, _UNLIKE, at=found.given)
         return
     yield from rows.found.items()
-    yield as_sum(Total(given, graph.algebra.reshape(chosen.weights, rows.experts.shape)), several)
+    weighed = Total(given, graph.algebra.reshape(chosen.weights, rows.experts.shape))
+    yield from sum_of_products(graph.algebra, weighed, rows.found.get(given), several)
 
 
 _MAYBE = "a loop gives every expert its part, and the weights of experts that are not chosen are not proven to be 0"
@@ -184,88 +182,3 @@ _UNLIKE = (
     "a loop gives every expert its part, and these are not proven to be one computation with matrices of one size, "
     "from Parameters: lay the matrices of all in one tensor and gather those that a token chose"
 )
-
-
-_OF_NUMBERS = ("sigmoid", "tanh", "exp", "log", "abs", "relu", "clip", "clamp")
-"""Further ops of which each number depends on those at the same place alone."""
-
-
-class _Rows:
-    """The same computation with the matrices of all experts, written for the rows of the experts that are chosen."""
-
-    def __init__(self, graph: Graph, places: Value) -> None:
-        self.graph, self.a = graph, graph.algebra
-        self.experts = self.a.reshape(places, (prod(places.shape[:-1]), places.shape[-1]))
-        self.found: dict[Value, Reading] = {}
-        self._known: dict[tuple[Value, ...], Value] = {}
-
-    def of(self, values: Sequence[Value]) -> Value:
-        """What one of `values`, that of its own expert, is for each row."""
-        key = tuple(values)
-        if key not in self._known:
-            self._known[key] = self._of(values)
-        return self._known[key]
-
-    def _of(self, values: Sequence[Value]) -> Value:
-        first = values[0]
-        if all(each is first for each in values):
-            return self._tokens(first)
-        layers = [self._layer(each) for each in values]
-        if all(layer is not None for layer in layers):
-            return self._product([proven(layer) for layer in layers])
-        must(len({(each.op, each.attrs, each.dtype, len(each.args)) for each in values}) == 1)
-        must(first.args and all(arg.shape == each.shape for each in values for arg in each.args))
-        return self._rebuilt(first, [self.of(args) for args in zip(*(each.args for each in values), strict=True)])
-
-    def _layer(self, x: Value) -> tuple[Value, Value, Value | None] | None:
-        """Input, weight and bias of a linear layer, or of some of its lanes."""
-        if x.op != "slice" or x.attrs[0] != x.rank - 1:
-            return linear(self.a, self.graph.places, x)
-        layer = self._layer(x.arg)
-        if layer is None:
-            return None
-        inputs, weight, bias = layer
-        lanes = x.attrs[1:]
-        return inputs, self.a.cut(weight, 0, *lanes), bias and self.a.cut(bias, 0, *lanes)
-
-    def _tokens(self, x: Value) -> Value:
-        count, width = self.experts.shape[0], x.shape[-1]
-        must(is_float(x) and prod(x.shape[:-1]) == count)
-        tokens = self.a.reshape(x, (count, width))
-        rows = self.a.expand(self.a.reshape(x, (count, 1, width)), (*self.experts.shape, width))
-        self.found[rows] = Reading("routed_rows", {"tokens": tokens, "experts": self.experts})
-        return rows
-
-    def _product(self, layers: Sequence[tuple[Value, Value, Value | None]]) -> Value:
-        inputs, weights, biases = zip(*layers, strict=True)
-        must(len({(weight.shape, bias is None) for _, weight, bias in layers}) == 1)
-        must(self.graph.is_fixed(*weights, *biases))
-        rows = self.of(inputs)
-        width = weights[0].shape[0]
-        matrices = [self.a.reshape(swapped(self.a, each), (1, *each.shape[::-1])) for each in weights]
-        joined = proven(self.a.cat(matrices, 0))
-        product = self.a.make("row_product", (rows, joined), (), (*self.experts.shape, width), rows.dtype)
-        said: dict[str, Any] = {"x": rows, "weight": joined, "experts": self.experts}
-        if all(biases):
-            said["bias"] = proven(self.a.cat([self.a.reshape(each, (1, width)) for each in biases], 0))
-        self.found[product] = Reading("expert_product", {**said, "is_sorted": False, "is_parameter_only": True})
-        return product
-
-    def _rebuilt(self, like: Value, args: Sequence[Value]) -> Value:
-        a, (x, *rest) = self.a, args
-        match like.op:
-            case "mul":
-                return proven(a.mul(x, *rest))
-            case "add":
-                return proven(a.add(x, *rest))
-            case "cast":
-                return a.cast(x, like.dtype)
-            case "scale":
-                return a.scale(x, like.attrs[0])
-            case "shift":
-                return a.shift(x, like.attrs[0])
-            case "power":
-                return a.power(x, like.attrs[0])
-            case _:
-                must(like.op in _OF_NUMBERS)  # others may mix the rows of tokens
-                return a.make(like.op, tuple(args), like.attrs, x.shape, like.dtype)

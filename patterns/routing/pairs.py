@@ -5,6 +5,8 @@ An order is the places [R] that a sort of the pairs has found; which of equal on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 from fusion.analysis.dtypes import is_rounding
@@ -141,3 +143,23 @@ def repeated_tokens(a: Algebra, rows: Value, pairs: Pairs) -> Value | None:
     """The same in two dims, [T, H]."""
     found = _repeated(rows, pairs)
     return None if found is None else a.reshape(found, (pairs.tokens, rows.shape[-1]))
+
+
+# lines of experts ---------------------------------------------------------------------------------------------------
+
+
+def expert_lines(a: Algebra, rows: Value, width: Dim, product: Mapping[str, Any]) -> Value | None:
+    """The lines [E, width] of all experts, of which `rows` are those of the experts of a product's rows."""
+    taken = rows.below("reshape", "expand")
+    named = (taken.op, taken.attrs) == ("index", (0,)) and taken.arg.rank > 1
+    if not named or prod(taken.arg.shape[1:]) != width or prod(taken.shape) != prod(rows.shape):
+        return None
+    lines, listed = a.reshape(taken.arg, (taken.arg.shape[0], width)), uncast(taken.args[1], "reshape")
+    experts = uncast(product["experts"], "reshape")
+    if not product["is_sorted"]:
+        return lines if listed is experts else None
+    by = named_rows(listed)
+    order = uncast(by[1]) if by is not None and uncast(by[0], "reshape") is experts else None
+    is_sorted = listed.op == "ascending" or (order is not None and order.op == "ascending_index")
+    named_by = listed.arg if listed.op == "ascending" else (order.arg if order is not None else listed)
+    return lines if is_sorted and uncast(named_by, "reshape") is experts else None

@@ -1,7 +1,7 @@
 """y_t = Σ_c w[t, c] · D_e · swiglu(U_e x_t) over the experts e = e(t, c) that token t chose  (Shazeer et al., 2017).
 
 *Matches* rows that are sorted by expert and multiplied in groups, and rows that meet matrices gathered for them; gate
-and up of an expert in one matrix or in two, the sum by a reshape, a product or additions. *Replaces with*
+and up of an expert in one matrix or in two, or no gate, the sum by a reshape, a product or additions. *Replaces with*
 `npu_moe_init_routing_v2`, `npu_grouped_matmul`, `npu_swiglu`, `npu_grouped_matmul` and `npu_moe_finalize_routing`,
 which weighs and adds in float32. Weights are rounded to the dtype of the rows. Biases behind the first product are
 added as rows, as npu_grouped_matmul is documented to take one of one dim alone; those behind the second by the sum.
@@ -9,95 +9,27 @@ added as rows, as npu_grouped_matmul is documented to take one of one dim alone;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion import Group, Rule, attribute, lookalike, lowering, pattern, require, tensor, variants
-from patterns.linear.gates import BOUNDS, Merged, activated
-
-
-@dataclass(frozen=True)
-class Choice(Group):
-    """Which experts each token chose, how rows stand for them, and what each counts."""
-
-    experts: Any = tensor("T K")
-    weights: Any = tensor("T K")
-    order: Any = tensor("R", optional=True)
-    is_sorted: Any = attribute()
-
-    def product(self, p, x, weight, bias, is_parameter_only):
-        """Each row by the matrix of its expert, and perhaps its bias."""
-        how = dict(is_sorted=self.is_sorted, is_parameter_only=is_parameter_only)
-        return p.expert_product(x=x, weight=weight, bias=bias, experts=self.experts, **how)
-
-    def in_order(self, places: Tensor) -> Tensor:
-        """The expert of each sorted row [R], of the place that each pair has there."""
-        listed = self.experts.flatten().to(torch.int64)
-        return listed.new_zeros(listed.shape).scatter(0, places.to(torch.int64), listed)
-
-
-@dataclass(frozen=True)
-class MergedGate(Group):
-    """Gate and up of an expert in one matrix."""
-
-    weight: Any = tensor("E H J")
-    bias: Any = tensor("E J", optional=True)
-    is_parameter_only: Any = attribute()
-    interleaved: Any = attribute()
-
-    def terms(self, p, rows, choice):
-        """Both, of all rows."""
-        both = choice.product(p, rows, self.weight, self.bias, self.is_parameter_only)
-        return Merged(both, self.interleaved).terms(p)
-
-    def refuse(self) -> None:
-        """They lie in one tensor already."""
-
-    def joined(self) -> Tensor:
-        """Both, [E, H, 2 · I]."""
-        return self.weight
-
-    def biases(self) -> Tensor | None:
-        """Those of both, [E, 2 · I]."""
-        return self.bias
-
-
-@dataclass(frozen=True)
-class TwoGates(Group):
-    """Gate and up of an expert in a matrix each."""
-
-    gate: Any = tensor("E H I")
-    gate_bias: Any = tensor("E I", optional=True)
-    gate_is_parameter_only: Any = attribute()
-    up: Any = tensor("E H I")
-    up_bias: Any = tensor("E I", optional=True)
-    up_is_parameter_only: Any = attribute()
-    interleaved = False
-
-    def terms(self, p, rows, choice):
-        """Both, of all rows."""
-        wide = torch.float32
-        gate = choice.product(p, rows, self.gate, self.gate_bias, self.gate_is_parameter_only)
-        up = choice.product(p, rows, self.up, self.up_bias, self.up_is_parameter_only)
-        return p.maybe_cast(gate, to=wide), p.maybe_cast(up, to=wide)
-
-    def refuse(self) -> None:
-        """Joining is free only where it is done once."""
-        fixed = self.gate_is_parameter_only and self.up_is_parameter_only
-        require(fixed, "the matrices of the experts do not come from Parameters alone: joining them would cost a copy")
-        require((self.gate_bias is None) == (self.up_bias is None), "only one of gate and up has biases of the experts")
-
-    def joined(self) -> Tensor:
-        """Both, [E, H, 2 · I]."""
-        return torch.cat([self.gate, self.up], dim=2)
-
-    def biases(self) -> Tensor | None:
-        """Those of both, [E, 2 · I]."""
-        return None if self.gate_bias is None else torch.cat([self.gate_bias, self.up_bias], dim=1)
+from fusion import Rule, attribute, calls, lookalike, lowering, pattern, require, tensor, variants
+from patterns.linear.gates import BOUNDS, Unbounded, activated
+from patterns.routing.activations import ACTIVATIONS, GatedGelu
+from patterns.routing.encodings import (
+    ENCODINGS,
+    GATES,
+    INT8_ENCODINGS,
+    Choice,
+    FloatRows,
+    OneMatrix,
+    Outward,
+    QuantisedTokens,
+)
 
 
 @dataclass(frozen=True)
@@ -111,30 +43,47 @@ class RoutedExperts(Rule):
         return torch.einsum("tkh,tk->th", rows, weights)
 
     @pattern
-    @variants(gate=(MergedGate, TwoGates), bounds=BOUNDS)
-    def summed(
-        self, p, gate, bounds, tokens=tensor("T H"), choice: Any = Choice, down=tensor("E I H"),
-        down_bias=tensor("E H", optional=True), down_is_parameter_only=attribute(), shape=attribute(),
-    ):  # fmt: skip
+    @variants(rows=ENCODINGS, gate=GATES, bounds=(*BOUNDS, GatedGelu))
+    def summed(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, shape=attribute()):
         """Rows, two products with an activation between, and their sum."""
-        rows = p.routed_rows(tokens=tokens, experts=choice.experts, order=choice.order)
-        hidden = p.as_dtype(activated(p, bounds, gate.terms(p, rows, choice), tokens), like=tokens)
-        given = choice.product(p, hidden, down, down_bias, down_is_parameter_only)
+        like, listed = rows.like(gate.first), rows.listed(p, choice)
+        terms = gate.terms(p, partial(rows.product, p, choice, listed))
+        hidden = rows.further(p, activated(p, bounds, terms, like), like)
+        given = rows.product(p, choice, hidden, down)
         return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
 
-    @lookalike("what an expert computes between its two products is not a gated silu")
-    def otherwise(
-        self, p, hidden=tensor("*R I"), choice: Any = Choice, down=tensor("E I H"),
-        down_bias=tensor("E H", optional=True), down_is_parameter_only=attribute(), shape=attribute(),
-    ):  # fmt: skip
+    @pattern
+    @variants(rows=ENCODINGS, gate=(OneMatrix,), bounds=ACTIVATIONS)
+    def ungated(self, p, rows, gate, bounds, choice: Any = Choice, down: Any = Outward, shape=attribute()):
+        """The same with an activation of one product."""
+        like, listed = rows.like(gate.first), rows.listed(p, choice)
+        activation = bounds.activated(p, gate.terms(p, partial(rows.product, p, choice, listed)))
+        given = rows.product(p, choice, rows.further(p, activation, like), down)
+        return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
+
+    @lookalike("what an expert computes between its two products is not a gated silu or gelu, nor an activation alone")
+    def otherwise(self, p, hidden=tensor("*R I"), choice: Any = Choice, down: Any = Outward, shape=attribute()):
         """Any sum of what experts give."""
-        given = choice.product(p, hidden, down, down_bias, down_is_parameter_only)
+        given = FloatRows.product(p, choice, hidden, down)
         return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
 
-    def guard(self, gate: Any, bounds: Any, choice: Choice, shape: Any):
+    @lookalike(
+        "what an expert computes between its two int8 products is no activation whose rows are quantised by token, "
+        "or what it reads is not rows of tokens in int8"
+    )
+    def otherwise_in_int8(
+        self, p, hidden=tensor("*R I"), scales=tensor("*R 1"), choice: Any = Choice, down: Any = Outward,
+        shape=attribute(),
+    ):  # fmt: skip
+        """The same in int8."""
+        given = QuantisedTokens.product(p, choice, (hidden, scales), down)
+        return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
+
+    def guard(self, rows: Any, gate: Any, bounds: Any, choice: Choice, down: Outward, shape: Any):
         """What the operators take, and that rows which are sorted are put back."""
         bounds.refuse(gate.interleaved)
         gate.refuse()
+        rows.refuse(down)
         require(
             choice.is_sorted == (choice.order is not None), "rows are sorted by expert for one of two products alone"
         )
@@ -142,28 +91,42 @@ class RoutedExperts(Rule):
         require(len(shape) - len(known) <= 1, "the result has several symbolic sizes")
 
     @lowering
-    def npu(self, tokens: Tensor, choice: Choice, gate: Any, bounds: Any, down: Tensor, down_bias: Any, shape: Any):
-        """Rows in order of their experts, two products of groups with an activation between, and the sum."""
-        count = down.shape[0]
-        rows, places, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
-            tokens,
-            choice.experts.to(torch.int32),
-            active_num=0,
-            expert_num=count,
-            expert_tokens_num_type=1,
-            expert_tokens_num_flag=True,
-            active_expert_range=[0, count],
+    @variants(rows=INT8_ENCODINGS, bounds=(Unbounded,))
+    def gated(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
+        """The first product, its activation and quantisation as one, which reads matrices in FRACTAL_NZ alone."""
+        both = gate.joined()
+        require(both.is_parameter_only, "the matrices of the experts are not prepared: the operator reads FRACTAL_NZ")
+        routed = rows.routed(choice.experts, down.weight.shape[0])
+        int8, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
+            routed.rows, [both.in_nz()], [both.scale], routed.scales, routed.counts, group_list_type=1
         )
-        both, biases = _by_group(rows, gate.joined(), counts), gate.biases()
-        if biases is not None:
-            both = both + biases[choice.in_order(places)]
-        given = _by_group(bounds.run(both, gate.interleaved), down, counts)
-        weights, of = choice.weights.to(tokens.dtype), None if down_bias is None else choice.experts.to(torch.int32)
-        y = torch.ops.npu.npu_moe_finalize_routing(given, None, None, down_bias, weights, places, of, drop_pad_mode=2)
-        return y.reshape([each if isinstance(each, int) else -1 for each in shape])
+        given = rows.multiplied(routed._replace(rows=int8, scales=scales), down)
+        return _total(given, choice, routed.places, down, shape)
+
+    @lowering
+    @calls("npu::npu_swiglu_quant")
+    @variants(rows=INT8_ENCODINGS, bounds=(Unbounded,))
+    def quantised(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
+        """Activation and quantisation as one, which not every compiler takes."""
+        routed = rows.routed(choice.experts, down.weight.shape[0])
+        both = rows.multiplied(routed, replace(gate.joined(), dtype=down.dtype))
+        int8, scales = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
+        given = rows.multiplied(routed._replace(rows=int8, scales=scales), down)
+        return _total(given, choice, routed.places, down, shape)
+
+    @lowering
+    def npu(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
+        """Rows in order of their experts, two products of groups with an activation between, and the sum."""
+        routed, first = rows.routed(choice.experts, down.weight.shape[0]), gate.joined()
+        both = rows.multiplied(routed, replace(first, dtype=down.dtype))
+        if first.bias is not None:
+            both = both + first.bias[choice.in_order(routed.places)]
+        hidden = rows.encoded(routed, bounds.run(both, gate.interleaved))
+        return _total(rows.multiplied(hidden, down), choice, routed.places, down, shape)
 
 
-def _by_group(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Sorted rows by the matrix of their expert, of which each has so many."""
-    how = dict(group_list=counts, split_item=2, group_type=0, group_list_type=1)
-    return torch.ops.npu.npu_grouped_matmul([rows], [matrices], **how)[0]
+def _total(given: Tensor, choice: Choice, places: Tensor, down: Outward, shape: Any) -> Tensor:
+    """The sum of what experts give, each row with its weight, and perhaps their biases."""
+    weights, of = choice.weights.to(given.dtype), None if down.bias is None else choice.experts.to(torch.int32)
+    y = torch.ops.npu.npu_moe_finalize_routing(given, None, None, down.bias, weights, places, of, drop_pad_mode=2)
+    return y.reshape([each if isinstance(each, int) else -1 for each in shape])

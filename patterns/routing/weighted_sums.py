@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
+
+import torch
 
 from fusion.analysis.intervals import uncast
 from fusion.analysis.rounding import is_float, unscaled
@@ -54,6 +57,19 @@ def as_sum(found: Total, several: list[Value]) -> Found:
             return value, Reading("expert_sum", said if found.order is None else {**said, "order": found.order})
     kept = f"the sum over experts is kept in {dtype}: the operator rounds it to {rows.dtype}, as rows are"
     return several[0], Miss(RULE, kept.replace("torch.", ""), at=(rows,))
+
+
+def sum_of_products(a: Algebra, found: Total, product: Reading | None, several: list[Value]) -> Iterator[Found]:
+    """A sum of rows that are a product; in int8 they have the dtype that they, or the sum, are rounded to."""
+    dtype = next((each.dtype for each in several if each.dtype in _HALVES), None)
+    if product is not None and product.op == "int8_expert_product" and dtype and found.rows.dtype not in _HALVES:
+        rows = a.cast(found.rows, dtype)
+        yield rows, Reading(product.op, {**product.captures, "dtype": dtype})
+        found = found._replace(rows=rows)
+    yield as_sum(found, several)
+
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def _of_products(a: Algebra, x: Value) -> Total | None:

@@ -41,6 +41,18 @@ EXPERT_PRODUCT = word(
     is_sorted="whether rows are sorted by expert",
     is_parameter_only="whether the matrices are computed from Parameters alone",
 )
+INT8_EXPERT_PRODUCT = word(
+    "int8_expert_product",
+    "(each row by the matrix of its expert) · scale · tokens, sums in int32 [.., N]",
+    x="[.., M] in int8, prod(..) = R",
+    tokens="[.., 1]",
+    weight="[E, M, N] in int8",
+    scale="[E, N], of which the line of its expert is that of each row",
+    experts="[T, K]",
+    is_sorted="as of expert_product",
+    is_parameter_only="whether matrices and scales are computed from Parameters alone",
+    dtype="of the result",
+)
 EXPERT_SUM = word(
     "expert_sum",
     "the sum over its choices of the rows of a token, each times a weight",

@@ -143,6 +143,14 @@ def _gating(*shape: int, **more: Any):
     return lambda dtype: {"x": (torch.rand(shape).argsort(-1) / 8).to(dtype), **more}
 
 
+def _gelu(*shape: int, approximate: str = "none", swap: bool = False):
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x = torch.randn(*shape, dtype=torch.float64).to(dtype)
+        return {"input": x.transpose(0, 1) if swap else x, "approximate": approximate}
+
+    return make
+
+
 def _clipped(*shape: int, swap: bool = False, **more: Any):
     def make(dtype: torch.dtype) -> dict[str, Any]:
         x = (6 * torch.randn(*shape, dtype=torch.float64)).to(dtype)
@@ -337,6 +345,8 @@ CASES = (
     Case("npu_moe_gating_top_k", "softmax, best of groups", _grouped(7, 32, False, k=5, k_group=2, group_count=4)),
     Case("npu_moe_gating_top_k", "softmax, renormalised", _grouped(3, 12, k=12, renorm=1, routed_scaling_factor=0.5)),
     *(Case(*call) for call in experts.CALLS),
+    Case("npu_gelu", "erf", _gelu(2, 5, 64)),
+    Case("npu_gelu", "tanh, transposed", _gelu(5, 3, 64, approximate="tanh", swap=True)),
     Case("npu_clipped_swiglu", "pairs", _clipped(2, 5, 64)),
     Case("npu_clipped_swiglu", "halves", _clipped(3, 64, alpha=1.0, limit=3.0, bias=0.0, interleaved=False)),
     Case("npu_clipped_swiglu", "halves of the first dim", _clipped(6, 8, dim=0, bias=-0.5, interleaved=False)),
@@ -373,6 +383,7 @@ CASES = (
     *(Case("npu_quant_lightning_indexer", label, make) for label, make in sparse.QUANT_INDEXER),
     *(Case("npu_kv_quant_sparse_flash_attention", label, make) for label, make in sparse.QUANT_ATTENTION),
     *(Case("npu_dynamic_quant", label, make) for label, make in quant.QUANT),
+    *(Case("npu_swiglu_quant", label, make) for label, make in quant.GATED),
     *(Case("npu_quantize", label, make) for label, make in quant.FIXED),
     *(Case("npu_quant_matmul", label, make) for label, make in quant.PRODUCTS),
     *(Case("npu_add_rms_norm_dynamic_quant", label, make) for label, make in quant.NORMS),

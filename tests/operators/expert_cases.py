@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from fusion.operators import CHIPS, HOST
+from tests.operators.quant_cases import grid
+from tests.operators.quant_references import rows as quantised
 
 A2_A3 = CHIPS[:2]
 ROUTE, GROUPED, FINISH = "npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_finalize_routing"
+GATED = "npu_grouped_matmul_swiglu_quant_v2"
 Make = Callable[[torch.dtype], dict[str, Any]]
 
 
@@ -20,14 +23,54 @@ def chosen(tokens: int, choices: int, experts: int) -> Tensor:
     return torch.rand(tokens, experts).argsort(-1)[:, :choices].to(torch.int32)
 
 
-def routing(tokens: int, choices: int, experts: int, row_idx_type: int = 0, width: int = 12) -> Make:
+def routing(
+    tokens: int, choices: int, experts: int, row_idx_type: int = 0, width: int = 12, quantised: bool = False
+) -> Make:
+    """Of rows that become int8 on the way where they are `quantised`."""
+
     def make(dtype: torch.dtype) -> dict[str, Any]:
-        x = torch.randn(tokens, width, dtype=torch.float64).to(dtype)
+        x = (grid(tokens, width) if quantised else torch.randn(tokens, width, dtype=torch.float64)).to(dtype)
         how = {"active_num": 0, "expert_num": experts, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
         return {
             "x": x, "expert_idx": chosen(tokens, choices, experts), **how, "active_expert_range": [0, experts],
-            "row_idx_type": row_idx_type,
+            "row_idx_type": row_idx_type, "quant_mode": 1 if quantised else -1,
         }  # fmt: skip
+
+    return make
+
+
+def _whole(*shape: int) -> Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def _scales(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Near those of int8, in float32 or wider."""
+    scales = torch.rand(shape, dtype=torch.float64) / 64 + 1 / 128
+    return scales.to(torch.promote_types(dtype, torch.float32))
+
+
+def routing_int8(tokens: int, choices: int, experts: int) -> Make:
+    """Of rows in int8, and of their scales."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        call = routing(tokens, choices, experts)(dtype)
+        return call | {"x": _whole(tokens, 12), "scale": _scales(dtype, tokens)}
+
+    return make
+
+
+def groups_int8(*counts: int, inputs: int = 24, outputs: int = 16, narrow: bool = False, gated: bool = False) -> Make:
+    """In int8, with scales of channels in bfloat16 where they are `narrow`; both products of a gated layer."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        x, weight = _whole(sum(counts), inputs), _whole(len(counts), inputs, outputs)
+        channels, tokens = _scales(dtype, len(counts), outputs), _scales(dtype, sum(counts))
+        channels = channels.to(torch.bfloat16) if narrow else channels
+        told = {"group_list": torch.tensor(counts), "group_list_type": 1}
+        if gated:
+            return {"x": x, "weight": [weight], "weight_scale": [channels / 64], "x_scale": tokens} | told
+        how = {"split_item": 2, "group_type": 0, "output_dtype": 5 if dtype == torch.float16 else 15}
+        return {"x": [x], "weight": [weight], "scale": [channels], "per_token_scale": [tokens]} | told | how
 
     return make
 
@@ -67,6 +110,8 @@ CALLS: list[tuple[str, str, Make]] = [
     (ROUTE, "more experts than rows", routing(1, 2, 16)),
     (ROUTE, "in order of the rows", routing(5, 3, 6, row_idx_type=1)),
     (ROUTE, "one expert each", routing(4, 1, 3)),
+    (ROUTE, "rows that are quantised", routing(4, 2, 5, quantised=True)),
+    (ROUTE, "rows in int8 with scales", routing_int8(4, 2, 5)),
     (GROUPED, "groups of several lengths", groups(2, 5, 1)),
     (GROUPED, "empty groups", groups(0, 3, 0, 0, 4, 0)),
     (GROUPED, "turned matrices", groups(3, 4, turned=True)),
@@ -74,6 +119,10 @@ CALLS: list[tuple[str, str, Make]] = [
     (GROUPED, "where each group ends", groups(1, 4, 2, ends=True)),
     (GROUPED, "one row", groups(0, 1, 0, 0)),
     (GROUPED, "all in one group", groups(0, 9)),
+    (GROUPED, "in int8", groups_int8(2, 0, 5, 1)),
+    (GROUPED, "in int8, of more inputs than sums in float32 hold", groups_int8(1, 3, inputs=1500)),
+    (GATED, "groups of several lengths", groups_int8(2, 5, 1, gated=True)),
+    (GATED, "empty groups", groups_int8(0, 3, 0, 4, 0, gated=True)),
     (FINISH, "two rows of each token", finishing(3, 2)),
     (FINISH, "one row of each", finishing(4, 1, skips=1)),
     (FINISH, "beside two others", finishing(2, 3, skips=2)),
@@ -85,23 +134,42 @@ CALLS: list[tuple[str, str, Make]] = [
 # references ---------------------------------------------------------------------------------------------------------
 
 
-def route(x: Tensor, expert_idx: Tensor, expert_num: int, row_idx_type: int, **how: Any) -> tuple[Tensor, ...]:
+def route(
+    x: Tensor, expert_idx: Tensor, expert_num: int, row_idx_type: int, quant_mode: int, scale: Tensor | None = None,
+    **how: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Expert by expert, the pairs that chose it."""
     listed = expert_idx.flatten().tolist()
     order = [pair for expert in range(expert_num) for pair, chose in enumerate(listed) if chose == expert]
     rows = torch.stack([x[pair // expert_idx.shape[1]] for pair in order])
     places = order if row_idx_type else [order.index(pair) for pair in range(len(order))]
     counts = [listed.count(expert) for expert in range(expert_num)]
-    return rows, torch.tensor(places), torch.tensor(counts), x.new_zeros(len(order))
+    told = torch.zeros(len(order)) if scale is None else scale[[pair // expert_idx.shape[1] for pair in order]]
+    rows, told = quantised(rows) if quant_mode == 1 else (rows, told)
+    return rows, torch.tensor(places), torch.tensor(counts), told
 
 
 def by_group(
-    x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_list_type: int, **how: Any
-) -> list[Tensor]:
+    x: list[Tensor], weight: list[Tensor], group_list: Tensor, group_list_type: int, scale: list[Tensor] | None = None,
+    per_token_scale: list[Tensor] | None = None, **how: Any,
+) -> list[Tensor]:  # fmt: skip
     """Row by row."""
     ends = (group_list.cumsum(0) if group_list_type else group_list).tolist()
     group = [next(g for g, end in enumerate(ends) if row < end) for row in range(x[0].shape[0])]
-    return [torch.stack([x[0][row] @ weight[0][g] for row, g in enumerate(group)])]
+    out = torch.stack([x[0][row].double() @ weight[0][g].double() for row, g in enumerate(group)])
+    if scale is None or per_token_scale is None:
+        return [out]
+    return [torch.stack([out[row] * scale[0][g] * per_token_scale[0][row] for row, g in enumerate(group)])]
+
+
+def gated(
+    x: Tensor, weight: list[Tensor], weight_scale: list[Tensor], x_scale: Tensor, group_list: Tensor,
+    group_list_type: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The products, then lane by lane."""
+    (both,) = by_group([x], weight, group_list, group_list_type, weight_scale, [x_scale])
+    half = both.shape[1] // 2
+    return quantised(both[:, :half] / (1 + (-both[:, :half]).exp()) * both[:, half:])
 
 
 def finish(
@@ -120,7 +188,7 @@ def finish(
     return sum((each for each in (skip1, skip2) if each is not None), out)
 
 
-REFERENCES = {ROUTE: route, GROUPED: by_group, FINISH: finish}
+REFERENCES = {ROUTE: route, GROUPED: by_group, GATED: gated, FINISH: finish}
 
 
 # limits -------------------------------------------------------------------------------------------------------------
@@ -149,16 +217,32 @@ _ALL = (HOST, *A2_A3)
 _SKIP = t(3, 16)
 _BIASED = {"bias": t(8, 16), "export_for_source_row": t(3, 2, dtype=torch.int32)}
 _LISTS = (
-    "bias", "scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale", "activation_input",
-    "activation_quant_scale", "activation_quant_offset",
+    "bias", "offset", "antiquant_scale", "antiquant_offset", "activation_input", "activation_quant_scale",
+    "activation_quant_offset",
 )  # fmt: skip
 _CODES = ("output_dtype", "x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
-F32 = torch.float32
+F32, I8 = torch.float32, torch.int8
+_CHANNELS, _ROWS = [t(4, 8, dtype=F32)], [t(3, dtype=F32)]
+
+
+def _whole_group(**more: Any) -> dict[str, Any]:
+    call = _group(x=[t(3, 16, dtype=I8)], weight=[t(4, 16, 8, dtype=I8)])
+    return call | {"scale": _CHANNELS, "per_token_scale": _ROWS, "output_dtype": 15} | more
+
+
+def _gated(count: int = 4, inputs: int = 16, outputs: int = 8, **more: Any) -> dict[str, Any]:
+    call = {"x": t(3, inputs, dtype=I8), "weight": [t(count, inputs, outputs, dtype=I8)], "x_scale": t(3, dtype=F32)}
+    told = {"weight_scale": [t(count, outputs, dtype=F32)], "group_list": t(count, dtype=torch.int64)}
+    return call | told | {"group_list_type": 1} | more
+
+
+_OPERANDS = ("weight_assist_matrix", "tuning_config", "x_dtype", "weight_dtype", "weight_scale_dtype", "x_scale_dtype")
 EDGES: list[Any] = [
     (ROUTE, _ALL, _route(2), _route(1), "K <= expert_num"),
     (ROUTE, _ALL, _route(row_idx_type=1), _route(row_idx_type=2), "row_idx_type in (0, 1)"),
-    (ROUTE, _ALL, _route(), _route(quant_mode=1), "quant_mode == -1"),
-    (ROUTE, _ALL, _route(), _route(scale=t(3, dtype=F32)), "not given(scale)"),
+    (ROUTE, _ALL, _route(quant_mode=1), _route(quant_mode=0), "quant_mode in (-1, 1)"),
+    (ROUTE, _ALL, _route(scale=t(3, dtype=F32)), _route(scale=t(3, dtype=F32), quant_mode=1), "not given(scale)"),
+    (ROUTE, _ALL, _route(x=t(3, 16, dtype=I8)), _route(x=t(3, 16, dtype=I8), quant_mode=1), "dtype(x) != 'int8'"),
     (ROUTE, _ALL, _route(), _route(offset=t(1, dtype=F32)), "not given(offset)"),
     (ROUTE, _ALL, _route(), _route(x_dtype=1), "not given(x_dtype)"),
     (ROUTE, _ALL, _route(), _route(active_num=-1), "active_num == 0"),
@@ -177,6 +261,37 @@ EDGES: list[Any] = [
     *((GROUPED, _ALL, _group(), _group(**{name: [t(8)]}), f"not given({name})") for name in _LISTS),
     *((GROUPED, _ALL, _group(), _group(**{name: 1}), f"not given({name})") for name in _CODES),
     (GROUPED, _ALL, _group(), _group(tuning_config=[1]), "not given(tuning_config)"),
+    (GROUPED, _ALL, _group(), _group(scale=_CHANNELS), "not given(scale)"),
+    (GROUPED, _ALL, _group(), _group(per_token_scale=_ROWS), "not given(per_token_scale)"),
+    (GROUPED, _ALL, _whole_group(), _whole_group(scale=None), "given(scale)"),
+    (GROUPED, _ALL, _whole_group(), _whole_group(per_token_scale=None), "given(per_token_scale)"),
+    (GROUPED, _ALL, _whole_group(), _whole_group(output_dtype=None), "given(output_dtype)"),
+    (GROUPED, _ALL, _whole_group(output_dtype=5), _whole_group(output_dtype=1), "output_dtype in (5, 15)"),
+    (
+        GROUPED,
+        A2_A3,
+        _whole_group(scale=[t(4, 8)]),
+        _whole_group(scale=[t(4, 8)], output_dtype=5),
+        "dtype(scale) == 'float32'",
+    ),
+    (GATED, _ALL, _gated(), _gated(weight=_gated()["weight"] * 2), "length(weight) == 1 and length(weight_scale) == 1"),
+    (GATED, _ALL, _gated(outputs=8), _gated(outputs=7), "N % 2 == 0"),
+    (GATED, _ALL, _gated(group_list_type=0), _gated(group_list_type=2), "group_list_type in (0, 1)"),
+    *(
+        (GATED, _ALL, _gated(), _gated(**{name: other}), f"{name} == {kept}")
+        for name, kept, other in (
+            ("dequant_mode", 0, 1),
+            ("dequant_dtype", 6, 15),
+            ("quant_mode", 0, 1),
+            ("quant_dtype", 1, 23),
+        )
+    ),
+    (GATED, _ALL, _gated(), _gated(smooth_scale=t(4, 4, dtype=F32)), "not given(smooth_scale)"),
+    (GATED, _ALL, _gated(), _gated(bias=t(4, 8, dtype=torch.int32)), "not given(bias)"),
+    *((GATED, _ALL, _gated(), _gated(**{name: 1}), f"not given({name})") for name in _OPERANDS),
+    (GATED, A2_A3, _gated(inputs=65535), _gated(inputs=65536), "K < 65536"),
+    (GATED, A2_A3, _gated(outputs=10240), _gated(outputs=10242), "N <= 10240"),
+    (GATED, A2_A3, _gated(1024), _gated(1025), "G <= 1024"),
     (GROUPED, A2_A3, _group(inputs=65535), _group(inputs=65536), "K < 65536"),
     (GROUPED, A2_A3, _group(outputs=65535), _group(outputs=65536), "N < 65536"),
     (GROUPED, A2_A3, _group(1024), _group(1025), "G <= 1024"),

@@ -40,6 +40,21 @@ QUANT: tuple[tuple[str, Make], ...] = (
 )
 
 
+def gated(*shape: int, left: bool = True) -> Make:
+    """Both halves, the gate first or last."""
+
+    def make(dtype: torch.dtype) -> dict[str, Any]:
+        return {"x": torch.randn(*shape, dtype=torch.float64).to(dtype), "activate_left": left, "quant_mode": 1}
+
+    return make
+
+
+GATED: tuple[tuple[str, Make], ...] = (
+    ("the first half activated", gated(7, 48)),
+    ("the second half activated, batch 1", gated(1, 5, 48, left=False)),
+)
+
+
 def fixed(
     *shape: int, one: bool = False, zero: torch.dtype | None = None, divided: bool = True, swap: bool = False
 ) -> Make:

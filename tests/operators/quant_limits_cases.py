@@ -36,6 +36,22 @@ QUANT: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+def gated(*shape: int, **more: Any) -> dict[str, Any]:
+    return {"x": t(*(shape or (7, 48))), "activate_left": True, "quant_mode": 1} | more
+
+
+_UNSET = {"smooth_scales": t(2, 24, dtype=F32), "offsets": t(2, 24, dtype=F32), "group_index": t(2, dtype=INT),
+          "dst_type": torch.int8}  # fmt: skip
+GATED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
+    (EVERY, gated(), gated(7, 47), "D % 2 == 0"),
+    (EVERY, gated(), gated(quant_mode=0), "quant_mode == 1"),
+    (EVERY, gated(), gated(group_list_type=1), "group_list_type == 0"),
+    *((EVERY, gated(), gated(**{name: value}), f"not given({name})") for name, value in _UNSET.items()),
+    (CHIPS, gated(1, 48), gated(48), "rank(x) > 1"),
+    (CHIPS, gated(7, 8192), gated(7, 8194), "D <= 8192"),
+]
+
+
 def fixed(of: torch.dtype = BF16, **more: Any) -> dict[str, Any]:
     x, scales = t(7, 48, dtype=of), t(48, dtype=of)
     return {"input": x, "scales": scales, "zero_points": None, "dtype": 12, "axis": -1} | more
@@ -268,6 +284,7 @@ TURNED: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any], str]] = [
 ]
 EDGES: list[Edge] = [
     *(("npu_dynamic_quant", *edge) for edge in QUANT),
+    *(("npu_swiglu_quant", *edge) for edge in GATED),
     *(("npu_quantize", *edge) for edge in FIXED),
     *(("npu_quant_matmul", *edge) for edge in PRODUCTS),
     *(("npu_add_rms_norm_dynamic_quant", *edge) for edge in NORMS),

@@ -25,6 +25,12 @@ def dynamic_quant(input: Tensor, smooth_scales: Tensor | None = None) -> tuple[T
     return rows(input if smooth_scales is None else input * smooth_scales)
 
 
+def swiglu_quant(x: Tensor, activate_left: bool, quant_mode: int) -> tuple[Tensor, Tensor]:
+    half = x.shape[-1] // 2
+    gate, up = (x[..., :half], x[..., half:]) if activate_left else (x[..., half:], x[..., :half])
+    return rows(gate / (1 + (-gate).exp()) * up)
+
+
 def quantize(
     input: Tensor, scales: Tensor, zero_points: Tensor | None, dtype: int, axis: int, div_mode: bool
 ) -> Tensor:  # fmt: skip
@@ -107,6 +113,7 @@ def rotate_quant(x: Tensor, rotation: Tensor, dst_dtype: int) -> tuple[Tensor, T
 
 REFERENCES = {
     "npu_dynamic_quant": dynamic_quant,
+    "npu_swiglu_quant": swiglu_quant,
     "npu_quant_matmul": quant_matmul,
     "npu_add_rms_norm_dynamic_quant": norm,
     "npu_add_rms_norm_quant": added_static_norm,

@@ -142,6 +142,12 @@ def grouped_gating(
     return torch.stack(shares), torch.tensor(chosen), scores
 
 
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        return input * (1 + torch.erf(input / 2**0.5)) / 2
+    return input * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (input + 0.044715 * input**3))) / 2
+
+
 def clipped_swiglu(
     x: Tensor,
     dim: int = -1,
@@ -235,6 +241,7 @@ REFERENCES = {
     "npu_moe_gating_top_k_softmax_v2": gating,
     "npu_moe_gating_top_k": grouped_gating,
     "npu_clipped_swiglu": clipped_swiglu,
+    "npu_gelu": gelu,
     **experts.REFERENCES,
     "npu_format_cast": format_cast,
     "npu_fusion_attention": attention.fusion,

@@ -388,6 +388,15 @@ EDGES = [
     ("npu_format_cast", (A2, A3), NZ, NZ | {"input": t(32)}, "rank(input) >= 2"),
     ("npu_format_cast", (A2, A3), NZ, NZ | {"customize_dtype": 1}, "not given(customize_dtype)"),
     ("npu_format_cast", (A2, A3), NZ, NZ | {"input_dtype": 1}, "not given(input_dtype)"),
+    # npu_gelu
+    (
+        "npu_gelu",
+        (HOST, A2),
+        {"input": t(3, 4), "approximate": "tanh"},
+        {"input": t(3, 4), "approximate": "sigmoid"},
+        "approximate in ('none', 'tanh')",
+    ),
+    ("npu_gelu", (A2,), {"input": t(*DEEP[1:])}, {"input": t(*DEEP)}, "rank(input) <= 8"),
     # npu_clipped_swiglu
     ("npu_clipped_swiglu", (HOST, A2, A3), CLIPPED | {"dim": 2}, CLIPPED | {"dim": 3}, "dim < rank(x)"),
     ("npu_clipped_swiglu", (HOST, A2, A3), CLIPPED, {"x": t(2, 3, 63)}, "size(x, dim) % 2 == 0"),

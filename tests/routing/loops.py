@@ -181,5 +181,7 @@ OTHERS: dict[str, tuple[Form, str | None]] = {
     "one is left out": (left_out, None),
     "one weight for two": (twice, None),
     "an expert that mixes tokens": (_loop(expert=over_tokens), _NOT_ONE),
-    "no gate": (_loop(expert=lambda x, gate, up, down: F.linear(F.relu(F.linear(x, gate)), down)), "not a gated silu"),
+    "a sigmoid alone": (
+        _loop(expert=lambda x, gate, up, down: F.linear(torch.sigmoid(F.linear(x, gate)), down)), "not a gated silu"
+    ),
 }  # fmt: skip

@@ -37,7 +37,9 @@ A3 = Options(target="ascend910_93")
 TOLERANCE = {BF16: 1e-2, F16: 2e-3, F32: 2e-6}
 
 
-def run(form: Form, args: tuple[Tensor, ...], level: str = "composite", dynamic: bool | None = False):
+def run(
+    form: Form, args: tuple[Tensor, ...], level: str = "composite", dynamic: bool | None = False, options: Options = A3
+):
     """The plain result, the fused one, the fused graph, and what was done; `dynamic`: for any number of tokens."""
     for each in args[:2] if dynamic else ():
         torch._dynamo.mark_dynamic(each, 0)
@@ -50,7 +52,7 @@ def run(form: Form, args: tuple[Tensor, ...], level: str = "composite", dynamic:
     with torch.no_grad():
         plain = gm(*captured.inputs)[0]
     named = dict(zip((n.name for n in gm.graph.find_nodes(op="placeholder")), captured.inputs, strict=True))
-    outcome = fuse_graph(gm.graph, installed(), A3, captured.facts)
+    outcome = fuse_graph(gm.graph, installed(), options, captured.facts)
     assert not outcome.failures, outcome.failures
     gm.recompile()
     with torch.no_grad():

@@ -195,6 +195,9 @@ translations(
         "aten.reciprocal.default": partial(_power, exponent=-1),
         "aten.relu.default": lambda a, out, x: _relu(a, x),
         "aten.silu.default": lambda a, out, x: a.mul(x, a.unary("sigmoid", x)),
+        "aten.gelu.default": lambda a, out, x, approximate="none": a.make(
+            "gelu", (x,), (approximate,), x.shape, x.dtype
+        ),
         "aten.remainder.Scalar": partial(_by_divisor, "remainder"),
         "aten.floor_divide.default": _floor_divide,
         "aten.clamp_max.default": lambda a, out, x, high: _clamp(a, out, x, None, high),
