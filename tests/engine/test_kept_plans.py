@@ -215,3 +215,20 @@ def test_files_that_none_has_read_for_a_month_are_removed(tmp_path: Path):
     Shelf(own)
     assert sorted(tmp_path.iterdir()) == sorted([*files[1:], own])
     assert time.time() - own.stat().st_mtime < 3600
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_what_gives_another_dtype_is_planned_for_itself(where: str, dtypes: tuple[torch.dtype, ...]):
+    def merged(x: Tensor, y: Tensor, a: Tensor, b: Tensor, to: torch.dtype) -> Tensor:
+        both = torch.logaddexp(a, b)
+        old, new = ((each - both).exp().unsqueeze(-1) for each in (a, b))
+        return (old * x.float() + new * y.float()).to(to)
+
+    rows, sums = torch.randn(5, 4, 16).bfloat16(), torch.randn(5, 4)
+    for dtype in dtypes:
+        source = capture(lambda *given, to=dtype: merged(*given, to=to), (rows, rows + 1, sums, sums + 1)).graph.graph
+        outcome = fuse_graph(
+            copy.deepcopy(source), installed(), Options(target="host", lower="eager", plan_cache=where)
+        )
+        assert [each.match.rule.name for each in outcome.chosen] == ["attention_update"]

@@ -21,9 +21,14 @@ def mismatch(match: Match, plan: Plan) -> Refused | None:
                 "it would give {have} where the model has {want}",
                 {"have": f"{fake.dtype}{list(fake.shape)}", "want": f"{result.dtype}{list(result.shape)}"},
             )
-    if any(_lies_as_its_indices(node) for makers in match.roots for node in makers):
+    if lie_as_indices(match):
         return Refused("its result lies in memory as the indices do, which are not in the order of their dims", {})
     return None
+
+
+def lie_as_indices(match: Match) -> bool:
+    """Whether results of a match may lie otherwise than their fakes say."""
+    return any(_lies_as_its_indices(node) for makers in match.roots for node in makers)
 
 
 def _lies_as_its_indices(node: fx.Node) -> bool:

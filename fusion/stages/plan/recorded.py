@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from fusion.options import Options
 from fusion.recording import Fakes
 from fusion.records import Input, Match, Output, Plan, Step
 from fusion.shelf import Shelf
-from fusion.stages.plan.fit import mismatch
+from fusion.stages.plan.fit import lie_as_indices, mismatch
 from fusion.stages.plan.kept import Plans, digest, plans_of, text_of
 from fusion.target import Target
 from fusion.texts import frozen
@@ -66,8 +67,8 @@ class PlanBook:
         prepared = frozenset(name for name, each in tensors.items() if self.is_prepared(each))
         kept = _Kept(self._written_back(match, tensors), prepared)
         signature = tuple((name, self._look(each)) for name, each in captures.items())
-        results = tuple((each.shape, _lies(makers)) for each, makers in zip(match.results, match.roots, strict=True))
-        key = (match.rule.name, results, signature, kept)
+        results = tuple(starmap(_wanted, zip(match.results, match.roots, strict=True)))
+        key = (match.rule.name, results, lie_as_indices(match), signature, kept)
         if key not in self._plans:
             self._plans[key] = self._kept_or_recorded(key, match, captures, kept)
         return self._plans[key]
@@ -230,9 +231,10 @@ class PlanBook:
         return self._refusals[call]
 
 
-def _lies(makers: Sequence[fx.Node]) -> Hashable:
-    """How the result of a match lies in memory; None of what no node computes."""
-    return dims_of(makers[0].meta["val"].stride()) if makers else None
+def _wanted(result: Value, makers: Sequence[fx.Node]) -> Hashable:
+    """What plans are made to give for a result: its shape and what it is seen of, its dtype, and how it lies."""
+    strides = dims_of(makers[0].meta["val"].stride()) if makers else None
+    return result.shape, *(each.shape for each in _seen(result)), result.dtype, strides
 
 
 def _lies_as(makers: Sequence[fx.Node], fake: torch.Tensor) -> bool:
