@@ -15,13 +15,12 @@ from patterns.examples.inputs import Inputs, Part, fixed, tensors
 from patterns.examples.masks import behind, below
 from patterns.examples.quantisation import scales, weights
 
-B, N, M, D, LINE = 2, 4, 2, 32, 16
+B, N, M, D = 2, 4, 2, 32
 CHANNELS, HEADS, ALL = (1, M, 1, D), (M, 1, 1), (1,)
-ROWS, PAGE, OF_HEADS, NZ = (
+ROWS, PAGE, OF_HEADS = (
     (B, M, ROOM, D),
     (BLOCKS, SIZE, M, D),
     (BLOCKS, M, SIZE, D),
-    (BLOCKS, M, D // LINE, SIZE, LINE),
 )
 Attend = Callable[..., Tensor]
 
@@ -75,7 +74,7 @@ def of_heads(pages: Tensor, table: Tensor) -> Tensor:
 
 def of_lines(pages: Tensor, table: Tensor) -> Tensor:
     """Rows of pages in NZ."""
-    return pages[table].permute(0, 2, 1, 4, 3, 5).reshape(B, M, ROOM, D)
+    return pages[table].permute(0, 2, 1, 4, 3, 5).reshape(B, M, ROOM, -1)
 
 
 def over(read: Callable[[Tensor, Tensor], Tensor] = stored, attend: Attend = attended) -> Attend:
@@ -183,7 +182,11 @@ def tokens_and_zeros(q: Tensor, keys: Tensor, values: Tensor, *more: Tensor) -> 
 
 
 ZEROS = tuple(zeros(M, 1, D))
+W = 64
+"""Lanes of which a row in lines of 32 has two lines."""
+LINES = tensors((B, N, 1, W), *cache(BLOCKS, M, W // 32, SIZE, 32), *parameters(1, M, 1, W), LENGTHS, TABLE)
 EXAMPLES = (
+    Example("int8 pages in lines", over(of_lines), LINES),
     Example("int8 rows", over(), inputs(ROWS, *CHANNELS)),
     Example("int8 rows, sdpa", over(attend=by_sdpa), inputs(ROWS, *CHANNELS)),
     Example("int8 rows, scales of heads", over(), inputs(ROWS, *HEADS)),

@@ -102,6 +102,18 @@ near = over(
 )
 """Slopes, over all that the pages hold."""
 sdpa = over(by_sdpa(lambda lengths: ~hidden(lengths)))
+
+
+def of_segments(q: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> Tensor:
+    """A loop over packed sequences [T, N, D], each over so many keys of pages of its own."""
+    outs: list[Tensor] = []
+    for number, (each, count) in enumerate(zip(q.split((2, 1)), (7, 10), strict=True)):
+        k, v = (pages[table[number]].flatten(0, 1)[:count].transpose(0, 1)[None] for pages in (keys, values))
+        outs.append(by_sdpa(enable_gqa=True)(each.transpose(0, 1)[None], k, v)[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+SEGMENTS = tensors((3, N, D), *2 * ((BLOCKS, SIZE, M, D),), TABLE % BLOCKS)
 EXAMPLES = (
     Example("a step", step, inputs(1, LENGTHS)),
     Example("a step, a sequence without keys", step, inputs(1, EMPTY)),
@@ -118,6 +130,7 @@ EXAMPLES = (
     Example("slopes over pages", near, inputs(1, (N,), LENGTHS)),
     Example("a sink over pages", over(with_sink), inputs(1, LENGTHS, SINKS)),
     Example("lines of one head", over(of_lengths(), of_nz), inputs(1, LENGTHS, lanes=16)),
+    Example("segments", of_segments, SEGMENTS),
 )
 
 
@@ -133,4 +146,11 @@ GATHERED = (
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
 REJECTS = (Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),)
 
-TRIED = {"attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}
+TRIED = {
+    "attention": (
+        *EXAMPLES,
+        Example("segments in pages", of_segments, SEGMENTS),
+        *(each for each, _ in GATHERED),
+        *REJECTS,
+    )
+}
