@@ -130,7 +130,7 @@ EXAMPLES = (
     Example("slopes over pages", near, inputs(1, (N,), LENGTHS)),
     Example("a sink over pages", over(with_sink), inputs(1, LENGTHS, SINKS)),
     Example("lines of one head", over(of_lengths(), of_nz), inputs(1, LENGTHS, lanes=16)),
-    Example("segments", of_segments, SEGMENTS),
+    Example("segments in pages", of_segments, SEGMENTS),
 )
 
 
@@ -146,11 +146,4 @@ GATHERED = (
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
 REJECTS = (Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),)
 
-TRIED = {
-    "attention": (
-        *EXAMPLES,
-        Example("segments in pages", of_segments, SEGMENTS),
-        *(each for each, _ in GATHERED),
-        *REJECTS,
-    )
-}
+TRIED = {"attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}
