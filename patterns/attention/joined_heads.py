@@ -92,18 +92,24 @@ def _attended(a: Algebra, x: Value) -> Value:
 
 
 def _weights(a: Algebra, x: Value) -> Value:
-    return _of(a, x, [(_scores if x.op == "softmax" else _weights)(a, x.arg)])
+    return _of(a, x, [_scores(a, x.arg, {}) if x.op == "softmax" else _weights(a, x.arg)])
 
 
-def _scores(a: Algebra, x: Value) -> Value:
-    """Scores of which the product is one; themselves where it is none of joined ones."""
+def _scores(a: Algebra, x: Value, known: dict[Value, Value]) -> Value:
+    """Scores of which the product is one; themselves where it is none of joined ones. Each value is walked once."""
+    if x not in known:
+        known[x] = _scores_of(a, x, known)
+    return known[x]
+
+
+def _scores_of(a: Algebra, x: Value, known: dict[Value, Value]) -> Value:
     if x.op == "cat":
         return joined(a, x) or x
     if x.op in ("reshape", "permute"):
-        return _of(a, x, [_scores(a, x.arg)])
+        return _of(a, x, [_scores(a, x.arg, known)])
     if x.op not in _OF_SCORES:
         return x
-    return _of(a, x, [_scores(a, each) if prod(each.shape) == prod(x.shape) else each for each in x.args])
+    return _of(a, x, [_scores(a, each, known) if prod(each.shape) == prod(x.shape) else each for each in x.args])
 
 
 def _of(a: Algebra, x: Value, args: Sequence[Value]) -> Value:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fusion import testing
+from fusion.graph import Algebra
 from fusion.outcome import live_calls
 from fusion.testing import LEVELS, Level
+from patterns.attention.joined_heads import of_all_heads
 from patterns.attention.unlike import JOINED
 from tests.engine.graphs import numbers
 
@@ -123,3 +125,13 @@ def test_heads_that_are_not_those_of_one_tensor_in_order_stay(form: Callable[...
 @pytest.mark.parametrize("level", LEVELS)
 def test_heads_of_which_one_is_unlike_the_others_stay(form: Callable[..., Tensor], level: Level):
     assert check(form, level, 0)
+
+
+def test_a_chain_in_which_each_value_stands_twice_is_walked_once():
+    a = Algebra()
+    scores, values = (a.make("input", (), (name, 0), (B, N, T, T), torch.float32) for name in ("scores", "values"))
+    for _ in range(60):
+        bounded = a.make("clip", (scores,), (-1.0, 1.0), scores.shape, scores.dtype)
+        scores = a.make("add", (scores, bounded), (), scores.shape, scores.dtype)
+    weights = a.make("softmax", (scores,), (-1, "nan", True), scores.shape, scores.dtype)
+    assert of_all_heads(a, a.make("matmul", (weights, values), (), scores.shape, scores.dtype)) is None
