@@ -94,20 +94,9 @@ def call_cost(
 
 
 def node_surplus(node: fx.Node, machine: Target) -> float:
-    """How much of a node's predicted microseconds a machine does not need which runs its composite as one kernel.
-
-    That are the launches of the others, and what they hand on in memory.
-    """
+    """How much of the predicted microseconds of a product, or attention, are launches that one kernel does not need."""
     target: Any = node.target
-    kernels = _COMPOSITES.get(schema_of(target).name, 1) if isinstance(target, OpOverload) else 1
-    if kernels == 1 or not is_launch(node):
-        return 0.0
-    args = map_arg(node.args, lambda each: each.meta.get("val"))
-    inputs = [each.meta.get("val") for each in node.all_input_nodes]
-    result = node.meta.get("val")
-    moved = sum(_bytes(each) for each in leaves(*inputs, result))
-    alone = machine.launch + max(moved / machine.bandwidth, aten_flops(target, args, result) / machine.compute)
-    return node_cost(node, machine) - alone
+    return (_COMPOSITES.get(schema_of(target).name, 1) - 1) * machine.launch if _computes(target) else 0.0
 
 
 def _attends(target: Any) -> bool:

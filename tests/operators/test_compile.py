@@ -60,6 +60,8 @@ def block(x: Tensor, residual: Tensor, gamma: Tensor, cos: Tensor, sin: Tensor) 
     choice = *choice, *npu.npu_moe_gating_top_k(y[0].float(), 2, norm_type=1)[:2]
     out = out + experts(y[0], weights=choice[0][0], chosen=choice[1][0]).sum(-1)[None, :, None].sign()
     out = out + npu.npu_clipped_swiglu(y).sum(-1, keepdim=True).sign()
+    gated = npu.npu_gelu(y), npu.npu_swiglu_quant(y[0], activate_left=True, quant_mode=1)[1], gated_experts(y[0])
+    out = out + sum(each.sum().sign() for each in (*gated, *grouped(y[0, :1], gamma, cos[0, :1, 0])))
     parts = y[0].float(), residual[0].float()
     merged = npu.npu_attention_update([each.sum(-1) for each in parts], list(parts), 0)[0]
     # Compilers need not round to bfloat16 in the middle of a kernel, so of the product only signs are compared.
@@ -79,6 +81,27 @@ def experts(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         products[0].sign(), None, None, None, weights.to(x.dtype), places, None, drop_pad_mode=2
     )
     return finished.sign()
+
+
+def gated_experts(x: Tensor) -> Tensor:
+    """The scales of tokens [T, D] in int8 behind the gates of two experts, the second of which has all of them."""
+    matrices, scales = x.new_ones(2, x.shape[1], x.shape[1]).to(torch.int8), x.new_ones(2, x.shape[1]).float()
+    counts = torch.tensor([0, x.shape[0]])
+    found = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
+        x.sign().to(torch.int8), [matrices], [scales], scales[0, :1].expand(x.shape[0]), counts, group_list_type=1
+    )
+    return found[1]
+
+
+def grouped(x: Tensor, gamma: Tensor, turn: Tensor) -> tuple[Tensor, ...]:
+    """Heads of 64 lanes of a token [1, 128], two of queries and one of keys and of values, and their pages."""
+    gain, slots = gamma[:64], torch.zeros(1, dtype=torch.int64)
+    pages = x.new_zeros(2, 4, 8, 16)
+    sizes = [1, 1, 4, 64], [2, 1, 1]  # which are numbers
+    *_, q, keys, values = torch.ops.npu.npu_qkv_rms_norm_rope_cache_functional(
+        torch.cat((x, x), -1), gain, gain, turn.cos(), turn.sin(), slots, x, pages, pages, *sizes
+    )
+    return q, keys, values
 
 
 def latent(x: Tensor) -> tuple[Tensor, ...]:

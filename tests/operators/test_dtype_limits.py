@@ -26,6 +26,11 @@ BESIDE: Mapping[tuple[str, str], Tensor] = {
     ("npu::npu_gather_pa_kv_cache_functional", "seq_offset"): t(2, dtype=INT32),
     ("npu::npu_mla_prolog_v3", "smooth_scales_cq"): t(1, 1536, dtype=F32),
     ("npu::npu_mla_prolog_v3_functional", "smooth_scales_cq"): t(1, 1536, dtype=F32),
+    **{
+        (f"npu::npu_qkv_rms_norm_rope_cache{form}", f"{name}_offset"): t(2, 128, dtype=F32)
+        for form in ("", "_functional")
+        for name in ("k", "v")
+    },
 }
 """Arguments that stand in no call of the edges: other limits refuse them or what they go with."""
 LISTS = {
