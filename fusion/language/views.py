@@ -181,12 +181,12 @@ def _one_step_from(value: Value, graph: Graph) -> Iterator[Value]:
 
 def _lanes_of_heads(a: Algebra, value: Value) -> Value | None:
     """Lanes of a tensor whose last dim was opened into heads [.., N, D], of which `value` is a run; None for others."""
-    heads = value.arg if value.op == "slice" and value.attrs[0] == value.rank - 2 and value.attrs[3] == 1 else value
-    whole = heads.arg if heads is not value and heads.op == "reshape" else None
-    if whole is None or whole.shape[:-1] != heads.shape[:-2]:
+    if value.op != "slice" or value.attrs[0] != value.rank - 2 or value.attrs[3] != 1 or value.arg.op != "reshape":
         return None
-    width = heads.shape[-1]
-    return a.cut(whole, -1, *(bound * width for bound in value.attrs[1:3])) if isinstance(width, int) else None
+    whole, width = value.arg.arg, value.shape[-1]
+    if whole.shape[:-1] != value.shape[:-2] or not isinstance(width, int):
+        return None
+    return a.cut(whole, -1, *(bound * width for bound in value.attrs[1:3]))
 
 
 def _once(a: Algebra, value: Value, times: int) -> Value | None:

@@ -16,10 +16,10 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
+from patterns.linear.joined_projections import Layers
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,13 @@ class Projections(Group):
     """Three linear layers of one input, whose weights are joined once."""
 
     x: Any = tensor("*B K")
-    q: Any = tensor("Nq K")
-    k: Any = tensor("Nk K")
-    v: Any = tensor("Nv K")
-    q_bias: Any = tensor("Nq", optional=True)
-    k_bias: Any = tensor("Nk", optional=True)
-    v_bias: Any = tensor("Nv", optional=True)
-    is_parameter_only: Any = attribute()
-
-    def _layers(self) -> list[tuple[Any, Any]]:
-        return [(self.q, self.q_bias), (self.k, self.k_bias), (self.v, self.v_bias)]
+    layers: Any = Layers
 
     def heads(self, p):
         """What each layer gives, values as they are written."""
-        how = dict(x=self.x, is_parameter_only=self.is_parameter_only)
-        return [p.reshaped(p.linear(weight=weight, bias=bias, **how)) for weight, bias in self._layers()]
+        how = dict(x=self.x, is_parameter_only=self.layers.is_parameter_only)
+        three = list(zip(self.layers.weights(), self.layers.biases(), strict=True))[:3]
+        return [p.reshaped(p.linear(weight=weight, bias=bias, **how)) for weight, bias in three]
 
     def like(self):
         """What has the dtype of the model."""
@@ -80,19 +72,16 @@ class Projections(Group):
 
     def guard(self) -> None:
         """Refuse weights that would be joined at every call, and biases of some layers alone."""
-        require(self.is_parameter_only, "the weights do not come from Parameters alone: joining them would copy them")
-        given = {bias is None for _, bias in self._layers()}
-        require(len(given) == 1, "some of the projections have a bias, others have none")
+        self.layers.refuse()
+        require(len(self.layers.biases()) in (0, 3), "some of the projections have a bias, others have none")
 
     def joined(self, tokens: int) -> Tensor:
         """All of them, [T, W]."""
-        weights, biases = zip(*self._layers(), strict=True)
-        y = F.linear(self.x, torch.cat(weights), None if biases[0] is None else torch.cat(biases))
-        return y.reshape(tokens, -1)
+        return self.layers.joined(self.x).reshape(tokens, -1)
 
     def of_queries(self, width: int) -> tuple[int, ...]:
         """[.., N, D] of heads of `width` lanes."""
-        return (*self.x.shape[:-1], self.q.shape[0] // width, width)
+        return (*self.x.shape[:-1], self.layers.first.shape[0] // width, width)
 
 
 @dataclass(frozen=True)

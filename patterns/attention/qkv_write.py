@@ -157,7 +157,9 @@ def _by_channel(x: Tensor, heads: int, width: int) -> Tensor:
     """A number of each head and channel, of each of either, or of all, in any dims, as [M, D]."""
     if x.numel() == heads * width:
         return x.reshape(heads, width)
-    lanes = width if x.shape[-1] != 1 else 1
+    lanes = x.shape[-1]
+    whole = lanes in (1, width) and x.numel() in (lanes, heads * lanes)
+    require(whole, "the scales are those of lines, not of heads, of channels or of all")
     return x.reshape(-1, lanes).expand(heads, width).contiguous()
 
 

@@ -35,6 +35,7 @@ class Setting:
     zero: bool = False
     wide_tables: bool = False
     held: bool = True
+    row: tuple[int, ...] = (NK, D)
 
     def __call__(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """x, cos, sin, slots, both caches, both gains, weight, then bias, scales and zero points where there are."""
@@ -145,7 +146,7 @@ def written(
         q, k = (turn(each, cos, sin).to(x.dtype) for each in (q, k))
         k = k.transpose(1, 2) if heads_first else k
         for number, (pages, rows) in enumerate(((keys, k), (values, v))):
-            rows = rows.reshape(-1, NK, D)
+            rows = rows.reshape(-1, *inputs.row)
             if more:
                 rows = quantise(rows, more[number], more[number + 2] if inputs.zero else None)
             write(pages, rows, slots)
@@ -190,6 +191,7 @@ OF_INT8 = (
     written("by one scale", BY_ONE),
     written("with zero points", replace(INT8, zero=True)),
     written("times a scale", INT8, quantise=multiplied),
+    written("scales of lines", replace(INT8, scale=(32,), row=(NK * D // 32, 32)), refusal="are those of lines"),
     written("short lines", replace(INT8, pages=FLAT.pages), refusal="in lines of 16 numbers, not of 32"),
 )
 

@@ -39,6 +39,16 @@ class Layers(Group):
         biases = (self.first_bias, self.second_bias, self.third_bias, self.fourth_bias)
         return [each for each in biases if each is not None]
 
+    def refuse(self) -> None:
+        """Joining is free only where it is done once."""
+        said = "the weights do not come from Parameters alone: joining them would cost a copy at every call"
+        require(self.is_parameter_only, said)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """What all of them give of x [*B, K], side by side, by one matmul."""
+        biases = self.biases()
+        return F.linear(x, torch.cat(self.weights()), torch.cat(biases) if biases else None)
+
     def terms(self, p, x, count: int):
         """The results of the first `count`."""
         *before, last = [
@@ -76,14 +86,9 @@ class JoinedProjections(Rule):
 
     def guard(self, layers: Layers):
         """Joining is free only where it is done once."""
-        require(
-            layers.is_parameter_only,
-            "the weights do not come from Parameters alone: joining them would cost a copy at every call",
-        )
+        layers.refuse()
 
     @lowering
     def run(self, x: Tensor, layers: Layers):
         """One matmul, cut into views."""
-        weights, biases = layers.weights(), layers.biases()
-        y = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-        return y.split([each.shape[0] for each in weights], dim=-1)
+        return layers.joined(x).split([each.shape[0] for each in layers.weights()], dim=-1)
