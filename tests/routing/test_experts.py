@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 
 import pytest
@@ -14,6 +13,7 @@ from fusion.operators import Operator, operator_of
 from fusion.options import Options
 from fusion.pipeline import fuse_graph
 from fusion.testing import capture
+from tests.routing.converted import converted
 from tests.routing.experts import (
     COUNTED,
     EMITTED,
@@ -28,7 +28,6 @@ from tests.routing.experts import (
     inputs,
     routed,
 )
-from tests.support import torch_npu_host
 from tests.support.torch_npu_host import requires_torch_npu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -136,27 +135,10 @@ def test_a_loop_over_the_experts_that_were_hit_is_told():
     assert any("experts_implementation" in str(each.cause) for each in outcome.refusals)
 
 
-GE = """
-import json, torch
-from tests.support import ge
-ge.install()
-from tests.routing.experts import {form}, inputs
-
-args = inputs(torch.bfloat16)
-want = {form}(*args)
-options = dict(target="ascend910_93", lower="torchair")
-have = torch.compile({form}, backend="cann_fusion", options=options)(*args)
-error = ((have - want).norm() / want.norm()).item()
-print(json.dumps(dict(operators=ge.operators(), error=error)))
-"""
-
-
 @requires_torch_npu
 @pytest.mark.parametrize("form", [SORTED[0], GATHERED[0]], ids=lambda form: form.__name__)
 def test_the_vendors_compiler_takes_the_sequence(form: Form):
-    child = torch_npu_host.run(GE.format(form=form.__name__))
-    assert child.returncode == 0, child.stderr[-3000:]
-    told = json.loads(child.stdout.splitlines()[-1])
+    told = converted("tests.routing.experts", form.__name__)
     once = ("MoeGatingTopKSoftmaxV2", "MoeInitRoutingV3", "SwiGlu", "MoeFinalizeRoutingV2")
     expected = {"GroupedMatmul": 2} | dict.fromkeys(once, 1)
     assert {name: told["operators"].get(name) for name in expected} == expected

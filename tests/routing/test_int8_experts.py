@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusion.options import Options
+from tests.routing.converted import converted
 from tests.routing.experts import FINISH, GROUPED, ROUTE
 from tests.routing.int8_experts import (
     BOUNDED,
@@ -28,7 +28,6 @@ from tests.routing.int8_experts import (
     other_scales,
 )
 from tests.routing.test_experts import distance, left_alone, operators, run
-from tests.support import torch_npu_host
 from tests.support.torch_npu_host import requires_torch_npu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -118,21 +117,6 @@ def test_what_only_looks_like_it_is_left_alone(name: str):
     assert any(re.search(reason, each) for each in said), said
 
 
-GE = """
-import json, torch
-from tests.support import ge
-ge.install()
-from tests.routing.int8_experts import {form}, inputs
-
-args = inputs(torch.bfloat16)
-want = {form}(*args)
-options = dict(target="ascend910_93", lower="torchair")
-have = torch.compile({form}, backend="cann_fusion", options=options)(*args)
-error = ((have - want).norm() / want.norm()).item()
-print(json.dumps(dict(operators=ge.operators(), error=error)))
-"""
-
-
 @requires_torch_npu
 @pytest.mark.parametrize(
     ("form", "operators"),
@@ -142,8 +126,6 @@ print(json.dumps(dict(operators=ge.operators(), error=error)))
     ],
 )
 def test_the_vendors_compiler_takes_the_sequence(form: str, operators: dict[str, int]):
-    child = torch_npu_host.run(GE.format(form=form))
-    assert child.returncode == 0, child.stderr[-3000:]
-    told = json.loads(child.stdout.splitlines()[-1])
+    told = converted("tests.routing.int8_experts", form)
     assert {name: told["operators"].get(name) for name in operators} == operators, told
     assert told["error"] < 2 * TOLERANCE[BF16]
