@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..writer import Writer
-from . import attention, caches, experts, int8, latent, norms, pages, plumbing, prologs, quant, rotary, segments, sparse
+from . import (
+    attention,
+    caches,
+    experts,
+    grouped_lines,
+    int8,
+    int8_experts,
+    latent,
+    norms,
+    pages,
+    plumbing,
+    prologs,
+    quant,
+    rotary,
+    segments,
+    sparse,
+)
 
 Block = Callable[[Writer], None]
 DOMAINS: Mapping[str, tuple[Block, ...]] = {
@@ -19,6 +35,8 @@ DOMAINS: Mapping[str, tuple[Block, ...]] = {
     "sparse": sparse.BLOCKS,
     "experts": experts.BLOCKS,
     "int8": int8.BLOCKS,
+    "int8 experts": int8_experts.BLOCKS,
+    "lines": grouped_lines.BLOCKS,
     "segments": segments.BLOCKS,
     "quant": quant.BLOCKS,
     "plumbing": plumbing.BLOCKS,

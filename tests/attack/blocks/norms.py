@@ -41,9 +41,9 @@ def mean_square(w: Writer, h: str, dim: int) -> str:
     )
 
 
-def normed(w: Writer, x: str, dim: int) -> str:
+def normed(w: Writer, x: str, dim: int, eps: str = "") -> str:
     """RMS norm of `x` [..., dim], with a gain, 1 + gain or none."""
-    eps = w.pick("1e-6", "1e-5")
+    eps = eps or w.pick("1e-6", "1e-5")
     h = w.let(w.pick(f"{x}.float()", f"{x}.to(torch.float32)", f"{x}.to(dtype=torch.float32)"))
     how = w.pick("gain", "gain in float", "one plus", "none", "whole")
     if how == "whole":

@@ -46,28 +46,28 @@ def turned(w: Writer, x: str, half: int) -> str:
     return w.let(w.pick(f"torch.cat((-{b}, {a}), dim=-1)", f"torch.cat([{b} * -1, {a}], -1)"), "turned")
 
 
-def halves(w: Writer, x: str, cos: str, sin: str) -> str:
+def halves(w: Writer, x: str, cos: str, sin: str, half: int = WIDTH // 2) -> str:
     how = w.pick("turned", "turned", "products", "in place", "stack")
     if how == "products":
         a, b = w.both(f"{x}.chunk(2, dim=-1)", 2, "x")
-        c, d = w.let(f"{cos}[..., :{WIDTH // 2}]", "c"), w.let(f"{sin}[..., :{WIDTH // 2}]", "s")
+        c, d = w.let(f"{cos}[..., :{half}]", "c"), w.let(f"{sin}[..., :{half}]", "s")
         return w.let(f"torch.cat(({a} * {c} - {b} * {d}, {b} * {c} + {a} * {d}), dim=-1)", "y")
     if how == "stack":
-        a, b = w.both(f"{x}.unflatten(-1, (2, {WIDTH // 2})).unbind(-2)", 2, "x")
+        a, b = w.both(f"{x}.unflatten(-1, (2, {half})).unbind(-2)", 2, "x")
         t = w.let(f"torch.stack((-{b}, {a}), dim=-2).flatten(-2)", "turned")
         return w.let(f"{x} * {cos} + {t} * {sin}", "y")
     if how == "in place":
         y = w.let(f"{x} * {cos}", "y")
-        w.do(f"{y} += {turned(w, x, WIDTH // 2)} * {sin}")
+        w.do(f"{y} += {turned(w, x, half)} * {sin}")
         return y
-    t = turned(w, x, WIDTH // 2)
+    t = turned(w, x, half)
     return w.let(w.pick(f"{x} * {cos} + {t} * {sin}", f"({t} * {sin}) + ({cos} * {x})",
                         f"torch.addcmul({x} * {cos}, {t}, {sin})"), "y")  # fmt: skip
 
 
-def neighbours(w: Writer, x: str, cos: str, sin: str) -> str:
+def neighbours(w: Writer, x: str, cos: str, sin: str, half: int = WIDTH // 2) -> str:
     """Pairs of neighbours, which stay neighbours or become halves."""
-    c, d = w.let(f"{cos}[..., :{WIDTH // 2}]", "c"), w.let(f"{sin}[..., :{WIDTH // 2}]", "s")
+    c, d = w.let(f"{cos}[..., :{half}]", "c"), w.let(f"{sin}[..., :{half}]", "s")
     pairs = w.pick(f"({x}[..., ::2], {x}[..., 1::2])", f"{x}.unflatten(-1, (-1, 2)).unbind(-1)")
     a, b = w.both(pairs, 2, "x")
     one, two = w.let(f"{a} * {c} - {b} * {d}", "y"), w.let(w.pick(f"{b} * {c} + {a} * {d}", f"{a} * {d} + {b} * {c}"))
