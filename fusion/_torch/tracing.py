@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusion._torch.agreed_sizes import agree_on_sizes
 from fusion._torch.fakes import fake_mode_of
 from fusion._torch.operators import COMPOSITES
 
@@ -160,7 +161,11 @@ def aot_inference(
     """
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    compiler: Any = compile_graph
+    def agreed(captured: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        agree_on_sizes(captured.graph)
+        return compile_graph(captured, inputs)
+
+    compiler: Any = agreed
     with torch.no_grad():
         return aot_module_simplified(
             gm,
