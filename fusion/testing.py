@@ -108,8 +108,11 @@ def capture(
 
 @lru_cache(maxsize=512)
 def captured(example: Example, dtype: torch.dtype, level: Level = "composite") -> Captured:
-    """What `capture` gives for an example, once: whoever changes a graph changes a copy."""
-    return capture(example.function, example.inputs(dtype), level)
+    """What `capture` gives for an example, once: whoever changes a graph changes a copy.
+
+    Sizes that the inputs mark as dynamic for Dynamo are symbolic.
+    """
+    return capture(example.function, example.inputs(dtype), level, dynamic=None)
 
 
 def widen(gm: fx.GraphModule) -> fx.GraphModule:

@@ -102,6 +102,16 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, *more: Tensor, hidd
     return softmax(joined - joined.max(dim=-1, keepdim=True).values, dim=-1)[..., :-1] @ repeated(v)
 
 
+def sunk(scores: Tensor, sink: Tensor, bias: Tensor) -> Tensor:
+    """Scores that something is added to, beside a logit of each head."""
+    return torch.cat((scores + bias, sink.view(1, -1, 1, 1).expand(B, -1, S, -1)), dim=-1)
+
+
+def but_last(scores: Tensor) -> tuple[Tensor]:
+    """A softmax, without the weight of what is no key."""
+    return (softmax(scores, dim=-1)[..., :-1],)
+
+
 def later() -> Tensor:
     """Keys behind each query."""
     return torch.ones(S, S, dtype=torch.bool).triu(1)
@@ -206,6 +216,7 @@ EXAMPLES = (
     Example("any bias", written(torch.add, in_float), qkv(S, S, N, (S, S))),
     Example("a bias of each head", written(torch.add, in_float), qkv(S, T, M, (1, N, S, T))),
     Example("a bias of whole numbers", BARE(counted), qkv(S, S, N), "of whole numbers"),
+    Example("a sink and a bias", written(sunk, but_last), qkv(S, S, N, SINKS, (S, S)), "without a bias"),
     Example("softmax over queries", OF_QUERIES, EQUAL, "taken over the queries"),
     Example("soft capping", BARE(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "capped softly"),
     Example("a temperature of each pair", BARE(torch.mul), qkv(S, S, N, (1, 1, S, S)), "by a tensor"),

@@ -141,6 +141,34 @@ def with_sink(q: Tensor, keys: Tensor, values: Tensor, *more: Tensor) -> Tensor:
     return torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ v
 
 
+def between(q: Tensor, keys: Tensor, values: Tensor, by: Tensor, of: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
+    """With a zero point between two numbers."""
+    return attended(q, keys.to(q.dtype) * by, (values.to(q.dtype) - 0.5) * of, lengths)
+
+
+def doubled(q: Tensor, keys: Tensor, values: Tensor, *more: Tensor) -> Tensor:
+    """With zero points that are multiplied first."""
+    by, of, lengths, _, _, zero_of = more
+    return attended(q, keys.to(q.dtype) * by, (values.to(q.dtype) - 2 * zero_of) * of, lengths)
+
+
+def narrow_values(
+    q: Tensor, keys: Tensor, values: Tensor, by: Tensor, of: Tensor, lengths: Tensor, table: Tensor
+) -> Tensor:
+    """Values of fewer lanes than keys."""
+    half = D // 2
+    return attended(q, keys.to(q.dtype) * by, values[..., :half].to(q.dtype) * of[..., :half], lengths)
+
+
+def narrow_keys(
+    q: Tensor, keys: Tensor, values: Tensor, by: Tensor, of: Tensor, lengths: Tensor, table: Tensor
+) -> Tensor:
+    """Keys of fewer lanes than values; every key is seen, as encoders attend."""
+    half = D // 2
+    k, v = keys[..., :half].to(q.dtype) * by[..., :half], values.to(q.dtype) * of
+    return scaled_dot_product_attention(q[..., :half], k, v, enable_gqa=True)
+
+
 def narrowed(q: Tensor, keys: Tensor, values: Tensor, by: Tensor, of: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
     """By scales in float32."""
     k, v = ((each.float() * scale).to(q.dtype) for each, scale in ((keys, by), (values, of)))
@@ -216,6 +244,10 @@ REJECTS = (
         "int8 rows, tokens and zero points", tokens_and_zeros, inputs(ROWS, B, M, ROOM, 1, more=ZEROS), "and an offset"
     ),
     Example("int8 keys", only_keys, inputs(ROWS, *CHANNELS), "of keys and values only the keys lie in int8"),
+    Example("int8 rows, a zero point between numbers", between, inputs(ROWS, *HEADS), "-0.5 is no whole number"),
+    Example("int8 rows, zero points doubled", doubled, inputs(ROWS, *CHANNELS, more=ZEROS), "does not hold the offset"),
+    Example("int8 rows, wider values", narrow_keys, inputs(ROWS, *CHANNELS, queries=3), "wider than keys"),
+    Example("int8 rows, narrower values", narrow_values, inputs(ROWS, *CHANNELS), "values are narrower than keys"),
     Example("int8 rows, a sink beside zero points", with_sink, inputs(ROWS, *CHANNELS, more=ZEROS), "does not cancel"),
 )
 """What is read as floats, after the model has made such of it."""

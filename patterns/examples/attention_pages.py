@@ -101,6 +101,14 @@ near = over(
     written(lambda scores, slopes, lengths: scores + slopes.view(-1, 1, 1) * torch.arange(ROOM).to(scores.dtype))
 )
 """Slopes, over all that the pages hold."""
+near_or_all = over(
+    written(
+        lambda scores, slopes, lengths: scores + slopes.view(-1, 1, 1) * torch.arange(ROOM).to(scores.dtype),
+        hidden=lambda slopes, lengths: hidden(lengths),
+        least=True,
+    )
+)
+"""Slopes, up to a length; a sequence without keys gives the mean."""
 sdpa = over(by_sdpa(lambda lengths: ~hidden(lengths)))
 
 
@@ -144,6 +152,9 @@ GATHERED = (
     (Example("short lines", over(of_lengths(), of_nz), inputs(1, LENGTHS, lanes=8)), "in lines of 8 numbers"),
 )
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
-REJECTS = (Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),)
+REJECTS = (
+    Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),
+    Example("slopes, a sequence without keys", near_or_all, inputs(1, (N,), EMPTY), "the mean of all values, beside a"),
+)
 
 TRIED = {"attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}

@@ -98,6 +98,9 @@ ATTENTION = (
     Example("lengths", LENGTHS, qkv(S, T, N, torch.tensor([T - 3, 7]))),
     Example("at a position", AT, qkv(S, T, N, torch.tensor(4))),
     Example("a log-sum-exp of lowered keys", LOWERED, MASKED, FINITE),
+    Example(
+        "a bias beside the log-sum-exp", part(torch.add), qkv(S, T, N, (S, T)), "counts the bias is not documented"
+    ),
     Example("a sink beside the log-sum-exp", SINK, qkv(S, T, N, SINKS), "does not count the sink"),
 )
 LATENT = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -46,6 +47,18 @@ def tensors(*parts: Part) -> Inputs:
             for seed, part in enumerate(parts)
         )
         return tuple(in_dtype(each, dtype) for each in made)
+
+    return make
+
+
+def symbolic(inputs: Inputs, places: Iterable[int], dims: Iterable[int]) -> Inputs:
+    """The same, with these dims of the tensors at these places not known before a call."""
+
+    def make(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        made = inputs(dtype)
+        for place, dim in product(places, dims):
+            torch._dynamo.mark_dynamic(made[place], dim)  # pyright: ignore[reportPrivateUsage]
+        return made
 
     return make
 

@@ -14,7 +14,7 @@ from fusion import Example
 from patterns.examples import sparse_attention as sparse
 from patterns.examples.attention import in_float, written
 from patterns.examples.caches import Read, of_pages
-from patterns.examples.inputs import fixed, normal, tensors
+from patterns.examples.inputs import fixed, normal, tensors, weight
 from patterns.examples.masks import added, causal
 from patterns.examples.sparse_attention import SCALE, B, D, E, Form, N, S, T, keys_values, over_latent
 
@@ -105,6 +105,8 @@ PADDING = torch.arange(S) < torch.tensor([S, S - 2])[:, None]
 """Which tokens are there: the last sequence is padded on the right."""
 HEADS = tensors((B, 3, 1, D + DR), (B, T, C), (B, T, DR), fixed(sparse.UP[: 3 * (D + E)]))
 LONG = tensors((B, N, 1, D), (B, 4096, C), UP)
+DEEP = tensors((B, N, 1, D + 64), (B, T, 512), (B, T, 64), weight(3, N * (D + E), 512))
+"""The widths of DeepSeek's latent and of its rotated lanes."""
 TOGETHER = tensors((B, N, 1, D + DR), (B, T, C + DR), UP)
 
 
@@ -128,6 +130,7 @@ EXAMPLES = (
     Example("more queries than keys", few_keys, given(S, sparse.FEW)),
     Example("absorbed", absorbed(), given(1, T)),
     Example("absorbed, three heads", absorbed(), HEADS),
+    Example("step, wide", step, DEEP),
     Example("without rotated lanes", unrotated(), LONG),
     Example("without rotated lanes, with its sums", unrotated(shares_and_sums), LONG),
     Example("of one cache", of_one_cache, TOGETHER),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import fixed, in_dtype, normal, tables, under
+from patterns.examples.inputs import Inputs, fixed, in_dtype, normal, symbolic, tables, under
 from patterns.examples.quantisation import scales
 from patterns.examples.rope import half, interleaved
 
@@ -84,6 +84,13 @@ def apart(x: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int])
     return q, k, v
 
 
+def biased_alone(x: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int]) -> Heads:
+    """Three projections, of which the first alone has a bias."""
+    weights, first = weight.split(tuple(widths)), None if bias is None else bias[: widths[0]]
+    q, k, v = (F.linear(x, *each).unflatten(-1, (-1, D)) for each in zip(weights, (first, None, None), strict=True))
+    return q, k, v
+
+
 def changed(x: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int]) -> Heads:
     """Queries, keys and values that something else has touched."""
     q, k, v = split(x, weight, bias, widths)
@@ -126,8 +133,9 @@ def written(
     turn: Turn = half,
     quantise: Callable[..., Tensor] = divided,
     eps: float = 1e-6,
+    given: Inputs | None = None,
 ) -> Example:
-    """Gives queries and writes keys and values; keys are normalised with `eps`.
+    """Gives queries and writes keys and values; keys are normalised with `eps`, and `given` are other inputs.
 
     Heads come first for the "norm" or for the "rotation", or never.
     """
@@ -152,7 +160,7 @@ def written(
             write(pages, rows, slots)
         return q * 2, *(each * 2 for each in (keys, values) if each.dtype != torch.int8)
 
-    return Example(name, forward, inputs, refusal)
+    return Example(name, forward, inputs if given is None else given, refusal)
 
 
 FLAT, BATCH = Setting(), Setting(lead=(2, 3))
@@ -168,6 +176,7 @@ EXAMPLES = (
     written("three projections", FLAT, apart),
     written("three projections, heads first", BATCH, apart, heads_first="norm"),
     written("three projections with biases", replace(BATCH, bias=True), apart),
+    written("three projections, one with a bias", replace(BATCH, bias=True), biased_alone),
     written("one projection with a bias", replace(FLAT, bias=True)),
     written("weights that are no Parameters", replace(FLAT, held=False), apart),
     written("behind something else", BATCH, changed),
@@ -179,6 +188,7 @@ EXAMPLES = (
     written("two epsilons", FLAT, eps=1e-5, refusal="the operator takes one"),
     written("whole rows", replace(FLAT, pages=(BLOCKS, SIZE, NK, D)), write=whole, refusal="hold whole rows"),
     written("short lines", replace(FLAT, pages=(BLOCKS, NK * D // 8, SIZE, 8)), refusal="in lines of 8 numbers"),
+    written("any number of tokens", FLAT, given=symbolic(FLAT, range(4), (0,)), refusal="the number of tokens, which"),
 )
 INT8 = replace(FLAT, pages=(BLOCKS, NK * D // 32, SIZE, 32), scale=(NK, D))
 BY_HEAD, BY_LANE, BY_ONE = (replace(INT8, scale=each) for each in ((NK, 1), (D,), (1,)))

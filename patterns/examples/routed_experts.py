@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusion import Example
-from patterns.examples.inputs import Inputs, fixed
+from patterns.examples.inputs import Inputs, fixed, symbolic
 
 TOKENS, EXPERTS, CHOICES, WIDTH, INNER = 5, 6, 2, 32, 16
 Activation = Callable[[Tensor], Tensor]
@@ -135,6 +135,19 @@ def _listed(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tokens, logits.topk(CHOICES, dim=-1)[1], *matrices
 
 
+def of_sequences(tokens: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Tokens of several sequences, [B, S, H]."""
+    weights, experts = routed(logits)
+    hidden = halves((gate_up[experts] @ tokens[:, :, None, :, None]).squeeze(-1))
+    return ((down[experts] @ hidden.unsqueeze(-1)).squeeze(-1) * weights.unsqueeze(-1)).sum(-2)
+
+
+def _sequences(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Two sequences of tokens."""
+    tokens, logits, *matrices = MERGED(dtype)
+    return *(torch.stack((each, each.flip(0))) for each in (tokens, logits)), *matrices
+
+
 EXAMPLES = (
     Example("gathered matrices", gathered, MERGED),
     Example("gathered matrices, bounded lanes", partial(gathered, activation=clipped), MERGED),
@@ -152,6 +165,7 @@ EXAMPLES = (
         "is not a gated silu",
     ),
     Example("matrices that are computed", by_einsum, _inputs(*_TWO, parameters=False), "would cost a copy"),
+    Example("any number of sequences", of_sequences, symbolic(_sequences, (0, 1), (0, 1)), "several symbolic sizes"),
     Example("experts that come from elsewhere", _given, _listed, "not proven to lie among"),
 )  # fmt: skip
 
