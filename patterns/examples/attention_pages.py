@@ -101,15 +101,14 @@ near = over(
     written(lambda scores, slopes, lengths: scores + slopes.view(-1, 1, 1) * torch.arange(ROOM).to(scores.dtype))
 )
 """Slopes, over all that the pages hold."""
-near_or_all = over(
-    written(
-        lambda scores, slopes, lengths: scores + slopes.view(-1, 1, 1) * torch.arange(ROOM).to(scores.dtype),
-        hidden=lambda slopes, lengths: hidden(lengths),
-        least=True,
-    )
-)
-"""Slopes, up to a length; a sequence without keys gives the mean."""
 sdpa = over(by_sdpa(lambda lengths: ~hidden(lengths)))
+
+
+def near_or_all(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+    """One slope, up to a length; a sequence without keys gives the mean."""
+    near = torch.arange(ROOM).to(q.dtype) * 0.25
+    scores = (q @ k.mT).float() * D**-0.5 + near.float()
+    return scores.masked_fill(hidden(lengths), -1e30).softmax(-1).to(v.dtype) @ v
 
 
 def of_segments(q: Tensor, keys: Tensor, values: Tensor, table: Tensor) -> Tensor:
@@ -154,7 +153,7 @@ GATHERED = (
 """Pages that cannot be read in place, whose rows are gathered before, and why."""
 REJECTS = (
     Example("a bias", learned, inputs(1, LENGTHS), "not proven to be a mask"),
-    Example("slopes, a sequence without keys", near_or_all, inputs(1, (N,), EMPTY), "the mean of all values, beside a"),
+    Example("a slope, a sequence without keys", over(near_or_all), inputs(1, EMPTY), "of all values, beside a bias"),
 )
 
 TRIED = {"attention": (*EXAMPLES, *(each for each, _ in GATHERED), *REJECTS)}

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, softmax
 
@@ -105,8 +106,8 @@ PADDING = torch.arange(S) < torch.tensor([S, S - 2])[:, None]
 """Which tokens are there: the last sequence is padded on the right."""
 HEADS = tensors((B, 3, 1, D + DR), (B, T, C), (B, T, DR), fixed(sparse.UP[: 3 * (D + E)]))
 LONG = tensors((B, N, 1, D), (B, 4096, C), UP)
-DEEP = tensors((B, N, 1, D + 64), (B, T, 512), (B, T, 64), weight(3, N * (D + E), 512))
-"""The widths of DeepSeek's latent and of its rotated lanes."""
+DEEP = tensors((B, N, 1, D + 64), F.pad(normal(1, B, T, C), (0, 512 - C)), (B, T, 64), weight(3, N * (D + E), 512))
+"""The widths of DeepSeek's latent and of its rotated lanes; most lanes are 0, so that sums are of few numbers."""
 TOGETHER = tensors((B, N, 1, D + DR), (B, T, C + DR), UP)
 
 

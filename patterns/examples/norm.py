@@ -69,6 +69,8 @@ RMS = (
         "eps as a tensor", lambda x, eps: x * rsqrt(mean(x.pow(2)) + eps.abs()), tensors((5, 64), (1,)),
         "eps is a tensor",
     ),
+    Example("clamped square", lambda x: x * rsqrt(mean(x.pow(2)).clamp(min=EPS)), X, "square is clamped from below"),
+    Example("unbiased", lambda x: x * rsqrt(x.var(-1, keepdim=True) + mean(x).square() + EPS), X, "it is unbiased"),
     Example("absolute values", lambda x: x / (mean(x.abs()) + EPS), X, "the mean is of absolute values"),
     Example("clamped length", lambda x: F.normalize(x, dim=-1, eps=EPS), X, "clamped from below"),
 )  # fmt: skip
@@ -102,6 +104,12 @@ def _one_more(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return (d * rsqrt(mean(d.pow(2)) + LAYER_EPS) * (weight.float() + 1) + bias.float()).to(x.dtype)
 
 
+def _whole(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Whole numbers, cast to floats and back."""
+    h = _centred(x.float())
+    return (h * rsqrt(mean(h.square()) + LAYER_EPS) * weight.float() + bias.float()).to(x.dtype)
+
+
 OUTSIDE, UNBIASED = "is added to the standard deviation", "to an unbiased standard deviation"
 SECOND = "divided by the root of its second moment"
 LAYER = (
@@ -109,6 +117,7 @@ LAYER = (
     Example("weight alone, in float32", _in_float, tensors((2, 3, 64), (64,))),
     Example("neither, mean of squares minus square of mean", _plain, X),
     Example("a gain 1 + weight, in float32", _one_more, X_WEIGHT_BIAS),
+    Example("whole numbers", _whole, tensors((torch.arange(384) * 7 % 19).view(2, 3, 64), (64,), (64,))),
     Example("negative eps", lambda x: _centred(x) / sqrt(_variance(x) - LAYER_EPS), X, "is not positive"),
     Example("unbiased variance", lambda x: _centred(x) / sqrt(_variance(x, True) + LAYER_EPS), X, "it is unbiased"),
     Example("eps outside", lambda x: _centred(x) / (x.std(-1, unbiased=False, keepdim=True) + LAYER_EPS), X, OUTSIDE),
