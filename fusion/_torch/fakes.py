@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -123,12 +124,12 @@ def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     """
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
-    if not _is_meta_enough(func) or kwargs.get("device") is not None:
-        return func(*args, **kwargs)
     given = leaves(args, kwargs)
+    if not _is_meta_enough(func) or kwargs.get("device") is not None:
+        return _by_fake_mode(func, args, kwargs, given)
     mode = next((each.fake_mode for each in given if isinstance(each, FakeTensor)), None)
     if mode is None or not all(map(_is_known, given)):
-        return func(*args, **kwargs)
+        return _by_fake_mode(func, args, kwargs, given)
     try:
         with unset_fake_temporarily():
             device = _common_device(func, given)
@@ -136,6 +137,18 @@ def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
                 result = func(*args, **kwargs)
             return map_only(torch.Tensor, lambda each: FakeTensor(mode, each, device), result)
     except Exception:  # fake mode says why
+        return _by_fake_mode(func, args, kwargs, given)
+
+
+def _by_fake_mode(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Sequence[Any]
+) -> Any:
+    """The same by fake mode, where sizes are symbolic by torch's decompositions in Python.
+
+    What C++ decomposes takes sizes for numbers: those of the call would be all that the graph is for.
+    """
+    symbolic = any(isinstance(size, torch.SymInt) for x in given if isinstance(x, torch.Tensor) for size in x.shape)
+    with enable_python_dispatcher() if symbolic else nullcontext():
         return func(*args, **kwargs)
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import pad
 
 from fusion._torch.fakes import run_on_fakes
 from fusion.recording import Fakes
+from fusion.testing import capture
 from fusion.texts import frozen
 from tests.engine.graphs import numbers, read_graph, traced
 
@@ -82,3 +84,12 @@ def test_a_layer_norm_says_the_dtype_of_its_statistics(weights: tuple[int | None
     fakes = [None if each is None else mode.from_tensor(each) for each in (x, *gains)]
     said = run_on_fakes(norm, (fakes[0], [8], *fakes[1:], 1e-5), {})
     assert [each.dtype for each in said] == [each.dtype for each in norm(x, [8], *gains, 1e-5)]
+
+
+def test_symbolic_sizes_are_not_taken_for_those_of_the_call():
+    captured = capture(lambda x: x + 1, (numbers(4, 6, 8),), dynamic=True).graph.graph
+    x = next(node.meta["val"] for node in captured.nodes if node.op == "call_function")
+    recording, _ = Fakes(read_graph(captured)).record(lambda given: pad(given["x"], (0, 2)), {"x": x})
+    (padded,) = (each.result for each in recording.steps)
+    assert all(isinstance(size, torch.SymInt) for size in padded.shape)
+    assert not x.shape[0].node.expr.is_number
