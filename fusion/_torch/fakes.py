@@ -77,11 +77,38 @@ def fake_tensor(
     """A fresh fake tensor.
 
     Built directly: running `empty_strided` under the fake mode costs twenty times as much.
-    Private: `torch._subclasses.fake_tensor.FakeTensor`.
     """
     with unset_fake_temporarily():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return FakeTensor(mode, meta, device)
+    return _faked(mode, meta, device)
+
+
+def _faked(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A meta tensor as a fake one of a device.
+
+    As FakeTensor makes it, most of whose time goes into checks of its arguments and into attributes set one by one.
+    Private: `torch.Tensor._make_subclass`, and what a FakeTensor remembers.
+    """
+    if device.type != "cpu" and device.index is None:
+        return FakeTensor(mode, meta, device)  # the device is the current one of its kind
+    of_device = {"dispatch_device": True, "device_for_backend_keys": device}
+    fake = torch.Tensor._make_subclass(FakeTensor, meta, meta.requires_grad, **of_device)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(_remembered(device), fake_mode=mode)
+    return fake
+
+
+@cache
+def _remembered(device: torch.device) -> Mapping[str, Any]:
+    """What each fresh fake tensor of a device remembers beside its mode."""
+    with unset_fake_temporarily():
+        mode = FakeTensorMode()
+        mode.allow_meta = True
+        fresh = FakeTensor(mode, torch.empty(0, device="meta"), device)
+    return {name: each for name, each in vars(fresh).items() if name != "fake_mode"}
 
 
 class FakesMode(TorchDispatchMode):
@@ -134,7 +161,7 @@ def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
             device = _common_device(func, given)
             with in_kernel_invocation_manager(mode), torch._C._DisablePythonDispatcher():
                 result = func(*args, **kwargs)
-            return map_only(torch.Tensor, lambda each: FakeTensor(mode, each, device), result)
+            return map_only(torch.Tensor, lambda each: _faked(mode, each, device), result)
     except Exception:  # fake mode says why
         return func(*args, **kwargs)
 
