@@ -106,9 +106,7 @@ def _attends(target: Any) -> bool:
 
 
 def node_cost(node: fx.Node, machine: Target) -> float:
-    """Predicted microseconds of one node of a user's graph."""
-    if not is_launch(node):
-        return 0.0
+    """Predicted microseconds of one launch of a user's graph."""
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
     result = node.meta.get("val")
     if not _computes(node.target):

@@ -150,9 +150,11 @@ def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     """
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
+    given = leaves(args, kwargs)
+    if _makes(func) and kwargs.get("device") is not None and all(map(_is_known, given)):
+        return _made(func, args, kwargs)
     if not _is_meta_enough(func) or kwargs.get("device") is not None:
         return func(*args, **kwargs)
-    given = leaves(args, kwargs)
     mode = next((each.fake_mode for each in given if isinstance(each, FakeTensor)), None)
     if mode is None or not all(map(_is_known, given)):
         return func(*args, **kwargs)
@@ -164,6 +166,15 @@ def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
             return map_only(torch.Tensor, lambda each: _faked(mode, each, device), result)
     except Exception:  # fake mode says why
         return func(*args, **kwargs)
+
+
+def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a call without tensors gives in the fake mode that is on: made on no device, and said to be on its own."""
+    with unset_fake_temporarily() as mode:
+        if isinstance(mode, FakeTensorMode):
+            with in_kernel_invocation_manager(mode):
+                return _faked(mode, func(*args, **{**kwargs, "device": torch.device("meta")}), kwargs["device"])
+    return func(*args, **kwargs)
 
 
 def _common_device(func: Any, given: Sequence[Any]) -> torch.device:
@@ -191,6 +202,15 @@ def _is_meta_enough(func: Callable[..., Any]) -> bool:
     by_meta = func in meta_table or func in FakeTensorMode._cpp_meta_supports_symint or torch.Tag.view_copy in func.tags
     decomposed = func in decomposition_table and torch_decomp_decompositions(func)
     return by_meta or not (decomposed or func._can_decompose())
+
+
+_MADE = ("ones", "zeros", "full", "arange", "scalar_tensor")
+
+
+@cache
+def _makes(func: Callable[..., Any]) -> bool:
+    """Whether an operator makes a tensor of numbers, of none that it is given."""
+    return isinstance(func, OpOverload) and func.namespace == "aten" and func._schema.name.split("::")[-1] in _MADE
 
 
 def _is_known(argument: Any) -> bool:

@@ -215,7 +215,7 @@ class Graph:
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype | None]:
-        """Those of all values that nodes hold or are built from: where one is lacking, nothing is read that needs it."""
+        """Those of all values that nodes hold or are built from: what needs another is nowhere."""
         return frozenset(each.dtype for each in self.owners)
 
     @cached_property

@@ -82,7 +82,7 @@ class _Search:
 
     def __init__(self, graph: Graph, unsafe: frozenset[str]) -> None:
         self.graph, self.found = graph, Found()
-        self._makers = cache(graph.makers)
+        self._makers, self._place = cache(graph.makers), cache(self._place_of)
         self._unsafe = unsafe
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
@@ -139,7 +139,7 @@ class _Search:
             waiting += users
         return found
 
-    def _place(self, value: Value) -> tuple[float, int]:
+    def _place_of(self, value: Value) -> tuple[float, int]:
         node = self.graph.node(value)
         return (math.inf if node is None else self.graph.order[node]), value.id
 

@@ -64,7 +64,7 @@ class Planner:
         self.refusals: list[Refusal] = []
         self._elsewhere = elsewhere
         self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, shelf)
-        self._cost = cache(partial(node_cost, machine=target))
+        self._cost = cache(self._cost_of)
         self._surplus = cache(partial(node_surplus, machine=target))
         self._launches = cache(is_launch)
         self._calls = cache(_calls)
@@ -247,6 +247,10 @@ class Planner:
             return 1
         own = (self._times.get(each, 1) for value in read for each in self.graph.reads(value))
         return max(self._times[node] // max(own, default=1), 1)
+
+    def _cost_of(self, node: fx.Node) -> float:
+        """What it costs to run a node of the model."""
+        return node_cost(node, self.target) if self._launches(node) else 0.0
 
     def _worth(self, nodes: Iterable[fx.Node]) -> float:
         """What it costs to run nodes of the model."""
