@@ -84,6 +84,7 @@ class _Search:
         self.graph, self.found = graph, Found()
         self._makers, self._place = cache(graph.makers), cache(self._place_of)
         self._unsafe = unsafe
+        self._spoken = set[str]()
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
         self._all: dict[str, list[Value]] = defaultdict(list)  # of an op, with those that no node holds
@@ -106,6 +107,7 @@ class _Search:
         return [each for each in self._readings.get(value, ()) if each.op == op]
 
     def _read(self, value: Value, reading: Reading) -> None:
+        self._spoken.add(reading.op)
         if not self.readings(value, reading.op):
             insort(self._by_head[f"reading:{reading.op}"], value, key=self._place)
         self._readings[value].append(reading)
@@ -172,7 +174,7 @@ class _Search:
 
     def _is_spoken(self, form: Pattern) -> bool:
         """Whether something has each meaning that a form mentions."""
-        return all(f"reading:{word}" in self._by_head for word in form.words)
+        return form.words <= self._spoken
 
     def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
         refused: Refused | None = None
