@@ -163,7 +163,7 @@ class _Search:
         taken: dict[Value, list[Set[Any]]] = {}
         for form in rule.patterns():
             chosen = form.given.items()
-            for value in self._where(form, self._candidates(form.results[0])) if self._is_spoken(form) else ():
+            for value in self._where(form, self._candidates(form.results[0])) if self._may_occur(form) else ():
                 if any(chosen <= each for each in taken.get(value, ())) or not self._makers(value):
                     continue
                 matched = self._try(rule, form, value)
@@ -172,9 +172,9 @@ class _Search:
                     self.found.matches.append(matched)
                     self._read(value, Reading(rule.name, matched.captures, matched.relies))
 
-    def _is_spoken(self, form: Pattern) -> bool:
-        """Whether something has each meaning that a form mentions."""
-        return form.words <= self._spoken
+    def _may_occur(self, form: Pattern) -> bool:
+        """Whether something has each meaning that a form mentions, and there is something of each of its parts."""
+        return form.words <= self._spoken and all(any(map(self._count, heads)) for heads in form.needed)
 
     def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
         refused: Refused | None = None
@@ -278,7 +278,7 @@ class _Search:
         """
         told: set[Value] = set()
         is_something = cache(lambda value: self._is_known(rule, value) or self._is_within(value))
-        for form in filter(self._is_spoken, rule.lookalikes()):
+        for form in filter(self._may_occur, rule.lookalikes()):
             for value in self._where(form, (*self._candidates(form.results[0]), *self._inside(form.results[0]))):
                 if value in told or is_something(value):
                     continue
