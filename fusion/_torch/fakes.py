@@ -89,15 +89,16 @@ def _faked(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> to
     As FakeTensor makes it, most of whose time goes into checks of its arguments and into attributes set one by one.
     Private: `torch.Tensor._make_subclass`, and what a FakeTensor remembers.
     """
-    if device.type != "cpu" and device.index is None:
-        return FakeTensor(mode, meta, device)  # the device is the current one of its kind
-    of_device = {"dispatch_device": True, "device_for_backend_keys": device}
-    fake = torch.Tensor._make_subclass(FakeTensor, meta, meta.requires_grad, **of_device)
+    if device.type != "cpu" and device == torch.device(device.type):
+        return FakeTensor(mode, meta, device)  # which makes it the current one of its kind
+    fake = torch.Tensor._make_subclass(
+        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
     if mode._allow_unsafe_data_ptr_access:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)
-    fake.__dict__.update(_remembered(device), fake_mode=mode)
+    vars(fake).update(_remembered(device), fake_mode=mode)
     return fake
 
 
