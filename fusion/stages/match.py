@@ -7,7 +7,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from heapq import merge
 from typing import Any
 
@@ -77,12 +77,18 @@ def _require_elements(captures: Mapping[str, Any], results: Sequence[Value]) -> 
         require(0 not in shape, "{name} {shape} has no elements: there is nothing to compute", name=name, shape=shape)
 
 
+def _place(graph: Graph, value: Value) -> tuple[float, int]:
+    """Where a value stands: what no node holds, last."""
+    node = graph.node(value)
+    return (math.inf if node is None else graph.order[node]), value.id
+
+
 class _Search:
     """The state of one search; also the context that terms ask."""
 
     def __init__(self, graph: Graph, unsafe: frozenset[str]) -> None:
         self.graph, self.found = graph, Found()
-        self._makers, self._place = cache(graph.makers), cache(self._place_of)
+        self._makers, self._place = cache(graph.makers), cache(partial(_place, graph))
         self._unsafe = unsafe
         self._spoken = set[str]()
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
@@ -140,10 +146,6 @@ class _Search:
             found |= users
             waiting += users
         return found
-
-    def _place_of(self, value: Value) -> tuple[float, int]:
-        node = self.graph.node(value)
-        return (math.inf if node is None else self.graph.order[node]), value.id
 
     def attempt(self, step: Callable[[Rule], object], rule: Rule) -> bool:
         """Take a step with one rule; if it raises, that rule alone is lost, from there on."""
