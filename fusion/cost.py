@@ -47,8 +47,9 @@ def is_contiguous_copy(target: Any, kwargs: Mapping[str, Any]) -> bool:
 
 def is_data(val: Any) -> bool:
     """Whether a result holds floating-point or quantised numbers (not positions, masks or counts)."""
-    tensors = (val,) if isinstance(val, torch.Tensor) else leaves(val)
-    return any(_is_of_data(each.dtype) for each in tensors if isinstance(each, torch.Tensor))
+    if isinstance(val, torch.Tensor):
+        return _is_of_data(val.dtype)
+    return any(_is_of_data(each.dtype) for each in leaves(val) if isinstance(each, torch.Tensor))
 
 
 @cache
@@ -105,9 +106,7 @@ def _attends(target: Any) -> bool:
 
 
 def node_cost(node: fx.Node, machine: Target) -> float:
-    """Predicted microseconds of one node of a user's graph."""
-    if not is_launch(node):
-        return 0.0
+    """Predicted microseconds of one launch of a user's graph."""
     inputs = [each.meta.get("val") for each in node.all_input_nodes]
     result = node.meta.get("val")
     if not _computes(node.target):
@@ -165,6 +164,6 @@ def _labelled(equation: str, operands: Sequence[torch.Tensor]) -> int:
 
 
 def _bytes(val: Any) -> int:
-    if not isinstance(val, torch.Tensor) or not is_data(val):
+    if not isinstance(val, torch.Tensor) or not _is_of_data(val.dtype):
         return 0
     return count(val) * val.element_size()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -104,10 +104,13 @@ def _told(argument: Any) -> Hashable:
 
 def _completed(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Fill in what the dispatcher left out: defaults of fused operators differ between operators and versions."""
-    if func.namespace in ("aten", "prims"):
-        return args
-    rest = [each for each in schema_of(func).arguments[len(args) :] if not each.kwarg_only]
-    return (*args, *(each.default_value for each in rest))
+    return args if func.namespace in ("aten", "prims") else (*args, *_defaults(func, len(args)))
+
+
+@cache
+def _defaults(func: OpOverload, given: int) -> tuple[Any, ...]:
+    """The default values of the arguments behind so many."""
+    return tuple(each.default_value for each in schema_of(func).arguments[given:] if not each.kwarg_only)
 
 
 class Recipe(NamedTuple):

@@ -104,8 +104,17 @@ _KINDS: Mapping[str, Any] = {
 """How what `written` gives is made again; what is only told apart (types, records) never is."""
 
 
+_THEMSELVES = frozenset(
+    {int, bool, str, type(None), fx.Node, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+"""Types that are told apart by their values, most of what calls are given: asked first, as all others cost more."""
+
+
 def frozen(argument: Any) -> Hashable:
     """What a call depends on, to compare and to keep: of tensors how they look, of numbers their type and sign too."""
+    kind: Any = type(argument)
+    if kind in _THEMSELVES:
+        return kind, argument
     match argument:
         case int() | str() | fx.Node() | None:
             return type(argument), argument

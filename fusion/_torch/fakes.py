@@ -78,11 +78,39 @@ def fake_tensor(
     """A fresh fake tensor.
 
     Built directly: running `empty_strided` under the fake mode costs twenty times as much.
-    Private: `torch._subclasses.fake_tensor.FakeTensor`.
     """
     with unset_fake_temporarily():
         meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return FakeTensor(mode, meta, device)
+    return _faked(mode, meta, device)
+
+
+def _faked(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A meta tensor as a fake one of a device.
+
+    As FakeTensor makes it, most of whose time goes into checks of its arguments and into attributes set one by one.
+    Private: `torch.Tensor._make_subclass`, and what a FakeTensor remembers.
+    """
+    if device.type != "cpu" and device == torch.device(device.type):
+        return FakeTensor(mode, meta, device)  # which makes it the current one of its kind
+    fake = torch.Tensor._make_subclass(
+        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(_remembered(device), fake_mode=mode)
+    return fake
+
+
+@cache
+def _remembered(device: torch.device) -> Mapping[str, Any]:
+    """What each fresh fake tensor of a device remembers beside its mode."""
+    with unset_fake_temporarily():
+        mode = FakeTensorMode()
+        mode.allow_meta = True
+        fresh = FakeTensor(mode, torch.empty(0, device="meta"), device)
+    return {name: each for name, each in vars(fresh).items() if name != "fake_mode"}
 
 
 class FakesMode(TorchDispatchMode):
@@ -125,6 +153,8 @@ def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     given = leaves(args, kwargs)
+    if _makes(func) and kwargs.get("device") is not None and all(map(_is_known, given)):
+        return _made(func, args, kwargs)
     if not _is_meta_enough(func) or kwargs.get("device") is not None:
         return _by_fake_mode(func, args, kwargs, given)
     mode = next((each.fake_mode for each in given if isinstance(each, FakeTensor)), None)
@@ -135,7 +165,7 @@ def _on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
             device = _common_device(func, given)
             with in_kernel_invocation_manager(mode), torch._C._DisablePythonDispatcher():
                 result = func(*args, **kwargs)
-            return map_only(torch.Tensor, lambda each: FakeTensor(mode, each, device), result)
+            return map_only(torch.Tensor, lambda each: _faked(mode, each, device), result)
     except Exception:  # fake mode says why
         return _by_fake_mode(func, args, kwargs, given)
 
@@ -150,6 +180,15 @@ def _by_fake_mode(
     symbolic = any(isinstance(size, torch.SymInt) for x in given if isinstance(x, torch.Tensor) for size in x.shape)
     with enable_python_dispatcher() if symbolic else nullcontext():
         return func(*args, **kwargs)
+
+
+def _made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a call without tensors gives in the fake mode that is on: made on no device, and said to be on its own."""
+    with unset_fake_temporarily() as mode:
+        if isinstance(mode, FakeTensorMode):
+            with in_kernel_invocation_manager(mode):
+                return _faked(mode, func(*args, **{**kwargs, "device": torch.device("meta")}), kwargs["device"])
+    return func(*args, **kwargs)
 
 
 def _common_device(func: Any, given: Sequence[Any]) -> torch.device:
@@ -177,6 +216,15 @@ def _is_meta_enough(func: Callable[..., Any]) -> bool:
     by_meta = func in meta_table or func in FakeTensorMode._cpp_meta_supports_symint or torch.Tag.view_copy in func.tags
     decomposed = func in decomposition_table and torch_decomp_decompositions(func)
     return by_meta or not (decomposed or func._can_decompose())
+
+
+_MADE = ("ones", "zeros", "full", "arange", "scalar_tensor")
+
+
+@cache
+def _makes(func: Callable[..., Any]) -> bool:
+    """Whether an operator makes a tensor of numbers, of none that it is given."""
+    return isinstance(func, OpOverload) and func.namespace == "aten" and func._schema.name.split("::")[-1] in _MADE
 
 
 def _is_known(argument: Any) -> bool:

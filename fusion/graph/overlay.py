@@ -60,6 +60,7 @@ class Graph:
     written: Set[Value] = frozenset()
     regions: Mapping[fx.Node, int] = field(default_factory=dict)
     readings: Readings = field(default_factory=Readings)
+    _owners: dict[Value, fx.Node] = field(default_factory=dict, repr=False)
     _masks: dict[fx.Node, int] = field(default_factory=dict, repr=False)
     _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -201,17 +202,21 @@ class Graph:
             return None
         return users[0]
 
-    @cached_property
+    @property
     def owners(self) -> Mapping[Value, fx.Node]:
         """For every value that a node holds or is built from, the first such node: where to point a user to."""
-        found: dict[Value, fx.Node] = {}
-        for value, nodes in self.places.items():
+        for value, nodes in self.places.items() if not self._owners else ():
             waiting = [value]
             while waiting:
                 each = waiting.pop()
-                found.setdefault(each, nodes[0])
-                waiting.extend(arg for arg in each.args if arg not in self.places and arg not in found)
-        return found
+                self._owners.setdefault(each, nodes[0])
+                waiting.extend(arg for arg in each.args if arg not in self.places and arg not in self._owners)
+        return self._owners
+
+    @cached_property
+    def dtypes(self) -> frozenset[torch.dtype | None]:
+        """Those of all values that nodes hold or are built from: what needs another is nowhere."""
+        return frozenset(each.dtype for each in self.owners)
 
     @cached_property
     def overwritten(self) -> Mapping[Value, Value]:

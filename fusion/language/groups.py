@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, Self, TypeGuard
 
 
@@ -74,13 +75,19 @@ class Group:
     @classmethod
     def made(cls, name: str, make: Callable[[str, Any], Any]) -> Self:
         """The group with what `make` gives for the full name of each field and what it is declared as."""
-        named = ((each.name, f"{name}.{each.name}", each.default) for each in fields(cls))
+        named = _named(cls, name)
         return cls(**{own: kind.made(full, make) if is_group(kind) else make(full, kind) for own, full, kind in named})
 
     @classmethod
     def bound(cls, name: str, captures: Mapping[str, Any]) -> Self:
         """The group `name` of some captures; a field that the form lacks is None."""
         return cls.made(name, lambda full, _: captures.get(full))
+
+
+@cache
+def _named(kind: type[Group], name: str) -> tuple[tuple[str, str, Any], ...]:
+    """Each field of a group of that name: its own name, its full name, and what it is declared as."""
+    return tuple((each.name, f"{name}.{each.name}", each.default) for each in fields(kind))
 
 
 def is_group(declared: Any) -> TypeGuard[type[Group]]:

@@ -253,7 +253,7 @@ class Rule:
 
     def uses(self) -> frozenset[str]:
         """The semantic ops that its patterns mention."""
-        return frozenset(name for name, _ in self.applies())
+        return _used(type(self))
 
     def applies(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Each semantic op with what one of its patterns applies it to."""
@@ -286,6 +286,11 @@ def _lowerings(kind: type[Rule]) -> tuple[Lowering, ...]:
 def _said(method: Callable[..., Any], what: str, unsaid: Any) -> Any:
     """What a decorator says of a method."""
     return getattr(method, f"fusion_{what}", unsaid)
+
+
+@cache
+def _used(kind: type[Rule]) -> frozenset[str]:
+    return frozenset(name for name, _ in kind().applies())
 
 
 @cache

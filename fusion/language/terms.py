@@ -107,29 +107,35 @@ class Capture(Tensorial):
         """A capture matches anything."""
         return frozenset()
 
-    def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+    def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
+        """As for every term; what is bound has lost the leading dims of size 1 that its dims do not name."""
         value = self.fit(value, cx)
+        if self in bound:
+            if bound[self] is value:
+                yield bound
+            return
+        sizes: dict[Any, Any] = {**bound, self: value}
+        if self._have_sizes(value, sizes):
+            yield sizes
+
+    def _have_sizes(self, value: Value, sizes: dict[Any, Any]) -> bool:
+        """Whether its dims have the sizes that they are known to have, or are given here."""
         fixed = self.dims[self._starred :]
         lead = value.rank - len(fixed)
         if lead < 0 or (lead and not self._starred):
-            return
-        sizes: dict[Any, Any] = dict(bound)
+            return False
         if self._starred and sizes.setdefault(self.dims[0], value.shape[:lead]) != value.shape[:lead]:
-            return
+            return False
         for name, size in zip(fixed, value.shape[lead:], strict=True):
             known = int(name) if name.isdigit() else sizes.setdefault(name, size)
             if known != size:
-                return
-        yield sizes
+                return False
+        return True
 
     @cached_property
     def _starred(self) -> bool:
         """Whether the first of its dims stands for any number of them."""
         return any(name.startswith("*") for name in self.dims)
-
-    def match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
-        """As for every term; what is bound has lost the leading dims of size 1 that its dims do not name."""
-        yield from super().match(self.fit(value, cx), bound, cx)
 
     def fit(self, value: Value, cx: Context) -> Value:
         """Drop leading dims of size 1 beyond the declared ones."""
@@ -383,7 +389,7 @@ class Meaning(Tensorial):
 
     def _match(self, value: Value, bound: Bindings, cx: Context) -> Iterator[Bindings]:
         for reading in cx.readings(value, self.op):
-            if not set(reading.captures) <= set(self.captures):
+            if not reading.captures.keys() <= self.captures.keys():
                 continue  # a gain, a mask or a bias that the pattern does not speak of may not get lost
             relies = {RELIES: relied(bound) | reading.relies} if reading.relies else {}
             yield from self._take(list(self.captures.items()), reading, {**bound, **relies}, cx)

@@ -7,7 +7,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from heapq import merge
 from typing import Any
 
@@ -77,13 +77,20 @@ def _require_elements(captures: Mapping[str, Any], results: Sequence[Value]) -> 
         require(0 not in shape, "{name} {shape} has no elements: there is nothing to compute", name=name, shape=shape)
 
 
+def _place(graph: Graph, value: Value) -> tuple[float, int]:
+    """Where a value stands: what no node holds, last."""
+    node = graph.node(value)
+    return (math.inf if node is None else graph.order[node]), value.id
+
+
 class _Search:
     """The state of one search; also the context that terms ask."""
 
     def __init__(self, graph: Graph, unsafe: frozenset[str]) -> None:
         self.graph, self.found = graph, Found()
-        self._makers = cache(graph.makers)
+        self._makers, self._place = cache(graph.makers), cache(partial(_place, graph))
         self._unsafe = unsafe
+        self._spoken = set[str]()
         self._readings: dict[Value, list[Reading]] = defaultdict(list)
         self._by_head: dict[str, list[Value]] = defaultdict(list)
         self._all: dict[str, list[Value]] = defaultdict(list)  # of an op, with those that no node holds
@@ -106,6 +113,7 @@ class _Search:
         return [each for each in self._readings.get(value, ()) if each.op == op]
 
     def _read(self, value: Value, reading: Reading) -> None:
+        self._spoken.add(reading.op)
         if not self.readings(value, reading.op):
             insort(self._by_head[f"reading:{reading.op}"], value, key=self._place)
         self._readings[value].append(reading)
@@ -139,10 +147,6 @@ class _Search:
             waiting += users
         return found
 
-    def _place(self, value: Value) -> tuple[float, int]:
-        node = self.graph.node(value)
-        return (math.inf if node is None else self.graph.order[node]), value.id
-
     def attempt(self, step: Callable[[Rule], object], rule: Rule) -> bool:
         """Take a step with one rule; if it raises, that rule alone is lost, from there on."""
         try:
@@ -161,7 +165,7 @@ class _Search:
         taken: dict[Value, list[Set[Any]]] = {}
         for form in rule.patterns():
             chosen = form.given.items()
-            for value in self._where(form, self._candidates(form.results[0])) if self._is_spoken(form) else ():
+            for value in self._where(form, self._candidates(form.results[0])) if self._may_occur(form) else ():
                 if any(chosen <= each for each in taken.get(value, ())) or not self._makers(value):
                     continue
                 matched = self._try(rule, form, value)
@@ -170,9 +174,9 @@ class _Search:
                     self.found.matches.append(matched)
                     self._read(value, Reading(rule.name, matched.captures, matched.relies))
 
-    def _is_spoken(self, form: Pattern) -> bool:
-        """Whether something has each meaning that a form mentions."""
-        return all(f"reading:{word}" in self._by_head for word in form.words)
+    def _may_occur(self, form: Pattern) -> bool:
+        """Whether something has each meaning that a form mentions, and there is something of each of its parts."""
+        return form.words <= self._spoken and all(any(map(self._count, heads)) for heads in form.needed)
 
     def _try(self, rule: Rule, form: Pattern, value: Value) -> Match | None:
         refused: Refused | None = None
@@ -276,7 +280,7 @@ class _Search:
         """
         told: set[Value] = set()
         is_something = cache(lambda value: self._is_known(rule, value) or self._is_within(value))
-        for form in filter(self._is_spoken, rule.lookalikes()):
+        for form in filter(self._may_occur, rule.lookalikes()):
             for value in self._where(form, (*self._candidates(form.results[0]), *self._inside(form.results[0]))):
                 if value in told or is_something(value):
                     continue

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from fusion._torch.fakes import fake_like
+from fusion._torch.fakes import fake_like, run_on_fakes
 from fusion._torch.operators import OpOverload, schema_of
 from fusion._torch.tensors import shares_memory
 from fusion.cost import is_view
@@ -201,8 +201,9 @@ def _restores(place: Any, steps: Sequence[fx.Node]) -> bool:
     value = start
     with torch.no_grad():
         for node in steps:
+            target: Any = node.target
             args, kwargs = map_arg((node.args[1:], node.kwargs), lambda each: each.meta["val"])
-            value = node.target(value, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+            value = run_on_fakes(target, (value, *args), kwargs)
     layouts = [(dims_of(each.shape), dims_of(each.stride()), each.storage_offset()) for each in (start, value)]
     return layouts[0] == layouts[1] and start.dtype == value.dtype and shares_memory(start, value)
 

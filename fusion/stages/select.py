@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import TYPE_CHECKING
@@ -16,6 +16,8 @@ from fusion.records import LEAST_BENEFIT, Candidate
 if TYPE_CHECKING:
     import networkx as nx  # half a second to import: only where a model is fused
 
+Overlaps = Mapping[int, Set[int]]
+"""For every option those that it excludes."""
 TIE = 0.25  # microseconds below which two covers cost the same: the cost model knows no better
 EXACT = 4096  # parts of one group that are solved exactly; those that are left are covered greedily
 
@@ -68,12 +70,8 @@ def _option(candidate: Candidate) -> _Option:
 
 
 def _best(useful: Sequence[_Option]) -> list[Candidate]:
-    import networkx as nx
-
-    overlaps: nx.Graph[int] = nx.Graph()
-    overlaps.add_nodes_from(range(len(useful)))
-    overlaps.add_edges_from(_overlapping(useful))
-    covers = [_cover(group, useful, overlaps) for group in nx.connected_components(overlaps)]
+    overlaps = _overlapping(useful)
+    covers = [_cover(group, useful, overlaps) for group in _parts(overlaps, overlaps)]
     numbers = sorted(number for cover in covers for number in cover)
     return [member for number in numbers for member in useful[number].members]
 
@@ -113,24 +111,44 @@ def _waits(candidate: Candidate, other: Candidate, graph: Graph) -> bool:
     return any(graph.depends(one, another) for one in candidate.match.firsts for another in other.match.firsts)
 
 
-def _overlapping(options: Sequence[_Option]) -> list[tuple[int, int]]:
-    """Pairs of which one replaces a node that the other replaces or needs no more."""
+def _overlapping(options: Sequence[_Option]) -> Overlaps:
+    """For each option those that replace a node which it replaces or needs no more, or the other way round."""
     by_node: dict[object, list[int]] = defaultdict(list)
     for number, each in enumerate(options):
         for node in each.dying:
             by_node[node].append(number)
-    pairs = ((number, other) for number, each in enumerate(options) for node in each.roots for other in by_node[node])
-    return sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]})
+    found: dict[int, set[int]] = {number: set() for number in range(len(options))}
+    for number, each in enumerate(options):
+        for other in {other for node in each.roots for other in by_node[node]} - {number}:
+            found[number].add(other)
+            found[other].add(number)
+    return found
 
 
-def _cover(group: set[int], options: Sequence[_Option], overlaps: nx.Graph[int]) -> list[int]:
+def _parts(group: Collection[int], overlaps: Overlaps) -> list[frozenset[int]]:
+    """Options of a group that overlap, directly or by way of others of it, in the order of the first of each part."""
+    left, parts = set(group), list[frozenset[int]]()
+    for first in sorted(group):
+        part, waiting = set[int](), [first]
+        while waiting:
+            number = waiting.pop()
+            if number in left:
+                left.remove(number)
+                part.add(number)
+                waiting.extend(overlaps[number])
+        if part:
+            parts.append(frozenset(part))
+    return parts
+
+
+def _cover(group: frozenset[int], options: Sequence[_Option], overlaps: Overlaps) -> list[int]:
     """Options of a group, no two of which overlap, that save most together."""
     if len(group) == 1:
         return list(group)
     sizes = {number: len(options[number].dying) - 1 for number in group}
     every = sum(sizes.values()) or 1
     worth = {number: options[number].benefit + TIE * size / every for number, size in sizes.items()}
-    return _Search(worth, overlaps).best(frozenset(group))
+    return _Search(worth, overlaps).best(group)
 
 
 @dataclass
@@ -145,15 +163,12 @@ class _Search:
     """
 
     worth: Mapping[int, float]
-    overlaps: nx.Graph[int]
+    overlaps: Overlaps
     solved: dict[frozenset[int], list[int]] = field(default_factory=dict[frozenset[int], list[int]])
 
     def best(self, group: frozenset[int]) -> list[int]:
         """The best cover of a group; once too many parts were tried, a greedy one."""
-        import networkx as nx
-
-        parts = map(frozenset[int], nx.connected_components(self.overlaps.subgraph(group)))
-        return [number for part in sorted(parts, key=min) for number in self._of_part(part)]
+        return [number for part in _parts(group, self.overlaps) for number in self._of_part(part)]
 
     def _of_part(self, part: frozenset[int]) -> list[int]:
         if len(part) == 1:
@@ -172,7 +187,7 @@ class _Search:
     def _greedy(self, part: frozenset[int]) -> list[int]:
         chosen: list[int] = []
         for number in sorted(sorted(part), key=lambda each: self.worth[each], reverse=True):
-            if not any(self.overlaps.has_edge(number, other) for other in chosen):
+            if self.overlaps[number].isdisjoint(chosen):
                 chosen.append(number)
         return chosen
 

@@ -11,6 +11,7 @@ from functools import partial
 from math import inf, isfinite, prod
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from fusion import reader
@@ -64,7 +65,7 @@ _GIVEN = (
 def attentions(graph: Graph) -> Iterator[Found]:
     """Every attention that nodes compute, its mask if that lists keys; why what looks like one is none."""
     assumed = Assumed.of(graph)
-    read = partial(attention, assumed)
+    read, in_int8 = partial(attention, assumed), torch.int8 in graph.dtypes
     for value in list(graph.places):
         if value.op == "aten.scaled_dot_product_attention.default":  # which is written out wherever it can be
             yield value, Miss("softmax_attention", _left_whole(graph.places[value][0]))
@@ -74,7 +75,7 @@ def attentions(graph: Graph) -> Iterator[Found]:
         if value.op not in _ATTENDING or _only_arranges(graph, value):
             continue
         outcome = read(value)
-        rounded = int8_probability_attention(graph.algebra, value, read) if outcome is None else None
+        rounded = int8_probability_attention(graph.algebra, value, read) if outcome is None and in_int8 else None
         if isinstance(rounded, Miss) and not _ends(graph, value):
             continue
         if not (outcome or rounded):

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fusion import reader, word
 from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.nodes import are_read_by, is_computed
@@ -94,7 +96,8 @@ def _reading(graph: Graph, found: Product, value: Value) -> Reading | str | None
 def int8_matmuls(graph: Graph) -> Iterator[Found]:
     """All scaled products of whole numbers, as far as each goes on; why others are none."""
     layers = Layers(graph.algebra)
-    products = {value: each for value in list(graph.places) if (each := layers.of(value))}
+    places = list(graph.places) if torch.int8 in graph.dtypes else []
+    products = {value: each for value in places if (each := layers.of(value))}
     held, seen = (
         {node for value, each in products.items() if isinstance(each, kinds) for node in graph.places[value]}
         for kinds in (Product, Product | str)

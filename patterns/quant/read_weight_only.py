@@ -29,6 +29,8 @@ INT8_WEIGHT_LINEAR = word(
     bias="[N]", heads="how many heads the result is seen in [*B, H, D], absent for [*B, N]",
 )  # fmt: skip
 
+_KEPT = (torch.int8, torch.uint8)
+"""Dtypes in which such weights are kept."""
 _ALONG = (
     "the int8 weight has a scale or an offset that is neither one of each output channel nor of each group of inputs"
 )
@@ -266,7 +268,8 @@ def _for_operator(a: Algebra, factor: Value | None) -> Value | None:
 @reader(gives=(INT8_WEIGHT_LINEAR,))
 def int8_weight_linears(graph: Graph) -> Iterator[Found]:
     """All layers with int8 weights, as far as each goes on; why others are none."""
-    found = {value: each for value in list(graph.places) if (each := _layer(graph.algebra, graph, value)) is not None}
+    places = [] if graph.dtypes.isdisjoint(_KEPT) else list(graph.places)
+    found = {value: each for value in places if (each := _layer(graph.algebra, graph, value)) is not None}
     held = {node for value in found for node in graph.places[value]}
     for value, each in found.items():
         if not is_computed(graph, value) or are_read_by(graph.places[value], held):

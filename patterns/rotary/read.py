@@ -130,8 +130,9 @@ def _turned(known: KnownTables, root: Value, found: list[Term], leaves: Leaves) 
     if len(where) < 2 or len(where) % 2 or where[-1] - where[0] + 1 != len(where):
         return None
     both, reason = _Sum(root, found, leaves, where), None
-    for leaf in sorted({*found[0].first.leaf[where], *found[0].second.leaf[where]}):
-        outcome = _classify(known, both, int(leaf))
+    of_one, of_other = ({*each.first.leaf[where].tolist(), *each.second.leaf[where].tolist()} for each in found)
+    for leaf in sorted(of_one & of_other):
+        outcome = _classify(known, both, leaf)
         if isinstance(outcome, Reading):
             return outcome
         reason = reason or outcome

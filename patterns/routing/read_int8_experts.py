@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
+
 from fusion.analysis.factored_products import scaled_int8
 from fusion.analysis.rounding import exact
 from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value, broadcast
@@ -82,7 +84,7 @@ def _int8_rows(a: Algebra, x: Value) -> Value | None:
 def int8_products(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Found]:
     """All products of int8 with both scales, and the rows of tokens that they take; why others are none."""
     products = _Experts(graph.algebra, given=given)
-    for value in list(graph.owners):
+    for value in list(graph.owners) if given and torch.int8 in graph.dtypes else ():
         found = products.of(value)
         if isinstance(found, str):
             yield value, Miss(RULE, found)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
-from fusion._torch.fakes import run_on_fakes
+from fusion._torch.fakes import fake_like, run_on_fakes
+from fusion._torch.tensors import shares_memory
 from fusion.recording import Fakes
 from fusion.testing import capture
 from fusion.texts import frozen
@@ -93,3 +94,43 @@ def test_symbolic_sizes_are_not_taken_for_those_of_the_call():
     (padded,) = (each.result for each in recording.steps)
     assert all(isinstance(size, torch.SymInt) for size in padded.shape)
     assert not x.shape[0].node.expr.is_number
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kwargs"),
+    [
+        ("ones", ([2, 3],), {"dtype": torch.bfloat16}),
+        ("zeros", ([2, 3],), {}),
+        ("full", ([2], 1.5), {}),
+        ("full", ([2], 3), {}),
+        ("arange", (5,), {}),
+        ("scalar_tensor", (1.0,), {}),
+    ],
+)
+def test_what_is_made_of_numbers_is_made_as_a_fake_mode_makes_it(name: str, given: Any, kwargs: dict[str, Any]):
+    target = getattr(torch.ops.aten, name).default
+    with FakeTensorMode():
+        one, other = (call(target, given, {**kwargs, "device": torch.device("cpu")}) for call in (run_on_fakes, called))
+    assert isinstance(one, FakeTensor)
+    assert frozen(one) == frozen(other)
+    assert vars(one) == vars(other)
+
+
+def called(target: Any, given: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What a call gives."""
+    return target(*given, **kwargs)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fresh_fakes_remember_what_those_of_a_fake_mode_do(device: str):
+    mode = FakeTensorMode()
+    mode.allow_meta = True
+    with mode:
+        other = torch.empty_strided([2, 3], [1, 2], dtype=torch.float16, device=device)
+    one = fake_like(other)
+    assert frozen(one) == frozen(other)
+    assert vars(one) == vars(other)
+    assert (one.fake_device, one.is_leaf) == (other.fake_device, other.is_leaf)
+    assert torch._C._dispatch_keys(one) == torch._C._dispatch_keys(other)  # pyright: ignore[reportPrivateUsage]
+    assert not shares_memory(one, other)
+    assert shares_memory(one, run_on_fakes(torch.ops.aten.view.default, (one.t(), [-1]), {}))

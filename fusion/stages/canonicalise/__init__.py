@@ -51,6 +51,8 @@ class _Walk:
         self.regions: dict[fx.Node, int] = {}
         self._region = 0  # how many writes to memory stand before a node, the closing ones not counted
         self._closing = closing_writes(source)
+        vals = [node.meta.get("val") for node in source.nodes]
+        self._devices = {each.device for each in vals if isinstance(each, torch.Tensor)}
 
     def visit(self, node: fx.Node) -> None:
         """Give `node` its value and its region."""
@@ -121,7 +123,7 @@ class _Walk:
             return self._opaque(node, val) if isinstance(val, torch.Tensor) else None
         args, kwargs = map_arg((node.args, node.kwargs), self._operand)
         translator = translator_of(node.target, args)
-        if translator is not None and not _moves(node):
+        if translator is not None and not (len(self._devices) > 1 and _moves(node)):
             translated = self._translate(translator, val, args, kwargs)
             if translated is not None:
                 return translated

@@ -64,9 +64,9 @@ class Planner:
         self.refusals: list[Refusal] = []
         self._elsewhere = elsewhere
         self._book = PlanBook(graph, fakes, (target, *elsewhere), plan_lower, options, shelf)
-        self._cost = cache(partial(node_cost, machine=target))
-        self._surplus = cache(partial(node_surplus, machine=target))
         self._launches = cache(is_launch)
+        self._cost = cache(partial(_cost, self._launches, target))
+        self._surplus = cache(partial(node_surplus, machine=target))
         self._calls = cache(_calls)
         self._kernels = cache(partial(_kernels, fakes, target))
         self._copies = Copies(graph, fakes, target, self._cost)
@@ -343,6 +343,11 @@ class _Needless:
             copies = self._replaceable.intersection(alike)
             self._known[value] = _Given(nodes, set(map(memory_of, nodes)), places, copies)
         return self._known[value]
+
+
+def _cost(is_launch: Callable[[fx.Node], bool], target: Target, node: fx.Node) -> float:
+    """What it costs to run a node of the model."""
+    return node_cost(node, target) if is_launch(node) else 0.0
 
 
 def _operators(plan: Plan) -> frozenset[str]:

@@ -145,7 +145,8 @@ class _Editor:
         args, now = self._layouts.run(target, args, kwargs) if moved else (args, val)
         node = self._source.call_function(target, args, kwargs)
         node.meta["val"] = self._fakes.like(now)
-        self._layouts.planned(node, val)
+        if moved:
+            self._layouts.planned(node, val)
         inherit(node, self._at.candidate.match.node)
         self._order[node] = self._order[self._at.anchor]
         self._made[key] = node
