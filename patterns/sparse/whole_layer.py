@@ -30,8 +30,7 @@ from patterns.latent.prolog import Queries, read
 from patterns.latent.terms import LatentRow, Tables
 from patterns.quant.quant_matmul import prepared
 from patterns.quant.schemes import FloatLayers
-from patterns.rotary.orders import HALF, INTERLEAVED
-from patterns.rotary.token_tables import rotated_lanes
+from patterns.sparse.index_lanes import RotatedLanes
 from patterns.sparse.indexer import PagedIndexer
 from patterns.sparse.listing import Listing
 from patterns.sparse.pages import LatentPages
@@ -39,28 +38,6 @@ from patterns.sparse.sparse_attention import VALUES
 
 LISTED, EPSILON, EPSILON_OF_KEYS = 2048, 1e-5, 1e-6
 """What the operator has compiled in: the length of a list, and the epsilons of its RMS norms and of its layer norm."""
-
-
-@dataclass(frozen=True)
-class RotatedLanes(Group):
-    """The first lanes of queries, or keys, of an indexer, up to `split` of `end`, which are rotated."""
-
-    split: Any = attribute()
-    end: Any = attribute()
-    source: Any = attribute()
-    result: Any = attribute()
-    dtype: Any = attribute()
-
-    def term(self, p, x, tables, like, heads_first):
-        """They, joined with the others."""
-        turning, rest = p.lanes(x, 0, self.split), p.lanes(x, self.split, self.end)
-        return p.joined(rotated_lanes(p, turning, tables, self, like, heads_first), rest)
-
-    def guard(self, what: str) -> None:
-        """Refuse lanes that the operator would rotate otherwise."""
-        orders = dict(what=what, source=self.source, result=self.result)
-        said = "{what} of the indexer go from {source} to {result} order, in the operator from pairs to halves"
-        require((self.source, self.result) == (INTERLEAVED, HALF), said, **orders)
 
 
 @dataclass(frozen=True)
