@@ -32,6 +32,10 @@ NOT_LOST = (
     "a query that sees no key would see those that are lowered least: the mask must be -inf, replace the scores, lower "
     "them by 1e30 at least, or be proven to show a key to each query"
 )
+_OF_PADDING = (
+    "; what is assumed to be padding may hide all of them: pass booleans in, as sdpa takes them, or assume a causal "
+    "order where nothing is padded"
+)
 UNDEFINED = (
     "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
 )
@@ -169,7 +173,7 @@ class Masks:
         alike = "zero" if some or sunk else unseen(self.positions, self.terms, empty, biased, floor)
         levels = {} if alike or biased or floor > -math.inf else self._lowered(empty)
         if not (alike or levels):
-            return NOT_LOST
+            return NOT_LOST + (_OF_PADDING if self.positions.relied else "")
         words = self.bounded(bounds)
         mask = self._explicit(beside_lists=not words)
         found |= {"mask_kind": "dense", "fully_masked_row": alike, **mask, **levels}

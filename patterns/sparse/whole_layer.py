@@ -182,10 +182,16 @@ class SparseAttentionPto(Rule):
         require(index.count == LISTED, said, count=index.count, listed=LISTED)
         ones = projection.factor(queries.factor) == row.factor == 1
         require(ones, "a latent is multiplied by a number, by the operator by none")
-        told = attended.listing.kv_lens is not None or attended.listing.kv_len is not None
+        listing = attended.listing
+        own_lens = (
+            "each query sees keys up to a place of its own, and the last of its sequence is not proven to stand within "
+            "the pages that are gathered: the operator counts from the last one, and reads as many keys"
+        )
+        require(listing.row_lens is None, own_lens)
+        told = listing.kv_lens is not None or listing.kv_len is not None
         require(told, "nothing says how many keys the sequences have, which the operator reads from a tensor")
         left = "a query that may see no key is left as it was by the operator, which writes nothing there"
-        require(attended.listing.every_row_nonempty, left)
+        require(listing.every_row_nonempty, left)
         queries.guard(row)
         projection.guard_row(row)
         projection.guard(queries)
