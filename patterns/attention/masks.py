@@ -185,11 +185,28 @@ class Masks:
         return found | {"count": words["kv_lens"]} if counts else found
 
     def _lists_some(self, bounds: Limits) -> bool:
-        """Whether each query sees a key of a list, beside the bounds: the largest scores within the same bounds."""
+        """Whether each query sees a key of a list, or a first or last one, beside the bounds, if it sees some there."""
         inside = replace(bounds, rest=())
         if len(bounds.rest) != 1 or not sees_some(inside, *self.sizes[2:], self.positions.lengths):
             return False
-        kind, leaf = bounds.rest[0] if not isinstance(bounds.rest[0], bool) else ("", None)
+        part = bounds.rest[0]
+        choices = part[1] if not isinstance(part, bool) and part[0] == "or" else (part,)
+        return any(self._lists_one(each, inside) or self._is_at_end(each, inside) for each in choices)
+
+    def _is_at_end(self, part: Formula, inside: Limits) -> bool:
+        """Whether the first or the last keys within bounds are seen."""
+        rank = len(self.positions.shape)
+        side, at, move = bound(part, rank - 2, rank - 1) or ("", None, 0)
+        if at is None or inside.high is None or inside.low is not None:
+            return False
+        if side == "high":
+            return not move and not at.terms and isinstance(at.constant, int) and at.constant >= 0
+        span = inside.high + at.times(-1)
+        return bool(move) == inside.moving and not span.terms and isinstance(span.constant, int) and span.constant >= 0
+
+    def _lists_one(self, part: Formula, inside: Limits) -> bool:
+        """Whether those that are listed have the largest scores within the same bounds."""
+        kind, leaf = part if not isinstance(part, bool) else ("", None)
         if kind != "is" or leaf.value.op != "chosen" or leaf.index[-2:] != self.positions.origin[-2:]:
             return False
         places = leaf.value.arg.below("cast", "reshape")

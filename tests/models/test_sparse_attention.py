@@ -193,7 +193,7 @@ MASKS = [
     ("bool", None, 0, LISTED), ("bool", None, 5, LISTED), ("bool", "causal", 0, INDEXED),
     ("bool", "padding", 5, LISTED),
     ("float", "causal", 0, INDEXED), ("float", None, 0, "the option assume says it"),
-    ("float", "padding", 5, "assumed to be padding may hide all of them: pass booleans in, as sdpa takes them, or assume"),
+    ("float", "padding", 5, "assumed to be padding may hide all of them: pass booleans in"),
 ]  # fmt: skip
 
 
