@@ -18,7 +18,7 @@ from fusion.graph.proof import must, proof, proven
 from patterns.attention.blame import unproven
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
 from patterns.attention.granted import granted
-from patterns.attention.hiding import MASKED, by_list, hidden, negated
+from patterns.attention.hiding import MASKED, by_list, hidden, list_in, negated
 
 LOST = -1e30  # a finite number that swallows any score it is added to
 Sizes = tuple[Any, Any, Any, Any]
@@ -27,6 +27,10 @@ REPLACED = "scores are replaced by something else than a number of at most -1e4"
 _OF_EACH = (
     "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
     "one tensor that a list names"
+)
+_OF_LISTS = (
+    "the mask differs from head to head: heads, or groups of them, have a list of {what} each, and the operators of "
+    "sparse attention read one list of keys for all heads"
 )
 NOT_LOST = (
     "a query that sees no key would see those that are lowered least: the mask must be -inf, replace the scores, lower "
@@ -180,9 +184,16 @@ class Masks:
         if words and (some or (alike == "zero" and not bounds.moving)):
             return found | words
         if not mask:
-            return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else "the mask differs from head to head"
+            return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else self._of_heads()
         counts = not levels and "kv_lens" in words and not bounds.moving and bounds.low is None
         return found | {"count": words["kv_lens"]} if counts else found
+
+    def _of_heads(self) -> str:
+        """Why a mask that is another one for each head is not told, by the list that it is made of, if it is."""
+        found = list_in(self.terms[-1].mask)
+        if found is None:
+            return "the mask differs from head to head"
+        return _OF_LISTS.format(what="keys" if found.shape[-1] == self.sizes[3] else "blocks of keys")
 
     def _lists_some(self, bounds: Limits) -> bool:
         """Whether each query sees a key of a list, or a first or last one, beside the bounds, if it sees some there."""

@@ -19,6 +19,7 @@ from fusion.analysis.elements import lists_all
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
 from patterns.attention.bounds import Limits, per_query, per_sequence, sees_some
+from patterns.attention.hiding import list_in
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
 from patterns.sparse.fixed_keys import split
 from patterns.sparse.looked_up import looked_up
@@ -78,9 +79,7 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
 
 def _beside_lists(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
     """Why a mask that is made of a list shows other keys than those in it."""
-    into = ("not", "and", "or", "where", "compare", "below", "cast", "slice", "reshape", "expand", "permute", "repeat")
-    made = mask.sources(lambda each: each.args if each.op in into else ())
-    found = next((each for each in made if each.op == "chosen"), None)
+    found = list_in(mask)
     if found is None:
         return {}
     return {found.arg: _miss(_MORE if found.shape[-1] == keys else _BLOCKS)}
