@@ -58,6 +58,7 @@ from patterns.routing.read import expert_choices
 from patterns.routing.read_experts import routed_experts
 from patterns.routing.read_kept import kept_largest
 from patterns.routing.routed_experts import RoutedExperts
+from patterns.sparse.indexer_prolog import LightningIndexerPrologPto
 from patterns.sparse.indexer_topk import IndexerTopk
 from patterns.sparse.read import lightning_indexers
 from patterns.sparse.read_lists import indexer_lists
@@ -95,6 +96,7 @@ _RULES = (
     AbsorbedProducts(),
     SparseAttention(),
     SparseAttentionPto(),
+    LightningIndexerPrologPto(),
     GatherSelectionKvCache(),
     IndexerTopk(),
     KvRmsnormRopeCache(),

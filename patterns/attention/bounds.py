@@ -96,17 +96,17 @@ def per_query(a: Algebra, expression: Affine, sizes: tuple[Any, Any], query: int
 
 
 def _elements(a: Algebra, leaf: Leaf, sizes: tuple[Any, Any], query: int) -> Value | None:
-    """The elements of a tensor that queries [B, S] read, each its own; None where they read them otherwise."""
+    """The elements of a tensor that queries [B, S] read, each its own, or alike in all sequences; None for others."""
     own = [({place: 1}, size) for place, size in zip((0, query), sizes, strict=True) if size != 1]
     axes = list(zip(leaf.index, leaf.value.shape, strict=True))
-    if [(dict(index.terms), size) for index, size in axes if index.terms] != own:
-        return None
-    if any(index.constant != 0 for index, _ in axes):
+    read = [(dict(index.terms), size) for index, size in axes if index.terms]
+    alike = len(own) == 2 and read == own[1:]
+    if (read != own and not alike) or any(index.constant != 0 for index, _ in axes):
         return None
     value = leaf.value
     for axis, (index, _) in enumerate(axes):
         value = value if index.terms else a.cut(value, axis, 0, 1)
-    return a.reshape(value, sizes)
+    return a.expand(a.reshape(value, (1, sizes[1]) if alike else sizes), sizes)
 
 
 def _element(a: Algebra, leaf: Leaf, batch: Any) -> Value | None:

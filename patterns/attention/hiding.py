@@ -40,3 +40,13 @@ def by_list(a: Algebra, mask: Value, hides: Callable[[float], bool]) -> Value | 
 def negated(a: Algebra, mask: Value) -> Value:
     """Where a mask does not hold."""
     return mask.arg if mask.op == "not" else a.make("not", (mask,), (), mask.shape, torch.bool)
+
+
+def list_in(mask: Value) -> Value | None:
+    """Where a list says True that a mask is made of, by logic and in another arrangement; None where there is none."""
+    return next((x for x in mask.sources(lambda x: x.args if x.op in _OF_LOGIC else ()) if x.op == "chosen"), None)
+
+
+_OF_LOGIC = (
+    "not", "and", "or", "where", "compare", "below", "cast", "slice", "reshape", "expand", "permute", "repeat",
+)  # fmt: skip

@@ -18,7 +18,7 @@ from fusion.graph.proof import must, proof, proven
 from patterns.attention.blame import unproven
 from patterns.attention.bounds import Limits, bound, is_counted, per_sequence, sees_some
 from patterns.attention.granted import granted
-from patterns.attention.hiding import MASKED, by_list, hidden, negated
+from patterns.attention.hiding import MASKED, by_list, hidden, list_in, negated
 
 LOST = -1e30  # a finite number that swallows any score it is added to
 Sizes = tuple[Any, Any, Any, Any]
@@ -28,9 +28,17 @@ _OF_EACH = (
     "the mask differs from head to head; or each query has keys and a mask of its own, and its keys are not rows of "
     "one tensor that a list names"
 )
+_OF_LISTS = (
+    "the mask differs from head to head: heads, or groups of them, have a list of {what} each, and the operators of "
+    "sparse attention read one list of keys for all heads"
+)
 NOT_LOST = (
     "a query that sees no key would see those that are lowered least: the mask must be -inf, replace the scores, lower "
     "them by 1e30 at least, or be proven to show a key to each query"
+)
+_OF_PADDING = (
+    "; what is assumed to be padding may hide all of them: pass booleans in, as sdpa takes them, or assume a causal "
+    "order where nothing is padded"
 )
 UNDEFINED = (
     "a bias is NaN at some of the scores, as infinity times 0 is: fill the infinity in with torch.where or masked_fill"
@@ -169,23 +177,47 @@ class Masks:
         alike = "zero" if some or sunk else unseen(self.positions, self.terms, empty, biased, floor)
         levels = {} if alike or biased or floor > -math.inf else self._lowered(empty)
         if not (alike or levels):
-            return NOT_LOST
+            return NOT_LOST + (_OF_PADDING if self.positions.relied else "")
         words = self.bounded(bounds)
         mask = self._explicit(beside_lists=not words)
         found |= {"mask_kind": "dense", "fully_masked_row": alike, **mask, **levels}
         if words and (some or (alike == "zero" and not bounds.moving)):
             return found | words
         if not mask:
-            return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else "the mask differs from head to head"
+            return _OF_EACH if self._joined()[1][-2] == 1 != self.sizes[2] else self._of_heads()
         counts = not levels and "kv_lens" in words and not bounds.moving and bounds.low is None
         return found | {"count": words["kv_lens"]} if counts else found
 
+    def _of_heads(self) -> str:
+        """Why a mask that is another one for each head is not told, by the list that it is made of, if it is."""
+        found = list_in(self.terms[-1].mask)
+        if found is None:
+            return "the mask differs from head to head"
+        return _OF_LISTS.format(what="keys" if found.shape[-1] == self.sizes[3] else "blocks of keys")
+
     def _lists_some(self, bounds: Limits) -> bool:
-        """Whether each query sees a key of a list, beside the bounds: the largest scores within the same bounds."""
+        """Whether each query sees a key of a list, or a first or last one, beside the bounds, if it sees some there."""
         inside = replace(bounds, rest=())
         if len(bounds.rest) != 1 or not sees_some(inside, *self.sizes[2:], self.positions.lengths):
             return False
-        kind, leaf = bounds.rest[0] if not isinstance(bounds.rest[0], bool) else ("", None)
+        part = bounds.rest[0]
+        choices = part[1] if not isinstance(part, bool) and part[0] == "or" else (part,)
+        return any(self._lists_one(each, inside) or self._is_at_end(each, inside) for each in choices)
+
+    def _is_at_end(self, part: Formula, inside: Limits) -> bool:
+        """Whether the first or the last keys within bounds are seen."""
+        rank = len(self.positions.shape)
+        side, at, move = bound(part, rank - 2, rank - 1) or ("", None, 0)
+        if at is None or inside.high is None or inside.low is not None:
+            return False
+        if side == "high":
+            return not move and not at.terms and isinstance(at.constant, int) and at.constant >= 0
+        span = inside.high + at.times(-1)
+        return bool(move) == inside.moving and not span.terms and isinstance(span.constant, int) and span.constant >= 0
+
+    def _lists_one(self, part: Formula, inside: Limits) -> bool:
+        """Whether those that are listed have the largest scores within the same bounds."""
+        kind, leaf = part if not isinstance(part, bool) else ("", None)
         if kind != "is" or leaf.value.op != "chosen" or leaf.index[-2:] != self.positions.origin[-2:]:
             return False
         places = leaf.value.arg.below("cast", "reshape")

@@ -163,6 +163,11 @@ def two(keys: Tensor, at: Tensor) -> Tensor:
     return (keys <= at).expand(-1, 2, -1)
 
 
+def one_more(keys: Tensor, at: Tensor) -> Tensor:
+    """The second query sees one key more than the first."""
+    return keys <= at - 1 + torch.arange(2)[:, None]
+
+
 EXAMPLES = (
     example("keys and values of all heads"),
     example("absorbed", absorbs=True, of_heads=scaled),
@@ -178,6 +183,10 @@ EXAMPLES = (
     Example(
         "two queries that see the same", Model(replace(SETTING, queries=2), seen=two), replace(SETTING, queries=2),
         "each query sees the keys of those behind it too",
+    ),
+    Example(
+        "two queries of which the second sees one key more", Model(replace(SETTING, queries=2), seen=one_more),
+        replace(SETTING, queries=2), "is not proven to stand within the pages",
     ),
 )  # fmt: skip
 TRIED = {"sparse_attention_pto": EXAMPLES}

@@ -26,7 +26,11 @@ class Tables(TokenTables):
         They come in the order of the rotated key and are given in halves, rounded to `dtype`: the operators read them
         so, and what a table in float32 loses is no more than a rotated lane is rounded by.
         """
-        both = (_in_halves(each, row, dtype) for each in self.rows(x))
+        return self.in_halves(x, row.result, row.widths[1], dtype)
+
+    def in_halves(self, x: Tensor, order: str, width: Any, dtype: torch.dtype) -> list[Tensor]:
+        """The same of tables of so many lanes in an order."""
+        both = (_in_halves(each, order, width, dtype) for each in self.rows(x))
         return [each.reshape(*x.shape[:-1], each.shape[-1]) for each in both]
 
 
@@ -109,9 +113,9 @@ class LatentQueries(Group):
         return in_order(rope, HALF, self.result)
 
 
-def _in_halves(table: Tensor, row: LatentRow, dtype: torch.dtype) -> Tensor:
+def _in_halves(table: Tensor, order: str, width: Any, dtype: torch.dtype) -> Tensor:
     """A table [B, S, D], or [B, S, D / 2] of pairs, as the operators read it."""
-    if table.shape[-1] == row.widths[1]:
-        return in_order(table.to(dtype), row.result, HALF)
+    if table.shape[-1] == width:
+        return in_order(table.to(dtype), order, HALF)
     pairs = table.unsqueeze(-1).expand(*table.shape, 2)
-    return (pairs if row.result == HALF else pairs.transpose(-1, -2)).to(dtype).flatten(-2)
+    return (pairs if order == HALF else pairs.transpose(-1, -2)).to(dtype).flatten(-2)

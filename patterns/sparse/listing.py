@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusion import Group, attribute, require, tensor
+from patterns.sparse.fixed_keys import FixedKeys
 from patterns.sparse.indexer import Indexer, Seen
 
 _EVERY = Seen(mask_kind="none", kv_len=None, kv_lens=None, row_lens=None)
@@ -30,16 +31,18 @@ class Listing(Seen):
         distinct: whether no row of them names a key twice.
         hidden: which keys are hidden besides, where there are no words for it.
         ends: whether an entry that it hides is followed by hidden ones alone.
+        fixed: keys that are seen whether they are listed or not.
     """
 
     places: Any = tensor("B S K")
     distinct: Any = attribute()
     hidden: Any = tensor("B S T", optional=True)
     ends: Any = attribute()
+    fixed: Any = FixedKeys
 
     def listed(self, p) -> Any:
         """The mask of keys that are listed in whatever way."""
-        hidden = dict(hidden=self.hidden, ends=self.ends)
+        hidden = dict(hidden=self.hidden, ends=self.ends, **vars(self.fixed))
         return p.topk_mask(places=self.places, distinct=self.distinct, **hidden, **self.seen())
 
     def indexed(self, p, indexer: Indexer) -> Any:
@@ -91,9 +94,9 @@ class Listing(Seen):
         """
         shown = self.hidden is not None or not self._is_nan(seen)
         require(shown, "the model's own list does not say which queries see no key")
-        places = self.places.to(torch.int32)
+        places = self.fixed.beside(self.places.to(torch.int32))
         if self.hidden is not None:
-            places = places.masked_fill(self.hidden.gather(-1, self.places.to(torch.int64)), -1)
+            places = places.masked_fill(self.hidden.gather(-1, places.to(torch.int64)), -1)
             ordered = self.ends and self.distinct
             places = places if ordered else places.sort(dim=-1, descending=True).values
         if self.row_lens is not None:

@@ -19,7 +19,9 @@ from fusion.analysis.elements import lists_all
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.attention.assumed import Assumed
 from patterns.attention.bounds import Limits, per_query, per_sequence, sees_some
+from patterns.attention.hiding import list_in
 from patterns.attention.masks import MOVED, Masks, Term, mask_on
+from patterns.sparse.fixed_keys import split
 from patterns.sparse.looked_up import looked_up
 from patterns.sparse.read_scores import NOT_A_SUM, SIGN, parts
 from patterns.sparse.rows import distinct
@@ -28,7 +30,8 @@ from patterns.sparse.words import LIGHTNING_INDEXER
 _MASK = "the mask of what is chosen from is not proven to be a causal order or a length"
 _EVERY = {"mask_kind": "none", "window": None, "kv_len": None}
 _MORE = (
-    "the mask shows other keys than those that are listed, as first keys or a window: the operator reads a list alone"
+    "the mask shows other keys than those that are listed, and they are not proven to be the first or the last ones of "
+    "those that a query may see: the operator reads a list alone"
 )
 _BLOCKS = "what is listed are no keys, but blocks of them or keys of another number: the operator reads lists of keys"
 _SCALED = "scores are multiplied by scales of keys behind a mask, not before it"
@@ -44,6 +47,11 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
     bounds = masks.limits(formula) if not isinstance(formula, str) else Limits(None, None, False, ())
     leaves = [part[1] for part in bounds.rest if not isinstance(part, bool) and part[0] == "is"]
     lists = [leaf for leaf in leaves if leaf.value.op == "chosen"]
+    fixed: dict[str, Any] = {}
+    union = None if lists else split(masks, bounds)
+    if union is not None:
+        listed, fixed, bounds = union
+        lists = [listed]
     if not lists:
         return {} if isinstance(formula, str) else _beside_lists(mask, masks.sizes[3])
     (*at, key), places = lists[0].index, lists[0].value.arg
@@ -57,21 +65,21 @@ def topk_mask(masks: Masks, mask: Value, sorted_by_scores: Callable[[Value], boo
     words: dict[str, Any] | None = _words(masks, replace(bounds, rest=others))
     if words is None and lists_all(lists[0].value):
         return {}  # the mask says it all
+    if words is None and "last" in fixed:
+        return {places: _miss(_MORE)}
     if words is None:
         besides = tuple(part for part in conjuncts(formula) if part != ("is", lists[0]))
         hidden = looked_up(masks, mask, lists[0].value, besides, sorted_by_scores(places))
         words = {**_EVERY, "every_row_nonempty": False, **hidden}
     lists_of = (1 if count == queries else batch, queries, places.shape[-1])
     listed = a.expand(a.reshape(places, lists_of), (batch, *lists_of[1:]))
-    captures = {"places": listed, "distinct": distinct(places), **words}
+    captures = {"places": listed, "distinct": distinct(places) and not fixed, **words, **fixed}
     return {mask: Reading("topk_mask", captures, positions.names())}
 
 
 def _beside_lists(mask: Value, keys: Any) -> dict[Value, Reading | Miss]:
     """Why a mask that is made of a list shows other keys than those in it."""
-    into = ("not", "and", "or", "where", "compare", "below", "cast", "slice", "reshape", "expand", "permute", "repeat")
-    made = mask.sources(lambda each: each.args if each.op in into else ())
-    found = next((each for each in made if each.op == "chosen"), None)
+    found = list_in(mask)
     if found is None:
         return {}
     return {found.arg: _miss(_MORE if found.shape[-1] == keys else _BLOCKS)}

@@ -30,8 +30,7 @@ from patterns.latent.prolog import Queries, read
 from patterns.latent.terms import LatentRow, Tables
 from patterns.quant.quant_matmul import prepared
 from patterns.quant.schemes import FloatLayers
-from patterns.rotary.orders import HALF, INTERLEAVED
-from patterns.rotary.token_tables import rotated_lanes
+from patterns.sparse.index_lanes import RotatedLanes
 from patterns.sparse.indexer import PagedIndexer
 from patterns.sparse.listing import Listing
 from patterns.sparse.pages import LatentPages
@@ -39,28 +38,6 @@ from patterns.sparse.sparse_attention import VALUES
 
 LISTED, EPSILON, EPSILON_OF_KEYS = 2048, 1e-5, 1e-6
 """What the operator has compiled in: the length of a list, and the epsilons of its RMS norms and of its layer norm."""
-
-
-@dataclass(frozen=True)
-class RotatedLanes(Group):
-    """The first lanes of queries, or keys, of an indexer, up to `split` of `end`, which are rotated."""
-
-    split: Any = attribute()
-    end: Any = attribute()
-    source: Any = attribute()
-    result: Any = attribute()
-    dtype: Any = attribute()
-
-    def term(self, p, x, tables, like, heads_first):
-        """They, joined with the others."""
-        turning, rest = p.lanes(x, 0, self.split), p.lanes(x, self.split, self.end)
-        return p.joined(rotated_lanes(p, turning, tables, self, like, heads_first), rest)
-
-    def guard(self, what: str) -> None:
-        """Refuse lanes that the operator would rotate otherwise."""
-        orders = dict(what=what, source=self.source, result=self.result)
-        said = "{what} of the indexer go from {source} to {result} order, in the operator from pairs to halves"
-        require((self.source, self.result) == (INTERLEAVED, HALF), said, **orders)
 
 
 @dataclass(frozen=True)
@@ -205,10 +182,16 @@ class SparseAttentionPto(Rule):
         require(index.count == LISTED, said, count=index.count, listed=LISTED)
         ones = projection.factor(queries.factor) == row.factor == 1
         require(ones, "a latent is multiplied by a number, by the operator by none")
-        told = attended.listing.kv_lens is not None or attended.listing.kv_len is not None
+        listing = attended.listing
+        own_lens = (
+            "each query sees keys up to a place of its own, and the last of its sequence is not proven to stand within "
+            "the pages that are gathered: the operator counts from the last one, and reads as many keys"
+        )
+        require(listing.row_lens is None, own_lens)
+        told = listing.kv_lens is not None or listing.kv_len is not None
         require(told, "nothing says how many keys the sequences have, which the operator reads from a tensor")
         left = "a query that may see no key is left as it was by the operator, which writes nothing there"
-        require(attended.listing.every_row_nonempty, left)
+        require(listing.every_row_nonempty, left)
         queries.guard(row)
         projection.guard_row(row)
         projection.guard(queries)

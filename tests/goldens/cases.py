@@ -15,7 +15,7 @@ from fusion.testing import Captured, capture, captured
 from tests.attention import attention, attention_heads, attention_masks, lookalikes_attention
 from tests.corpus.entries import LOOKALIKES, SPELLINGS
 from tests.latent import latent_attention
-from tests.models.families import CONFIGS, MODES, build
+from tests.models.families import CONFIGS, MODES, OTHER_SELECTIONS, build
 from tests.repositories.pieces import PIECES
 from tests.sparse.test_sparse_attention import LOOKALIKES as LISTED_LOOKALIKES
 from tests.sparse.test_sparse_attention import SPELLINGS as LISTED
@@ -105,7 +105,11 @@ def _models() -> Iterator[Case]:
     for family, mode, code in product(CONFIGS, MODES, ("sdpa", "eager")):
         yield Case(f"model_{family}", f"{mode} {code}", partial(_step, family, mode, code))
 
+    for family in ("DeepseekV4", "MiniMaxM3VL"):  # the others are several graphs
+        code, _ = OTHER_SELECTIONS[family]
+        yield Case(f"model_{family}", f"prefill {code}", partial(_step, family, "prefill", code, 64))
 
-def _step(family: str, mode: str, code: str) -> Captured:
+
+def _step(family: str, mode: str, code: str, tokens: int = 12) -> Captured:
     built = build(family, DTYPE, code)
-    return capture(built.model, (), dynamic=None, **built.step(mode))
+    return capture(built.model, (), dynamic=None, **built.step(mode, tokens=tokens))

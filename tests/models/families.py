@@ -58,6 +58,46 @@ OTHER_INDEXERS: dict[str, Any] = {
 }
 """Families that differ from DeepSeek-V3.2 in their indexer or beside it."""
 
+OTHER_SELECTIONS: dict[str, tuple[str, Any]] = {
+    "DeepseekV4": (
+        "eager",
+        lambda **sizes: transformers.DeepseekV4Config(
+            **dict(
+                _COMMON, num_key_value_heads=1, head_dim=64, q_lora_rank=96, qk_rope_head_dim=32, o_lora_rank=32,
+                o_groups=2, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, sliding_window=8,
+                layer_types=["sliding_attention", "compressed_sparse_attention"], index_head_dim=128, index_n_heads=4,
+                index_topk=4,
+            ) | sizes
+        ),
+    ),
+    "MiniMaxM3VL": (
+        "sdpa",
+        lambda **sizes: transformers.MiniMaxM3VLTextConfig(
+            **dict(
+                _GROUPED, layer_types=["minimax_m3_sparse"] * LAYERS, mlp_layer_types=["dense"] * LAYERS,
+                index_n_heads=2, index_head_dim=64, index_block_size=4, index_topk_blocks=2, index_local_blocks=1,
+            ) | sizes
+        ),
+    ),
+    "Glm5Next": (
+        "sdpa",
+        lambda **sizes: transformers.Glm5NextTextConfig(
+            **dict(_INDEXED, qk_rope_head_dim=0, index_kpool=4, layer_types=["full_attention"] * LAYERS) | sizes
+        ),
+    ),
+    "Qwen4Exp": (
+        "sdpa",
+        lambda **sizes: transformers.Qwen4ExpTextConfig(
+            **dict(
+                _GROUPED, layer_types=["full_attention"] * LAYERS, num_experts=4, num_experts_per_tok=2,
+                moe_intermediate_size=32, indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=64, indexer_budget=8,
+                indexer_compress_ratio=4,
+            ) | sizes
+        ),
+    ),
+}  # fmt: skip
+"""Families that choose blocks, pools of keys, or keys of each group of heads, and the attention that each runs with."""
+
 
 @dataclass(frozen=True)
 class Built:
@@ -91,7 +131,8 @@ class Built:
 
 def build(family: str, dtype: torch.dtype, attention: str = "sdpa", **sizes: Any) -> Built:
     torch.manual_seed(3)
-    config = (CONFIGS | OTHER_INDEXERS)[family](**sizes)
+    chosen = {name: make for name, (_, make) in OTHER_SELECTIONS.items()}
+    config = (CONFIGS | OTHER_INDEXERS | chosen)[family](**sizes)
     config._attn_implementation = attention
     whole = f"{family}ForCausalLM"
     kind = getattr(transformers, whole if hasattr(transformers, whole) else f"{family}TextModel")

@@ -19,7 +19,7 @@ from fusion.pipeline import fuse_graph
 from fusion.testing import Trial, capture
 from fusion.verification import relative_error
 
-from .families import LAYERS, OTHER_INDEXERS, Built, build, caches
+from .families import LAYERS, OTHER_INDEXERS, OTHER_SELECTIONS, Built, build, caches
 from .latents import PROMPT, ROOM, call, differences, padded, steps
 
 TARGET = "ascend910_93"
@@ -193,7 +193,7 @@ MASKS = [
     ("bool", None, 0, LISTED), ("bool", None, 5, LISTED), ("bool", "causal", 0, INDEXED),
     ("bool", "padding", 5, LISTED),
     ("float", "causal", 0, INDEXED), ("float", None, 0, "the option assume says it"),
-    ("float", "padding", 5, "a query that sees no key would see those that are lowered least"),
+    ("float", "padding", 5, "assumed to be padding may hide all of them: pass booleans in"),
 ]  # fmt: skip
 
 
@@ -232,6 +232,33 @@ def test_other_families_with_an_indexer(family, mode):
     assert report.ops.get("npu::npu_lightning_indexer", 0) == indexers, report
     assert report.ops.get("npu::npu_sparse_flash_attention", 0) == attentions
     assert why is None or any(why in each.reason for each in report.refusals), report
+
+
+ATTENTION = "npu::npu_fused_infer_attention_score_v2"
+SELECTIONS = {
+    "DeepseekV4": ({"npu::npu_lightning_indexer": 1, ATTENTION: LAYERS}, None),
+    "MiniMaxM3VL": ({}, "have a list of blocks of keys each"),
+    "Glm5Next": ({ATTENTION: 1}, None),  # of one graph, in which both layers attend
+    "Qwen4Exp": ({ATTENTION: 1}, None),
+}
+"""What the attention of a prompt becomes, of several graphs each once, and why it is refused."""
+
+
+@pytest.mark.parametrize("family", OTHER_SELECTIONS)
+def test_families_that_choose_otherwise(family):
+    """Pooled keys are indexed as keys are, by how many of them are whole; attention to pools or blocks is dense."""
+    expected, why = SELECTIONS[family]
+    of = build(family, torch.bfloat16, OTHER_SELECTIONS[family][0])
+    tokens = 64 if family == "DeepseekV4" else 40  # of which 16 pooled keys make a page
+    report = fusion.explain(of.model, **of.step("prefill", tokens=tokens), options={"target": TARGET})
+    named = (ATTENTION, "npu::npu_lightning_indexer", "npu::npu_sparse_flash_attention")
+    assert {name: count for name, count in report.ops.items() if name in named} == expected, report
+    reasons = [str(each) for each in report.refusals if each.rule in ("softmax_attention", "sparse_attention")]
+    if why is None:
+        assert not reasons
+    else:
+        assert len(reasons) == LAYERS
+        assert all(why in each and f"modeling_{of.config.model_type.removesuffix('_text')}" in each for each in reasons)
 
 
 @pytest.mark.parametrize(

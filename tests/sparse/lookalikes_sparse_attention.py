@@ -225,6 +225,24 @@ def listed_or_first(places, seen, x):
     return hide(places, seen, x) | (torch.arange(seen.shape[-1]) == 0)
 
 
+def counted_once(places, seen, x):
+    """Keys that a list names several times are left out."""
+    few, ones = places % 4, torch.ones_like(places)
+    counts = torch.zeros(*places.shape[:2], seen.shape[-1], dtype=torch.int64).scatter_add(-1, few, ones)
+    return ((counts == 1) & seen).unsqueeze(1)
+
+
+def counted_from_one(places, seen, x):
+    """What is not listed is shown, too."""
+    counts = torch.ones(*places.shape[:2], seen.shape[-1], dtype=torch.int64)
+    return ((counts.scatter_add(-1, places, torch.ones_like(places)) > 0) & seen).unsqueeze(1)
+
+
+def least(places, seen, x):
+    listed = torch.ones(*places.shape[:2], seen.shape[-1])
+    return ((listed.scatter_reduce(-1, places, torch.zeros(places.shape), "amin") > 0) & seen).unsqueeze(1)
+
+
 def softly_hidden(places, seen, x):
     return torch.zeros(1, dtype=x.dtype) - (~hide(places, seen, x)).to(x.dtype)
 
@@ -317,6 +335,9 @@ LOOKALIKES = (
     entry("listed_or_near", hide=listed_or_near, **UNFUSED),
     entry("listed_and_near", ("prefill", "chunk", "step"), hide=listed_and_near, indexer=0),
     entry("listed_or_first", hide=listed_or_first, **UNFUSED),
+    entry("counted_once", ("chunk",), hide=counted_once, **UNFUSED),
+    entry("counted_from_one", ("chunk",), hide=counted_from_one, indexer=0, sparse=0),
+    entry("least", ("chunk",), hide=least, **UNFUSED),
     entry("softly_hidden", hide=softly_hidden, **UNFUSED),
     entry("hidden_by_a_hundred", hide=hidden_by_a_hundred, **UNFUSED),
     entry("written_twice", hide=written_twice, **UNFUSED),

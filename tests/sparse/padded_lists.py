@@ -154,8 +154,23 @@ def by_a_window(q, k, v, *given):
     return by_matmuls(q, k, v, listing(best(index, shown)) & shown)
 
 
+@over_latent
+def beside_first_keys(q, k, v, *given):
+    """The first key is seen whether it is listed or not, if it is there."""
+    *index, valid = given
+    shown = seen(valid)
+    return by_matmuls(q, k, v, (listing(best(index, shown)) | (torch.arange(S) < 1)) & shown)
+
+
 SORTED = (booleans, a_mask_of_hidden_keys, filled_in, narrow_places, by_a_window, written_out, lowest)
-UNSORTED = (in_no_order, hidden_from_attention_alone, hidden_from_scores_as_well, lowered_before, passed_in)
+UNSORTED = (
+    beside_first_keys,
+    in_no_order,
+    hidden_from_attention_alone,
+    hidden_from_scores_as_well,
+    lowered_before,
+    passed_in,
+)
 PADDINGS = {
     "none": [[1] * S, [1] * S],
     "left": [[0, 0, *[1] * (S - 2)], [1] * S],
@@ -167,13 +182,6 @@ PADDINGS = {
 
 
 # look-alikes ---------------------------------------------------------------------------------------------------------
-
-
-@over_latent
-def beside_first_keys(q, k, v, *given):
-    *index, valid = given
-    shown = seen(valid)
-    return by_matmuls(q, k, v, (listing(best(index, shown)) | (torch.arange(S) < 1)) & shown)
 
 
 @over_latent
@@ -207,7 +215,6 @@ def beside_a_sink(q, k, v, *given):
 
 
 LOOKALIKES: dict[Form, str] = {
-    beside_first_keys: "the mask shows other keys than those that are listed",
     beside_a_window: "the mask shows other keys than those that are listed",
     blocks: "blocks of them",
     beside_a_sink: "a sink stands beside the scores",

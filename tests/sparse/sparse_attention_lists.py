@@ -200,6 +200,23 @@ def one_hot(places, seen, x):
     return ((F.one_hot(places, seen.shape[-1]).sum(-2) > 0) & seen).unsqueeze(1)
 
 
+def counted(places, seen, x):
+    counts = torch.zeros(*places.shape[:2], seen.shape[-1], dtype=torch.int32)
+    counts.scatter_add_(-1, places, torch.ones_like(places, dtype=torch.int32))
+    return (counts.ne(0) & seen).unsqueeze(1)
+
+
+def counted_as_floats(places, seen, x):
+    counts = torch.zeros(*places.shape[:2], seen.shape[-1]).scatter_add(-1, places, torch.ones(places.shape))
+    return ((counts > 0) & seen).unsqueeze(1)
+
+
+def greatest(places, seen, x):
+    zeros = torch.zeros(*places.shape[:2], seen.shape[-1], dtype=x.dtype)
+    listed = zeros.scatter_reduce(-1, places, torch.ones(places.shape, dtype=x.dtype), "amax")
+    return ((listed == 1) & seen).unsqueeze(1)
+
+
 def for_every_head(places, seen, x):
     return hide(places, seen, x).expand(-1, N, -1, -1)
 
@@ -281,6 +298,9 @@ SPELLINGS = (
     entry("turned_to_lowest", hide=turned_to_lowest),
     entry("compared", hide=compared),
     entry("one_hot", hide=one_hot),
+    entry("counted", hide=counted),
+    entry("counted_as_floats", hide=counted_as_floats),
+    entry("greatest", hide=greatest),
     entry("for_every_head", hide=for_every_head),
     entry("eager", attend=eager),
     entry("eager_in_dtype", attend=eager_in_dtype),

@@ -47,6 +47,18 @@ def packed(q, k, w, positions):
     return marked(scores.sum(1), torch.arange(k.shape[1]) <= positions[0, :, None])
 
 
+def alike(q, k, w, positions):
+    """Positions that all sequences share."""
+    return marked(scored(q, k, w), torch.arange(k.shape[1]) <= positions[:1, :, None])
+
+
+def pooled(q, k, w, positions):
+    """Keys of four tokens each, of which a query sees those that are whole."""
+    whole = ((4 * positions[:1] + 6) // 4).unsqueeze(-1)
+    places = scored(q, k, w).masked_fill(torch.arange(k.shape[1]) >= whole, -math.inf).topk(K, -1).indices
+    return torch.where(places >= whole, -1, places)
+
+
 def in_int8(q, k, w, positions):
     """Keys in int8 with scales in float16."""
     (q8, of_q), (k8, of_k) = quantised(q), quantised(k)
@@ -78,6 +90,7 @@ def tried(form: Form, given: Tensor, dtype: torch.dtype = torch.bfloat16, keys: 
 
 SPELLINGS: dict[Form, Tensor] = {
     by_positions: POSITIONS, at_the_end: LENGTHS, packed: POSITIONS, in_int8: POSITIONS, twice_as_far: POSITIONS,
+    alike: POSITIONS, pooled: POSITIONS,
 }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def explained(name: str, step: str, **sizes: Any) -> fusion.Report:
         return fusion.explain(model, *given, options=serving.OPTIONS)
 
 
-@pytest.mark.parametrize("step", ["a chunk, a token, nothing", "a token each"])
+@pytest.mark.parametrize("step", ["a chunk, a token, nothing", "two tokens each", "a token each"])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_block_is_as_few_launches_as_an_expert_writes(name: str, step: str):
     report = explained(name, step)

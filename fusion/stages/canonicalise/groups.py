@@ -16,6 +16,7 @@ from typing import Any
 from fusion.graph import Algebra, Value
 from fusion.graph.dims import INDEX_DTYPES
 from fusion.graph.proof import must, proven
+from fusion.stages.canonicalise import lists
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 
@@ -57,7 +58,10 @@ def _index_add(a: Algebra, out: Out, x: Value, dim: int, index: Value, rows: Val
 
 @translates("aten.scatter_add.default")
 def _scatter_add(a: Algebra, out: Out, x: Value, dim: int, index: Value, rows: Value) -> Translated:
-    """Of whole rows: the index is repeated along them."""
+    """At places of a list; or of whole rows: the index is repeated along them."""
+    counts = lists.counted(a, x, dim, index, rows)
+    if counts is not None:
+        return counts
     must(dim % x.rank == 0 and index.shape == rows.shape)
     own = index.arg if index.op == "expand" else index
     must(all(size == 1 for size in own.shape[1:]) and rows.shape[1:] == x.shape[1:])

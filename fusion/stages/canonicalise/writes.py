@@ -22,7 +22,7 @@ from fusion.analysis.runs import Run, run, wrapped
 from fusion.graph import Algebra, Dim, Value, but_ones, unviewed
 from fusion.graph.dims import INDEX_DTYPES, broadcast
 from fusion.graph.proof import must, proof, proven
-from fusion.stages.canonicalise import groups, logic, shapes
+from fusion.stages.canonicalise import groups, lists, logic, shapes
 from fusion.stages.canonicalise.translate import Out, Translated, translates
 
 # translators -------------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def _index_put(
         return _one_index(a, cache, found[0], rows, given[0])
     listed = logic.of_own_rows(a, cache, found) if rows.dtype == cache.dtype else None
     if listed is not None and rows.op == "full" and unviewed(cache).op != "input":
-        return logic.marked(a, cache, -1, listed, rows)
+        return lists.marked(a, cache, -1, listed, rows)
     placed = None if listed is None else _listed(a, cache, -1, listed, rows)
     if placed is not None:
         return placed
@@ -121,12 +121,12 @@ def _by_page(a: Algebra, cache: Value, found: Sequence[Value], rows: Value, axis
 @translates("aten.scatter.src")
 def _scatter(a: Algebra, out: Out, cache: Value, dim: int, index: Value, rows: Value) -> Translated:
     """cache.scatter(dim, positions repeated over the other dims, rows)."""
-    mask = logic.marked(a, cache, dim, index, rows) if rows.op == "full" else None
+    mask = lists.marked(a, cache, dim, index, rows) if rows.op == "full" else None
     if mask is not None:
         return mask
     must(index.shape == rows.shape)
     placed = _listed(a, cache, dim, index, rows)
-    return placed or _scattered(a, cache, dim % cache.rank, index, rows) or logic.placed(a, cache, dim, index, rows)
+    return placed or _scattered(a, cache, dim % cache.rank, index, rows) or lists.placed(a, cache, dim, index, rows)
 
 
 @proof
@@ -144,7 +144,7 @@ def _listed(a: Algebra, x: Value, dim: int, places: Value, numbers: Value) -> Va
     is_anew = (
         places.op != "expand" and _start(a, places) is None and math.prod(numbers.shape) == math.prod(places.shape)
     )
-    return logic.placed(a, x, dim, places, a.reshape(numbers, places.shape)) if is_anew else None
+    return lists.placed(a, x, dim, places, a.reshape(numbers, places.shape)) if is_anew else None
 
 
 @translates("aten.index_select.default")

@@ -1,0 +1,32 @@
+"""Queries and keys of an indexer: the first of their lanes are rotated, as both operators of custom_pypto do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fusion import Group, attribute, require
+from patterns.rotary.orders import HALF, INTERLEAVED
+from patterns.rotary.token_tables import rotated_lanes
+
+
+@dataclass(frozen=True)
+class RotatedLanes(Group):
+    """The first lanes of queries, or keys, of an indexer, up to `split` of `end`, which are rotated."""
+
+    split: Any = attribute()
+    end: Any = attribute()
+    source: Any = attribute()
+    result: Any = attribute()
+    dtype: Any = attribute()
+
+    def term(self, p, x, tables, like, heads_first):
+        """They, joined with the others."""
+        turning, rest = p.lanes(x, 0, self.split), p.lanes(x, self.split, self.end)
+        return p.joined(rotated_lanes(p, turning, tables, self, like, heads_first), rest)
+
+    def guard(self, what: str) -> None:
+        """Refuse lanes that the operator would rotate otherwise."""
+        orders = dict(what=what, source=self.source, result=self.result)
+        said = "{what} of the indexer go from {source} to {result} order, in the operator from pairs to halves"
+        require((self.source, self.result) == (INTERLEAVED, HALF), said, **orders)
