@@ -4,7 +4,8 @@
 heads, masks that are added, chosen or filled in, windows, sinks; over rows, or over the pages of a cache that a block
 table names; alone, or with the log-sum-exp of its scores, by which it is merged with attention over other keys.
 *Replaces with* `npu_fused_infer_attention_score_v2`, told in words what the mask lets through where that is proven,
-else shown the mask; with its first version where the second is left out; or with `npu_fusion_attention` for encoders.
+else shown the mask; with its first version where the second is left out, with `npu_incre_flash_attention` and
+`npu_prompt_flash_attention` where both are; or with `npu_fusion_attention` for encoders.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Attention(SoftmaxAttention):
         bias.refuse_beside(seen, source.paged)
 
     @lowering
-    @variants(seen=(Structured, Dense), version=(2, 1))
+    @variants(seen=(Structured, Dense), version=(2, 1, 0))
     def batched(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """One sequence beside the other, what is seen told in words or shown by the mask."""
         require(sink is None, "with a sink the operator reads packed sequences")
