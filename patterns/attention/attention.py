@@ -22,7 +22,7 @@ from patterns.attention.biases import Bias
 from patterns.attention.calls import Call
 from patterns.attention.encodings import Floats, Int8
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
-from patterns.attention.sources import SOURCES, PagedSegments, Rows, Segments
+from patterns.attention.sources import SOURCES, NumberedSegments, PagedSegments, Rows, Segments
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
 
 _PACKED = "packed sequences take no bias"
@@ -69,7 +69,7 @@ class Attention(SoftmaxAttention):
         return self.written(p, source, result, q, encoding, seen, bias, sink, scale)
 
     @pattern
-    @variants(source=(PagedSegments, Segments), result=(Output,))
+    @variants(source=(PagedSegments, Segments, NumberedSegments), result=(Output,))
     def segmented(
         self,
         p,
@@ -84,8 +84,8 @@ class Attention(SoftmaxAttention):
     ):
         """Of segments of packed tokens, each to itself."""
         k, v = encoding.terms(p, *source.terms(p))
-        said = dict(q=q, k=k, sink=sink, scale=scale, ends=source.ends, key_ends=source.key_ends)
-        return p.segmented_attention(v=v, output_view=result.view, **said, **seen.said(), **bias.said())
+        said = dict(q=q, k=k, v=v, sink=sink, scale=scale, output_view=result.view)
+        return source.attended(p)(**said, **seen.said(), **bias.said())
 
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any, bias: Any, sink: Any):
         """How pages hold their rows, what the log-sum-exp of the operator is of, and what a bias stands beside."""
