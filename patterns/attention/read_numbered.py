@@ -37,11 +37,11 @@ def numbered_attentions(graph: Graph) -> Iterator[Found]:
 def _numbered(graph: Graph, attention: Reading) -> Reading | None:
     said, a = attention.captures, graph.algebra
     mask, (q, k) = said.get("mask"), (said["q"], said["k"])
-    must(isinstance(mask, Value) and said["mask_kind"] == "dense")
+    must(said["mask_kind"] == "dense")
     must(all(said.get(name) is None for name in _OWN))
     tokens = q.shape[_TOKENS]
     must(q.shape[0] == k.shape[0] == 1 and k.shape[_TOKENS] == tokens)
-    kind, segment = proven(_blocks(a, mask, tokens))
+    kind, segment = proven(_blocks(a, proven(mask), tokens))
     count = proven(_count(segment))
     held = next((each for each in graph.places if _line(a, each, tokens) is segment), None)
     kept = {name: said[name] for name in ("q", "k", "v", "scale", "sink", "output_view") if name in said}
