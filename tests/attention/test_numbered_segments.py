@@ -162,3 +162,11 @@ def test_what_is_no_numbering_of_runs_is_shown_the_mask(form: Form):
 
 def test_numbers_that_come_from_outside_may_fall_again():
     assert "TND" not in told(same, torch.arange(T) % 3)
+
+
+def test_launches_one_by_one_are_shown_the_mask_and_told_why():
+    torch.compiler.reset()
+    options = {"target": "ascend910_93", "plan_lower": "eager"}
+    report = fusion.explain(heads_last(in_order), *QKV, BOUNDS, options=options)
+    assert dict(report.ops) == {"npu::npu_fused_infer_attention_score_v2": 1}
+    assert any("it can by torchair or eager with the option lengths='host'" in each.reason for each in report.refusals)
