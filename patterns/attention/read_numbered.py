@@ -78,7 +78,7 @@ def _both(a: Algebra, compared: Value, tokens: Any) -> Value | None:
 
 def _run(x: Value, tokens: Any) -> bool:
     """Whether numbers run along the columns."""
-    return x.shape[-1] == tokens != 1
+    return x.shape[-1:] == (tokens,) and tokens != 1
 
 
 def _line(a: Algebra, x: Value, tokens: Any) -> Value | None:
@@ -155,7 +155,7 @@ def _counted(mean: Value, bounds: float) -> int | None:
     truths = mean.arg.below("cast")
     must(truths.op == "compare" and truths.attrs in (("le",), ("lt",)))
     listed, positions = truths.args
-    must(prod(listed.shape) == listed.shape[-1] == truths.shape[-1] == bounds)  # the same for all tokens
-    must(positions.shape[-1] == 1 and prod(positions.shape) == prod(mean.shape))
+    must(listed.shape[-1:] == truths.shape[-1:] == (prod(listed.shape),) == (bounds,))  # the same for all tokens
+    must(positions.shape[-1:] == (1,) and prod(positions.shape) == prod(mean.shape))
     must(_ascends(positions.below("reshape", "cast")))
     return _known(truths.shape[-1] + 1)

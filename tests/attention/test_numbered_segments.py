@@ -160,6 +160,18 @@ def test_what_is_no_numbering_of_runs_is_shown_the_mask(form: Form):
     assert "TND" not in told(form, BOUNDS)
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_mask_may_compare_with_one_number(tokens: int):
+    """As a padding mask is, of one token too."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Tensor:
+        return attended(q, k, v, (padding == 1)[:, None, None])
+
+    args = *(torch.randn(1, 4, tokens, 64).bfloat16() for _ in range(3)), torch.ones(1, tokens, dtype=torch.int64)
+    torch.compiler.reset()
+    assert fusion.explain(function, *args, options=OPTIONS).ops
+
+
 def test_numbers_that_come_from_outside_may_fall_again():
     assert "TND" not in told(same, torch.arange(T) % 3)
 
