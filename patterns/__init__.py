@@ -7,6 +7,7 @@ from patterns.attention.qkv_write import QkvRmsNormRopeCache
 from patterns.attention.read import attentions
 from patterns.attention.read_int8 import int8_cache
 from patterns.attention.read_lse_merge import merges
+from patterns.attention.read_numbered import numbered_attentions
 from patterns.attention.read_segments import paged_segments, segmented_attentions
 from patterns.attention.read_softmax_lse import softmax_lse
 from patterns.attention.ring import RingMla
@@ -111,6 +112,7 @@ _READERS = (
     attentions,
     int8_cache,
     softmax_lse,
+    numbered_attentions,
     segmented_attentions,
     paged_segments,
     merges,

@@ -4,7 +4,8 @@
 heads, masks that are added, chosen or filled in, windows, sinks; over rows, or over the pages of a cache that a block
 table names; alone, or with the log-sum-exp of its scores, by which it is merged with attention over other keys.
 *Replaces with* `npu_fused_infer_attention_score_v2`, told in words what the mask lets through where that is proven,
-else shown the mask; with its first version where the second is left out; or with `npu_fusion_attention` for encoders.
+else shown the mask; with its first version where the second is left out, with `npu_incre_flash_attention` and
+`npu_prompt_flash_attention` where both are; or with `npu_fusion_attention` for encoders.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from patterns.attention.biases import Bias
 from patterns.attention.calls import Call
 from patterns.attention.encodings import Floats, Int8
 from patterns.attention.results import RESULTS, Output, SoftmaxAttention
-from patterns.attention.sources import SOURCES, PagedSegments, Rows, Segments
+from patterns.attention.sources import SOURCES, NumberedSegments, PagedSegments, Rows, Segments
 from patterns.attention.visibility import Dense, Structured, Unmasked, Visibility
 
 _PACKED = "packed sequences take no bias"
@@ -68,7 +69,7 @@ class Attention(SoftmaxAttention):
         return self.written(p, source, result, q, encoding, seen, bias, sink, scale)
 
     @pattern
-    @variants(source=(PagedSegments, Segments), result=(Output,))
+    @variants(source=(PagedSegments, Segments, NumberedSegments), result=(Output,))
     def segmented(
         self,
         p,
@@ -83,8 +84,8 @@ class Attention(SoftmaxAttention):
     ):
         """Of segments of packed tokens, each to itself."""
         k, v = encoding.terms(p, *source.terms(p))
-        said = dict(q=q, k=k, sink=sink, scale=scale, ends=source.ends, key_ends=source.key_ends)
-        return p.segmented_attention(v=v, output_view=result.view, **said, **seen.said(), **bias.said())
+        said = dict(q=q, k=k, v=v, sink=sink, scale=scale, output_view=result.view)
+        return source.attended(p)(**said, **seen.said(), **bias.said())
 
     def guard(self, encoding: Any, source: Any, result: Any, seen: Any, bias: Any, sink: Any):
         """How pages hold their rows, what the log-sum-exp of the operator is of, and what a bias stands beside."""
@@ -94,7 +95,7 @@ class Attention(SoftmaxAttention):
         bias.refuse_beside(seen, source.paged)
 
     @lowering
-    @variants(seen=(Structured, Dense), version=(2, 1))
+    @variants(seen=(Structured, Dense), version=(2, 1, 0))
     def batched(self, q, encoding, source, result, seen, bias, sink, scale, version):
         """One sequence beside the other, what is seen told in words or shown by the mask."""
         require(sink is None, "with a sink the operator reads packed sequences")

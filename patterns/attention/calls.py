@@ -16,6 +16,8 @@ from fusion import require
 BAND = 2048
 """The mask of sparse modes 2, 3 and 4 is fixed: what it holds is not read for a larger one."""
 KEYS = "actual_seq_kvlen"
+UNLIMITED = 2147483647
+"""A window of tokens that hides none."""
 FIRST_NAMES = {
     "num_query_heads": "num_heads",
     "softmax_scale": "scale",
@@ -37,7 +39,8 @@ Parts = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """The factor of the scores, the version of the operator, and whether it gives the log-sum-exp of the scores.
+    """The factor of the scores, the version of the operator (0 for those that it has replaced), and whether it gives
+    the log-sum-exp of the scores.
 
     Attributes:
         int8: what is told of keys and values in int8, None for floats.
@@ -104,6 +107,8 @@ def viewed(y: Tensor, view: Any) -> Tensor:
 
 def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments: Any) -> Parts:
     """The operator for lengths as numbers or in a tensor: its output, and the log-sum-exps if the call has them."""
+    if call.version == 0:
+        return _older(q, k, v, lengths, call, **arguments)
     arguments |= dict(softmax_scale=call.scale) | (dict(return_softmax_lse=True) if call.lse else {})
     arguments |= {} if call.int8 is None else call.int8.arguments(q, k, arguments["input_layout"])
     operator = torch.ops.npu.npu_fused_infer_attention_score_v2
@@ -112,6 +117,32 @@ def fused(q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, **arguments
         arguments = {FIRST_NAMES.get(name, name): value for name, value in arguments.items()}
     overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
     return overload(q, k, v, **{FIRST_NAMES[KEYS] if call.version == 1 else KEYS: lengths}, **arguments)
+
+
+def _older(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Any, call: Call, *, input_layout: str, num_query_heads: Any,
+    num_key_value_heads: Any, **arguments: Any,
+) -> Parts:  # fmt: skip
+    """The same by the operators that it has replaced: one for a single query of each sequence, one for several."""
+    require(not call.lse and call.int8 is None, "the older operators give no log-sum-exp and are told no int8 scales")
+    require("pse_shift" not in arguments, "a bias is told to the operator that has replaced the older ones alone")
+    told = dict(
+        num_heads=num_query_heads, num_key_value_heads=num_key_value_heads, scale_value=call.scale,
+        input_layout=input_layout,
+    )  # fmt: skip
+    mode = arguments.pop("sparse_mode", 0)
+    if q.shape[1 if input_layout == "BSND" else 2] == 1:
+        require(mode in (0, 1), "the older operator for a single query is told a length or a mask, no order")
+        told |= {name: arguments[name] for name in ("atten_mask", "block_table", "block_size") if name in arguments}
+        operator = torch.ops.npu.npu_incre_flash_attention
+        overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default
+        return overload(q, k, v, actual_seq_lengths=lengths, **told), q
+    require("block_table" not in arguments, "the older operator for several queries reads no pages")
+    numbers = not isinstance(lengths, Tensor) and all(isinstance(each, int) and each > 0 for each in lengths or ())
+    require(numbers, "the older operator for several queries is told lengths in numbers, and of keys that there are")
+    told |= {name: arguments[name] for name in ("atten_mask", "pre_tokens") if name in arguments}
+    told |= dict(sparse_mode=mode, next_tokens=arguments.get("next_tokens", UNLIMITED))
+    return torch.ops.npu.npu_prompt_flash_attention(q, k, v, actual_seq_lengths_kv=lengths, **told), q
 
 
 def heads_last(x: Tensor) -> bool:

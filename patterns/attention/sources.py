@@ -5,6 +5,7 @@
     PagesNZ     the same from pages in blocks of NZ
     Segments    rows of several sequences, one after the other, each of which sees itself
     PagedSegments   the same, each in pages of its own
+    NumberedSegments    rows of sequences of which data says where each ends
 
 Each is a pair: `first` keys or a latent, `second` values or rotated lanes.
 """
@@ -12,6 +13,7 @@ Each is a pair: `first` keys or a latent, `second` values or rotated lanes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -160,6 +162,10 @@ class InSequence:
     ends: Any
     key_ends: Any
 
+    def attended(self, p) -> Any:
+        """The word for attention of such segments."""
+        return partial(p.segmented_attention, ends=self.ends, key_ends=self.key_ends)
+
     def batched(self, q: Tensor, seen: Any, call: Call, bias: Bias = UNBIASED) -> Parts:
         """They do not stand one beside the other."""
         require(False, IN_SEQUENCE)
@@ -177,7 +183,11 @@ class InSequence:
 
     def told(self, q: Tensor, seen: Any) -> dict[str, Any]:
         """Where queries end, and the mask of each segment."""
-        return seen.spec().towards_last().arguments(q.device, q.shape[2]) | dict(ends=list(self.ends))
+        return self.masked(q, seen) | dict(ends=list(self.ends))
+
+    def masked(self, q: Tensor, seen: Any) -> dict[str, Any]:
+        """The mask of each segment."""
+        return seen.spec().towards_last().arguments(q.device, q.shape[2])
 
 
 @dataclass(frozen=True)
@@ -194,6 +204,30 @@ class Segments(InSequence, Rows):
         return calls.in_sequence(
             q, k, v, list(self.key_ends), call, num_key_value_heads=heads, **self.told(q, seen), **beside
         )
+
+
+@dataclass(frozen=True)
+class NumberedSegments(InSequence, Rows):
+    """Segments in rows, of each token of which a number says the segment.
+
+    Attributes:
+        segment: these numbers, of T elements, which never fall from one token to the next.
+        segments: below which number they are.
+    """
+
+    segment: Any = tensor("*T")
+    segments: Any = attribute()
+
+    def attended(self, p) -> Any:
+        """The word for attention of such segments."""
+        return partial(p.numbered_attention, segment=self.segment, segments=self.segments)
+
+    def packed(self, q: Tensor, seen: Any, call: Call, **beside: Any) -> Parts:
+        """As they lie, told where each ends: behind as many tokens as have no larger number. Some may be empty."""
+        k, v = (each.transpose(1, 2).flatten(0, 1) for each in (self.first, self.second))
+        ends = (self.segment.reshape(-1, 1) <= torch.arange(self.segments, device=q.device)).sum(0)
+        heads = self.first.shape[1]
+        return calls.in_sequence(q, k, v, ends, call, ends, num_key_value_heads=heads, **self.masked(q, seen), **beside)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,14 @@ SEGMENTED_ATTENTION = word(
     output_view="as of softmax_attention", sink="[N]",
     ends="where each segment of the queries ends", key_ends="the same of the keys", **_BIAS,
 )  # fmt: skip
+NUMBERED_ATTENTION = word(
+    "numbered_attention",
+    "the same of packed tokens of which data says the segment",
+    q="[1, N, T, D]", k="[1, M, T, D]", v="[1, M, T, E]", scale="a number", **_SEEN,
+    output_view="as of softmax_attention", sink="[N]",
+    segment="the number of each token's segment, of T elements, which never falls from one token to the next",
+    segments="below which number these are", **_BIAS,
+)  # fmt: skip
 PAGED_SEGMENTS = word(
     "paged_segments",
     "rows of segments, one after the other, each gathered from pages by a row of a block table [1, M, T, D]",

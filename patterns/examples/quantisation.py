@@ -159,6 +159,16 @@ def dequantised(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) 
     return linear((numbers.float() * tokens).bfloat16(), (weight.float() * scale.unsqueeze(-1)).bfloat16())
 
 
+def static_dequantised(x: Tensor, weight: Tensor, scale: Tensor, one: Tensor) -> Tensor:
+    """The same of rows that have one scale."""
+    return dequantised(int8(x.float() / one), one, weight, scale)
+
+
+def doubled(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The same, with a scale of the whole tensor besides."""
+    return dequantised(numbers, tokens * scale[:1], weight, scale)
+
+
 def channels_first(numbers: Tensor, tokens: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """A linear layer of a weight that was multiplied by its scales before; rows by theirs behind it."""
     return (linear(numbers.float(), weight.float() * scale.unsqueeze(-1)) * tokens).bfloat16()
@@ -206,6 +216,8 @@ PRODUCTS = (
     Example("a batch", scaled(in_int32), layer(2, 3, parameters=False)),
     Example("sums in float32, a bias", scaled(in_float32), layer(2, 3, bias=True)),
     Example("scales first", scaled(dequantised), layer(2, 3)),
+    Example("scales first, one of all rows", static_dequantised, whole(0)),
+    Example("scales first, one besides those of rows", scaled(doubled), layer(2, 3)),
     Example("scales of channels first", scaled(channels_first), layer(2, 3)),
     Example("one channel", scaled(in_int32), layer(5, n=1)),
     Example("channels alone", CHANNELS, layer(5)),

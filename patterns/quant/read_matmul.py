@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import torch
 
@@ -19,7 +20,7 @@ from fusion.analysis.rounding import unscaled
 from fusion.graph import Algebra, Dim, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import proof
-from patterns.quant.scaled_products import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_ones
+from patterns.quant.scaled_products import NARROW_SUMS, SUMS, Product, Products, Read, int8_of, times_one, times_ones
 
 _SEVERAL = "rows are multiplied by {number} int8 weights in one product, where the operator takes one"
 
@@ -67,10 +68,11 @@ def _bare(a: Algebra, value: Value) -> Read:
 def _dequantised(a: Algebra, x: Value, y: Value) -> Product | None:
     """A product of whole numbers each of which was multiplied by its scale first: its sums end nowhere."""
     left, right = scaled_int8(a, x), scaled_int8(a, swapped(a, a.reshape(y, y.shape[-2:])))
-    if left is None or right is None or right.rows is None or left.ones or right.ones:
+    if left is None or right is None or right.rows is None or right.ones:
         return None
     channels = a.reshape(right.rows, right.rows.shape[:1])
-    return Product(left.base, right.base, left.rows, channels, factor=left.number * right.number)
+    one = reduce(partial(times_one, a), left.ones) if left.ones else None
+    return Product(left.base, right.base, left.rows, channels, one, factor=left.number * right.number)
 
 
 @proof

@@ -16,7 +16,7 @@ import torch
 from fusion import reader, word
 from fusion.analysis.dtypes import is_rounding
 from fusion.analysis.nodes import are_read_by, is_computed
-from fusion.analysis.rounding import exact, is_float
+from fusion.analysis.rounding import exact, is_float, unscaled
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from fusion.graph.contractions import swapped
 from fusion.graph.proof import must, proof, proven
@@ -35,8 +35,10 @@ _ALONG = (
     "the int8 weight has a scale or an offset that is neither one of each output channel nor of each group of inputs"
 )
 _LISTED = "scales of the int8 weight are looked up by a list, which is not proven to name the group of each input"
+_WHOLE = frozenset({torch.int16, torch.int32, torch.int64})
 _UNSIGNED = "the weight is kept in uint8, and the operator takes int8"
 _NUMBER = "a number is added to the int8 weight, where the operator adds a tensor of channels or groups"
+_WIDE = "what is added to the int8 weight in whole numbers is not proven to be int8: floats may not hold the sum"
 _BEHIND = "an offset is added to the int8 weight behind its scale, where the operator adds it before"
 
 
@@ -64,6 +66,8 @@ def _weight(a: Algebra, value: Value) -> _Weight | None:
             return _Weight(value.arg, odd=_UNSIGNED)
         case "cast" if is_rounding(value):
             return _weight(a, value.arg)
+        case "cast" if is_float(value) and value.arg.dtype in _WHOLE:
+            return _whole(a, value)
         case "permute":
             return _weight(a, proven(_turned_below(a, value)))
         case "reshape":
@@ -80,6 +84,18 @@ def _weight(a: Algebra, value: Value) -> _Weight | None:
             return _added(a, value, *value.args) or _added(a, value, *value.args[::-1])
         case _:
             return None
+
+
+@proof
+def _whole(a: Algebra, value: Value) -> _Weight | None:
+    """The same of a sum or a difference of int8, in whole numbers that hold it, which every float holds as well."""
+    found = proven(_weight(a, value.arg))
+    must(found.scale is None and found.number == 1)
+    if found.offset is None:
+        return found
+    inner, sign = unscaled(found.offset)
+    held = abs(sign) == 1 and inner.op == "cast" and inner.arg.dtype == torch.int8
+    return replace(found, offset=a.cast(found.offset, value.dtype), odd=found.odd or ("" if held else _WIDE))
 
 
 @proof

@@ -149,8 +149,9 @@ class Products(ABC):
 
 def times_ones(a: Algebra, channels: Value, ones: Sequence[Value]) -> Value:
     """Scales of channels times numbers [1], in float32 where there are any."""
-    return reduce(partial(_times, a), ones, channels)
+    return reduce(partial(times_one, a), ones, channels)
 
 
-def _times(a: Algebra, channels: Value, one: Value) -> Value:
+def times_one(a: Algebra, channels: Value, one: Value) -> Value:
+    """The same of one number [1]."""
     return proven(a.mul(*(a.cast(each, torch.float32) for each in (channels, one))))

@@ -49,7 +49,7 @@ class Choice(Group):
 
 @dataclass(frozen=True)
 class Inward(Group):
-    """Matrices of all experts that read tokens: of floats with biases, or of int8 with scales of channels."""
+    """Matrices of all experts that read tokens, perhaps with biases: of floats, or of int8 with scales of channels."""
 
     weight: Any = tensor("E H J")
     bias: Any = tensor("E J", optional=True)
@@ -145,10 +145,10 @@ class QuantisedTokens(Group):
 
     @staticmethod
     def product(p, choice, rows, matrices):
-        """Each row by the matrix of its expert, times both scales."""
+        """Each row by the matrix of its expert, times both scales, and perhaps its bias."""
         int8, tokens = rows
         how = dict(is_sorted=choice.is_sorted, is_parameter_only=matrices.is_parameter_only, dtype=matrices.dtype)
-        operands = dict(x=int8, tokens=tokens, weight=matrices.weight, scale=matrices.scale)
+        operands = dict(x=int8, tokens=tokens, weight=matrices.weight, scale=matrices.scale, bias=matrices.bias)
         return p.int8_expert_product(**operands, experts=choice.experts, **how)
 
     def refuse(self, matrices: Inward) -> None:

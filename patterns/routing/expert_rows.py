@@ -76,11 +76,11 @@ class Rows:
             found = self._int8.of(x)
             return found if isinstance(found, Product) and found.complete and not found.odd else None
         layer = self._int8_layer(x.arg)
-        if layer is None or layer.channels is None or layer.bias is not None:
+        if layer is None or layer.channels is None:
             return None
         lanes = x.attrs[1:]
         weight, channels = (self.a.cut(each, 0, *lanes) for each in (layer.weight, layer.channels))
-        return replace(layer, weight=weight, channels=channels)
+        return replace(layer, weight=weight, channels=channels, bias=layer.bias and self.a.cut(layer.bias, 0, *lanes))
 
     def _tokens(self, x: Value) -> Value:
         count, width = self.experts.shape[0], x.shape[-1]
@@ -108,17 +108,21 @@ class Rows:
     def _int8_product(self, layers: Sequence[Product], dtype: torch.dtype | None) -> Value:
         first, a = layers[0], self.a
         must(len({(each.weight.shape, proven(each.channels).dtype) for each in layers}) == 1)
-        must(all(each.bias is None and each.one is None for each in layers))
+        biases = [each.bias for each in layers if each.bias is not None]
+        must(len(biases) in (0, len(layers)) and all(map(is_float, biases)))
+        must(all(each.one is None for each in layers))
         rows = self.of([each.x for each in layers])
         tokens = self.of([a.scale(proven(each.tokens), each.factor) for each in layers])
         width, inputs = first.weight.shape
         matrices = [a.reshape(swapped(a, each.weight), (1, inputs, width)) for each in layers]
         weight = a.cat(matrices, 0)
         scale = a.cat([a.reshape(proven(each.channels), (1, width)) for each in layers], 0)
-        must(self.graph.is_fixed(weight, scale))
+        must(self.graph.is_fixed(weight, scale, *biases))
         operands = {"x": rows, "tokens": tokens, "weight": weight, "scale": scale}
         product = a.make("row_product", tuple(operands.values()), (), (*self.experts.shape, width), dtype)
         how = {"experts": self.experts, "is_sorted": False, "is_parameter_only": True, "dtype": dtype}
+        if biases:
+            how["bias"] = proven(a.cat([a.reshape(each, (1, width)) for each in biases], 0))
         self.found[product] = Reading("int8_expert_product", {**operands, **how})
         return product
 

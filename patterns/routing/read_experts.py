@@ -51,10 +51,15 @@ def routed_experts(graph: Graph) -> Iterator[Found]:
     for value, found in _biased(graph, given):
         given[value] = found
         yield value, found
+    in_int8: dict[Value, Reading] = {}
     for value, found in list(int8_products(graph, given)):
         if isinstance(found, Reading) and found.op == "int8_expert_product":
-            given[value] = found
+            in_int8[value] = found
         yield value, found
+    for value, found in _biased(graph, in_int8):
+        in_int8[value] = found
+        yield value, found
+    given |= in_int8
     parts: set[Value] = set()
     for value, found in _sums(graph, given):
         if isinstance(found, Miss) or found.op == "expert_sum":
@@ -133,14 +138,14 @@ def _biased(graph: Graph, given: Mapping[Value, Reading]) -> list[tuple[Value, R
     for value in (each for each in list(graph.owners) if each.op == "add" and given):
         for product, rows in (value.args, value.args[::-1]):
             reading = given.get(product)
-            if reading is None or reading.op != "expert_product" or value.shape != product.shape:
+            if reading is None or value.shape != product.shape or not is_float(rows):
                 continue
             biases = expert_lines(a, rows, rows.shape[-1], reading.captures)
             if biases is None:
                 continue
             shapes = [value.shape, (prod(value.shape[:-1]), value.shape[-1])]
             shapes += [each.shape for each in graph.owners if each.op == "reshape" and each.arg is value]
-            said = Reading("expert_product", {**reading.captures, "bias": biases})
+            said = Reading(reading.op, {**reading.captures, "bias": biases})
             found |= {a.reshape(value, shape): said for shape in shapes if shape[-1:] == value.shape[-1:]}
     return list(found.items())
 

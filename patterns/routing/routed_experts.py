@@ -3,8 +3,9 @@
 *Matches* rows that are sorted by expert and multiplied in groups, and rows that meet matrices gathered for them; gate
 and up of an expert in one matrix or in two, or no gate, the sum by a reshape, a product or additions. *Replaces with*
 `npu_moe_init_routing_v2`, `npu_grouped_matmul`, `npu_swiglu`, `npu_grouped_matmul` and `npu_moe_finalize_routing`,
-which weighs and adds in float32. Weights are rounded to the dtype of the rows. Biases behind the first product are
-added as rows, as npu_grouped_matmul is documented to take one of one dim alone; those behind the second by the sum.
+which weighs and adds in float32. Weights, and biases that it adds, are rounded to the dtype of the rows. Biases behind
+the first product are added as rows, as npu_grouped_matmul is documented to take one of one dim alone; those behind the
+second by the sum.
 """
 
 from __future__ import annotations
@@ -95,6 +96,9 @@ class RoutedExperts(Rule):
     def gated(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
         """The first product, its activation and quantisation as one, which reads matrices in FRACTAL_NZ alone."""
         both = gate.joined()
+        require(
+            both.bias is None, "between the product and its activation stand biases, of which the operator has none"
+        )
         require(both.is_parameter_only, "the matrices of the experts are not prepared: the operator reads FRACTAL_NZ")
         routed = rows.routed(choice.experts, down.weight.shape[0])
         int8, scales = torch.ops.npu.npu_grouped_matmul_swiglu_quant_v2(
@@ -108,8 +112,10 @@ class RoutedExperts(Rule):
     @variants(rows=INT8_ENCODINGS, bounds=(Unbounded,))
     def quantised(self, rows: Any, choice: Choice, gate: Any, bounds: Any, down: Outward, shape: Any):
         """Activation and quantisation as one, which not every compiler takes."""
+        first = gate.joined()
+        require(first.bias is None, "biases stand between the product and its activation")
         routed = rows.routed(choice.experts, down.weight.shape[0])
-        both = rows.multiplied(routed, replace(gate.joined(), dtype=down.dtype))
+        both = rows.multiplied(routed, replace(first, dtype=down.dtype))
         int8, scales = torch.ops.npu.npu_swiglu_quant(both, activate_left=True, quant_mode=1)
         given = rows.multiplied(routed._replace(rows=int8, scales=scales), down)
         return _total(given, choice, routed.places, down, shape)
@@ -120,7 +126,7 @@ class RoutedExperts(Rule):
         routed, first = rows.routed(choice.experts, down.weight.shape[0]), gate.joined()
         both = rows.multiplied(routed, replace(first, dtype=down.dtype))
         if first.bias is not None:
-            both = both + first.bias[choice.in_order(routed.places)]
+            both = (both + first.bias[choice.in_order(routed.places)]).to(both.dtype)
         hidden = rows.encoded(routed, bounds.run(both, gate.interleaved))
         return _total(rows.multiplied(hidden, down), choice, routed.places, down, shape)
 
@@ -128,5 +134,6 @@ class RoutedExperts(Rule):
 def _total(given: Tensor, choice: Choice, places: Tensor, down: Outward, shape: Any) -> Tensor:
     """The sum of what experts give, each row with its weight, and perhaps their biases."""
     weights, of = choice.weights.to(given.dtype), None if down.bias is None else choice.experts.to(torch.int32)
-    y = torch.ops.npu.npu_moe_finalize_routing(given, None, None, down.bias, weights, places, of, drop_pad_mode=2)
+    bias = None if down.bias is None else down.bias.to(given.dtype)
+    y = torch.ops.npu.npu_moe_finalize_routing(given, None, None, bias, weights, places, of, drop_pad_mode=2)
     return y.reshape([each if isinstance(each, int) else -1 for each in shape])

@@ -43,11 +43,12 @@ EXPERT_PRODUCT = word(
 )
 INT8_EXPERT_PRODUCT = word(
     "int8_expert_product",
-    "(each row by the matrix of its expert) · scale · tokens, sums in int32 [.., N]",
+    "(each row by the matrix of its expert) · scale · tokens (+ its bias), sums in int32 [.., N]",
     x="[.., M] in int8, prod(..) = R",
     tokens="[.., 1]",
     weight="[E, M, N] in int8",
     scale="[E, N], of which the line of its expert is that of each row",
+    bias="[E, N], as of expert_product, in floats",
     experts="[T, K]",
     is_sorted="as of expert_product",
     is_parameter_only="whether matrices and scales are computed from Parameters alone",

@@ -33,9 +33,10 @@ def test_the_first_version_where_the_second_is_left_out(function, args):
         torch.testing.assert_close(run(*args), function(*args), rtol=2e-2, atol=2e-2)
 
 
-def test_without_both_the_report_says_what_was_left_out():
+def test_without_any_of_them_the_report_says_what_was_left_out():
     torch.compiler.reset()
-    names = {"npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2", "npu_fusion_attention"}
+    older = {"npu_fusion_attention", "npu_prompt_flash_attention"}
+    names = {"npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2", *older}
     report = fusion.explain(causal, Q, K, options={**NPU, "disable": names})
     assert not report.ops
     assert any("is left out by the option disable" in each.reason for each in report.refusals)

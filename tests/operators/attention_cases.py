@@ -160,6 +160,22 @@ def fusion(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
     return make
 
 
+OLDER = {"num_query_heads": "num_heads", "softmax_scale": "scale_value", "actual_seq_kvlen": "actual_seq_lengths"}
+"""What the operator for one query calls the arguments of the second version."""
+
+
+def incre(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
+    """Arguments of npu_incre_flash_attention."""
+    unknown = ("sparse_mode", "pre_tokens", "next_tokens")
+    return lambda dtype: {OLDER.get(name, name): v for name, v in v2(a)(dtype).items() if name not in unknown}
+
+
+def prompt(a: Attend) -> Callable[[torch.dtype], dict[str, Any]]:
+    """Arguments of npu_prompt_flash_attention."""
+    names = OLDER | {"actual_seq_kvlen": "actual_seq_lengths_kv"}
+    return lambda dtype: {names.get(name, name): value for name, value in v2(a)(dtype).items()}
+
+
 def in_tensors(make: Callable[[torch.dtype], dict[str, Any]]) -> Callable[[torch.dtype], dict[str, Any]]:
     """The same call with its lengths in tensors."""
     return lambda dtype: {
@@ -283,4 +299,22 @@ FUSION: tuple[tuple[str, Attend], ...] = (
     ("band", Attend("BSND", s=4, t=7, mode=4, before=2, after=0)),
     ("TND causal", Attend("TND", mode=3, lengths=([3, 10], [3, 10]))),
     ("sink", Attend("BSND", sink=True, mode=3)),
+)
+INCRE: tuple[tuple[str, Attend], ...] = (
+    *((f"{layout}, no mask", Attend(layout, s=1)) for layout in ("BSND", "BNSD")),
+    ("equal heads", Attend(s=1, m=4)),
+    ("mask [B, T]", Attend(s=1, t=6, mask=(2, 6))),
+    ("mask [B, 1, 1, T], padded", Attend("BSND", s=1, t=6, mask=(2, 1, 1, 16))),
+    ("lengths", Attend("BSND", s=1, t=9, lengths=(None, [4, 9]))),
+    ("a sequence without keys", Attend(s=1, t=4, lengths=(None, [0, 3]))),
+    ("pages [P, block, H]", Attend("BSND", s=1, t=11, block=4, lengths=(None, [11, 6]))),
+    ("pages [P, N, block, D], mask", Attend(s=1, t=11, block=4, form=4, mask=(2, 1, 1, 12), lengths=(None, [11, 6]))),
+)
+PROMPT: tuple[tuple[str, Attend], ...] = (
+    *((f"{layout}, no mask", Attend(layout, t=7)) for layout in ("BSND", "BNSD", "BNSD_BSND")),
+    ("equal heads, left-up causal", Attend(m=4, mode=2)),
+    ("left-up causal, lengths", Attend("BSND", s=3, t=7, mode=2, lengths=(None, [5, 7]))),
+    ("right-down causal", Attend(mode=3)),
+    ("band", Attend("BSND", mode=4, before=2, after=0)),
+    ("one length", Attend(t=7, lengths=(None, [4]))),
 )

@@ -259,6 +259,18 @@ def fused_infer_v1(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tu
     return fused_infer_v2(query, key, value, **{names.get(n, n): v for n, v in more.items()})
 
 
+def incre(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+    names = {"num_heads": "num_query_heads", "scale_value": "softmax_scale", "actual_seq_lengths": "actual_seq_kvlen"}
+    told = {names.get(n, n): v for n, v in more.items()}
+    return fused_infer_v2(query, key, value, sparse_mode=1 if "atten_mask" in more else 0, **told)[0]
+
+
+def prompt(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+    names = {"num_heads": "num_query_heads", "scale_value": "softmax_scale"}
+    names |= {"actual_seq_lengths_kv": "actual_seq_kvlen"}
+    return fused_infer_v2(query, key, value, **{names.get(n, n): v for n, v in more.items()})[0]
+
+
 def fusion(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, **more: Any) -> tuple[Any, ...]:
     packed = input_layout == "TND"
     names = {"atten_mask": "mask", "sparse_mode": "mode", "pre_tockens": "before", "next_tockens": "after"}

@@ -334,6 +334,13 @@ CASES = (
         if call.lengths != (None, None)
     ),
     *(Case("npu_fusion_attention", label, attention.fusion(call)) for label, call in attention.FUSION),
+    *(Case("npu_incre_flash_attention", label, attention.incre(call)) for label, call in attention.INCRE),
+    *(
+        Case("npu_incre_flash_attention.tensor_lengths", label, attention.in_tensors(attention.incre(call)))
+        for label, call in attention.INCRE
+        if call.lengths != (None, None)
+    ),
+    *(Case("npu_prompt_flash_attention", label, attention.prompt(call)) for label, call in attention.PROMPT),
     Case("npu_moe_gating_top_k_softmax_v2", "softmax first", _gating(7, 16, k=3)),
     Case("npu_moe_gating_top_k_softmax_v2", "top-k first", _gating(7, 16, k=3, renorm=1)),
     Case("npu_moe_gating_top_k_softmax_v2", "3-D", _gating(2, 5, 16, k=2)),

@@ -21,6 +21,7 @@ from tests.operators.expert_cases import EDGES as EXPERT_EDGES
 from tests.operators.grouped_line_cases import EDGES as GROUPED_EDGES
 from tests.operators.latent_line_cases import EDGES as LINE_EDGES
 from tests.operators.latent_line_cases import call as line
+from tests.operators.older_attention_cases import EDGES as OLDER_EDGES
 from tests.operators.pypto_cases import EDGES as PYPTO_EDGES
 from tests.operators.quant_limits_cases import EDGES as QUANT_EDGES
 from tests.operators.selection_cases import EDGES as SELECTION_EDGES
@@ -603,6 +604,7 @@ EDGES = [
     *GROUPED_EDGES,
     *QUANT_EDGES,
     *ATB_EDGES,
+    *OLDER_EDGES,
     *PYPTO_EDGES,
     *SELECTION_EDGES,
 ]

@@ -90,6 +90,22 @@ def smallest_and_largest_around_zero(x):
     return torch.clamp(torch.round(x.float() / scale), -128, 127).to(torch.int8), scale
 
 
+def zero_points_of_zeros(x):
+    low, high = x.float().amin(-1), x.float().amax(-1)
+    low, high = torch.min(low, torch.zeros_like(low)), torch.max(high, torch.zeros_like(high))
+    scale = torch.clamp(torch.max(-low, high) / (float(127 - -127) / 2), min=1e-5)
+    zero, scale = torch.full_like(scale, 0).view(*x.shape[:-1], 1), scale.view(*x.shape[:-1], 1)
+    return torch.clamp(torch.round(x * (1.0 / scale)) + zero, -127, 127).to(torch.int8), scale
+
+
+def magnitudes_of_both(x):
+    low, high = torch.amin(x.float(), dim=-1, keepdim=True), torch.amax(x.float(), dim=-1, keepdim=True)
+    low, high = torch.min(low, torch.zeros_like(low)), torch.max(high, torch.zeros_like(high))
+    scale = torch.max(torch.abs(low), torch.abs(high)) / 127.0
+    scale = torch.clamp(scale, min=torch.finfo(torch.float32).eps)
+    return torch.round(torch.clamp(x / scale, -128, 127)).to(torch.int8), scale
+
+
 def int_mm(q, tokens, weight, scale):
     total = torch._int_mm(q.view(-1, q.shape[-1]), weight.t()).view(*q.shape[:-1], -1)
     return total.float() * tokens * scale
@@ -210,6 +226,8 @@ SPELLINGS = (
     _spelling(_ROWS, layer(through_int64), "whole numbers before their bounds"),
     _spelling(_ROWS, layer(smallest_and_largest), "max(-min, max)"),
     _spelling(_ROWS, layer(smallest_and_largest_around_zero), "torchao: both bounded by 0"),
+    _spelling(_ROWS, layer(zero_points_of_zeros), "torchao, int8 dynamic: zero points that are filled with 0"),
+    _spelling(_ROWS, layer(magnitudes_of_both), "compressed-tensors: the larger of two magnitudes"),
     _spelling(_PRODUCT, layer(divided, rows_stay_flat), "flat rows up to the end, one promotion to float32"),
     _spelling(_PRODUCT, layer(divided, in_float32), "whole numbers in float32; scales multiplied first"),
     _spelling(_PRODUCT, layer(divided, in_int32), "int32 matmul"),
@@ -253,6 +271,13 @@ def divided_by_128(x, weight, scale):
     return int_mm(q, tokens, weight, scale).to(x.dtype)
 
 
+def divided_by_half_of_255(x, weight, scale):
+    low, high = x.float().amin(-1, keepdim=True), x.float().amax(-1, keepdim=True)
+    tokens = torch.max(torch.abs(low), torch.abs(high)) / (255.0 / 2)
+    q = torch.round(torch.clamp(x.float() / tokens, -128, 127)).to(torch.int8)
+    return int_mm(q, tokens, weight, scale).to(x.dtype)
+
+
 def weights_alone(x, weight, scale):
     return F.linear(x, weight.to(x.dtype)) * scale.to(x.dtype)
 
@@ -278,6 +303,15 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     look_alike(_ROWS, signed_maximum, "without a scale", (DYNAMIC_QUANT,), _inputs, None),
     look_alike(_ROWS, along_tokens, "shared by several tokens", (DYNAMIC_QUANT,), _inputs, None),
     look_alike(_ROWS, divided_by_128, "becomes 128, by the operator 127", (DYNAMIC_QUANT,), _inputs, _layer),
+    look_alike(
+        _ROWS,
+        divided_by_half_of_255,
+        "becomes 127.5, by the operator 127",
+        (DYNAMIC_QUANT,),
+        _inputs,
+        None,
+        note="compressed-tensors as it computes scales itself",
+    ),
     look_alike(_PRODUCT, weights_alone, "", (QUANT_MATMUL,), _inputs, None, note="activations are no whole numbers"),
     look_alike(
         _PRODUCT,

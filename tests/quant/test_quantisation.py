@@ -302,7 +302,6 @@ UNDER_SCALES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "rows without a scale, by a weight in floats": (lambda x, t, s: x, lambda w, s: w.exp()),
     "rows in floats": (lambda x, t, s: x.exp(), lambda w, s: w * s[:, None]),
     "a weight without a scale": (lambda x, t, s: x * t, lambda w, s: w),
-    "a scale of all rows besides": (lambda x, t, s: x * t * s[:1], lambda w, s: w * s[:, None]),
     "a scale of the whole weight besides": (lambda x, t, s: x * t, lambda w, s: w * s[:, None] * s[:1]),
 }
 

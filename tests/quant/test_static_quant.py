@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import fusion
 from fusion import Example
 from fusion.library import installed
 from fusion.options import Options
 from fusion.testing import Trial, means_what_it_says, trial
 from patterns.examples import static_quant as examples
 from patterns.examples.inputs import fixed
+from patterns.examples.quantisation import weights
 from patterns.examples.static_quant import CHANNELS, ZERO, cut_off, divided, inputs, multiplied, shifted
 
 RULE = next(each for each in installed().rules if each.name == "static_quant")
@@ -68,3 +70,17 @@ def test_a_zero_point_behind_the_rounding_is_left():
 def test_a_scale_of_each_token_is_left():
     t = fused(divided, inputs(examples.B, 1, examples.S, 1), torch.bfloat16)
     assert not calls(t)
+
+
+def test_operands_that_are_dequantised_first_are_a_product_of_int8():
+    def layer(x: Tensor, scale: Tensor, weight: Tensor, channels: Tensor) -> Tensor:
+        rows = (x / scale).clamp(-128, 127).round().to(torch.int8).to(scale.dtype) * scale
+        return torch.nn.functional.linear(rows, weight.to(channels.dtype) * channels)
+
+    args = (torch.full((1,), 0.25), weights(1, 40, 64), torch.full((40, 1), 0.125))
+    args = (
+        torch.randn(5, 64).bfloat16(),
+        *(fixed(each.bfloat16() if each.is_floating_point() else each) for each in args),
+    )
+    report = fusion.explain(layer, *args, options={"target": "ascend910_93", "lower": "eager"})
+    assert {"npu::npu_quantize", "npu::npu_quant_matmul"} <= set(report.ops)

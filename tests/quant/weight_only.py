@@ -84,6 +84,38 @@ def groups_repeated(x, weight, scale, zero, bias):
     return F.linear(x, (weight.to(x.dtype) - zero) * scale)
 
 
+class PlainInt8(nn.Module):
+    def __init__(self, weight: Tensor, scale: Tensor, zero: Tensor, bias: Tensor):
+        super().__init__()
+        self.int_data, self.scale, self.bias = (nn.Parameter(each, False) for each in (weight, scale, bias))
+
+    def forward(self, x):
+        rows = torch.mm(x.reshape(-1, x.shape[-1]), self.int_data.t().to(x.dtype))
+        y = (rows * self.scale.to(rows.dtype)).reshape(*x.shape[:-1], rows.shape[-1])
+        y += self.bias.to(rows.dtype)
+        return y
+
+
+def zeros_in_int32(x, weight, scale, zero, bias):
+    points = zero.to(torch.int8).view(N, G, 1)
+    real = weight.view(N, G, K // G).to(torch.int32) - points.to(torch.int32)
+    return F.linear(x, (real.to(x.dtype) * scale.view(N, G, 1)).view(N, K))
+
+
+def dequantised_groups(x, weight, scale, zero, bias):
+    real = weight.unflatten(-1, (-1, K // G)).to(scale.dtype) - zero.to(torch.int8).unsqueeze(-1).to(scale.dtype)
+    return F.linear(x, (real * scale.unsqueeze(-1)).flatten(start_dim=-2))
+
+
+def packed_int4(x, weight, scale, zero, bias):
+    packed = sum((weight[:, lane::8].int() % 16) << (4 * lane) for lane in range(8))
+    rows = torch.zeros(N, K, dtype=torch.int32, device=x.device)
+    for lane in range(8):
+        rows[:, lane::8] = (packed >> (4 * lane)) & 15
+    real = (rows - 8).to(torch.int8).unflatten(-1, (-1, K // G)).to(scale.dtype) * scale.unsqueeze(-1)
+    return F.linear(x, real.flatten(start_dim=-2))
+
+
 def groups_of_columns(x, weight, scale, zero, bias):
     real = weight.t().to(x.dtype).reshape(G, K // G, N) * scale.t()[:, None]
     return x @ real.reshape(K, N)
@@ -125,6 +157,10 @@ def _of_both_scales(x, weight, scale, zero, bias):
     return x @ _real(weight, scale * scale.flip(0)).t()
 
 
+def _of_int4(x, weight, scale, zero, bias):
+    return x @ _real(weight % 16 - 8, scale).t()
+
+
 def parameters(grouped: bool) -> tuple[Tensor, ...]:
     """A weight [N, K] of int8; scales, powers of two, and zero points [N], or [N, G]; a bias [N]."""
     shape = (N, G) if grouped else (N,)
@@ -162,6 +198,10 @@ SPELLINGS = (
     _spelling(groups, "groups of inputs", _with_bias, grouped=True),
     _spelling(groups_repeated, "GPTQ and AWQ references: repeated scales and zero points", _with_zeros, grouped=True),
     _spelling(groups_of_columns, "groups of a weight [K, N]", grouped=True),
+    _spelling(PlainInt8, "torchao, int8 weights alone: flat rows, a bias in place", _with_bias),
+    _spelling(zeros_in_int32, "torchao, zero points that are whole: differences in int32", _with_zeros, grouped=True),
+    _spelling(dequantised_groups, "compressed-tensors, groups with zero points of int8", _with_zeros, grouped=True),
+    _spelling(packed_int4, "compressed-tensors, pack-quantized: eight in an int32", _of_int4, grouped=True),
 )
 
 
@@ -188,6 +228,22 @@ def gated(x, weight, scale, zero, bias):
     return F.linear(x, weight.to(x.dtype)) * F.silu(x[..., :N] + x[..., N : 2 * N])
 
 
+def tinygemm(x, weight, scale, zero, bias):
+    real = (weight.view(N, G, -1) - 8).to(x.dtype) * scale.unsqueeze(-1) + zero.unsqueeze(-1)
+    return F.linear(x, real.view(N, K))
+
+
+def unsigned(x, weight, scale, zero, bias):
+    points = zero.to(torch.int8).unsqueeze(-1).to(torch.int32)
+    real = (weight.to(torch.uint8).view(N, G, -1).to(torch.int32) - points).to(x.dtype) * scale.unsqueeze(-1)
+    return F.linear(x, real.view(N, K))
+
+
+def wide_zeros(x, weight, scale, zero, bias):
+    real = (weight.view(N, G, -1).to(torch.int32) - zero.unsqueeze(-1).to(torch.int32)).to(x.dtype)
+    return F.linear(x, (real * scale.unsqueeze(-1)).view(N, K))
+
+
 def _inputs(grouped: bool) -> Callable[[int, int], tuple[Tensor, ...]]:
     return lambda B, S: (activations(81, B, S, K), *parameters(grouped))
 
@@ -201,5 +257,8 @@ LOOKALIKES: tuple[LookAlike, ...] = (
     _not(zeros_behind_the_scale, "behind its scale", _with_zeros),
     _not(scale_of_tokens, "", None, note="the weight has no scale"),
     _not(interleaved_groups, "neither one of each output channel nor of each group", _layer, grouped=True),
+    _not(tinygemm, "behind its scale", _with_zeros, grouped=True, note="torchao, int4 for tinygemm"),
+    _not(unsigned, "kept in uint8", _with_zeros, grouped=True, note="torchao, int4 in uint8"),
+    _not(wide_zeros, "not proven to be int8", None, grouped=True, note="a zero point may be any whole number"),
     _not(gated, "", None, note="activations are no scale of the weight, not even those of one token"),
 )

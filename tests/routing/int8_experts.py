@@ -190,6 +190,60 @@ FORMS: dict[str, Form] = {
 }  # fmt: skip
 
 
+def biases(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of both products, a line for each expert."""
+    draw = torch.Generator().manual_seed(6)
+    return tuple(nn.Parameter(torch.randn(EXPERTS, n, generator=draw).to(dtype) / 8) for n in (2 * INNER, WIDTH))
+
+
+def biased(tokens, logits, gate_up, of_gates, down, of_down, of_first, of_second):
+    """Matrices that are gathered, and biases too."""
+    weights, experts = routed(logits)
+    listed = experts.reshape(-1)
+    x8, scale = (each.repeat_interleave(CHOICES, dim=0) for each in quantised(tokens))
+    both = (_bmm(x8, gate_up[listed]).float() * scale * of_gates[listed]).to(tokens.dtype) + of_first[listed]
+    h8, scale = quantised(halves(both))
+    given = (_bmm(h8, down[listed]).float() * scale * of_down[listed]).to(tokens.dtype) + of_second[listed]
+    return (given * weights.reshape(-1, 1)).view(*experts.shape, -1).sum(1)
+
+
+def biased_sorted(tokens, logits, gate_up, of_gates, down, of_down, of_first, of_second):
+    """Rows in the order of their experts."""
+    weights, experts = routed(logits)
+    listed, order = experts.reshape(-1).sort()
+    ends, (x8, scale) = ends_of(listed), quantised(tokens[order // CHOICES])
+    both = (_by_group(x8, ends, gate_up).float() * scale * of_gates[listed]).to(tokens.dtype) + of_first[listed]
+    h8, scale = quantised(halves(both))
+    given = (_by_group(h8, ends, down).float() * scale * of_down[listed]).to(tokens.dtype) + of_second[listed]
+    given = (given * weights.reshape(-1)[order].unsqueeze(-1))[inverse(order)]
+    return given.view(*experts.shape, -1).sum(dim=1)
+
+
+def biased_loop(tokens, logits, gate_up, of_gates, down, of_down, of_first, of_second):
+    """All experts, one after the other."""
+    weights, experts = routed(logits)
+    every, y = torch.zeros_like(logits).scatter(-1, experts, weights), torch.zeros_like(tokens)
+    x8, scale = quantised(tokens)
+    for e in range(EXPERTS):
+        both = (_linear(x8, scale, gate_up[e], of_gates[e]) + of_first[e].float()).to(tokens.dtype)
+        h8, of_rows = quantised(halves(both))
+        given = (_linear(h8, of_rows, down[e], of_down[e]) + of_second[e].float()).to(tokens.dtype)
+        y = y + given * every[:, e : e + 1]
+    return y
+
+
+def biases_of_others(tokens, logits, gate_up, of_gates, down, of_down, of_first, of_second):
+    """Behind the second product lines of other experts."""
+    weights, experts = routed(logits)
+    listed = experts.reshape(-1)
+    x8, scale = (each.repeat_interleave(CHOICES, dim=0) for each in quantised(tokens))
+    both = (_bmm(x8, gate_up[listed]).float() * scale * of_gates[listed]).to(tokens.dtype) + of_first[listed]
+    h8, scale = quantised(halves(both))
+    given = (_bmm(h8, down[listed]).float() * scale * of_down[listed]).to(tokens.dtype)
+    given = given + of_second[(listed + 1) % EXPERTS]
+    return (given * weights.reshape(-1, 1)).view(*experts.shape, -1).sum(1)
+
+
 def beside_a_shared_expert(tokens, logits, gate_up, of_gates, down, of_down):
     """What the experts read is also read by a layer of all tokens: they are quantised once."""
     weights, experts = routed(logits)
@@ -205,7 +259,9 @@ def beside_a_shared_expert(tokens, logits, gate_up, of_gates, down, of_down):
 # what they mean -----------------------------------------------------------------------------------------------------
 
 
-def expected(tokens, logits, gate_up, of_gates, down, of_down, activation=halves) -> Tensor:
+def expected(
+    tokens, logits, gate_up, of_gates, down, of_down, of_first=None, of_second=None, activation=halves
+) -> Tensor:
     """Float64, token by token; each row is quantised as it is exactly."""
 
     def whole(row: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,8 +273,9 @@ def expected(tokens, logits, gate_up, of_gates, down, of_down, activation=halves
         y = torch.zeros(WIDTH, dtype=torch.float64)
         for weight, e in zip(weights.double(), experts, strict=True):
             x8, scale = whole(token)
-            h8, of_row = whole(activation(gate_up[e].double() @ x8 * scale * of_gates[e].double()))
-            y += weight * (down[e].double() @ h8 * of_row * of_down[e].double())
+            first, second = (0.0 if each is None else each[e].double() for each in (of_first, of_second))
+            h8, of_row = whole(activation(gate_up[e].double() @ x8 * scale * of_gates[e].double() + first))
+            y += weight * (down[e].double() @ h8 * of_row * of_down[e].double() + second)
         rows.append(y)
     return torch.stack(rows)
 

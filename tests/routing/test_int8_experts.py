@@ -18,7 +18,13 @@ from tests.routing.int8_experts import (
     OTHERS,
     PRODUCT,
     QUANT,
+    Form,
     beside_a_shared_expert,
+    biased,
+    biased_loop,
+    biased_sorted,
+    biases,
+    biases_of_others,
     bounded,
     clipped,
     expected,
@@ -66,6 +72,21 @@ def test_bounds_stand_between_two_products_of_groups():
     assert operators(gm) == BOUNDED
     wanted = expected(*args, activation=clipped)
     assert distance(fused, wanted) < max(TOLERANCE[BF16], 1.5 * distance(plain, wanted))
+
+
+@pytest.mark.parametrize("form", [biased, biased_sorted, biased_loop])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_biases_are_added_to_rows_and_by_the_sum(form: Form, dtype: torch.dtype):
+    args = (*inputs(dtype), *biases(dtype))
+    plain, fused, gm, _ = run(form, args)
+    assert operators(gm) == {ROUTE: 1, GROUPED: 2, "npu::npu_swiglu": 1, QUANT: 1, FINISH: 1}
+    wanted = expected(*args)
+    assert distance(fused, wanted) < max(TOLERANCE[dtype], 1.5 * distance(plain, wanted))
+
+
+def test_biases_of_other_experts_are_left_alone():
+    said = left_alone(biases_of_others, (*inputs(BF16), *biases(BF16)))
+    assert any("not proven to be the line of biases" in each for each in said), said
 
 
 def test_tokens_that_others_read_in_int8_are_quantised_once():

@@ -42,6 +42,13 @@ def _is_number(x: Any) -> bool:
     return is_float(x) and math.isfinite(x.attrs[0]) and x.attrs[0] != 0
 
 
+def _is_zero(x: Any) -> bool:
+    if not isinstance(x, Value):
+        return False
+    below = x.below("expand", "reshape", "cast")
+    return (below.op, below.attrs) == ("full", (0,))
+
+
 @translates("aten.mul.Tensor", "aten.mul.Scalar")
 def mul(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
     """x · y."""
@@ -67,8 +74,11 @@ def div(a: Algebra, out: Out, x: Any, y: Any) -> Translated:
 
 @translates("aten.add.Tensor", "aten.add.Scalar")
 def add(a: Algebra, out: Out, x: Any, y: Any, alpha: Any = 1, sign: int = 1) -> Translated:
-    """x + sign · alpha · y; x where the numbers are all too large for y to change them."""
+    """x + sign · alpha · y; x where y is 0 everywhere, or the numbers are all too large for y to change them."""
     x, y = promote(a, out, x, y)
+    for kept, other in ((x, y), (y, x)) if alpha == 1 else ():
+        if isinstance(kept, Value) and kept.shape == out.shape and _is_zero(other) and (kept is x or sign == 1):
+            return kept
     must(is_number(alpha))
     factor = _held(out, sign * alpha)
     if is_number(x):
@@ -158,7 +168,9 @@ def _bounded(a: Algebra, x: Value, y: Value) -> tuple[Value, Any] | None:
 
 @translates("aten.maximum.default")
 def _maximum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
-    """The larger of a tensor and the same number everywhere; of -min(x) and max(x), perhaps from 0 on, max |x|."""
+    """The larger of a tensor and the same number everywhere; of -min(x) and max(x), or of the magnitudes of both,
+    perhaps from 0 on, max |x|.
+    """
     found = _bounded(a, x, y)
     if found is not None:
         return _clamp(a, out, *found)
@@ -166,9 +178,9 @@ def _maximum(a: Algebra, out: Out, x: Value, y: Value) -> Translated:
 
 
 def _magnitude(a: Algebra, out: Out, negated: Value, largest: Value) -> Translated:
-    if negated.op != "scale" or negated.attrs != (-1.0,):
+    if negated.op != "abs" and (negated.op, negated.attrs) != ("scale", (-1.0,)):
         return None
-    low, high = negated.arg.below("reshape"), largest.below("reshape")
+    low, high = negated.arg.below("reshape"), largest.below("abs", "reshape")
     low = low.arg.below("reshape") if low.op == "clip" and low.attrs == (-math.inf, 0.0) else low
     high = high.arg.below("reshape") if high.op == "relu" else high
     alike = (low.op, high.op) == ("least", "greatest") and (low.args, low.attrs) == (high.args, high.attrs)

@@ -2,7 +2,7 @@
 
 histc of whole numbers                                       → histogram: how many are 0, 1, …
 bincount                                                     → bincount: the same, at least as many as asked for
-searchsorted                                                 → searchsorted: where others belong among sorted numbers
+searchsorted, bucketize                                      → searchsorted: where others belong among sorted numbers
 index_add, index_put that adds, scatter_add of whole rows    → add_rows(x, rows, index)
 _grouped_mm of rows by a matrix for each group               → grouped_matmul(x, matrices, where each group ends)
 """
@@ -40,6 +40,13 @@ def _searchsorted(
 ) -> Translated:  # fmt: skip
     must(sorter is None)
     return a.make("searchsorted", (x, numbers), (right or side == "right",), out.shape, out.dtype)
+
+
+@translates("aten.bucketize.Tensor")
+def _bucketize(
+    a: Algebra, out: Out, numbers: Value, x: Value, *, out_int32: bool = False, right: bool = False
+) -> Translated:
+    return _searchsorted(a, out, x, numbers, right=right)
 
 
 @translates("aten._grouped_mm.default")
