@@ -182,6 +182,10 @@ def attended(x: Tensor) -> Tensor:
     x = first.tensor_lengths(x, x, x, actual_seq_lengths_kv=lengths, **v1)[0]
     x = second.default(x, x, x, actual_seq_kvlen=[2], **v2)[0]
     x = second.tensor_lengths(x, x, x, actual_seq_kvlen=lengths - 1, **v2)[0]
+    older = {"num_heads": heads, "scale_value": scale, "input_layout": "BSND"}
+    x, single = npu.npu_prompt_flash_attention(x, x, x, **older), npu.npu_incre_flash_attention
+    x = x + single.default(x[:, :1], x, x, **older)
+    x = x + single.tensor_lengths(x[:, :1], x, x, actual_seq_lengths=lengths, **older)
     return npu.npu_format_cast(npu.npu_fusion_attention(x, x, x, heads, "BSND", scale=scale)[0], 29)
 
 

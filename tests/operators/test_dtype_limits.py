@@ -38,6 +38,7 @@ LISTS = {
     (V2, "actual_seq_kvlen"),
     (V1, "actual_seq_lengths"),
     (V1, "actual_seq_lengths_kv"),
+    ("npu::npu_incre_flash_attention", "actual_seq_lengths"),
 }
 """Arguments that are lists of integers in this overload, and tensors in its twin."""
 
