@@ -48,7 +48,7 @@ def weights_of(a: Algebra, p: Value, walk: Scores = Scores()) -> Weights | None:
         step = row_step(p)
         if step is not None:
             steps = (step, *steps)
-        elif p.op == "slice" and p.attrs[0] == p.rank - 1 and p.attrs[1] == 0 and p.attrs[3] == 1:
+        elif p.op in ("slice", "narrow") and p.attrs[:2] == (p.rank - 1, 0) and p.attrs[3:] in ((), (1,)):
             cut = True
         elif p.op in _REWRITTEN:
             whole = _REWRITTEN[p.op](a, p)
@@ -136,7 +136,7 @@ def _less_the_same(z: Value, sink: Value) -> tuple[Value, Value]:
     return z, sink
 
 
-_SEEING = ("matmul", *PLAIN, "add", "slice", "cat", "expand")
+_SEEING = ("matmul", *PLAIN, "add", "slice", "narrow", "cat", "expand")
 """Ops of scores, and of a bias that is computed from the queries, which hide no key."""
 
 _REWRITTEN = {"permute": _of_columns, "mul": _beside_sink, "where": _hidden_twice}

@@ -77,8 +77,9 @@ def _first(size: Any, length: Any, start: Any, end: Any) -> Any:
     """Where `length` neighbours of `size` begin; None where some may be cut off, or `start` may count from the end."""
     if start == -length:  # so many are there: they are the last
         return size - length
-    last = isinstance(end, int) and end >= MAX_STOP
-    inside = isinstance(start, int) and start >= 0 and (size if last else end) - start == length
+    if isinstance(end, int):
+        end = size if end >= MAX_STOP else size + end if end < 0 else end
+    inside = isinstance(start, int) and start >= 0 and end - start == length
     return start if inside else None
 
 
