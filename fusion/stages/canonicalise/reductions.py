@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from fusion.analysis.lists import listed
 from fusion.analysis.logarithms import differences, summed
 from fusion.graph import Algebra, Value
 from fusion.graph.dims import INDEX_DTYPES
 from fusion.graph.proof import must, proven
-from fusion.stages.canonicalise import lists, logic
+from fusion.stages.canonicalise import logic
 from fusion.stages.canonicalise.translate import Out, Translated, translates, translations
 
 
@@ -42,7 +43,7 @@ def _sum(a: Algebra, x: Value, axes: Sequence[int]) -> Value | None:
 
 def _of_list(a: Algebra, op: str, x: Value, axes: Sequence[int]) -> Value | None:
     """The sum, or the greatest, over the entries of a list of where they are: what it chooses."""
-    return lists.listed(a, x, axes[0], op == "sum") if op in ("sum", "greatest") and len(axes) == 1 else None
+    return listed(a, x, axes[0], op == "sum") if op in ("sum", "greatest") and len(axes) == 1 else None
 
 
 def _of_dim(a: Algebra, op: str, x: Value, dim: int, keepdim: bool) -> Value:
@@ -79,7 +80,7 @@ def _aminmax(a: Algebra, out: Out, x: Value, *, dim: int | None = None, keepdim:
 @translates("aten.any.dim")
 def _any(a: Algebra, out: Out, x: Value, dim: int, keepdim: bool = False) -> Translated:
     truths = x.arg if x.op == "cast" and x.arg.dtype is torch.bool else a.cast(x, torch.bool)
-    return a.reshape(lists.listed(a, truths, dim) or a.reduce("any", truths, [dim]), out.shape)
+    return a.reshape(listed(a, truths, dim) or a.reduce("any", truths, [dim]), out.shape)
 
 
 @translates("aten.all.dim")
