@@ -30,7 +30,7 @@ SHARES = {
     "sparse/test_sparse_attention_numbers.py": 2,
     "sparse/test_serving.py": 3,
     "sparse/test_serving_examples.py": 2,
-    "goldens/test_goldens.py": 12,
+    "goldens/test_goldens.py": 16,
     "laws/test_laws.py": 18,
     "models/test_caches.py": 3,
     "models/test_dynamic.py": 6,
