@@ -4,6 +4,8 @@ sequence, which reads rows or pages, one for several, which reads rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,30 +37,30 @@ _PROMPT_SCHEMA = (
 
 
 def _incre(given: Given) -> Attention:
-    mask, heads = given["atten_mask"], given["num_heads"]
-    return Attention(
-        *(given[name] for name in ("query", "key", "value")),
-        layout=given["input_layout"],
-        heads=heads,
-        kv_heads=given["num_key_value_heads"] or heads,
-        scale=given["scale_value"],
-        band=Band(1, mask) if mask is not None else Band(),
-        lengths=(None, given["actual_seq_lengths"]),
-        table=given["block_table"],
-    )
+    mask = given["atten_mask"]
+    band = Band() if mask is None else Band(1, mask)
+    return _call(given, band, given["actual_seq_lengths"], given["block_table"])
 
 
 def _prompt(given: Given) -> Attention:
-    mask, heads = given["atten_mask"], given["num_heads"]
+    mask = given["atten_mask"]
+    # Without a mask nothing is masked, whatever the window of tokens.
+    band = Band() if mask is None else Band(given["sparse_mode"], mask, given["pre_tokens"], given["next_tokens"])
+    return _call(given, band, given["actual_seq_lengths_kv"])
+
+
+def _call(given: Given, band: Band, lengths: Any, table: Tensor | None = None) -> Attention:
+    """What both have alike."""
+    heads = given["num_heads"]
     return Attention(
         *(given[name] for name in ("query", "key", "value")),
         layout=given["input_layout"],
         heads=heads,
         kv_heads=given["num_key_value_heads"] or heads,
         scale=given["scale_value"],
-        # Without a mask nothing is masked, whatever the window of tokens.
-        band=Band() if mask is None else Band(given["sparse_mode"], mask, given["pre_tokens"], given["next_tokens"]),
-        lengths=(None, given["actual_seq_lengths_kv"]),
+        band=band,
+        lengths=(None, lengths),
+        table=table,
     )
 
 

@@ -9,6 +9,9 @@ from fusion import Group, attribute, require
 from patterns.rotary.orders import HALF, INTERLEAVED
 from patterns.rotary.token_tables import rotated_lanes
 
+EPSILON_OF_KEYS = 1e-6
+"""What both add under the root of the norm of the keys."""
+
 
 @dataclass(frozen=True)
 class RotatedLanes(Group):

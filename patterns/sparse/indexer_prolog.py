@@ -23,10 +23,7 @@ from patterns.cache.stores import Pages
 from patterns.latent.terms import Tables
 from patterns.quant.dynamic_quant import quantised_rows
 from patterns.quant.quant_matmul import prepared
-from patterns.sparse.index_lanes import RotatedLanes
-
-EPSILON_OF_KEYS = 1e-6
-"""What the operator adds under the root of the norm."""
+from patterns.sparse.index_lanes import EPSILON_OF_KEYS, RotatedLanes
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,14 @@ from patterns.latent.prolog import Queries, read
 from patterns.latent.terms import LatentRow, Tables
 from patterns.quant.quant_matmul import prepared
 from patterns.quant.schemes import FloatLayers
-from patterns.sparse.index_lanes import RotatedLanes
+from patterns.sparse.index_lanes import EPSILON_OF_KEYS, RotatedLanes
 from patterns.sparse.indexer import PagedIndexer
 from patterns.sparse.listing import Listing
 from patterns.sparse.pages import LatentPages
 from patterns.sparse.sparse_attention import VALUES
 
-LISTED, EPSILON, EPSILON_OF_KEYS = 2048, 1e-5, 1e-6
-"""What the operator has compiled in: the length of a list, and the epsilons of its RMS norms and of its layer norm."""
+LISTED, EPSILON = 2048, 1e-5
+"""What the operator has compiled in beside that of the indexer: the length of a list, the epsilon of its RMS norms."""
 
 
 @dataclass(frozen=True)
