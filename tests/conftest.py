@@ -18,6 +18,7 @@ SEED = "CANN_FUSION_SEED"
 DECISION = pytest.StashKey[changed.Decision]()
 
 SHARES = {
+    "attack/test_attack.py": 2,
     "attention/test_attention.py": 6,
     "attention/test_attention_numbers.py": 2,
     "attention/test_block_diagonal.py": 3,
@@ -28,15 +29,17 @@ SHARES = {
     "corpus/test_recognition.py": 30,
     "sparse/test_sparse_attention.py": 6,
     "sparse/test_sparse_attention_numbers.py": 2,
+    "sparse/test_cells.py": 2,
     "sparse/test_serving.py": 3,
     "sparse/test_serving_examples.py": 2,
     "goldens/test_goldens.py": 16,
-    "laws/test_laws.py": 18,
+    "laws/test_laws.py": 24,
     "models/test_caches.py": 3,
     "models/test_dynamic.py": 6,
     "models/test_experts.py": 3,
     "models/test_generate.py": 2,
     "latent/test_heads_first.py": 3,
+    "latent/test_prolog_cells.py": 3,
     "latent/test_latent_atb.py": 3,
     "latent/test_latent_bytes.py": 3,
     "cache/test_layouts.py": 4,

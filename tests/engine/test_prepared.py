@@ -28,7 +28,6 @@ OTHERS = []
 @pytest.fixture(autouse=True)
 def fresh():
     torch.compiler.reset()
-    gc.collect()
     RAN.clear()
     OTHERS[:] = prepared._RECIPES.values()
 
