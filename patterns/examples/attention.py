@@ -164,6 +164,7 @@ STEP = by_sdpa(lambda at: causal(1, T, at)[None, None], enable_gqa=True)
 CACHED = by_sdpa(lambda: torch.arange(T)[None] <= torch.arange(S)[:, None], enable_gqa=True)
 LEAST = written(weigh=in_float, hidden=lambda seen: ~there(seen), least=True)
 SINK_PADDED = partial(with_sink, hidden=lambda seen: ~there(seen))
+SINK_PROMPT = partial(with_sink, hidden=lambda: torch.arange(T)[None] > torch.arange(S)[:, None])
 SINK_STEP = partial(with_sink, hidden=lambda at: torch.arange(T) > at)
 SUNK, PADDED = qkv(S, S, M, SINKS), qkv(S, S, M, PADDING)
 
@@ -186,6 +187,12 @@ def counted(scores: Tensor) -> Tensor:
     return scores + (torch.arange(S)[None, :] - torch.arange(S)[:, None])
 
 
+def later_of_heads(scores: Tensor, bias: Tensor) -> Tensor:
+    """A bias, and a mask that is made for every head."""
+    queries = torch.arange(S)[:, None].expand(B, N, S, 1)
+    return (scores + bias).masked_fill(torch.arange(S) > queries, -math.inf)
+
+
 EQUAL = qkv(shared=N)
 BARE = partial(written, scale=1)
 OF_QUERIES = BARE(weigh=partial(shares, dim=-2))
@@ -205,6 +212,7 @@ EXAMPLES = (
     Example("positions before heads", positions_first, qkv()),
     Example("segments of packed tokens", segments, tensors((S, N, D), (S, M, D), (S, M, D))),
     Example("a sink", partial(with_sink, hidden=later), SUNK),
+    Example("a sink, a prompt over a cache", SINK_PROMPT, qkv(S, T, M, SINKS)),
     Example("a sink and every key", with_sink, SUNK),
     Example("a sink and padding", SINK_PADDED, qkv(S, S, M, SINKS, PADDING)),
     Example("a sink over a cache", SINK_STEP, qkv(1, T, M, SINKS, POSITION)),
@@ -216,6 +224,7 @@ EXAMPLES = (
     Example("any bias", written(torch.add, in_float), qkv(S, S, N, (S, S))),
     Example("a bias of each head", written(torch.add, in_float), qkv(S, T, M, (1, N, S, T))),
     Example("a bias of whole numbers", BARE(counted), qkv(S, S, N), "of whole numbers"),
+    Example("a bias, a mask of every head", written(later_of_heads), qkv(S, S, N, (S, S)), "may hold -inf"),
     Example("a sink and a bias", written(sunk, but_last), qkv(S, S, N, SINKS, (S, S)), "without a bias"),
     Example("softmax over queries", OF_QUERIES, EQUAL, "taken over the queries"),
     Example("soft capping", BARE(lambda s: torch.tanh(s / 30.0) * 30.0), EQUAL, "capped softly"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
 from fusion import Example
-from patterns.examples.caches import BLOCKS, SIZE, anywhere, viewed
+from patterns.examples.caches import BLOCKS, SIZE, anywhere, in_nz, viewed
 from patterns.examples.inputs import fixed, in_dtype, normal, tables
 from patterns.examples.latent_model import times
 from patterns.examples.quantisation import int8_layer, product, quantised, weights
@@ -59,6 +59,12 @@ class Setting:
 
 
 SETTING = Setting()
+
+
+def in_lines(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The same with NZ pages [Block, D, Size, 1] of both."""
+    *given, keys, scales = (parts := SETTING(dtype))[:8]
+    return *given, *(each.transpose(1, 2).unsqueeze(-1).contiguous() for each in (keys, scales)), *parts[8:]
 
 
 def by_head(x: Tensor, weight: Tensor, scale: float) -> Tensor:
@@ -133,6 +139,7 @@ EXAMPLES = (
     example("scales in float32", PART, kept=as_they_are),
     example("weights in the dtype of the model", PART, of_heads=in_their_own),
     example("keys of another place", "the place is not proven to lie in its page", write=anywhere),
+    Example("pages in lines", Model(write=in_nz), in_lines, "not in blocks of NZ"),
     example("in float16 before", "rounded to float16 before they are quantised", before=Tensor.half),
 )  # fmt: skip
 TRIED = {"lightning_indexer_prolog_pto": EXAMPLES}

@@ -11,8 +11,8 @@ from torch import Tensor
 from fusion import Example
 from patterns.examples import latent_attention_paged as paged
 from patterns.examples import sparse_attention as sparse
-from patterns.examples.caches import of_nz
-from patterns.examples.inputs import Inputs, Part, tensors
+from patterns.examples.caches import of_nz, turned
+from patterns.examples.inputs import Inputs, Part, normal, tensors
 from patterns.examples.latent_attention import UP, absorbed, at_position, by_hand, by_table, chunk, given, prompt, step
 from patterns.examples.masks import added, causal
 from patterns.examples.ring_mla import summed
@@ -46,6 +46,12 @@ def in_order(form: Form) -> Form:
     return forward
 
 
+def in_thirds(q: Tensor, latents: Tensor, ropes: Tensor, up: Tensor) -> Tensor:
+    """Half as many pages again as sequences, one step over all of them."""
+    both = (x.permute(0, 2, 1, 3).reshape(B, -1, x.shape[1] * x.shape[3]) for x in (latents, ropes))
+    return step(q, *both, up)
+
+
 def pages(queries: int, *more: Part, nz: bool = True, table: bool = True) -> Inputs:
     """The inputs with two pages for each sequence, in NZ with 16 and 4 lanes or whole, and perhaps a block table."""
     size = T // 2
@@ -53,6 +59,9 @@ def pages(queries: int, *more: Part, nz: bool = True, table: bool = True) -> Inp
     return tensors((B, N, queries, D + sparse.DR), *both, UP, *([TABLE] if table else []), *more)
 
 
+QUERY, LINES = (B, N, 1, D + sparse.DR), ((C // 16, T // 2, 16), (sparse.DR // 4, T // 2, 4))
+APART = tensors(QUERY, *(turned(normal(1, 2 * B, *each)) for each in LINES), UP)
+THIRDS = tensors(QUERY, *((3, *each) for each in LINES), UP)
 MODES = (
     (", of a table", by_table, partial(pages, nz=False), slice(2, None)),
     (", in lines of a table", partial(by_table, read=of_nz), pages, slice(None)),
@@ -78,6 +87,8 @@ EXAMPLES = (
         for mode, over, inputs, chosen in MODES
         for name, form, queries, *more in PAGED[chosen]
     ),
+    Example("one query, in lines apart", in_order(step), APART),
+    Example("pages of thirds", in_thirds, THIRDS, "3 pages are not as many for each of 2 sequences"),
     Example("queries with their sums", with_sums, given(FEW, T), "the log-sum-exp of the scores is used"),
     Example("a prompt", prompt, given(), "more than four queries"),
     Example("a chunk", chunk, given(S, T), "more than four queries"),

@@ -15,8 +15,8 @@ from patterns.examples.masks import causal
 from patterns.examples.sparse_attention import DR, LISTED, B, C, N, S, T, by_einsum, by_matmul, index
 
 SCALE = (C + DR) ** -0.5
-TABLE, SIZE = torch.tensor([[3, 1], [0, 4]]), 4
-"""Pages of each sequence, and rows of a page."""
+TABLE, OTHERS, SIZE = torch.tensor([[3, 1], [0, 4]]), torch.tensor([[3, 1], [0, 2]]), 4
+"""Pages of each sequence, those of something else, and rows of a page."""
 Form = Callable[..., Any]
 
 
@@ -84,11 +84,13 @@ def of_pages(query: Tensor, pages: Tensor, weights: Tensor) -> Tensor:
     return by_einsum(query, paged(pages), weights)
 
 
-def of_int8_pages(query: Tensor, of_queries: Tensor, pages: Tensor, of_keys: Tensor, weights: Tensor) -> Tensor:
-    """The same of int8 queries and keys, with scales of their rows."""
+def of_int8_pages(
+    query: Tensor, of_queries: Tensor, pages: Tensor, of_keys: Tensor, weights: Tensor, table: Tensor = TABLE
+) -> Tensor:
+    """The same of int8 queries and keys, with scales of their rows in the pages of a table."""
     products = torch.einsum("bshd,btd->bsht", query.float(), paged(pages).float())
     scores = torch.einsum("bsht,bsh->bst", relu(products), weights.float() * of_queries)
-    return scores * paged(of_keys).float().unsqueeze(1)
+    return scores * of_keys[table].flatten(1, 2).float().unsqueeze(1)
 
 
 def in_line_paged(query: Tensor, pages: Tensor, weights: Tensor) -> Tensor:
@@ -99,6 +101,12 @@ def in_line_paged(query: Tensor, pages: Tensor, weights: Tensor) -> Tensor:
 def in_line_paged_int8(query: Tensor, of_queries: Tensor, pages: Tensor, *more: Tensor) -> Tensor:
     """The same in int8."""
     return masked(of_int8_pages(query, of_queries, pages, *more), causal(S, TABLE.shape[1] * pages.shape[1]))
+
+
+def by_two_tables(query: Tensor, of_queries: Tensor, pages: Tensor, *more: Tensor) -> Tensor:
+    """Scales of keys in other pages than the keys."""
+    scores = of_int8_pages(query, of_queries, pages, *more, table=OTHERS)
+    return masked(scores, causal(S, TABLE.shape[1] * pages.shape[1]))
 
 
 def unmarked(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
@@ -187,6 +195,7 @@ TRIED = {
         Example("a prompt whose list is returned", in_line, tensors(*indexed())),
         Example("a prompt over pages", in_line_paged, tensors(*in_pages())),
         Example("a prompt over int8 pages", in_line_paged_int8, tensors(*in_int8_pages())),
+        Example("a prompt over int8 pages, scales by a table of their own", by_two_tables, tensors(*in_int8_pages())),
         Example("a step over enough keys", enough, tensors(*indexed(1, T))),
         Example("hidden keys are listed", unmarked, tensors(*indexed()), "fewer keys than are listed"),
         Example("another key is left out", wrongly_marked, tensors(*indexed()), "-1 is not written over the places"),

@@ -46,6 +46,18 @@ def rope_multiplied(q: Tensor, cos: Tensor, sin: Tensor) -> Parts:
     return nope * 1.5, rope * cos + torch.cat((-high, low), dim=-1) * sin
 
 
+def in_two(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves rotated, by tables of all lanes."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+def by_pairs(q: Tensor, cos: Tensor, sin: Tensor) -> Parts:
+    """Pairs of the last lanes rotated, by tables of all lanes."""
+    nope, rope = q.split((D, DR), dim=-1)
+    return nope, rope * cos + torch.stack((-rope[..., 1::2], rope[..., ::2]), dim=-1).flatten(-2) * sin
+
+
 def lanes(nope: slice, rope: slice) -> Rotate:
     """These lanes of the queries, some of which belong to both parts or to neither."""
     return lambda q, *table: (q[..., nope], mla.turned(q[..., rope], *table))
@@ -156,6 +168,9 @@ PAGED = (
 )
 
 
+ORDERS = in_pages("halves of keys, pairs of queries", PAGES, rotate=by_pairs, turn=in_two, refusal="keys in half order")
+
+
 def w8a8(setting: Setting, *layers: str) -> Setting:
     """These layers in W8A8, and all of them Parameters."""
     return replace(setting, int8=layers, fixed=mla.LAYERS_FIXED)
@@ -183,6 +198,7 @@ W8A8_PAGED = (
 TRIED = {
     "mla_prolog": (
         *ROWS,
+        ORDERS,
         *instead(LEFT),
         *instead(PAGED, "pages: "),
         *instead(W8A8, "W8A8: "),

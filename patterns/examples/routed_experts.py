@@ -73,6 +73,16 @@ def gathered(
     return given.view(*experts.shape, -1).sum(dim=1).to(tokens.dtype)
 
 
+def not_put_back(tokens: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Rows in order of their experts, summed as if they were in that of the tokens."""
+    weights, experts = routed(logits)
+    listed, order = experts.reshape(-1).sort()
+    ends = torch.histc(listed.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0, dtype=torch.int32)
+    both = F.grouped_mm(tokens[order // CHOICES], gate_up.mT, offs=ends)
+    given = F.grouped_mm(halves(both), down.mT, offs=ends) * weights.reshape(-1, 1)
+    return given.view(*experts.shape, -1).sum(dim=1)
+
+
 def by_einsum(tokens: Tensor, logits: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Gate and up apart, as gpt-fast writes it."""
     weights, experts = routed(logits)
@@ -164,6 +174,7 @@ EXAMPLES = (
         "gelu between the products", partial(gathered, activation=lambda both: F.gelu(both)[:, :INNER]), MERGED,
         "is not a gated silu",
     ),
+    Example("sorted rows that are not put back", not_put_back, MERGED, "put back by the order in which"),
     Example("matrices that are computed", by_einsum, _inputs(*_TWO, parameters=False), "would cost a copy"),
     Example("any number of sequences", of_sequences, symbolic(_sequences, (0, 1), (0, 1)), "several symbolic sizes"),
     Example("experts that come from elsewhere", _given, _listed, "not proven to lie among"),

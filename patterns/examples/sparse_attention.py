@@ -161,6 +161,14 @@ def not_rectified(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     return torch.einsum("bsht,bsh->bst", torch.einsum("bshd,btd->bsht", query, key), weights)
 
 
+@over_latent
+def lowered_twice(q: Tensor, k: Tensor, v: Tensor, places: Tensor) -> Tensor:
+    """Keys that are behind the query and not listed are lowered most: without any other, it sees the rest."""
+    low = torch.finfo(torch.float32).min / 2
+    listed = torch.full((B, S, S), low, dtype=torch.float32).scatter(-1, places, 0)
+    return eager(q, k, v, (listed + added(~causal(S, S), torch.float32, low)).unsqueeze(1))
+
+
 BEHIND = lowered(lambda places: (at(places) & causal(S, S)).unsqueeze(1))
 """A list that may hold nothing but keys behind the query."""
 ANY = torch.rand(B, S, S, generator=torch.Generator().manual_seed(3)) > 0.5
@@ -182,6 +190,7 @@ EXAMPLES = (
     Example("an encoder", over(lambda *index: chosen(by_sum(*index))), indexed()),
     Example("a list from elsewhere", over(at), listed()),
     Example("nothing left", BEHIND, listed(), NO_KEY),
+    Example("nothing left but keys that are lowered once", lowered_twice, listed(), "that are lowered least"),
     Example("scores that are not rectified", over(found(not_rectified)), indexed(), NOT_A_SUM, "by_places"),
     Example("the worst keys", over(found(lambda *index: -by_einsum(*index))), indexed(), "not positive", "by_places"),
     Example(

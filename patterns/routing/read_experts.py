@@ -176,6 +176,9 @@ def _sums(graph: Graph, given: Mapping[Value, Reading]) -> Iterator[Found]:
             continue
         product = given.get(found.rows)
         if product is not None and product.captures["experts"].shape == found.weights.shape:
+            if product.captures["is_sorted"] != (found.order is not None):
+                yield several[0], Miss(RULE, _UNSUMMED, at=(found.rows,))
+                continue
             yield from sum_of_products(graph.algebra, found, product, several)
         elif plain(found.rows).op == "add" and any(plain(each) in products for each in plain(found.rows).args):
             yield several[0], Miss(RULE, _BIASED, at=plain(found.rows).args)

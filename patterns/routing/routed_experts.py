@@ -81,13 +81,10 @@ class RoutedExperts(Rule):
         return p.expert_sum(rows=given, weights=choice.weights, order=choice.order, shape=shape)
 
     def guard(self, rows: Any, gate: Any, bounds: Any, choice: Choice, down: Outward, shape: Any):
-        """What the operators take, and that rows which are sorted are put back."""
+        """What the operators take."""
         bounds.refuse(gate.interleaved)
         gate.refuse()
         rows.refuse(down)
-        require(
-            choice.is_sorted == (choice.order is not None), "rows are sorted by expert for one of two products alone"
-        )
         known = [each for each in shape if isinstance(each, int)]
         require(len(shape) - len(known) <= 1, "the result has several symbolic sizes")
 

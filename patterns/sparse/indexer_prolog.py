@@ -167,8 +167,8 @@ class LightningIndexerPrologPto(Rule):
         require(same, "other lanes of queries are rotated than of keys, by the operator the same of both")
         said = "queries of the indexer are computed in {dtype}, by the operator in {own}"
         require(queries.layer_dtype == x.dtype, said, dtype=queries.layer_dtype, own=x.dtype)
-        storage.guard(x)
         require(storage.nz_block is None, "the operator keeps pages as rows of tokens, not in blocks of NZ")
+        storage.guard(x)
 
     @lowering
     def run(self, x, queries, keys, heads, tables, storage):

@@ -197,7 +197,6 @@ class SparseAttentionPto(Rule):
         projection.guard(queries)
         storage.guard_order(row.result)
         storage.guard(x)
-        require(storage.nz_block is None, "the operator keeps pages as rows of tokens, not in blocks of NZ")
         for what, lanes in (("queries", index.queries), ("keys", index.keys)):
             lanes.guard(what)
 

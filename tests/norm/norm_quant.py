@@ -26,6 +26,8 @@ from .rms_norm import reference as rms_norm_reference
 
 D, N, EPS = 128, 40, 1e-6
 SCALE, ZERO = 5 / 512, 3
+CHANNELS = [2.0 ** -(8 + n % 5) for n in range(N)]
+"""Scales of channels, by which whole numbers are multiplied without rounding."""
 
 
 def rms_norm(x, weight):
@@ -40,7 +42,7 @@ def torch_norm(x, weight):
 
 def layer(q, weight, dtype):
     total = torch._int_mm(q.view(-1, q.shape[-1]), weight.t()).view(*q.shape[:-1], -1)
-    return (total.float() * (torch.arange(1, N + 1, device=q.device) / 2**12)).to(dtype)
+    return (total.float() * torch.tensor(CHANNELS, device=q.device)).to(dtype)
 
 
 def fixed(x):
@@ -52,7 +54,7 @@ class W8A8Static(nn.Module):
 
     def __init__(self, weight: Tensor, scale: Tensor, offset: Tensor):
         super().__init__()
-        bias, channels = -ZERO * weight.sum(-1, dtype=torch.int32), torch.arange(1, N + 1) / 2**12
+        bias, channels = -ZERO * weight.sum(-1, dtype=torch.int32), torch.tensor(CHANNELS)
         self.weight, self.quant_bias, self.deq_scale = map(fixed, (weight, bias, channels))
         self.hold(scale, offset)
 
@@ -149,7 +151,7 @@ def _inputs(B: int, S: int) -> tuple[Tensor, ...]:
 def _meaning(x: Tensor, gain: Tensor, bias: Tensor | float, weight: Tensor) -> Tensor:
     n = rms_norm_reference(x, gain, EPS) + bias
     q = (n / SCALE + ZERO).round().clamp(-128, 127) - ZERO
-    return torch.einsum("bsk,nk->bsn", q, weight.double()) * torch.arange(1, N + 1) / 2**12
+    return torch.einsum("bsk,nk->bsn", q, weight.double()) * torch.tensor(CHANNELS)
 
 
 def _spelling(label: str, block: type[Block], note: str, emitted: tuple[str, ...] = (ADD_RMS_NORM_QUANT,), *,
