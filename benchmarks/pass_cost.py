@@ -140,17 +140,24 @@ class _Judge(FusionBackend):
         return time.process_time() - start, report
 
 
-def measure(family: str, layers: int, mode: str, never: int = 0, with_others: bool = False) -> Figures:
-    """Compile one step of a small random model, up to the fused graph."""
+def model_and_call(family: str, layers: int, mode: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A small random model, and what one step of it is called with."""
     config = getattr(transformers, f"{family}Config")(num_hidden_layers=layers, **MODELS[family](layers))
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16).eval().requires_grad_(False)
     call: dict[str, Any] = {"input_ids": torch.arange(8).view(1, 8), "use_cache": False}
+    if mode == "decode":
+        cache = transformers.StaticCache(config=config, max_cache_len=32)
+        with torch.no_grad():
+            model(input_ids=call["input_ids"], past_key_values=cache, use_cache=True)
+        call = {"input_ids": torch.ones(1, 1, dtype=torch.long), "past_key_values": cache, "use_cache": True}
+    return model, call
+
+
+def measure(family: str, layers: int, mode: str, never: int = 0, with_others: bool = False) -> Figures:
+    """Compile one step of a small random model, up to the fused graph."""
+    model, call = model_and_call(family, layers, mode)
     options = Options(target="ascend910_93", lower="eager", plan_cache="off")
     with torch.no_grad():
-        if mode == "decode":
-            cache = transformers.StaticCache(config=config, max_cache_len=32)
-            model(input_ids=call["input_ids"], past_key_values=cache, use_cache=True)
-            call = {"input_ids": torch.ones(1, 1, dtype=torch.long), "past_key_values": cache, "use_cache": True}
         torch.compiler.reset()
         judge = _Judge(options, never=never, with_others=with_others)
         compiled = torch.compile(model, backend=judge, fullgraph=True)

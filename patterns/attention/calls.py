@@ -132,7 +132,6 @@ def _older(
     )  # fmt: skip
     mode = arguments.pop("sparse_mode", 0)
     if q.shape[1 if input_layout == "BSND" else 2] == 1:
-        require(mode in (0, 1), "the older operator for a single query is told a length or a mask, no order")
         told |= {name: arguments[name] for name in ("atten_mask", "block_table", "block_size") if name in arguments}
         operator = torch.ops.npu.npu_incre_flash_attention
         overload = operator.tensor_lengths if isinstance(lengths, Tensor) else operator.default

@@ -117,6 +117,11 @@ def by_eager(q: Tensor, k: Tensor, v: Tensor, listed: Tensor) -> Tensor:
     return eager(q, k, v, added(~listed, q.dtype).unsqueeze(1))
 
 
+def hidden(q: Tensor, k: Tensor, v: Tensor, listed: Tensor) -> Tensor:
+    """Other keys than those at which booleans [B, S, T] are true are filled with -inf: NaN without any."""
+    return written(hidden=lambda: ~listed.unsqueeze(1), scale=SCALE)(q, k, v)
+
+
 def over(find: Listed, attend: Form = by_eager) -> Form:
     """Over the keys that are found by further inputs."""
     return over_latent(lambda q, k, v, *more: attend(q, k, v, find(*more)))
@@ -186,6 +191,10 @@ EXAMPLES = (
     Example("a chunk written into a cache", chunk, indexed(S, T, POSITION)),
     Example(
         "positions that may be outside", over(found(by_einsum, lambda at: causal(S, T, at))), indexed(S, T, POSITION)
+    ),
+    Example(
+        "keys before each query, of which the first has none",
+        over_latent(lambda q, k, v, *of: hidden(q, k, v, found(by_einsum, lambda: causal(S, S, -1))(*of))), indexed(),
     ),
     Example("an encoder", over(lambda *index: chosen(by_sum(*index))), indexed()),
     Example("a list from elsewhere", over(at), listed()),
