@@ -23,7 +23,8 @@ from patterns.attention.blame import RULE, TRUTHS, kept_wide, missed, unproven
 from patterns.attention.divided_late import Finish, stripped
 from patterns.attention.frames import Attended, Frame, per_head, scaled_queries
 from patterns.attention.joined_heads import of_all_heads
-from patterns.attention.masks import NOT_LOST, Empty, Masks, Term, hides_by_truths
+from patterns.attention.mask_terms import Empty, Term, hides_by_truths
+from patterns.attention.masks import NOT_LOST, Masks
 from patterns.attention.products import contraction
 from patterns.attention.read_bias import GUARDED, Parted, bias_of, parted, unparted
 from patterns.attention.read_int8 import are_int8
