@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from fusion import reader, word
-from fusion.analysis.lanes import NONE, Index, Leaves, Rows, Term, rows, terms
+from fusion.analysis.lane_products import Leaves, Term, terms
+from fusion.analysis.lanes import NONE, Index, Rows, rows
 from fusion.graph import Algebra, Found, Graph, Miss, Reading, Value
 from patterns.rotary.tables import KnownTables
 
