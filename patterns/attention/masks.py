@@ -128,7 +128,7 @@ class Masks:
         at_most = self.a.make("at_most", (length,), (keys,), length.shape, length.dtype)  # which the operator reads
         return {**found, "kv_lens": at_most}
 
-    def told(self, empty: Empty, sunk: bool, biased: bool = False, floor: float = -math.inf) -> dict[str, Any] | str:
+    def spec(self, empty: Empty, sunk: bool, biased: bool = False, floor: float = -math.inf) -> dict[str, Any] | str:
         """What an operator is told of them: a kind and a window, up to which key, and the mask as it is; or why not.
 
         Args:

@@ -283,7 +283,7 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
     why = unproven(term.mask, hides_by_truths(found.masks.positions, term))
     supposed = why
     if why == TRUTHS:
-        supposed = assumed.masks(*of_scores, suppose=True).told(of.empty, sunk=of.scores.sink is not None)
+        supposed = assumed.masks(*of_scores, suppose=True).spec(of.empty, sunk=of.scores.sink is not None)
     why = f"{why}; and {supposed}" if isinstance(supposed, str) and supposed != why else why
     return missed(f"{why}; {bias}", of.product, term.at)
 
@@ -291,7 +291,7 @@ def _seen(assumed: Assumed, of: Parts, frame: Frame, keys: Any, dtype: Any) -> t
 def _told(assumed: Assumed, found: Parted, frame: Frame, dtype: Any, of: Parts) -> tuple[Any, Any]:
     """What is said of the masks, and of the bias beside them, {} without one; each a reason where it cannot be said."""
     floor = of.scores.floor
-    mask = found.masks.told(of.empty, of.scores.sink is not None, bool(found.biases), floor)
+    mask = found.masks.spec(of.empty, of.scores.sink is not None, bool(found.biases), floor)
     if isinstance(mask, str) or not found.biases:
         return mask, {}
     in_words = "mask" not in mask and any(mask.get(each) not in (None, "none") for each in ("mask_kind", *_LENGTHS))
